@@ -1,0 +1,60 @@
+// Files that outlive the process: llm.c's model files, and our training state. Written under a temporary name, synced,
+// renamed: a file under its final name is whole.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "layers/types.h"
+
+uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine
+
+// Writes a file atomically. Throws Error (path, what, errno in words) and leaves nothing behind on failure.
+class AtomicFile {
+  public:
+    explicit AtomicFile(const std::string& path);
+    ~AtomicFile();  // removes the temporary if commit() was not reached
+    void write(const void* data, size_t bytes);
+    void commit();  // flush, fsync, rename, fsync of the directory
+  private:
+    std::string path_, tmp_;
+    int fd_ = -1;
+    std::vector<char> buffer_;
+    void flush();
+};
+
+// ---- llm.c model files: magic 20240326, version 3 (fp32) or 5 (bf16); header[2..7] = maxT, V, L, NH, C, Vp; 256 int32; then
+// the sixteen tensors in llm.c's order, each stacked over layers.
+struct ModelHeader {
+    DType dtype;
+    int max_T, V, L, NH, C, Vp;
+    size_t num_parameters() const;  // C, L, … decide: sum over the sixteen tensors
+};
+ModelHeader read_model_header(const std::string& path);  // throws Error: not found, magic, version, sizes, file length
+// The parameters as one block in file order, dtype as in the header (num_parameters() elements).
+void read_model_parameters(const std::string& path, const ModelHeader&, void* out);
+void write_model(const std::string& path, const ModelHeader&, const void* parameters);
+
+// ---- Training state (ours): magic, version, identity and sections {name, bytes, checksum}.
+// Everything that must be the same for a resumed run to equal an uninterrupted one, by name.
+struct Identity {
+    std::vector<std::pair<std::string, std::string>> fields;  // {"model", "d12"}, {"B", "4"}, {"precision", "bf16"}, …
+};
+struct Section {
+    std::string name;
+    void* data;  // read into / written from
+    size_t bytes;
+};
+void write_state(const std::string& path, const Identity&, const std::vector<Section>&);
+// Fills the sections. Throws Error on: magic, version, truncation, checksum of a section, missing section or wrong size, and an
+// identity that differs (names the field, what the checkpoint has and what this run has).
+void read_state(const std::string& path, const Identity&, const std::vector<Section>&);
+
+// Checkpoints of a run live in its output directory: model_00001000.bin and state_00001000.bin. The state is renamed last, so a
+// step is complete when its state is there.
+std::string model_path(const std::string& dir, int step);
+std::string state_path(const std::string& dir, int step);
+int newest_checkpoint(const std::string& dir);          // step, or -1
+void prune_checkpoints(const std::string& dir, int keep);  // removes all complete ones but the newest `keep`, and stale temporaries

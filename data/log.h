@@ -1,0 +1,38 @@
+// log.jsonl: one JSON object a line, appended and flushed at once, so that what is there stays valid whatever happens next.
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <string>
+
+// A line being built: Row("train").add("step", 3).add("loss", 2.5).text()
+class Row {
+  public:
+    explicit Row(const char* kind);  // {"kind": kind
+    Row& add(const char* key, double value);  // NaN and inf as null
+    Row& add(const char* key, long long value);
+    Row& add(const char* key, int value) { return add(key, static_cast<long long>(value)); }
+    Row& add(const char* key, const std::string& value);  // escaped
+    Row& add(const char* key, const char* value) { return add(key, std::string(value)); }
+    Row& add(const char* key, bool value);
+    std::string text() const;  // closed with }
+
+  private:
+    std::string text_;
+};
+
+// Appends rows to a file. A failing write (a full disk) throws Error; rows already written stay.
+class Log {
+  public:
+    Log() = default;                                       // writes nowhere
+    explicit Log(const std::string& path, bool append = true);
+    ~Log();
+    Log(const Log&) = delete;
+    Log& operator=(const Log&) = delete;
+    void write(const Row& row);
+    // Drops rows with "step" greater than `step`: what a resumed run is about to write again.
+    static void truncate_after(const std::string& path, long long step);
+
+  private:
+    std::FILE* file_ = nullptr;
+    std::string path_;
+};

@@ -1,0 +1,21 @@
+// One table of options drives parsing, --help and the settings printed at start.
+#pragma once
+#include <string>
+#include <vector>
+
+struct Option {
+    enum Kind { Int, Float, String, Choice, Flag };
+    const char* name;      // "--batch"
+    const char* letter;    // "-b", or "" if it has none
+    Kind kind;
+    void* value;           // int*, float*, std::string*, std::string* (Choice), bool*
+    const char* help;
+    const char* range;     // Int/Float: "1..1024", "0.." or ""; Choice: "bf16|fp32"
+    const char* group = "";  // heading in --help
+};
+
+// Accepts "--name value", "--name=value" and "-b value"; flags take no value, or "0"/"1". Throws UsageError that names the
+// option and the value, with the nearest option's name where one is close. Returns true if --help or -h was asked for.
+bool parse_options(int argc, const char* const* argv, std::vector<Option>& table);
+std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
+std::string options_settings(const std::vector<Option>& table);  // two columns, name and value in force

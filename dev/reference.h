@@ -1,0 +1,99 @@
+// The backend seam, CPU side: the same list of layers as layers/layers.h, as plain loops.
+//
+// It is three things: the executable specification (read it first), the oracle of every kernel test (X = double), and
+// what trains when the machine has no GPU (X = float, OpenMP). Results do not depend on the number of threads: no sum is
+// split between threads, so a run is bit-exact everywhere the compiler's arithmetic is.
+//
+// Shapes, "writes" and "adds into" as in layers/layers.h. All pointers are host memory. A = Acc<X>: double for double,
+// float for float. Scratch arguments and plans are there for the seam's sake and are not read.
+#pragma once
+#include <string>
+
+#include "layers/types.h"
+
+struct Cpu {
+    explicit Cpu(int threads = 0);  // 0: all cores
+
+    void* alloc(size_t bytes) const;  // 64-byte aligned; throws Error
+    void free(void* p) const;
+    void* alloc_host(size_t bytes) const { return alloc(bytes); }
+    void free_host(void* p) const { free(p); }
+    void zero(void* p, size_t bytes) const;
+    void upload(void* dst, const void* host, size_t bytes) const;
+    void download(void* host, const void* src, size_t bytes) const;
+    void sync() const {}
+
+    static constexpr const char* kind = "cpu";
+    std::string name;        // "CPU, 2 threads"
+    size_t total_bytes = 0;  // physical memory
+    bool tf32 = false;
+};
+
+template <class X>
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C);
+template <class X>
+void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B, int T,
+                      int C);
+inline size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
+// On the CPU the plan is the token list itself.
+inline size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }
+void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N);
+
+template <class X>
+void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp, const X* weight, const X* bias,
+                       size_t N, int C);
+template <class X>
+void residual_layernorm_forward(const Cpu&, X* residual, X* out, Acc<X>* mean, Acc<X>* rstd, const X* a, const X* b,
+                                const X* weight, const X* bias, size_t N, int C);
+template <class X>
+void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
+                        const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C);
+inline size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
+
+template <class X>
+void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
+template <class X>
+void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC);
+inline size_t matmul_scratch_bytes(const Cpu&, int) { return 0; }
+
+template <class X>
+void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
+template <class X>
+void gelu_backward(const Cpu&, X* dinp, const X* inp, const X* dout, size_t n);
+
+// Attention has one form here, row by row with no T×T buffer; `kind` is ignored. HS is any size ≤ 256.
+template <class X>
+void attention_forward(const Cpu&, Attention kind, X* out, Acc<X>* lse, X* att, void* scratch, const X* qkv, int B, int T,
+                       int NH, int HS);
+template <class X>
+void attention_backward(const Cpu&, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
+                        const Acc<X>* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
+template <class X>
+size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
+template <class X>
+size_t attention_saved_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
+
+// The oracle of the attention tests, with the two things a layer never varies: the mask and the scale.
+template <class X>
+void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
+                       Acc<X> scale);
+template <class X>
+void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
+                        int NH, int HS, bool causal, Acc<X> scale);
+
+template <class X>
+void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);
+
+template <class A>  // A = float or double
+void reduce_sum(const Cpu&, A* out, void* scratch, const A* x, A scale, size_t n);
+template <class A>
+void global_norm(const Cpu&, A* out, void* scratch, const A* x, size_t n);
+inline size_t reduce_scratch_bytes(const Cpu&) { return 0; }
+template <class X>
+size_t count_nonfinite(const Cpu&, void* scratch, const X* x, size_t n);
+
+template <class X>
+void adamw_update(const Cpu&, X* params, Acc<X>* master, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
+                  const ParamRange* ranges, int num_ranges, const AdamW& hyper);
+

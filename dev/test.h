@@ -1,0 +1,99 @@
+// The test harness: TEST(name) { CHECK(...); } and a main that runs them.
+//
+// A program takes an optional substring to select tests, prints a line per failed check and a line per test, and ends in
+// "N passed, N failed, N skipped". Exit code 1 if anything failed.
+#pragma once
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "data/error.h"
+
+namespace test {
+
+struct Case {
+    const char* name;
+    void (*run)();
+};
+struct Skip {
+    std::string why;
+};
+inline std::vector<Case>& cases() {
+    static std::vector<Case> all;
+    return all;
+}
+inline int& failed_checks() {
+    static int n = 0;
+    return n;
+}
+struct Register {
+    Register(const char* name, void (*run)()) { cases().push_back({name, run}); }
+};
+inline void report(const char* file, int line, const std::string& what) {
+    if (++failed_checks() <= 20) std::printf("  %s:%d: %s\n", file, line, what.c_str());
+}
+
+// Runs `code` and returns the message of the Error that it throws, "" if it throws none.
+template <class F>
+std::string error_of(F code) {
+    try {
+        code();
+    } catch (const Error& e) { return e.what(); }
+    return "";
+}
+
+inline int main(int argc, char** argv) {
+    const char* only = argc > 1 ? argv[1] : "";
+    int passed = 0, failed = 0, skipped = 0;
+    for (const Case& c : cases()) {
+        if (!std::strstr(c.name, only)) continue;
+        failed_checks() = 0;
+        const auto start = std::chrono::steady_clock::now();
+        std::string skip;
+        try {
+            c.run();
+        } catch (const Skip& s) {
+            skip = s.why;
+        } catch (const std::exception& e) { report(c.name, 0, format("threw: %s", e.what())); }
+        const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        if (failed_checks()) failed++;
+        else if (!skip.empty()) skipped++;
+        else passed++;
+        std::printf("%s %s (%.1f s)%s%s\n", failed_checks() ? "FAIL" : skip.empty() ? "ok  " : "skip", c.name, s,
+                    skip.empty() ? "" : ": ", skip.c_str());
+        std::fflush(stdout);
+    }
+    std::printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed ? 1 : 0;
+}
+
+}  // namespace test
+
+#define TEST(name)                                        \
+    static void test_##name();                            \
+    static test::Register register_##name(#name, test_##name); \
+    static void test_##name()
+#define SKIP(...) throw test::Skip { format(__VA_ARGS__) }
+#define CHECK(ok)                                                       \
+    do {                                                                \
+        if (!(ok)) test::report(__FILE__, __LINE__, "not true: " #ok);  \
+    } while (0)
+// |got − want| ≤ tol; NaN fails.
+#define CHECK_NEAR(got, want, tol)                                                                                  \
+    do {                                                                                                            \
+        const double g_ = (got), w_ = (want), t_ = (tol);                                                           \
+        if (!(std::fabs(g_ - w_) <= t_))                                                                            \
+            test::report(__FILE__, __LINE__, format("%s = %.9g, expected %s = %.9g within %.3g", #got, g_, #want, w_, t_)); \
+    } while (0)
+// The code throws an Error whose message contains `part`.
+#define CHECK_ERROR(code, part)                                                                                  \
+    do {                                                                                                         \
+        const std::string e_ = test::error_of([&] { code; });                                                    \
+        if (e_.find(part) == std::string::npos)                                                                  \
+            test::report(__FILE__, __LINE__, format("expected an error with \"%s\", got \"%s\"", part, e_.c_str())); \
+    } while (0)
+#define TEST_MAIN \
+    int main(int argc, char** argv) { return test::main(argc, argv); }

@@ -1,0 +1,54 @@
+// The CUDA backend's device: one GPU, one stream, the cuBLAS handles, and its memory. Checked calls.
+#pragma once
+#include <cublasLt.h>
+#include <cublas_v2.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "data/error.h"
+#include "layers/types.h"
+
+// Throw Error with file, line and the call itself.
+void cuda_check(cudaError_t status, const char* file, int line, const char* what);
+void cublas_check(cublasStatus_t status, const char* file, int line, const char* what);
+#define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
+#define CUBLAS_CHECK(call) cublas_check((call), __FILE__, __LINE__, #call)
+// After every launch: catches a bad configuration at once (an asynchronous fault shows at the next checked call).
+#define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, "launch of " kernel)
+
+struct OutOfMemory : Error {
+    using Error::Error;
+};
+
+struct Cuda {
+    explicit Cuda(int device = 0);  // throws Error if there is no such device
+    ~Cuda();
+    Cuda(const Cuda&) = delete;
+    Cuda& operator=(const Cuda&) = delete;
+
+    // How many devices are usable; 0 also when there is no driver. `why` (may be null) gets the reason in words.
+    static int count(std::string* why = nullptr);
+
+    void* alloc(size_t bytes) const;  // device memory; throws OutOfMemory
+    void free(void* p) const;
+    void* alloc_host(size_t bytes) const;  // pinned
+    void free_host(void* p) const;
+    void zero(void* p, size_t bytes) const;
+    void upload(void* dst, const void* host, size_t bytes) const;    // asynchronous if host is pinned
+    void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
+    void sync() const;
+
+    static constexpr const char* kind = "cuda";
+    int device = 0;
+    int sm = 0;        // compute capability ×10, 90 for an H200
+    int num_sms = 0;   // multiprocessors
+    std::string name;  // "NVIDIA H200"
+    size_t total_bytes = 0;
+    bool tf32 = true;  // fp32 matmuls on tensor cores; false: strict fp32
+    cudaStream_t stream = nullptr;
+    cublasHandle_t blas = nullptr;
+    cublasLtHandle_t blaslt = nullptr;
+    void* workspace = nullptr;  // cuBLAS's, kWorkspaceBytes
+    static constexpr size_t kWorkspaceBytes = 64 << 20;
+};

@@ -1,0 +1,50 @@
+// The types that both backends share.
+#pragma once
+#include <cuda_bf16.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+using bf16 = __nv_bfloat16;
+
+// X is the storage type of activations and weights: float or bf16 on CUDA, float or double on the CPU.
+// Acc<X> is what sums, statistics, losses, weight gradients and optimizer state are kept in.
+template <class X>
+using Acc = std::conditional_t<std::is_same_v<X, double>, double, float>;
+
+enum class DType { f32, bf16, f64, i32 };
+
+template <class X>
+constexpr DType dtype_of() {
+    if constexpr (std::is_same_v<X, float>) return DType::f32;
+    else if constexpr (std::is_same_v<X, bf16>) return DType::bf16;
+    else if constexpr (std::is_same_v<X, double>) return DType::f64;
+    else return DType::i32;
+}
+constexpr size_t size_of(DType t) { return t == DType::bf16 ? 2 : t == DType::f64 ? 8 : 4; }
+constexpr const char* name_of(DType t) {
+    return t == DType::bf16 ? "bf16" : t == DType::f32 ? "fp32" : t == DType::f64 ? "fp64" : "int32";
+}
+
+// What --attention chooses. The kernel itself (flash_fp32, flash_bf16, …) follows from X and the GPU.
+enum class Attention { flash, naive };
+
+// One tensor of the flat parameter arena, for the optimizer: elements [begin, begin + size), decayed or not.
+struct ParamRange {
+    size_t begin, size;
+    bool decay;
+};
+
+struct AdamW {
+    float lr, beta1, beta2, eps, weight_decay;
+    float max_norm;  // gradients are scaled by min(1, max_norm / norm); 0 does not clip
+    int step;        // from 1, for the bias correction
+    uint64_t seed;   // of the stochastic rounding; mixed with step and the element's index
+};
+
+// Gradients of wte are sums over the positions that hold a token. To add them in a fixed order without atomics, the host
+// groups equal tokens: `order` lists positions 0..N-1 stably sorted by token, cut into chunks of at most
+// kEncoderChunk positions that all hold one token. Tokens with one chunk write dwte directly; the others leave fp32
+// partial rows in scratch, which a second pass adds in order. The plan is plain ints so that it travels with the batch.
+constexpr int kEncoderChunk = 32;
