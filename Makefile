@@ -1,6 +1,8 @@
-# make train_gpt2cu   the trainer            make test      all tests that this machine can run
-# make benches        dev/bench_*            make profile   a build with line info, three steps to look at
-# make archs          every kernel for every architecture    make help
+# make train_gpt2cu   the trainer
+# make test           all tests that this machine can run
+# make benches        dev/bench_*
+# make profile        the timeline of three steps, for Nsight Systems
+# make archs          every kernel for every architecture (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
 # NVCC=…  CXX=…   compilers                  MARCH=…        host instruction set, default native
@@ -8,37 +10,38 @@ NVCC  ?= nvcc
 CXX   ?= g++
 MARCH ?= native
 
+gencode = $(foreach a,$(1),-gencode arch=compute_$(a),code=sm_$(a))
+
 # A query that fails, or answers with anything but "9.0" and the like, counts as no GPU. 9.0 becomes 90a: wgmma needs the a.
 PROBE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | tr -d . | sort -u)
 ARCH  ?= $(patsubst 90,90a,$(PROBE))
 ifeq ($(strip $(ARCH)),)
 GENCODE := -gencode arch=compute_80,code=[sm_80,compute_80]
 else
-GENCODE := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a))
+GENCODE := $(call gencode,$(ARCH))
 endif
 
 WARN      := -Wall -Wextra -Werror
 CXXFLAGS  := -std=c++17 -O3 -march=$(MARCH) -fopenmp -I. $(WARN) -MMD -MP $(EXTRA)
-NVCCFLAGS := -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
+NVCCFLAGS := -std=c++17 -O3 -lineinfo -I. -Werror all-warnings -Xcompiler -Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC)))
 CXXFLAGS  += -isystem $(CUDA_HOME)/include
-LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp
+LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
 KERNELS   := $(wildcard attention/*.cu layers/*.cu)
 OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp) dev/reference.cpp)
-HOSTTESTS := $(patsubst %.cpp,%,$(wildcard dev/test_*.cpp))
-GPUTESTS  := $(patsubst %.cu,%,$(wildcard dev/test_*.cu))
-BENCHES   := $(patsubst %.cu,%,$(wildcard dev/bench_*.cu))
-ARCHS     := 75 80 86 89 90a 100 120
+TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
+BENCHES   := $(basename $(wildcard dev/bench_*.cu))
+JOBS      ?= $(shell nproc)
 
-.PHONY: all test benches archs profile clean help
+.PHONY: all test archs benches profile clean help
 all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-
-$(HOSTTESTS) $(GPUTESTS) $(BENCHES): %: build/%.o $(OBJECTS)
+$(TESTS) $(BENCHES): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
+build/dev/test_gpt2.o build/dev/bench_train.o: train_gpt2.cu  # they include the program itself
 benches: $(BENCHES)
 
 build/%.o: %.cu
@@ -48,9 +51,30 @@ build/%.o: %.cpp
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -c -o $@ $<
 
+# Builds with all cores, runs every test program, and ends in one line "N passed, N failed, N skipped".
+test:
+	@$(MAKE) --no-print-directory -j$(JOBS) train_gpt2cu $(TESTS)
+	@dev/run_tests.sh "$(MAKE) --no-print-directory -j$(JOBS) archs" $(TESTS)
+
+# Every kernel for every architecture, warnings as errors; a register spill in an attention kernel is one on sm_80 and sm_90a.
+archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
+build/archs/attention/%.o: attention/%.cu
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(call gencode,80 90a) -Xptxas -warn-spills -c -o build/archs/attention/$*.spills.o $<
+	$(NVCC) $(NVCCFLAGS) $(call gencode,75 86 89 100 120) -c -o $@ $<
+build/archs/layers/%.o: layers/%.cu
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(call gencode,75 80 86 89 90a 100 120) -c -o $@ $<
+
+# The timeline of three steps with its NVTX ranges: open profile.nsys-rep in Nsight Systems. For one kernel's counters:
+# ncu --kernel-name regex:flash ./train_gpt2cu -x 1 -v 0 -s 0
+profile: train_gpt2cu
+	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
+	nsys profile --trace=cuda,nvtx --force-overwrite true --output profile ./train_gpt2cu -x 3 -v 0 -s 0
+
 clean:
-	rm -rf build train_gpt2cu $(HOSTTESTS) $(GPUTESTS) $(BENCHES)
+	rm -rf build train_gpt2cu $(TESTS) $(BENCHES)
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q;/A query/q' | grep -v 'A query'
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
 -include $(shell find build -name '*.d' 2>/dev/null)

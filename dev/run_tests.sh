@@ -1,0 +1,26 @@
+#!/bin/sh
+# run_tests.sh "command that compiles for all architectures" program...
+# Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped.
+archs=$1; shift
+passed=0 failed=0 skipped=0
+for program in "$@"; do
+    echo "== $program"
+    out=$(mktemp)
+    ./"$program" >"$out" 2>&1
+    code=$?
+    cat "$out"
+    # The program's own last line; one that dies before it counts as a failure.
+    counts=$(tail -n 1 "$out" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
+    rm -f "$out"
+    if [ -z "$counts" ]; then
+        echo "$program ended with code $code and no result"
+        failed=$((failed + 1))
+    else
+        set_counts() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)); }
+        set_counts $counts
+    fi
+done
+echo "== every kernel for every architecture, no warnings, no spills in attention"
+if $archs; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

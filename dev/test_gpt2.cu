@@ -1,0 +1,363 @@
+// The whole model: gradients against finite differences and against the fp64 reference, flash against naive over a
+// training run, determinism, memory, and the pieces of the program that need no model. Includes the program itself.
+#define TRAIN_GPT2_NO_MAIN
+#include "../train_gpt2.cu"
+#include "dev/test.h"
+
+namespace {
+
+const Config kSmall = {80, 250, 256, 2, 2, 128};  // HS = 64, the least that flash runs
+
+// Tokens with structure, so that training has something to learn: each is mostly a function of the one before.
+std::vector<int> make_tokens(size_t n, int V, uint64_t seed) {
+    std::vector<int> tokens(n);
+    int at = 1;
+    for (size_t i = 0; i < n; i++) {
+        at = uniform(seed, 2 * i) < 0.7 ? (at * 7 + 3) % V : static_cast<int>(uniform(seed, 2 * i + 1) * V);
+        tokens[i] = at;
+    }
+    return tokens;
+}
+
+// Micro-batch i of a stream of tokens, as fill_batch() lays it out.
+template <class Dev, class X>
+void upload_batches(GPT2<Dev, X>& model, const std::vector<int>& stream, size_t first) {
+    const size_t n = size_t(model.B) * model.T, ints = model.batch_ints();
+    std::vector<int> host(ints * model.micro_steps);
+    for (int i = 0; i < model.micro_steps; i++) {
+        const int* from = stream.data() + (first + i) * n;
+        std::copy(from, from + n, host.data() + i * ints);
+        std::copy(from + 1, from + n + 1, host.data() + i * ints + n);
+        encoder_plan(model.dev, host.data() + i * ints + 2 * n, from, n);
+    }
+    model.upload(host.data(), model.micro_steps);
+    model.dev.sync();
+}
+
+template <class Dev, class X>
+std::vector<Acc<X>> download(GPT2<Dev, X>& model, const void* from, size_t n) {
+    std::vector<Acc<X>> host(n);
+    model.dev.download(host.data(), from, n * sizeof host[0]);
+    return host;
+}
+
+// Mean loss of the step's micro-batches, leaving their gradients.
+template <class Dev, class X>
+double loss_and_gradient(GPT2<Dev, X>& model) {
+    for (int i = 0; i < model.micro_steps; i++) model.train_micro_batch(i);
+    double sum = 0;
+    for (Acc<X> v : download(model, model.stats(), model.micro_steps)) sum += v;
+    return sum / model.micro_steps;
+}
+
+AdamW hyper(double lr, int step) {
+    return {static_cast<float>(lr), 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, step, 1};
+}
+
+// Losses of `steps` steps from one init; the parameters' bytes at the end through `bytes` if wanted.
+template <class X>
+std::vector<double> train(const Cuda& dev, const Config& config, Attention attention, int B, int T, int steps,
+                          const std::vector<int>& stream, double lr, std::vector<char>* bytes = nullptr) {
+    GPT2<Cuda, X> model(dev, config, attention, B, T, 1, true);
+    model.allocate();
+    model.init_random(42);
+    std::vector<double> losses;
+    for (int step = 0; step < steps; step++) {
+        upload_batches(model, stream, step);
+        losses.push_back(loss_and_gradient(model));
+        model.update(hyper(lr * std::min(1.0, (step + 1) / 20.0), step + 1));
+    }
+    if (bytes) {
+        bytes->resize(model.params.bytes);
+        dev.download(bytes->data(), model.params.base, bytes->size());
+    }
+    return losses;
+}
+
+const Cuda& gpu() {
+    std::string why;
+    if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
+    static Cuda dev(0);
+    dev.tf32 = true;
+    return dev;
+}
+const Cuda& strict_gpu() {
+    gpu();
+    static Cuda dev(0);
+    dev.tf32 = false;
+    return dev;
+}
+
+// Gradients of every parameter tensor against the fp64 reference with the same (rounded) weights and tokens.
+// bound: relative L2 error per tensor.
+template <class X>
+void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound) {
+    const Cpu cpu;
+    GPT2<Cpu, double> reference(cpu, kSmall, attention, B, T, 2, true);
+    GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true);
+    reference.allocate(), model.allocate();
+    model.init_random(7);
+    std::vector<X> weights(model.num_parameters);
+    dev.download(weights.data(), model.params.base, model.params.bytes);
+    for (size_t i = 0; i < weights.size(); i++)
+        static_cast<double*>(reference.params.at(0))[i] = static_cast<float>(weights[i]);
+    const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
+    for (Arena* a : {&model.acts}) {  // poison: nothing may be read that this step did not write
+        const std::vector<unsigned char> nan(a->bytes, 0xFF);
+        dev.upload(a->base, nan.data(), nan.size());
+        dev.sync();
+    }
+    upload_batches(reference, stream, 0), upload_batches(model, stream, 0);
+    const double want = loss_and_gradient(reference), got = loss_and_gradient(model);
+    CHECK_NEAR(got, want, bound * want);
+    for (size_t i = 0; i < model.grads.tensors.size(); i++) {
+        const TensorSpec& t = model.grads.tensors[i];
+        const std::vector<float> g = download(model, model.grads.at(i), t.elements());
+        const double* r = static_cast<double*>(reference.grads.at(i));
+        double error = 0, norm = 0;
+        for (size_t k = 0; k < g.size(); k++) error += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
+        if (!(std::sqrt(error) <= bound * std::sqrt(norm)))
+            test::report(__FILE__, __LINE__,
+                         format("%s: relative error %.3g > %.3g", t.name, std::sqrt(error / norm), bound));
+    }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Without a GPU
+
+TEST(parameter_count_of_presets) {
+    Config c;
+    CHECK(find_config("d12", &c) && count_parameters(c) == 124475904);
+    CHECK(find_config("d48", &c) && c.HS() == 64);
+    CHECK(!find_config("d13", &c));
+    for (const char* name : {"d12", "d24", "d36", "d48", "tiny"}) {
+        CHECK(find_config(name, &c));
+        CHECK(count_parameters(c) == header_of(c, DType::f32).num_parameters());
+        CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C % c.NH == 0);
+    }
+}
+
+TEST(schedules) {
+    Options o;
+    o.lr = 1.f, o.final_lr = 0.1f, o.warmup = 10, o.max_steps = 110;
+    for (const char* kind : {"cosine", "linear", "constant", "wsd"}) {
+        o.schedule = kind;
+        CHECK_NEAR(o.learning_rate(0), 0.1, 1e-6);
+        CHECK_NEAR(o.learning_rate(9), 1.0, 1e-6);
+        CHECK_NEAR(o.learning_rate(10), 1.0, 1e-6);
+        CHECK_NEAR(o.learning_rate(109), o.schedule == "constant" ? 1.0 : 0.1, 1e-6);
+        for (int s = 10; s < 109; s++) CHECK(o.learning_rate(s + 1) <= o.learning_rate(s) + 1e-9);
+    }
+    o.schedule = "wsd";
+    CHECK_NEAR(o.learning_rate(80), 1.0, 1e-6);
+    o.warmup = 0, o.max_steps = 1;
+    CHECK(std::isfinite(o.learning_rate(0)));
+}
+
+TEST(sampling_follows_the_distribution) {
+    const std::vector<float> logits = {0.f, std::log(2.f), std::log(5.f), -INFINITY};
+    int counts[4] = {};
+    for (int i = 0; i < 80000; i++) counts[sample_token(logits, {1.f, 0}, uniform(5, i))]++;
+    CHECK_NEAR(counts[0], 10000, 500);
+    CHECK_NEAR(counts[1], 20000, 600);
+    CHECK_NEAR(counts[2], 50000, 700);
+    CHECK(counts[3] == 0);
+    for (int i = 0; i < 1000; i++) {
+        CHECK(sample_token(logits, {1.f, 1}, uniform(6, i)) == 2);
+        CHECK(sample_token(logits, {0.f, 0}, uniform(6, i)) == 2);
+        CHECK(sample_token(logits, {1.f, 2}, uniform(6, i)) != 0);
+    }
+    CHECK(sample_token(logits, {1.f, 0}, 0.0) == 2 || sample_token(logits, {1.f, 0}, 0.0) == 0);
+}
+
+TEST(reference_model_gradient_by_finite_differences) {
+    const Cpu cpu;
+    const Config config = {9, 30, 32, 2, 2, 8};
+    GPT2<Cpu, double> model(cpu, config, Attention::flash, 2, 9, 1, true);
+    model.allocate();
+    model.init_random(3);
+    double* w = static_cast<double*>(model.params.at(0));
+    for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
+    upload_batches(model, make_tokens(2 * 9 + 1, config.V, 5), 0);
+    loss_and_gradient(model);
+    const std::vector<double> gradient = download(model, model.grads.at(0), model.num_parameters);
+    auto loss = [&] {
+        model.evaluate_micro_batch(0);
+        return model.stats()[0];
+    };
+    // Along a random direction in each tensor, and element by element in a sample.
+    for (size_t i = 0; i < model.params.tensors.size(); i++) {
+        const size_t begin = model.params.offsets[i] / sizeof(double), n = model.params.tensors[i].elements();
+        const double h = 1e-5;
+        const std::vector<double> saved(w + begin, w + begin + n);
+        double slope = 0;
+        for (size_t k = 0; k < n; k++) slope += gradient[begin + k] * normal(13, begin + k);
+        double value[2];
+        for (int side = 0; side < 2; side++) {
+            for (size_t k = 0; k < n; k++) w[begin + k] = saved[k] + (side ? h : -h) * normal(13, begin + k);
+            value[side] = loss();
+        }
+        std::copy(saved.begin(), saved.end(), w + begin);
+        if (!(std::fabs((value[1] - value[0]) / (2 * h) - slope) <= 1e-6 * std::max(1.0, std::fabs(slope))))
+            test::report(__FILE__, __LINE__,
+                         format("%s: slope %.9g, gradient says %.9g", model.params.tensors[i].name,
+                                (value[1] - value[0]) / (2 * h), slope));
+    }
+}
+
+TEST(accumulated_micro_batches_equal_one_batch) {
+    const Cpu cpu;
+    const Config config = {16, 30, 32, 2, 2, 8};
+    const std::vector<int> stream = make_tokens(4 * 16 + 1, config.V, 5);
+    GPT2<Cpu, double> whole(cpu, config, Attention::flash, 4, 16, 1, true),
+        parts(cpu, config, Attention::flash, 1, 16, 4, true);
+    whole.allocate(), parts.allocate();
+    whole.init_random(3), parts.init_random(3);
+    upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
+    CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
+    for (size_t i = 0; i < whole.num_parameters; i++)
+        CHECK_NEAR(static_cast<double*>(parts.grads.at(0))[i], static_cast<double*>(whole.grads.at(0))[i], 1e-13);
+}
+
+TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
+    const Cpu cpu;
+    const Config config = {16, 30, 32, 3, 2, 8};
+    GPT2<Cpu, float> model(cpu, config, Attention::flash, 2, 16, 2, true);
+    model.allocate();
+    model.init_random(3);
+    upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
+    model.weights(1).ln2w[3] = NAN;
+    const std::vector<float> before = download(model, model.params.at(0), model.num_parameters);
+    CHECK(!(loss_and_gradient(model) <= 1e30));
+    model.update(hyper(1e-3, 1));
+    CHECK(!std::isfinite(model.stats()[2]));
+    CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
+    CHECK(model.first_nonfinite().find("ln2w of layer 1 (parameters, 1 of 8") == 0);
+    model.weights(1).ln2w[3] = 1e30f;  // finite itself: the product overflows one layer norm later
+    model.weights(1).fcw[3] = 1e30f;
+    CHECK(model.first_nonfinite().find("fch of layer 1 (activations") == 0);
+}
+
+TEST(memory_is_linear_in_T_with_flash) {
+    const Cpu cpu;
+    Config config;
+    find_config("d12", &config);
+    config.max_T = 1 << 20;
+    const size_t one = GPT2<Cpu, float>(cpu, config, Attention::flash, 1, 8192, 1, true).acts.bytes;
+    const size_t two = GPT2<Cpu, float>(cpu, config, Attention::flash, 1, 16384, 1, true).acts.bytes;
+    CHECK_NEAR(static_cast<double>(two) / one, 2.0, 0.01);
+}
+
+TEST(T_beyond_the_positions_is_refused) {
+    const Cpu cpu;
+    CHECK_ERROR((GPT2<Cpu, float>(cpu, kSmall, Attention::flash, 1, 81, 1, true)), "beyond the model's 80 positions");
+}
+
+TEST(sampling_pads_without_being_seen) {
+    const Cpu cpu;
+    GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
+    model.allocate();
+    model.init_random(3);
+    const std::vector<int> context = {5, 6, 7};
+    const std::vector<float> logits = model.logits_of_last(context);
+    model.upload(context.data(), 0);
+    model.dev.upload(const_cast<int*>(model.tokens(0)), context.data(), 3 * sizeof(int));
+    model.forward(model.tokens(0), 1, 3);
+    for (int v = 0; v < kSmall.V; v++) {
+        double dot = 0;
+        for (int c = 0; c < kSmall.C; c++)
+            dot += model.activations().lnf[2 * kSmall.C + c] * model.weights().wte[v * kSmall.C + c];
+        CHECK_NEAR(logits[v], dot, 1e-6);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// With a GPU
+
+TEST(gpu_gradients_fp32_strict) {
+    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(strict_gpu(), a, 3, 65, 2e-5);
+    check_gradients<float>(strict_gpu(), Attention::flash, 1, 1, 2e-5);
+}
+TEST(gpu_gradients_fp32_tf32) {
+    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(gpu(), a, 2, 80, 5e-3);
+}
+TEST(gpu_gradients_bf16) {
+    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<bf16>(gpu(), a, 3, 65, 4e-2);
+}
+
+TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
+    Config config;
+    find_config("d12", &config);
+    config.L = 4, config.max_T = 256;
+    const std::vector<int> stream = make_tokens(400 * 4 * 256 + 1, config.V, 9);
+    const std::vector<double> flash = train<float>(strict_gpu(), config, Attention::flash, 4, 256, 400, stream, 3e-4);
+    const std::vector<double> naive = train<float>(strict_gpu(), config, Attention::naive, 4, 256, 400, stream, 3e-4);
+    double worst = 0;
+    for (size_t i = 0; i < flash.size(); i++) worst = std::max(worst, std::fabs(flash[i] - naive[i]));
+    std::printf("  loss %.4f -> %.4f, largest difference %.2g\n", flash.front(), flash.back(), worst);
+    CHECK(flash.back() < flash.front() - 1);
+    CHECK_NEAR(worst, 0, 1e-3);
+}
+
+template <class X>
+void check_determinism() {
+    Config config;
+    find_config("d12", &config);
+    config.L = 3;
+    const std::vector<int> stream = make_tokens(20 * 4 * 1024 + 1, config.V, 9);
+    std::vector<char> first, second;
+    const std::vector<double> a = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &first);
+    const std::vector<double> b = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &second);
+    CHECK(a == b);
+    CHECK(first == second);
+}
+TEST(gpu_two_runs_are_bit_equal_bf16) {
+    check_determinism<bf16>();
+}
+TEST(gpu_two_runs_are_bit_equal_fp32) {
+    check_determinism<float>();
+}
+
+TEST(gpu_update_stops_at_nan) {
+    const Cuda& dev = gpu();
+    GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 2, 64, 1, true);
+    model.allocate();
+    model.init_random(3);
+    upload_batches(model, make_tokens(2 * 64 + 1, kSmall.V, 5), 0);
+    const bf16 nan = NAN;
+    dev.upload(model.weights(1).qkvw + 17, &nan, sizeof nan);
+    dev.sync();
+    std::vector<char> before(model.params.bytes), after(model.params.bytes);
+    dev.download(before.data(), model.params.base, before.size());
+    loss_and_gradient(model);
+    model.update(hyper(1e-3, 1));
+    CHECK(!std::isfinite(download(model, model.stats() + 1, 1)[0]));
+    dev.download(after.data(), model.params.base, after.size());
+    CHECK(before == after);
+    CHECK(model.first_nonfinite().find("qkvw of layer 1 (parameters, 1 of") == 0);
+}
+
+TEST(gpu_out_of_memory_says_what_fits) {
+    const Cuda& dev = gpu();
+    Config config;
+    find_config("d48", &config);
+    GPT2<Cuda, bf16> model(dev, config, Attention::flash, 4096, 1024, 1, true);
+    CHECK_ERROR(allocate_or_explain(model), "would fit");
+    CHECK_ERROR(allocate_or_explain(model), "activations");
+}
+
+TEST(gpu_flash_has_no_buffer_of_size_T_squared) {
+    const Cuda& dev = gpu();
+    Config config;
+    find_config("d12", &config);
+    config.max_T = 1 << 20;
+    auto bytes = [&](int T) {
+        GPT2<Cuda, bf16> model(dev, config, Attention::flash, 1, T, 1, true);
+        return static_cast<double>(model.acts.bytes + model.buffers.bytes);
+    };
+    CHECK_NEAR((bytes(262144) - bytes(131072)) / (bytes(131072) - bytes(65536)), 2.0, 0.02);
+}
+
+TEST_MAIN

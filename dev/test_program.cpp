@@ -1,0 +1,263 @@
+// The program as its users run it: ./train_gpt2cu as a subprocess, its output, exit codes and files. Mostly with
+// --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on any machine.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "data/checkpoint.h"
+#include "data/corpus.h"
+#include "dev/test.h"
+
+namespace {
+
+struct Result {
+    int code;
+    std::string out;  // stdout and stderr
+};
+
+const std::string& dir() {  // a scratch folder, removed at exit
+    static const std::string path = [] {
+        char name[] = "/tmp/test_program.XXXXXX";
+        return std::string(mkdtemp(name));
+    }();
+    return path;
+}
+struct Cleanup {
+    ~Cleanup() {
+        if (std::system(("rm -rf " + dir()).c_str())) return;
+    }
+} cleanup;
+
+std::string read_file(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+void write_file(const std::string& path, const std::string& text) {
+    std::ofstream(path, std::ios::binary) << text;
+}
+
+Result shell(const std::string& command) {
+    Result r{-1, ""};
+    FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+    char buffer[4096];
+    for (size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;) r.out.append(buffer, n);
+    const int status = pclose(pipe);
+    r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return r;
+}
+Result run(const std::string& arguments) {
+    return shell("./train_gpt2cu " + arguments);
+}
+
+// A small text to train on, so that a run takes a moment.
+std::string text_file() {
+    static const std::string path = [] {
+        std::string text;
+        for (int i = 0; i < 100; i++) text += write_story(5, i).text;
+        write_file(dir() + "/stories.txt", text);
+        return dir() + "/stories.txt";
+    }();
+    return path;
+}
+// Options of a run of about a second.
+std::string tiny() {
+    return "--device cpu -e tiny -b 2 -t 64 -v 0 -s 0 -i " + text_file() + " ";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+// The part of a line from `key` up to the next space.
+double number_after(const std::string& text, const std::string& key) {
+    const size_t at = text.rfind(key);
+    return at == std::string::npos ? NAN : std::atof(text.c_str() + at + key.size());
+}
+bool exists(const std::string& path) {
+    return access(path.c_str(), F_OK) == 0;
+}
+bool has_gpu() {
+    return !contains(run("-x 0 -s 0 -v 0 -i " + text_file() + " -e tiny -t 64").out, "no usable GPU");
+}
+
+#define CHECK_RUN(result, exit_code, part)                                                                    \
+    do {                                                                                                      \
+        const Result r_ = (result);                                                                           \
+        if (r_.code != (exit_code) || !contains(r_.out, part))                                                \
+            test::report(__FILE__, __LINE__,                                                                  \
+                         format("expected exit %d and \"%s\", got exit %d and: %s", exit_code, part, r_.code, \
+                                r_.out.substr(r_.out.size() > 600 ? r_.out.size() - 600 : 0).c_str()));       \
+    } while (0)
+
+}  // namespace
+
+TEST(help_lists_every_option) {
+    const Result r = run("--help");
+    CHECK(r.code == 0);
+    for (const char* option :
+         {"--train-data", "-nk", "--attention", "flash|naive", "--precision", "--generate", "--no-tf32"})
+        CHECK(contains(r.out, option));
+}
+
+TEST(usage_errors_exit_with_2) {
+    CHECK_RUN(run("--bogus"), 2, "--bogus");
+    CHECK_RUN(run("--btach 4"), 2, "--batch");
+    CHECK_RUN(run("-b"), 2, "-b");
+    CHECK_RUN(run("-b four"), 2, "four");
+    CHECK_RUN(run("-b -1"), 2, "-1");
+    CHECK_RUN(run("--attention magic"), 2, "flash|naive");
+    CHECK_RUN(run("--device cpu -e d13"), 2, "d13");
+    CHECK_RUN(run("--device cpu --precision bf16"), 2, "bf16");
+    CHECK_RUN(run("--device cpu --generate 5"), 2, "-e");
+    CHECK_RUN(run(tiny() + "-d 100"), 2, "not a multiple");
+}
+
+TEST(errors_exit_with_1_and_one_line) {
+    CHECK_RUN(run(tiny() + "-t 300"), 1, "beyond the model's 256 positions");
+    CHECK_RUN(run("--device cpu -i '" + dir() + "/none_*.bin'"), 1, "none_*.bin");
+    write_file(dir() + "/short.txt", "Too short.");
+    CHECK_RUN(run("--device cpu -i " + dir() + "/short.txt"), 1, "short.txt");
+    write_file(dir() + "/bad.bin", std::string(2000, 'x'));
+    CHECK_RUN(run("--device cpu -i " + dir() + "/bad.bin"), 1, "20240520");
+    CHECK_RUN(run("--device cpu -e " + dir() + "/bad.bin"), 1, "20240326");
+    const Result r = run(tiny() + "-t 300");
+    const std::string last = r.out.substr(r.out.find("train_gpt2cu:"));
+    CHECK(std::count(last.begin(), last.end(), '\n') == 1);
+}
+
+TEST(trains_on_a_text_file_and_the_loss_falls) {
+    const Result r = run(tiny() + "-b 8 -x 60 -j " + text_file() + " -v 30 -m 2 -s 60 -g 40 -o " + dir() + "/learn");
+    CHECK(r.code == 0);
+    CHECK(number_after(r.out, "step 60/60 | loss ") < 3.5);
+    CHECK(contains(r.out, "step 1/60 | loss 5.") && contains(r.out, "val loss") && contains(r.out, "sample") &&
+          contains(r.out, "MFU n/a") && contains(r.out, "ETA 0:00"));
+    const std::string log = read_file(dir() + "/learn/log.jsonl");
+    CHECK(std::count(log.begin(), log.end(), '\n') == 1 + 60 + 3 + 1);
+    CHECK(contains(log, "\"kind\"") && contains(log, "loss_nats") && contains(log, "grad_norm") &&
+          contains(log, "step_ms"));
+    CHECK(exists(model_path(dir() + "/learn", 60)) && exists(state_path(dir() + "/learn", 60)));
+}
+
+TEST(generates_from_a_checkpoint) {
+    run(tiny() + "-x 2 -o " + dir() + "/gen");
+    const std::string command =
+        "--device cpu -e " + model_path(dir() + "/gen", 2) + " --generate 20 --prompt 'Once' --seed ";
+    const Result a = run(command + "1"), b = run(command + "1"), c = run(command + "2");
+    CHECK(a.code == 0 && a.out.find("Once") == 0);
+    CHECK(a.out == b.out && a.out != c.out);
+    CHECK(run(command + "1 --temperature 0").out == run(command + "2 --temperature 0").out);
+}
+
+// 10 steps and 10 resumed equal 20 straight: parameters, optimizer, position in the data, losses.
+void check_resume(const std::string& options, const std::string& name) {
+    const std::string straight = dir() + "/" + name + "_straight", resumed = dir() + "/" + name + "_resumed";
+    CHECK(run(options + "-k constant -u 0 -x 20 -o " + straight).code == 0);
+    CHECK(run(options + "-k constant -u 0 -x 10 -o " + resumed).code == 0);
+    CHECK_RUN(run(options + "-k constant -u 0 -x 20 -y 1 -o " + resumed), 0, "resumed at step 10");
+    CHECK(exists(model_path(straight, 20)));
+    CHECK(read_file(model_path(straight, 20)) == read_file(model_path(resumed, 20)));
+    CHECK(read_file(state_path(straight, 20)) == read_file(state_path(resumed, 20)));
+}
+TEST(resume_is_bit_exact_cpu) {
+    check_resume(tiny() + "-d 256 ", "cpu");
+}
+TEST(resume_is_bit_exact_gpu) {
+    if (!has_gpu()) SKIP("no GPU");
+    const std::string common = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -i " + text_file() + " ";
+    check_resume(common + "--precision bf16 ", "bf16");
+    check_resume(common + "--precision fp32 ", "fp32");
+}
+
+TEST(resume_refuses_what_it_cannot_continue) {
+    const std::string out = dir() + "/refuse";
+    CHECK(run(tiny() + "-x 4 -n 2 -o " + out).code == 0);
+    CHECK(exists(state_path(out, 2)) && exists(state_path(out, 4)));
+    CHECK_RUN(run(tiny() + "-x 4 -o " + out), 1, "-y 1");  // never over an earlier run
+    CHECK_RUN(run("--device cpu -e tiny -b 4 -t 64 -v 0 -s 0 -i " + text_file() + " -x 6 -y 1 -o " + out), 1, "B");
+    CHECK_RUN(run(tiny() + "--seed 2 -x 6 -y 1 -o " + out), 1, "seed");
+    const std::string whole = read_file(state_path(out, 4));
+    write_file(state_path(out, 4), whole.substr(0, whole.size() / 2));
+    CHECK_RUN(run(tiny() + "-x 6 -y 1 -o " + out), 1, "state_00000004.bin");
+    std::string flipped = whole;
+    flipped[flipped.size() / 2] ^= 4;
+    write_file(state_path(out, 4), flipped);
+    CHECK_RUN(run(tiny() + "-x 6 -y 1 -o " + out), 1, "checksum");
+    write_file(state_path(out, 4), whole);
+    std::string model = read_file(model_path(out, 4));
+    model[model.size() - 100] ^= 4;
+    write_file(model_path(out, 4), model);
+    CHECK_RUN(run(tiny() + "-x 6 -y 1 -o " + out), 1, "model_00000004.bin");
+    unlink(state_path(out, 4).c_str());  // as if the program had died between the two files
+    CHECK_RUN(run(tiny() + "-x 4 -y 1 -o " + out), 0, "resumed at step 2");
+    CHECK_RUN(run(tiny() + "-x 3 -y 1 -o " + dir() + "/nothing_there"), 0, "nothing to resume");
+}
+
+TEST(keeps_only_so_many_checkpoints) {
+    CHECK(run(tiny() + "-x 8 -n 2 -nk 2 -o " + dir() + "/keep").code == 0);
+    CHECK(!exists(state_path(dir() + "/keep", 2)) && !exists(model_path(dir() + "/keep", 4)));
+    CHECK(exists(state_path(dir() + "/keep", 6)) && exists(state_path(dir() + "/keep", 8)));
+}
+
+TEST(interrupt_finishes_the_step_and_saves) {
+    for (const char* signal : {"INT", "TERM"}) {
+        const std::string out = dir() + "/interrupt_" + signal, output = out + ".txt";
+        const Result r = shell("./train_gpt2cu " + tiny() + "-x 1000000 -o " + out + " >" + output +
+                               " 2>&1 & until grep -q '^step 3/' " + output + "; do sleep 0.1; done; kill -s " +
+                               signal + " $!; wait $!; echo code $?");
+        CHECK(contains(r.out, std::string(signal) == "INT" ? "code 130" : "code 143"));
+        CHECK(contains(read_file(output), "interrupted at step"));
+        const int step = newest_checkpoint(out);
+        CHECK(step >= 3);
+        CHECK_RUN(run(tiny() + format("-x %d -y 1 -o ", step + 2) + out), 0,
+                  format("resumed at step %d", step).c_str());
+        CHECK(contains(read_file(out + "/log.jsonl"), format("\"step\": %d", step + 2)) ||
+              contains(read_file(out + "/log.jsonl"), format("\"step\":%d", step + 2)));
+    }
+}
+
+TEST(unwritable_and_full_output) {
+    CHECK_RUN(run(tiny() + "-x 1 -o " + text_file() + "/below_a_file"), 1, "below_a_file");
+    // A file system of one megabyte stands in for a full disk where the user may mount one; else a limit on file size
+    // does.
+    const std::string out = dir() + "/full";
+    const Result r = shell("(ulimit -f 1000; trap '' XFSZ; ./train_gpt2cu " + tiny() + "-x 4 -n 2 -o " + out + ")");
+    CHECK(r.code == 1 && contains(r.out, "model_00000002.bin"));
+    CHECK(newest_checkpoint(out) == -1);
+    const std::string log = read_file(out + "/log.jsonl");
+    CHECK(std::count(log.begin(), log.end(), '\n') == 3 && log.back() == '\n');  // run, step 1, step 2
+    CHECK(shell("ls " + out + " | grep -v log.jsonl").out.empty());              // no temporaries left behind
+}
+
+TEST(a_loss_that_is_not_finite_stops_before_the_update) {
+    CHECK(run(tiny() + "-x 1 -o " + dir() + "/nan").code == 0);
+    const std::string path = model_path(dir() + "/nan", 1);
+    std::string model = read_file(path);
+    const float nan = NAN;
+    std::memcpy(&model[model.size() - 4 * 200], &nan, 4);  // the last 128 floats are lnfb, the 128 before them lnfw
+    write_file(path, model);
+    const Result r = run("--device cpu -b 2 -t 64 -v 0 -s 0 -x 3 -i " + text_file() + " -e " + path);
+    CHECK_RUN(r, 1, "step 1: loss nan");
+    CHECK(contains(r.out, "lnfw") && contains(r.out, "last good checkpoint: none"));
+}
+
+TEST(overfits_one_batch) {
+    const Result r = run(tiny() + "-a 1 -x 80 -l 0.003 -b 1 -t 32");
+    CHECK(number_after(r.out, "step 80/80 | loss ") < 1.5);
+}
+
+// The floor is the corpus's entropy: a validation loss below it would mean that validation data leaked into training.
+TEST(default_corpus_without_gpu_stays_above_the_floor) {
+    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4");
+    CHECK(r.code == 0);
+    const double val = number_after(r.out, "val loss "), floor = number_after(r.out, "floor ");
+    CHECK(floor > 0.1 && val > floor && val < 4.5);
+}
+
+TEST_MAIN

@@ -1,0 +1,1125 @@
+// GPT-2 training, top to bottom: config → tensors → forward → backward → update → main.
+//
+//   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
+//   ./train_gpt2cu --help                        every option
+//
+// The model is written once over two backends: `Dev` is Cuda (layers/, attention/) or Cpu (dev/reference), and the same
+// layer calls mean the same things on both. `X` is the storage type of weights and activations: bf16 or float on CUDA,
+// float (or double, in tests) on the CPU. Sums, statistics, gradients of weights and optimizer state are A = Acc<X>.
+#include <nvtx3/nvToolsExt.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "data/checkpoint.h"
+#include "data/corpus.h"
+#include "data/error.h"
+#include "data/loader.h"
+#include "data/log.h"
+#include "data/options.h"
+#include "data/tokenizer.h"
+#include "dev/reference.h"
+#include "layers/layers.h"
+#include "layers/peak.h"
+
+// A named stretch of the timeline, for Nsight Systems (make profile).
+struct Range {
+    explicit Range(const char* name) { nvtxRangePushA(name); }
+    Range(const char* name, int i) { nvtxRangePushA(format("%s %d", name, i).c_str()); }
+    ~Range() { nvtxRangePop(); }
+};
+
+// =====================================================================================================================
+// Config
+
+struct Config {
+    int max_T, V, Vp, L, NH, C;  // positions, vocabulary, padded vocabulary, layers, heads, channels
+
+    int HS() const { return C / NH; }
+    size_t flops_per_token(int T) const;  // forward and backward
+};
+
+// "d12", "d24", "d36", "d48": GPT-2 with that many layers; "tiny": what a CPU trains in a minute, on single bytes.
+static bool find_config(const std::string& name, Config* config) {
+    struct Preset {
+        const char* name;
+        Config config;
+    };
+    static const Preset presets[] = {
+        {"tiny", {256, kByteVocab, 384, 4, 2, 128}}, {"d12", {1024, 50257, 50304, 12, 12, 768}},
+        {"d24", {1024, 50257, 50304, 24, 16, 1024}}, {"d36", {1024, 50257, 50304, 36, 20, 1280}},
+        {"d48", {1024, 50257, 50304, 48, 25, 1600}},
+    };
+    for (const Preset& p : presets)
+        if (name == p.name) return *config = p.config, true;
+    return false;
+}
+
+static Config config_of(const ModelHeader& h) {
+    return {h.max_T, h.V, h.Vp, h.L, h.NH, h.C};
+}
+static ModelHeader header_of(const Config& c, DType dtype) {
+    return {dtype, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
+}
+
+// =====================================================================================================================
+// Tensors
+//
+// One table per arena says what there is; it drives allocation, the pointers below, the memory report, checkpoints and
+// the search for the first tensor that is not finite.
+
+struct TensorSpec {
+    const char* name;
+    DType dtype;
+    size_t size;     // elements, of one layer if there are several
+    int layers = 0;  // 0: not a per-layer tensor
+    bool decay = false;
+    size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
+};
+
+struct Arena {
+    const char* name = "";
+    std::vector<TensorSpec> tensors;
+    std::vector<size_t> offsets;  // bytes from base
+    size_t bytes = 0;
+    char* base = nullptr;
+
+    Arena() = default;
+    // align: 1 packs the tensors as they lie in a checkpoint.
+    Arena(const char* name, std::vector<TensorSpec> specs, size_t align = 256) : name(name), tensors(std::move(specs)) {
+        for (const TensorSpec& t : tensors) {
+            offsets.push_back(bytes);
+            bytes += (t.elements() * size_of(t.dtype) + align - 1) / align * align;
+        }
+    }
+    // Tensor i, or layer l's part of it.
+    void* at(size_t i, int l = 0) const {
+        const TensorSpec& t = tensors[i];
+        if (t.elements() == 0) return nullptr;
+        return base + offsets[i] + (t.layers ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
+    }
+};
+
+// The sixteen parameter tensors in llm.c's file order; for a per-layer one the pointer is that layer's part.
+// P is X for the parameters themselves and A for their gradients.
+template <class P>
+struct Parameters {
+    P *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb;
+    P *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb, *lnfw, *lnfb;
+};
+
+static std::vector<TensorSpec> parameter_specs(const Config& c, DType t) {
+    const size_t C = c.C, V = c.Vp, P = c.max_T;
+    const int L = c.L;
+    return {{"wte", t, V * C, 0, true},
+            {"wpe", t, P * C, 0, true},
+            {"ln1w", t, C, L},
+            {"ln1b", t, C, L},
+            {"qkvw", t, 3 * C * C, L, true},
+            {"qkvb", t, 3 * C, L},
+            {"attprojw", t, C * C, L, true},
+            {"attprojb", t, C, L},
+            {"ln2w", t, C, L},
+            {"ln2b", t, C, L},
+            {"fcw", t, 4 * C * C, L, true},
+            {"fcb", t, 4 * C, L},
+            {"fcprojw", t, 4 * C * C, L, true},
+            {"fcprojb", t, C, L},
+            {"lnfw", t, C},
+            {"lnfb", t, C}};
+}
+
+static size_t count_parameters(const Config& c) {
+    size_t n = 0;
+    for (const TensorSpec& t : parameter_specs(c, DType::f32)) n += t.elements();
+    return n;
+}
+
+// 2 FLOPs forward and 4 backward for each parameter, and causal attention's 6·L·C·T.
+size_t Config::flops_per_token(int T) const {
+    return 6 * count_parameters(*this) + 6 * static_cast<size_t>(L) * C * T;
+}
+
+// What forward keeps for backward. Per-layer tensors point at one layer's part. N = B·T rows.
+template <class X>
+struct Activations {
+    X* encoded;                  // (N, C) wte + wpe
+    X* ln1;                      // (N, C)
+    Acc<X>*ln1_mean, *ln1_rstd;  // (N)
+    X* qkv;                      // (N, 3, NH, HS)
+    X* atty;                     // (N, NH, HS)
+    Acc<X>* lse;                 // (B, NH, T)
+    X* att;                      // (B, NH, T, T), naive attention only
+    X* residual2;                // (N, C) after attention
+    X* ln2;                      // (N, C)
+    Acc<X>*ln2_mean, *ln2_rstd;  // (N)
+    X *fch, *gelu;               // (N, 4C)
+    X* residual3;                // (N, C) after the MLP
+    X* lnf;                      // (N, C)
+    Acc<X>*lnf_mean, *lnf_rstd;  // (N)
+};
+
+// Buffers that every layer reuses.
+template <class X>
+struct Buffers {
+    X* logits;       // (chunk, Vp): the classifier works through the rows a chunk at a time
+    Acc<X>* losses;  // (N)
+    Acc<X>* stats;   // (accumulation steps + 1): mean loss of each micro-batch, then the gradient's norm
+    X* rows;         // (N, C) output of a projection; gradient of a layer norm's output
+    X* dresidual;    // (N, C) gradient of the residual stream
+    X* wide;         // (N, 4C) gradient inside the MLP; gradient of qkv
+    void* scratch;   // for whoever runs: D, partial sums, pointers
+    int* batch;      // tokens, targets and encoder plans of a whole step
+};
+
+// =====================================================================================================================
+// The model
+
+template <class Dev, class X>
+class GPT2 {
+  public:
+    using A = Acc<X>;
+    static constexpr bool has_master = !std::is_same_v<X, A>;  // bf16: fp32 master weights beside the parameters
+
+    const Dev& dev;
+    const Config config;
+    const Attention attention;
+    const int B, T, micro_steps;
+    const bool training;
+    const size_t num_parameters;
+    Arena params, grads, adam, acts, buffers;
+
+    // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and backward's buffers.
+    GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training);
+    ~GPT2() {
+        for (Arena* a : arenas()) dev.free(a->base);
+    }
+    GPT2(const GPT2&) = delete;
+    GPT2& operator=(const GPT2&) = delete;
+
+    std::array<Arena*, 5> arenas() { return {&params, &grads, &adam, &acts, &buffers}; }
+    size_t total_bytes() {
+        size_t bytes = 0;
+        for (Arena* a : arenas()) bytes += a->bytes;
+        return bytes;
+    }
+    void allocate();
+
+    void init_random(uint64_t seed);
+    void load(const std::string& path);
+    void save(const std::string& path) const;
+
+    // The step: upload all its micro-batches, then for each forward, loss (which starts backward) and backward.
+    size_t batch_ints() const { return 2 * rows_ + encoder_plan_ints(dev, rows_); }  // of one micro-batch
+    void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
+    void upload(const int* host, int micro_batches);
+    void forward(const int* tokens, int b, int t);  // device tokens (b, t) → acts.lnf
+    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient);
+    void backward(const int* plan);
+    void train_micro_batch(int i);
+    void update(const AdamW& hyper);
+    void evaluate_micro_batch(int i);
+
+    const int* tokens(int i) const { return buffers_.batch + i * batch_ints(); }
+    const int* targets(int i) const { return tokens(i) + rows_; }
+    const int* plan(int i) const { return tokens(i) + 2 * rows_; }
+    A* stats() const { return buffers_.stats; }
+
+    std::vector<float> logits_of_last(const std::vector<int>& context);
+    std::string first_nonfinite();
+
+    Parameters<X> weights(int l = 0) const { return view<X>(params, l); }
+    Parameters<A> gradients(int l = 0) const { return view<A>(grads, l); }
+    Activations<X> activations(int l = 0) const;
+    A* adam_m() const { return static_cast<A*>(adam.at(0)); }
+    A* adam_v() const { return static_cast<A*>(adam.at(1)); }
+    A* master() const { return static_cast<A*>(has_master ? adam.at(2) : nullptr); }
+    std::vector<ParamRange> ranges() const;
+
+  private:
+    const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
+    Buffers<X> buffers_{};
+
+    template <class P>
+    static Parameters<P> view(const Arena& arena, int l) {
+        size_t i = 0;
+        auto next = [&] { return static_cast<P*>(arena.at(i++, l)); };
+        return {next(), next(), next(), next(), next(), next(), next(), next(),
+                next(), next(), next(), next(), next(), next(), next(), next()};
+    }
+    std::string count_in(const Arena& arena, size_t i, int l);
+    void set_parameters(std::vector<A>& values);
+};
+
+// Rows of logits that exist at once: enough to fill the GPU, little enough that (B·T, Vp) never exists whole.
+static size_t classifier_chunk(size_t rows, int Vp, DType t) {
+    size_t chunk = 512;
+    while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(512) << 20)) chunk *= 2;
+    return std::min(chunk, rows);
+}
+
+template <class Dev, class X>
+GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps,
+                   bool training)
+    : dev(dev),
+      config(config),
+      attention(attention),
+      B(B),
+      T(T),
+      micro_steps(micro_steps),
+      training(training),
+      num_parameters(count_parameters(config)),
+      rows_(size_t(B) * T),
+      chunk_(classifier_chunk(rows_, config.Vp, dtype_of<X>())) {
+    if (T > config.max_T)
+        throw Error(
+            format("T = %d is beyond the model's %d positions: use -t %d or less", T, config.max_T, config.max_T));
+    const size_t N = rows_, C = config.C, NH = config.NH, n = num_parameters;
+    const DType x = dtype_of<X>(), a = dtype_of<A>();
+    const int L = config.L, HS = config.HS();
+
+    params = Arena("parameters", parameter_specs(config, x), 1);
+    if (training) {
+        grads = Arena("gradients", parameter_specs(config, a), 1);
+        adam = Arena("optimizer", {{"m", a, n}, {"v", a, n}, {"master", a, has_master ? n : 0}});
+    }
+    const size_t saved = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
+    acts = Arena("activations", {{"encoded", x, N * C},
+                                 {"ln1", x, N * C, L},
+                                 {"ln1_mean", a, N, L},
+                                 {"ln1_rstd", a, N, L},
+                                 {"qkv", x, N * 3 * C, L},
+                                 {"atty", x, N * C, L},
+                                 {"lse", a, N * NH, L},
+                                 {"att", x, saved, L},
+                                 {"residual2", x, N * C, L},
+                                 {"ln2", x, N * C, L},
+                                 {"ln2_mean", a, N, L},
+                                 {"ln2_rstd", a, N, L},
+                                 {"fch", x, N * 4 * C, L},
+                                 {"gelu", x, N * 4 * C, L},
+                                 {"residual3", x, N * C, L},
+                                 {"lnf", x, N * C},
+                                 {"lnf_mean", a, N},
+                                 {"lnf_rstd", a, N}});
+    const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, B, T, NH, HS),
+                                     encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
+                                     matmul_scratch_bytes(dev, 4 * C), reduce_scratch_bytes(dev), size_t(256)});
+    buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
+                                {"losses", a, N},
+                                {"stats", a, size_t(micro_steps) + 1},
+                                {"rows", x, N * C},
+                                {"dresidual", x, training ? N * C : 0},
+                                {"wide", x, training ? N * 4 * C : 0},
+                                {"scratch", DType::i32, (scratch + 3) / 4},
+                                {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::allocate() {
+    for (Arena* a : arenas())
+        if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
+    const Arena& b = buffers;
+    buffers_ = {static_cast<X*>(b.at(0)),
+                static_cast<A*>(b.at(1)),
+                static_cast<A*>(b.at(2)),
+                static_cast<X*>(b.at(3)),
+                static_cast<X*>(b.at(4)),
+                static_cast<X*>(b.at(5)),
+                b.at(6),
+                static_cast<int*>(b.at(7))};
+    if (adam.base) dev.zero(adam.base, adam.bytes);
+}
+
+template <class Dev, class X>
+Activations<X> GPT2<Dev, X>::activations(int l) const {
+    size_t i = 0;
+    auto x = [&] { return static_cast<X*>(acts.at(i++, l)); };
+    auto a = [&] { return static_cast<A*>(acts.at(i++, l)); };
+    return {x(), x(), a(), a(), x(), x(), a(), x(), x(), x(), a(), a(), x(), x(), x(), x(), a(), a()};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward: tokens (b, t) → the final layer norm's output
+
+template <class Dev, class X>
+void GPT2<Dev, X>::forward(const int* tokens, int b, int t) {
+    Range range("forward");
+    const size_t N = size_t(b) * t;
+    const int C = config.C, L = config.L, NH = config.NH, HS = config.HS();
+    X* rows = buffers_.rows;
+    Activations<X> a = activations(0);
+    Parameters<X> w = weights(0);
+
+    encoder_forward(dev, a.encoded, tokens, w.wte, w.wpe, b, t, C);
+    layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, w.ln1w, w.ln1b, N, C);
+    X* residual = a.encoded;
+    for (int l = 0; l < L; l++) {
+        Range range("layer", l);
+        a = activations(l), w = weights(l);
+        matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
+        attention_forward(dev, attention, a.atty, a.lse, a.att, buffers_.scratch, a.qkv, b, t, NH, HS);
+        matmul_forward(dev, rows, a.atty, w.attprojw, w.attprojb, N, C, C);
+        residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, rows, w.ln2w, w.ln2b, N,
+                                   C);
+        matmul_forward(dev, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
+        gelu_forward(dev, a.gelu, a.fch, N * 4 * C);
+        matmul_forward(dev, rows, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C);
+        // The residual's sum belongs to the layer norm that reads it: the next layer's first, or the final one.
+        if (l + 1 < L) {
+            const Activations<X> next = activations(l + 1);
+            const Parameters<X> nw = weights(l + 1);
+            residual_layernorm_forward(dev, a.residual3, next.ln1, next.ln1_mean, next.ln1_rstd, a.residual2, rows,
+                                       nw.ln1w, nw.ln1b, N, C);
+        } else {
+            residual_layernorm_forward(dev, a.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, a.residual2, rows, w.lnfw,
+                                       w.lnfb, N, C);
+        }
+        residual = a.residual3;
+    }
+}
+
+// Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, also what must
+// happen while a chunk's logits exist: writes buffers.rows = d(mean loss of the step)/d lnf and adds into dwte.
+template <class Dev, class X>
+void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient) {
+    Range range("loss");
+    const size_t N = size_t(b) * t;
+    const int C = config.C, V = config.V, Vp = config.Vp;
+    const X *lnf = activations().lnf, *wte = weights().wte;
+    const A dloss = with_gradient ? A(1) / (A(N) * micro_steps) : A(0);
+    for (size_t row = 0; row < N; row += chunk_) {
+        const size_t n = std::min(chunk_, N - row);
+        matmul_forward<X>(dev, buffers_.logits, lnf + row * C, wte, nullptr, n, C, Vp);
+        classifier(dev, buffers_.logits, buffers_.losses + row, targets + row, dloss, n, V, Vp);
+        if (with_gradient)
+            matmul_backward<X>(dev, buffers_.rows + row * C, gradients().wte, nullptr, buffers_.scratch,
+                               buffers_.logits, lnf + row * C, wte, n, C, Vp);
+    }
+    reduce_sum(dev, mean_loss, buffers_.scratch, buffers_.losses, A(1) / A(N), N);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward: adds into the gradients of all parameters. Starts from buffers.rows, where loss() left the gradient of lnf.
+
+template <class Dev, class X>
+void GPT2<Dev, X>::backward(const int* plan) {
+    Range range("backward");
+    const size_t N = rows_;
+    const int C = config.C, NH = config.NH, HS = config.HS();
+    X *rows = buffers_.rows, *wide = buffers_.wide, *dresidual = buffers_.dresidual;
+    void* scratch = buffers_.scratch;
+    Activations<X> a = activations(config.L - 1);
+    Parameters<X> w = weights();
+    Parameters<A> g = gradients();
+
+    dev.zero(dresidual, N * C * sizeof(X));
+    layernorm_backward(dev, dresidual, g.lnfw, g.lnfb, scratch, rows, a.residual3, w.lnfw, a.lnf_mean, a.lnf_rstd, N,
+                       C);
+    for (int l = config.L - 1; l >= 0; l--) {
+        Range range("layer", l);
+        a = activations(l), w = weights(l), g = gradients(l);
+        const X* residual = l ? activations(l - 1).residual3 : a.encoded;
+        matmul_backward(dev, wide, g.fcprojw, g.fcprojb, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C);
+        gelu_backward(dev, wide, a.fch, wide, N * 4 * C);
+        matmul_backward(dev, rows, g.fcw, g.fcb, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
+        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, scratch, rows, a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd,
+                           N, C);
+        matmul_backward(dev, rows, g.attprojw, g.attprojb, scratch, dresidual, a.atty, w.attprojw, N, C, C);
+        attention_backward(dev, attention, wide, scratch, rows, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
+        matmul_backward(dev, rows, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C);
+        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, scratch, rows, residual, w.ln1w, a.ln1_mean, a.ln1_rstd, N,
+                           C);
+    }
+    encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The step's pieces
+
+template <class Dev, class X>
+void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
+    loader.next(host, host + rows_);
+    if (training) encoder_plan(dev, host + 2 * rows_, host, rows_);
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::upload(const int* host, int micro_batches) {
+    dev.upload(buffers_.batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::train_micro_batch(int i) {
+    if (i == 0) dev.zero(grads.base, grads.bytes);
+    forward(tokens(i), B, T);
+    loss(targets(i), B, T, stats() + i, true);
+    backward(plan(i));
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::evaluate_micro_batch(int i) {
+    forward(tokens(i), B, T);
+    loss(targets(i), B, T, stats() + i, false);
+}
+
+// Nothing is updated where the gradient's norm is not finite; the caller sees that in stats[micro_steps].
+template <class Dev, class X>
+void GPT2<Dev, X>::update(const AdamW& hyper) {
+    Range range("update");
+    A* norm = stats() + micro_steps;
+    global_norm(dev, norm, buffers_.scratch, static_cast<const A*>(grads.at(0)), num_parameters);
+    const std::vector<ParamRange> r = ranges();
+    adamw_update(dev, static_cast<X*>(params.at(0)), master(), adam_m(), adam_v(), static_cast<const A*>(grads.at(0)),
+                 norm, r.data(), static_cast<int>(r.size()), hyper);
+}
+
+template <class Dev, class X>
+std::vector<ParamRange> GPT2<Dev, X>::ranges() const {
+    std::vector<ParamRange> ranges;
+    for (size_t i = 0; i < params.tensors.size(); i++)
+        ranges.push_back({params.offsets[i] / sizeof(X), params.tensors[i].elements(), params.tensors[i].decay});
+    return ranges;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Parameters: random, from a file, to a file
+
+// A stateless generator: the same (seed, index) gives the same number on every machine and thread.
+static uint64_t mix(uint64_t seed, uint64_t index) {  // SplitMix64's finalizer over a Weyl sequence
+    uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+static double uniform(uint64_t seed, uint64_t index) {
+    return static_cast<double>(mix(seed, index) >> 11) * 0x1p-53;
+}  // [0, 1)
+static double normal(uint64_t seed, uint64_t index) {  // Box–Muller
+    const double u = uniform(seed, 2 * index), v = uniform(seed, 2 * index + 1);
+    return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
+}
+
+// From the master's precision to X, on the device.
+template <class Dev, class X>
+void GPT2<Dev, X>::set_parameters(std::vector<A>& values) {
+    if (master()) dev.upload(master(), values.data(), num_parameters * sizeof(A));
+    if constexpr (has_master) {
+        std::vector<X> rounded(num_parameters);
+#pragma omp parallel for
+        for (size_t i = 0; i < num_parameters; i++) rounded[i] = static_cast<X>(values[i]);
+        dev.upload(params.base, rounded.data(), params.bytes);
+        dev.sync();
+    } else {
+        dev.upload(params.base, values.data(), params.bytes);
+        dev.sync();
+    }
+}
+
+// GPT-2's initialisation: normal with σ = 0.02, the two projections into the residual stream scaled by 1/√(2L) (Radford
+// et al. 2019, §2.3), biases 0, layer norm weights 1. Padding rows of wte are 0.
+template <class Dev, class X>
+void GPT2<Dev, X>::init_random(uint64_t seed) {
+    std::vector<A> values(num_parameters);
+    size_t at = 0;
+    for (const TensorSpec& t : params.tensors) {
+        const std::string name = t.name;
+        const bool projection = name == "attprojw" || name == "fcprojw",
+                   norm_weight = name[0] == 'l' && name.back() == 'w';
+        const double sigma = 0.02 / (projection ? std::sqrt(2.0 * config.L) : 1.0);
+        const size_t used = name == "wte" ? size_t(config.V) * config.C : t.elements();
+#pragma omp parallel for
+        for (size_t i = 0; i < used; i++)
+            values[at + i] = static_cast<A>(t.decay ? sigma * normal(seed, at + i) : norm_weight ? 1.0 : 0.0);
+        at += t.elements();
+    }
+    set_parameters(values);
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::load(const std::string& path) {
+    const ModelHeader header = read_model_header(path);
+    std::vector<A> values(num_parameters);
+    auto read_as = [&](auto type) {
+        std::vector<decltype(type)> raw(num_parameters);
+        read_model_parameters(path, header, raw.data());
+        for (size_t i = 0; i < num_parameters; i++) values[i] = static_cast<A>(static_cast<float>(raw[i]));
+    };
+    if (header.dtype == DType::bf16)
+        read_as(bf16{});
+    else
+        read_as(float{});
+    set_parameters(values);
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::save(const std::string& path) const {
+    std::vector<X> values(num_parameters);
+    dev.download(values.data(), params.base, params.bytes);
+    write_model(path, header_of(config, dtype_of<X>()), values.data());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// When a loss is not finite: run again, micro-batch by micro-batch, and name the first tensor in the order of
+// computation.
+
+template <class Dev, class X>
+std::string GPT2<Dev, X>::count_in(const Arena& arena, size_t i, int l) {
+    const TensorSpec& t = arena.tensors[i];
+    if (t.elements() == 0) return "";
+    const size_t bad = t.dtype == dtype_of<X>()
+                           ? count_nonfinite(dev, buffers_.scratch, static_cast<const X*>(arena.at(i, l)), t.size)
+                           : count_nonfinite(dev, buffers_.scratch, static_cast<const A*>(arena.at(i, l)), t.size);
+    if (bad == 0) return "";
+    const std::string layer = t.layers ? format(" of layer %d", l) : "";
+    return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
+}
+
+template <class Dev, class X>
+std::string GPT2<Dev, X>::first_nonfinite() {
+    auto search = [&](const Arena& arena, bool backwards) -> std::string {
+        const int layers = config.L, n = static_cast<int>(arena.tensors.size());
+        auto scan = [&](int l, bool before, bool per_layer) -> std::string {
+            for (int k = 0; k < n; k++) {
+                const int i = backwards ? n - 1 - k : k;
+                const bool is_before = i < 2;  // encoded, wte, wpe: ahead of the layers; lnf and the like: behind them
+                if ((arena.tensors[i].layers > 0) != per_layer || (!per_layer && is_before != before)) continue;
+                const std::string found = count_in(arena, i, l);
+                if (!found.empty()) return found;
+            }
+            return "";
+        };
+        std::string found = scan(0, !backwards, false);
+        for (int k = 0; k < layers && found.empty(); k++) found = scan(backwards ? layers - 1 - k : k, false, true);
+        return found.empty() ? scan(0, backwards, false) : found;
+    };
+    std::string found = search(params, false);
+    for (int i = 0; i < micro_steps && found.empty(); i++) {
+        train_micro_batch(i);
+        found = search(acts, false);
+        if (found.empty()) found = search(grads, true);
+    }
+    return found.empty() ? "none on a second run" : found;
+}
+
+// =====================================================================================================================
+// Sampling
+
+struct Sampling {
+    float temperature = 1.f;
+    int top_k = 0;  // 0: all
+};
+
+// Logits of the token after `context`, whose last T tokens the model sees.
+template <class Dev, class X>
+std::vector<float> GPT2<Dev, X>::logits_of_last(const std::vector<int>& context) {
+    const int used = static_cast<int>(std::min<size_t>(context.size(), T));
+    // Round t up so that matmul plans are reused from token to token; what follows the last token cannot be seen by it.
+    const int t = std::min((used + 63) / 64 * 64, T);
+    std::vector<int> padded(t, 0);
+    std::copy(context.end() - used, context.end(), padded.begin());
+    dev.upload(buffers_.batch, padded.data(), padded.size() * sizeof(int));
+    forward(buffers_.batch, 1, t);
+    matmul_forward<X>(dev, buffers_.logits, activations().lnf + size_t(used - 1) * config.C, weights().wte, nullptr, 1,
+                      config.C, config.Vp);
+    std::vector<X> row(config.Vp);
+    dev.download(row.data(), buffers_.logits, row.size() * sizeof(X));
+    std::vector<float> logits(config.V);
+    for (int v = 0; v < config.V; v++) logits[v] = static_cast<float>(row[v]);
+    return logits;
+}
+
+// A token from softmax(logits / temperature) over the top_k largest, by one uniform number; temperature 0 takes the
+// largest.
+static int sample_token(const std::vector<float>& logits, const Sampling& s, double u) {
+    std::vector<int> order(logits.size());
+    std::iota(order.begin(), order.end(), 0);
+    const size_t k = s.top_k > 0 ? std::min<size_t>(s.top_k, order.size()) : order.size();
+    auto larger = [&](int x, int y) { return logits[x] != logits[y] ? logits[x] > logits[y] : x < y; };
+    if (s.temperature <= 0) return *std::min_element(order.begin(), order.end(), larger);
+    if (k < order.size()) std::partial_sort(order.begin(), order.begin() + k, order.end(), larger);
+    order.resize(k);
+    const float top = logits[*std::min_element(order.begin(), order.end(), larger)];
+    std::vector<double> cumulative;
+    double sum = 0;
+    for (int v : order) cumulative.push_back(sum += std::exp((static_cast<double>(logits[v]) - top) / s.temperature));
+    const size_t i = std::lower_bound(cumulative.begin(), cumulative.end(), u * sum) - cumulative.begin();
+    return order[std::min(i, k - 1)];
+}
+
+// Continues `prompt` (which <|endoftext|> precedes) by up to n tokens, ending at the next <|endoftext|>.
+template <class Dev, class X>
+std::string generate(GPT2<Dev, X>& model, const Tokenizer& tokenizer, const std::string& prompt, int n,
+                     const Sampling& s, uint64_t seed) {
+    Range range("sample");
+    const int end = model.config.V == kByteVocab ? kByteEndOfText : kEndOfText;
+    std::vector<int> context = {end};
+    for (int token : encode_bytes(prompt)) context.push_back(token);
+    std::string text = prompt;
+    for (int i = 0; i < n; i++) {
+        const int token = sample_token(model.logits_of_last(context), s, uniform(seed, i));
+        if (token == end) break;
+        context.push_back(token);
+        text += tokenizer.decode(token);
+    }
+    return text;
+}
+
+// =====================================================================================================================
+// The run: options, schedule, checkpoints, loop
+
+struct Options {
+    std::string train_data, val_data, init = "auto", output_dir, tokenizer;
+    int B = 0, T = 0, tokens_per_step = 0, max_steps = -1, seed = 1;
+    float lr = 0, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
+    int warmup = -1;
+    std::string schedule = "cosine";
+    int val_every = -1, val_batches = 20, sample_every = -1, sample_length = 700;
+    int checkpoint_every = 0, keep = 0;
+    bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false;
+    std::string precision = "auto", attention = "flash", device = "auto";
+    int generate = 0, top_k = 0;
+    std::string prompt;
+    float temperature = 1.f;
+
+    std::vector<Option> table();
+    double learning_rate(int step) const;  // of the step that makes this one, from 0
+};
+
+std::vector<Option> Options::table() {
+    using O = Option;
+    return {
+        {"--train-data", "-i", O::String, &train_data,
+         "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
+        {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i", "", "data"},
+        {"--init", "-e", O::String, &init, "d12, d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)",
+         "", "model"},
+        {"--precision", "", O::Choice, &precision, "auto: bf16 where the GPU has it, else fp32", "auto|bf16|fp32",
+         "model"},
+        {"--attention", "", O::Choice, &attention, "naive materialises T×T", "flash|naive", "model"},
+        {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu", "model"},
+        {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)", "", "model"},
+        {"--batch", "-b", O::Int, &B, "sequences per micro-batch; 0: 8", "0..65536", "batch"},
+        {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: the model's positions, at most 1024", "0..4194304",
+         "batch"},
+        {"--tokens-per-step", "-d", O::Int, &tokens_per_step, "tokens per update, a multiple of B·T; 0: B·T", "0..",
+         "batch"},
+        {"--max-steps", "-x", O::Int, &max_steps,
+         "steps; -1: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1..", "batch"},
+        {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
+        {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again", "", "batch"},
+        {"--lr", "-l", O::Float, &lr, "learning rate; 0: 6e-4 (tiny: 2e-3)", "0..", "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all", "-1..", "optimizer"},
+        {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1", "optimizer"},
+        {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
+         "cosine|linear|constant|wsd", "optimizer"},
+        {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0..", "optimizer"},
+        {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..1", "optimizer"},
+        {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0..", "optimizer"},
+        {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0..", "optimizer"},
+        {"--val-every", "-v", O::Int, &val_every, "steps between validations; 0: never, -1: ten in the run", "-1..",
+         "watching"},
+        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation", "1..", "watching"},
+        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples; 0: never, -1: five in the run", "-1..",
+         "watching"},
+        {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1..", "watching"},
+        {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
+         "", "files"},
+        {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
+         "steps between checkpoints; 0: only at the end and when interrupted", "0..", "files"},
+        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; 0: all", "0..", "files"},
+        {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o", "", "files"},
+        {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file, to print samples of BPE models", "",
+         "files"},
+        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
+         "generating"},
+        {"--prompt", "", O::String, &prompt, "text to continue", "", "generating"},
+        {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0..", "generating"},
+        {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; 0: all", "0..", "generating"},
+    };
+}
+
+// Warm-up is linear to the full rate at step `warmup`; then by --schedule down to final_lr·lr at the last step.
+double Options::learning_rate(int step) const {
+    if (step < warmup) return lr * (step + 1.0) / warmup;
+    const double left = max_steps - warmup, at = left > 1 ? (step - warmup) / (left - 1) : 0;  // 0..1
+    double factor = 1;
+    if (schedule == "cosine")
+        factor = 0.5 * (1 + std::cos(M_PI * std::min(at, 1.0)));
+    else if (schedule == "linear")
+        factor = 1 - std::min(at, 1.0);
+    else if (schedule == "wsd")
+        factor = at < 0.8 ? 1 : std::max(0.0, (1 - at) / 0.2);
+    return lr * (final_lr + (1 - final_lr) * factor);
+}
+
+// SIGINT and SIGTERM: finish the step, write a checkpoint, leave. A second one ends the program at once.
+static volatile std::sig_atomic_t g_signal = 0;
+static void on_signal(int signal) {
+    g_signal = signal;
+    std::signal(signal, SIG_DFL);
+}
+
+// Where the data comes from, and the loss that no model can beat if that is known.
+struct Data {
+    std::string train, val;
+    double floor = NAN;  // nats per token of the validation data
+};
+static Data find_data(const Options& o) {
+    if (!o.train_data.empty()) return {o.train_data, o.val_data};
+    const Corpus corpus = builtin_corpus("data/cache");
+    return {corpus.train_path, o.val_data.empty() ? corpus.val_path : o.val_data,
+            o.val_data.empty() ? corpus.val_nats : NAN};
+}
+
+static void print_memory(const std::array<Arena*, 5>& arenas, size_t total) {
+    std::printf("memory\n");
+    for (const Arena* a : arenas)
+        if (a->bytes) std::printf("  %-18s %9.1f MiB\n", a->name, a->bytes / 1048576.0);
+    std::printf("  %-18s %9.1f MiB\n", "total", total / 1048576.0);
+}
+
+// Says what each arena asked for and the largest -b that would fit in what is free.
+template <class Dev, class X>
+[[noreturn]] void throw_out_of_memory(GPT2<Dev, X>& model, size_t free_bytes) {
+    std::string asked;
+    for (const Arena* a : model.arenas())
+        if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / 1073741824.0);
+    int b = model.B - 1;
+    while (b > 0 &&
+           GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training).total_bytes() >
+               free_bytes)
+        b--;
+    throw OutOfMemory(
+        format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s", model.dev.name.c_str(),
+               free_bytes / 1073741824.0, model.total_bytes() / 1073741824.0, model.B, model.T, asked.c_str(),
+               b > 0 ? format("-b %d would fit", b).c_str() : "not even -b 1 fits; use a smaller -t or model"));
+}
+
+template <class Dev, class X>
+void allocate_or_explain(GPT2<Dev, X>& model) {
+    const size_t free_bytes = model.dev.free_bytes();
+    if (model.total_bytes() > free_bytes) throw_out_of_memory(model, free_bytes);
+    try {
+        model.allocate();
+    } catch (const OutOfMemory&) {
+        throw_out_of_memory(model, free_bytes - free_bytes / 20);
+    }
+}
+
+// Everything a run carries from step to step beside the model.
+template <class Dev, class X>
+struct Run {
+    const Options& o;
+    GPT2<Dev, X>& model;
+    Loader train;
+    std::unique_ptr<Loader> val;
+    Identity identity;
+    std::unique_ptr<Log> log;
+    int step = 0;
+    int last_checkpoint = -1;
+    std::string last_checkpoint_path() const {
+        return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+    }
+
+    // State and model of a step. Resuming from them continues bit for bit.
+    struct Counters {
+        uint64_t step, model_checksum;
+        LoaderState train;
+    };
+    // One for writing and reading: `adam` is the host copy of the optimizer's arena.
+    std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
+        return {{"counters", &counters, sizeof counters}, {"optimizer", adam.data(), adam.size()}};
+    }
+    void save() {
+        Range range("checkpoint");
+        std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
+        model.dev.download(adam.data(), model.adam.base, adam.size());
+        model.dev.download(params.data(), model.params.base, params.size());
+        Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), train.state()};
+        write_model(model_path(o.output_dir, step), header_of(model.config, dtype_of<X>()), params.data());
+        write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
+        last_checkpoint = step;
+        std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
+        if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
+    }
+    bool restore() {
+        const int newest = newest_checkpoint(o.output_dir);
+        if (newest < 0) return false;
+        const std::string path = model_path(o.output_dir, newest);
+        std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
+        Counters counters{};
+        read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
+        const ModelHeader header = read_model_header(path), mine = header_of(model.config, dtype_of<X>());
+        if (std::memcmp(&header, &mine, sizeof header))
+            throw Error(format("%s: its header is not this run's model", path.c_str()));
+        read_model_parameters(path, header, params.data());
+        const uint64_t found = checksum64(params.data(), params.size());
+        if (found != counters.model_checksum)
+            throw Error(
+                format("%s: checksum %016llx of the parameters, expected %016llx by its state file: the file is "
+                       "damaged; remove both to resume "
+                       "from the checkpoint before",
+                       path.c_str(), (unsigned long long)found, (unsigned long long)counters.model_checksum));
+        model.dev.upload(model.adam.base, adam.data(), adam.size());
+        model.dev.upload(model.params.base, params.data(), params.size());
+        model.dev.sync();
+        train.restore(counters.train);
+        last_checkpoint = step = newest;
+        return true;
+    }
+
+    double validate(int* host) {
+        Range range("validate");
+        val->reset();
+        double sum = 0;
+        for (int i = 0; i < o.val_batches; i++) {
+            Acc<X> loss;
+            model.fill_batch(host, *val);
+            model.upload(host, 1);
+            model.evaluate_micro_batch(0);
+            model.dev.download(&loss, model.stats(), sizeof loss);
+            sum += loss;
+        }
+        return sum / o.val_batches;
+    }
+};
+
+// Fills in the defaults that depend on the model and the device.
+static void resolve(Options& o, const Config& config, bool on_cpu, uint64_t batches_per_epoch) {
+    if (o.lr == 0) o.lr = on_cpu || config.C < 256 ? 2e-3f : 6e-4f;
+    if (o.max_steps < 0)
+        o.max_steps = o.train_data.empty()
+                          ? (on_cpu ? 300 : 3000)
+                          : static_cast<int>(std::max<uint64_t>(1, batches_per_epoch * o.B * o.T / o.tokens_per_step));
+    if (o.warmup < 0) o.warmup = std::max(1, o.max_steps / 20);
+    if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
+    if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
+}
+
+template <class Dev, class X>
+int run_generate(const Dev& dev, const Options& o, const Config& config) {
+    GPT2<Dev, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, 1,
+                       std::min(config.max_T, o.T ? o.T : 1024), 1, false);
+    allocate_or_explain(model);
+    model.load(o.init);
+    const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
+    std::printf("%s\n", generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed).c_str());
+    return 0;
+}
+
+template <class Dev, class X>
+int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) {
+    const bool on_cpu = std::is_same_v<Dev, Cpu>;
+    if (o.B == 0) o.B = 8;
+    if (o.T == 0) o.T = std::min(config.max_T, 1024);
+    if (o.tokens_per_step == 0) o.tokens_per_step = o.B * o.T;
+    if (o.tokens_per_step % (o.B * o.T))
+        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %d", o.tokens_per_step, o.B,
+                                o.T, o.B * o.T));
+    const int micro_steps = o.tokens_per_step / (o.B * o.T);
+
+    // The model's tables first: what cannot fit or cannot be is said before data is touched.
+    GPT2<Dev, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, o.B, o.T, micro_steps,
+                       true);
+    if (!o.output_dir.empty()) {
+        mkdir(o.output_dir.c_str(), 0777);
+        const int old = newest_checkpoint(o.output_dir);
+        if (old >= 0 && !o.resume)
+            throw Error(format("%s has a checkpoint of step %d: add -y 1 to resume it, or give another -o",
+                               o.output_dir.c_str(), old));
+    }
+    const Data data = find_data(o);
+    Run<Dev, X> run{o,       model, Loader(data.train, o.B, o.T, config.V, !o.no_shuffle, o.seed),
+                    nullptr, {},    std::make_unique<Log>(),
+                    0,       -1};
+    if (!data.val.empty()) run.val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0);
+    resolve(o, config, on_cpu, run.train.batches_per_epoch());
+    run.identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", config.L, config.NH, config.C, config.V)},
+                           {"precision", name_of(dtype_of<X>())},
+                           {"device", Dev::kind},
+                           {"B", std::to_string(o.B)},
+                           {"T", std::to_string(o.T)},
+                           {"tokens per step", std::to_string(o.tokens_per_step)},
+                           {"seed", std::to_string(o.seed)},
+                           {"data", format("%016llx", (unsigned long long)run.train.identity())}};
+
+    std::vector<Option> table = o.table();
+    std::printf("%s", options_settings(table).c_str());
+    std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
+                dev.tf32 && dtype_of<X>() == DType::f32 ? " with TF32 matmuls" : "");
+    std::printf(
+        "model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d), %.1fM "
+        "parameters\n",
+        config.L, config.NH, config.C, config.max_T, config.V, config.Vp, model.num_parameters / 1e6);
+    std::printf("train data         %s\n", run.train.description().c_str());
+    if (run.val) std::printf("validation data    %s\n", run.val->description().c_str());
+    allocate_or_explain(model);
+    print_memory(model.arenas(), model.total_bytes());
+
+    if (from_file)
+        model.load(o.init);
+    else
+        model.init_random(o.seed);
+    if (o.resume && !o.output_dir.empty()) {
+        const bool found = run.restore();
+        std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
+    }
+    if (!o.output_dir.empty()) {
+        const std::string path = o.output_dir + "/log.jsonl";
+        if (run.step) Log::truncate_after(path, run.step);
+        run.log = std::make_unique<Log>(path, run.step > 0);
+        run.log->write(Row("run")
+                           .add("device", dev.name)
+                           .add("precision", name_of(dtype_of<X>()))
+                           .add("attention", o.attention)
+                           .add("parameters", (long long)model.num_parameters)
+                           .add("B", o.B)
+                           .add("T", o.T)
+                           .add("tokens_per_step", o.tokens_per_step)
+                           .add("steps", o.max_steps)
+                           .add("seed", o.seed)
+                           .add("floor_nats", data.floor));
+    }
+    std::signal(SIGINT, on_signal);
+    std::signal(SIGTERM, on_signal);
+
+    const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
+    const size_t step_ints = size_t(micro_steps) * model.batch_ints();
+    int* host = static_cast<int*>(dev.alloc_host(step_ints * sizeof(int)));
+    const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
+    std::vector<Acc<X>> stats(micro_steps + 1);
+    double mean_ms = 0;
+    auto now = [] { return std::chrono::steady_clock::now(); };
+    auto fill = [&] {
+        for (int i = 0; i < micro_steps; i++) model.fill_batch(host + i * model.batch_ints(), run.train);
+    };
+    auto watch = [&] {  // validation and samples, after step run.step
+        const bool last = run.step == o.max_steps;
+        if (run.val && o.val_every && (run.step % o.val_every == 0 || last)) {
+            const double loss = run.validate(host);
+            std::printf("step %d/%d | val loss %.4f%s\n", run.step, o.max_steps, loss,
+                        std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor).c_str());
+            run.log->write(Row("val").add("step", run.step).add("loss_nats", loss).add("floor_nats", data.floor));
+        }
+        if (o.sample_every && (run.step % o.sample_every == 0 || last) && run.step > 0) {
+            const std::string text =
+                generate(model, tokenizer, "", o.sample_length, {o.temperature, o.top_k}, mix(o.seed, run.step));
+            std::printf("step %d/%d | sample\n---\n%s\n---\n", run.step, o.max_steps, text.c_str());
+            run.log->write(Row("sample").add("step", run.step).add("text", text));
+        }
+    };
+
+    if (run.step == 0) watch();
+    while (run.step < o.max_steps && !g_signal) {
+        Range range("step", run.step);
+        const auto start = now();
+        if (o.overfit) run.train.reset();
+        fill();
+        model.upload(host, micro_steps);
+        for (int i = 0; i < micro_steps; i++) model.train_micro_batch(i);
+        const double lr = o.learning_rate(run.step);
+        model.update(
+            {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, run.step + 1, uint64_t(o.seed)});
+        dev.download(stats.data(), model.stats(), stats.size() * sizeof stats[0]);
+        const double loss = std::accumulate(stats.begin(), stats.end() - 1, 0.0) / micro_steps, norm = stats.back();
+        if (!std::isfinite(loss) || !std::isfinite(norm))
+            throw Error(
+                format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; "
+                       "last good checkpoint: %s",
+                       run.step + 1, loss, norm, model.first_nonfinite().c_str(), run.last_checkpoint_path().c_str()));
+        run.step++;
+        const double ms = std::chrono::duration<double, std::milli>(now() - start).count(),
+                     tok_s = o.tokens_per_step / ms * 1e3;
+        mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
+        const double mfu = peak > 0 ? 100 * tok_s * model.config.flops_per_token(o.T) / (peak * 1e12) : NAN;
+        const int eta = static_cast<int>((o.max_steps - run.step) * mean_ms / 1e3);
+        std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n",
+                    run.step, o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
+                    eta / 60, eta % 60);
+        run.log->write(Row("train")
+                           .add("step", run.step)
+                           .add("loss_nats", loss)
+                           .add("grad_norm", norm)
+                           .add("lr", lr)
+                           .add("step_ms", ms)
+                           .add("tokens_per_s", tok_s)
+                           .add("mfu_percent", mfu));
+        watch();
+        if (!o.output_dir.empty() && o.checkpoint_every && run.step % o.checkpoint_every == 0 && run.step < o.max_steps)
+            run.save();
+    }
+    if (g_signal)
+        std::printf("interrupted at step %d%s\n", run.step, o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
+    if (!o.output_dir.empty() && run.step > 0 && run.last_checkpoint != run.step) run.save();
+    dev.free_host(host);
+    return g_signal ? 128 + g_signal : 0;
+}
+
+template <class Dev, class X>
+int run_with(const Dev& dev, Options& o) {
+    Config config;
+    const bool preset = find_config(o.init, &config);
+    if (!preset) {
+        struct stat file;
+        if (stat(o.init.c_str(), &file))
+            throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
+        config = config_of(read_model_header(o.init));
+    }
+    if (o.generate > 0) {
+        if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
+        return run_generate<Dev, X>(dev, o, config);
+    }
+    return run_train<Dev, X>(dev, o, config, !preset);
+}
+
+#ifndef TRAIN_GPT2_NO_MAIN
+int main(int argc, char** argv) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
+    try {
+        Options o;
+        std::vector<Option> table = o.table();
+        if (parse_options(argc, argv, table)) {
+            std::printf("%s", options_help("train_gpt2cu",
+                                           "Trains GPT-2. Without options: 124M parameters on the built-in corpus.",
+                                           Options().table())
+                                  .c_str());
+            return 0;
+        }
+        std::string why;
+        const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
+        if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
+        if (o.device == "auto" && gpus == 0) std::printf("no usable GPU (%s): training on the CPU\n", why.c_str());
+        if (gpus == 0) {
+            if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
+            if (o.init == "auto") o.init = "tiny";
+            return run_with<Cpu, float>(Cpu(), o);
+        }
+        Cuda dev(0);
+        dev.tf32 = !o.no_tf32 && dev.sm >= 80;
+        if (o.init == "auto") o.init = "d12";
+        if (o.precision == "bf16" && dev.sm < 80)
+            throw Error(
+                format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
+                       dev.name.c_str(), dev.sm / 10, dev.sm % 10));
+        if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
+        return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o) : run_with<Cuda, float>(dev, o);
+    } catch (const UsageError& e) {
+        std::fprintf(stderr, "train_gpt2cu: %s (--help lists the options)\n", e.what());
+        return 2;
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "train_gpt2cu: %s\n", e.what());
+        return 1;
+    }
+}
+#endif
