@@ -11,7 +11,8 @@
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine
 
-// Writes a file atomically. Throws Error (path, what, errno in words) and leaves nothing behind on failure.
+// Writes a file atomically. Throws Error (path, what, errno in words) and leaves nothing behind on failure. (A device or a
+// pipe, which cannot be replaced, is written in place.)
 class AtomicFile {
   public:
     explicit AtomicFile(const std::string& path);

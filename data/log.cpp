@@ -1,0 +1,136 @@
+// log.jsonl: rows as JSON, appended one write(2) each.
+#include "data/log.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <limits>
+
+#include "data/checkpoint.h"
+#include "data/file.h"
+
+namespace {
+
+// Length of the valid UTF-8 sequence that starts at text[i] (Unicode 15, table 3-7), 0 if there is none.
+size_t utf8_length(const std::string& text, size_t i) {
+    const auto at = [&](size_t k) { return k < text.size() ? static_cast<unsigned char>(text[k]) : 0u; };
+    const unsigned lead = at(i);
+    if (lead < 0x80) return 1;
+    const size_t length = lead >= 0xC2 && lead <= 0xDF   ? 2
+                          : (lead & 0xF0) == 0xE0        ? 3
+                          : lead >= 0xF0 && lead <= 0xF4 ? 4
+                                                         : 0;
+    for (size_t k = 1; k < length; k++)
+        if ((at(i + k) & 0xC0) != 0x80) return 0;
+    const unsigned second = at(i + 1);
+    const bool bad = (lead == 0xE0 && second < 0xA0) || (lead == 0xED && second > 0x9F) ||  // overlong; surrogates
+                     (lead == 0xF0 && second < 0x90) || (lead == 0xF4 && second > 0x8F);    // overlong; past U+10FFFF
+    return bad ? 0 : length;
+}
+
+// A JSON string. Bytes that are no UTF-8 (a byte-level model may well sample some) become U+FFFD.
+std::string quoted(const std::string& text) {
+    std::string out = "\"";
+    for (size_t i = 0; i < text.size();) {
+        const unsigned char c = static_cast<unsigned char>(text[i]);
+        const size_t length = utf8_length(text, i);
+        if (c == '"' || c == '\\')
+            out += '\\', out += text[i];
+        else if (c == '\n')
+            out += "\\n";
+        else if (c == '\t')
+            out += "\\t";
+        else if (c < 0x20 || c == 0x7F)
+            out += format("\\u%04x", c);
+        else if (length)
+            out.append(text, i, length);
+        else
+            out += "\\ufffd";
+        i += length ? length : 1;
+    }
+    return out + "\"";
+}
+
+}  // namespace
+
+Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}
+
+Row& Row::add(const char* key, double value) {
+    std::string number = "null";
+    // The fewest digits that read back as the same double.
+    for (int digits = 6; std::isfinite(value) && digits <= 17; digits++) {
+        number = format("%.*g", digits, value);
+        if (std::strtod(number.c_str(), nullptr) == value) break;
+    }
+    text_ += ", " + quoted(key) + ": " + number;
+    return *this;
+}
+Row& Row::add(const char* key, long long value) {
+    text_ += ", " + quoted(key) + ": " + std::to_string(value);
+    return *this;
+}
+Row& Row::add(const char* key, const std::string& value) {
+    text_ += ", " + quoted(key) + ": " + quoted(value);
+    return *this;
+}
+Row& Row::add(const char* key, bool value) {
+    text_ += ", " + quoted(key) + ": " + (value ? "true" : "false");
+    return *this;
+}
+std::string Row::text() const {
+    return text_ + "}";
+}
+
+// Does a regular file end inside a row, because its writer was cut off?
+static bool ends_inside_row(const std::string& path) {
+    struct stat info;
+    if (stat(path.c_str(), &info) || !S_ISREG(info.st_mode) || info.st_size == 0) return false;
+    char last;
+    InputFile(path).read(static_cast<uint64_t>(info.st_size) - 1, &last, 1);
+    return last != '\n';
+}
+
+Log::Log(const std::string& path, bool append) : path_(path) {
+    if (append && ends_inside_row(path)) truncate_after(path, std::numeric_limits<long long>::max());
+    file_ = std::fopen(path.c_str(), append ? "ae" : "we");
+    if (!file_) throw file_error(path, "open", errno);
+    std::setvbuf(file_, nullptr, _IONBF, 0);  // a row is one write(2); none is left behind to be written at exit
+}
+
+Log::~Log() {
+    if (file_) std::fclose(file_);
+}
+
+void Log::write(const Row& row) {
+    if (!file_) return;
+    const std::string line = row.text() + "\n";
+    struct stat before;
+    const bool known = fstat(fileno(file_), &before) == 0 && S_ISREG(before.st_mode);
+    if (std::fwrite(line.data(), 1, line.size(), file_) == line.size()) return;
+    const int error = errno;
+    // A full disk may have taken part of the row; the rows before it must stay readable.
+    if (known && ftruncate(fileno(file_), before.st_size))
+        throw file_error(path_, "write (and its last row is cut)", error);
+    throw file_error(path_, "write", error);
+}
+
+void Log::truncate_after(const std::string& path, long long step) {
+    std::ifstream in(path, std::ios::binary);
+    if (!in) {
+        if (access(path.c_str(), F_OK)) return;  // no log yet
+        throw file_error(path, "read", errno);
+    }
+    AtomicFile out(path);
+    const std::string key = "\"step\": ";  // cannot be part of a string: there its quotes would be \"
+    for (std::string line; std::getline(in, line) && !in.eof();) {  // eof: a last line without \n was cut by a crash
+        const size_t at = line.find(key);
+        if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
+        line += '\n';
+        out.write(line.data(), line.size());
+    }
+    if (in.bad()) throw file_error(path, "read", EIO);
+    out.commit();
+}
