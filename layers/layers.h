@@ -93,7 +93,8 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int 
 // Classifier (classifier.cu): softmax cross-entropy over logits
 
 // Writes losses (N) = −log softmax(logits)[target]. With dloss != 0 logits (N,Vp) are overwritten by their gradient
-// dloss·(softmax − onehot), zero in the padding columns [V, Vp); with dloss == 0 they are left alone.
+// dloss·(softmax − onehot), zero in the padding columns [V, Vp); with dloss == 0 they are left alone. A
+// target outside [0, V) makes its loss and gradient NaN.
 template <class X>
 void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp);
 

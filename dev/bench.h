@@ -1,0 +1,182 @@
+// What the benchmarks share: the two timing protocols, random inputs, the GEMM rate to compare with, and result rows.
+//
+// A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without its protocol:
+//   cool       0.5 s idle, 3 warm-ups, the median of 15 single launches
+//   sustained  0.5 s back to back, then the mean of the next 0.5 s
+// Both use device events. Both are reported, and compared only with figures of the same protocol.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "data/log.h"
+#include "layers/cuda.h"
+
+// Milliseconds, or a rate, in each protocol. NaN: not measured.
+struct Figures {
+    double cool = NAN, sustained = NAN;
+};
+
+class Event {
+  public:
+    Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
+    ~Event() { cudaEventDestroy(event_); }
+    Event(const Event&) = delete;
+    void record(const Cuda& dev) { CUDA_CHECK(cudaEventRecord(event_, dev.stream)); }
+    double ms_until(const Event& end) const {  // waits for `end`
+        float ms;
+        CUDA_CHECK(cudaEventSynchronize(end.event_));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, event_, end.event_));
+        return ms;
+    }
+
+  private:
+    cudaEvent_t event_;
+};
+
+// One thread waits, so that the host can queue all of a timed pass behind it: what is timed is the GPU's work, not how
+// fast the host launches it.
+static __global__ void wait_kernel(long long ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < static_cast<unsigned long long>(ns));
+}
+
+// launch(i) enqueues the i-th run of what is timed; i is for rotating buffers.
+template <class Launch>
+double cool_ms(const Cuda& dev, Launch launch) {
+    constexpr int kWarmUps = 3, kRuns = 15;
+    constexpr long long kHeadStartNs = 200'000;
+    dev.sync();
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    int i = 0;
+    for (; i < kWarmUps; i++) launch(i);
+    std::array<double, kRuns> ms;
+    for (double& run : ms) {
+        Event start, end;
+        wait_kernel<<<1, 1, 0, dev.stream>>>(kHeadStartNs);
+        LAUNCH_CHECK("wait_kernel");
+        start.record(dev);
+        launch(i++);
+        end.record(dev);
+        run = start.ms_until(end);
+    }
+    std::nth_element(ms.begin(), ms.begin() + kRuns / 2, ms.end());
+    return ms[kRuns / 2];
+}
+
+// about_ms: the length of a run, to know how many are half a second.
+template <class Launch>
+double sustained_ms(const Cuda& dev, Launch launch, double about_ms) {
+    const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
+    Event start, end;
+    for (int i = 0; i < runs; i++) launch(i);
+    start.record(dev);
+    for (int i = 0; i < runs; i++) launch(i);
+    end.record(dev);
+    return start.ms_until(end) / runs;
+}
+
+template <class Launch>
+Figures measure_ms(const Cuda& dev, Launch launch, bool quick) {
+    Figures ms;
+    ms.cool = cool_ms(dev, launch);
+    if (!quick) ms.sustained = sustained_ms(dev, launch, ms.cool);
+    return ms;
+}
+
+inline Figures tflops(double flops, const Figures& ms) {
+    return {flops / ms.cool * 1e-9, flops / ms.sustained * 1e-9};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device memory and random inputs
+
+using DeviceMemory = std::unique_ptr<void, std::function<void(void*)>>;
+inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
+    return {dev.alloc(bytes), [&dev](void* p) { dev.free(p); }};
+}
+
+// x[i] ~ N(0,1), a function of (seed, i) only: Box-Muller on a mixed counter. Zeros or constants would draw less power
+// and flatter the clock.
+template <class X>
+__global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        uint64_t z = (seed << 48) + i + 0x9e3779b97f4a7c15u;  // splitmix64's finaliser
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        z ^= z >> 31;
+        const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f, angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
+        x[i] = static_cast<X>(sqrtf(-2.f * logf(u)) * cospif(angle));
+    }
+}
+template <class X>
+void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
+    normal_kernel<<<8 * dev.num_sms, 256, 0, dev.stream>>>(x, n, seed);
+    LAUNCH_CHECK("normal_kernel");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The GEMM rate: what cuBLAS reaches on a large square product in X (fp32: as dev.tf32 says), in TFLOP/s
+
+template <class X>
+Figures gemm_tflops(const Cuda& dev, bool quick) {
+    constexpr bool is_bf16 = std::is_same_v<X, bf16>;
+    const int n = is_bf16 || dev.tf32 ? 8192 : 4096;
+    const cudaDataType type = is_bf16 ? CUDA_R_16BF : CUDA_R_32F;
+    const cublasComputeType_t compute = !is_bf16 && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    const size_t size = size_t(n) * n;
+    const DeviceMemory memory = device_memory(dev, 3 * size * sizeof(X));
+    X* a = static_cast<X*>(memory.get());
+    X *b = a + size, *c = b + size;
+    fill_normal(dev, a, 2 * size, 1);
+    const float alpha = 1.f, beta = 0.f;
+    const auto product = [&](int) {
+        CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &alpha, a, type, n, b, type, n, &beta, c,
+                                  type, n, compute, CUBLAS_GEMM_DEFAULT));
+    };
+    return tflops(2. * n * n * n, measure_ms(dev, product, quick));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Result rows: dev/results/<gpu>/<bench>.jsonl
+
+inline std::string first_line_of(const char* command) {
+    std::string line;
+    if (std::FILE* pipe = popen(command, "r")) {
+        for (int c; (c = std::fgetc(pipe)) != EOF && c != '\n';) line += static_cast<char>(c);
+        pclose(pipe);
+    }
+    return line;
+}
+
+inline std::string results_path(const Cuda& dev, const std::string& bench) {
+    std::string gpu = dev.name;
+    std::replace(gpu.begin(), gpu.end(), ' ', '-');
+    return "dev/results/" + gpu + "/" + bench + ".jsonl";
+}
+
+// A row that says where its figures come from.
+inline Row result_row(const Cuda& dev, const char* bench) {
+    static const std::string commit =
+        std::getenv("COMMIT") ? std::getenv("COMMIT") : first_line_of("git rev-parse --short=12 HEAD 2>/dev/null");
+    static const std::string driver = first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
+    char date[32];
+    const std::time_t now = std::time(nullptr);
+    std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
+    int version = 0;
+    CUDA_CHECK(cudaRuntimeGetVersion(&version));
+    Row row(bench);
+    row.add("commit", commit).add("date", date).add("gpu", dev.name).add("driver", driver);
+    return row.add("cuda", format("%d.%d", version / 1000, version % 1000 / 10));
+}

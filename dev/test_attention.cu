@@ -1,0 +1,862 @@
+// Every attention kernel of the table against the fp64 reference.
+//
+//   accuracy     out, lse, dq, dk, dv on the inputs and shapes that find bugs
+//   determinism  the same bytes from every run
+//   block        chunked queries and keys in any order equal the whole; masked blocks; accumulators are added into
+//   limits       what a kernel does not support gives an Error, never a wrong result
+//   big          tensors of more than 2³¹ elements
+//
+// The rule: max|kernel − ref64| ≤ k·max|naive − ref64| + tiny, and the same in the L2 norm, on inputs rounded to X
+// first. It asks for no more accuracy than the type has, and adapts to the shape, which no absolute tolerance does.
+// naive itself, the yardstick, is held to a relative L2 error.
+//
+// Every buffer lies between two guards and starts as NaN bytes, guards included: an element that is not written,
+// scratch that is not cleared and a read past the end all show as NaN, and a write past the end changes a guard.
+//
+// Run: ./dev/test_attention [part of a test's name, e.g. flash_bf16]      SEED=n for other random numbers
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <limits>
+#include <list>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/attention.h"
+#include "dev/reference.h"
+#include "dev/test.h"
+#include "layers/layers.h"
+
+// The tensors that are compared.
+enum { Out, Lse, Dq, Dk, Dv, kTensors };
+static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
+
+// k of the rule. Two equally good kernels sum in different orders: while their L2 errors agree to 3 %, the largest
+// errors of a tensor differ by up to 2 either way, so FlashAttention's own tests take k = 2. bf16 has room: naive
+// rounds S and dP too, which flash keeps in fp32. L2 errors are steady, but for fp32 dq: D = rowsum(dO∘O) cancels less
+// exactly than naive's rowsum(P∘dP), by up to 2.1 for inputs of non-zero mean.
+template <class X>
+constexpr double kMax = std::is_same_v<X, bf16> ? 1.5 : 2;
+template <class X>
+constexpr double k_l2(int tensor) {
+    return std::is_same_v<X, bf16> ? 1.25 : tensor == Dq ? 2.5 : 1.5;
+}
+
+// Unit roundoff of X, and what naive's relative L2 error may be.
+template <class X>
+constexpr double kRoundoff = std::is_same_v<X, bf16> ? 0x1p-9 : 0x1p-24;
+template <class X>
+constexpr double kNaiveL2 = std::is_same_v<X, bf16> ? 2e-2 : 1e-5;
+
+static uint64_t base_seed() {
+    static const uint64_t seed = std::getenv("SEED") ? std::strtoull(std::getenv("SEED"), nullptr, 10) : 1;
+    return seed;
+}
+
+// The device of all tests, in strict fp32. Without one, the test that asks for it is skipped.
+static const Cuda& gpu() {
+    std::string why;
+    if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
+    static Cuda* dev = nullptr;
+    if (!dev) {
+        dev = new Cuda(0);
+        dev->tf32 = false;
+    }
+    return *dev;
+}
+
+template <class X>
+const AttentionKernel<X>& kernel_for_this_gpu(int index) {
+    const Cuda& dev = gpu();
+    const AttentionKernel<X>& kernel = attention_kernels<X>().begin[index];
+    const bool runs = kernel.min_sm == 90 ? dev.sm == 90 : dev.sm >= kernel.min_sm;  // wgmma is of 9.0 alone
+    if (!runs) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, dev.sm);
+    return kernel;
+}
+
+template <class X>
+const AttentionKernel<X>& naive() {
+    const AttentionKernels<X> all = attention_kernels<X>();
+    for (int i = 0; i < all.count; i++)
+        if (!all.begin[i].flash) return all.begin[i];
+    throw Error("attention_kernels has no naive kernel");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device memory between guards
+
+class Buffer {
+  public:
+    Buffer(const char* name, size_t bytes) : name_(name), bytes_(bytes) {
+        base_ = static_cast<char*>(gpu().alloc(kGuard + bytes + kGuard));
+        CUDA_CHECK(cudaMemsetAsync(base_, 0xFF, kGuard + bytes + kGuard, gpu().stream));
+    }
+    template <class X>
+    Buffer(const char* name, const std::vector<X>& values) : Buffer(name, values.size() * sizeof(X)) {
+        gpu().upload(data(), values.data(), bytes_);
+    }
+    ~Buffer() {
+        try {  // after a fault on the device every call fails; the test has reported it by then
+            check_guards();
+            gpu().free(base_);
+        } catch (const Error&) {}
+    }
+    Buffer(const Buffer&) = delete;
+
+    char* data() { return base_ + kGuard; }
+    template <class X>
+    X* as() {
+        return reinterpret_cast<X*>(data());
+    }
+    void poison() { CUDA_CHECK(cudaMemsetAsync(data(), 0xFF, bytes_, gpu().stream)); }
+    std::vector<char> bytes() { return download<char>(bytes_); }
+    template <class X>
+    std::vector<X> download(size_t count, size_t first = 0) {
+        std::vector<X> host(count);
+        gpu().download(host.data(), as<X>() + first, count * sizeof(X));
+        return host;
+    }
+
+  private:
+    static constexpr size_t kGuard = 16384;
+    const char* name_;
+    char* base_;
+    size_t bytes_;
+
+    void check_guards() {
+        std::vector<unsigned char> guard(2 * kGuard);
+        gpu().download(guard.data(), base_, kGuard);
+        gpu().download(guard.data() + kGuard, base_ + kGuard + bytes_, kGuard);
+        for (size_t i = 0; i < guard.size(); i++) {
+            if (guard[i] == 0xFF) continue;
+            const long long at = static_cast<long long>(i) - static_cast<long long>(kGuard);
+            test::report(__FILE__, __LINE__,
+                         format("written outside %s (%zu bytes), %lld bytes %s", name_, bytes_, at < 0 ? -at : at,
+                                at < 0 ? "before it" : "past its end"));
+            return;
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Problems: a shape, its inputs, and the fp64 result
+
+enum class Input { normal, large_q, shifted };
+
+struct Case {
+    AttentionShape shape;
+    Input input = Input::normal;
+    std::string text() const {
+        const char* inputs[] = {"N(0,1)", "q x5", "mean +0.5"};
+        return format("B%d T%d NH%d HS%d %s%s, %s, SEED=%llu", shape.B, shape.T, shape.NH, shape.HS,
+                      shape.causal ? "causal" : "full",
+                      shape.scale != 0.f ? format(" scale %g", shape.scale).c_str() : "",
+                      inputs[static_cast<int>(input)], static_cast<unsigned long long>(base_seed()));
+    }
+};
+
+using Result = std::array<std::vector<double>, kTensors>;  // out, dq, dk, dv (B,T,NH,HS); lse (B,NH,T)
+using Errors = std::array<double, kTensors>;
+
+template <class X>
+struct Problem {
+    Case c;
+    std::vector<X> qkv, dout;
+    Result ref;
+    Errors naive;     // max|naive − ref|
+    Errors naive_l2;  // ‖naive − ref‖
+    Errors tiny;      // of the rule
+};
+
+template <class X>
+X round_to(float x) {
+    if constexpr (std::is_same_v<X, bf16>)
+        return __float2bfloat16(x);
+    else
+        return x;
+}
+template <class X>
+std::vector<double> as_double(const std::vector<X>& v) {
+    std::vector<double> d(v.size());
+    for (size_t i = 0; i < v.size(); i++) d[i] = static_cast<double>(static_cast<float>(v[i]));
+    return d;
+}
+
+// (B, T, 3, NH, HS) as three tensors (B, T, NH, HS).
+static void split(Result& to, const std::vector<double>& dqkv, size_t C) {
+    for (size_t part = 0; part < 3; part++) {
+        std::vector<double>& x = to[Dq + part];
+        x.resize(dqkv.size() / 3);
+        for (size_t i = 0; i < x.size(); i++) x[i] = dqkv[(i / C * 3 + part) * C + i % C];
+    }
+}
+
+static double max_abs(const std::vector<double>& x) {
+    double m = 0;
+    for (double v : x) m = std::max(m, std::fabs(v));
+    return m;
+}
+// NaN if any difference is.
+static double max_error(const std::vector<double>& got, const std::vector<double>& want) {
+    if (got.size() != want.size()) throw Error(format("%zu elements, expected %zu", got.size(), want.size()));
+    double m = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const double e = std::fabs(got[i] - want[i]);
+        if (std::isnan(e)) return e;
+        m = std::max(m, e);
+    }
+    return m;
+}
+static double l2_error(const std::vector<double>& got, const std::vector<double>& want) {
+    double sum = 0;
+    for (size_t i = 0; i < got.size(); i++) sum += (got[i] - want[i]) * (got[i] - want[i]);
+    return std::sqrt(sum);
+}
+static double l2_norm(const std::vector<double>& x) {
+    return l2_error(x, std::vector<double>(x.size()));
+}
+
+template <class X>
+void make_inputs(Problem<X>& p) {
+    const AttentionShape& s = p.c.shape;
+    const size_t N = static_cast<size_t>(s.B) * s.T, C = static_cast<size_t>(s.NH) * s.HS;
+    std::seed_seq seed{base_seed(), static_cast<uint64_t>(s.B), static_cast<uint64_t>(s.T), static_cast<uint64_t>(s.NH),
+                       static_cast<uint64_t>(p.c.input)};
+    std::mt19937_64 rng(seed);
+    std::normal_distribution<float> normal;
+    p.qkv.resize(N * 3 * C);
+    p.dout.resize(N * C);
+    const float shift = p.c.input == Input::shifted ? 0.5f : 0.f, q_factor = p.c.input == Input::large_q ? 5.f : 1.f;
+    for (size_t i = 0; i < p.qkv.size(); i++) {
+        const bool is_q = i / C % 3 == 0;
+        p.qkv[i] = round_to<X>((normal(rng) + shift) * (is_q ? q_factor : 1.f));
+    }
+    for (X& x : p.dout) x = round_to<X>(normal(rng) + shift);
+}
+
+// The largest absolute value and the largest norm of a head's row, of part `first` of `parts`.
+struct Largest {
+    double value = 0, norm = 0;
+};
+template <class X>
+Largest largest(const std::vector<X>& x, const AttentionShape& s, int parts, int first) {
+    Largest m;
+    for (size_t row = 0; row < x.size() / s.HS; row++) {
+        if (static_cast<int>(row / s.NH % parts) != first) continue;
+        double sum = 0;
+        for (int d = 0; d < s.HS; d++) {
+            const double v = static_cast<float>(x[row * s.HS + d]);
+            m.value = std::max(m.value, std::fabs(v));
+            sum += v * v;
+        }
+        m.norm = std::max(m.norm, std::sqrt(sum));
+    }
+    return m;
+}
+
+// What another good kernel need not get right though a lucky naive one does. The fp32 rounding error of a dot product
+// a·b is about u|a||b|.
+template <class X>
+Errors tiny_errors(const Problem<X>& p) {
+    const AttentionShape& s = p.c.shape;
+    const Largest q = largest(p.qkv, s, 3, 0), k = largest(p.qkv, s, 3, 1), v = largest(p.qkv, s, 3, 2);
+    const Largest d_o = largest(p.dout, s, 1, 0);
+    const double scale = s.resolved_scale(), dP = d_o.norm * v.norm, S = scale * q.norm * k.norm;
+    constexpr double u = 0x1p-24;
+    Errors tiny;
+    for (int i = 0; i < kTensors; i++) tiny[i] = kRoundoff<X> * max_abs(p.ref[i]);  // one rounding of the largest
+    tiny[Lse] = 4 * u * std::max(1., max_abs(p.ref[Lse]));                          // log and exp: a few units
+    // A query that sees one key has P = 1 and dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly; flash's
+    // D = rowsum(dO∘O) is another dot product than dP, and the rounding errors of both stay in dS.
+    tiny[Dq] += scale * 2 * u * dP * k.value;
+    tiny[Dk] += scale * 2 * u * dP * q.value;
+    // So few tokens that cuBLAS sums in a way of its own and the largest error of naive is luck: the error of an
+    // element of P, u|S| and its rounding to X, carried through.
+    if (s.T <= 2) tiny[Lse] += u * S;
+    if (s.T == 2) {
+        const double P = kRoundoff<X> + u * S;
+        tiny[Out] += P * v.value;
+        tiny[Dq] += P * scale * dP * k.value;
+        tiny[Dk] += P * scale * dP * q.value;
+        tiny[Dv] += P * s.T * d_o.value;
+    }
+    return tiny;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Runs of the whole form
+
+// Device copies of a problem's inputs, and poisoned outputs.
+template <class X>
+struct Run {
+    const AttentionKernel<X>& kernel;
+    AttentionShape s;
+    size_t n, rows;  // elements of out, of lse
+    Buffer qkv, dout, out, lse, att, scratch, dqkv;
+
+    Run(const AttentionKernel<X>& kernel, const Problem<X>& p)
+        : kernel(kernel),
+          s(p.c.shape),
+          n(p.dout.size()),
+          rows(static_cast<size_t>(s.B) * s.NH * s.T),
+          qkv("qkv", p.qkv),
+          dout("dout", p.dout),
+          out("out", n * sizeof(X)),
+          lse("lse", rows * sizeof(float)),
+          att("att", kernel.saved_bytes(s)),
+          scratch("scratch", kernel.scratch_bytes(s)),
+          dqkv("dqkv", 3 * n * sizeof(X)) {}
+
+    void forward() {
+        for (Buffer* b : {&out, &lse, &att, &scratch}) b->poison();
+        kernel.forward(gpu(), out.as<X>(), lse.as<float>(), att.as<X>(), scratch.data(), qkv.as<X>(), s);
+    }
+    void backward() {
+        for (Buffer* b : {&dqkv, &scratch}) b->poison();
+        kernel.backward(gpu(), dqkv.as<X>(), scratch.data(), dout.as<X>(), out.as<X>(), lse.as<float>(), att.as<X>(),
+                        qkv.as<X>(), s);
+    }
+    Result result() {
+        Result r;
+        r[Out] = as_double(out.template download<X>(n));
+        r[Lse] = as_double(lse.template download<float>(rows));
+        split(r, as_double(dqkv.template download<X>(3 * n)), static_cast<size_t>(s.NH) * s.HS);
+        return r;
+    }
+};
+
+template <class X>
+Result run(const AttentionKernel<X>& kernel, const Problem<X>& p) {
+    Run<X> r(kernel, p);
+    r.forward();
+    r.backward();
+    return r.result();
+}
+
+static Errors errors(double (*norm)(const std::vector<double>&, const std::vector<double>&), const Result& got,
+                     const Result& want) {
+    Errors e;
+    for (int i = 0; i < kTensors; i++) e[i] = norm(got[i], want[i]);
+    return e;
+}
+
+// Computed once per case: the fp64 result is most of this program's time.
+template <class X>
+const Problem<X>& problem(const Case& c) {
+    static std::map<std::string, Problem<X>> cache;
+    const auto found = cache.find(c.text());
+    if (found != cache.end()) return found->second;
+
+    Problem<X> p;
+    p.c = c;
+    make_inputs(p);
+    const AttentionShape& s = c.shape;
+    const std::vector<double> qkv = as_double(p.qkv), dout = as_double(p.dout);
+    std::vector<double> dqkv(qkv.size());
+    p.ref[Out].resize(dout.size());
+    p.ref[Lse].resize(static_cast<size_t>(s.B) * s.NH * s.T);
+    static const Cpu cpu;
+    const double scale = s.resolved_scale();
+    attention_forward<double>(cpu, p.ref[Out].data(), p.ref[Lse].data(), qkv.data(), s.B, s.T, s.NH, s.HS, s.causal,
+                              scale);
+    attention_backward<double>(cpu, dqkv.data(), dout.data(), p.ref[Out].data(), p.ref[Lse].data(), qkv.data(), s.B,
+                               s.T, s.NH, s.HS, s.causal, scale);
+    split(p.ref, dqkv, static_cast<size_t>(s.NH) * s.HS);
+    p.tiny = tiny_errors(p);
+    const Result of_naive = run(naive<X>(), p);
+    p.naive = errors(max_error, of_naive, p.ref);
+    p.naive_l2 = errors(l2_error, of_naive, p.ref);
+    return cache.emplace(c.text(), std::move(p)).first->second;
+}
+
+template <class X>
+void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const Result& got) {
+    for (int i = 0; i < kTensors; i++) {
+        const auto check = [&](const char* norm, double error, double bound, const char* rule) {
+            if (!(error <= bound))
+                test::report(__FILE__, __LINE__,
+                             format("%s %s: %s: %s error %.3g > %.3g, %s", kernel.name, p.c.text().c_str(), kNames[i],
+                                    norm, error, bound, rule));
+        };
+        const double error = max_error(got[i], p.ref[i]), error_l2 = l2_error(got[i], p.ref[i]);
+        if (!kernel.flash) {
+            const double norm = std::sqrt(static_cast<double>(got[i].size()));
+            check("L2", error_l2, kNaiveL2<X> * l2_norm(p.ref[i]) + p.tiny[i] * norm, "relative to the reference");
+        } else if (i == Lse && std::is_same_v<X, bf16>) {
+            // naive's comes from an S rounded to bf16, flash's never leaves fp32. An error of lse is a relative error
+            // of P in backward: a sixteenth of P's own rounding is nothing.
+            check("max", error, kRoundoff<X> / 16 * std::max(1., max_abs(p.ref[i])), "a sixteenth of bf16's roundoff");
+        } else {
+            check("max", error, kMax<X> * p.naive[i] + p.tiny[i],
+                  format("%g·naive's %.3g + tiny %.3g", kMax<X>, p.naive[i], p.tiny[i]).c_str());
+            if (p.c.shape.T > 2)
+                check("L2", error_l2, k_l2<X>(i) * p.naive_l2[i],
+                      format("%g·naive's %.3g", k_l2<X>(i), p.naive_l2[i]).c_str());
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Accuracy
+
+// A walk through the product of shapes and inputs in which the counters' periods are coprime, so that every pair of
+// values meets. Long sequences come with few heads: the reference's time grows with B·NH·T²·HS.
+static std::vector<Case> accuracy_cases() {
+    std::vector<Case> all;
+    const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}}, many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
+    int n = 0;
+    for (int T : {1, 2, 63, 64, 65, 127, 129, 255, 1000, 1023, 1024, 1025})
+        for (int HS : {64, 128})
+            for (bool causal : {true, false}) {
+                const auto [B, NH] = T > 129 ? few[n / 4 % 3] : many[n % 5];
+                all.push_back({{B, T, NH, HS, causal}, static_cast<Input>(n % 3)});
+                n++;
+            }
+    all.push_back({{3, 65, 25, 64, true}, Input::normal});
+    all.push_back({{3, 129, 25, 64, true}, Input::shifted});
+    all.push_back({{1, 200, 2, 64, true, 0.3f}, Input::normal});
+    all.push_back({{1, 200, 2, 128, false, 0.02f}, Input::large_q});
+    return all;
+}
+
+// ACCURACY=1 in the environment prints every largest error and relative L2 error (and its multiple of naive's).
+template <class X>
+void accuracy(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    for (const Case& c : accuracy_cases()) {
+        const Problem<X>& p = problem<X>(c);
+        const Result got = run(kernel, p);
+        check_result(kernel, p, got);
+        if (!std::getenv("ACCURACY")) continue;
+        std::printf("  %-60s", c.text().c_str());
+        for (int i = 0; i < kTensors; i++) {
+            const double max = max_error(got[i], p.ref[i]), l2 = l2_error(got[i], p.ref[i]);
+            std::printf(" %s %.1e (%.2f) L2 %.1e (%.2f)", kNames[i], max, max / p.naive[i], l2 / l2_norm(p.ref[i]),
+                        l2 / p.naive_l2[i]);
+        }
+        std::printf("\n");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Determinism
+
+template <class X>
+void determinism(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    const std::pair<AttentionShape, int> runs[] = {
+        {{2, 1000, 12, 64, true}, 20}, {{1, 1000, 5, 128, false}, 20}, {{3, 130, 5, 64, true}, 1000}};
+    for (const auto& [shape, count] : runs) {
+        Problem<X> p;
+        p.c = {shape, Input::normal};
+        make_inputs(p);
+        Run<X> r(kernel, p);
+        std::vector<char> first[3];
+        for (int i = 0; i < count; i++) {
+            r.forward();
+            r.backward();
+            Buffer* outputs[3] = {&r.out, &r.lse, &r.dqkv};
+            const char* names[3] = {"out", "lse", "dqkv"};
+            for (int k = 0; k < 3; k++) {
+                std::vector<char> bytes = outputs[k]->bytes();
+                if (i == 0)
+                    first[k] = std::move(bytes);
+                else if (bytes != first[k]) {
+                    test::report(__FILE__, __LINE__,
+                                 format("%s %s: %s of run %d differs from the first", kernel.name, p.c.text().c_str(),
+                                        names[k], i + 1));
+                    return;
+                }
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Block form
+
+struct Chunk {
+    int begin, size;
+};
+static std::vector<Chunk> chunks(const std::vector<int>& sizes) {
+    std::vector<Chunk> all;
+    int begin = 0;
+    for (int size : sizes) {
+        all.push_back({begin, size});
+        begin += size;
+    }
+    return all;
+}
+
+// Part 0, 1, 2 = q, k, v of a packed qkv, from token `begin` on.
+template <class X>
+Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + begin * 3 * C + part * C, s.T * 3 * C, 3 * C};
+}
+
+// One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T).
+static void place(std::vector<double>& to, const std::vector<float>& from, Chunk c, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    for (int b = 0; b < s.B; b++)
+        for (size_t i = 0; i < c.size * C; i++)
+            to[(static_cast<size_t>(b) * s.T + c.begin) * C + i] = from[b * c.size * C + i];
+}
+static void place_rows(std::vector<double>& to, const std::vector<float>& from, Chunk c, const AttentionShape& s) {
+    for (int bh = 0; bh < s.B * s.NH; bh++)
+        for (int i = 0; i < c.size; i++) to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * c.size + i];
+}
+
+// D by attention_D, on the host, checked against fp64 with the bound of a dot product's rounding error.
+template <class X>
+std::vector<float> checked_D(Buffer& out, const Problem<X>& p) {
+    const AttentionShape& s = p.c.shape;
+    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.T;
+    Buffer dout("dout", p.dout), D_buffer("D", rows * sizeof(float));
+    attention_D<X>(gpu(), D_buffer.as<float>(), dout.as<X>(), out.as<X>(), s.B, s.T, s.NH, s.HS);
+    const std::vector<float> D = D_buffer.download<float>(rows);
+    const std::vector<double> o = as_double(out.download<X>(p.dout.size())), d_o = as_double(p.dout);
+    for (size_t row = 0; row < rows; row++) {
+        const size_t b = row / s.T / s.NH, h = row / s.T % s.NH, t = row % s.T;
+        double sum = 0, magnitude = 0;
+        for (int d = 0; d < s.HS; d++) {
+            const size_t i = ((b * s.T + t) * s.NH + h) * s.HS + d;
+            sum += o[i] * d_o[i];
+            magnitude += std::fabs(o[i] * d_o[i]);
+        }
+        CHECK_NEAR(D[row], sum, s.HS * 0x1p-24 * magnitude);
+    }
+    return D;
+}
+
+// Runs the problem chunk by chunk, key chunks in shuffled order as a ring would bring them. Offsets start at
+// `first_position`; gradients are added into accumulators that start as `prefill`·N(0,1).
+template <class X>
+void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_sizes,
+                  const std::vector<int>& k_sizes, long long first_position, float prefill) {
+    const Problem<X>& p = problem<X>(c);
+    const AttentionShape& s = c.shape;
+    const Result whole = run(kernel, p);
+    const std::vector<Chunk> q_chunks = chunks(q_sizes), k_chunks = chunks(k_sizes);
+    const size_t C = static_cast<size_t>(s.NH) * s.HS, row = s.B * C;  // elements of one token in all sequences
+    std::mt19937_64 rng(base_seed());
+    std::normal_distribution<float> normal;
+    Buffer qkv("qkv", p.qkv), dout("dout", p.dout);
+    auto shape_of = [&](Chunk q, Chunk k) {
+        return BlockShape{s.B,      q.size, k.size, s.NH, s.HS, first_position + q.begin, first_position + k.begin,
+                          s.causal, s.scale};
+    };
+
+    Result got, want = p.ref;
+    for (int i = 0; i < kTensors; i++) got[i].resize(p.ref[i].size());
+
+    // Forward, and the one rounding at the end.
+    std::list<Buffer> lse, o;
+    for (Chunk q : q_chunks) {
+        o.emplace_back("o_acc", q.size * row * sizeof(float));
+        lse.emplace_back("lse", static_cast<size_t>(q.size) * s.B * s.NH * sizeof(float));
+        attention_clear_state(gpu(), o.back().as<float>(), lse.back().as<float>(), shape_of(q, {0, s.T}));
+        std::vector<Chunk> order = k_chunks;
+        std::shuffle(order.begin(), order.end(), rng);
+        for (Chunk k : order)
+            kernel.forward_block(gpu(), o.back().as<float>(), lse.back().as<float>(), heads(qkv.as<X>(), 0, q.begin, s),
+                                 heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), shape_of(q, k));
+        place(got[Out], o.back().download<float>(q.size * row), q, s);
+        place_rows(got[Lse], lse.back().download<float>(static_cast<size_t>(q.size) * s.B * s.NH), q, s);
+    }
+    const std::vector<float> o_all(got[Out].begin(), got[Out].end());
+    Buffer o_fp32("o_fp32", o_all), out("out", o_all.size() * sizeof(X));
+    attention_round<X>(gpu(), out.as<X>(), o_fp32.as<float>(), o_all.size());
+    const std::vector<X> rounded = out.download<X>(o_all.size());
+    for (size_t i = 0; i < o_all.size(); i++)
+        CHECK(static_cast<float>(rounded[i]) == static_cast<float>(round_to<X>(o_all[i])));
+
+    // Backward, pairs of chunks in shuffled order, each with the global lse and D of its queries.
+    const std::vector<float> D_all = checked_D<X>(out, p);
+    std::list<Buffer> D, dq, dk, dv;
+    auto accumulator = [&](const char* name, Chunk chunk, int tensor) {
+        std::vector<float> start(chunk.size * row);
+        for (float& x : start) x = prefill * normal(rng);
+        std::vector<double> start_in_place(p.ref[tensor].size());
+        place(start_in_place, start, chunk, s);
+        for (size_t i = 0; i < start_in_place.size(); i++) want[tensor][i] += start_in_place[i];
+        return std::pair<const char*, std::vector<float>>(name, start);
+    };
+    auto emplace = [](std::list<Buffer>& list, const std::pair<const char*, std::vector<float>>& a) {
+        list.emplace_back(a.first, a.second);
+    };
+    for (Chunk q : q_chunks) {
+        std::vector<float> D_chunk;
+        for (int bh = 0; bh < s.B * s.NH; bh++)
+            for (int i = 0; i < q.size; i++) D_chunk.push_back(D_all[static_cast<size_t>(bh) * s.T + q.begin + i]);
+        D.emplace_back("D", D_chunk);
+        emplace(dq, accumulator("dq", q, Dq));
+    }
+    for (Chunk k : k_chunks) {
+        emplace(dk, accumulator("dk", k, Dk));
+        emplace(dv, accumulator("dv", k, Dv));
+    }
+    std::vector<std::pair<size_t, size_t>> pairs;
+    for (size_t i = 0; i < q_chunks.size(); i++)
+        for (size_t j = 0; j < k_chunks.size(); j++) pairs.push_back({i, j});
+    std::shuffle(pairs.begin(), pairs.end(), rng);
+    for (const auto& [i, j] : pairs) {
+        const Chunk q = q_chunks[i], k = k_chunks[j];
+        const BlockShape shape = shape_of(q, k);
+        Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
+        const Heads<const X> dout_heads{dout.as<X>() + q.begin * C, s.T * C, C};
+        kernel.backward_block(gpu(), std::next(dq.begin(), i)->as<float>(), std::next(dk.begin(), j)->as<float>(),
+                              std::next(dv.begin(), j)->as<float>(), scratch.data(), heads(qkv.as<X>(), 0, q.begin, s),
+                              heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), dout_heads,
+                              std::next(lse.begin(), i)->as<float>(), std::next(D.begin(), i)->as<float>(), shape);
+    }
+    for (size_t i = 0; i < q_chunks.size(); i++)
+        place(got[Dq], std::next(dq.begin(), i)->download<float>(q_chunks[i].size * row), q_chunks[i], s);
+    for (size_t j = 0; j < k_chunks.size(); j++) {
+        place(got[Dk], std::next(dk.begin(), j)->download<float>(k_chunks[j].size * row), k_chunks[j], s);
+        place(got[Dv], std::next(dv.begin(), j)->download<float>(k_chunks[j].size * row), k_chunks[j], s);
+    }
+
+    // As good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of sums, so
+    // the largest error may differ by chance (see kMax); the L2 error may not.
+    const double merges = static_cast<double>(std::max(q_chunks.size(), k_chunks.size())) * 0x1p-24;
+    for (int i = 0; i < kTensors; i++) {
+        const auto check = [&](const char* norm, double error, double bound) {
+            if (!(error <= bound))
+                test::report(
+                    __FILE__, __LINE__,
+                    format("%s %s in %zu x %zu chunks, prefill %g: %s: %s error %.3g > %.3g", kernel.name,
+                           c.text().c_str(), q_chunks.size(), k_chunks.size(), prefill, kNames[i], norm, error, bound));
+        };
+        check("max", max_error(got[i], want[i]),
+              2 * max_error(whole[i], p.ref[i]) + std::max(p.tiny[i], merges * max_abs(want[i])));
+        check("L2", l2_error(got[i], want[i]), 1.1 * l2_error(whole[i], p.ref[i]) + merges * l2_norm(want[i]));
+    }
+}
+
+// Queries before any of their keys: such rows stay as attention_clear_state made them, and have zero gradients.
+template <class X>
+void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int Tk, int k_offset) {
+    const int T = std::max(Tq, Tk);
+    Problem<X> p;
+    p.c = {{2, T, 3, HS, true}, Input::normal};
+    make_inputs(p);
+    const AttentionShape& s = p.c.shape;
+    const size_t C = static_cast<size_t>(s.NH) * HS, rows = static_cast<size_t>(s.B) * s.NH * Tq, n_q = s.B * Tq * C,
+                 n_k = s.B * Tk * C;
+    const BlockShape shape{s.B, Tq, Tk, s.NH, HS, 0, k_offset};
+    Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float)), lse("lse", rows * sizeof(float));
+    Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", std::vector<float>(n_q, 0.f));
+    Buffer dk("dk", std::vector<float>(n_k, 0.f)), dv("dv", std::vector<float>(n_k, 0.f));
+    Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
+    const Heads<const X> q = heads(qkv.as<X>(), 0, 0, s), k = heads(qkv.as<X>(), 1, 0, s),
+                         v = heads(qkv.as<X>(), 2, 0, s);
+    attention_clear_state(gpu(), o.as<float>(), lse.as<float>(), shape);
+    for (int twice = 0; twice < 2; twice++)  // the second time merges empty with empty
+        kernel.forward_block(gpu(), o.as<float>(), lse.as<float>(), q, k, v, shape);
+    kernel.backward_block(gpu(), dq.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
+                          {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
+
+    const std::vector<float> o_host = o.download<float>(n_q), lse_host = lse.download<float>(rows);
+    const std::vector<float> dq_host = dq.download<float>(n_q);
+    for (size_t i = 0; i < rows; i++) {
+        const bool empty = static_cast<int>(i % Tq) < k_offset;
+        CHECK(empty ? lse_host[i] == -std::numeric_limits<float>::infinity() : std::isfinite(lse_host[i]));
+    }
+    for (size_t i = 0; i < n_q; i++) {
+        const bool empty = static_cast<int>(i / C % Tq) < k_offset;
+        CHECK(empty ? o_host[i] == 0.f : std::isfinite(o_host[i]));
+        CHECK(empty ? dq_host[i] == 0.f : std::isfinite(dq_host[i]));
+    }
+    for (Buffer* b : {&dk, &dv}) {
+        const std::vector<float> host = b->download<float>(n_k);
+        for (size_t i = 0; i < n_k; i++) {
+            const bool unseen = static_cast<int>(i / C % Tk) + k_offset >= Tq;
+            CHECK(unseen ? host[i] == 0.f : std::isfinite(host[i]));
+        }
+    }
+}
+
+template <class X>
+void block(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
+    const std::vector<int> uneven_q = {128, 37, 64, 71}, uneven_k = {37, 64, 71, 128};
+    for (int HS : {64, 128})
+        for (bool causal : {true, false}) {
+            const Case c{{2, 300, 3, HS, causal}, Input::normal};
+            check_blocks(kernel, c, {300}, {300}, 0, 0.f);
+            check_blocks(kernel, c, uneven_q, uneven_k, 0, 0.f);
+            check_blocks(kernel, c, {100, 100, 100}, {60, 60, 60, 60, 60}, 0, 0.f);
+            check_blocks(kernel, c, uneven_k, {299, 1}, 1LL << 33, 1.f);
+            check_blocks(kernel, c, {1, 2, 297}, uneven_q, 7, 3.f);
+        }
+    check_blocks(kernel, {{1, 256, 12, 64, true}, Input::large_q}, {64, 64, 64, 64}, {128, 128}, 0, 0.f);
+    check_blocks(kernel, {{1, 256, 12, 64, true}, Input::shifted}, {128, 128}, {64, 64, 64, 64}, 0, 0.f);
+    for (int HS : {64, 128}) {
+        check_masked_blocks(kernel, HS, 64, 96, 64);    // all rows, just
+        check_masked_blocks(kernel, HS, 64, 96, 1000);  // all rows, by far
+        check_masked_blocks(kernel, HS, 200, 130, 150);
+        check_masked_blocks(kernel, HS, 130, 200, 1);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Limits
+
+// Runs a case with qkv `misalign` elements past its natural place: an Error, or the right result.
+template <class X>
+void check_error_or_right(const AttentionKernel<X>& kernel, const Case& c, int misalign) {
+    Problem<X> p;
+    p.c = c;
+    make_inputs(p);
+    if (misalign) {
+        std::vector<X> moved(p.qkv.size() + misalign, round_to<X>(1.f));
+        std::copy(p.qkv.begin(), p.qkv.end(), moved.begin() + misalign);
+        Run<X> r(kernel, p);
+        Buffer qkv("qkv", moved);
+        const std::string error = test::error_of([&] {
+            kernel.forward(gpu(), r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
+                           r.scratch.data(), qkv.as<X>() + misalign, r.s);
+            kernel.backward(gpu(), r.dqkv.template as<X>(), r.scratch.data(), r.dout.template as<X>(),
+                            r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
+                            qkv.as<X>() + misalign, r.s);
+        });
+        if (error.empty()) check_result(kernel, problem<X>(c), r.result());
+    } else {
+        Result got;
+        const std::string error = test::error_of([&] { got = run(kernel, p); });
+        if (error.empty()) check_result(kernel, problem<X>(c), got);
+    }
+    gpu().sync();  // an Error from a launcher leaves the device fit for work
+}
+
+template <class X>
+void limits(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    check_error_or_right(kernel, {{2, 100, 3, 80, true}}, 0);
+    check_error_or_right(kernel, {{1, 70, 2, 32, true}}, 0);
+    check_error_or_right(kernel, {{2, 100, 3, 64, true}}, 1);
+    check_error_or_right(kernel, {{2, 100, 3, 128, true}}, 1);
+    check_error_or_right(kernel, {{65537, 1, 1, 64, true}}, 0);  // more than a grid's y or z
+    check_error_or_right(kernel, {{2731, 2, 25, 64, true}}, 0);
+    if (kernel.flash) {
+        const AttentionShape unsupported{1, 64, 1, 80};
+        CHECK_ERROR(kernel.forward(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, unsupported), "80");
+    }
+}
+
+// More than 2³¹ elements of qkv: one sequence B times over, of which the first two and the last are looked at.
+template <class X>
+void big(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    const Case c{{1, 65, 25, 64, true}};
+    const Problem<X>& p = problem<X>(c);
+    AttentionShape s = c.shape;
+    const size_t n = p.dout.size(), rows = static_cast<size_t>(s.NH) * s.T, B = (size_t{1} << 31) / (3 * n) + 2;
+    s.B = static_cast<int>(B);
+    const size_t bytes = 8 * B * n * sizeof(X) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
+    if (bytes > gpu().total_bytes / 10 * 8)
+        SKIP("needs %.0f GiB of device memory", static_cast<double>(bytes) / (1 << 30));
+
+    Buffer qkv("qkv", 3 * B * n * sizeof(X)), dout("dout", B * n * sizeof(X)), out("out", B * n * sizeof(X));
+    Buffer lse("lse", B * rows * sizeof(float)), dqkv("dqkv", 3 * B * n * sizeof(X));
+    Buffer att("att", kernel.saved_bytes(s)), scratch("scratch", kernel.scratch_bytes(s));
+    auto fill = [&](Buffer& buffer, const std::vector<X>& one) {
+        gpu().upload(buffer.data(), one.data(), one.size() * sizeof(X));
+        for (size_t done = 1; done < B; done *= 2)
+            CUDA_CHECK(cudaMemcpyAsync(buffer.as<X>() + done * one.size(), buffer.data(),
+                                       std::min(done, B - done) * one.size() * sizeof(X), cudaMemcpyDeviceToDevice,
+                                       gpu().stream));
+    };
+    fill(qkv, p.qkv);
+    fill(dout, p.dout);
+    kernel.forward(gpu(), out.as<X>(), lse.as<float>(), att.as<X>(), scratch.data(), qkv.as<X>(), s);
+    scratch.poison();
+    kernel.backward(gpu(), dqkv.as<X>(), scratch.data(), dout.as<X>(), out.as<X>(), lse.as<float>(), att.as<X>(),
+                    qkv.as<X>(), s);
+    for (size_t b : {size_t{0}, size_t{1}, B - 1}) {
+        Result got;
+        got[Out] = as_double(out.download<X>(n, b * n));
+        got[Lse] = as_double(lse.download<float>(rows, b * rows));
+        split(got, as_double(dqkv.download<X>(3 * n, b * 3 * n)), static_cast<size_t>(s.NH) * s.HS);
+        check_result(kernel, p, got);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The layer that the trainer calls
+
+template <class X>
+void check_layer(Attention kind) {
+    const Cuda& dev = gpu();
+    const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, 64);
+    CHECK(kernel.flash == (kind == Attention::flash));
+    CHECK(dev.sm >= kernel.min_sm);
+    const Case c{{2, 100, 3, 64, true}};
+    const Problem<X>& p = problem<X>(c);
+    const AttentionShape& s = p.c.shape;
+    Run<X> r(kernel, p);
+    CHECK(attention_saved_bytes<X>(dev, kind, s.B, s.T, s.NH, s.HS) == kernel.saved_bytes(s));
+    CHECK(attention_scratch_bytes<X>(dev, kind, s.B, s.T, s.NH, s.HS) == kernel.scratch_bytes(s));
+    if (kind == Attention::flash) CHECK(kernel.saved_bytes(s) == 0);
+    attention_forward<X>(dev, kind, r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
+                         r.scratch.data(), r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
+    r.scratch.poison();
+    attention_backward<X>(dev, kind, r.dqkv.template as<X>(), r.scratch.data(), r.dout.template as<X>(),
+                          r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
+                          r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
+    check_result(kernel, p, r.result());
+}
+TEST(layer_naive_fp32) {
+    check_layer<float>(Attention::naive);
+}
+TEST(layer_naive_bf16) {
+    check_layer<bf16>(Attention::naive);
+}
+TEST(layer_flash_fp32) {
+    check_layer<float>(Attention::flash);
+}
+TEST(layer_flash_bf16) {
+    check_layer<bf16>(Attention::flash);
+}
+TEST(layer_unsupported_head_size) {
+    CHECK_ERROR(attention_kernel<float>(gpu(), Attention::flash, 80), "80");
+    CHECK_ERROR(attention_kernel<bf16>(gpu(), Attention::flash, 80), "80");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One test per kernel and property. A test is a plain function, so the kernel's index in the table is a template
+// parameter.
+
+template <class X, int Index>
+void add_tests() {
+    if (Index >= attention_kernels<X>().count) return;
+    static std::list<std::string> names;
+    auto add = [](const char* what, void (*run)()) {
+        names.push_back(format("%s %s %s", attention_kernels<X>().begin[Index].name, name_of(dtype_of<X>()), what));
+        test::cases().push_back({names.back().c_str(), run});
+    };
+    add("accuracy", [] { accuracy<X>(Index); });
+    add("determinism", [] { determinism<X>(Index); });
+    add("block", [] { block<X>(Index); });
+    add("limits", [] { limits<X>(Index); });
+    add("big", [] { big<X>(Index); });
+}
+template <int... Index>
+void add_all_tests(std::integer_sequence<int, Index...>) {
+    constexpr int room = sizeof...(Index);
+    if (attention_kernels<float>().count > room || attention_kernels<bf16>().count > room)
+        throw Error("test_attention: more kernels than tests, raise the number in main");
+    (add_tests<float, Index>(), ...);
+    (add_tests<bf16, Index>(), ...);
+}
+
+int main(int argc, char** argv) {
+    add_all_tests(std::make_integer_sequence<int, 6>());
+    return test::main(argc, argv);
+}

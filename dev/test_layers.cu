@@ -1,0 +1,665 @@
+// Every layer but attention against the fp64 reference, for float and bf16; and the device itself.
+//
+// Inputs are random and rounded to X first, so that both sides compute from the same numbers. What a layer writes
+// starts as NaN, and so does scratch; what it adds into starts as random values, which the reference adds to as well.
+// Layers with sums over rows run twice and must give the same bits.
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "dev/reference.h"
+#include "dev/test.h"
+#include "layers/layers.h"
+
+namespace {
+
+// Tolerances, relative to the largest reference value of the tensor:
+// - fp32: unit roundoff 6e-8; a few operations a value, and sums of n random terms whose error grows like √n·6e-8.
+constexpr double kFp32 = 4e-6;
+// - bf16 output: one rounding to 8 bits, 2⁻⁸, after an error as for fp32.
+constexpr double kBf16 = 1.0 / 256 + kFp32;
+// - TF32 products: both factors lose all but 10 bits of mantissa, 2⁻¹⁰ each where they are cut off.
+constexpr double kTf32 = 2.0 / 1024;
+// - bf16 products summed in fp32: tensor cores cut sums off instead of rounding, 1.2e-7 an addition, hence growing like
+// n.
+constexpr double kTensorCoreSum = 2e-5;
+
+template <class X>
+constexpr double kOutput = std::is_same_v<X, bf16> ? kBf16 : kFp32;
+
+using Values = std::vector<double>;
+
+Cuda& gpu() {
+    std::string why;
+    if (Cuda::count(&why) == 0) SKIP("no GPU (%s)", why.c_str());
+    static Cuda dev;
+    return dev;
+}
+const Cpu& cpu() {
+    static const Cpu dev;
+    return dev;
+}
+
+uint64_t hash(uint64_t x) {
+    x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdu;
+    x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53u;
+    return x ^ (x >> 33);
+}
+double uniform(uint64_t seed, uint64_t i) {
+    return (hash(hash(seed) + i) >> 11) * 0x1p-53;
+}
+
+float host_float(float x) {
+    return x;
+}
+float host_float(bf16 x) {
+    return __bfloat162float(x);
+}
+template <class X>
+X rounded(double x) {
+    if constexpr (std::is_same_v<X, bf16>)
+        return __float2bfloat16_rn(static_cast<float>(x));
+    else
+        return static_cast<X>(x);
+}
+
+// n normal values, rounded to X. Every call draws new ones.
+template <class X>
+Values normal(size_t n, double scale = 1.0, double shift = 0.0) {
+    static uint64_t seed = 0;
+    seed++;
+    Values values(n);
+    for (size_t i = 0; i < n; i++) {
+        const double radius = std::sqrt(-2.0 * std::log(1.0 - uniform(seed, 2 * i)));
+        values[i] = host_float(rounded<X>(shift + scale * radius * std::cos(2.0 * M_PI * uniform(seed, 2 * i + 1))));
+    }
+    return values;
+}
+std::vector<int> tokens_below(int V, size_t n, uint64_t seed) {
+    std::vector<int> tokens(n);
+    for (size_t i = 0; i < n; i++) tokens[i] = static_cast<int>(uniform(seed, i) * V);
+    return tokens;
+}
+
+// An array on the GPU. `offset` elements precede it, to break its alignment.
+template <class T>
+class Array {
+  public:
+    explicit Array(size_t n, size_t offset = 0) : n_(n) {  // poisoned: all bits set are a NaN, or −1
+        base_ = static_cast<T*>(gpu().alloc((n + offset) * sizeof(T)));
+        p_ = base_ + offset;
+        CUDA_CHECK(cudaMemsetAsync(base_, 0xff, (n + offset) * sizeof(T), gpu().stream));
+    }
+    explicit Array(const Values& values, size_t offset = 0) : Array(values.size(), offset) { set(values); }
+    explicit Array(const std::vector<int>& values) : Array(values.size()) {
+        gpu().upload(p_, values.data(), n_ * sizeof(int));
+        gpu().sync();
+    }
+    ~Array() { gpu().free(base_); }
+    Array(const Array&) = delete;
+    Array& operator=(const Array&) = delete;
+
+    operator T*() const { return p_; }
+    void set(const Values& values) {
+        std::vector<T> host(n_);
+        for (size_t i = 0; i < n_; i++) host[i] = rounded<T>(values[i]);
+        gpu().upload(p_, host.data(), n_ * sizeof(T));
+        gpu().sync();
+    }
+    std::vector<T> raw() const {
+        std::vector<T> host(n_);
+        gpu().download(host.data(), p_, n_ * sizeof(T));
+        return host;
+    }
+    Values values() const {
+        Values values(n_);
+        const std::vector<T> host = raw();
+        for (size_t i = 0; i < n_; i++) values[i] = host_float(host[i]);
+        return values;
+    }
+
+  private:
+    T *base_, *p_;
+    size_t n_;
+};
+using Scratch = Array<float>;
+Scratch scratch_of(size_t bytes) {
+    return Scratch(bytes / sizeof(float) + 1);
+}
+
+bool same_bits(const Values& a, const Values& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
+}
+
+// `least`: what errors are relative to if no reference value is as large.
+void compare(const std::string& what, const Values& got, const Values& want, double tolerance, double least = 0.0) {
+    double largest = least;
+    for (double w : want) largest = std::max(largest, std::fabs(w));
+    for (size_t i = 0; i < want.size(); i++) {
+        const double off = std::fabs(got[i] - want[i]);
+        if (off <= tolerance * largest) continue;
+        test::report(what.c_str(), static_cast<int>(i),
+                     format("got %.9g, expected %.9g; off by %.2e of the largest, %.2e allowed", got[i], want[i],
+                            off / largest, tolerance));
+        return;
+    }
+}
+template <class X>
+std::string label(const char* what, size_t a, size_t b, size_t c) {
+    return format("%s %s %zux%zux%zu", what, name_of(dtype_of<X>()), a, b, c);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The device
+
+TEST(device) {
+    const Cuda& dev = gpu();
+    CHECK(dev.sm >= 50 && dev.num_sms > 0 && dev.total_bytes > 0 && !dev.name.empty());
+    CHECK(dev.free_bytes() > 0 && dev.free_bytes() < dev.total_bytes);
+    CHECK_ERROR(Cuda(99), "no GPU 99");
+    CHECK_ERROR(Cuda(-1), "no GPU -1");
+    bool out_of_memory = false;
+    try {
+        dev.alloc(size_t{1} << 50);
+    } catch (const OutOfMemory& e) {
+        out_of_memory = std::strstr(e.what(), "1048576.00 GiB");
+    }
+    CHECK(out_of_memory);
+    CHECK(cudaGetLastError() == cudaSuccess);  // the failure is not reported again by the next check
+    CHECK_ERROR(CUDA_CHECK(cudaSetDevice(99)), "cudaSetDevice(99)");
+    CHECK_ERROR(CUBLAS_CHECK(CUBLAS_STATUS_NOT_SUPPORTED), "CUBLAS_STATUS_NOT_SUPPORTED");
+
+    Array<float> array(Values{1.0, 2.0, 3.0});
+    CHECK(same_bits(array.values(), {1.0, 2.0, 3.0}));
+    dev.zero(array + 1, sizeof(float));
+    CHECK(same_bits(array.values(), {1.0, 0.0, 3.0}));
+    void* pinned = dev.alloc_host(64);
+    CHECK(pinned);
+    dev.free_host(pinned);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Encoder
+
+template <class X>
+void check_encoder(int B, int T, int C, int V, const std::vector<int>& tokens) {
+    const Cuda& dev = gpu();
+    const size_t N = size_t(B) * T;
+    const std::string what = label<X>("encoder", B, T, C);
+    const Values wte = normal<X>(size_t(V) * C), wpe = normal<X>(size_t(T) * C), dout = normal<X>(N * C);
+    const Array<int> tokens_gpu(tokens);
+
+    Values out(N * C);
+    encoder_forward(cpu(), out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
+    const Array<X> out_gpu(N * C);
+    encoder_forward<X>(dev, out_gpu, tokens_gpu, Array<X>(wte), Array<X>(wpe), B, T, C);
+    compare(what + " out", out_gpu.values(), out, kOutput<X>);
+
+    std::vector<int> plan(encoder_plan_ints(dev, N), -1);
+    encoder_plan(dev, plan.data(), tokens.data(), N);
+    const Array<int> plan_gpu(plan);
+    Values dwte = normal<float>(size_t(V) * C), dwpe = normal<float>(size_t(T) * C);
+    Array<float> dwte_gpu(dwte), dwpe_gpu(dwpe);
+    const Array<X> dout_gpu(dout);
+    const auto run = [&] {
+        encoder_backward<X>(dev, dwte_gpu, dwpe_gpu, scratch_of(encoder_scratch_bytes(dev, B, T, C)), dout_gpu,
+                            plan_gpu, B, T, C);
+    };
+    run();
+    const Values first_dwte = dwte_gpu.values(), first_dwpe = dwpe_gpu.values();
+    dwte_gpu.set(dwte), dwpe_gpu.set(dwpe);
+    run();
+    CHECK(same_bits(dwte_gpu.values(), first_dwte) && same_bits(dwpe_gpu.values(), first_dwpe));
+    encoder_backward(cpu(), dwte.data(), dwpe.data(), nullptr, dout.data(), tokens.data(), B, T, C);
+    compare(what + " dwte", first_dwte, dwte, kFp32);
+    compare(what + " dwpe", first_dwpe, dwpe, kFp32);
+}
+
+template <class X>
+void check_encoders() {
+    const int shapes[][3] = {{1, 1, 1}, {1, 3, 7}, {3, 127, 65}, {2, 64, 768}, {5, 33, 1600}};
+    for (const auto& [B, T, C] : shapes) check_encoder<X>(B, T, C, 257, tokens_below(257, size_t(B) * T, 1));
+    check_encoder<X>(16, 256, 64, 40, tokens_below(40, 4096, 2));                   // every token has several chunks
+    check_encoder<X>(16, 256, 64, 3, std::vector<int>(4096, 2));                    // one token
+    check_encoder<X>(1, kEncoderChunk, 64, 3, std::vector<int>(kEncoderChunk, 2));  // exactly one chunk
+    check_encoder<X>(1, kEncoderChunk + 1, 64, 3, std::vector<int>(kEncoderChunk + 1, 2));  // one more
+    std::vector<int> different(4096), pairs(33 * 64);
+    for (int i = 0; i < 4096; i++) different[i] = (i * 1021) % 4096;
+    for (int i = 0; i < 33 * 64; i++) pairs[i] = i % 64;  // 33 positions a token: the most partial rows there can be
+    check_encoder<X>(16, 256, 64, 4096, different);
+    check_encoder<X>(33, 64, 64, 64, pairs);
+}
+TEST(encoder_fp32) {
+    check_encoders<float>();
+}
+TEST(encoder_bf16) {
+    check_encoders<bf16>();
+}
+
+TEST(encoder_plan_errors) {
+    const int tokens[] = {3, -1};
+    std::vector<int> plan(encoder_plan_ints(gpu(), 2));
+    CHECK_ERROR(encoder_plan(gpu(), plan.data(), tokens, 2), "token -1 at position 1");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Layer norm
+
+template <class X>
+void check_layernorm(size_t N, int C, size_t offset = 0) {
+    const Cuda& dev = gpu();
+    const std::string what = label<X>("layernorm", N, C, offset);
+    // A mean far from zero would show a variance computed as E[x²] − E[x]².
+    const Values a = normal<X>(N * C, 1.0, 8.0), b = normal<X>(N * C), weight = normal<X>(C, 0.5, 1.0),
+                 bias = normal<X>(C);
+    const Array<X> a_gpu(a, offset), b_gpu(b, offset), weight_gpu(weight, offset), bias_gpu(bias, offset);
+
+    Values out(N * C), mean(N), rstd(N);
+    layernorm_forward(cpu(), out.data(), mean.data(), rstd.data(), a.data(), weight.data(), bias.data(), N, C);
+    const Array<X> out_gpu(N * C, offset);
+    const Array<float> mean_gpu(N), rstd_gpu(N);
+    layernorm_forward<X>(dev, out_gpu, mean_gpu, rstd_gpu, a_gpu, weight_gpu, bias_gpu, N, C);
+    // x is near 8, so its distance to the mean has an absolute error of 8 roundings; C = 1 and 2 can have a tiny
+    // variance.
+    const double spread = C > 2 ? 8.0 : 1000.0;
+    compare(what + " out", out_gpu.values(), out, std::max(kOutput<X>, spread * 6e-8));
+    compare(what + " mean", mean_gpu.values(), mean, kFp32);
+    compare(what + " rstd", rstd_gpu.values(), rstd, kFp32);
+
+    // Three ways to place the residual: apart, over a, over b. The same values each time.
+    Values sum(N * C);
+    for (size_t i = 0; i < N * C; i++) sum[i] = host_float(rounded<X>(a[i] + b[i]));  // as stored
+    layernorm_forward(cpu(), out.data(), mean.data(), rstd.data(), sum.data(), weight.data(), bias.data(), N, C);
+    for (int place = 0; place < 3; place++) {
+        const Array<X> apart(N * C, offset), over_a(a, offset), over_b(b, offset), norm_gpu(N * C, offset);
+        const Array<float> mean2(N), rstd2(N);
+        X* residual = place == 0 ? apart : place == 1 ? over_a : over_b;
+        residual_layernorm_forward<X>(dev, residual, norm_gpu, mean2, rstd2, over_a, over_b, weight_gpu, bias_gpu, N,
+                                      C);
+        CHECK(same_bits((place == 0 ? apart : place == 1 ? over_a : over_b).values(), sum));
+        compare(what + " residual out", norm_gpu.values(), out, std::max(kOutput<X>, spread * 6e-8));
+        compare(what + " residual mean", mean2.values(), mean, kFp32);
+        compare(what + " residual rstd", rstd2.values(), rstd, kFp32);
+    }
+
+    // Backward, from the fp32 statistics that forward left.
+    const Values dout = normal<X>(N * C);
+    Values dinp = normal<X>(N * C), dweight = normal<float>(C), dbias = normal<float>(C);
+    Array<X> dinp_gpu(dinp, offset);
+    Array<float> dweight_gpu(dweight), dbias_gpu(dbias);
+    const Array<X> dout_gpu(dout, offset);
+    const auto run = [&] {
+        layernorm_backward<X>(dev, dinp_gpu, dweight_gpu, dbias_gpu, scratch_of(layernorm_scratch_bytes(dev, C)),
+                              dout_gpu, a_gpu, weight_gpu, mean_gpu, rstd_gpu, N, C);
+    };
+    run();
+    const Values first[] = {dinp_gpu.values(), dweight_gpu.values(), dbias_gpu.values()};
+    dinp_gpu.set(dinp), dweight_gpu.set(dweight), dbias_gpu.set(dbias);
+    run();
+    CHECK(same_bits(dinp_gpu.values(), first[0]));
+    CHECK(same_bits(dweight_gpu.values(), first[1]) && same_bits(dbias_gpu.values(), first[2]));
+    layernorm_backward(cpu(), dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), a.data(), weight.data(),
+                       mean_gpu.values().data(), rstd_gpu.values().data(), N, C);
+    compare(what + " dinp", first[0], dinp, kOutput<X>);
+    compare(what + " dweight", first[1], dweight, kFp32);
+    compare(what + " dbias", first[2], dbias, kFp32);
+}
+
+template <class X>
+void check_layernorms() {
+    for (size_t N : {1, 3, 127})
+        for (int C : {1, 7, 64, 65, 768, 1600}) check_layernorm<X>(N, C);
+    check_layernorm<X>(5000, 768);
+    check_layernorm<X>(40, 3000);
+    check_layernorm<X>(40, 8192);
+    check_layernorm<X>(40, 8191);
+    check_layernorm<X>(127, 768, 1);  // pointers that are not 16-byte aligned
+    CHECK_ERROR(layernorm_scratch_bytes(gpu(), 8193), "C = 8193");
+}
+TEST(layernorm_fp32) {
+    check_layernorms<float>();
+}
+TEST(layernorm_bf16) {
+    check_layernorms<bf16>();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Matmul
+
+template <class X>
+void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
+    const Cuda& dev = gpu();
+    const std::string what = label<X>("matmul", N, C, OC);
+    const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : dev.tf32 ? kTf32 : kFp32;
+    const double output = std::max(product, kOutput<X>);
+    const Values inp = normal<X>(N * C), weight = normal<X>(size_t(OC) * C), bias = normal<X>(OC),
+                 dout = normal<X>(N * OC);
+    const Array<X> inp_gpu(inp, offset), weight_gpu(weight, offset), bias_gpu(bias), dout_gpu(dout, offset);
+
+    for (const bool with_bias : {true, false}) {
+        Values out(N * OC);
+        matmul_forward(cpu(), out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
+        const Array<X> out_gpu(N * OC, offset);
+        matmul_forward<X>(dev, out_gpu, inp_gpu, weight_gpu, with_bias ? static_cast<X*>(bias_gpu) : nullptr, N, C, OC);
+        // Where sizes are odd, cuBLASLt may round the product before it adds the bias.
+        compare(what + (with_bias ? " out, bias" : " out"), out_gpu.values(), out, with_bias ? 2.0 * output : output);
+    }
+
+    Values dinp(N * C), dweight = normal<float>(size_t(OC) * C), dbias = normal<float>(OC);
+    const Array<X> dinp_gpu(N * C, offset);
+    Array<float> dweight_gpu(dweight), dbias_gpu(dbias);
+    const auto run = [&](X* to, float* bias_to) {
+        matmul_backward<X>(dev, to, dweight_gpu, bias_to, scratch_of(matmul_scratch_bytes(dev, OC)), dout_gpu, inp_gpu,
+                           weight_gpu, N, C, OC);
+    };
+    run(dinp_gpu, dbias_gpu);
+    const Values first[] = {dinp_gpu.values(), dweight_gpu.values(), dbias_gpu.values()};
+    dweight_gpu.set(dweight), dbias_gpu.set(dbias);
+    run(dinp_gpu, dbias_gpu);
+    CHECK(same_bits(dinp_gpu.values(), first[0]));
+    CHECK(same_bits(dweight_gpu.values(), first[1]) && same_bits(dbias_gpu.values(), first[2]));
+    dweight_gpu.set(dweight);
+    run(nullptr, nullptr);  // only dweight
+    CHECK(same_bits(dweight_gpu.values(), first[1]));
+    matmul_backward(cpu(), dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), inp.data(), weight.data(),
+                    N, C, OC);
+    compare(what + " dinp", first[0], dinp, output);
+    compare(what + " dweight", first[1], dweight, product);
+    compare(what + " dbias", first[2], dbias, kFp32);
+}
+
+template <class X>
+void check_matmuls() {
+    const int shapes[][3] = {{1, 1, 1},     {1, 64, 64},     {3, 7, 5},         {127, 65, 33},     {127, 768, 257},
+                             {3, 1600, 64}, {1000, 64, 768}, {1024, 768, 2304}, {256, 1600, 1600}, {2000, 129, 1}};
+    for (const auto& [N, C, OC] : shapes) check_matmul<X>(N, C, OC);
+    check_matmul<X>(127, 64, 64, 1);  // pointers aligned to one element only
+}
+TEST(matmul_tf32) {
+    check_matmuls<float>();
+}
+TEST(matmul_fp32) {
+    gpu().tf32 = false;
+    check_matmuls<float>();
+    gpu().tf32 = true;
+}
+TEST(matmul_bf16) {
+    if (gpu().sm < 80) SKIP("bf16 needs compute capability 8.0");
+    check_matmuls<bf16>();
+}
+TEST(matmul_errors) {
+    CHECK_ERROR(matmul_forward<float>(gpu(), nullptr, nullptr, nullptr, nullptr, 1, 0, 1), "C = 0");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GELU
+
+template <class X>
+void check_gelu(size_t n, size_t offset = 0) {
+    const Cuda& dev = gpu();
+    const std::string what = label<X>("gelu", n, offset, 1);
+    Values inp = normal<X>(n, 2.0);
+    const double extremes[] = {0.0, -0.0, 1e-30, -1e-30, 10.0, -10.0, 100.0, -100.0, 1e18, -1e18};
+    if (n > 100)
+        for (size_t i = 0; i < 10; i++) inp[i] = host_float(rounded<X>(extremes[i]));
+    const Values dout = normal<X>(n);
+    const Array<X> inp_gpu(inp, offset), out_gpu(n, offset), dinp_gpu(n, offset), dout_gpu(dout, offset);
+
+    Values out(n), dinp(n);
+    gelu_forward(cpu(), out.data(), inp.data(), n);
+    gelu_forward<X>(dev, out_gpu, inp_gpu, n);
+    gelu_backward(cpu(), dinp.data(), inp.data(), dout.data(), n);
+    gelu_backward<X>(dev, dinp_gpu, inp_gpu, dout_gpu, n);
+    const Values got = dinp_gpu.values();
+    // Value by value: relative where the result is a sizeable part of x, else to 1.
+    const Values got_out = out_gpu.values();
+    for (size_t i = 0; i < n; i++) {
+        if (std::fabs(got_out[i] - out[i]) <= kOutput<X> * std::max(std::fabs(out[i]), 1e-2)) continue;
+        CHECK_NEAR(got_out[i], out[i], kOutput<X> * std::max(std::fabs(out[i]), 1e-2));
+    }
+    compare(what + " dinp", got, dinp, kOutput<X>);
+    gelu_backward<X>(dev, dout_gpu, inp_gpu, dout_gpu, n);  // in place
+    CHECK(same_bits(dout_gpu.values(), got));
+}
+template <class X>
+void check_gelus() {
+    for (size_t n : {1, 7, 64, 4099, 100000}) check_gelu<X>(n);
+    check_gelu<X>(4096, 1);
+}
+TEST(gelu_fp32) {
+    check_gelus<float>();
+}
+TEST(gelu_bf16) {
+    check_gelus<bf16>();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Classifier
+
+template <class X>
+void check_classifier(size_t N, int V, int Vp, double scale, size_t offset = 0) {
+    const Cuda& dev = gpu();
+    const std::string what = label<X>("classifier", N, V, Vp);
+    Values logits = normal<X>(N * Vp, scale);
+    for (size_t n = 0; n < N; n++)
+        std::fill(logits.begin() + n * Vp + V, logits.begin() + (n + 1) * Vp, std::numeric_limits<double>::quiet_NaN());
+    std::vector<int> targets = tokens_below(V, N, 3);
+    targets[0] = V - 1;
+    Array<X> logits_gpu(logits, offset);
+    const Array<int> targets_gpu(targets);
+    const float dloss = 0.37f;  // not 1/N, so that gradients and losses have a similar size
+
+    const auto before = logits_gpu.raw();
+    const Array<float> eval_losses(N), losses_gpu(N);
+    classifier<X>(dev, logits_gpu, eval_losses, targets_gpu, 0.f, N, V, Vp);
+    CHECK(std::memcmp(logits_gpu.raw().data(), before.data(), before.size() * sizeof(X)) == 0);  // left alone
+    classifier<X>(dev, logits_gpu, losses_gpu, targets_gpu, dloss, N, V, Vp);
+    CHECK(same_bits(losses_gpu.values(), eval_losses.values()));
+
+    Values losses(N);
+    classifier(cpu(), logits.data(), losses.data(), targets.data(), double(dloss), N, V, Vp);
+    compare(what + " losses", losses_gpu.values(), losses, kFp32, 1.0);  // a difference of values of at least that size
+    const Values dlogits = logits_gpu.values();
+    compare(what + " dlogits", dlogits, logits, kOutput<X>, dloss);
+    for (size_t n = 0; n < N; n++)
+        for (int v = V; v < Vp; v++)
+            if (!(dlogits[n * Vp + v] == 0.0)) CHECK_NEAR(dlogits[n * Vp + v], 0.0, 0.0);
+}
+
+template <class X>
+void check_classifiers() {
+    check_classifier<X>(1, 1, 1, 1.0);
+    check_classifier<X>(3, 5, 7, 1.0);
+    check_classifier<X>(127, 257, 384, 1.0);
+    check_classifier<X>(127, 257, 257, 5.0);
+    check_classifier<X>(3, 384, 384, 1.0);
+    check_classifier<X>(37, 50257, 50304, 1.0);
+    check_classifier<X>(37, 50257, 50304, 5.0);
+    check_classifier<X>(3, 50257, 50257, 5.0);
+    check_classifier<X>(3, 257, 384, 1.0, 1);
+
+    // A target outside the vocabulary, padding included, is noticed; the other rows are as they should be.
+    const int V = 257, Vp = 384;
+    const Array<X> logits(normal<X>(4 * Vp));
+    const Array<float> losses(4);
+    classifier<X>(gpu(), logits, losses, Array<int>(std::vector<int>{V, -1, 1000000, V - 1}), 1.f, 4, V, Vp);
+    const Values got = losses.values(), dlogits = logits.values();
+    CHECK(std::isnan(got[0]) && std::isnan(got[1]) && std::isnan(got[2]) && std::isfinite(got[3]));
+    CHECK(std::isnan(dlogits[5]) && std::isfinite(dlogits[3 * Vp + 5]));
+    CHECK_ERROR(classifier<X>(gpu(), logits, losses, nullptr, 1.f, 4, Vp + 1, Vp), "V = 385");
+}
+TEST(classifier_fp32) {
+    check_classifiers<float>();
+}
+TEST(classifier_bf16) {
+    check_classifiers<bf16>();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions
+
+TEST(reductions) {
+    const Cuda& dev = gpu();
+    for (size_t n : {1, 3, 64, 1000, 1000003, 4000000}) {
+        Values x = normal<float>(n, 1.0, 0.5);
+        Array<float> x_gpu(x);
+        const Array<float> out(1), again(1);
+        for (const bool norm : {false, true}) {
+            const auto run = [&](float* to) {
+                const Scratch scratch = scratch_of(reduce_scratch_bytes(dev));
+                norm ? global_norm(dev, to, scratch, x_gpu, n) : reduce_sum(dev, to, scratch, x_gpu, 0.25f, n);
+            };
+            x_gpu.set(x);
+            run(out), run(again);
+            double want = 0.0;
+            norm ? global_norm(cpu(), &want, nullptr, x.data(), n)
+                 : reduce_sum(cpu(), &want, nullptr, x.data(), 0.25, n);
+            compare(format("%s of %zu", norm ? "global_norm" : "reduce_sum", n), out.values(), {want}, kFp32);
+            CHECK(same_bits(out.values(), again.values()));
+
+            for (const double broken : {double(NAN), double(INFINITY)}) {
+                Values y = x;
+                y[n / 2] = broken;
+                x_gpu.set(y);
+                run(out);
+                CHECK(std::isnan(broken) ? std::isnan(out.values()[0]) : out.values()[0] == INFINITY);
+            }
+        }
+    }
+    const Array<float> one(Values{7.0}), out(1);  // nothing to add
+    reduce_sum(dev, out, scratch_of(reduce_scratch_bytes(dev)), one, 1.f, 0);
+    CHECK(same_bits(out.values(), {0.0}));
+}
+
+template <class X>
+void check_count_nonfinite() {
+    for (size_t n : {1, 1000, 300001}) {
+        Values x = normal<X>(n);
+        Array<X> x_gpu(x);
+        const Array<double> scratch(1);
+        CHECK(count_nonfinite<X>(gpu(), scratch, x_gpu, n) == 0);
+        x[0] = NAN;
+        if (n > 1) x[n - 1] = INFINITY, x[n / 2] = -INFINITY;
+        x_gpu.set(x);
+        CHECK(count_nonfinite<X>(gpu(), scratch, x_gpu, n) == (n > 1 ? 3 : 1));
+    }
+}
+TEST(count_nonfinite) {
+    check_count_nonfinite<float>();
+    check_count_nonfinite<bf16>();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AdamW
+
+// Ranges that begin and end anywhere, with a gap that must stay as it was.
+constexpr size_t kAdamSize = 10007;
+constexpr ParamRange kRanges[] = {
+    {0, 1, false}, {1, 2050, true}, {2051, 6, false}, {2060, 7000, true}, {9060, 947, false}};
+constexpr int kNumRanges = sizeof kRanges / sizeof kRanges[0];
+AdamW hyper(int step, float max_norm = 1.f) {
+    return {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, max_norm, step, 42};
+}
+
+// The state of the optimizer, for X = bf16 with a float twin that must have the same master.
+TEST(adamw_against_reference) {
+    const Cuda& dev = gpu();
+    for (const float max_norm : {0.f, 1.f, 1000.f}) {
+        Values p = normal<bf16>(kAdamSize), m(kAdamSize, 0.0), v(kAdamSize, 0.0);
+        Array<float> p_gpu(p), m_gpu(m), v_gpu(v), master(p), m_bf16(m), v_bf16(v);
+        Array<bf16> params(p);
+        for (int step = 1; step <= 10; step++) {
+            const Values g = normal<float>(kAdamSize, 3.0);
+            double norm = 0.0;
+            for (double x : g) norm += x * x;
+            norm = static_cast<float>(std::sqrt(norm));
+            const Array<float> g_gpu(g), norm_gpu(Values{norm});
+            adamw_update<double>(cpu(), p.data(), nullptr, m.data(), v.data(), g.data(), &norm, kRanges, kNumRanges,
+                                 hyper(step, max_norm));
+            adamw_update<float>(dev, p_gpu, nullptr, m_gpu, v_gpu, g_gpu, norm_gpu, kRanges, kNumRanges,
+                                hyper(step, max_norm));
+            adamw_update<bf16>(dev, params, master, m_bf16, v_bf16, g_gpu, norm_gpu, kRanges, kNumRanges,
+                               hyper(step, max_norm));
+        }
+        compare("adamw params", p_gpu.values(), p, kFp32);
+        compare("adamw m", m_gpu.values(), m, kFp32);
+        compare("adamw v", v_gpu.values(), v, kFp32);
+        CHECK(same_bits(master.values(), p_gpu.values()));
+        CHECK(same_bits(m_bf16.values(), m_gpu.values()) && same_bits(v_bf16.values(), v_gpu.values()));
+
+        const Values exact = master.values(), stored = params.values();
+        for (size_t i = 0; i < kAdamSize;
+             i++) {  // one of the two bf16 neighbours: less than 2⁻⁷ of the power of two below
+            const double ulp = std::ldexp(1.0, std::ilogb(exact[i]) - 7);
+            if (!(std::fabs(stored[i] - exact[i]) < ulp)) CHECK_NEAR(stored[i], exact[i], ulp);
+        }
+    }
+}
+
+TEST(adamw_broken_norm) {
+    const Cuda& dev = gpu();
+    for (const double norm : {double(NAN), double(INFINITY)}) {
+        const Values p = normal<bf16>(kAdamSize), m = normal<float>(kAdamSize), v = normal<float>(kAdamSize, 0.1, 5.0);
+        Array<float> master(p), m_gpu(m), v_gpu(v), fp32(p);
+        Array<bf16> params(p);
+        const Array<float> g(normal<float>(kAdamSize)), norm_gpu(Values{norm});
+        adamw_update<bf16>(dev, params, master, m_gpu, v_gpu, g, norm_gpu, kRanges, kNumRanges, hyper(1));
+        adamw_update<float>(dev, fp32, nullptr, m_gpu, v_gpu, g, norm_gpu, kRanges, kNumRanges, hyper(1));
+        CHECK(same_bits(params.values(), p) && same_bits(master.values(), p) && same_bits(fp32.values(), p));
+        CHECK(same_bits(m_gpu.values(), m) && same_bits(v_gpu.values(), v));
+    }
+}
+
+// With lr = 0 the master stays and only the rounding acts: the mean over n draws is the master, within 4 sigma.
+TEST(adamw_stochastic_rounding) {
+    const Cuda& dev = gpu();
+    const size_t n = 1 << 20;
+    const ParamRange all = {0, n, true};
+    Array<float> master(n), m(n), v(n), g(normal<float>(n)), norm(Values{1.0});
+    Array<bf16> params(n);
+    const auto draw = [&](double value, int step) {
+        master.set(Values(n, value)), m.set(Values(n, 0.0)), v.set(Values(n, 0.0));
+        AdamW still = hyper(step);
+        still.lr = 0.f;
+        adamw_update<bf16>(dev, params, master, m, v, g, norm, &all, 1, still);
+        return params.values();
+    };
+    int step = 0;
+    for (const double fraction : {0.0, 1.0 / 4096, 0.25, 0.5, 0.9})
+        for (const double sign : {1.0, -1.0}) {
+            const double below = sign * 3.0, above = sign * (3.0 + 1.0 / 64),
+                         value = float(below + fraction * (above - below));
+            const double exact = (value - below) / (above - below);  // as fp32 holds it
+            const Values drawn = draw(value, ++step);
+            for (size_t lane = 0; lane < 4; lane++) {  // the elements that share a hash, each by itself
+                size_t up = 0, neither = 0;
+                for (size_t i = lane; i < n; i += 4) {
+                    up += drawn[i] == above;
+                    neither += drawn[i] != above && drawn[i] != below;
+                }
+                CHECK(neither == 0);
+                CHECK_NEAR(up / (n / 4.0), exact, 4.0 * std::sqrt(exact * (1.0 - exact) / (n / 4.0)));
+            }
+        }
+    const Values first = draw(3.007, 1), second = draw(3.007, 2);
+    CHECK(same_bits(first, draw(3.007, 1)));
+    size_t equal = 0;
+    for (size_t i = 0; i < n; i++) equal += first[i] == second[i];
+    CHECK(equal < n * 0.6);  // another step, other bits: about half agree by chance
+    CHECK(std::isnan(draw(NAN, 1)[7]));
+    CHECK(std::isnan(draw(INFINITY, 1)[7]));  // ∞ − 0·∞
+}
+
+TEST(adamw_errors) {
+    const Cuda& dev = gpu();
+    const Array<float> x(64);
+    const std::vector<ParamRange> ranges(33, {0, 1, true});
+    CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 33, hyper(1)), "33 parameter ranges");
+    CHECK_ERROR(adamw_update<float>(dev, x + 1, nullptr, x, x, x, x, ranges.data(), 1, hyper(1)), "aligned");
+    CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 1, hyper(0)), "step 0");
+}
+
+}  // namespace
+
+TEST_MAIN
