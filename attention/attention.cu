@@ -1,0 +1,186 @@
+// Which attention kernel runs, the layer's two calls, and the helpers of the block form.
+//
+// A new kernel is one row in its table below, after the kernels that it beats: the last row that the GPU can run is the
+// one that `flash` means.
+#include <climits>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "layers/layers.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The ladder, slowest first
+
+template <>
+AttentionKernels<float> attention_kernels() {
+    static const AttentionKernel<float> table[] = {naive_fp32, flash_fp32};
+    return {table, sizeof(table) / sizeof(table[0])};
+}
+template <>
+AttentionKernels<bf16> attention_kernels() {
+    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_bf16};
+    return {table, sizeof(table) / sizeof(table[0])};
+}
+
+// Code runs on its compute capability and later ones, but wgmma is of 9.0 alone (sm_90a).
+template <class X>
+static bool runs_on(const AttentionKernel<X>& kernel, int sm) {
+    return kernel.min_sm == 90 ? sm == 90 : sm >= kernel.min_sm;
+}
+
+template <class X>
+const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS) {
+    const AttentionKernels<X> all = attention_kernels<X>();
+    const bool flash = kind == Attention::flash;
+    const char* precision = name_of(dtype_of<X>());
+    if (flash && HS != 64 && HS != 128)
+        throw Error(
+            format("attention: flash needs a head size of 64 or 128, found %d; choose NH = C/64 or C/128, or use "
+                   "--attention naive",
+                   HS));
+    const AttentionKernel<X>* chosen = nullptr;
+    int oldest = 1000;
+    for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++) {
+        if (k->flash != flash) continue;
+        if (runs_on(*k, dev.sm)) chosen = k;
+        if (k->min_sm < oldest) oldest = k->min_sm;
+    }
+    if (!chosen)
+        throw Error(format("attention: %s %s needs compute capability %d.%d, %s has %d.%d; use --precision fp32%s",
+                           precision, flash ? "flash" : "naive", oldest / 10, oldest % 10, dev.name.c_str(),
+                           dev.sm / 10, dev.sm % 10, flash ? " or --attention naive" : ""));
+    return *chosen;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The layer: causal, scale 1/√HS
+
+template <class X>
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
+                       int T, int NH, int HS) {
+    attention_kernel<X>(dev, kind, HS).forward(dev, out, lse, att, scratch, qkv, AttentionShape{B, T, NH, HS});
+}
+
+template <class X>
+void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
+    attention_kernel<X>(dev, kind, HS)
+        .backward(dev, dqkv, scratch, dout, out, lse, att, qkv, AttentionShape{B, T, NH, HS});
+}
+
+template <class X>
+size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS) {
+    return attention_kernel<X>(dev, kind, HS).scratch_bytes(AttentionShape{B, T, NH, HS});
+}
+
+template <class X>
+size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS) {
+    return attention_kernel<X>(dev, kind, HS).saved_bytes(AttentionShape{B, T, NH, HS});
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Helpers of the block form
+
+constexpr int kThreads = 256;
+
+static unsigned blocks_for(size_t threads, const char* what) {
+    const size_t blocks = (threads + kThreads - 1) / kThreads;
+    if (blocks > INT_MAX)
+        throw Error(format("%s: %zu elements are more than one launch can cover; use a smaller batch", what, threads));
+    return static_cast<unsigned>(blocks);
+}
+
+__global__ void fill_kernel(float* x, float value, size_t n) {
+    const size_t i = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
+    if (i < n) x[i] = value;
+}
+
+void attention_clear_state(const Cuda& dev, float* o_acc, float* lse, const BlockShape& s) {
+    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.Tq;
+    dev.zero(o_acc, rows * s.HS * sizeof(float));
+    fill_kernel<<<blocks_for(rows, "attention_clear_state"), kThreads, 0, dev.stream>>>(lse, -INFINITY, rows);
+    LAUNCH_CHECK("fill_kernel");
+}
+
+// kChunk elements of x as floats.
+constexpr int kChunk = 16;
+__device__ static void load_chunk(float (&to)[kChunk], const float* x) {
+    for (int i = 0; i < kChunk / 4; i++) {
+        const float4 v = reinterpret_cast<const float4*>(x)[i];
+        to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+    }
+}
+__device__ static void load_chunk(float (&to)[kChunk], const bf16* x) {
+    for (int i = 0; i < kChunk / 8; i++) {
+        const uint4 v = reinterpret_cast<const uint4*>(x)[i];
+        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+        for (int p = 0; p < 4; p++) {  // a bf16 is the upper half of a float; the first of a pair is the lower half
+            to[8 * i + 2 * p] = __uint_as_float(pairs[p] << 16);
+            to[8 * i + 2 * p + 1] = __uint_as_float(pairs[p] & 0xffff0000u);
+        }
+    }
+}
+
+// D = rowsum(dout∘out). HS/16 neighbouring lanes own a row, a chunk each, and the chunks are added from left to right:
+// flash_fp32 sums dP = dO Vᵀ in the same order, so that where one key has all the weight, out = v and dP − D is exactly
+// 0.
+template <class X, int HS>
+__global__ void D_kernel(float* D, const X* dout, const X* out, int T, int NH, size_t rows) {
+    constexpr int kLanes = HS / kChunk;
+    const size_t thread = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
+    const size_t row = thread / kLanes;  // (b·T + t)·NH + h
+    float sum = 0.f;
+    if (row < rows) {
+        float dout_regs[kChunk], out_regs[kChunk];
+        load_chunk(dout_regs, dout + thread * kChunk);
+        load_chunk(out_regs, out + thread * kChunk);
+        for (int i = 0; i < kChunk; i++) sum = fmaf(dout_regs[i], out_regs[i], sum);
+    }
+    float total = 0.f;
+    for (int lane = 0; lane < kLanes; lane++) total += __shfl_sync(~0u, sum, lane, kLanes);
+    if (row < rows && thread % kLanes == 0) {
+        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
+        D[(b * NH + h) * T + t] = total;
+    }
+}
+
+template <class X>
+void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
+    if (HS != 64 && HS != 128) throw Error(format("attention_D: head size must be 64 or 128, found %d", HS));
+    if ((reinterpret_cast<uintptr_t>(dout) | reinterpret_cast<uintptr_t>(out)) % 16)
+        throw Error("attention_D: dout and out must be 16-byte aligned");
+    const size_t rows = static_cast<size_t>(B) * T * NH;
+    const unsigned blocks = blocks_for(rows * (HS / kChunk), "attention_D");
+    if (HS == 64)
+        D_kernel<X, 64><<<blocks, kThreads, 0, dev.stream>>>(D, dout, out, T, NH, rows);
+    else
+        D_kernel<X, 128><<<blocks, kThreads, 0, dev.stream>>>(D, dout, out, T, NH, rows);
+    LAUNCH_CHECK("D_kernel");
+}
+
+template <class X>
+__global__ void round_kernel(X* dst, const float* src, size_t n) {
+    const size_t i = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
+    if (i < n) dst[i] = static_cast<X>(src[i]);
+}
+
+template <class X>
+void attention_round(const Cuda& dev, X* dst, const float* src, size_t n) {
+    if (n == 0) return;
+    round_kernel<<<blocks_for(n, "attention_round"), kThreads, 0, dev.stream>>>(dst, src, n);
+    LAUNCH_CHECK("round_kernel");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+#define INSTANTIATE(X)                                                                                              \
+    template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);                               \
+    template void attention_forward(const Cuda&, Attention, X*, float*, X*, void*, const X*, int, int, int, int);   \
+    template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*, const float*, const X*, \
+                                     const X*, int, int, int, int);                                                 \
+    template size_t attention_scratch_bytes<X>(const Cuda&, Attention, int, int, int, int);                         \
+    template size_t attention_saved_bytes<X>(const Cuda&, Attention, int, int, int, int);                           \
+    template void attention_D(const Cuda&, float*, const X*, const X*, int, int, int, int);                         \
+    template void attention_round(const Cuda&, X*, const float*, size_t)
+INSTANTIATE(float);
+INSTANTIATE(bf16);

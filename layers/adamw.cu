@@ -1,0 +1,141 @@
+// AdamW (Loshchilov & Hutter 2019, Algorithm 2): decoupled weight decay, bias-corrected moments, clipping by global
+// norm.
+//
+//   g ← g·min(1, max_norm/norm)
+//   m ← β₁m + (1−β₁)g;   v ← β₂v + (1−β₂)g²;   m̂ = m/(1−β₁ᵗ);   v̂ = v/(1−β₂ᵗ)
+//   p ← p − lr·(m̂/(√v̂ + eps) + wd·p)
+//
+// Parameters are kept as fp32 masters. For X = bf16 the copy that the model computes with is rounded stochastically: up
+// with a probability equal to the fraction that truncation would drop, so its expectation is the master. A
+// counter-based hash of (seed, step, index) supplies the random bits: no state, and the same bits on every run.
+//
+// One launch updates all ranges; each knows the block at which it begins. A thread updates four consecutive elements,
+// 16 bytes of every fp32 stream. Bound by memory: 28 (fp32) or 30 (bf16) bytes an element.
+//
+// Writes: params.  Updates in place: master, m, v.  A norm that is NaN or inf leaves all of them as they were.
+// Limits: 32 ranges; params 4·sizeof(X)-aligned, the fp32 arrays 16-byte aligned; a range may begin anywhere.
+#include <algorithm>
+#include <cmath>
+
+#include "layers/layers.h"
+#include "layers/vector.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kMaxRanges = 32;
+constexpr int kV = 4;  // elements of a thread
+
+// Everything the kernel needs besides pointers, passed by value.
+struct Plan {
+    struct Range {
+        size_t begin, end;
+        unsigned first_block;
+        float decay;
+    } ranges[kMaxRanges];
+    int num_ranges;
+    float lr, beta1, beta2, eps, max_norm;
+    float correction1, correction2;  // 1/(1−βᵗ)
+    uint64_t key;                    // of the stochastic rounding
+};
+
+// The finaliser of SplitMix64 (Steele, Lea & Flood 2014): every bit of the input changes every bit of the output.
+__host__ __device__ static inline uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;  // 2⁶⁴/φ: makes counters differ in many bits
+
+// bf16 is the upper half of fp32: adding 16 random bits to the lower half carries with exactly the right probability.
+__device__ inline bf16 round_stochastically(float x, unsigned random16) {
+    if (!isfinite(x)) return __float2bfloat16_rn(x);
+    return __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) + random16) >> 16));
+}
+
+__device__ inline float update(float p, float& m, float& v, float g, float decay, const Plan& plan) {
+    m = plan.beta1 * m + (1.f - plan.beta1) * g;
+    v = plan.beta2 * v + (1.f - plan.beta2) * g * g;
+    const float m_hat = m * plan.correction1, v_hat = v * plan.correction2;
+    return p - plan.lr * (m_hat / (sqrtf(v_hat) + plan.eps) + decay * p);
+}
+
+// V elements from index i on: V = 4, or 1 for the elements of a group that belong to the range's neighbours.
+template <int V, class X>
+__device__ inline void update_elements(size_t i, X* params, float* master, float* m, float* v, const float* grads,
+                                       float clip, float decay, const Plan& plan) {
+    auto p4 = load<V>(master + i), m4 = load<V>(m + i), v4 = load<V>(v + i);
+    const auto g4 = load<V>(grads + i);
+    for (int k = 0; k < V; k++) p4.x[k] = update(p4[k], m4.x[k], v4.x[k], clip * g4[k], decay, plan);
+    store(master + i, p4);
+    store(m + i, m4);
+    store(v + i, v4);
+    if constexpr (std::is_same_v<X, bf16>) {
+        const uint64_t random = mix(plan.key + i / kV * kGolden);  // 16 bits for each of the group's elements
+        Vec<bf16, V> rounded;
+        for (int k = 0; k < V; k++)
+            rounded.x[k] =
+                round_stochastically(p4[k], static_cast<unsigned>(random >> (16 * ((i + k) % kV))) & 0xffffu);
+        store(params + i, rounded);
+    }
+}
+
+template <class X>
+__global__ void __launch_bounds__(kThreads)
+    adamw_kernel(X* params, float* master, float* m, float* v, const float* __restrict__ grads,
+                 const float* __restrict__ norm_ptr, const __grid_constant__ Plan plan) {
+    const float norm = *norm_ptr;
+    if (!isfinite(norm)) return;
+    const float clip = plan.max_norm > 0.f ? fminf(1.f, plan.max_norm / norm) : 1.f;
+
+    int r = plan.num_ranges - 1;
+    while (blockIdx.x < plan.ranges[r].first_block) r--;
+    const size_t begin = plan.ranges[r].begin, end = plan.ranges[r].end;
+    const float decay = plan.ranges[r].decay;
+
+    // Groups of kV are aligned in the arena, not in the range.
+    const size_t group =
+        begin / kV + static_cast<size_t>(blockIdx.x - plan.ranges[r].first_block) * kThreads + threadIdx.x;
+    const size_t i = group * kV;
+    if (i >= begin && i + kV <= end) {
+        update_elements<kV>(i, params, master, m, v, grads, clip, decay, plan);
+    } else {
+        for (size_t k = i; k < i + kV; k++)
+            if (k >= begin && k < end) update_elements<1>(k, params, master, m, v, grads, clip, decay, plan);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class X>
+void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads, const float* norm,
+                  const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
+    if constexpr (std::is_same_v<X, float>) master = params;
+    if (num_ranges < 0 || num_ranges > kMaxRanges)
+        throw Error(format("adamw_update: %d parameter ranges, expected at most %d", num_ranges, kMaxRanges));
+    if (!vectorises<float>(0, master, m, v, grads) || reinterpret_cast<uintptr_t>(params) % (kV * sizeof(X)) != 0)
+        throw Error(
+            format("adamw_update: pointers must be aligned: fp32 arrays to 16 bytes, params to %zu", kV * sizeof(X)));
+    if (hyper.step < 1) throw Error(format("adamw_update: step %d, expected one >= 1", hyper.step));
+
+    Plan plan = {};
+    unsigned blocks = 0;
+    for (int r = 0; r < num_ranges; r++) {
+        if (ranges[r].size == 0) continue;
+        const size_t begin = ranges[r].begin, end = begin + ranges[r].size;
+        plan.ranges[plan.num_ranges++] = {begin, end, blocks, ranges[r].decay ? hyper.weight_decay : 0.f};
+        const size_t groups = (end + kV - 1) / kV - begin / kV;
+        blocks += ceil_div(groups, kThreads);
+    }
+    if (blocks == 0) return;
+    plan.lr = hyper.lr, plan.beta1 = hyper.beta1, plan.beta2 = hyper.beta2;
+    plan.eps = hyper.eps, plan.max_norm = hyper.max_norm;
+    plan.correction1 = static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta1, static_cast<double>(hyper.step))));
+    plan.correction2 = static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta2, static_cast<double>(hyper.step))));
+    plan.key = mix(hyper.seed + kGolden * static_cast<uint64_t>(hyper.step));
+    adamw_kernel<<<blocks, kThreads, 0, dev.stream>>>(params, master, m, v, grads, norm, plan);
+    LAUNCH_CHECK("adamw_kernel");
+}
+
+template void adamw_update(const Cuda&, float*, float*, float*, float*, const float*, const float*, const ParamRange*,
+                           int, const AdamW&);
+template void adamw_update(const Cuda&, bf16*, float*, float*, float*, const float*, const float*, const ParamRange*,
+                           int, const AdamW&);

@@ -1,0 +1,127 @@
+// The CUDA backend's device: see cuda.h. Nothing here runs in the training step except upload, download and zero.
+#include "layers/cuda.h"
+
+void cuda_check(cudaError_t status, const char* file, int line, const char* what) {
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // so that the next check does not report this error once more
+    throw Error(
+        format("%s:%d: CUDA: %s (%s) in %s", file, line, cudaGetErrorString(status), cudaGetErrorName(status), what));
+}
+
+void cublas_check(cublasStatus_t status, const char* file, int line, const char* what) {
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    throw Error(format("%s:%d: cuBLAS: %s in %s", file, line, cublasGetStatusName(status), what));
+}
+
+// Never launched: its attributes can be read only if this binary has code for the device.
+__global__ void probe_kernel() {}
+
+int Cuda::count(std::string* why) {
+    int n = 0;
+    const cudaError_t status = cudaGetDeviceCount(&n);
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        n = 0;
+    }
+    if (why) *why = status != cudaSuccess ? cudaGetErrorString(status) : n == 0 ? "no CUDA device" : "";
+    return n;
+}
+
+Cuda::Cuda(int device) : device(device) {
+    std::string why;
+    const int n = count(&why);
+    if (n == 0) throw Error("no usable GPU: " + why);
+    if (device < 0 || device >= n) throw Error(format("no GPU %d: this machine has %d, numbered from 0", device, n));
+
+    CUDA_CHECK(cudaSetDevice(device));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    sm = 10 * properties.major + properties.minor;
+    num_sms = properties.multiProcessorCount;
+    name = properties.name;
+    total_bytes = properties.totalGlobalMem;
+
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, probe_kernel) != cudaSuccess) {
+        cudaGetLastError();
+        throw Error(
+            format("GPU %d (%s) has compute capability %d.%d, which this program was not built for: rebuild with "
+                   "make clean, then make ARCH=%d%s",
+                   device, name.c_str(), properties.major, properties.minor, sm, sm == 90 ? "a" : ""));
+    }
+
+    // A blocking stream: work that someone puts on the default stream is still ordered with ours.
+    CUDA_CHECK(cudaStreamCreate(&stream));
+    workspace = alloc(kWorkspaceBytes);
+    CUBLAS_CHECK(cublasCreate(&blas));
+    CUBLAS_CHECK(cublasSetStream(blas, stream));
+    // cuBLAS promises bitwise reproducible results for one stream, and a workspace of ours keeps it from allocating
+    // while a CUDA graph is captured. Set after the stream, which resets it.
+    CUBLAS_CHECK(cublasSetWorkspace(blas, workspace, kWorkspaceBytes));
+    CUBLAS_CHECK(cublasLtCreate(&blaslt));
+}
+
+// A destructor cannot throw, and after a failed kernel every call here fails once more: statuses are dropped.
+Cuda::~Cuda() {
+    cudaStreamSynchronize(stream);
+    cublasLtDestroy(blaslt);
+    cublasDestroy(blas);
+    cudaFree(workspace);
+    cudaStreamDestroy(stream);
+}
+
+void* Cuda::alloc(size_t bytes) const {
+    void* p = nullptr;
+    const cudaError_t status = cudaMalloc(&p, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        constexpr double GiB = 1 << 30;
+        throw OutOfMemory(format("out of memory on GPU %d (%s): asked for %.2f GiB, free %.2f of %.2f GiB", device,
+                                 name.c_str(), bytes / GiB, free_bytes() / GiB, total_bytes / GiB));
+    }
+    CUDA_CHECK(status);
+    return p;
+}
+
+// Called by destructors while an Error unwinds, so it must not throw; a failure shows at the next checked launch.
+void Cuda::free(void* p) const {
+    cudaFree(p);
+}
+
+void* Cuda::alloc_host(size_t bytes) const {
+    void* p = nullptr;
+    const cudaError_t status = cudaMallocHost(&p, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw OutOfMemory(format("out of pinned host memory: asked for %.1f MiB", bytes / double(1 << 20)));
+    }
+    CUDA_CHECK(status);
+    return p;
+}
+
+void Cuda::free_host(void* p) const {
+    cudaFreeHost(p);
+}
+
+void Cuda::zero(void* p, size_t bytes) const {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
+}
+
+void Cuda::upload(void* dst, const void* host, size_t bytes) const {
+    CUDA_CHECK(cudaMemcpyAsync(dst, host, bytes, cudaMemcpyHostToDevice, stream));
+}
+
+void Cuda::download(void* host, const void* src, size_t bytes) const {
+    CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
+    sync();
+}
+
+void Cuda::sync() const {
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+size_t Cuda::free_bytes() const {
+    size_t free = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return free;
+}

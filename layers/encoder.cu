@@ -1,0 +1,220 @@
+// Encoder: token and position embeddings.
+//
+//   out[b,t] = wte[token[b,t]] + wpe[t]
+//   dwte[v] += Σ_{(b,t): token[b,t] = v} dout[b,t];   dwpe[t] += Σ_b dout[b,t]
+//
+// The scatter into dwte is the interesting part. Atomics would add in a different order on every run, and a common
+// token would make thousands of blocks queue for one row. Instead the host sorts positions by token (a counting sort;
+// it knows the batch before the GPU does) and cuts them into chunks of at most kEncoderChunk positions of one token:
+//
+//   order    3 9 | 0 1 4 7 … (32 positions) | 12 13 … (11 positions) | 2 | …
+//   token     17 |           262            |          262           | 40 |
+//
+// Pass 1: a block per chunk sums its rows. A token's only chunk is added to dwte at once; other chunks leave an fp32
+// row in scratch. Pass 2: those rows are added, in order, for each token that has several. So the sums have a fixed
+// order, and a block's work is bounded however skewed the batch is.
+//
+// The launches depend on N alone, never on the plan's content, so that they can be captured in a CUDA graph. Bound by
+// memory: backward reads dout twice (once for wte, once for wpe).
+//
+// Limits: any B, T, C.
+#include <algorithm>
+#include <vector>
+
+#include "layers/layers.h"
+#include "layers/vector.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocksPerSM = 6;  // of the kernel that walks over chunks: about as many as its registers allow
+
+// Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has ⌈n/kEncoderChunk⌉ chunks,
+// relatively the most for n = kEncoderChunk + 1, which has two: hence the bounds.
+struct PlanLayout {
+    size_t max_chunks, max_multi, max_partials;
+    size_t order, begin, dest, multi, ints;
+    explicit PlanLayout(size_t N)
+        : max_chunks(N), max_multi(N / (kEncoderChunk + 1)), max_partials(2 * N / (kEncoderChunk + 1)) {
+        order = 2;                      // plan[0], plan[1]: how many chunks and how many multi-chunk tokens there are
+        begin = order + N;              // (chunks + 1): chunk c is order[begin[c] .. begin[c + 1])
+        dest = begin + max_chunks + 1;  // (chunks): the token whose only chunk it is, or −1 − its row in scratch
+        multi = dest + max_chunks;      // (multi, 3): token, its first row in scratch, and one past its last
+        ints = multi + 3 * max_multi;
+    }
+};
+
+// A warp per row.
+template <class X, int V>
+__global__ void __launch_bounds__(kThreads)
+    encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens, const X* __restrict__ wte,
+                           const X* __restrict__ wpe, size_t N, int T, int C) {
+    const size_t row = static_cast<size_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+    if (row >= N) return;
+    const X* token = wte + static_cast<size_t>(tokens[row]) * C;
+    const X* position = wpe + (row % T) * C;
+    for (int c = threadIdx.x % kWarp * V; c < C; c += kWarp * V) {
+        const auto x = load<V>(token + c), y = load<V>(position + c);
+        Vec<float, V> sum;
+        for (int i = 0; i < V; i++) sum.x[i] = x[i] + y[i];
+        store(out + row * C + c, sum);
+    }
+}
+
+// dwpe: a thread owns V columns of one position and adds over the batch.
+template <class X, int V>
+__global__ void __launch_bounds__(kThreads)
+    position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC) {
+    const size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
+    if (i >= TC) return;
+    Vec<float, V> sum = {};
+#pragma unroll 8
+    for (int b = 0; b < B; b++) {
+        const auto dy = load<V>(dout + b * TC + i);
+        for (int k = 0; k < V; k++) sum.x[k] += dy[k];
+    }
+    auto total = load<V>(dwpe + i);
+    for (int k = 0; k < V; k++) total.x[k] += sum[k];
+    store(dwpe + i, total);
+}
+
+// Pass 1. Blocks walk over chunks; a thread owns V columns.
+template <class X, int V>
+__global__ void __launch_bounds__(kThreads)
+    token_backward_kernel(float* __restrict__ dwte, float* __restrict__ partials, const X* __restrict__ dout,
+                          const int* __restrict__ plan, PlanLayout at, int C) {
+    const int num_chunks = plan[0];
+    for (int chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+        const int* order = plan + at.order + plan[at.begin + chunk];
+        const int count = plan[at.begin + chunk + 1] - plan[at.begin + chunk];
+        const int dest = plan[at.dest + chunk];
+        for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
+            // Loaded before it is needed, so that it does not wait behind the sum.
+            Vec<float, V> total = {}, sum = {};
+            if (dest >= 0) total = load<V>(dwte + static_cast<size_t>(dest) * C + c);
+#pragma unroll 4
+            for (int p = 0; p < count; p++) {
+                const auto dy = load<V>(dout + static_cast<size_t>(order[p]) * C + c);
+                for (int k = 0; k < V; k++) sum.x[k] += dy[k];
+            }
+            for (int k = 0; k < V; k++) total.x[k] += sum[k];
+            if (dest >= 0)
+                store(dwte + static_cast<size_t>(dest) * C + c, total);
+            else
+                store(partials + static_cast<size_t>(-1 - dest) * C + c, total);
+        }
+    }
+}
+
+// Pass 2. A block owns 32 columns (blockIdx.y) of a token; its warps take every kWarps-th row and are added in order.
+__global__ void __launch_bounds__(kThreads)
+    token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials, const int* __restrict__ plan,
+                          PlanLayout at, int C) {
+    __shared__ float sum_smem[kWarps][kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int c = blockIdx.y * kWarp + lane;
+    const int num_multi = plan[1];
+    for (int m = blockIdx.x; m < num_multi; m += gridDim.x) {
+        const int* entry = plan + at.multi + 3 * static_cast<size_t>(m);
+        const int token = entry[0], first = entry[1], last = entry[2];
+        float sum = 0.f;
+        if (c < C)
+#pragma unroll 8
+            for (int p = first + warp; p < last; p += kWarps) sum += partials[static_cast<size_t>(p) * C + c];
+        sum_smem[warp][lane] = sum;
+        __syncthreads();
+        if (warp == 0 && c < C) {
+            for (int w = 1; w < kWarps; w++) sum += sum_smem[w][lane];
+            dwte[static_cast<size_t>(token) * C + c] += sum;
+        }
+        __syncthreads();  // before the next token's sums replace these
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class X>
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+    const size_t N = static_cast<size_t>(B) * T;
+    if (N == 0) return;
+    const auto kernel =
+        vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>> : encoder_forward_kernel<X, 1>;
+    kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C);
+    LAUNCH_CHECK("encoder_forward_kernel");
+}
+
+size_t encoder_scratch_bytes(const Cuda&, int B, int T, int C) {
+    return PlanLayout(static_cast<size_t>(B) * T).max_partials * C * sizeof(float);
+}
+
+size_t encoder_plan_ints(const Cuda&, size_t N) {
+    return PlanLayout(N).ints;
+}
+
+void encoder_plan(const Cuda&, int* plan, const int* tokens, size_t N) {
+    const PlanLayout at(N);
+    int *order = plan + at.order, *begin = plan + at.begin, *dest = plan + at.dest, *multi = plan + at.multi;
+
+    // Counting sort: first_of[v] is where token v's positions begin.
+    int V = 0;
+    for (size_t i = 0; i < N; i++) {
+        if (tokens[i] < 0)
+            throw Error(format("encoder_plan: token %d at position %zu, expected one >= 0", tokens[i], i));
+        V = std::max(V, tokens[i] + 1);
+    }
+    std::vector<int> first_of(V + 1, 0);
+    for (size_t i = 0; i < N; i++) first_of[tokens[i] + 1]++;
+    for (int v = 0; v < V; v++) first_of[v + 1] += first_of[v];
+    std::vector<int> next(first_of);
+    for (size_t i = 0; i < N; i++) order[next[tokens[i]]++] = static_cast<int>(i);
+
+    int chunks = 0, multis = 0, partials = 0;
+    for (int v = 0; v < V; v++) {
+        const int first = first_of[v], last = first_of[v + 1];
+        const bool several = last - first > kEncoderChunk;
+        const int first_partial = partials;
+        for (int p = first; p < last; p += kEncoderChunk) {
+            begin[chunks] = p;
+            dest[chunks++] = several ? -1 - partials++ : v;
+        }
+        if (several) {
+            int* entry = multi + 3 * multis++;
+            entry[0] = v, entry[1] = first_partial, entry[2] = partials;
+        }
+    }
+    begin[chunks] = static_cast<int>(N);
+    plan[0] = chunks;
+    plan[1] = multis;
+}
+
+template <class X>
+void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
+                      int T, int C) {
+    const size_t N = static_cast<size_t>(B) * T, TC = static_cast<size_t>(T) * C;
+    if (N == 0) return;
+    const PlanLayout at(N);
+    float* partials = static_cast<float*>(scratch);
+    const bool vector = vectorises<X>(C, dout, dwte, dwpe, partials);
+    const int V = vector ? kVec<X> : 1;
+
+    const auto positions = vector ? position_backward_kernel<X, kVec<X>> : position_backward_kernel<X, 1>;
+    positions<<<ceil_div(TC, kThreads * V), kThreads, 0, dev.stream>>>(dwpe, dout, B, TC);
+    LAUNCH_CHECK("position_backward_kernel");
+
+    const int threads = std::min<int>(kThreads, ceil_div(C, V * kWarp) * kWarp);
+    const size_t blocks_per_sm = kBlocksPerSM * (kThreads / threads);
+    const auto kernel = vector ? token_backward_kernel<X, kVec<X>> : token_backward_kernel<X, 1>;
+    kernel<<<static_cast<unsigned>(std::min(at.max_chunks, dev.num_sms * blocks_per_sm)), threads, 0, dev.stream>>>(
+        dwte, partials, dout, plan, at, C);
+    LAUNCH_CHECK("token_backward_kernel");
+
+    if (at.max_multi == 0) return;
+    const dim3 grid(static_cast<unsigned>(std::min<size_t>(at.max_multi, dev.num_sms)), ceil_div(C, kWarp));
+    token_partials_kernel<<<grid, kThreads, 0, dev.stream>>>(dwte, partials, plan, at, C);
+    LAUNCH_CHECK("token_partials_kernel");
+}
+
+#define INSTANTIATE(X)                                                                             \
+    template void encoder_forward(const Cuda&, X*, const int*, const X*, const X*, int, int, int); \
+    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, int, int);
+INSTANTIATE(float)
+INSTANTIATE(bf16)

@@ -1,0 +1,90 @@
+// Reductions over everything: a sum, the global norm of the gradient, a count of broken values.
+//
+//   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
+//
+// Two stages in a fixed order: a fixed number of blocks each sums every (blocks·threads)-th vector, then one block adds
+// the partial sums in double. The grid depends on the GPU alone, so the same input gives the same bits on every run.
+// NaN and inf come through sums by themselves. Bound by memory: one read of x.
+//
+// Writes: out[0].  Limits: any n and alignment.
+#include "layers/layers.h"
+#include "layers/vector.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerSM = 8;  // 8·256 threads fill a multiprocessor
+
+static int reduce_blocks(const Cuda& dev) {
+    return dev.num_sms * kBlocksPerSM;
+}
+
+template <int V, bool Square>
+__global__ void __launch_bounds__(kThreads)
+    partial_sums_kernel(float* partials, const float* __restrict__ x, size_t n) {
+    const size_t stride = static_cast<size_t>(gridDim.x) * kThreads * V;
+    float sum = 0.f;
+#pragma unroll 4
+    for (size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V; i < n; i += stride) {
+        const auto v = load<V>(x + i);
+        for (int k = 0; k < V; k++) sum += Square ? v[k] * v[k] : v[k];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+// One warp, so that no barrier is needed: lane i adds partial sums i, i+32, …
+__global__ void __launch_bounds__(kWarp)
+    final_sum_kernel(float* out, const float* partials, int count, float scale, bool root) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < count; i += kWarp) sum += partials[i];
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+    if (threadIdx.x == 0) *out = static_cast<float>(root ? sqrt(sum) : scale * sum);
+}
+
+template <class X>
+__global__ void __launch_bounds__(kThreads)
+    count_nonfinite_kernel(unsigned long long* count, const X* __restrict__ x, size_t n) {
+    unsigned long long found = 0;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
+        found += !isfinite(to_float(x[i]));
+    if (found) atomicAdd(count, found);  // integers: any order gives the same count
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <bool Square>
+static void reduce(const Cuda& dev, float* out, void* scratch, const float* x, float scale, size_t n) {
+    float* partials = static_cast<float*>(scratch);
+    const int blocks = reduce_blocks(dev);
+    const auto kernel =
+        vectorises<float>(n, x) ? partial_sums_kernel<kVec<float>, Square> : partial_sums_kernel<1, Square>;
+    kernel<<<blocks, kThreads, 0, dev.stream>>>(partials, x, n);
+    LAUNCH_CHECK("partial_sums_kernel");
+    final_sum_kernel<<<1, kWarp, 0, dev.stream>>>(out, partials, blocks, scale, Square);
+    LAUNCH_CHECK("final_sum_kernel");
+}
+
+size_t reduce_scratch_bytes(const Cuda& dev) {
+    return reduce_blocks(dev) * sizeof(float);
+}
+
+void reduce_sum(const Cuda& dev, float* out, void* scratch, const float* x, float scale, size_t n) {
+    reduce<false>(dev, out, scratch, x, scale, n);
+}
+
+void global_norm(const Cuda& dev, float* out, void* scratch, const float* x, size_t n) {
+    reduce<true>(dev, out, scratch, x, 1.f, n);
+}
+
+template <class X>
+size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n) {
+    unsigned long long* count = static_cast<unsigned long long*>(scratch);
+    dev.zero(count, sizeof *count);
+    count_nonfinite_kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(count, x, n);
+    LAUNCH_CHECK("count_nonfinite_kernel");
+    unsigned long long found = 0;
+    dev.download(&found, count, sizeof found);
+    return found;
+}
+
+template size_t count_nonfinite(const Cuda&, void*, const float*, size_t);
+template size_t count_nonfinite(const Cuda&, void*, const bf16*, size_t);

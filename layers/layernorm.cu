@@ -1,0 +1,239 @@
+// Layer norm over the last dimension (Ba, Kiros & Hinton 2016), with and without the residual addition before it.
+//
+//   mean = Σ x / C,   rstd = 1/√(Σ (x − mean)² / C + eps),   n = (x − mean)·rstd,   out = weight∘n + bias
+//
+//   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
+//
+// Forward: one warp owns a row and keeps it in shared memory as stored (each lane reads back only what it wrote, so no
+// barrier), which makes the two-pass variance free of a second trip to memory. Bound by memory: reads x (a and b),
+// writes out (and residual).
+//
+// Backward: the sums over rows want a thread that stays on its columns, the sums over a row want all columns at once.
+// So a block spans a whole row, 8 columns a thread, and walks over rows; the column sums stay
+// in registers until the end and leave as one partial row a block, which a second kernel adds in a fixed order: the
+// result has the same bits on every run. Bound by memory: reads dout, inp and dinp, writes dinp.
+//
+// Limits: C ≤ 8192; any N. Rows that are no multiple of 16 bytes take the same kernels with one element a load.
+#include <algorithm>
+
+#include "layers/layers.h"
+#include "layers/partials.cuh"
+#include "layers/vector.cuh"
+
+constexpr float kEps = 1e-5f;
+constexpr int kMaxChannels = 8192;
+
+constexpr int kForwardWarps = 8;           // per block, fewer when their rows would not fit in shared memory
+constexpr int kBatch = 4;                  // vectors that a lane loads at once: a row of 1024 bf16 or 512 fp32
+constexpr size_t kForwardSmem = 48 << 10;  // what a block gets without asking
+
+template <class X, int V, bool Residual>
+__global__ void __launch_bounds__(kForwardWarps* kWarp)
+    layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, X* residual, const X* a, const X* b,
+                             const X* __restrict__ weight, const X* __restrict__ bias, size_t N, int C) {
+    extern __shared__ uint4 rows_smem[];  // (warps, C) of X
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const size_t row = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
+    if (row >= N) return;
+    X* x_smem = reinterpret_cast<X*>(rows_smem) + static_cast<size_t>(warp) * C;
+    a += row * C;
+    b += row * C;
+    out += row * C;
+    residual += row * C;
+
+    // Loads go out in batches: the sum waits for its operands, and with one load at a time it would wait for memory
+    // each time.
+    float sum = 0.f;
+    for (int first = lane * V; first < C; first += kBatch * kWarp * V) {
+        Vec<X, V> x[kBatch], y[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; k++) {
+            const int c = first + k * kWarp * V;
+            if (c >= C) continue;
+            x[k] = load<V>(a + c);
+            if constexpr (Residual) y[k] = load<V>(b + c);
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; k++) {
+            const int c = first + k * kWarp * V;
+            if (c >= C) continue;
+            if constexpr (Residual) {
+                Vec<float, V> sum_ab;
+                for (int i = 0; i < V; i++) sum_ab.x[i] = x[k][i] + y[k][i];
+                x[k] = round_to<X>(sum_ab);
+            }
+            for (int i = 0; i < V; i++) sum += x[k][i];
+            store(x_smem + c, x[k]);
+        }
+    }
+    const float mean = warp_sum(sum) / C;
+
+    // The residual is stored only now: it may be a or b, and a store between the loads above would keep the compiler
+    // from issuing them together.
+    float squares = 0.f;
+    for (int c = lane * V; c < C; c += kWarp * V) {
+        const auto x = load<V>(x_smem + c);
+        for (int i = 0; i < V; i++) squares += (x[i] - mean) * (x[i] - mean);
+        if constexpr (Residual) store(residual + c, x);
+    }
+    const float rstd = rsqrtf(warp_sum(squares) / C + kEps);
+
+    for (int c = lane * V; c < C; c += kWarp * V) {
+        const auto x = load<V>(x_smem + c), w = load<V>(weight + c), beta = load<V>(bias + c);
+        Vec<float, V> y;
+        for (int i = 0; i < V; i++) y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
+        store(out + c, y);
+    }
+    if (lane == 0) {
+        mean_out[row] = mean;
+        rstd_out[row] = rstd;
+    }
+}
+
+constexpr int kBackwardColumns = 8;          // of a thread
+constexpr int kBackwardThreadsPerSM = 1024;  // what 64 registers a thread allow
+
+// partials: (gridDim, 2, C), a block's sums of dout∘n and of dout over its rows.
+template <class X, int V>
+__global__ void __launch_bounds__(kMaxChannels / kBackwardColumns)
+    layernorm_backward_kernel(X* dinp, float* partials, const X* __restrict__ dout, const X* __restrict__ inp,
+                              const X* __restrict__ weight, const float* __restrict__ mean,
+                              const float* __restrict__ rstd, size_t N, int C) {
+    constexpr int K = kBackwardColumns / V;  // vectors a thread owns: columns (k·blockDim + thread)·V …
+    // Two buffers, so that one barrier a row is enough: a warp that is a row ahead writes the other one.
+    __shared__ float2 sums_smem[2][kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const float inverse_C = 1.f / C;
+
+    int column[K];
+    Vec<X, V> w[K];
+    Vec<float, V> dweight[K] = {}, dbias[K] = {};
+    for (int k = 0; k < K; k++) {
+        column[k] = (k * blockDim.x + threadIdx.x) * V;
+        if (column[k] < C) w[k] = load<V>(weight + column[k]);
+    }
+
+    int buffer = 0;
+    for (size_t row = blockIdx.x; row < N; row += gridDim.x) {
+        const float m = mean[row], s = rstd[row];
+        Vec<X, V> dy[K], x[K], old[K];
+        for (int k = 0; k < K; k++) {
+            if (column[k] >= C) continue;
+            dy[k] = load<V>(dout + row * C + column[k]);
+            x[k] = load<V>(inp + row * C + column[k]);
+            old[k] = load<V>(dinp + row * C + column[k]);
+        }
+
+        float sum_g = 0.f, sum_gn = 0.f;
+        for (int k = 0; k < K; k++) {
+            if (column[k] >= C) continue;
+            for (int i = 0; i < V; i++) {
+                const float n = (x[k][i] - m) * s, g = __fmul_rn(w[k][i], dy[k][i]);
+                sum_g += g;
+                sum_gn += g * n;
+                dweight[k].x[i] += dy[k][i] * n;
+                dbias[k].x[i] += dy[k][i];
+            }
+        }
+        sum_g = warp_sum(sum_g);
+        sum_gn = warp_sum(sum_gn);
+        if (lane == 0) sums_smem[buffer][warp] = make_float2(sum_g, sum_gn);
+        __syncthreads();
+        float mean_g = 0.f, mean_gn = 0.f;
+        for (int i = 0; i < warps; i++) {
+            mean_g += sums_smem[buffer][i].x;
+            mean_gn += sums_smem[buffer][i].y;
+        }
+        mean_g *= inverse_C;
+        mean_gn *= inverse_C;
+        buffer ^= 1;
+
+        // n and g once more: cheaper than the registers to keep them. In short rows g and mean(g) cancel, and rstd, up
+        // to 316, multiplies what is left; so g must be the same rounded number here as in the sum, not part of an fma.
+        for (int k = 0; k < K; k++) {
+            if (column[k] >= C) continue;
+            Vec<float, V> dx;
+            for (int i = 0; i < V; i++) {
+                const float n = (x[k][i] - m) * s, g = __fmul_rn(w[k][i], dy[k][i]);
+                dx.x[i] = old[k][i] + s * (g - mean_g - n * mean_gn);
+            }
+            store(dinp + row * C + column[k], dx);
+        }
+    }
+
+    float* partial = partials + static_cast<size_t>(blockIdx.x) * 2 * C;
+    for (int k = 0; k < K; k++) {
+        if (column[k] >= C) continue;
+        store(partial + column[k], dweight[k]);
+        store(partial + C + column[k], dbias[k]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static void check_channels(int C) {
+    if (C < 1 || C > kMaxChannels) throw Error(format("layernorm: C = %d, expected 1..%d", C, kMaxChannels));
+}
+
+template <class X, bool Residual>
+static void launch_forward(const Cuda& dev, X* out, float* mean, float* rstd, X* residual, const X* a, const X* b,
+                           const X* weight, const X* bias, size_t N, int C) {
+    check_channels(C);
+    if (N == 0) return;
+    const size_t row_bytes = C * sizeof(X);
+    const int warps = static_cast<int>(std::min<size_t>(kForwardWarps, kForwardSmem / row_bytes));
+    const auto kernel = vectorises<X>(C, out, residual, a, b, weight, bias)
+                            ? layernorm_forward_kernel<X, kVec<X>, Residual>
+                            : layernorm_forward_kernel<X, 1, Residual>;
+    kernel<<<ceil_div(N, warps), warps * kWarp, warps * row_bytes, dev.stream>>>(out, mean, rstd, residual, a, b,
+                                                                                 weight, bias, N, C);
+    LAUNCH_CHECK("layernorm_forward_kernel");
+}
+
+template <class X>
+void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
+                       size_t N, int C) {
+    launch_forward<X, false>(dev, out, mean, rstd, nullptr, inp, nullptr, weight, bias, N, C);
+}
+
+template <class X>
+void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
+                                const X* weight, const X* bias, size_t N, int C) {
+    launch_forward<X, true>(dev, out, mean, rstd, residual, a, b, weight, bias, N, C);
+}
+
+// As many blocks as are resident together. It does not depend on N, so neither does the scratch.
+static int backward_threads(int C) {
+    return ceil_div(C, kBackwardColumns * kWarp) * kWarp;
+}
+static int backward_blocks(const Cuda& dev, int C) {
+    return dev.num_sms * (kBackwardThreadsPerSM / backward_threads(C));
+}
+
+size_t layernorm_scratch_bytes(const Cuda& dev, int C) {
+    check_channels(C);
+    return static_cast<size_t>(backward_blocks(dev, C)) * 2 * C * sizeof(float);
+}
+
+template <class X>
+void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout,
+                        const X* inp, const X* weight, const float* mean, const float* rstd, size_t N, int C) {
+    check_channels(C);
+    if (N == 0) return;
+    float* partials = static_cast<float*>(scratch);
+    const auto kernel = vectorises<X>(C, dinp, dout, inp, weight, partials) ? layernorm_backward_kernel<X, kVec<X>>
+                                                                            : layernorm_backward_kernel<X, 1>;
+    const int blocks = static_cast<int>(std::min<size_t>(backward_blocks(dev, C), N));
+    kernel<<<blocks, backward_threads(C), 0, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
+    LAUNCH_CHECK("layernorm_backward_kernel");
+    add_partials(dev, dweight, dbias, partials, blocks, C);
+}
+
+#define INSTANTIATE(X)                                                                                           \
+    template void layernorm_forward(const Cuda&, X*, float*, float*, const X*, const X*, const X*, size_t, int); \
+    template void residual_layernorm_forward(const Cuda&, X*, X*, float*, float*, const X*, const X*, const X*,  \
+                                             const X*, size_t, int);                                             \
+    template void layernorm_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*,       \
+                                     const float*, const float*, size_t, int);
+INSTANTIATE(float)
+INSTANTIATE(bf16)
