@@ -1,0 +1,76 @@
+// A stochastic grammar: text whose every choice has a known probability. The notation, line by line:
+//
+//   # a comment                     A line that starts with blanks continues the one before.
+//   @list fruit                     Items separated by commas, equally likely.
+//   apple, pear, plum
+//   @rule greeting                  Alternatives, one a line, each after its weight.
+//   3 "Good day," said {hero}.
+//   1 {Hero.he} only nodded.
+//   @table person: name, he, him    Rows, equally likely; columns are separated by " | ", and " / " in the first column
+//   Ann / Eve | she | her           stands for several rows that share the other columns.
+//   Tom | he | him
+//
+// and inside an alternative:
+//
+//   {fruit}                a choice from that rule. A capital, {Fruit}, capitalises what it writes.
+//   {hero:person}          the same, and the row is remembered as hero. {x:table.column} writes another column than the
+//   first. {hero}                 that same text again: no choice. {hero.he}              column "he" of the remembered
+//   row. A column is a template and may hold choices of its own. {friend:person!hero}   a choice among the other rows.
+//   (one|two)              a choice among equally likely templates written in place.
+//   [30% text ]            text with that probability, else nothing.
+//   a {fruit}              "an" where what follows starts with a vowel letter.
+//   ¶                      (with the blanks around it) a line break.
+//
+// Weights are integers and choices are made in integers: the same seed writes the same bytes on every machine.
+//
+// Unambiguous. Let every rule be a prefix code: no text of one alternative begins with a text of another, where a
+// letter after the end of a word counts as a difference ("sea" and "seal" differ, "red" and "red clay" do not). Then
+// whoever reads a text from the left, and knows the rows remembered so far, knows each choice; so a text has one
+// derivation, its probability is the product of its choices, and it shows its own end. dev/test_corpus.cpp proves the
+// property for our grammar.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct Symbol;
+using Template = std::vector<Symbol>;
+
+struct Symbol {
+    enum Kind {
+        text,    // literally
+        choose,  // from `rule`, writing `column`; remembered in `variable` unless that is −1
+        again,   // what `variable` wrote when it was chosen
+        recall,  // `column` of the row that `variable` remembers
+    } kind;
+    std::string literal = {};
+    int rule = -1, column = 0, variable = -1;
+    std::vector<int> others = {};  // variables whose rows are not to be chosen
+    bool capital = false;          // the first letter
+    bool article = false;          // the literal before ends in "a": write "n " or " " first
+};
+struct Alternative {
+    uint64_t weight;
+    std::vector<Template> columns;
+};
+struct Rule {
+    std::string name;                  // "" if written in place
+    std::vector<std::string> columns;  // their names; {""} if there is one only
+    std::vector<Alternative> alternatives;
+    uint64_t total = 0;  // of the weights
+};
+struct Grammar {
+    std::vector<Rule> rules;
+    std::vector<std::string> variables;
+    std::vector<int> variable_rules;  // the rule that each variable remembers a row of
+    int rule(const std::string& name) const;
+
+    explicit Grammar(const std::string& source);  // throws Error: line, what
+
+    // Writes an alternative of `rule` with random stream (seed, index) and adds −log of its probability to nats.
+    std::string write(int rule, uint64_t seed, uint64_t index, double& nats) const;
+};
+
+inline bool starts_with_vowel(char c) {
+    return std::string("aeiouAEIOU").find(c) != std::string::npos;
+}
