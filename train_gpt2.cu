@@ -718,7 +718,7 @@ std::vector<Option> Options::table() {
          "steps; -1: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1..", "batch"},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again", "", "batch"},
-        {"--lr", "-l", O::Float, &lr, "learning rate; 0: 6e-4 (tiny: 2e-3)", "0..", "optimizer"},
+        {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
         {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all", "-1..", "optimizer"},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1", "optimizer"},
         {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
@@ -897,10 +897,10 @@ struct Run {
 
 // Fills in the defaults that depend on the model and the device.
 static void resolve(Options& o, const Config& config, bool on_cpu, uint64_t batches_per_epoch) {
-    if (o.lr == 0) o.lr = on_cpu || config.C < 256 ? 2e-3f : 6e-4f;
+    if (o.lr == 0) o.lr = config.C < 256 ? 2e-3f : 3e-4f;
     if (o.max_steps < 0)
         o.max_steps = o.train_data.empty()
-                          ? (on_cpu ? 300 : 3000)
+                          ? (on_cpu ? 300 : 6500)
                           : static_cast<int>(std::max<uint64_t>(1, batches_per_epoch * o.B * o.T / o.tokens_per_step));
     if (o.warmup < 0) o.warmup = std::max(1, o.max_steps / 20);
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);

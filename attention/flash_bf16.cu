@@ -1,0 +1,907 @@
+// Flash attention forward and backward, bf16, mma.sync (sm_80+).
+//
+//   forward    S = scale·Q Kᵀ            (Br × Bc, fp32 registers)
+//              m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
+//              out = O / l;  lse = m + log l
+//   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
+//              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
+//
+// New against flash_fp32: operands live in tensor-core fragments. The accumulator of one product is the A operand of
+// the next (P of P·V, dS of dS·K), so S, P, dP and dS never leave registers. Tiles come to shared memory by cp.async in
+// a 2-stage ring, one barrier a stage, and from there to fragments by ldmatrix; a warp owns 32 rows so that every
+// fragment of the streamed operand feeds two MMAs: shared-memory bandwidth would be the bound otherwise.
+//
+// Backward is two kernels, and each writes what it owns: no atomics, no fp32 dQ in memory, any order of blocks gives
+// the same bits. dq_kernel keeps queries and streams keys; on the way it makes D. dkdv_kernel keeps keys, streams
+// queries, and computes Sᵀ and dPᵀ (keys as rows) so that Pᵀ and dSᵀ are A operands again. The price is 7 products,
+// not 5.
+//
+// The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv; only the epilogue
+// differs. A causal warp skips 32-row subtiles that it cannot see and masks only those that the diagonal or the end of
+// the keys crosses. A row that sees no key has lse = −inf, o = 0, and zero gradients.
+//
+// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq, dk, dv.
+// Scratch: float2 {log2(e)·lse, D} (B, NH, T), written by dq_kernel for dkdv_kernel.
+// Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
+#include <algorithm>
+#include <climits>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "attention/ptx_sm80.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+#endif
+
+// Before sm_80 the kernels compile to nothing, and what only they use stands unused.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#pragma nv_diag_suppress 177
+#endif
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles. A warp owns MTiles MMA tiles of 16 rows and takes Sub rows of the streamed operand at a time out of a stage of
+// Br or Bc. Registers decide: two blocks of 128 threads on an SM leave 255 a thread, and the accumulators take 192.
+// Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
+
+template <int HS>
+struct ForwardTiles {
+    static constexpr int Warps = 4, MTiles = 2, Threads = 32 * Warps, MinBlocks = 2;
+    static constexpr int Br = Warps * MTiles * 16;
+    static constexpr int Bc = HS == 64 ? 64 : 32;   // a stage at once: at HS 128 O takes 128 registers, at 64 S may
+    static constexpr bool QInRegisters = HS == 64;  // else its fragments are fetched again for every tile of keys
+    static constexpr int Smem = (Br + 4 * Bc) * HS * 2;  // Q, 2 stages of K and V: 48 KB, 64 KB
+};
+
+template <int HS>
+struct DqTiles {
+    static constexpr int Warps = 4, MTiles = 2, Threads = 32 * Warps, MinBlocks = 2;
+    static constexpr int Br = Warps * MTiles * 16;
+    static constexpr int Bc = HS == 64 ? 128 : 32;  // as large as fits: a barrier a stage
+    static constexpr int Sub = 32;                  // S and dP take 32 registers each
+    static constexpr bool QInRegisters = HS == 64;  // and dO
+    // Q, dO, 2 stages of K and V, row statistics: 97 KB
+    static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;
+};
+
+template <int HS>
+struct DkdvTiles {
+    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1;  // dK and dV take 128 registers
+    static constexpr int Threads = 32 * Warps, MinBlocks = 2;
+    static constexpr int Bc = Warps * MTiles * 16;
+    static constexpr int Br = HS == 64 ? 128 : 32;
+    static constexpr int Sub = 32;  // Sᵀ and dPᵀ take 16·MTiles registers each
+    // K, V, 2 stages of Q, dO and row statistics: 98 KB, 65 KB
+    static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles in shared memory: rows of HS elements whose 16-byte chunks are permuted, chunk c of row r lying at c ^ (r % 8).
+// Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
+
+template <int HS>
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+    return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
+}
+
+// Starts copying rows [row0, row0 + Rows) of one head; rows at or past `end` become zeros.
+template <int HS, int Rows, int Threads>
+__device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_t token, int row0, int end) {
+    constexpr int Chunks = HS / 8, RowsAtOnce = Threads / Chunks;
+    const int row = threadIdx.x / Chunks, chunk = threadIdx.x % Chunks;
+    const bf16* src = head + (row0 + row) * token + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < Rows; i += RowsAtOnce, src += RowsAtOnce * token)
+        cp_async_16(tile + swizzled<HS>(row + i, chunk), src, row0 + row + i < end);
+}
+
+// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
+// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right:
+// what an A operand wants, and transposed a B operand. The swizzle makes col an xor; the tile starts at a multiple of
+// its row, so the xor may follow the addition, and one register then serves all rows and columns.
+template <int HS>
+__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
+}
+// The same in the order upper left, upper right, lower left, lower right: a B operand whose columns are the tile's
+// rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
+template <int HS>
+__device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
+}
+
+// a = the A operand: 16·M rows from the tile's first, k-step [col, col + 16).
+template <int HS, int M>
+__device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
+#pragma unroll
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
+}
+
+// c (16·M × 8·N) += a · Bᵀ over one k-step, [col, col + 16) of the tile's columns; c's columns are its first 8·N rows.
+template <int HS, int M, int N>
+__device__ __forceinline__ void mma_abt(float (&c)[M][N][4], const uint32_t (&a)[M][4], uint32_t tile, int col) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t b[4];
+        ldmatrix_x4(b, block16_b<HS>(tile, 8 * n, col));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma_m16n8k16_bf16(c[m][n], a[m], b[0], b[1]);
+            mma_m16n8k16_bf16(c[m][n + 1], a[m], b[2], b[3]);
+        }
+    }
+}
+
+// c (16·M × HS) += a · B over one k-step: k is the tile's rows [row, row + 16), c's columns are its columns.
+template <int HS, int M>
+__device__ __forceinline__ void mma_ab(float (&c)[M][HS / 8][4], const uint32_t (&a)[M][4], uint32_t tile, int row) {
+#pragma unroll
+    for (int n = 0; n < HS / 8; n += 2) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, block16<HS>(tile, row, 8 * n));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma_m16n8k16_bf16(c[m][n], a[m], b[0], b[1]);
+            mma_m16n8k16_bf16(c[m][n + 1], a[m], b[2], b[3]);
+        }
+    }
+}
+
+// a = the A operand for k-step `kk` made of an accumulator: its columns [16·kk, 16·kk + 16), rounded to bf16.
+template <int M, int N>
+__device__ __forceinline__ void to_a(uint32_t (&a)[M][4], const float (&c)[M][N][4], int kk) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            a[m][2 * half] = pack_bf16(c[m][2 * kk + half][0], c[m][2 * kk + half][1]);
+            a[m][2 * half + 1] = pack_bf16(c[m][2 * kk + half][2], c[m][2 * kk + half][3]);
+        }
+}
+
+// Rounds c, rows [row, row + 16·M) of a tile, and writes the rows before `end` of those at dst = tile row 0. Goes
+// through the warp's own rows of `tile` in shared memory, so that lanes write 16 bytes each and whole rows together.
+template <int HS, int M>
+__device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsigned char* tile, int row, bf16* dst,
+                                           size_t token, int end) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // the warp has read what these rows held
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                *reinterpret_cast<uint32_t*>(tile + swizzled<HS>(row + 16 * m + 8 * r + lane / 4, n) + lane % 4 * 4) =
+                    pack_bf16(c[m][n][2 * r], c[m][n][2 * r + 1]);
+    __syncwarp();
+    constexpr int Chunks = HS / 8;
+#pragma unroll
+    for (int i = 0; i < 16 * M; i += 32 / Chunks) {
+        const int r = row + i + lane / Chunks, chunk = lane % Chunks;
+        if (r < end)
+            *reinterpret_cast<uint4*>(dst + r * token + chunk * 8) =
+                *reinterpret_cast<const uint4*>(tile + swizzled<HS>(r, chunk));
+    }
+}
+
+// The same for the block form: adds c into fp32 rows.
+template <int HS, int M>
+__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int t = row + 16 * m + 8 * r + lane / 4;
+            if (t >= end) continue;
+            float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) {
+                const float2 old = p[4 * n];
+                p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a launch covers. Blocks are numbered so that those running at once share keys in L2 (heads go in groups of
+// `group`), and within a group the longest come first, so that the last to finish are short.
+
+struct Problem {
+    Heads<const bf16> q, k, v;
+    int NH, Tq, Tk, heads;  // heads = B·NH
+    int shift;              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int tiles, group;
+    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
+};
+
+struct Work {
+    int tile, bh, b, h;
+};
+__device__ __forceinline__ Work work_of_block(const Problem& p, bool descending) {
+    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
+    return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
+}
+template <class X>
+__device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
+    return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+struct ForwardArgs {
+    Problem p;
+    Heads<bf16> out;  // whole form: written
+    float* o_acc;     // block form: merged into; null otherwise
+    float* lse;
+};
+
+template <int HS, bool Causal>
+__global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
+    const __grid_constant__ ForwardArgs args) {
+#if __CUDA_ARCH__ >= 800
+    using Tiles = ForwardTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, TileBytes = Bc * HS * 2;
+    const Problem& p = args.p;
+    extern __shared__ __align__(256) unsigned char smem[];
+    const uint32_t q_smem = smem_address(smem);
+    const uint32_t k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
+
+    const Work w = work_of_block(p, Causal);
+    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
+    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
+    const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
+    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;  // the last query sees keys before this
+    const int k_tiles = (k_end + Bc - 1) / Bc;  // ≤ 0: no query of this tile sees a key
+
+    auto load_kv = [&](int j) {
+        load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, Threads>(v_smem + (j & 1) * TileBytes, v, p.v.token, j * Bc, p.Tk);
+    };
+    load_tile<HS, Br, Threads>(q_smem, q, p.q.token, q0, p.Tq);
+    cp_async_commit();
+    if (k_tiles > 0) load_kv(k_tiles - 1);
+    cp_async_commit();
+
+    uint32_t q_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4];
+    float o[M][HS / 8][4] = {};
+    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end
+#pragma unroll
+    for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+    if constexpr (Tiles::QInRegisters) {
+        cp_async_wait<1>();
+        __syncthreads();
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
+    }
+
+    auto step = [&](int j, auto masked) {
+        constexpr bool Masked = decltype(masked)::value;
+        float s[M][Bc / 8][4] = {};
+        const uint32_t k_tile = k_smem + (j & 1) * TileBytes, v_tile = v_smem + (j & 1) * TileBytes;
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) {
+            auto& a = q_regs[Tiles::QInRegisters ? kk : 0];
+            if constexpr (!Tiles::QInRegisters) load_a<HS>(a, q_smem + warp_row * HS * 2, kk * 16);
+            mma_abt<HS>(s, a, k_tile, kk * 16);
+        }
+        if constexpr (Masked) {
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
+                    const int visible = (Causal ? min(p.Tk, row + p.shift + 1) : p.Tk) - j * Bc - lane % 4 * 2;
+#pragma unroll
+                    for (int n = 0; n < Bc / 8; n++)
+                        if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
+                }
+        }
+
+        // m is a reference that keeps the exponentials in range, not necessarily the maximum: O and l are rescaled only
+        // when some row of the warp outgrew it by more than 2^8, which after the first tile hardly ever happens.
+        float m_new[M][2];
+        bool outgrown = false;
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = m[i][r];
+#pragma unroll
+                for (int n = 0; n < Bc / 8; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                m_new[i][r] = x;
+                outgrown |= (x - m[i][r]) * p.scale_log2 > 8.f;  // −inf − −inf is NaN: false
+            }
+        if (__any_sync(~0u, outgrown)) {
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float x = m_new[i][r];
+                    const float alpha = x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * p.scale_log2);
+                    m[i][r] = x;
+                    l[i][r] *= alpha;
+#pragma unroll
+                    for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
+                }
+        }
+        float m_log2[M][2];
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * p.scale_log2;
+
+#pragma unroll
+        for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step of P·V, its MMAs beside the next one's exponentials
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int n = 2 * kk; n < 2 * kk + 2; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        s[i][n][e] = exp2_approx(s[i][n][e] * p.scale_log2 - m_log2[i][e / 2]);
+                        l[i][e / 2] += s[i][n][e];
+                    }
+            uint32_t a[M][4];
+            to_a(a, s, kk);
+            mma_ab<HS>(o, a, v_tile, 16 * kk);
+        }
+    };
+
+    for (int j = k_tiles - 1; j >= 0; j--) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile j is there for all, and all have left tile j + 1, whose stage the next load takes
+        if (j > 0) load_kv(j - 1);
+        cp_async_commit();
+        const int k0 = j * Bc;
+        if (Causal && k0 > last_q + p.shift) continue;
+        if (k0 + Bc > p.Tk || (Causal && k0 + Bc - 1 > first_q + p.shift))
+            step(j, std::true_type{});
+        else
+            step(j, std::false_type{});
+    }
+
+    float lse[M][2];
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = l[i][r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
+            const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
+            lse[i][r] = unseen ? -INFINITY : (m[i][r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
+        }
+    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const int first_row = first_q + lane / 4;
+    if (args.o_acc) {
+        const size_t token = static_cast<size_t>(p.NH) * HS;
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int row = first_row + 16 * i + 8 * r;
+                if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
+                const float old = lse_rows[row], weight = 1.f / (1.f + expf(old - lse[i][r]));  // σ(lse − old)
+                float2* acc =
+                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
+                    lane % 4;
+#pragma unroll
+                for (int n = 0; n < HS / 8; n++) {
+                    const float2 x = acc[4 * n];
+                    acc[4 * n] =
+                        make_float2(x.x - weight * (x.x - o[i][n][2 * r]), x.y - weight * (x.y - o[i][n][2 * r + 1]));
+                }
+                __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
+                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+            }
+    } else {
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
+                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+        store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward
+
+struct BackwardArgs {
+    Problem p;
+    Heads<const bf16> dout, out;      // out: whole form only
+    const float *lse, *D;             // D: block form only
+    float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
+    Heads<bf16> dq, dk, dv;           // whole form: written
+    float *dq_acc, *dk_acc, *dv_acc;  // block form: added into; null otherwise
+};
+
+// The dot product of 8 elements.
+__device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
+    const __nv_bfloat162 *a = reinterpret_cast<const __nv_bfloat162*>(&x),
+                         *b = reinterpret_cast<const __nv_bfloat162*>(&y);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 u = __bfloat1622float2(a[i]), v = __bfloat1622float2(b[i]);
+        sum += u.x * v.x + u.y * v.y;
+    }
+    return sum;
+}
+
+// D[i] of row row0 + i·32/(HS/8) + lane/(HS/8): HS/8 lanes share a row, 8 elements each. All loads are issued before
+// the first sum, so that their latency is paid once.
+template <int HS, int Rows>
+__device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_t dout_token, const bf16* out,
+                                       size_t out_token, int row0, int end) {
+    constexpr int Chunks = HS / 8;
+    const int lane = threadIdx.x % 32;
+    uint4 x[Rows], y[Rows];
+#pragma unroll
+    for (int i = 0; i < Rows; i++) {
+        const size_t row = min(row0 + i * (32 / Chunks) + lane / Chunks, end - 1);
+        x[i] = *reinterpret_cast<const uint4*>(dout + row * dout_token + lane % Chunks * 8);
+        y[i] = *reinterpret_cast<const uint4*>(out + row * out_token + lane % Chunks * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < Rows; i++) {
+        D[i] = dot8(x[i], y[i]);
+#pragma unroll
+        for (int lanes = 1; lanes < Chunks; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
+    }
+}
+
+template <int HS, bool Causal>
+__global__ __launch_bounds__(DqTiles<HS>::Threads,
+                             DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+#if __CUDA_ARCH__ >= 800
+    using Tiles = DqTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
+    constexpr int TileBytes = Bc * HS * 2;
+    const Problem& p = args.p;
+    extern __shared__ __align__(256) unsigned char smem[];
+    const uint32_t q_smem = smem_address(smem), do_smem = q_smem + Br * HS * 2;
+    const uint32_t k_smem = do_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
+    float2* stats_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
+
+    __shared__ Work w;  // the loops leave no register for it
+    if (threadIdx.x == 0) w = work_of_block(p, Causal);
+    __syncthreads();
+    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
+    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
+    const bf16* dout = head_of(args.dout, w, HS);
+    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;
+    const int k_tiles = (k_end + Bc - 1) / Bc;
+
+    auto load_kv = [&](int j) {
+        load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, Threads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
+    };
+    load_tile<HS, Br, Threads>(q_smem, head_of(p.q, w, HS), p.q.token, q0, p.Tq);
+    load_tile<HS, Br, Threads>(do_smem, dout, args.dout.token, q0, p.Tq);
+    cp_async_commit();
+    if (k_tiles > 0) load_kv(0);
+    cp_async_commit();
+
+    // While those copies are under way: lse and D of the warp's rows, for this kernel and for dkdv_kernel.
+    {
+        constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
+        const int row = warp_row + lane % (16 * M), t = q0 + row;
+        const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(t, p.Tq - 1);
+        float2 stats = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
+        if (args.D) {
+            stats.y = args.D[at];
+        } else {
+            float D[16 * M / RowsAtOnce];
+            rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, first_q, p.Tq);
+#pragma unroll
+            for (int i = 0; i < 16 * M / RowsAtOnce; i++)
+                if (lane % Chunks == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Chunks].y = D[i];
+            __syncwarp();
+            stats.y = stats_smem[row].y;
+            __syncwarp();
+        }
+        stats.x = stats.x == -INFINITY ? INFINITY : stats.x * static_cast<float>(M_LOG2E);
+        stats_smem[row] = stats;
+        if (t < p.Tq) args.stats[at] = stats;
+        __syncwarp();
+    }
+    float lse_log2[M][2], D[M][2];
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float2 stats = stats_smem[warp_row + 16 * i + 8 * r + lane / 4];
+            lse_log2[i][r] = stats.x;
+            D[i][r] = stats.y;
+        }
+
+    uint32_t q_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4], do_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4];
+    float dq[M][HS / 8][4] = {};
+    if constexpr (Tiles::QInRegisters) {
+        cp_async_wait<1>();
+        __syncthreads();
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) {
+            load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
+            load_a<HS>(do_regs[kk], do_smem + warp_row * HS * 2, kk * 16);
+        }
+    }
+
+    auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + Sub)
+        constexpr bool Masked = decltype(masked)::value;
+        const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2, v_tile = k_tile + 2 * TileBytes;
+        float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int n = 0; n < Sub / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it: dP − D
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) {
+            auto &q_a = q_regs[Tiles::QInRegisters ? kk : 0], &do_a = do_regs[Tiles::QInRegisters ? kk : 0];
+            if constexpr (!Tiles::QInRegisters) {
+                load_a<HS>(q_a, q_smem + warp_row * HS * 2, kk * 16);
+                load_a<HS>(do_a, do_smem + warp_row * HS * 2, kk * 16);
+            }
+            mma_abt<HS>(s, q_a, k_tile, kk * 16);
+            mma_abt<HS>(dp, do_a, v_tile, kk * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
+                const int visible = (Causal ? min(p.Tk, row + p.shift + 1) : p.Tk) - j * Bc - sub - lane % 4 * 2;
+#pragma unroll
+                for (int n = 0; n < Sub / 8; n++) {
+                    const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
+                    s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
+                }
+            }
+#pragma unroll
+        for (int kk = 0; kk < Sub / 16; kk++) {
+            uint32_t a[M][4];
+            to_a(a, s, kk);
+            mma_ab<HS>(dq, a, k_tile, 16 * kk);
+        }
+    };
+
+    for (int j = 0; j < k_tiles; j++) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
+        if (j + 1 < k_tiles) load_kv(j + 1);
+        cp_async_commit();
+#pragma unroll 1
+        for (int sub = 0; sub < Bc; sub += Sub) {
+            const int k0 = j * Bc + sub;
+            if (Causal && k0 > last_q + p.shift) continue;
+            if (k0 + Sub > p.Tk || (Causal && k0 + Sub - 1 > first_q + p.shift))
+                step(j, sub, std::true_type{});
+            else
+                step(j, sub, std::false_type{});
+        }
+    }
+
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
+    if (args.dq_acc) {
+        const size_t token = static_cast<size_t>(p.NH) * HS;
+        add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.Tq + q0) * token + w.h * HS, token,
+                     p.Tq - q0);
+    } else {
+        store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0);
+    }
+#endif
+}
+
+template <int HS, bool Causal>
+__global__ __launch_bounds__(DkdvTiles<HS>::Threads,
+                             DkdvTiles<HS>::MinBlocks) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+#if __CUDA_ARCH__ >= 800
+    using Tiles = DkdvTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
+    constexpr int TileBytes = Br * HS * 2;
+    const Problem& p = args.p;
+    extern __shared__ __align__(256) unsigned char smem[];
+    const uint32_t k_smem = smem_address(smem), v_smem = k_smem + Bc * HS * 2;
+    const uint32_t q_smem = v_smem + Bc * HS * 2, do_smem = q_smem + 2 * TileBytes;
+    const uint32_t stats_smem = do_smem + 2 * TileBytes;
+    const float4* stats = reinterpret_cast<const float4*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);  // two rows each
+
+    __shared__ Work w;  // the loops leave no register for it
+    if (threadIdx.x == 0) w = work_of_block(p, false);
+    __syncthreads();
+    const int k0 = w.tile * Bc, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
+    const int first_k = k0 + warp_row, last_k = first_k + 16 * M - 1;  // the warp's
+    const int first_tile = Causal ? max(0, k0 - p.shift) / Br : 0;  // the first query that sees key k0 is k0 − shift
+    const int q_tiles = (p.Tq + Br - 1) / Br;
+
+    // Queries past Tq arrive as zeros, dO and D too: they add nothing. Keys past Tk fill rows that are never written.
+    auto load_q = [&](int j) {
+        const int stage = j & 1, row = j * Br + threadIdx.x;
+        load_tile<HS, Br, Threads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token, j * Br, p.Tq);
+        load_tile<HS, Br, Threads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
+                                   p.Tq);
+        if (threadIdx.x < Br)
+            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8, args.stats + static_cast<size_t>(w.bh) * p.Tq + row,
+                       row < p.Tq);
+        cp_async_commit();
+    };
+    load_tile<HS, Bc, Threads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
+    load_tile<HS, Bc, Threads>(v_smem, head_of(p.v, w, HS), p.v.token, k0, p.Tk);
+    if (first_tile < q_tiles) load_q(first_tile);
+
+    float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
+    auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + Sub)
+        constexpr bool Masked = decltype(masked)::value;
+        const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2, do_tile = q_tile + 2 * TileBytes;
+        float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];  // transposed: rows are keys
+        uint32_t a[M][4];
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) {
+            load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
+            mma_abt<HS>(s, a, q_tile, kk * 16);
+        }
+        // {lse, D} of this lane's columns of subtile column n: e = 0 and 1.
+        auto columns = [&](int n) { return stats[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
+#pragma unroll
+        for (int n = 0; n < Sub / 8; n++) {
+            const float4 c = columns(n);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int key = first_k + 16 * i + e / 2 * 8 + lane / 4;
+                    const int query = j * Br + sub + 8 * n + lane % 4 * 2 + e % 2;
+                    const float P = exp2_approx(s[i][n][e] * p.scale_log2 - (e % 2 ? c.z : c.x));
+                    s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
+                }
+        }
+#pragma unroll
+        for (int kk = 0; kk < Sub / 16; kk++) {
+            to_a(a, s, kk);
+            mma_ab<HS>(dv, a, do_tile, 16 * kk);
+        }
+#pragma unroll
+        for (int n = 0; n < Sub / 8; n++) {
+            const float4 c = columns(n);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it: dP − D
+        }
+#pragma unroll 2  // not 4: the compiler would fetch so far ahead that it spills
+        for (int kk = 0; kk < HS / 16; kk++) {
+            load_a<HS>(a, v_smem + warp_row * HS * 2, kk * 16);
+            mma_abt<HS>(dp, a, do_tile, kk * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int n = 0; n < Sub / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[i][n][e] *= dp[i][n][e];  // dS
+#pragma unroll
+        for (int kk = 0; kk < Sub / 16; kk++) {
+            to_a(a, s, kk);
+            mma_ab<HS>(dk, a, q_tile, 16 * kk);
+        }
+    };
+
+    for (int j = first_tile; j < q_tiles; j++) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
+        if (j + 1 < q_tiles) load_q(j + 1);
+#pragma unroll 1
+        for (int sub = 0; sub < Br; sub += Sub) {
+            const int first_q = j * Br + sub;
+            if (Causal && first_q + Sub - 1 + p.shift < first_k) continue;
+            if (Causal && first_q + p.shift < last_k)
+                step(j, sub, std::true_type{});
+            else
+                step(j, sub, std::false_type{});
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // K and V have landed even if no query saw them: the epilogue overwrites them
+
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
+    if (args.dk_acc) {
+        const size_t token = static_cast<size_t>(p.NH) * HS;
+        const size_t at = (static_cast<size_t>(w.b) * p.Tk + k0) * token + w.h * HS;
+        add_tile<HS>(dk, warp_row, args.dk_acc + at, token, p.Tk - k0);
+        add_tile<HS>(dv, warp_row, args.dv_acc + at, token, p.Tk - k0);
+    } else {
+        store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
+        store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
+                       p.Tk - k0);
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+void check_aligned(const char* name, const void* ptr, size_t batch, size_t token) {
+    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 8 || token % 8)
+        throw Error(format("flash_bf16: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu elements)",
+                           name, ptr, batch, token));
+}
+template <class X>
+void check_aligned(const char* name, const Heads<X>& x) {
+    check_aligned(name, x.ptr, x.batch, x.token);
+}
+
+// The three heads of a packed (B, T, 3, NH, HS) tensor: which = 0 q, 1 k, 2 v.
+template <class X>
+Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + which * C, s.T * 3 * C, 3 * C};
+}
+template <class X>
+Heads<X> contiguous(X* x, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {x, s.T * C, C};
+}
+BlockShape whole(const AttentionShape& s) {
+    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
+}
+
+Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const Heads<const bf16>& v,
+                const BlockShape& s) {
+    if (s.HS != 64 && s.HS != 128)
+        throw Error(format("flash_bf16: head size %d, expected 64 or 128: use --attention naive", s.HS));
+    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
+        throw Error(format("flash_bf16: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", s.B, s.NH, s.Tq, s.Tk));
+    if (!(s.resolved_scale() > 0.f)) throw Error(format("flash_bf16: scale %g, expected > 0", s.resolved_scale()));
+    check_aligned("q", q);
+    check_aligned("k", k);
+    check_aligned("v", v);
+    Problem p{};
+    p.q = q, p.k = k, p.v = v;
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    // Beyond these bounds every query sees all keys, or none.
+    p.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+    p.scale = s.resolved_scale();
+    p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    return p;
+}
+
+// One block for each of `tiles` of each head. A head streams `T` rows twice (K and V, or Q and dO); a group of heads
+// should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+template <class Args>
+void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem, const Cuda& dev) {
+    constexpr size_t kGroupBytes = 32 << 20;
+    args.p.tiles = tiles;
+    args.p.group =
+        static_cast<int>(std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(T) * HS), 1, args.p.heads));
+    const size_t blocks = static_cast<size_t>(tiles) * args.p.heads;
+    if (blocks > INT_MAX)
+        throw Error(
+            format("flash_bf16: %zu blocks, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
+    LAUNCH_CHECK("flash_bf16");
+}
+int ceil_div(int a, int b) {
+    return (a - 1) / b + 1;
+}
+
+template <int HS>
+void launch_forward(const ForwardArgs& args, bool causal, const Cuda& dev) {
+    using Tiles = ForwardTiles<HS>;
+    launch(causal ? forward_kernel<HS, true> : forward_kernel<HS, false>, args, ceil_div(args.p.Tq, Tiles::Br),
+           args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+}
+void launch_forward(const ForwardArgs& args, const BlockShape& s, const Cuda& dev) {
+    if (s.HS == 64)
+        launch_forward<64>(args, s.causal, dev);
+    else
+        launch_forward<128>(args, s.causal, dev);
+}
+
+template <int HS>
+void launch_backward(const BackwardArgs& args, bool causal, const Cuda& dev) {
+    launch(causal ? dq_kernel<HS, true> : dq_kernel<HS, false>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk,
+           HS, DqTiles<HS>::Threads, DqTiles<HS>::Smem, dev);
+    launch(causal ? dkdv_kernel<HS, true> : dkdv_kernel<HS, false>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc),
+           args.p.Tq, HS, DkdvTiles<HS>::Threads, DkdvTiles<HS>::Smem, dev);
+}
+void launch_backward(const BackwardArgs& args, const BlockShape& s, const Cuda& dev) {
+    if (s.HS == 64)
+        launch_backward<64>(args, s.causal, dev);
+    else
+        launch_backward<128>(args, s.causal, dev);
+}
+
+void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
+    ForwardArgs args{};
+    args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    args.out = contiguous(out, s);
+    args.lse = lse;
+    check_aligned("out", args.out);
+    launch_forward(args, whole(s), dev);
+}
+
+void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
+                   Heads<const bf16> v, const BlockShape& s) {
+    ForwardArgs args{};
+    args.p = problem(q, k, v, s);
+    args.o_acc = o_acc;
+    args.lse = lse;
+    check_aligned("o_acc", o_acc, 0, 0);
+    launch_forward(args, s, dev);
+}
+
+void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out, const float* lse,
+              const bf16*, const bf16* qkv, const AttentionShape& s) {
+    BackwardArgs args{};
+    args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    args.dout = contiguous(dout, s), args.out = contiguous(out, s);
+    args.lse = lse;
+    args.stats = static_cast<float2*>(scratch);
+    args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
+    check_aligned("dout", args.dout);
+    check_aligned("out", args.out);
+    check_aligned("dqkv", args.dq);
+    check_aligned("scratch", scratch, 0, 0);
+    launch_backward(args, whole(s), dev);
+}
+
+void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const bf16> q,
+                    Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
+                    const BlockShape& s) {
+    BackwardArgs args{};
+    args.p = problem(q, k, v, s);
+    args.dout = dout;
+    args.lse = lse, args.D = D;
+    args.stats = static_cast<float2*>(scratch);
+    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv;
+    check_aligned("dout", dout);
+    check_aligned("dq", dq, 0, 0);
+    check_aligned("dk", dk, 0, 0);
+    check_aligned("dv", dv, 0, 0);
+    check_aligned("scratch", scratch, 0, 0);
+    launch_backward(args, s, dev);
+}
+
+size_t block_scratch_bytes(const BlockShape& s) {
+    return static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float2);
+}
+size_t scratch_bytes(const AttentionShape& s) {
+    return block_scratch_bytes(whole(s));
+}
+size_t saved_bytes(const AttentionShape&) {
+    return 0;
+}
+
+}  // namespace
+
+const AttentionKernel<bf16> flash_bf16 = {"flash_bf16", 80,       true,          saved_bytes,    scratch_bytes,
+                                          forward,      backward, forward_block, backward_block, block_scratch_bytes};

@@ -1,0 +1,650 @@
+// Flash attention, fp32, on CUDA cores (every GPU from sm_70): the algorithm at its plainest.
+//
+// Forward, for one tile of Br query rows against one tile of Bc keys at a time:
+//   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
+//   m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
+//   out = O / l;  lse = m + log l                                   (after the last tile)
+//
+// Backward, given lse and D = rowsum(dO∘O), for one tile of Bc keys against one tile of Br queries at a time:
+//   P = exp(scale·Q Kᵀ − lse);  dV += Pᵀ dO
+//   dS = P∘(dO Vᵀ − D);         dK += scale·dSᵀ Q;  dQ += scale·dS K
+//
+// New against naive: S and P are never stored. Forward: a block of 4 warps keeps Br query rows of one (b, head), and K
+// and V stream past them; m and l make the softmax right without having seen the whole row. Backward: a block keeps Bc
+// keys, and Q and dO stream past them; P is computed again from lse.
+//
+// What bounds it: the FFMA rate, then shared memory. A thread multiplies with outer products in registers: an M × N
+// sub-tile costs M + N loads of 16 bytes for 4·M·N FFMAs, so sub-tiles are as large as 255 registers allow. P (and dS)
+// change owners between one product and the next, through shared memory.
+//
+// dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
+// query tile's counter: no atomics on floats, and the same bits on every run.
+//
+// Forward writes: out, lse (every element).  Backward writes: dqkv (every element), D and the counters in scratch.
+// The block form updates o_acc and lse, and adds into dq, dk, dv.
+// Limits: HS in {64, 128}; any T ≥ 1.   Run: ./dev/bench_attention --kernel flash_fp32
+#include <algorithm>
+#include <climits>
+
+#include "attention/attention.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles
+
+constexpr int kThreads = 128;  // 4 warps: one for each scheduler of an SM
+constexpr int kWarps = kThreads / 32;
+constexpr int kLaneRows = 4, kLaneCols = 8;  // a warp's lanes as a grid
+constexpr int kChunk = 16;                   // terms of a dot product that are summed in one go, as in attention_D
+
+// Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one computes while the other
+// loads or waits at a barrier.
+template <int HS_, int Br_, int Bc_>
+struct Tiles {
+    static constexpr int HS = HS_, Br = Br_, Bc = Bc_;
+    // Row lengths in shared memory. +4 floats: lanes that read 16 bytes of 8 neighbouring rows hit 8 different bank
+    // groups. +8: a warp that writes 8 neighbouring floats in each of 4 rows hits 32 different banks.
+    static constexpr int kRow = HS + 4, kPRow = Bc + 8;
+    static constexpr int kForwardFloats = (Br + Bc) * kRow + Br * kPRow;       // Q, K or V, P
+    static constexpr int kBackwardFloats = 2 * (Br + Bc) * kRow + Br * kPRow;  // Q, dO, K, V, P or dS
+};
+
+//                                              a thread's S, O            shared memory
+using Forward64 = Tiles<64, 128, 64>;        // 8×8, 8×8: 128 accumulators  88 KB, two blocks an SM from sm_80
+using Forward128 = Tiles<128, 64, 64>;       // 4×8, 4×16                   86 KB
+using ForwardSmall64 = Tiles<64, 64, 64>;    // 4×8, 4×8                    53 KB: Turing gives a block 64 KB
+using ForwardSmall128 = Tiles<128, 32, 64>;  // 2×8, 2×16                   60 KB
+//                                              a thread's S, dP, dK, dV
+using Backward64 = Tiles<64, 64, 64>;         // all 4×8: 128 accumulators   88 KB
+using Backward128 = Tiles<128, 32, 64>;       // 2×8, 2×8, 4×16, 4×16        111 KB: sm_80, sm_90, sm_100
+using BackwardSmall64 = Tiles<64, 32, 64>;    // 2×8, 2×8, 4×8, 4×8          62 KB
+using BackwardSmall128 = Tiles<128, 16, 32>;  // 1×4, 1×4, 2×16, 2×16        54 KB
+
+// The lane grid: bits 0 and 4 of the lane are the row, bits 1 to 3 the column. Lanes that share an address then differ
+// in bit 0 (same column) or bit 1 (same row), which lets the hardware serve a 16-byte load of the warp in 2 passes,
+// not 4.
+__device__ static int lane_row() {
+    return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2);
+}
+__device__ static int lane_col() {
+    return threadIdx.x >> 1 & 7;
+}
+
+// Over the 8 lanes that share a row.
+__device__ static float row_max(float x) {
+    for (int bit = 2; bit <= 8; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
+    return x;
+}
+__device__ static float row_sum(float x) {
+    for (int bit = 2; bit <= 8; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+}
+
+// 2^x by the special function unit; exp2f without the detour for denormal results.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
+__device__ static float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+constexpr float kLog2e = 1.4426950408889634f;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles between global and shared memory, through registers: the loads can be on their way while something else runs
+
+template <int Rows, int HS>
+using Stage = float4[Rows * HS / 4 / kThreads];
+
+// A row is HS/4 threads wide; each thread takes one 16-byte chunk of every kRowsAtOnce-th row.
+template <int HS>
+constexpr int kRowsAtOnce = kThreads / (HS / 4);
+
+// Rows beyond `valid` read as zero.
+template <int Rows, int HS>
+__device__ void fetch(Stage<Rows, HS>& stage, const float* rows, size_t token, int valid) {
+    const int row = threadIdx.x / (HS / 4);
+    rows += row * token + threadIdx.x % (HS / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
+        stage[i] =
+            row + i * kRowsAtOnce<HS> < valid ? *reinterpret_cast<const float4*>(rows) : float4{0.f, 0.f, 0.f, 0.f};
+        rows += kRowsAtOnce<HS> * token;
+    }
+}
+
+template <int Rows, int HS>
+__device__ void store(float* smem, const Stage<Rows, HS>& stage, float factor = 1.f) {
+    smem += threadIdx.x / (HS / 4) * (HS + 4) + threadIdx.x % (HS / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
+        const float4 v = stage[i];
+        *reinterpret_cast<float4*>(smem + i * kRowsAtOnce<HS> * (HS + 4)) =
+            float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products. A thread's rows are row, row + 4, … of its warp's (in matmul_tn: M neighbours), its columns col, col + 8, …
+// (in matmul_nt) or 4·col … 4·col + 3, then the same + 32, … (in the others). a and b point to the thread's first.
+
+template <int N>
+__device__ void load(float (&to)[N], const float* from, int stride = 4) {
+    if constexpr (N == 2) {
+        const float2 v = *reinterpret_cast<const float2*>(from);
+        to[0] = v.x, to[1] = v.y;
+    } else {
+#pragma unroll
+        for (int n = 0; n < N / 4; n++) {
+            const float4 v = *reinterpret_cast<const float4*>(from + n * stride);
+            to[4 * n] = v.x, to[4 * n + 1] = v.y, to[4 * n + 2] = v.z, to[4 * n + 3] = v.w;
+        }
+    }
+}
+
+// acc += A Bᵀ over K columns.
+template <int K, int M, int N>
+__device__ void matmul_nt(float (&acc)[M][N], const float* a, int a_row, const float* b, int b_row) {
+#pragma unroll 4
+    for (int k = 0; k < K; k += 4) {
+        float b_regs[N][4];
+#pragma unroll
+        for (int j = 0; j < N; j++) load(b_regs[j], b + j * kLaneCols * b_row + k);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            float a_regs[4];
+            load(a_regs, a + i * kLaneRows * a_row + k);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int j = 0; j < N; j++) acc[i][j] += a_regs[e] * b_regs[j][e];
+        }
+    }
+}
+
+// acc += A B over K columns of A, rows of B.
+template <int K, int M, int N>
+__device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const float* b, int b_row) {
+#pragma unroll 4
+    for (int k = 0; k < K; k += 4) {
+        float a_regs[M][4];
+#pragma unroll
+        for (int i = 0; i < M; i++) load(a_regs[i], a + i * kLaneRows * a_row + k);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float b_regs[N];
+            load(b_regs, b + (k + e) * b_row, 4 * kLaneCols);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++) acc[i][j] += a_regs[i][e] * b_regs[j];
+        }
+    }
+}
+
+// acc += Aᵀ B over K rows.
+template <int K, int M, int N>
+__device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const float* b, int b_row) {
+#pragma unroll 8
+    for (int k = 0; k < K; k++) {
+        float a_regs[M], b_regs[N];
+        load(a_regs, a + k * a_row);
+        load(b_regs, b + k * b_row, 4 * kLaneCols);
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++) acc[i][j] += a_regs[i] * b_regs[j];
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+struct ForwardArgs {
+    float* out;  // (B,Tq,NH,HS)
+    float* lse;  // (B,NH,Tq)
+    Heads<const float> q, k, v;
+    int Tq, Tk, NH;
+    int shift;  // query i sees the keys j ≤ i + shift
+    float scale;
+    bool carry;  // out and lse hold the state of earlier blocks
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) {
+    constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow, kPRow = Tile::kPRow;
+    constexpr int M = Br / kWarps / kLaneRows, N = Bc / kLaneCols, kOut = HS / kLaneCols;
+    extern __shared__ float4 smem[];
+    float* q_smem = reinterpret_cast<float*>(smem);  // (Br, HS), scaled
+    float* kv_smem = q_smem + Br * kRow;             // (Bc, HS), K and V in turn
+    float* p_smem = kv_smem + Bc * kRow;             // (Br, Bc)
+
+    // Longest rows first, so that short ones fill the gaps at the end.
+    const int b = blockIdx.x / args.NH, h = blockIdx.x % args.NH, q0 = (gridDim.y - 1 - blockIdx.y) * Br;
+    const float* q = args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS;
+    const float* k = args.k.ptr + b * args.k.batch + h * HS;
+    const float* v = args.v.ptr + b * args.v.batch + h * HS;
+    const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row(), col = lane_col();  // this thread's first
+
+    const int q_end = min(q0 + Br, args.Tq);
+    const int kv_end = min(args.Tk, q_end + args.shift);           // keys that the last row sees
+    const int kv_seen_by_all = min(args.Tk, q0 + args.shift + 1);  // keys that the first row sees
+
+    Stage<Br, HS> q_stage;
+    Stage<Bc, HS> kv_stage;
+    fetch<Br, HS>(q_stage, q, args.q.token, q_end - q0);
+    store<Br, HS>(q_smem, q_stage, args.scale);
+    fetch<Bc, HS>(kv_stage, k, args.k.token, kv_end);
+    store<Bc, HS>(kv_smem, kv_stage);
+
+    float o_regs[M][kOut] = {}, m[M], l[M] = {};  // l: this thread's columns only
+    for (int i = 0; i < M; i++) m[i] = -INFINITY;
+
+    for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
+        __syncthreads();  // K is there
+        float s_regs[M][N] = {};
+        matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, kv_smem + col * kRow, kRow);
+        fetch<Bc, HS>(kv_stage, v + kv0 * args.v.token, args.v.token, kv_end - kv0);  // V comes while the softmax runs
+
+        if (kv0 + Bc > kv_seen_by_all) {  // the diagonal, and the last keys
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const int key = kv0 + col + j * kLaneCols;
+                    if (key >= args.Tk || key > q0 + row + i * kLaneRows + args.shift) s_regs[i][j] = -INFINITY;
+                }
+        }
+
+        // Online softmax: everything so far was relative to the old m.
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            float m_new = s_regs[i][0];
+#pragma unroll
+            for (int j = 1; j < N; j++) m_new = fmaxf(m_new, s_regs[i][j]);
+            m_new = fmaxf(m[i], row_max(m_new));
+            const float base = m_new == -INFINITY ? 0.f : m_new;  // a row that has seen no key: exp(−∞ − 0), not −∞ + ∞
+            const float correction = exp2_approx((m[i] - base) * kLog2e);
+            m[i] = m_new;
+            l[i] *= correction;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const float p = exp2_approx((s_regs[i][j] - base) * kLog2e);
+                l[i] += p;
+                p_smem[(row + i * kLaneRows) * kPRow + col + j * kLaneCols] = p;
+            }
+#pragma unroll
+            for (int j = 0; j < kOut; j++) o_regs[i][j] *= correction;
+        }
+
+        __syncthreads();  // everyone is done with K
+        store<Bc, HS>(kv_smem, kv_stage);
+        __syncthreads();  // V is there, and P, whose rows stay within a warp
+        const int kv_next = kv0 + Bc;
+        if (kv_next < kv_end) fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token, args.k.token, kv_end - kv_next);
+        matmul_nn<Bc>(o_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
+        __syncthreads();  // everyone is done with V
+        if (kv_next < kv_end) store<Bc, HS>(kv_smem, kv_stage);
+    }
+
+    float* lse = args.lse + static_cast<size_t>(blockIdx.x) * args.Tq;
+    float lse_old[M];
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        l[i] = row_sum(l[i]);
+        const int t = q0 + row + i * kLaneRows;
+        lse_old[i] = args.carry && t < args.Tq ? lse[t] : -INFINITY;
+    }
+    __syncwarp();  // all lanes of a row have read lse
+
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        const int t = q0 + row + i * kLaneRows;
+        if (t >= args.Tq) continue;
+        float* out = args.out + ((static_cast<size_t>(b) * args.Tq + t) * args.NH + h) * HS + 4 * col;
+        const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
+        const float lse_b = l[i] == 0.f ? -INFINITY : m[i] + logf(l[i]);
+
+        // Merge: o ← o − σ(lse_b − lse)(o − o_b). A row to which this block shows no key stays as it is.
+        const float weight = lse_b == -INFINITY ? 0.f : 1.f / (1.f + expf(lse_old[i] - lse_b));
+#pragma unroll
+        for (int n = 0; n < kOut / 4; n++) {
+            float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
+            const float* from = &o_regs[i][4 * n];
+            float4 o_b{from[0] * inv_l, from[1] * inv_l, from[2] * inv_l, from[3] * inv_l};
+            if (args.carry) {
+                const float4 old = *o;
+                o_b.x = old.x - weight * (old.x - o_b.x);
+                o_b.y = old.y - weight * (old.y - o_b.y);
+                o_b.z = old.z - weight * (old.z - o_b.z);
+                o_b.w = old.w - weight * (old.w - o_b.w);
+            }
+            *o = o_b;
+        }
+        if (col == 0) {
+            const float hi = fmaxf(lse_old[i], lse_b);
+            lse[t] = hi == -INFINITY ? hi : hi + log1pf(expf(-fabsf(lse_old[i] - lse_b)));
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward
+
+struct BackwardArgs {
+    Heads<float> dq, dk, dv;
+    Heads<const float> q, k, v, dout;
+    const float *lse, *D;  // (B,NH,Tq)
+    int* ticket;           // the next block's number
+    int* key_tiles_added;  // (B·NH, query tiles): how many key tiles are in dq
+    int Tq, Tk, NH, heads;
+    int shift;  // query i sees the keys j ≤ i + shift
+    float scale;
+    bool carry;  // add into dq, dk, dv; else write
+};
+
+__device__ static void add4(float* to, const float* x, bool add, float factor = 1.f) {
+    float4 sum{x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
+    if (add) {
+        const float4 old = __ldcg(reinterpret_cast<float4*>(to));  // past L1, which does not see other SMs' writes
+        sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
+    }
+    *reinterpret_cast<float4*>(to) = sum;
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args) {
+    constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow, kPRow = Tile::kPRow;
+    constexpr int M = Br / kWarps / kLaneRows, N = Bc / kLaneCols;      // S, dP: rows are queries
+    constexpr int Mk = Bc / kWarps / kLaneRows, kOut = HS / kLaneCols;  // dK, dV: rows are keys
+    extern __shared__ float4 smem[];
+    float* k_smem = reinterpret_cast<float*>(smem);  // (Bc, HS)
+    float* v_smem = k_smem + Bc * kRow;              // (Bc, HS)
+    float* q_smem = v_smem + Bc * kRow;              // (Br, HS), scaled
+    float* do_smem = q_smem + Br * kRow;             // (Br, HS)
+    float* p_smem = do_smem + Br * kRow;             // (Br, Bc), P and dS in turn
+    __shared__ int ticket_smem;
+
+    // Blocks number themselves in the order in which they start, because each waits for its predecessor in its head:
+    // key tile j of all heads, then j + 1. It is also the longest first.
+    if (threadIdx.x == 0) ticket_smem = atomicAdd(args.ticket, 1);
+    __syncthreads();
+    const int bh = ticket_smem % args.heads, key_tile = ticket_smem / args.heads, kv0 = key_tile * Bc;
+    const int b = bh / args.NH, h = bh % args.NH;
+    const int warp = threadIdx.x / 32, col = lane_col();
+    const int row = warp * (Br / kWarps) + lane_row();       // this thread's first query
+    const int key = warp * (Bc / kWarps) + Mk * lane_row();  // and key, in dK and dV
+
+    const int query_tiles = (args.Tq + Br - 1) / Br;
+    const int first_query_tile = max(0, kv0 - args.shift) / Br;  // the first that sees a key of this tile
+    if (first_query_tile >= query_tiles) return;
+
+    const int keys = min(Bc, args.Tk - kv0);
+    {
+        Stage<Bc, HS> k_stage, v_stage;
+        fetch<Bc, HS>(k_stage, args.k.ptr + b * args.k.batch + kv0 * args.k.token + h * HS, args.k.token, keys);
+        fetch<Bc, HS>(v_stage, args.v.ptr + b * args.v.batch + kv0 * args.v.token + h * HS, args.v.token, keys);
+        store<Bc, HS>(k_smem, k_stage);
+        store<Bc, HS>(v_smem, v_stage);
+    }
+    const auto load_queries = [&](int tile) {
+        const int q0 = tile * Br;
+        Stage<Br, HS> q_stage, do_stage;
+        fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS, args.q.token, args.Tq - q0);
+        fetch<Br, HS>(do_stage, args.dout.ptr + b * args.dout.batch + q0 * args.dout.token + h * HS, args.dout.token,
+                      args.Tq - q0);
+        store<Br, HS>(q_smem, q_stage, args.scale);
+        store<Br, HS>(do_smem, do_stage);
+    };
+    load_queries(query_tiles - 1);
+    __syncthreads();
+
+    // From the last query tile back: all key tiles meet the last query tile first, so they wait for one another once,
+    // at the start, and then follow at a distance.
+    float dk_regs[Mk][kOut] = {}, dv_regs[Mk][kOut] = {};
+    for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
+        const int q0 = tile * Br;
+        float lse[M], D[M];
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            const int t = q0 + row + i * kLaneRows;
+            const size_t at = static_cast<size_t>(bh) * args.Tq + t;
+            lse[i] = t < args.Tq ? args.lse[at] : INFINITY;
+            D[i] = t < args.Tq ? args.D[at] : 0.f;
+            if (lse[i] == -INFINITY) lse[i] = INFINITY;  // the row saw no key at all: P = 0
+        }
+
+        float* p_own = p_smem + row * kPRow + col;  // this thread's elements of P, then of dS
+        {
+            float s_regs[M][N] = {};
+            matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, k_smem + col * kRow, kRow);
+            const bool masked = kv0 + Bc > min(args.Tk, q0 + args.shift + 1);  // the diagonal, and the last keys
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const int c = col + j * kLaneCols;
+                    float p = exp2_approx((s_regs[i][j] - lse[i]) * kLog2e);
+                    if (masked && (c >= keys || kv0 + c > q0 + row + i * kLaneRows + args.shift)) p = 0.f;
+                    p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
+                }
+        }
+        // dP, in sums of kChunk terms: where P is close to 1, dP − D cancels, and what is left of dS is dP's rounding
+        // error, half as large as with one long sum. attention_D adds in the same order: at P = 1 it cancels exactly.
+        float ds_regs[M][N] = {};
+#pragma unroll 1
+        for (int k = 0; k < HS; k += kChunk) {
+            float sum[M][N] = {};
+            matmul_nt<kChunk>(sum, do_smem + row * kRow + k, kRow, v_smem + col * kRow + k, kRow);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++) ds_regs[i][j] += sum[i][j];
+        }
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                ds_regs[i][j] = p_own[i * kLaneRows * kPRow + j * kLaneCols] * (ds_regs[i][j] - D[i]);
+        __syncthreads();  // P is there
+        matmul_tn<Br>(dv_regs, p_smem + key, kPRow, do_smem + 4 * col, kRow);
+        __syncthreads();  // everyone is done with P
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++) p_own[i * kLaneRows * kPRow + j * kLaneCols] = ds_regs[i][j];
+        __syncthreads();  // dS is there
+        matmul_tn<Br>(dk_regs, p_smem + key, kPRow, q_smem + 4 * col, kRow);
+        float dq_regs[M][kOut] = {};
+        matmul_nn<Bc>(dq_regs, p_smem + row * kPRow, kPRow, k_smem + 4 * col, kRow);
+        __syncthreads();  // everyone is done with Q, dO and dS
+
+        // Add into dq when the key tiles before this one have.
+        volatile int* added = args.key_tiles_added + static_cast<size_t>(bh) * query_tiles + tile;
+        if (threadIdx.x == 0) {
+            while (*added != key_tile) __nanosleep(50);
+            __threadfence();  // what the predecessor wrote before it raised the counter is visible now
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            const int t = q0 + row + i * kLaneRows;
+            if (t >= args.Tq) continue;
+            float* dq = args.dq.ptr + b * args.dq.batch + t * args.dq.token + h * HS + 4 * col;
+#pragma unroll
+            for (int n = 0; n < kOut / 4; n++)
+                add4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], args.carry || key_tile > 0, args.scale);
+        }
+        if (tile > first_query_tile) load_queries(tile - 1);
+        __threadfence();
+        __syncthreads();  // dq is written, and the next Q and dO are there
+        if (threadIdx.x == 0) *added = key_tile + 1;
+    }
+
+#pragma unroll
+    for (int i = 0; i < Mk; i++) {
+        if (key + i >= keys) continue;
+        const size_t t = kv0 + key + i;
+        float* dk = args.dk.ptr + b * args.dk.batch + t * args.dk.token + h * HS + 4 * col;
+        float* dv = args.dv.ptr + b * args.dv.batch + t * args.dv.token + h * HS + 4 * col;
+#pragma unroll
+        for (int n = 0; n < kOut / 4; n++) {
+            add4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n], args.carry);
+            add4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n], args.carry);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+static void check(const char* what, int B, int Tq, int Tk, int NH, int HS) {
+    if (HS != 64 && HS != 128) throw Error(format("%s: head size must be 64 or 128, found %d", what, HS));
+    if (B < 1 || Tq < 1 || Tk < 1 || NH < 1)
+        throw Error(format("%s: B, T and NH must be at least 1, found B %d, Tq %d, Tk %d, NH %d", what, B, Tq, Tk, NH));
+    if (Tq > (1 << 20) || Tk > (1 << 20) || static_cast<long long>(B) * NH * (Tk / 32 + 1) > INT_MAX)
+        throw Error(
+            format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T ≤ 2^36); "
+                   "split the batch or the sequence",
+                   what, B, Tq, Tk, NH));
+}
+
+static void check_aligned(const char* what, const char* tensor, const void* ptr, size_t batch = 0, size_t token = 0) {
+    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 4 || token % 4)
+        throw Error(format("%s: rows of %s must be 16-byte aligned, found address %p, strides %zu and %zu floats", what,
+                           tensor, ptr, batch, token));
+}
+template <class X>
+static void check_aligned(const char* what, const char* tensor, const Heads<X>& x) {
+    check_aligned(what, tensor, x.ptr, x.batch, x.token);
+}
+
+// Query i sees key j where i + shift ≥ j. Without a mask, or with one that shows everything or nothing, it is clamped
+// so that no sum overflows.
+static int shift_of(const BlockShape& s) {
+    if (!s.causal) return s.Tk;
+    return static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+}
+
+// Bytes of shared memory that a block may have on this GPU.
+static int block_smem(const Cuda& dev) {
+    int bytes = 0;
+    CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev.device));
+    return bytes;
+}
+
+template <class Tile>
+static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
+    constexpr int kSmem = Tile::kForwardFloats * sizeof(float);
+    if (kSmem > block_smem(dev)) return false;
+    CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    const dim3 grid(B * args.NH, (args.Tq + Tile::Br - 1) / Tile::Br);
+    forward_kernel<Tile><<<grid, kThreads, kSmem, dev.stream>>>(args);
+    LAUNCH_CHECK("flash_fp32 forward_kernel");
+    return true;
+}
+
+static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, Heads<const float> q,
+                        Heads<const float> k, Heads<const float> v, const BlockShape& s, bool carry) {
+    check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
+    check_aligned(what, "q", q);
+    check_aligned(what, "k", k);
+    check_aligned(what, "v", v);
+    check_aligned(what, "out", out);
+    const ForwardArgs args{out, lse, q, k, v, s.Tq, s.Tk, s.NH, shift_of(s), s.resolved_scale(), carry};
+    if (s.HS == 64)
+        launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B);
+    else
+        launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
+}
+
+// Counters: the ticket, then one for each query tile of at least 16 rows of each head. D comes first, in the whole
+// form.
+static size_t counters(const BlockShape& s) {
+    return 1 + static_cast<size_t>(s.B) * s.NH * ((s.Tq + 15) / 16);
+}
+
+template <class Tile>
+static bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
+    constexpr int kSmem = Tile::kBackwardFloats * sizeof(float);
+    if (kSmem + static_cast<int>(sizeof(int)) > block_smem(dev)) return false;
+    CUDA_CHECK(cudaFuncSetAttribute(backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    const unsigned blocks = args.heads * ((args.Tk + Tile::Bc - 1) / Tile::Bc);
+    backward_kernel<Tile><<<blocks, kThreads, kSmem, dev.stream>>>(args);
+    LAUNCH_CHECK("flash_fp32 backward_kernel");
+    return true;
+}
+
+static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Heads<float> dk, Heads<float> dv,
+                         int* scratch, Heads<const float> q, Heads<const float> k, Heads<const float> v,
+                         Heads<const float> dout, const float* lse, const float* D, const BlockShape& s, bool carry) {
+    check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
+    check_aligned(what, "q", q);
+    check_aligned(what, "k", k);
+    check_aligned(what, "v", v);
+    check_aligned(what, "dout", dout);
+    check_aligned(what, "dq", dq);
+    check_aligned(what, "dk", dk);
+    check_aligned(what, "dv", dv);
+    dev.zero(scratch, counters(s) * sizeof(int));
+    BackwardArgs args;
+    args.dq = dq, args.dk = dk, args.dv = dv;
+    args.q = q, args.k = k, args.v = v, args.dout = dout;
+    args.lse = lse, args.D = D;
+    args.ticket = scratch, args.key_tiles_added = scratch + 1;
+    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.heads = s.B * s.NH;
+    args.shift = shift_of(s), args.scale = s.resolved_scale(), args.carry = carry;
+    if (s.HS == 64)
+        launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args);
+    else
+        launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args);
+}
+
+// The whole form is one block: all queries against all keys, q, k and v inside qkv (B,T,3,NH,HS).
+static BlockShape whole(const AttentionShape& s) {
+    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
+}
+template <class X>
+static Heads<X> part(X* qkv, int which, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + which * C, 3 * C * s.T, 3 * C};
+}
+
+static void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
+    forward_any(dev, "flash_fp32 forward", out, lse, part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), whole(s),
+                false);
+}
+
+static void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float> q, Heads<const float> k,
+                          Heads<const float> v, const BlockShape& s) {
+    forward_any(dev, "flash_fp32 forward_block", o_acc, lse, q, k, v, s, true);
+}
+
+static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
+                     const float*, const float* qkv, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    float* D = static_cast<float*>(scratch);
+    int* counters = reinterpret_cast<int*>(D + static_cast<size_t>(s.B) * s.NH * s.T);
+    attention_D(dev, D, dout, out, s.B, s.T, s.NH, s.HS);
+    backward_any(dev, "flash_fp32 backward", part(dqkv, 0, s), part(dqkv, 1, s), part(dqkv, 2, s), counters,
+                 part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), {dout, C * s.T, C}, lse, D, whole(s), false);
+}
+
+static void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const float> q,
+                           Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
+                           const float* D, const BlockShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    backward_any(dev, "flash_fp32 backward_block", {dq, C * s.Tq, C}, {dk, C * s.Tk, C}, {dv, C * s.Tk, C},
+                 static_cast<int*>(scratch), q, k, v, dout, lse, D, s, true);
+}
+
+static size_t saved_bytes(const AttentionShape&) {
+    return 0;
+}
+static size_t block_scratch_bytes(const BlockShape& s) {
+    return counters(s) * sizeof(int);
+}
+static size_t scratch_bytes(const AttentionShape& s) {
+    return static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
+}
+
+const AttentionKernel<float> flash_fp32{"flash_fp32", 70,       true,          saved_bytes,    scratch_bytes,
+                                        forward,      backward, forward_block, backward_block, block_scratch_bytes};

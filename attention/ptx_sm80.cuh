@@ -1,0 +1,73 @@
+// One PTX instruction, one inline function: what sm_80 and later offer for asynchronous copies and matrix fragments.
+// The manual's sections are named by their anchors in https://docs.nvidia.com/cuda/parallel-thread-execution/.
+#pragma once
+#include <cstdint>
+
+// Shared-memory address of a generic pointer, as the instructions below take it
+// (#data-movement-and-conversion-instructions-cvta)
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Starts copying 16 bytes to shared memory, past L1 and past the registers; zeros if !valid, and then src is not read.
+// #data-movement-and-conversion-instructions-cp-async
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+// The same for 8 bytes (through L1: .cg copies 16 bytes only).
+__device__ __forceinline__ void cp_async_8(uint32_t smem, const void* src, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 8 : 0) : "memory");
+}
+// Closes this thread's group of copies. #data-movement-and-conversion-instructions-cp-async-commit-group
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
+// Waits until at most `Pending` of this thread's groups are under way; other threads' copies need a barrier after it.
+// #data-movement-and-conversion-instructions-cp-async-wait-group
+template <int Pending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
+}
+
+// Four 8×8 matrices of 16-bit elements: lanes 8i … 8i+7 give the addresses of the rows of matrix i; in r[i] lane l gets
+// elements 2(l%4), 2(l%4)+1 of its row l/4. #warp-level-matrix-instructions-ldmatrix
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(smem)
+                 : "memory");
+}
+// The same with each matrix transposed: lane l gets rows 2(l%4), 2(l%4)+1 of column l/4.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(smem)
+                 : "memory");
+}
+
+// c (16×8, fp32) += a (16×16, row-major) · b (16×8, column-major). Lane l holds, with g = l/4 and t = 2(l%4):
+//   c[0..1] = (g, t..t+1)   c[2..3] = (g+8, t..t+1)
+//   a[0] = (g, t..t+1)   a[1] = (g+8, t..t+1)   a[2] = (g, t+8..t+9)   a[3] = (g+8, t+8..t+9)
+//   b0 = (t..t+1, g)     b1 = (t+8..t+9, g)
+// #warp-level-matrix-fragment-mma-16816-float
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats rounded to nearest even into one register, `low` in bits 0–15.
+// #data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+// 2^x to 2 ulp, without exp2f's care for subnormal results; 2^−inf = 0. #floating-point-instructions-ex2
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
