@@ -22,7 +22,7 @@ GENCODE := $(call gencode,$(ARCH))
 endif
 
 WARN      := -Wall -Wextra -Werror
-CXXFLAGS  := -std=c++17 -O3 -march=$(MARCH) -fopenmp -I. $(WARN) -MMD -MP $(EXTRA)
+CXXFLAGS  := -std=c++17 -O3 -fno-math-errno -march=$(MARCH) -fopenmp -I. $(WARN) -MMD -MP $(EXTRA)
 NVCCFLAGS := -std=c++17 -O3 -lineinfo -I. -Werror all-warnings -Xcompiler -Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC)))
 CXXFLAGS  += -isystem $(CUDA_HOME)/include
@@ -31,6 +31,7 @@ LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME
 KERNELS   := $(wildcard attention/*.cu layers/*.cu)
 OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp) dev/reference.cpp)
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
+PYTESTS   := $(if $(shell command -v python3),$(wildcard dev/test_*.py))
 BENCHES   := $(basename $(wildcard dev/bench_*.cu))
 JOBS      ?= $(shell nproc)
 
@@ -54,7 +55,7 @@ build/%.o: %.cpp
 # Builds with all cores, runs every test program, and ends in one line "N passed, N failed, N skipped".
 test:
 	@$(MAKE) --no-print-directory -j$(JOBS) train_gpt2cu $(TESTS)
-	@dev/run_tests.sh "$(MAKE) --no-print-directory -j$(JOBS) archs" $(TESTS)
+	@dev/run_tests.sh "$(MAKE) --no-print-directory -j$(JOBS) archs" $(TESTS) $(PYTESTS)
 
 # Every kernel for every architecture, warnings as errors; a register spill in an attention kernel is one on sm_80 and sm_90a.
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))

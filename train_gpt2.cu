@@ -709,9 +709,9 @@ std::vector<Option> Options::table() {
         {"--attention", "", O::Choice, &attention, "naive materialises T×T", "flash|naive", "model"},
         {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu", "model"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)", "", "model"},
-        {"--batch", "-b", O::Int, &B, "sequences per micro-batch; 0: 8", "0..65536", "batch"},
-        {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: the model's positions, at most 1024", "0..4194304",
-         "batch"},
+        {"--batch", "-b", O::Int, &B, "sequences per micro-batch; 0: 8 (CPU: 4)", "0..65536", "batch"},
+        {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",
+         "0..4194304", "batch"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step, "tokens per update, a multiple of B·T; 0: B·T", "0..",
          "batch"},
         {"--max-steps", "-x", O::Int, &max_steps,
@@ -778,32 +778,28 @@ struct Data {
 static Data find_data(const Options& o) {
     if (!o.train_data.empty()) return {o.train_data, o.val_data};
     const Corpus corpus = builtin_corpus("data/cache");
-    return {corpus.train_path, o.val_data.empty() ? corpus.val_path : o.val_data,
-            o.val_data.empty() ? corpus.val_nats : NAN};
+    if (!o.val_data.empty()) return {corpus.train_path, o.val_data};
+    return {corpus.train_path, corpus.val_path, corpus.val_nats};
 }
 
-static void print_memory(const std::array<Arena*, 5>& arenas, size_t total) {
-    std::printf("memory\n");
-    for (const Arena* a : arenas)
-        if (a->bytes) std::printf("  %-18s %9.1f MiB\n", a->name, a->bytes / 1048576.0);
-    std::printf("  %-18s %9.1f MiB\n", "total", total / 1048576.0);
-}
+constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
 
 // Says what each arena asked for and the largest -b that would fit in what is free.
 template <class Dev, class X>
 [[noreturn]] void throw_out_of_memory(GPT2<Dev, X>& model, size_t free_bytes) {
     std::string asked;
     for (const Arena* a : model.arenas())
-        if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / 1073741824.0);
+        if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / kGiB);
+    auto bytes_with = [&](int b) {
+        return GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training).total_bytes();
+    };
     int b = model.B - 1;
-    while (b > 0 &&
-           GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training).total_bytes() >
-               free_bytes)
-        b--;
-    throw OutOfMemory(
-        format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s", model.dev.name.c_str(),
-               free_bytes / 1073741824.0, model.total_bytes() / 1073741824.0, model.B, model.T, asked.c_str(),
-               b > 0 ? format("-b %d would fit", b).c_str() : "not even -b 1 fits; use a smaller -t or model"));
+    while (b > 0 && bytes_with(b) > free_bytes) b--;
+    const std::string way_out =
+        b > 0 ? format("-b %d would fit", b) : "not even -b 1 fits: use a smaller -t or a smaller model";
+    throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
+                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B, model.T,
+                             asked.c_str(), way_out.c_str()));
 }
 
 template <class Dev, class X>
@@ -817,156 +813,270 @@ void allocate_or_explain(GPT2<Dev, X>& model) {
     }
 }
 
-// Everything a run carries from step to step beside the model.
+// A training run: the model and all that goes with it from step to step.
 template <class Dev, class X>
-struct Run {
+class Run {
+  public:
+    Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Data& data);
+    ~Run() { dev.free_host(host); }
+
+    void describe() const;
+    void open_log();
+    void train_step();
+    void watch();    // validation and samples, where this step has them
+    void save();     // a checkpoint of this step
+    bool restore();  // the newest checkpoint; false if there is none
+    bool saved() const { return last_checkpoint == step; }
+    uint64_t train_tokens() const { return train.num_tokens(); }
+    int step = 0;  // steps done
+
+  private:
+    using A = Acc<X>;
+    const Dev& dev;
     const Options& o;
     GPT2<Dev, X>& model;
+    const Data data;
     Loader train;
     std::unique_ptr<Loader> val;
+    const Tokenizer tokenizer;
     Identity identity;
-    std::unique_ptr<Log> log;
-    int step = 0;
+    std::unique_ptr<Log> log = std::make_unique<Log>();
     int last_checkpoint = -1;
-    std::string last_checkpoint_path() const {
-        return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+    double mean_ms = 0;
+
+    // Batches of two steps, pinned: one that the GPU works on, one that is prepared meanwhile. `position` is where the
+    // training data goes on after the first of them.
+    int *host = nullptr, *batch = nullptr, *next = nullptr;
+    bool prepared = false;
+    LoaderState position{};
+    void prepare(int* to) {
+        for (int i = 0; i < model.micro_steps; i++) model.fill_batch(to + i * model.batch_ints(), train);
     }
 
-    // State and model of a step. Resuming from them continues bit for bit.
+    // The parts of a checkpoint beside the model: for reading and for writing.
     struct Counters {
         uint64_t step, model_checksum;
         LoaderState train;
     };
-    // One for writing and reading: `adam` is the host copy of the optimizer's arena.
-    std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
+    static std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
         return {{"counters", &counters, sizeof counters}, {"optimizer", adam.data(), adam.size()}};
     }
-    void save() {
-        Range range("checkpoint");
-        std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
-        model.dev.download(adam.data(), model.adam.base, adam.size());
-        model.dev.download(params.data(), model.params.base, params.size());
-        Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), train.state()};
-        write_model(model_path(o.output_dir, step), header_of(model.config, dtype_of<X>()), params.data());
-        write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
-        last_checkpoint = step;
-        std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
-        if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
-    }
-    bool restore() {
-        const int newest = newest_checkpoint(o.output_dir);
-        if (newest < 0) return false;
-        const std::string path = model_path(o.output_dir, newest);
-        std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
-        Counters counters{};
-        read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
-        const ModelHeader header = read_model_header(path), mine = header_of(model.config, dtype_of<X>());
-        if (std::memcmp(&header, &mine, sizeof header))
-            throw Error(format("%s: its header is not this run's model", path.c_str()));
-        read_model_parameters(path, header, params.data());
-        const uint64_t found = checksum64(params.data(), params.size());
-        if (found != counters.model_checksum)
-            throw Error(
-                format("%s: checksum %016llx of the parameters, expected %016llx by its state file: the file is "
-                       "damaged; remove both to resume "
-                       "from the checkpoint before",
-                       path.c_str(), (unsigned long long)found, (unsigned long long)counters.model_checksum));
-        model.dev.upload(model.adam.base, adam.data(), adam.size());
-        model.dev.upload(model.params.base, params.data(), params.size());
-        model.dev.sync();
-        train.restore(counters.train);
-        last_checkpoint = step = newest;
-        return true;
-    }
-
-    double validate(int* host) {
-        Range range("validate");
-        val->reset();
-        double sum = 0;
-        for (int i = 0; i < o.val_batches; i++) {
-            Acc<X> loss;
-            model.fill_batch(host, *val);
-            model.upload(host, 1);
-            model.evaluate_micro_batch(0);
-            model.dev.download(&loss, model.stats(), sizeof loss);
-            sum += loss;
-        }
-        return sum / o.val_batches;
-    }
+    double validate();
 };
 
-// Fills in the defaults that depend on the model and the device.
-static void resolve(Options& o, const Config& config, bool on_cpu, uint64_t batches_per_epoch) {
+template <class Dev, class X>
+Run<Dev, X>::Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Data& data)
+    : dev(dev),
+      o(o),
+      model(model),
+      data(data),
+      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed),
+      tokenizer(o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer)) {
+    const Config& c = model.config;
+    if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0);
+    const size_t ints = size_t(model.micro_steps) * model.batch_ints();
+    host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
+    batch = host, next = host + ints;
+    identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
+                       {"precision", name_of(dtype_of<X>())},
+                       {"device", Dev::kind},
+                       {"B", std::to_string(o.B)},
+                       {"T", std::to_string(o.T)},
+                       {"tokens per step", std::to_string(o.tokens_per_step)},
+                       {"seed", std::to_string(o.seed)},
+                       {"data", format("%016llx", static_cast<unsigned long long>(train.identity()))}};
+}
+
+template <class Dev, class X>
+void Run<Dev, X>::describe() const {
+    const Config& c = model.config;
+    Options settings = o;
+    std::printf("%s", options_settings(settings.table()).c_str());
+    std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
+                dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "");
+    std::printf("model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n", c.L,
+                c.NH, c.C, c.max_T, c.V, c.Vp);
+    std::printf("parameters         %.1f M\n", model.num_parameters / 1e6);
+    std::printf("train data         %s\n", train.description().c_str());
+    if (val) std::printf("validation data    %s\n", val->description().c_str());
+    std::printf("memory\n");
+    for (const Arena* a : model.arenas())
+        if (a->bytes) std::printf("  %-16s %9.1f MiB\n", a->name, a->bytes / kMiB);
+    std::printf("  %-16s %9.1f MiB\n", "total", model.total_bytes() / kMiB);
+}
+
+// A fresh run's log begins anew, a resumed one's loses the rows that it will write again.
+template <class Dev, class X>
+void Run<Dev, X>::open_log() {
+    if (o.output_dir.empty()) return;
+    const std::string path = o.output_dir + "/log.jsonl";
+    if (step) Log::truncate_after(path, step);
+    log = std::make_unique<Log>(path, step > 0);
+    Row row("run");
+    row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
+    row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
+    row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed);
+    log->write(row.add("floor_nats", data.floor));
+}
+
+template <class Dev, class X>
+void Run<Dev, X>::train_step() {
+    Range range("step", step);
+    const auto start = std::chrono::steady_clock::now();
+    if (!prepared) prepare(batch);
+    prepared = true;
+    model.upload(batch, model.micro_steps);
+    for (int i = 0; i < model.micro_steps; i++) model.train_micro_batch(i);
+    const double lr = o.learning_rate(step);
+    model.update(
+        {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)});
+    if (!o.overfit) {
+        position = train.state();
+        prepare(next);  // while the GPU works
+    }
+
+    std::vector<A> stats(model.micro_steps + 1);
+    dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
+    const double loss = std::accumulate(stats.begin(), stats.end() - 1, 0.0) / model.micro_steps, norm = stats.back();
+    if (!std::isfinite(loss) || !std::isfinite(norm)) {
+        const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+        throw Error(
+            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was "
+                   "updated; last good checkpoint: %s",
+                   step + 1, loss, norm, model.first_nonfinite().c_str(), last_good.c_str()));
+    }
+    if (!o.overfit) std::swap(batch, next);
+    step++;
+
+    const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+    mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
+    const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
+    const double mfu = peak > 0 ? 100 * tok_s * model.config.flops_per_token(o.T) / (peak * 1e12) : NAN;
+    const int eta = static_cast<int>((o.max_steps - step) * mean_ms / 1e3);
+    std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n", step,
+                o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a", eta / 60,
+                eta % 60);
+    Row row("train");
+    row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
+    log->write(row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu));
+}
+
+template <class Dev, class X>
+double Run<Dev, X>::validate() {
+    Range range("validate");
+    val->reset();
+    double sum = 0;
+    std::vector<int> one(model.batch_ints());
+    for (int i = 0; i < o.val_batches; i++) {
+        A loss;
+        model.fill_batch(one.data(), *val);
+        model.upload(one.data(), 1);
+        model.evaluate_micro_batch(0);
+        dev.download(&loss, model.stats(), sizeof loss);
+        sum += loss;
+    }
+    return sum / o.val_batches;
+}
+
+template <class Dev, class X>
+void Run<Dev, X>::watch() {
+    auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
+    if (val && due(o.val_every)) {
+        const double loss = validate();
+        const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
+        std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, loss, floor.c_str());
+        log->write(Row("val").add("step", step).add("loss_nats", loss).add("floor_nats", data.floor));
+    }
+    if (step > 0 && due(o.sample_every)) {
+        const Sampling sampling = {o.temperature, o.top_k};
+        const std::string text = generate(model, tokenizer, o.prompt, o.sample_length, sampling, mix(o.seed, step));
+        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, text.c_str());
+        log->write(Row("sample").add("step", step).add("text", text));
+    }
+}
+
+template <class Dev, class X>
+void Run<Dev, X>::save() {
+    Range range("checkpoint");
+    std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
+    dev.download(adam.data(), model.adam.base, adam.size());
+    dev.download(params.data(), model.params.base, params.size());
+    Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), position};
+    write_model(model_path(o.output_dir, step), header_of(model.config, dtype_of<X>()), params.data());
+    write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
+    last_checkpoint = step;
+    std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
+    if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
+}
+
+template <class Dev, class X>
+bool Run<Dev, X>::restore() {
+    const int newest = newest_checkpoint(o.output_dir);
+    if (newest < 0) return false;
+    const std::string path = model_path(o.output_dir, newest);
+    std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
+    Counters counters{};
+    read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
+    const ModelHeader header = read_model_header(path), mine = header_of(model.config, dtype_of<X>());
+    if (std::memcmp(&header, &mine, sizeof header))
+        throw Error(format("%s: its header is not this run's model", path.c_str()));
+    read_model_parameters(path, header, params.data());
+    const uint64_t found = checksum64(params.data(), params.size());
+    if (found != counters.model_checksum)
+        throw Error(
+            format("%s: damaged: its parameters have checksum %016llx, expected %016llx by the state file; remove "
+                   "both to resume from the checkpoint before",
+                   path.c_str(), static_cast<unsigned long long>(found),
+                   static_cast<unsigned long long>(counters.model_checksum)));
+    dev.upload(model.adam.base, adam.data(), adam.size());
+    dev.upload(model.params.base, params.data(), params.size());
+    dev.sync();
+    train.restore(position = counters.train);
+    last_checkpoint = step = newest;
+    return true;
+}
+
+static Attention attention_of(const Options& o) {
+    return o.attention == "naive" ? Attention::naive : Attention::flash;
+}
+
+// The defaults that depend on the device and the model; then, with the data known, those that depend on its size.
+static void resolve_sizes(Options& o, const Config& config, bool on_cpu) {
+    if (o.B == 0) o.B = on_cpu ? 4 : 8;
+    if (o.T == 0) o.T = std::min(config.max_T, on_cpu ? 64 : 1024);
+    const long long micro_batch = static_cast<long long>(o.B) * o.T;
+    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(micro_batch);
+    if (o.tokens_per_step % micro_batch)
+        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
+                                o.T, micro_batch));
     if (o.lr == 0) o.lr = config.C < 256 ? 2e-3f : 3e-4f;
-    if (o.max_steps < 0)
-        o.max_steps = o.train_data.empty()
-                          ? (on_cpu ? 300 : 6500)
-                          : static_cast<int>(std::max<uint64_t>(1, batches_per_epoch * o.B * o.T / o.tokens_per_step));
+}
+static void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
+    if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
+    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::max<uint64_t>(1, tokens / o.tokens_per_step));
     if (o.warmup < 0) o.warmup = std::max(1, o.max_steps / 20);
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
     if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
 }
 
 template <class Dev, class X>
-int run_generate(const Dev& dev, const Options& o, const Config& config) {
-    GPT2<Dev, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, 1,
-                       std::min(config.max_T, o.T ? o.T : 1024), 1, false);
-    allocate_or_explain(model);
-    model.load(o.init);
-    const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
-    std::printf("%s\n", generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed).c_str());
-    return 0;
-}
-
-template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
-    if (o.B == 0) o.B = 8;
-    if (o.T == 0) o.T = std::min(config.max_T, 1024);
-    if (o.tokens_per_step == 0) o.tokens_per_step = o.B * o.T;
-    if (o.tokens_per_step % (o.B * o.T))
-        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %d", o.tokens_per_step, o.B,
-                                o.T, o.B * o.T));
-    const int micro_steps = o.tokens_per_step / (o.B * o.T);
-
-    // The model's tables first: what cannot fit or cannot be is said before data is touched.
-    GPT2<Dev, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, o.B, o.T, micro_steps,
-                       true);
+    resolve_sizes(o, config, on_cpu);
+    // The model's tables first: what cannot be is said before data is touched.
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, o.tokens_per_step / (o.B * o.T), true);
     if (!o.output_dir.empty()) {
-        mkdir(o.output_dir.c_str(), 0777);
+        mkdir(o.output_dir.c_str(), 0777);  // that it cannot be written to is open_log's to say
         const int old = newest_checkpoint(o.output_dir);
         if (old >= 0 && !o.resume)
             throw Error(format("%s has a checkpoint of step %d: add -y 1 to resume it, or give another -o",
                                o.output_dir.c_str(), old));
     }
     const Data data = find_data(o);
-    Run<Dev, X> run{o,       model, Loader(data.train, o.B, o.T, config.V, !o.no_shuffle, o.seed),
-                    nullptr, {},    std::make_unique<Log>(),
-                    0,       -1};
-    if (!data.val.empty()) run.val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0);
-    resolve(o, config, on_cpu, run.train.batches_per_epoch());
-    run.identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", config.L, config.NH, config.C, config.V)},
-                           {"precision", name_of(dtype_of<X>())},
-                           {"device", Dev::kind},
-                           {"B", std::to_string(o.B)},
-                           {"T", std::to_string(o.T)},
-                           {"tokens per step", std::to_string(o.tokens_per_step)},
-                           {"seed", std::to_string(o.seed)},
-                           {"data", format("%016llx", (unsigned long long)run.train.identity())}};
-
-    std::vector<Option> table = o.table();
-    std::printf("%s", options_settings(table).c_str());
-    std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
-                dev.tf32 && dtype_of<X>() == DType::f32 ? " with TF32 matmuls" : "");
-    std::printf(
-        "model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d), %.1fM "
-        "parameters\n",
-        config.L, config.NH, config.C, config.max_T, config.V, config.Vp, model.num_parameters / 1e6);
-    std::printf("train data         %s\n", run.train.description().c_str());
-    if (run.val) std::printf("validation data    %s\n", run.val->description().c_str());
+    Run<Dev, X> run(dev, o, model, data);
+    resolve_steps(o, on_cpu, run.train_tokens());
+    run.describe();
     allocate_or_explain(model);
-    print_memory(model.arenas(), model.total_bytes());
-
     if (from_file)
         model.load(o.init);
     else
@@ -975,95 +1085,31 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
     }
-    if (!o.output_dir.empty()) {
-        const std::string path = o.output_dir + "/log.jsonl";
-        if (run.step) Log::truncate_after(path, run.step);
-        run.log = std::make_unique<Log>(path, run.step > 0);
-        run.log->write(Row("run")
-                           .add("device", dev.name)
-                           .add("precision", name_of(dtype_of<X>()))
-                           .add("attention", o.attention)
-                           .add("parameters", (long long)model.num_parameters)
-                           .add("B", o.B)
-                           .add("T", o.T)
-                           .add("tokens_per_step", o.tokens_per_step)
-                           .add("steps", o.max_steps)
-                           .add("seed", o.seed)
-                           .add("floor_nats", data.floor));
-    }
+    run.open_log();
     std::signal(SIGINT, on_signal);
     std::signal(SIGTERM, on_signal);
 
-    const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
-    const size_t step_ints = size_t(micro_steps) * model.batch_ints();
-    int* host = static_cast<int*>(dev.alloc_host(step_ints * sizeof(int)));
-    const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
-    std::vector<Acc<X>> stats(micro_steps + 1);
-    double mean_ms = 0;
-    auto now = [] { return std::chrono::steady_clock::now(); };
-    auto fill = [&] {
-        for (int i = 0; i < micro_steps; i++) model.fill_batch(host + i * model.batch_ints(), run.train);
-    };
-    auto watch = [&] {  // validation and samples, after step run.step
-        const bool last = run.step == o.max_steps;
-        if (run.val && o.val_every && (run.step % o.val_every == 0 || last)) {
-            const double loss = run.validate(host);
-            std::printf("step %d/%d | val loss %.4f%s\n", run.step, o.max_steps, loss,
-                        std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor).c_str());
-            run.log->write(Row("val").add("step", run.step).add("loss_nats", loss).add("floor_nats", data.floor));
-        }
-        if (o.sample_every && (run.step % o.sample_every == 0 || last) && run.step > 0) {
-            const std::string text =
-                generate(model, tokenizer, "", o.sample_length, {o.temperature, o.top_k}, mix(o.seed, run.step));
-            std::printf("step %d/%d | sample\n---\n%s\n---\n", run.step, o.max_steps, text.c_str());
-            run.log->write(Row("sample").add("step", run.step).add("text", text));
-        }
-    };
-
-    if (run.step == 0) watch();
+    if (run.step == 0) run.watch();
     while (run.step < o.max_steps && !g_signal) {
-        Range range("step", run.step);
-        const auto start = now();
-        if (o.overfit) run.train.reset();
-        fill();
-        model.upload(host, micro_steps);
-        for (int i = 0; i < micro_steps; i++) model.train_micro_batch(i);
-        const double lr = o.learning_rate(run.step);
-        model.update(
-            {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, run.step + 1, uint64_t(o.seed)});
-        dev.download(stats.data(), model.stats(), stats.size() * sizeof stats[0]);
-        const double loss = std::accumulate(stats.begin(), stats.end() - 1, 0.0) / micro_steps, norm = stats.back();
-        if (!std::isfinite(loss) || !std::isfinite(norm))
-            throw Error(
-                format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; "
-                       "last good checkpoint: %s",
-                       run.step + 1, loss, norm, model.first_nonfinite().c_str(), run.last_checkpoint_path().c_str()));
-        run.step++;
-        const double ms = std::chrono::duration<double, std::milli>(now() - start).count(),
-                     tok_s = o.tokens_per_step / ms * 1e3;
-        mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
-        const double mfu = peak > 0 ? 100 * tok_s * model.config.flops_per_token(o.T) / (peak * 1e12) : NAN;
-        const int eta = static_cast<int>((o.max_steps - run.step) * mean_ms / 1e3);
-        std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n",
-                    run.step, o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
-                    eta / 60, eta % 60);
-        run.log->write(Row("train")
-                           .add("step", run.step)
-                           .add("loss_nats", loss)
-                           .add("grad_norm", norm)
-                           .add("lr", lr)
-                           .add("step_ms", ms)
-                           .add("tokens_per_s", tok_s)
-                           .add("mfu_percent", mfu));
-        watch();
-        if (!o.output_dir.empty() && o.checkpoint_every && run.step % o.checkpoint_every == 0 && run.step < o.max_steps)
-            run.save();
+        run.train_step();
+        run.watch();
+        if (!o.output_dir.empty() && o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
     }
     if (g_signal)
         std::printf("interrupted at step %d%s\n", run.step, o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
-    if (!o.output_dir.empty() && run.step > 0 && run.last_checkpoint != run.step) run.save();
-    dev.free_host(host);
+    if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
     return g_signal ? 128 + g_signal : 0;
+}
+
+template <class Dev, class X>
+int run_generate(const Dev& dev, const Options& o, const Config& config) {
+    const int T = std::min(config.max_T, o.T ? o.T : 1024);
+    GPT2<Dev, X> model(dev, config, attention_of(o), 1, T, 1, false);
+    allocate_or_explain(model);
+    model.load(o.init);
+    const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
+    std::printf("%s\n", generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed).c_str());
+    return 0;
 }
 
 template <class Dev, class X>
@@ -1084,23 +1130,30 @@ int run_with(const Dev& dev, Options& o) {
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
+// Threads that spin while they wait for each other are fast on an idle machine and four times slower than sleeping ones
+// where another program has one of the cores. OpenMP reads the choice before main: so start once more with it made.
+static void wait_passively(char** argv) {
+    if (std::getenv("OMP_WAIT_POLICY")) return;
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    execv("/proc/self/exe", argv);  // returns only if it failed: then we go on as we are
+}
+
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
     try {
         Options o;
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table)) {
-            std::printf("%s", options_help("train_gpt2cu",
-                                           "Trains GPT-2. Without options: 124M parameters on the built-in corpus.",
-                                           Options().table())
-                                  .c_str());
+            const char* about = "Trains GPT-2. Without options: 124M parameters on the built-in corpus.";
+            std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
             return 0;
         }
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
-        if (o.device == "auto" && gpus == 0) std::printf("no usable GPU (%s): training on the CPU\n", why.c_str());
         if (gpus == 0) {
+            wait_passively(argv);
+            if (o.device == "auto") std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
             if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
             if (o.init == "auto") o.init = "tiny";
             return run_with<Cpu, float>(Cpu(), o);

@@ -20,6 +20,12 @@
 
 #include "data/error.h"
 
+// glibc has exp for whole vectors; g++ uses it in simd loops once it knows.
+#if defined(__GLIBC__) && defined(__x86_64__)
+extern "C" __attribute__((simd("notinbranch"))) float expf(float) noexcept;
+extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The device
 
@@ -265,13 +271,13 @@ static A two_du(A x) {
 
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n) {
-#pragma omp parallel for
+#pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) out[i] = inp[i] / (1 + std::exp(-two_u(inp[i])));
 }
 
 template <class X>
 void gelu_backward(const Cpu&, X* dinp, const X* inp, const X* dout, size_t n) {
-#pragma omp parallel for
+#pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
         const X x = inp[i], s = 1 / (1 + std::exp(-two_u(x)));
         dinp[i] = dout[i] * (s + x * s * (1 - s) * two_du(x));
@@ -330,6 +336,7 @@ void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int
                     for (int j = 0; j < keys; j++) p[j] = scale * dot(q + i * token, k + j * token, HS);
 #pragma omp simd reduction(max : max)
                     for (int j = 0; j < keys; j++) max = std::max(max, p[j]);
+#pragma omp simd
                     for (int j = 0; j < keys; j++) p[j] = std::exp(p[j] - max);
 #pragma omp simd reduction(+ : sum)
                     for (int j = 0; j < keys; j++) sum += p[j];
@@ -360,6 +367,7 @@ void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const 
                     const X *q_i = q + i * token, *do_i = dout + row;
                     const X L = lse[(size_t(b) * NH + h) * T + i], D = dot(do_i, out + row, HS);
                     for (int j = 0; j < keys; j++) p[j] = scale * dot(q_i, k + j * token, HS) - L;
+#pragma omp simd
                     for (int j = 0; j < keys; j++) p[j] = std::exp(p[j]);
                     for (int j = 0; j < keys; j++) ds[j] = p[j] * (dot(do_i, v + j * token, HS) - D);
                     X dq_i[kMaxHeadSize] = {};
@@ -397,11 +405,13 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
         const int target = targets[n];
         const A max = *std::max_element(x, x + V);
         A sum = 0;
+#pragma omp simd reduction(+ : sum)
         for (int i = 0; i < V; i++) sum += std::exp(x[i] - max);
         const bool valid = target >= 0 && target < V;
         const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();  // stops the update, by way of the norm
         losses[n] = checked * (std::log(sum) + max - x[valid ? target : 0]);
         if (dloss == 0) continue;
+#pragma omp simd
         for (int i = 0; i < V; i++) x[i] = checked * dloss * (std::exp(x[i] - max) / sum - (i == target));
         std::fill(x + V, x + Vp, X(0));
     }

@@ -1,12 +1,15 @@
 #!/bin/sh
-# run_tests.sh "command that compiles for all architectures" program...
+# run_tests.sh "command that compiles for all architectures" program...   (a program that ends in .py is run by python3)
 # Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped.
 archs=$1; shift
 passed=0 failed=0 skipped=0
 for program in "$@"; do
     echo "== $program"
     out=$(mktemp)
-    ./"$program" >"$out" 2>&1
+    case $program in
+    *.py) python3 "$program" >"$out" 2>&1 ;;
+    *) ./"$program" >"$out" 2>&1 ;;
+    esac
     code=$?
     cat "$out"
     # The program's own last line; one that dies before it counts as a failure.

@@ -1,0 +1,42 @@
+"""The test harness of the Python scripts, dev/test.h's twin: functions named test_… of the calling file run in order, raise
+Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An optional argument selects by name."""
+import inspect
+import sys
+import time
+import traceback
+
+
+class Skip(Exception):
+    pass
+
+
+def need(*modules):
+    """Skips the test that calls it if one of the modules is not installed."""
+    for module in modules:
+        try:
+            __import__(module)
+        except ImportError:
+            raise Skip(f"needs {module} (scripts/requirements.txt)") from None
+
+
+def main():
+    caller = inspect.stack()[1].frame.f_globals
+    only = sys.argv[1] if len(sys.argv) > 1 else ""
+    passed = failed = skipped = 0
+    for name, run in list(caller.items()):
+        if not name.startswith("test_") or only not in name:
+            continue
+        start, result, why = time.time(), "ok  ", ""
+        try:
+            run()
+            passed += 1
+        except Skip as skip:
+            result, why = "skip", f": {skip}"
+            skipped += 1
+        except Exception:  # an assertion, or whatever the code under test raised
+            result = "FAIL"
+            failed += 1
+            traceback.print_exc(file=sys.stdout)
+        print(f"{result} {name[5:]} ({time.time() - start:.1f} s){why}", flush=True)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    sys.exit(1 if failed else 0)
