@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "data/checkpoint.h"
+#include "data/choices.h"
 #include "data/corpus.h"
 #include "data/error.h"
 #include "data/loader.h"
@@ -235,6 +236,7 @@ class GPT2 {
     const int* targets(int i) const { return tokens(i) + rows_; }
     const int* plan(int i) const { return tokens(i) + 2 * rows_; }
     A* stats() const { return buffers_.stats; }
+    A* losses() const { return buffers_.losses; }  // (N) of the last micro-batch
 
     std::vector<float> logits_of_last(const std::vector<int>& context);
     std::string first_nonfinite();
@@ -676,6 +678,66 @@ std::string generate(GPT2<Dev, X>& model, const Tokenizer& tokenizer, const std:
 }
 
 // =====================================================================================================================
+// Evaluation
+
+// Mean loss over the loader's first batches.
+template <class Dev, class X>
+double validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches) {
+    Range range("validate");
+    loader.reset();
+    double sum = 0;
+    std::vector<int> host(model.batch_ints());
+    for (uint64_t i = 0; i < batches; i++) {
+        Acc<X> loss;
+        model.fill_batch(host.data(), loader);
+        model.upload(host.data(), 1);
+        model.evaluate_micro_batch(0);
+        model.dev.download(&loss, model.stats(), sizeof loss);
+        sum += loss;
+    }
+    return sum / batches;
+}
+
+// The model's answer to each question: the ending whose tokens have the lowest mean loss after the context.
+// losses[i][e] is that mean for ending e of choice i.
+template <class Dev, class X>
+std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::vector<Choice>& choices) {
+    Range range("multiple choice");
+    const size_t B = model.B, T = model.T, N = B * T;
+    std::vector<std::pair<size_t, size_t>> rows;  // choice, ending: a row of a batch each
+    std::vector<std::vector<double>> losses(choices.size());
+    for (size_t i = 0; i < choices.size(); i++) {
+        losses[i].resize(choices[i].endings.size());
+        for (size_t e = 0; e < losses[i].size(); e++) rows.push_back({i, e});
+    }
+    std::vector<int> host(model.batch_ints());
+    std::vector<Acc<X>> position(N);
+    for (size_t first = 0; first < rows.size(); first += B) {
+        const size_t last = std::min(first + B, rows.size());
+        std::fill(host.begin(), host.end(), 0);
+        for (size_t r = first; r < last; r++) {
+            const Choice& c = choices[rows[r].first];
+            std::vector<int> text = c.context;
+            text.insert(text.end(), c.endings[rows[r].second].begin(), c.endings[rows[r].second].end());
+            std::copy(text.begin(), text.end() - 1, host.begin() + (r - first) * T);
+            std::copy(text.begin() + 1, text.end(), host.begin() + N + (r - first) * T);
+        }
+        model.upload(host.data(), 1);
+        model.evaluate_micro_batch(0);
+        model.dev.download(position.data(), model.losses(), N * sizeof(Acc<X>));
+        for (size_t r = first; r < last; r++) {
+            const auto [i, e] = rows[r];
+            const size_t begin = (r - first) * T + choices[i].context.size() - 1, n = choices[i].endings[e].size();
+            losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
+        }
+    }
+    return losses;
+}
+static int answer(const std::vector<double>& losses) {
+    return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+}
+
+// =====================================================================================================================
 // The run: options, schedule, checkpoints, loop
 
 struct Options {
@@ -684,7 +746,9 @@ struct Options {
     float lr = 0, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
     int warmup = -1;
     std::string schedule = "cosine";
-    int val_every = -1, val_batches = 20, sample_every = -1, sample_length = 700;
+    int val_every = -1, val_batches = 0, sample_every = -1, sample_length = 700;
+    std::string hellaswag;
+    bool eval_only = false;
     int checkpoint_every = 0, keep = 0;
     bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false;
     std::string precision = "auto", attention = "flash", device = "auto";
@@ -729,7 +793,11 @@ std::vector<Option> Options::table() {
         {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0..", "optimizer"},
         {"--val-every", "-v", O::Int, &val_every, "steps between validations; 0: never, -1: ten in the run", "-1..",
          "watching"},
-        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation", "1..", "watching"},
+        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation; 0: 20 (--eval-only: all)", "0..",
+         "watching"},
+        {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file", "",
+         "watching"},
+        {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit", "", "watching"},
         {"--sample-every", "-s", O::Int, &sample_every, "steps between samples; 0: never, -1: five in the run", "-1..",
          "watching"},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1..", "watching"},
@@ -839,6 +907,7 @@ class Run {
     Loader train;
     std::unique_ptr<Loader> val;
     const Tokenizer tokenizer;
+    std::vector<Choice> choices;
     Identity identity;
     std::unique_ptr<Log> log = std::make_unique<Log>();
     int last_checkpoint = -1;
@@ -861,7 +930,6 @@ class Run {
     static std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
         return {{"counters", &counters, sizeof counters}, {"optimizer", adam.data(), adam.size()}};
     }
-    double validate();
 };
 
 template <class Dev, class X>
@@ -874,6 +942,7 @@ Run<Dev, X>::Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Da
       tokenizer(o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer)) {
     const Config& c = model.config;
     if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0);
+    if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
     const size_t ints = size_t(model.micro_steps) * model.batch_ints();
     host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
     batch = host, next = host + ints;
@@ -962,30 +1031,22 @@ void Run<Dev, X>::train_step() {
 }
 
 template <class Dev, class X>
-double Run<Dev, X>::validate() {
-    Range range("validate");
-    val->reset();
-    double sum = 0;
-    std::vector<int> one(model.batch_ints());
-    for (int i = 0; i < o.val_batches; i++) {
-        A loss;
-        model.fill_batch(one.data(), *val);
-        model.upload(one.data(), 1);
-        model.evaluate_micro_batch(0);
-        dev.download(&loss, model.stats(), sizeof loss);
-        sum += loss;
-    }
-    return sum / o.val_batches;
-}
-
-template <class Dev, class X>
 void Run<Dev, X>::watch() {
     auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
     if (val && due(o.val_every)) {
-        const double loss = validate();
+        const double loss = validate(model, *val, o.val_batches);
         const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
         std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, loss, floor.c_str());
         log->write(Row("val").add("step", step).add("loss_nats", loss).add("floor_nats", data.floor));
+    }
+    if (!choices.empty() && due(o.val_every)) {
+        int correct = 0;
+        const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+        for (size_t i = 0; i < choices.size(); i++) correct += answer(losses[i]) == choices[i].label;
+        std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
+                    100.0 * correct / choices.size());
+        Row row("hellaswag");
+        log->write(row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size())));
     }
     if (step > 0 && due(o.sample_every)) {
         const Sampling sampling = {o.temperature, o.top_k};
@@ -1055,6 +1116,7 @@ static void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
     if (o.max_steps < 0) o.max_steps = static_cast<int>(std::max<uint64_t>(1, tokens / o.tokens_per_step));
     if (o.warmup < 0) o.warmup = std::max(1, o.max_steps / 20);
+    if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
     if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
 }
@@ -1101,6 +1163,47 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     return g_signal ? 128 + g_signal : 0;
 }
 
+// --eval-only: the loss over the whole validation data, and the answers to --hellaswag one by one.
+template <class Dev, class X>
+int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_file) {
+    resolve_sizes(o, config, std::is_same_v<Dev, Cpu>);
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, 1, false);
+    std::vector<Choice> choices;
+    if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, config.V, o.T);
+    std::unique_ptr<Loader> val;
+    double floor = NAN;
+    if (choices.empty() || !o.val_data.empty()) {
+        const Data data = o.val_data.empty() ? find_data(o) : Data{"", o.val_data};
+        if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
+        val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0);
+        floor = data.floor;
+    }
+    allocate_or_explain(model);
+    if (from_file)
+        model.load(o.init);
+    else
+        model.init_random(o.seed);
+    if (val) {
+        const uint64_t batches = o.val_batches ? o.val_batches : val->batches_per_epoch();
+        const double loss = validate(model, *val, batches);
+        std::printf("val loss %.6f over %llu batches of %d x %d tokens%s\n", loss,
+                    static_cast<unsigned long long>(batches), o.B, o.T,
+                    std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
+    }
+    int correct = 0;
+    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+    for (size_t i = 0; i < choices.size(); i++) {
+        std::printf("question %d | answer %d | label %d | losses", choices[i].index, answer(losses[i]),
+                    choices[i].label);
+        for (double loss : losses[i]) std::printf(" %.6f", loss);
+        std::printf("\n");
+        correct += answer(losses[i]) == choices[i].label;
+    }
+    if (!choices.empty())
+        std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
+    return 0;
+}
+
 template <class Dev, class X>
 int run_generate(const Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
@@ -1126,6 +1229,7 @@ int run_with(const Dev& dev, Options& o) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);
     }
+    if (o.eval_only) return run_evaluate<Dev, X>(dev, o, config, !preset);
     return run_train<Dev, X>(dev, o, config, !preset);
 }
 

@@ -226,6 +226,7 @@ std::string options_settings(const std::vector<Option>& table) {
     for (const Option& option : table) width = std::max(width, std::strlen(option.name));
     std::string text;
     for (const Option& option : table)
-        text += format("%-*s  %s\n", static_cast<int>(width), option.name, value_text(option).c_str());
+        if (const std::string value = value_text(option); !value.empty())
+            text += format("%-*s  %s\n", static_cast<int>(width), option.name, value.c_str());
     return text;
 }

@@ -18,4 +18,4 @@ struct Option {
 // option and the value, with the nearest option's name where one is close. Returns true if --help or -h was asked for.
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table);
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
-std::string options_settings(const std::vector<Option>& table);  // two columns, name and value in force
+std::string options_settings(const std::vector<Option>& table);  // name and value in force of those that have one

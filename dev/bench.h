@@ -160,10 +160,14 @@ inline std::string first_line_of(const char* command) {
     return line;
 }
 
-inline std::string results_path(const Cuda& dev, const std::string& bench) {
+// Rows go to the file `out` if one is named, else with json to dev/results, else nowhere.
+inline Log results_log(const Cuda& dev, const std::string& bench, const std::string& out, bool json) {
+    if (out.empty() && !json) return Log();
     std::string gpu = dev.name;
     std::replace(gpu.begin(), gpu.end(), ' ', '-');
-    return "dev/results/" + gpu + "/" + bench + ".jsonl";
+    const std::filesystem::path path = out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : out;
+    if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path());
+    return Log(path.string());
 }
 
 // A row that says where its figures come from.

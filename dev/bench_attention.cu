@@ -309,12 +309,7 @@ static int run(const Options& options) {
     if (Cuda::count(&why) == 0) throw Error("bench_attention needs a GPU: " + why);
     Cuda dev;
     dev.tf32 = options.tf32;
-    const std::string path = !options.out.empty() ? options.out : options.json ? results_path(dev, "attention") : "";
-    if (!path.empty()) {
-        const std::filesystem::path directory = std::filesystem::path(path).parent_path();
-        if (!directory.empty()) std::filesystem::create_directories(directory);
-    }
-    Log log = path.empty() ? Log() : Log(path);
+    Log log = results_log(dev, "attention", options.out, options.json);
     std::printf("%s, %s\n", dev.name.c_str(), options.no_causal ? "not causal" : "causal");
     int wrong = bench_all<float>(dev, options, "4x1024,32x1024,4x4096,2x16384", log);
     if (!options.tf32)

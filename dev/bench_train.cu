@@ -63,8 +63,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
-    if (!o.json) return;
-    Log log(o.out.empty() ? results_path(dev, "train") : o.out);
+    Log log = results_log(dev, "train", o.out, o.json);
     log.write(result_row(dev, "train")
                   .add("kernel", "train_gpt2cu")
                   .add("model", o.model)

@@ -15,6 +15,7 @@
 #include <set>
 
 #include "data/checkpoint.h"
+#include "data/choices.h"
 #include "data/file.h"
 #include "data/loader.h"
 #include "data/log.h"
@@ -1147,6 +1148,39 @@ TEST(loader_identity) {
         seen.insert(identity(moved / "text"));
     }
     CHECK(seen.size() == 4);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Multiple choice
+
+TEST(choices) {
+    const TempDir dir;
+    const std::string path = dir / "choices.bin";
+    const std::vector<Choice> written = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
+                                         {8, 0, {256}, {{0}, {250, 3}}}};
+    write_choices(path, written);
+    const std::vector<Choice> read = read_choices(path, 257, 64);
+    CHECK(read.size() == 2);
+    for (size_t i = 0; i < read.size(); i++)
+        CHECK(read[i].index == written[i].index && read[i].label == written[i].label &&
+              read[i].context == written[i].context && read[i].endings == written[i].endings);
+    CHECK_ERROR(read_choices(path, 256, 64), "token at offset");
+    CHECK_ERROR(read_choices(path, 257, 4), "length of an example");
+    CHECK_ERROR(read_choices(path + ".none", 257, 64), "choices.bin.none");
+
+    const std::string whole = read_file(path);
+    for (size_t size = 0; size < whole.size(); size++) {  // truncated anywhere
+        write_file(path, whole.substr(0, size));
+        CHECK_ERROR(read_choices(path, 257, 64), "choices.bin: ");
+    }
+    write_file(path, whole + "xx");
+    CHECK_ERROR(read_choices(path, 257, 64), "end of the file");
+    for (size_t at : {0, 4, 1024, 1026, 1030, 1032}) {  // magic, version, start, size, label, number of endings
+        std::string damaged = whole;
+        damaged[at] ^= 0x40;
+        write_file(path, damaged);
+        CHECK_ERROR(read_choices(path, 257, 64), "choices.bin: ");
+    }
 }
 
 TEST_MAIN

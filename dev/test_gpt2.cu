@@ -273,6 +273,35 @@ TEST(sampling_pads_without_being_seen) {
     }
 }
 
+TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
+    const Cpu cpu;
+    GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 3, 20, 1, false);
+    model.allocate();
+    model.init_random(3);
+    double* w = static_cast<double*>(model.params.at(0));
+    for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.1 * normal(11, i);
+    std::vector<Choice> choices(5);
+    for (size_t i = 0; i < choices.size(); i++) {
+        choices[i].context = make_tokens(1 + 3 * i, kSmall.V, 20 + i);
+        for (int e = 0; e < 4; e++) choices[i].endings.push_back(make_tokens(1 + (i + e) % 5, kSmall.V, 30 * i + e));
+    }
+    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+    for (size_t i = 0; i < choices.size(); i++)
+        for (size_t e = 0; e < 4; e++) {
+            std::vector<int> text = choices[i].context;
+            double sum = 0;  // token by token, each from the logits after what is before it
+            for (int token : choices[i].endings[e]) {
+                const std::vector<float> logits = model.logits_of_last(text);
+                double z = 0;
+                for (float x : logits) z += std::exp(static_cast<double>(x));
+                sum += std::log(z) - logits[token];
+                text.push_back(token);
+            }
+            CHECK_NEAR(losses[i][e], sum / choices[i].endings[e].size(), 1e-5);
+        }
+    CHECK(answer({3.0, 1.0, 2.0, 1.5}) == 1);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // With a GPU
 

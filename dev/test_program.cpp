@@ -11,7 +11,9 @@
 #include <sstream>
 
 #include "data/checkpoint.h"
+#include "data/choices.h"
 #include "data/corpus.h"
+#include "data/tokenizer.h"
 #include "dev/test.h"
 
 namespace {
@@ -153,6 +155,30 @@ TEST(generates_from_a_checkpoint) {
     CHECK(a.code == 0 && a.out.find("Once") == 0);
     CHECK(a.out == b.out && a.out != c.out);
     CHECK(run(command + "1 --temperature 0").out == run(command + "2 --temperature 0").out);
+}
+
+TEST(evaluates_a_checkpoint) {
+    const std::string out = dir() + "/evaluate", model = model_path(out, 60);
+    run(tiny() + "-b 8 -x 60 -o " + out);
+    const std::string base = "--device cpu --eval-only -b 2 -t 64 -e " + model + " ";
+    const Result r = run(base + "-j " + text_file());
+    CHECK(r.code == 0 && number_after(r.out, "val loss ") < 3.5);
+    CHECK_RUN(run(base + "-i " + text_file()), 2, "-j");
+
+    // The true continuation of a story against shouting: a model that has learnt anything knows.
+    std::vector<Choice> choices;
+    for (int i = 0; i < 6; i++) {
+        const std::string text = write_story(5, 200 + i).text;
+        choices.push_back(
+            {i, i % 4, encode_bytes(text.substr(0, 30)), std::vector<std::vector<int>>(4, encode_bytes("QXZ#J%KV"))});
+        choices.back().endings[i % 4] = encode_bytes(text.substr(30, 20));
+    }
+    write_choices(dir() + "/questions.bin", choices);
+    const Result q = run(base + "--hellaswag " + dir() + "/questions.bin");
+    CHECK_RUN(q, 0, "hellaswag 6 of 6, 100.00%");
+    CHECK(contains(q.out, "question 5 | answer 1 | label 1 | losses"));
+    CHECK_RUN(run(tiny() + "-x 2 -v 1 --hellaswag " + dir() + "/questions.bin"), 0, "step 2/2 | hellaswag");
+    CHECK_RUN(run(base + "--hellaswag " + text_file()), 1, "20240522");
 }
 
 // 10 steps and 10 resumed equal 20 straight: parameters, optimizer, position in the data, losses.

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 try:
     import numpy as np
@@ -60,7 +61,7 @@ def main():
     arg.add_argument("--lr", type=float, default=3e-4)
     arg.add_argument("--attention", default="flash", choices=["flash", "naive"])
     arg.add_argument("--tol", type=float, default=1e-3)
-    arg.add_argument("--json", help="append the result to this file")
+    arg.add_argument("--json", action="store_true", help="append the result to dev/results/<gpu>/torch.jsonl")
     a = arg.parse_args()
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -131,9 +132,15 @@ def main():
     ok = worst <= a.tol
     print(f"largest difference over {a.steps} steps: {worst:.2e} ({'within' if ok else 'BEYOND'} {a.tol:g})")
     if a.json:
-        row = {"commit": os.environ.get("COMMIT", ""), "gpu": torch.cuda.get_device_name(), "model": a.model, "dtype": "fp32", "B": a.B,
-               "T": a.T, "steps": a.steps, "attention": a.attention, "torch": torch.__version__, "max_loss_difference": worst}
-        with open(a.json, "a") as f:
+        gpu = torch.cuda.get_device_name()
+        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"],
+                                capture_output=True, text=True).stdout.strip()
+        row = {"kind": "torch", "commit": os.environ.get("COMMIT", ""), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+               "gpu": gpu, "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__, "model": a.model,
+               "dtype": "fp32", "B": a.B, "T": a.T, "steps": a.steps, "attention": a.attention, "max_loss_difference": worst}
+        path = os.path.join("dev", "results", gpu.replace(" ", "-"), "torch.jsonl")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "a") as f:
             f.write(json.dumps(row) + "\n")
     sys.exit(0 if ok else 1)
 
