@@ -33,6 +33,7 @@ OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(if $(shell command -v python3),$(wildcard dev/test_*.py))
 BENCHES   := $(basename $(wildcard dev/bench_*.cu))
+TOOLS     := dev/dump_gradients
 JOBS      ?= $(shell nproc)
 
 .PHONY: all test archs benches profile clean help
@@ -40,9 +41,9 @@ all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-$(TESTS) $(BENCHES): %: build/%.o $(OBJECTS)
+$(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-build/dev/test_gpt2.o build/dev/bench_train.o: train_gpt2.cu  # they include the program itself
+build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o: train_gpt2.cu  # they include the program itself
 benches: $(BENCHES)
 
 build/%.o: %.cu
@@ -57,15 +58,17 @@ test:
 	@$(MAKE) --no-print-directory -j$(JOBS) train_gpt2cu $(TESTS)
 	@dev/run_tests.sh "$(MAKE) --no-print-directory -j$(JOBS) archs" $(TESTS) $(PYTESTS)
 
-# Every kernel for every architecture, warnings as errors; a register spill in an attention kernel is one on sm_80 and sm_90a.
+# Every kernel for every architecture that this nvcc knows (sm_100 and sm_120 came with 12.8), warnings as errors; a register
+# spill in an attention kernel is one on sm_80 and sm_90a.
+KNOWN = $(shell $(NVCC) --list-gpu-code | tr -d sm_) 90a
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/attention/%.o: attention/%.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(call gencode,80 90a) -Xptxas -warn-spills -c -o build/archs/attention/$*.spills.o $<
-	$(NVCC) $(NVCCFLAGS) $(call gencode,75 86 89 100 120) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 86 89 100 120)) -c -o $@ $<
 build/archs/layers/%.o: layers/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(call gencode,75 80 86 89 90a 100 120) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
 
 # The timeline of three steps with its NVTX ranges: open profile.nsys-rep in Nsight Systems. For one kernel's counters:
 # ncu --kernel-name regex:flash ./train_gpt2cu -x 1 -v 0 -s 0
@@ -74,7 +77,7 @@ profile: train_gpt2cu
 	nsys profile --trace=cuda,nvtx --force-overwrite true --output profile ./train_gpt2cu -x 3 -v 0 -s 0
 
 clean:
-	rm -rf build train_gpt2cu $(TESTS) $(BENCHES)
+	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(TOOLS)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 

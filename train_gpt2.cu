@@ -219,7 +219,6 @@ class GPT2 {
 
     void init_random(uint64_t seed);
     void load(const std::string& path);
-    void save(const std::string& path) const;
 
     // The step: upload all its micro-batches, then for each forward, loss (which starts backward) and backward.
     size_t batch_ints() const { return 2 * rows_ + encoder_plan_ints(dev, rows_); }  // of one micro-batch
@@ -495,7 +494,7 @@ std::vector<ParamRange> GPT2<Dev, X>::ranges() const {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Parameters: random, from a file, to a file
+// Parameters: random, or from a file
 
 // A stateless generator: the same (seed, index) gives the same number on every machine and thread.
 static uint64_t mix(uint64_t seed, uint64_t index) {  // SplitMix64's finalizer over a Weyl sequence
@@ -562,13 +561,6 @@ void GPT2<Dev, X>::load(const std::string& path) {
     else
         read_as(float{});
     set_parameters(values);
-}
-
-template <class Dev, class X>
-void GPT2<Dev, X>::save(const std::string& path) const {
-    std::vector<X> values(num_parameters);
-    dev.download(values.data(), params.base, params.bytes);
-    write_model(path, header_of(config, dtype_of<X>()), values.data());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
