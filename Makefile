@@ -71,10 +71,11 @@ build/archs/layers/%.o: layers/%.cu
 	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
 
 # The timeline of three steps with its NVTX ranges: open profile.nsys-rep in Nsight Systems. For one kernel's counters:
-# ncu --kernel-name regex:flash ./train_gpt2cu -x 1 -v 0 -s 0
+# ncu --profile-from-start off --kernel-name regex:forward_kernel ./train_gpt2cu --profile 1 -v 0 -s 0
 profile: train_gpt2cu
 	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
-	nsys profile --trace=cuda,nvtx --force-overwrite true --output profile ./train_gpt2cu -x 3 -v 0 -s 0
+	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
+	    ./train_gpt2cu --profile 3 -v 0 -s 0
 
 clean:
 	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(TOOLS)

@@ -742,7 +742,8 @@ struct Options {
     std::string hellaswag;
     bool eval_only = false;
     int checkpoint_every = 0, keep = 0;
-    bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false;
+    bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false, memory = false;
+    int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int generate = 0, top_k = 0;
     std::string prompt;
@@ -793,6 +794,9 @@ std::vector<Option> Options::table() {
         {"--sample-every", "-s", O::Int, &sample_every, "steps between samples; 0: never, -1: five in the run", "-1..",
          "watching"},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1..", "watching"},
+        {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit", "", "watching"},
+        {"--profile", "", O::Int, &profile, "after five steps, so many inside cudaProfilerStart and Stop, then exit",
+         "0..", "watching"},
         {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
          "", "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
@@ -843,6 +847,24 @@ static Data find_data(const Options& o) {
 }
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
+
+// Every tensor with its size; for what grows with the batch also the bytes that one token adds.
+template <class Dev, class X>
+void print_memory_table(GPT2<Dev, X>& model) {
+    const double tokens = static_cast<double>(model.B) * model.T;
+    std::printf("%-12s %-10s %-5s %6s %14s %12s %14s\n", "arena", "tensor", "dtype", "layers", "elements", "MiB",
+                "bytes/token");
+    for (const Arena* a : model.arenas())
+        for (const TensorSpec& t : a->tensors) {
+            const double bytes = static_cast<double>(t.elements() * size_of(t.dtype));
+            const std::string per_token = a == &model.acts ? format("%.1f", bytes / tokens) : "";
+            if (bytes > 0)
+                std::printf("%-12s %-10s %-5s %6d %14zu %12.2f %14s\n", a->name, t.name, name_of(t.dtype), t.layers,
+                            t.elements(), bytes / kMiB, per_token.c_str());
+        }
+    std::printf("%-44s %26.2f %14.1f\n", "total, and activations per token", model.total_bytes() / kMiB,
+                model.acts.bytes / tokens);
+}
 
 // Says what each arena asked for and the largest -b that would fit in what is free.
 template <class Dev, class X>
@@ -1089,6 +1111,8 @@ bool Run<Dev, X>::restore() {
     return true;
 }
 
+constexpr int kProfileWarmUp = 5;  // steps before --profile's
+
 static Attention attention_of(const Options& o) {
     return o.attention == "naive" ? Attention::naive : Attention::flash;
 }
@@ -1119,6 +1143,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     resolve_sizes(o, config, on_cpu);
     // The model's tables first: what cannot be is said before data is touched.
     GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, o.tokens_per_step / (o.B * o.T), true);
+    if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty()) {
         mkdir(o.output_dir.c_str(), 0777);  // that it cannot be written to is open_log's to say
         const int old = newest_checkpoint(o.output_dir);
@@ -1128,6 +1153,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     }
     const Data data = find_data(o);
     Run<Dev, X> run(dev, o, model, data);
+    if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
     resolve_steps(o, on_cpu, run.train_tokens());
     run.describe();
     allocate_or_explain(model);
@@ -1145,10 +1171,12 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
 
     if (run.step == 0) run.watch();
     while (run.step < o.max_steps && !g_signal) {
+        if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
         run.train_step();
         run.watch();
         if (!o.output_dir.empty() && o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
     }
+    if (o.profile) dev.profile(false);
     if (g_signal)
         std::printf("interrupted at step %d%s\n", run.step, o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
     if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();

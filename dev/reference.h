@@ -22,6 +22,7 @@ struct Cpu {
     void upload(void* dst, const void* host, size_t bytes) const;
     void download(void* host, const void* src, size_t bytes) const;
     void sync() const {}
+    void profile(bool) const {}
     size_t free_bytes() const { return total_bytes; }
 
     static constexpr const char* kind = "cpu";

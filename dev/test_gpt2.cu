@@ -250,6 +250,46 @@ TEST(memory_is_linear_in_T_with_flash) {
     CHECK_NEAR(static_cast<double>(two) / one, 2.0, 0.01);
 }
 
+TEST(arenas_are_what_is_allocated) {
+    const Cpu cpu;
+    GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 2, 80, 3, true);
+    model.allocate();
+    size_t total = 0;
+    for (const Arena* a : model.arenas()) {
+        size_t bytes = 0;
+        for (size_t i = 0; i < a->tensors.size(); i++) {
+            const TensorSpec& t = a->tensors[i];
+            if (t.elements() == 0) continue;
+            const char *begin = static_cast<char*>(a->at(i)),
+                       *last = static_cast<char*>(a->at(i, std::max(t.layers - 1, 0)));
+            CHECK(begin >= a->base + bytes);  // in order, without overlap
+            bytes = last - a->base + t.size * size_of(t.dtype);
+            CHECK(bytes <= a->bytes);
+        }
+        CHECK(a->bytes < bytes + 256);  // and with no room at the end but what alignment takes
+        total += a->bytes;
+    }
+    CHECK(total == model.total_bytes());
+}
+
+TEST(loads_fp32_and_bf16_checkpoints) {
+    const Cpu cpu;
+    GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
+    model.allocate();
+    std::vector<float> values(model.num_parameters);
+    std::vector<bf16> rounded(values.size());
+    for (size_t i = 0; i < values.size(); i++) rounded[i] = values[i] = static_cast<float>(normal(5, i));
+    const std::string path = format("/tmp/test_gpt2_%d.bin", getpid());
+    write_model(path, header_of(kSmall, DType::f32), values.data());
+    model.load(path);
+    CHECK(std::memcmp(model.params.base, values.data(), model.params.bytes) == 0);
+    write_model(path, header_of(kSmall, DType::bf16), rounded.data());
+    model.load(path);
+    for (size_t i = 0; i < values.size(); i++)
+        CHECK(static_cast<float*>(model.params.at(0))[i] == static_cast<float>(rounded[i]));
+    unlink(path.c_str());
+}
+
 TEST(T_beyond_the_positions_is_refused) {
     const Cpu cpu;
     CHECK_ERROR((GPT2<Cpu, float>(cpu, kSmall, Attention::flash, 1, 81, 1, true)), "beyond the model's 80 positions");

@@ -147,6 +147,13 @@ TEST(trains_on_a_text_file_and_the_loss_falls) {
     CHECK(exists(model_path(dir() + "/learn", 60)) && exists(state_path(dir() + "/learn", 60)));
 }
 
+TEST(memory_table_and_profile) {
+    const Result r = run("--device cpu -e d12 --memory");
+    CHECK(r.code == 0 && contains(r.out, "qkvw") && contains(r.out, "bytes/token"));
+    const Result p = run(tiny() + "--profile 2");
+    CHECK(p.code == 0 && contains(p.out, "step 7/7 |"));
+}
+
 TEST(generates_from_a_checkpoint) {
     run(tiny() + "-x 2 -o " + dir() + "/gen");
     const std::string command =

@@ -1,4 +1,6 @@
 // The CUDA backend's device: see cuda.h. Nothing here runs in the training step except upload, download and zero.
+#include <cuda_profiler_api.h>
+
 #include "layers/cuda.h"
 
 void cuda_check(cudaError_t status, const char* file, int line, const char* what) {
@@ -118,6 +120,11 @@ void Cuda::download(void* host, const void* src, size_t bytes) const {
 
 void Cuda::sync() const {
     CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+void Cuda::profile(bool on) const {
+    sync();
+    CUDA_CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
 }
 
 size_t Cuda::free_bytes() const {

@@ -38,6 +38,7 @@ struct Cuda {
     void upload(void* dst, const void* host, size_t bytes) const;    // asynchronous if host is pinned
     void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
     void sync() const;
+    void profile(bool on) const;  // marks what Nsight's --capture-range=cudaProfilerApi keeps
     size_t free_bytes() const;  // device memory that an alloc could still get
 
     static constexpr const char* kind = "cuda";
