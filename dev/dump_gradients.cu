@@ -1,0 +1,89 @@
+// Loss, logits and every gradient of one batch, in strict fp32, as raw numbers: what dev/test_hf.py compares with
+// Hugging Face's GPT-2. Includes the program itself.
+//
+//   ./dev/dump_gradients --model model.bin --batch batch.bin -b 3 -t 37 --out numbers.bin --device cpu
+//
+// batch: int32, tokens (B, T), then targets (B, T).
+// out:   fp32, mean loss (1), logits (B·T, Vp), gradients in the order and shapes of the checkpoint.
+#define TRAIN_GPT2_NO_MAIN
+#include "../train_gpt2.cu"
+#include "data/file.h"
+
+namespace {
+
+struct Dump {
+    std::string model, batch, out, device = "cpu", attention = "flash";
+    int B = 1, T = 1;
+};
+
+template <class Dev>
+void dump(const Dev& dev, const Dump& o) {
+    const Config config = config_of(read_model_header(o.model));
+    const Attention attention = o.attention == "naive" ? Attention::naive : Attention::flash;
+    GPT2<Dev, float> model(dev, config, attention, o.B, o.T, 1, true);
+    allocate_or_explain(model);
+    model.load(o.model);
+
+    const size_t N = size_t(o.B) * o.T;
+    const InputFile file(o.batch);
+    std::vector<int> batch(model.batch_ints());
+    file.read(0, batch.data(), 2 * N * sizeof(int));
+    for (size_t i = 0; i < 2 * N; i++)
+        if (batch[i] < 0 || batch[i] >= config.V)
+            throw Error(format("%s: expected ids below %d, found %d", o.batch.c_str(), config.V, batch[i]));
+    encoder_plan(dev, batch.data() + 2 * N, batch.data(), N);
+    model.upload(batch.data(), 1);
+    model.train_micro_batch(0);
+
+    const size_t num_logits = N * config.Vp;
+    // The model's own buffer holds a chunk of the logits, and their gradient by now.
+    float* logits = static_cast<float*>(dev.alloc(num_logits * sizeof(float)));
+    matmul_forward<float>(dev, logits, model.activations().lnf, model.weights().wte, nullptr, N, config.C, config.Vp);
+
+    AtomicFile out(o.out);
+    auto write = [&](const void* from, size_t n) {
+        std::vector<float> host(n);
+        dev.download(host.data(), from, n * sizeof(float));
+        out.write(host.data(), n * sizeof(float));
+    };
+    write(model.stats(), 1);
+    write(logits, num_logits);
+    write(model.grads.base, model.num_parameters);
+    out.commit();
+    dev.free(logits);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        Dump o;
+        std::vector<Option> table = {
+            {"--model", "", Option::String, &o.model, "checkpoint, fp32 or bf16", ""},
+            {"--batch", "", Option::String, &o.batch, "int32: tokens (B, T), then targets (B, T)", ""},
+            {"--out", "", Option::String, &o.out, "fp32: loss, logits, gradients", ""},
+            {"--rows", "-b", Option::Int, &o.B, "B", "1..65536"},
+            {"--tokens", "-t", Option::Int, &o.T, "T", "1..4194304"},
+            {"--device", "", Option::Choice, &o.device, "", "cpu|cuda"},
+            {"--attention", "", Option::Choice, &o.attention, "on the CPU both are the same loops", "flash|naive"},
+        };
+        if (parse_options(argc, argv, table)) {
+            std::printf("%s", options_help("dump_gradients", "Writes one batch's gradients.", table).c_str());
+            return 0;
+        }
+        if (o.device == "cpu") {
+            dump(Cpu(), o);
+        } else {
+            Cuda dev(0);
+            dev.tf32 = false;
+            dump(dev, o);
+        }
+        return 0;
+    } catch (const UsageError& e) {
+        std::fprintf(stderr, "dump_gradients: %s\n", e.what());
+        return 2;
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "dump_gradients: %s\n", e.what());
+        return 1;
+    }
+}

@@ -1,0 +1,501 @@
+#!/usr/bin/env python3
+"""scripts/hf.py: round trips bit for bit, Hugging Face's GPT-2 against ours (logits and every gradient), bad input.
+
+    python3 dev/test_hf.py [part of a test's name]
+"""
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from harness import Skip, main, need
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HF = os.path.join(ROOT, "scripts", "hf.py")
+DUMP = os.path.join(ROOT, "dev", "dump_gradients")
+os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
+
+
+@contextlib.contextmanager
+def folder():
+    """Works in an empty one."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as path:
+        os.chdir(path)
+        try:
+            yield path
+        finally:
+            os.chdir(before)
+
+
+def hf(*args, **env):
+    return subprocess.run([sys.executable, HF, *args], capture_output=True, text=True, env={**os.environ, **env})
+
+
+def converts(*args):
+    done = hf(*args)
+    assert done.returncode == 0, f"hf.py {args}: {done.stderr}"
+
+
+def refuses(message, *args, **env):
+    """One line with `message`, exit code 1, and nothing new in the folder."""
+    before = sorted(os.listdir())
+    done = hf(*args, **env)
+    assert done.returncode == 1 and message in done.stderr, f"{args}: exit {done.returncode}: {done.stderr}"
+    assert done.stderr.startswith("hf.py: ") and done.stderr.count("\n") == 1, f"not one line: {done.stderr}"
+    assert sorted(os.listdir()) == before, f"left behind: {set(os.listdir()) - set(before)}"
+
+
+def write_checkpoint(path, version=3, P=40, V=257, L=2, NH=2, C=32):
+    """A checkpoint of random bits, NaNs included: what is only moved must come back as it was. Padding is zero."""
+    import numpy as np
+    Vp = (V + 127) // 128 * 128
+    header = np.zeros(256, np.int32)
+    header[:8] = [20240326, version, P, V, L, NH, C, Vp]
+    n = (Vp + P) * C + L * (12 * C * C + 13 * C) + 2 * C
+    body = np.random.default_rng(1).integers(0, 256, (n, 4 if version == 3 else 2), np.uint8)
+    body[V * C:Vp * C] = 0
+    with open(path, "wb") as f:
+        f.write(header.tobytes() + body.tobytes())
+
+
+def read(path):
+    with open(path, "rb") as f:
+        return f.read()
+
+
+def edit_json(path, **changes):
+    with open(path) as f:
+        content = json.load(f)
+    content.update(changes)
+    with open(path, "w") as f:
+        json.dump(content, f)
+
+
+def edit_safetensors(path, change):
+    """change(header, data) → (header, data)"""
+    raw = read(path)
+    n = int.from_bytes(raw[:8], "little")
+    header, data = change(json.loads(raw[8:8 + n]), raw[8 + n:])
+    header = json.dumps(header).encode()
+    with open(path, "wb") as f:
+        f.write(len(header).to_bytes(8, "little") + header + data)
+
+
+def append(path, name, data, dtype, shape):
+    def change(header, old):
+        entry = {"dtype": dtype, "shape": shape, "data_offsets": [len(old), len(old) + len(data)]}
+        return {**header, name: entry}, old + data
+    edit_safetensors(path, change)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# With numpy alone
+
+def test_checkpoint_to_hf_and_back_is_the_same_file():
+    need("numpy")
+    for version, V in ((3, 257), (5, 257), (3, 256), (5, 50257)):
+        with folder():
+            write_checkpoint("a.bin", version, V=V)
+            converts("export", "a.bin", "hf")
+            assert sorted(os.listdir("hf")) == ["config.json", "generation_config.json", "model.safetensors"]
+            converts("import", "hf", "b.bin")
+            assert read("a.bin") == read("b.bin"), (version, V)
+
+
+def test_conversion_of_precision():
+    need("numpy")
+    import numpy as np
+    with folder():
+        write_checkpoint("bf16.bin", 5)
+        converts("export", "bf16.bin", "hf")
+        converts("import", "hf", "fp32.bin", "--precision", "fp32")
+        converts("export", "fp32.bin", "back", "--precision", "bf16")
+        converts("import", "back", "back.bin")
+        a, b = (np.frombuffer(read(f), np.uint16, offset=1024) for f in ("bf16.bin", "back.bin"))
+        nan = (a & 0x7FFF) > 0x7F80  # a signalling NaN comes back quiet
+        assert nan.any() and np.array_equal(a[~nan], b[~nan]) and np.array_equal(a[nan] | 0x40, b[nan])
+
+        # To the nearer of the two neighbours, a tie to the even one.
+        write_checkpoint("r.bin", 3)
+        raw = bytearray(read("r.bin"))
+        bits = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF,
+                0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001, 0x80000001]
+        want = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFFFF, 0x7FC0, 0x8000]
+        raw[1024:1024 + 4 * len(bits)] = np.array(bits, np.uint32).tobytes()
+        with open("r.bin", "wb") as f:
+            f.write(raw)
+        converts("export", "r.bin", "rounded", "--precision", "bf16")
+        converts("import", "rounded", "rounded.bin")
+        found = np.frombuffer(read("rounded.bin"), np.uint16, len(bits), 1024).tolist()
+        assert found == want, [hex(x) for x in found]
+
+
+def test_sharded_safetensors_and_old_names():
+    """Large models come in several files; early ones have names without "transformer." and keep the causal masks."""
+    need("numpy")
+    with folder():
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        raw = read("hf/model.safetensors")
+        n = int.from_bytes(raw[:8], "little")
+        header, data, weight_map = json.loads(raw[8:8 + n]), raw[8 + n:], {}
+        names = [name for name in header if name != "__metadata__"]
+        for part in range(2):
+            file, blob, entries = f"model-{part}.safetensors", b"", {}
+            for name in names[part::2]:
+                begin, end = header[name]["data_offsets"]
+                old = name.removeprefix("transformer.")
+                entries[old] = {**header[name], "data_offsets": [len(blob), len(blob) + end - begin]}
+                blob += data[begin:end]
+                weight_map[old] = file
+            text = json.dumps(entries).encode()
+            with open(f"hf/{file}", "wb") as f:
+                f.write(len(text).to_bytes(8, "little") + text + blob)
+        os.unlink("hf/model.safetensors")
+        append("hf/model-0.safetensors", "h.0.attn.bias", bytes(16), "BOOL", [1, 1, 4, 4])
+        begin, end = header["transformer.wte.weight"]["data_offsets"]
+        append("hf/model-0.safetensors", "lm_head.weight", data[begin:end], "F32", [257, 32])
+        with open("hf/model.safetensors.index.json", "w") as f:
+            json.dump({"weight_map": weight_map}, f)
+        converts("import", "hf", "b.bin")
+        assert read("a.bin") == read("b.bin")
+        os.unlink("hf/model-1.safetensors")
+        refuses("model-1.safetensors: cannot read: No such file", "import", "hf", "c.bin")
+        edit_json("hf/model.safetensors.index.json", weight_map=["x"])
+        refuses("index.json: damaged", "import", "hf", "c.bin")
+
+
+def test_hub_name():
+    """Through a stand-in for huggingface_hub, for there may be no network."""
+    need("numpy")
+    with folder() as here:
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        os.mkdir("stub")
+        with open("stub/huggingface_hub.py", "w") as f:
+            f.write("def snapshot_download(name, allow_patterns):\n"
+                    "    assert 'config.json' in allow_patterns\n"
+                    "    if name != 'someone/gpt2': raise OSError('404\\nnot found')\n"
+                    f"    return {here + '/hf'!r}\n")
+        assert hf("import", "someone/gpt2", "b.bin", PYTHONPATH="stub").returncode == 0
+        assert read("a.bin") == read("b.bin")
+        refuses("the hub does not give it: 404 not found", "import", "someone/else", "c.bin", PYTHONPATH="stub")
+        with open("stub/huggingface_hub.py", "w") as f:
+            f.write("raise ImportError('none here')\n")
+        refuses("needs huggingface_hub (none here)", "import", "someone/gpt2", "c.bin", PYTHONPATH="stub")
+        refuses("./gpt2: not a folder", "import", "./gpt2", "c.bin")
+
+
+def test_numpy_missing():
+    with folder():
+        with open("numpy.py", "w") as f:
+            f.write("raise ImportError('none here')\n")
+        refuses("needs numpy (none here)", "import", "hf", "a.bin", PYTHONPATH=".", PYTHONDONTWRITEBYTECODE="1")
+
+
+def test_usage():
+    need("numpy")
+    assert hf("--help").returncode == 0 and "from_pretrained" in hf("--help").stdout
+    for args in ((), ("import",), ("move", "a", "b"), ("import", "a", "b", "--precision", "fp8")):
+        assert hf(*args).returncode == 2, args
+
+
+def test_config_that_is_not_gpt2():
+    need("numpy")
+    with folder():
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        shutil.copy("hf/config.json", "good.json")
+        for key, value in {"model_type": "llama", "activation_function": "gelu", "layer_norm_epsilon": 1e-6,
+                           "tie_word_embeddings": False, "scale_attn_weights": False, "add_cross_attention": True,
+                           "scale_attn_by_inverse_layer_idx": True, "n_inner": 64, "n_embd": 33, "n_layer": 0,
+                           "n_head": "2", "vocab_size": None, "rotary_dim": 16, "rope_theta": 1e4,
+                           "quantization_config": {"bits": 4}}.items():
+            edit_json("hf/config.json", **{key: value})
+            refuses(f"config.json: {key}", "import", "hf", "b.bin")
+            shutil.copy("good.json", "hf/config.json")
+        with open("hf/config.json", "w") as f:
+            f.write('{"model_type": ')
+        refuses("config.json: damaged (get the file again)", "import", "hf", "b.bin")
+        os.unlink("hf/config.json")
+        refuses("config.json: cannot read: No such file", "import", "hf", "b.bin")
+
+
+def test_tensors_that_are_not_gpt2s():
+    need("numpy")
+    file, w = "hf/model.safetensors", "transformer.h.1.mlp.c_fc.weight"
+
+    def rename(header, data):
+        return {name.replace("h.1.mlp.c_fc.weight", "h.2.mlp.c_fc.weight"): e for name, e in header.items()}, data
+
+    def transpose(header, data):
+        header[w]["shape"].reverse()
+        return header, data
+
+    def integers(header, data):
+        header[w]["dtype"] = "I32"
+        return header, data
+
+    with folder():
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        good = read(file)
+        for change, message in ((rename, "tensor h.1.mlp.c_fc.weight is missing"),
+                                (integers, "expected F32, F16 or BF16, found I32"),
+                                (transpose, "expected shape (32, 128) by config.json, found (128, 32)")):
+            edit_safetensors(file, change)
+            refuses(message, "import", "hf", "b.bin")
+            with open(file, "wb") as f:
+                f.write(good)
+        edit_json("hf/config.json", vocab_size=258)
+        refuses("tensor wte.weight: expected shape (258, 32)", "import", "hf", "b.bin")
+        edit_json("hf/config.json", vocab_size=257, n_layer=1)
+        refuses("GPT-2 as config.json describes it has none", "import", "hf", "b.bin")
+        edit_json("hf/config.json", n_layer=2)
+        append(file, "score.weight", bytes(64), "F32", [16])
+        refuses("tensor score.weight: GPT-2 as config", "import", "hf", "b.bin")
+        with open(file, "wb") as f:
+            f.write(good)
+        append(file, "lm_head.weight", bytes(4 * 257 * 32), "F32", [257, 32])
+        refuses("only tied embeddings", "import", "hf", "b.bin")
+
+
+def test_damaged_safetensors():
+    need("numpy")
+    file = "hf/model.safetensors"
+    with folder():
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        good = read(file)
+        n = int.from_bytes(good[:8], "little")
+
+        def bad(message, raw):
+            with open(file, "wb") as f:
+                f.write(raw)
+            refuses(f"{file}: damaged (get the file again): {message}", "import", "hf", "b.bin")
+
+        def bad_header(message, old, new):
+            assert old in good
+            bad(message, good.replace(old, new.ljust(len(old)), 1))
+
+        for raw in (b"", b"1234567", b"\xff" * 8 + good[8:], good[:8 + n - 1]):
+            bad("the header claims", raw)
+        bad("header: JSONDecodeError", good[:8] + b"?" + good[9:])
+        bad("header: UnicodeDecodeError", good[:10] + b"\xff" + good[11:])
+        bad("header: ", (2).to_bytes(8, "little") + b"[]" + good)
+        bad("expected", good[:-1])
+        bad("expected", good + b"1")
+        bad_header("header: ValueError", b"[257, 32]", b"[257,-32]")
+        bad_header("header: ValueError", b"[257, 32]", b"[257,3.2]")
+        bad_header("header: KeyError", b'"dtype"', b'"dtypo"')
+        bad_header("transformer.wte.weight: F32", b"[257, 32]", b"[257, 31]")
+        bad_header("transformer.wte.weight: expected its data from offset 0, found 4", b"[0, ", b"[4, ")
+
+
+def test_bad_checkpoints():
+    need("numpy")
+    import numpy as np
+    with folder():
+        write_checkpoint("good.bin")
+        good = read("good.bin")
+
+        def bad(message, raw):
+            with open("bad.bin", "wb") as f:
+                f.write(raw)
+            refuses(f"bad.bin: {message}", "export", "bad.bin", "hf")
+
+        shutil.copy("good.bin", "bad.bin")
+        for index, value, message in ((0, 20240520, "expected magic"), (1, 4, "expected magic"),
+                                      (3, -1, "damaged header"), (7, 128, "damaged header"),
+                                      (5, 3, "damaged header"), (4, 3, "damaged (get the file again): expected")):
+            header = np.frombuffer(good[:1024], np.int32).copy()
+            header[index] = value
+            bad(message, header.tobytes() + good[1024:])
+        bad("expected magic", b"")
+        bad("expected magic", good[:1000])
+        for raw in (good[:-1], good + b"1"):
+            bad("damaged (get the file again): expected", raw)
+        refuses("none.bin: cannot read: No such file", "export", "none.bin", "hf")
+
+
+def test_output_that_cannot_be():
+    need("numpy")
+    with folder():
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        refuses("a.bin: exists already", "import", "hf", "a.bin")
+        refuses("hf: exists already", "export", "a.bin", "hf")
+        refuses("none: no such folder", "import", "hf", "none/b.bin")
+        refuses("none: no such folder", "export", "a.bin", "none/hf")
+
+
+def test_full_disk():
+    """hf.py itself, with its files for writing being /dev/full; what was begun is removed."""
+    need("numpy")
+    if not os.path.exists("/dev/full"):
+        raise Skip("needs /dev/full")
+    spec = importlib.util.spec_from_file_location("hf", HF)
+    module = importlib.util.module_from_spec(spec)
+    sys.dont_write_bytecode = True
+    spec.loader.exec_module(module)
+    created = []
+
+    def full(path, mode="r", **how):
+        if mode != "wb":
+            return open(path, mode, **how)
+        with open(path, mode):
+            created.append(path)
+        return open("/dev/full", mode)
+
+    module.open = full
+    with folder():
+        write_checkpoint("a.bin")
+        converts("export", "a.bin", "hf")
+        before = sorted(os.listdir())
+        for argv in (["import", "hf", "b.bin"], ["export", "a.bin", "hf2"]):
+            sys.argv = ["hf.py", *argv]
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    module.main()
+                raise AssertionError(f"{argv} went well")
+            except SystemExit as e:
+                assert f"{argv[2]}: cannot write: No space left on device; free some space" in e.code, e.code
+            assert sorted(os.listdir()) == before
+        assert len(created) == 2 and all(".tmp." in path for path in created)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# With PyTorch and transformers
+
+def random_model(V, C, P=48, seed=1):
+    """GPT-2 with 2 layers and 2 heads, every parameter random, so that no bias or norm can be mistaken for another."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    ends = {"bos_token_id": V - 1, "eos_token_id": V - 1}
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=C, n_positions=P, vocab_size=V, **ends)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def test_transformers_round_trip():
+    """The library's files → ours → a folder that the library loads: every tensor the same bits; and it generates."""
+    need("numpy", "torch", "transformers")
+    import torch
+    from transformers import AutoModelForCausalLM
+    for V, C, dtype in ((257, 128, torch.float32), (50257, 16, torch.float32), (257, 128, torch.bfloat16)):
+        with folder():
+            model = random_model(V, C).to(dtype)
+            model.save_pretrained("hf")
+            converts("import", "hf", "a.bin")
+            converts("export", "a.bin", "back")
+            back, info = AutoModelForCausalLM.from_pretrained("back", torch_dtype="auto", output_loading_info=True)
+            assert not any(info.values()), info
+            want, got = model.state_dict(), back.state_dict()
+            assert want.keys() == got.keys() and back.dtype == dtype
+            for name in want:
+                assert torch.equal(want[name], got[name]), name
+            for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "activation_function",
+                        "layer_norm_epsilon", "tie_word_embeddings"):
+                assert getattr(back.config, key) == getattr(model.config, key), key
+            assert back.lm_head.weight.data_ptr() == back.transformer.wte.weight.data_ptr()
+            back.generation_config.pad_token_id = 0
+            prompt = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+            made = back.eval().generate(**prompt, max_new_tokens=8, do_sample=False)
+            assert 3 < made.shape[1] <= 11 and int(made.max()) < V
+
+
+def dump_gradients():
+    """The program's path; built if that can be."""
+    if shutil.which("make") and shutil.which(os.environ.get("NVCC", "nvcc")):
+        command = ["make", "-C", ROOT, f"-j{os.cpu_count()}", "dev/dump_gradients"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    if not os.path.exists(DUMP):
+        raise Skip("needs dev/dump_gradients, and there is no make or no nvcc to build it")
+    return DUMP
+
+
+def compare(device, attention, V, C, B=3, T=37):
+    """One batch through Hugging Face's model in fp64 and ours in fp32, from the same weights."""
+    need("numpy", "torch", "transformers")
+    import numpy as np
+    import torch
+    program = dump_gradients()
+    with folder():
+        model = random_model(V, C)
+        model.save_pretrained("hf")
+        converts("import", "hf", "model.bin")
+        batch = np.random.default_rng(2).integers(0, V, (2, B, T), np.int32)
+        batch[0, :, ::5] = 7  # a token that comes again and again
+        batch.tofile("batch.bin")
+        command = [program, "--model", "model.bin", "--batch", "batch.bin", "-b", str(B), "-t", str(T),
+                   "--out", "out.bin", "--device", device, "--attention", attention]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        out = np.fromfile("out.bin", np.float32)
+
+    model = model.double()
+    tokens, targets = torch.from_numpy(batch.astype(np.int64))
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.view(-1, V), targets.reshape(-1))
+    loss.backward()
+
+    worst = []
+
+    def near(name, got, want):
+        got, want = torch.from_numpy(got.astype(np.float64)), want.detach()
+        error = ((got - want).abs().max() / want.abs().max()).item()
+        assert error <= 1e-4, f"{device} {attention} V={V} C={C}: {name}: off by {error:.2g} of its largest element"
+        worst.append((error, name))
+
+    Vp = (V + 127) // 128 * 128
+    at = 1 + B * T * Vp
+    near("loss", out[:1], loss.reshape(1))
+    near("logits", out[1:at].reshape(B, T, Vp)[..., :V], logits)
+    wanted = dict(model.transformer.named_parameters())
+    block = [f"{name}.{part}" for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+             for part in ("weight", "bias")]
+    layers = [f"h.{l}.{name}" for name in block for l in range(2)]
+    for name in ["wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias"]:
+        want = wanted.pop(name).grad
+        size = Vp * C if name == "wte.weight" else want.numel()
+        got, at = out[at:at + size], at + size
+        if ".c_" in name and name.endswith("weight"):
+            want = want.T
+        if name == "wte.weight":
+            assert (got[V * C:] == 0).all(), "gradient of the padding rows"
+            got = got[:V * C]
+        near(name, got.reshape(want.shape), want)
+    assert at == out.size and not wanted, wanted
+    print(f"  {device} {attention} V={V} C={C}: worst {max(worst)[1]}, {max(worst)[0]:.1e}")
+
+
+def test_gradients_cpu():
+    compare("cpu", "flash", V=257, C=128)
+    compare("cpu", "flash", V=50257, C=16)
+    compare("cpu", "flash", V=256, C=128, B=1, T=1)
+
+
+def test_gradients_cuda():
+    need("numpy", "torch", "transformers")
+    import torch
+    if not torch.cuda.is_available():
+        raise Skip("no GPU")
+    for attention in ("flash", "naive"):
+        compare("cuda", attention, V=257, C=128)
+        compare("cuda", attention, V=50257, C=128)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Runs every command that README.md and the scripts' help show, with small inputs and on the CPU, so that none rots."""
+import os
+import re
+import shlex
+import struct
+import subprocess
+import tempfile
+
+from harness import Skip, main
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SMALL = "--device cpu -e tiny -b 2 -t 64 -x 2 -n 1 -v 0 -s 0".split()  # an option given twice has its last value
+
+
+def run(command, **more):
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", **more)
+
+
+def commands(path):
+    """The lines of a file's code blocks that are commands, without their comments."""
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        blocks = re.findall(r"^```\n(.*?)^```", f.read(), flags=re.S | re.M)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [part for part in parts if re.match(r"(make|python3|\./\S+|scripts/\S+)( |$)", part)]
+
+
+def write_shard(path, tokens):
+    with open(path, "wb") as f:
+        f.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
+        f.write(struct.pack(f"<{len(tokens)}H", *tokens))
+
+
+class Workplace:
+    """A folder with everything that README's commands name, and the names to put in their place."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        at = self.folder.name
+        with open(f"{at}/book.txt", "w", encoding="utf-8") as f:
+            f.write("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
+        for name in ("train_1", "train_2", "val_1"):
+            write_shard(f"{at}/{name}.bin", [i * 7 % 250 for i in range(5000)])
+        self.names = {"book.txt": f"{at}/book.txt", "data/train_*.bin": f"{at}/train_*.bin", "data/val_*.bin": f"{at}/val_*.bin",
+                      "run1": f"{at}/run1", "gpt2_124M_bf16.bin": f"{at}/run1/model_00000002.bin"}
+
+    def place(self, word):
+        if word.startswith("run1/model_"):
+            return f"{self.folder.name}/run1/model_00000002.bin"
+        return self.names.get(word, word)
+
+
+def trainer_commands():
+    return [c for c in commands("README.md") if c.startswith("./train_gpt2cu")]
+
+
+def test_trainer_commands_of_the_readme():
+    if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
+        raise Skip("train_gpt2cu is not built")
+    work = Workplace()
+    found = trainer_commands()
+    assert len(found) >= 8, found
+    for command in found:
+        words = [work.place(word) for word in shlex.split(command)]
+        small = list(SMALL)
+        if "-i" not in words and "--generate" not in words and "--eval-only" not in words:
+            small += ["-i", work.names["book.txt"]]  # instead of the built-in corpus, which has its own tests
+        if "--eval-only" in words:
+            small += ["-j", work.names["book.txt"]]
+        if words.count("-e"):  # the checkpoint that the first command left
+            at = small.index("-e")
+            del small[at:at + 2]
+        if any(w.startswith(work.folder.name) and w.endswith("run1") for w in words) and "-y" not in words:
+            run(["rm", "-rf", work.names["run1"]])
+        if "-y" in words:
+            small[small.index("-x") + 1] = "3"
+        if "--precision" in words:
+            at = words.index("--precision")  # what a CPU has
+            words[at + 1] = "fp32"
+        done = run(words + small)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-500:]}{done.stderr}"
+
+
+def test_make_targets_of_the_readme_exist():
+    with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as f:
+        makefile = f.read()
+    for command in commands("README.md") + commands("attention/README.md"):
+        if not command.startswith("make"):
+            continue
+        for target in [word for word in shlex.split(command)[1:] if "=" not in word and not word.startswith("-")]:
+            source = re.search(rf"^{re.escape(target)}:", makefile, flags=re.M) or any(
+                os.path.exists(os.path.join(ROOT, target + end)) for end in (".cu", ".cpp"))
+            assert source, f"{command}: no target {target}"
+
+
+def test_scripts_of_the_readme_have_help():
+    for command in commands("README.md") + commands("attention/README.md"):
+        words = shlex.split(command)
+        if words[0] == "python3":
+            script = words[1]
+        elif words[0].startswith("scripts/"):
+            script = words[0]
+            assert os.access(os.path.join(ROOT, script), os.X_OK), f"{script} is not there or not executable"
+            continue
+        else:
+            continue
+        done = run(["python3", script, "--help"])
+        if done.returncode and "needs" in done.stderr:  # a library that is not installed: it says which
+            continue
+        assert done.returncode == 0 and "usage" in done.stdout, f"{command}: {done.stderr}"
+
+
+def test_options_of_benchmarks_exist():
+    for command in commands("README.md") + commands("attention/README.md"):
+        words = shlex.split(command)
+        if not words[0].startswith("./dev/bench_") or not os.access(os.path.join(ROOT, words[0]), os.X_OK):
+            continue
+        text = run([words[0], "--help"]).stdout
+        for word in words[1:]:
+            assert not word.startswith("--") or word in text, f"{command}: no {word}"
+
+
+def test_files_of_the_readme_exist():
+    for name in ("README.md", "attention/README.md"):
+        with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+            for target in re.findall(r"\]\(([^)#]+)\)", f.read()):
+                if "://" not in target:
+                    assert os.path.exists(os.path.join(ROOT, os.path.dirname(name), target)), f"{name}: {target}"
+
+
+if __name__ == "__main__":
+    main()

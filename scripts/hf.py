@@ -1,0 +1,319 @@
+#!/usr/bin/env python3
+"""GPT-2 from Hugging Face to this program and back, without loss.
+
+    python3 scripts/hf.py import openai-community/gpt2 gpt2.bin       # a name on the hub, or a folder with config.json
+    ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
+
+    python3 scripts/hf.py export run1/model_00003000.bin my-gpt2      # a folder for the transformers library:
+    AutoModelForCausalLM.from_pretrained("my-gpt2")                   # (the tokenizer is GPT-2's own)
+
+Needs numpy; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
+
+What differs between the two: Hugging Face's Conv1D keeps matrices as (in, out), ours are (out, in) and stacked over
+layers; our wte has rows of zeros up to a multiple of 128. A model that our program would not compute alike is refused.
+"""
+import argparse
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import sys
+
+try:
+    import numpy as np
+except ImportError as e:
+    sys.exit(f"hf.py: needs numpy ({e}); pip install -r scripts/requirements.txt")
+
+MAGIC, HEADER_INTS = 20240326, 256
+VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
+PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
+SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in our header from index 2, then padded V
+STORAGE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # numpy has no bf16: its bits
+
+
+class Error(Exception):
+    """One line: what, where, expected, found, what to do."""
+
+
+def tensors(c):
+    """Every tensor in the order of our file: Hugging Face's name, and our shape without padding."""
+    L, C = c["n_layer"], c["n_embd"]
+    block = {"ln_1.weight": (C,), "ln_1.bias": (C,), "attn.c_attn.weight": (3 * C, C), "attn.c_attn.bias": (3 * C,),
+             "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,),
+             "mlp.c_fc.weight": (4 * C, C), "mlp.c_fc.bias": (4 * C,), "mlp.c_proj.weight": (C, 4 * C),
+             "mlp.c_proj.bias": (C,)}
+    return ([("wte.weight", (c["vocab_size"], C)), ("wpe.weight", (c["n_positions"], C))] +
+            [(f"h.{l}.{name}", shape) for name, shape in block.items() for l in range(L)] +
+            [("ln_f.weight", (C,)), ("ln_f.bias", (C,))])
+
+
+def is_conv1d(name):
+    return ".c_" in name and name.endswith(".weight")
+
+
+def convert(x, have, want):
+    """From one storage type to another; to bf16 it rounds to nearest, ties to even."""
+    if have == want:
+        return x
+    x = (x.astype("<u4") << 16).view("<f4") if have == "BF16" else x.astype("<f4")
+    if want == "F32":
+        return x
+    bits = x.view("<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype("<u2")  # the sum could carry a NaN into infinity
+
+
+def progress(items, what):
+    for i, item in enumerate(items):
+        if sys.stderr.isatty():
+            end = "\n" if i + 1 == len(items) else ""
+            print(f"\r{what} {100 * (i + 1) // len(items)} %", end=end, file=sys.stderr, flush=True)
+        yield item
+
+
+@contextlib.contextmanager
+def whole(path):
+    """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
+    tmp = f"{path}.tmp.{os.getpid()}"
+    try:
+        yield tmp
+        os.rename(tmp, path)
+    except OSError as e:
+        advice = "; free some space or choose another place" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise Error(f"{path}: cannot write: {e.strerror}{advice}") from None
+    finally:
+        if os.path.isdir(tmp):
+            shutil.rmtree(tmp, ignore_errors=True)
+        elif os.path.exists(tmp):
+            os.unlink(tmp)
+
+
+def write_file(path, chunks):
+    with open(path, "wb") as f:
+        for chunk in chunks:
+            f.write(chunk)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def read_file(path, read):
+    try:
+        return read(path)
+    except OSError as e:
+        raise Error(f"{path}: cannot read: {e.strerror}; check the path") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Import
+
+def read_safetensors(path):
+    """name → (type, shape, bytes). The format: uint64 length, JSON {name: {dtype, shape, data_offsets}}, data."""
+    data = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    damaged = f"{path}: damaged (get the file again): "
+    if data.size < 8 or length > data.size - 8:
+        raise Error(f"{damaged}the header claims {length} bytes in a file of {data.size}")
+    try:
+        header = json.loads(data[8:8 + length].tobytes())
+        header.pop("__metadata__", None)
+        entries = sorted((*e["data_offsets"], name, str(e["dtype"]), tuple(e["shape"])) for name, e in header.items())
+        if not all(type(n) is int and n >= 0 for begin, end, _, _, shape in entries for n in (begin, end, *shape)):
+            raise ValueError("a size or an offset is not a natural number")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise Error(f"{damaged}header: {type(e).__name__}: {e}") from None
+    data, position, found = data[8 + length:], 0, {}
+    for begin, end, name, dtype, shape in entries:  # back to back from the first byte of the data to the last
+        if begin != position or end < begin:
+            raise Error(f"{damaged}{name}: expected its data from offset {position}, found {begin} to {end}")
+        if dtype in STORAGE and end - begin != math.prod(shape) * STORAGE[dtype].itemsize:
+            raise Error(f"{damaged}{name}: {dtype} {shape} does not take {end - begin} bytes")
+        found[name], position = (dtype, shape, data[begin:end]), end
+    if position != data.size:
+        raise Error(f"{damaged}expected {position} bytes of data, found {data.size}")
+    return found
+
+
+def find_folder(source):
+    if os.path.isdir(source):
+        return source
+    if os.path.exists(source) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+        raise Error(f"{source}: not a folder; give one with config.json and safetensors files, or a name on the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as e:
+        raise Error(f"{source}: no such folder, and a name on the hub needs huggingface_hub ({e}); "
+                    "pip install -r scripts/requirements.txt") from None
+    try:
+        patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
+        return snapshot_download(source, allow_patterns=patterns)
+    except Exception as e:  # the library's own, of what it fetches with, or of the network
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise Error(f"{source}: no such folder, and the hub does not give it: {reason}") from None
+
+
+def read_json(path):
+    with open(path, encoding="utf-8") as f:
+        try:
+            return dict(json.load(f))
+        except (ValueError, TypeError) as e:
+            raise Error(f"{path}: damaged (get the file again): {e}") from None
+
+
+def read_config(folder):
+    path = os.path.join(folder, "config.json")
+    config = read_file(path, read_json)
+    if config.get("model_type") != "gpt2":
+        raise Error(f"{path}: model_type: expected gpt2, found {config.get('model_type')}; only GPT-2 can be read")
+    for key in SIZES:
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise Error(f"{path}: {key}: expected a positive integer, found {config.get(key)}; get the file again")
+    if config["n_embd"] % config["n_head"]:
+        raise Error(f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}")
+    # What would make it another model; a missing key means the library's default, which is the first here.
+    allowed = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
+               "n_inner": (None, 4 * config["n_embd"]), "tie_word_embeddings": (True,), "add_cross_attention": (False,),
+               "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+               "position_embedding_type": ("absolute",), "rotary_dim": (None,), "rotary_pct": (None,),
+               "rope_theta": (None,), "rope_scaling": (None,), "rope_parameters": (None,),
+               "quantization_config": (None,)}
+    for key, values in allowed.items():
+        if config.get(key, values[0]) not in values:
+            raise Error(f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read")
+    return config
+
+
+def read_tensors(folder, config):
+    """Checked to be GPT-2's, all of them and no others: name → (storage type, shape, bytes)."""
+    path, index = (os.path.join(folder, "model.safetensors" + end) for end in ("", ".index.json"))
+    files = [path]
+    if not os.path.exists(path) and os.path.exists(index):  # a large model, in several files
+        weight_map = read_file(index, read_json).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise Error(f"{index}: damaged (get the file again): no weight_map")
+        files = [os.path.join(folder, file) for file in sorted({str(file) for file in weight_map.values()})]
+    found = {name.removeprefix("transformer."): tensor
+             for file in files for name, tensor in read_file(file, read_safetensors).items()}
+    wanted = dict(tensors(config))
+    for name, shape in wanted.items():
+        shape = shape[::-1] if is_conv1d(name) else shape
+        if name not in found:
+            raise Error(f"{folder}: tensor {name} is missing")
+        if found[name][1] != shape:
+            raise Error(f"{folder}: tensor {name}: expected shape {shape} by config.json, found {found[name][1]}")
+        if found[name][0] not in STORAGE:
+            raise Error(f"{folder}: tensor {name}: expected F32, F16 or BF16, found {found[name][0]}")
+    for name, tensor in found.items():
+        if name == "lm_head.weight":  # of an older library; tied, it is wte
+            if tensor[:2] != found["wte.weight"][:2] or not np.array_equal(tensor[2], found["wte.weight"][2]):
+                raise Error(f"{folder}: lm_head.weight is not wte.weight; only tied embeddings can be read")
+        elif name not in wanted and not re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):  # those are causal masks
+            raise Error(f"{folder}: tensor {name}: GPT-2 as config.json describes it has none of this name")
+    return found
+
+
+def import_model(source, out, want):
+    folder = find_folder(source)
+    config = read_config(folder)
+    found = read_tensors(folder, config)
+    want = want or ("BF16" if found["wte.weight"][0] == "BF16" else "F32")
+    version = next(v for v, dtype in VERSIONS.items() if dtype == want)
+    padding = -config["vocab_size"] % 128
+
+    def chunks():
+        header = np.zeros(HEADER_INTS, "<i4")
+        header[:8] = [MAGIC, version, *(config[key] for key in SIZES), config["vocab_size"] + padding]
+        yield header.data
+        for name, _ in progress(tensors(config), out):
+            have, shape, data = found[name]
+            x = convert(data.view(STORAGE[have]).reshape(shape), have, want)
+            yield np.ascontiguousarray(x.T if is_conv1d(name) else x).data
+            if name == "wte.weight":
+                yield bytes(padding * config["n_embd"] * STORAGE[want].itemsize)
+
+    with whole(out) as tmp:
+        write_file(tmp, chunks())
+    return config, want
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Export
+
+def read_model(path):
+    """Our checkpoint: sizes, rows of padding, storage type, parameters as one flat array."""
+    header = np.fromfile(path, "<i4", HEADER_INTS)
+    if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
+        raise Error(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
+                    "give a model checkpoint of this program or of llm.c")
+    config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
+    padding = int(header[7]) - config["vocab_size"]
+    if min(config.values()) < 1 or padding < 0 or config["n_embd"] % config["n_head"]:
+        raise Error(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
+    count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
+    expected = header.nbytes + count * STORAGE[dtype].itemsize
+    if os.path.getsize(path) != expected:
+        raise Error(f"{path}: damaged (get the file again): expected {expected} bytes, found {os.path.getsize(path)}")
+    return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
+
+
+def export_model(path, out, want):
+    config, padding, have, parameters = read_file(path, read_model)
+    want = want or have
+    header, position = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in tensors(config):
+        end = position + math.prod(shape) * STORAGE[want].itemsize
+        shape = shape[::-1] if is_conv1d(name) else shape
+        header["transformer." + name] = {"dtype": want, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(header).encode()
+    header += b" " * (-len(header) % 8)  # the data begins aligned
+
+    def chunks():
+        yield len(header).to_bytes(8, "little") + header
+        at = 0
+        for name, shape in progress(tensors(config), out):
+            x = convert(parameters[at:at + math.prod(shape)].reshape(shape), have, want)
+            yield np.ascontiguousarray(x.T if is_conv1d(name) else x).data
+            at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
+
+    # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
+    end_of_text = 50256 if config["vocab_size"] > 50256 else 256 if config["vocab_size"] == 257 else None
+    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    model = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **config, "n_inner": None,
+             "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+             "resid_pdrop": 0.0, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want], **ends}
+    with whole(out) as tmp:
+        os.mkdir(tmp)
+        for name, content in (("config.json", model), ("generation_config.json", ends)):
+            write_file(os.path.join(tmp, name), [json.dumps(content, indent=2).encode() + b"\n"])
+        write_file(os.path.join(tmp, "model.safetensors"), chunks())
+    return config, want
+
+
+def main():
+    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg.add_argument("command", choices=["import", "export"])
+    arg.add_argument("source", help="import: folder or name on the hub; export: checkpoint of this program or of llm.c")
+    arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
+    arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: the source's")
+    a = arg.parse_args()
+    out = os.path.abspath(a.out)
+    try:
+        if os.path.lexists(out):
+            raise Error(f"{a.out}: exists already; remove it or choose another name")
+        if not os.path.isdir(os.path.dirname(out)):
+            raise Error(f"{os.path.dirname(out)}: no such folder; create it or choose another path for the output")
+        convert_model = import_model if a.command == "import" else export_model
+        config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision))
+    except Error as e:
+        sys.exit(f"hf.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit(f"hf.py: interrupted; {a.out} is not written")
+    print(f"{a.out}: {dtype}, " + ", ".join(f"{key} {config[key]}" for key in SIZES))
+
+
+if __name__ == "__main__":
+    main()
