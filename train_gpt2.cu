@@ -776,7 +776,7 @@ std::vector<Option> Options::table() {
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again", "", "batch"},
         {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
-        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all", "-1..", "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1..", "optimizer"},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1", "optimizer"},
         {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
          "cosine|linear|constant|wsd", "optimizer"},
@@ -1131,7 +1131,7 @@ static void resolve_sizes(Options& o, const Config& config, bool on_cpu) {
 static void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
     if (o.max_steps < 0) o.max_steps = static_cast<int>(std::max<uint64_t>(1, tokens / o.tokens_per_step));
-    if (o.warmup < 0) o.warmup = std::max(1, o.max_steps / 20);
+    if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
     if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
@@ -1245,6 +1245,7 @@ int run_with(const Dev& dev, Options& o) {
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
         config = config_of(read_model_header(o.init));
     }
+    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has as many positions as it is asked for
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);

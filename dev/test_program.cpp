@@ -122,14 +122,17 @@ TEST(usage_errors_exit_with_2) {
 }
 
 TEST(errors_exit_with_1_and_one_line) {
-    CHECK_RUN(run(tiny() + "-t 300"), 1, "beyond the model's 256 positions");
+    run(tiny() + "-x 1 -o " + dir() + "/positions");
+    const std::string long_context = tiny() + "-t 300 -e " + model_path(dir() + "/positions", 1);
+    CHECK_RUN(run(long_context), 1, "beyond the model's 256 positions");
+    CHECK_RUN(run(tiny() + "-t 300 -x 1"), 0, "300 positions");
     CHECK_RUN(run("--device cpu -i '" + dir() + "/none_*.bin'"), 1, "none_*.bin");
     write_file(dir() + "/short.txt", "Too short.");
     CHECK_RUN(run("--device cpu -i " + dir() + "/short.txt"), 1, "short.txt");
     write_file(dir() + "/bad.bin", std::string(2000, 'x'));
     CHECK_RUN(run("--device cpu -i " + dir() + "/bad.bin"), 1, "20240520");
     CHECK_RUN(run("--device cpu -e " + dir() + "/bad.bin"), 1, "20240326");
-    const Result r = run(tiny() + "-t 300");
+    const Result r = run(long_context);
     const std::string last = r.out.substr(r.out.find("train_gpt2cu:"));
     CHECK(std::count(last.begin(), last.end(), '\n') == 1);
 }

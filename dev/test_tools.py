@@ -1,0 +1,350 @@
+#!/usr/bin/env python3
+"""Tests of the scripts and of the Makefile's probe: plots, TensorBoard files, README's tables, training recipes.
+
+    make train_gpt2cu && python3 dev/test_tools.py
+"""
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+from harness import Skip, main, need
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+RECIPES = sorted(SCRIPTS.glob("run_*.sh"))
+sys.path.append(str(SCRIPTS))
+
+
+@contextlib.contextmanager
+def scratch():
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
+
+
+def run(*command, cwd=ROOT, **variables):
+    # Under `make test` the outer make's options would reach an inner one.
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B")}
+    return subprocess.run([str(c) for c in command], cwd=cwd, env={**env, **variables}, capture_output=True, text=True)
+
+
+def script(name, *arguments, **variables):
+    return run(sys.executable, SCRIPTS / name, *arguments, **variables)
+
+
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def write_log(folder, steps=100, floor=1.1, mfu=40.0):
+    """A log such as ./train_gpt2cu -o writes, of a loss that falls from 11 to 2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"kind": "run", "device": "NVIDIA H200", "tokens_per_step": 8192, "steps": steps, "floor_nats": floor}]
+    for step in range(1, steps + 1):
+        rows.append({"kind": "train", "step": step, "loss_nats": 2 + 9 * math.exp(-step / 10), "grad_norm": 1.0,
+                     "lr": 3e-4, "step_ms": 20.0, "tokens_per_s": 4e5, "mfu_percent": mfu})
+        if step % 50 == 0:
+            rows.append({"kind": "val", "step": step, "loss_nats": 2.25, "floor_nats": floor})
+            rows.append({"kind": "sample", "step": step, "text": "Once\nupon a time"})
+            rows.append({"kind": "hellaswag", "step": step, "correct": 30, "examples": 40})
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def check_fails(result, *parts):
+    assert result.returncode == 1, result
+    assert result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr, (part, result.stderr)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logs, plots, TensorBoard
+
+def test_smoothing():
+    from plot import smooth
+    assert smooth([1, 2, 3, 4], 1) == [1, 2, 3, 4]
+    assert smooth([1, 5, 3, 4, 5], 2) == [1, 3, 4, 4, 4.5]
+    assert smooth([math.nan, 2, math.nan, 4], 2)[1:] == [2, 3, 4]
+    assert math.isnan(smooth([math.nan], 5)[0])
+
+
+def test_plot_formats_and_several_runs():
+    need("matplotlib")
+    magic = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    with scratch() as tmp:
+        a, b = write_log(tmp / "a"), write_log(tmp / "b", steps=250, floor=None, mfu=None)
+        for suffix, start in magic.items():
+            result = script("plot.py", a, b / "log.jsonl", "-o", tmp / f"out.{suffix}", "--title", "two runs")
+            assert result.returncode == 0, result.stderr
+            assert (tmp / f"out.{suffix}").read_bytes().startswith(start)
+        result = script("plot.py", b)
+        assert result.returncode == 0 and (b / "plot.png").stat().st_size > 10000, result.stderr
+        check_fails(script("plot.py", a, "-o", tmp / "out.gif"), "out.gif", ".png")
+        check_fails(script("plot.py", a, "-o", tmp / "no/such/out.png"), "No such file")
+
+
+def test_log_shorter_than_a_smoothing_window():
+    need("matplotlib")
+    with scratch() as tmp:
+        for steps in (1, 2):
+            result = script("plot.py", write_log(tmp / str(steps), steps), "--smooth", "50")
+            assert result.returncode == 0, result.stderr
+
+
+def test_malformed_logs_name_file_and_line():
+    good = ('{"kind": "train", "step": 1, "loss_nats": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 9, '
+            '"mfu_percent": null}\n')
+    from plot import LogError, read_log
+    with scratch() as tmp:
+        path = tmp / "log.jsonl"
+        for bad, what in (("{oops\n", "expected a JSON object"), ("[1]\n", "expected a JSON object"),
+                          ('{"step": 2}\n', '"kind"'), ('{"kind": "train", "step": 2}\n', '"loss_nats"'),
+                          (good.replace("2.0", '"2.0"'), '"loss_nats" is \'2.0\'')):
+            path.write_text(good + bad + good)
+            try:
+                read_log(tmp)
+                raise AssertionError(f"accepted {bad}")
+            except LogError as e:
+                assert f"{path}:2: " in str(e) and what in str(e), e
+        path.write_text(good + '{"kind": "tra')  # a row that is being written
+        rows = read_log(tmp)["train"]
+        assert len(rows) == 1 and math.isnan(rows[0]["mfu_percent"])
+        path.write_text("")
+        for name in ("plot.py", "tensorboard.py"):
+            check_fails(script(name, tmp), str(path), "no steps yet")
+            check_fails(script(name, tmp / "nowhere"), "nowhere", "cannot be read")
+
+
+def test_missing_packages_are_named():
+    with scratch() as tmp:
+        log = write_log(tmp / "run")
+        for package, name in (("matplotlib", "plot.py"), ("tensorboard", "tensorboard.py")):
+            (tmp / f"{package}.py").write_text(f'raise ImportError("no {package}")')
+            check_fails(script(name, log, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
+
+
+def test_help():
+    for name in ("plot.py", "tensorboard.py", "readme_tables.py"):
+        result = script(name, "--help")
+        assert result.returncode == 0 and "usage" in result.stdout, name
+
+
+def test_tensorboard_files_hold_the_log():
+    need("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    with scratch() as tmp:
+        log, other = write_log(tmp / "a"), write_log(tmp / "b", mfu=None, floor=None)
+        for _ in range(2):  # the second time replaces what the first one wrote
+            result = script("tensorboard.py", log, other)
+            assert result.returncode == 0, result.stderr
+        events = EventAccumulator(str(log / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        loss = events.Scalars("loss/train")
+        assert [e.step for e in loss] == list(range(1, 101))
+        assert abs(loss[0].value - (2 + 9 * math.exp(-0.1))) < 1e-5
+        assert abs(loss[-1].wall_time - loss[0].wall_time - 99 * 0.020) < 1e-3
+        assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss/val")] == [(50, 2.25), (100, 2.25)]
+        assert len(events.Scalars("loss/floor")) == 2 and len(events.Scalars("speed/mfu_percent")) == 100
+        assert [e.value for e in events.Scalars("hellaswag")] == [0.75, 0.75]
+        assert b"upon a time" in events.Tensors("sample")[0].tensor_proto.string_val[0]
+        tags = EventAccumulator(str(other / "tensorboard")).Reload().Tags()["scalars"]
+        assert "loss/train" in tags and "speed/mfu_percent" not in tags and "loss/floor" not in tags
+        assert script("tensorboard.py", log, "-o", tmp / "events").returncode == 0
+        assert list((tmp / "events" / "a").iterdir())
+        check_fails(script("tensorboard.py", log, write_log(tmp / "c" / "a"), "-o", tmp / "events"), "one folder")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# README's tables
+
+def attention_row(**fields):
+    return {"kind": "attention", "commit": "0123456789ab", "date": "2030-01-01T00:00:00Z", "gpu": "GPU A",
+            "driver": "1.2", "cuda": "13.0", "kernel": "flash_bf16", "pass": "fwd", "dtype": "bf16", "B": 4, "T": 1024,
+            "NH": 12, "HS": 64, "causal": True, "deterministic": True, "ms": 1.0, "tflops": 100.0,
+            "tflops_sustained": 90.0, "relative_error": 0.001, **fields}
+
+
+def test_tables():
+    train = {"kind": "train", "commit": "0123456789ab", "date": "2030-01-01T00:00:00Z", "gpu": "GPU A", "driver": "1.2",
+             "cuda": "13.0", "kernel": "train_gpt2cu", "model": "d12", "dtype": "bf16", "B": 4, "T": 1024, "gpus": 1,
+             "attention": "flash", "ms": 8.0, "tok_s": 5e5, "mfu": None, "mem_gib": 3.5}
+    later = {"date": "2030-02-01T00:00:00Z", "relative_error": 0.002}
+    results = {
+        "A/attention": [attention_row(), attention_row(tflops=120.0, **later), attention_row(HS=128, tflops=200.0),
+                        attention_row(kernel="naive", tflops=40.0, tflops_sustained=None), attention_row(causal=False)],
+        "B/attention": [attention_row(gpu="GPU B", tflops=7.0), attention_row(gpu="GPU B", **{"pass": "bwd"})],
+        "A/train": [train, {**train, "attention": "naive", "mfu": 12.34}],
+    }
+    with scratch() as tmp:
+        (tmp / "attention").mkdir()
+        documents = [tmp / "README.md", tmp / "attention" / "README.md"]
+        for document in documents:
+            document.write_text("before\n<!-- table: attention bf16 -->\nold\n<!-- end -->\nbetween\n"
+                                "<!-- table: train -->\nold\n<!-- end -->\n"
+                                "<!-- table: torch -->\nold\n<!-- end -->\nafter\n")
+        for name, rows in results.items():
+            path = tmp / "dev" / "results" / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def tables(*arguments):
+            return script("readme_tables.py", "--root", tmp, *arguments)
+        check_fails(tables("--check"), "README.md", "readme_tables.py")
+        assert "old" in documents[0].read_text()  # --check changes nothing
+        assert tables().returncode == 0 and tables("--check").returncode == 0
+        text = documents[0].read_text()
+        assert text == documents[1].read_text()
+        assert text.startswith("before\n") and text.endswith("after\n") and "between" in text and "old" not in text
+        caption = "Attention, bf16, causal, NH 12, TFLOP/s cool / sustained. GPU A, driver 1.2, CUDA 13.0. Measured"
+        assert caption in text.replace("\n", " ")  # HS is a column: there are two
+        assert "| B, T | HS | fwd naive | fwd flash_bf16 | bwd naive | bwd flash_bf16 |" in text
+        assert "| 4, 1024 | 64 | 40 | 120 / 90 | – | – |" in text and "| 4, 1024 | 128 | – | 200 / 90 | – | – |" in text
+        assert "NH 12, HS 64, TFLOP/s" in text and "| 4, 1024 | 7 / 90 | 100 / 90 |" in text  # GPU B
+        assert "| d12 | bf16 | flash | 4 | 1024 | 500k | 8.00 | n/a | 3.5 |" in text and "12.3 %" in text
+        assert "Not measured yet." in text
+        assert all(len(line) <= 120 for line in text.splitlines())
+
+        bad = tmp / "dev" / "results" / "A" / "train.jsonl"
+        bad.write_text(json.dumps(train) + "\n{oops\n")
+        check_fails(tables(), f"{bad}:2: ")
+        bad.write_text("")
+        documents[1].write_text("<!-- table: nonsense -->\n<!-- end -->\n\n<!-- end -->\n")
+        check_fails(tables(), "nonsense", "attention bf16")
+
+
+def test_tables_are_those_of_dev_results():
+    result = script("readme_tables.py", "--check")
+    assert result.returncode == 0, result.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Makefile's probe
+
+def gencode(nvidia_smi, *arguments):
+    """GENCODE where `nvidia-smi` is this shell code."""
+    with scratch() as tmp:
+        executable(tmp / "nvidia-smi", f"#!/bin/sh\n{nvidia_smi}\n")
+        result = run("make", "-pn", "help", *arguments, PATH=f"{tmp}:{os.environ['PATH']}")
+        return re.search(r"^GENCODE :?= *(.*)$", result.stdout, re.M)[1].strip()
+
+
+def arch(a):
+    return f"-gencode arch=compute_{a},code=sm_{a}"
+
+
+def test_probe_of_gpus():
+    for found, expected in (("8.0", ["80"]), ("9.0", ["90a"]), ("8.0\n8.0\n8.0", ["80"]), ("8.6\n9.0", ["86", "90a"]),
+                            ("9.0\n7.5", ["75", "90a"]), ("10.0", ["100"]), ("12.0", ["120"])):
+        assert gencode(f"printf '{found}\\n'") == " ".join(map(arch, expected)), found
+
+
+def test_probe_without_gpu():
+    fallback = "-gencode arch=compute_80,code=[sm_80,compute_80]"
+    for what in ("exit 127", "echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9",
+                 "echo '[N/A]'", "echo 'No devices were found'", "echo 9.0.1; echo 8; echo x8.0; echo",
+                 "echo 8.0 >&2; exit 1"):
+        assert gencode(what) == fallback, what
+
+
+def test_arch_overrides_the_probe():
+    assert gencode("echo 8.6", "ARCH=75 90a") == f"{arch('75')} {arch('90a')}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training recipes
+
+def trainer():
+    binary = ROOT / "train_gpt2cu"
+    if not binary.exists():
+        raise Skip("needs ./train_gpt2cu (make train_gpt2cu)")
+    return binary
+
+
+def run_recipe(recipe, tmp, program, *arguments, **variables):
+    """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
+    (tmp / "scripts").mkdir(exist_ok=True)
+    shutil.copy(recipe, tmp / "scripts")
+    executable(tmp / "make", "#!/bin/sh\n")
+    (tmp / "train_gpt2cu").unlink(missing_ok=True)
+    (tmp / "train_gpt2cu").symlink_to(program)
+    return run(tmp / "scripts" / recipe.name, *arguments, cwd="/", PATH=f"{tmp}:{os.environ['PATH']}", **variables)
+
+
+def long_context_start(path):
+    """A checkpoint of one layer and one head, its position embeddings numbered."""
+    max_T, V, Vp, C = 1024, 50257, 50304, 64
+    block = 12 * C * C + 13 * C
+    values = [0.0] * (Vp * C) + [float(i) for i in range(max_T * C)] + [1.0] * (block + 2 * C)
+    path.write_bytes(struct.pack("<256i", 20240326, 3, max_T, V, 1, 1, C, Vp, *[0] * 248) +
+                     struct.pack(f"<{len(values)}f", *values))
+
+
+def test_recipes_use_options_that_exist():
+    known = set(re.findall(r"(?<=[ ,])-{1,2}[a-z][a-z0-9-]*", run(trainer(), "--help").stdout))
+    for recipe in RECIPES:
+        command = recipe.read_text().split("exec ./train_gpt2cu", 1)[1]
+        used = set(re.findall(r"(?<=\s)-{1,2}[a-z][a-z-]*", command))
+        assert len(used) > 10 and used <= known, (recipe.name, used - known)
+
+
+def test_recipes_pass_the_trainers_checks():
+    """They fail at the missing data and nowhere before it, whatever B: sizes, steps and options are accepted."""
+    for recipe in RECIPES:
+        for batch in ("", "1", "4"):
+            with scratch() as tmp:
+                arguments = []
+                if "long" in recipe.name:
+                    long_context_start(tmp / "model.bin")
+                    arguments = [tmp / "model.bin"]
+                result = run_recipe(recipe, tmp, trainer(), *arguments, B=batch)
+                assert result.returncode == 1 and "data/cache/fineweb" in result.stderr, (recipe.name, batch, result)
+
+
+def test_recipes_arithmetic():
+    """Steps and tokens a step in the command are those of the comment, and their product is what it says."""
+    for recipe in RECIPES:
+        text = recipe.read_text()
+        steps, per_step, tokens = re.search(r"tokens +([\d ]+) steps · ([\d ]+) tokens = ([\d.e]+)", text).groups()
+        steps, per_step = (int(n.replace(" ", "")) for n in (steps, per_step))
+        assert f"-d {per_step} " in text and f"-x {steps} " in text, recipe.name
+        assert abs(steps * per_step / float(tokens) - 1) < 0.005, recipe.name
+        N, L, C, T = (int(n.replace(" ", "")) for n in re.search(
+            r"= 6·([\d ]+) \+ 6·([\d ]+)·([\d ]+)·([\d ]+) = ", text).groups())
+        flops, total = re.search(r"([\d.e]+) a token; +([\d.e]+) in all", text).groups()
+        assert abs((6 * N + 6 * L * C * T) / float(flops) - 1) < 0.005, recipe.name
+        assert abs(steps * per_step * float(flops) / float(total) - 1) < 0.01, recipe.name
+        rate = int(re.search(r"([\d ]+) tokens/s", text)[1].replace(" ", ""))
+        time, unit = re.search(r"time +([\d.]+) (\w+)", text).groups()
+        seconds = float(time) * {"minutes": 60, "hours": 3600, "days": 86400}[unit]
+        assert abs(steps * per_step / rate / seconds - 1) < 0.02, recipe.name
+        mfu = int(re.search(r"which is (\d+) %", text)[1]) / 100
+        assert abs(rate * float(flops) / 989e12 - mfu) < 0.01, recipe.name
+
+
+def test_long_context_repeats_the_position_embeddings():
+    with scratch() as tmp:
+        long_context_start(tmp / "model.bin")
+        executable(tmp / "true.sh", "#!/bin/sh\n")
+        recipe = SCRIPTS / "run_long_context.sh"
+        result = run_recipe(recipe, tmp, tmp / "true.sh", tmp / "model.bin")
+        assert result.returncode == 0, result.stderr
+        old, new = (tmp / "model.bin").read_bytes(), (tmp / "log_long_context" / "start.bin").read_bytes()
+        wpe, size = 1024 + 50304 * 64 * 4, 1024 * 64 * 4
+        assert struct.unpack_from("<8i", new) == (20240326, 3, 16384, 50257, 1, 1, 64, 50304)
+        assert new[32:wpe] == old[32:wpe] and new[wpe:wpe + 16 * size] == 16 * old[wpe:wpe + size]
+        assert new[wpe + 16 * size:] == old[wpe + size:]
+        shutil.rmtree(tmp / "log_long_context")
+        result = run_recipe(recipe, tmp, tmp / "true.sh", tmp / "nowhere.bin")
+        assert result.returncode == 1 and "nowhere.bin" in result.stderr and "checkpoint" in result.stderr, result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+#!/bin/sh
+# GPT-2 350M (d24) from scratch on 31 billion tokens of FineWeb, with the settings of llm.c's recipe for it, on one GPU.
+#
+#   data     python3 data/prepare.py fineweb100B --max-tokens 34e9          68 GB of shards
+#   tokens   60 000 steps · 524 288 tokens = 3.15e10     89 for each of the 354 871 296 parameters
+#   FLOPs    6·N + 6·L·C·T = 6·354 871 296 + 6·24·1024·1024 = 2.28e9 a token;  7.17e19 in all
+#   time     50 hours at 175 000 tokens/s, which is 40 % of an H100's or H200's 989 TFLOP/s; every step prints its rate
+#   memory   55.5 GiB of tensors at B=64, 30.9 at B=32, 18.6 at B=16: B=16 scripts/run_gpt2_350M.sh
+#   disk     5.0 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
+set -e
+cd "$(dirname "$0")/.."
+make train_gpt2cu
+exec ./train_gpt2cu -e d24 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \
+    --tokenizer data/cache/fineweb100B/gpt2_tokenizer.bin \
+    -b "${B:-32}" -t 1024 -d 524288 -x 60000 -l 3e-4 -u 700 -q 0 -c 0.1 -k cosine \
+    -v 250 -m $((10240 / ${B:-32})) -s 5000 -g 144 -n 1000 -nk 2 -y 1 -o log_gpt2_350M "$@"

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Writes training runs' log.jsonl as TensorBoard event files, each into RUN/tensorboard, replacing earlier ones there.
+
+    python3 scripts/tensorboard.py run1 run2 && tensorboard --logdir_spec a:run1/tensorboard,b:run2/tensorboard
+    python3 scripts/tensorboard.py run1 run2 -o events && tensorboard --logdir events
+"""
+import argparse
+import math
+import os
+import pathlib
+import sys
+
+from plot import LogError, read_log
+
+# This folder is where Python looks first, and there `import tensorboard` would find this very file.
+sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
+
+TAGS = {"train": {"loss/train": "loss_nats", "train/grad_norm": "grad_norm", "train/lr": "lr",
+                  "speed/tokens_per_s": "tokens_per_s", "speed/mfu_percent": "mfu_percent"},
+        "val": {"loss/val": "loss_nats", "loss/floor": "floor_nats"}}
+
+
+def events(rows, end):
+    """(wall time, step, Summary) of every row. The log has no clock: its steps' times are counted back from its end."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    at = end - sum(r.get("step_ms", 0) for r in rows["train"]) / 1e3
+    when = {0: at}
+    for row in rows["train"]:
+        at += row.get("step_ms", 0) / 1e3
+        when[row["step"]] = at
+    for kind, tags in TAGS.items():
+        for row in rows[kind]:
+            values = {tag: row[field] for tag, field in tags.items() if row.get(field) is not None}
+            found = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if not math.isnan(v)]
+            yield when.get(row["step"], at), row["step"], Summary(value=found)
+    for row in rows["hellaswag"]:
+        value = Summary.Value(tag="hellaswag", simple_value=row["correct"] / row["examples"])
+        yield when.get(row["step"], at), row["step"], Summary(value=[value])
+    for row in rows["sample"]:
+        text = "    " + row["text"].replace("\n", "\n    ")  # Markdown's way to leave a text as it is
+        value = Summary.Value(tag="sample", metadata=create_summary_metadata("", ""), tensor=make_tensor_proto(text))
+        yield when.get(row["step"], at), row["step"], Summary(value=[value])
+
+
+def write(run, folder):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    rows = read_log(run)
+    path = run / "log.jsonl" if run.is_dir() else run
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    writer = EventFileWriter(str(folder))
+    for wall_time, step, summary in events(rows, os.path.getmtime(path)):
+        writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
+    writer.close()
+
+
+def main():
+    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path,
+                     help="a folder with log.jsonl, or such a file")
+    arg.add_argument("-o", "--out", type=pathlib.Path, help="write into OUT/<the run's name> instead")
+    a = arg.parse_args()
+    homes = [run if run.is_dir() else run.parent for run in a.runs]
+    folders = [a.out / home.resolve().name if a.out else home / "tensorboard" for home in homes]
+    try:
+        if len(set(folders)) < len(folders):
+            raise LogError("two runs would go into one folder: convert them one by one")
+        for run, folder in zip(a.runs, folders):
+            write(run, folder)
+            print(folder)
+    except ImportError as e:
+        sys.exit(f"tensorboard.py needs the tensorboard package ({e}): pip install -r scripts/requirements.txt")
+    except (LogError, OSError) as e:
+        sys.exit(f"tensorboard.py: {e}")
+
+
+if __name__ == "__main__":
+    main()
