@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Writes HellaSwag (a context, four endings, one of them right) as llm.c's file for multiple-choice evaluation.
+
+  header:   256 int32: magic 20240522, version 1, number of examples, bytes of the longest example
+  example:  uint16 each, little endian:
+            65535, bytes of the whole example, its index, the right ending, number of endings,
+            number of tokens of the context, the context,
+            and for each ending: number of tokens, the tokens
+
+Endings are tokenised with the space before them, as GPT-2 has it; there is no <|endoftext|>. A model's answer is
+the ending of the least mean loss over the ending's tokens."""
+import argparse
+import array
+import json
+import struct
+import sys
+from pathlib import Path
+
+from prepare_common import (Fail, add_ranks_options, download, load_ranks, make_encoding, need, progress, run,
+                            write_file, write_tokenizer)
+
+MAGIC, START_EXAMPLE = 20240522, 65535
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
+SHA256 = {  # of the splits whose right endings are public
+    "train": "dae5e69249868cb9fe4e23ff925c60b66169564cfb7072d793cd7356a2b69f8d",
+    "val": "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
+}
+
+
+def read_examples(path):
+    """(where, context, endings, label) of each line."""
+    with open(path, "rb") as file:
+        at = 0
+        for line in file:
+            where = f"{path}: example at offset {at}"
+            try:
+                example = json.loads(line.decode())
+                context, endings, label = example["ctx"], example["endings"], int(example["label"])
+            except UnicodeDecodeError as error:
+                raise Fail(f"{path}: invalid UTF-8 at offset {at + error.start}; get the file again") from None
+            except json.JSONDecodeError as error:
+                raise Fail(f"{path}: not JSON at offset {at + error.pos}: {error.msg}; get the file again") from None
+            except (KeyError, TypeError, ValueError) as error:
+                raise Fail(f"{where}: expected ctx, endings and a label, found one missing or wrong ({error}); the "
+                           "test split has no labels, give val or train") from None
+            if not all(isinstance(text, str) for text in [context, *endings]) or not 0 <= label < len(endings):
+                raise Fail(f"{where}: expected text, endings of text and the index of one, found label {label}; get "
+                           "the file again")
+            yield where, context, endings, label
+            at += len(line)
+
+
+def encode_example(encoding, index, where, context, endings, label):
+    stream = [START_EXAMPLE, 0, index, label, len(endings)]
+    for text in [context] + [" " + ending for ending in endings]:
+        tokens = encoding.encode_ordinary(text)
+        stream += [len(tokens)] + tokens
+    stream[1] = 2 * len(stream)
+    if stream[1] > 65535 or index > 65535:
+        raise Fail(f"{where}: too long or too many: expected at most 65535 bytes an example and 65536 examples, found "
+                   f"{stream[1]} bytes in example {index}; give a smaller file")
+    return array.array("H", stream)
+
+
+def convert(args):
+    need("tqdm")
+    ranks = load_ranks(args.ranks, args.ranks_sha256)
+    encoding = make_encoding(ranks)
+    directory = args.output.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    path = args.source
+    if path in SHA256:
+        path = download(URL.format(path), directory / "download" / f"hellaswag_{path}.jsonl", SHA256[path])
+    examples = [encode_example(encoding, index, *example)
+                for index, example in enumerate(progress(iterable=read_examples(path), unit="", desc="tokenising"))]
+    if not examples:
+        raise Fail(f"{path}: no examples: expected an object a line; get the file again")
+    longest = max(2 * len(example) for example in examples)
+    if sys.byteorder == "big":
+        for example in examples:
+            example.byteswap()
+    header = struct.pack("<256i", MAGIC, 1, len(examples), longest, *[0] * 252)
+    write_file(args.output, header + b"".join(example.tobytes() for example in examples))
+    write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
+    print(f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
+          f"./train_gpt2cu ... --hellaswag {args.output}")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description="Writes HellaSwag in llm.c's format for multiple-choice evaluation.", epilog="""examples:
+  python3 data/hellaswag.py                                            downloads the validation split
+  python3 data/hellaswag.py hellaswag_val.jsonl --ranks vocab.bpe      without network
+
+Needs: pip install -r scripts/requirements.txt""", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="?", default="val", help="val, train, or a .jsonl file (default: val)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
+                        help="default: data/cache/hellaswag/hellaswag_<name>.bin")
+    add_ranks_options(parser)
+    args = parser.parse_args()
+    if args.source not in SHA256 and not args.source.endswith(".jsonl"):
+        parser.error(f"{args.source}: expected val, train or a .jsonl file")
+    name = "hellaswag_" + Path(args.source).stem.replace("hellaswag_", "")
+    args.output = args.output or Path(__file__).parent / "cache" / "hellaswag" / f"{name}.bin"
+    run(convert, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What prepare.py and hellaswag.py share: errors of one line, files that are whole or not there, downloads that are
+checked and go on where they broke off, and GPT-2's byte pair encoding from whichever form of its ranks is at hand."""
+import base64
+import concurrent.futures
+import errno
+import hashlib
+import http.client
+import json
+import os
+import struct
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+END_OF_TEXT, VOCABULARY = 50256, 50257
+TOKENIZER_MAGIC = 20240328
+# GPT-2's, as tiktoken writes it.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+RANKS_HOST = "https://openaipublic.blob.core.windows.net/"
+RANKS_SHA256 = {  # three forms of the same list
+    "gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "encodings/r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+}
+
+
+class Fail(Exception):
+    """One line for the user: what, where, expected, found, what to do."""
+
+
+def need(module):
+    try:
+        return __import__(module, fromlist=["_"])
+    except ImportError:
+        name = module.split(".")[0]
+        raise Fail(f"the Python library {name} is not installed; pip install -r scripts/requirements.txt") from None
+
+
+def progress(**options):
+    return need("tqdm").tqdm(unit_scale=True, disable=None, **options)  # None: only on a terminal
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+
+# -------------------------------------------------------------------------------------------------- files and downloads
+
+
+def commit(file, part, path):
+    """Gives the complete file `part` its final name: on disk first, so that a final name never holds a partial file."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(part, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+
+
+def write_file(path, content):
+    part = path.with_name(path.name + ".part")
+    file = open(part, "wb")
+    file.write(content)
+    commit(file, part, path)
+
+
+def fetch(url, start=0):
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        return urllib.request.urlopen(request, timeout=60)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
+        if isinstance(error, urllib.error.HTTPError) and error.code == 416:
+            return None  # nothing lies beyond `start`
+        reason = getattr(error, "reason", error)
+        raise Fail(f"{url}: cannot download: {reason}; check the network, or give a local file instead") from None
+
+
+def download(url, path, sha256):
+    """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on."""
+    if path.exists():
+        if sha256 and sha256_of(path) != sha256:
+            raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {sha256_of(path)}; delete it to get it again")
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    response = fetch(url, part.stat().st_size if part.exists() else 0)
+    with open(part, "ab" if response is None or response.status == 206 else "wb") as file:
+        if response is not None:
+            length = response.headers.get("Content-Length")
+            total = file.tell() + int(length) if length else None
+            with response, progress(total=total, initial=file.tell(), unit="B", desc=path.name) as bar:
+                block = b"-"
+                while block:
+                    try:
+                        block = response.read(1 << 20)
+                    except (OSError, http.client.HTTPException):
+                        block = b""  # the length will tell
+                    bar.update(file.write(block))
+            if total and file.tell() < total:
+                raise Fail(f"{url}: download broke off: expected {total} bytes, found {file.tell()}; run again"
+                           " to go on")
+        file.flush()
+        found = sha256_of(part)
+        if sha256 and found != sha256:
+            part.unlink()
+            raise Fail(f"{url}: wrong SHA-256: expected {sha256}, found {found}; deleted, run again")
+        commit(file, part, path)
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------- the tokenizer
+
+
+def parse_ranks(path, content):
+    """{bytes of a token: its id} from vocab.bpe, encoder.json or a .tiktoken file."""
+    # The first two write bytes as visible characters: Latin-1's visible ones as themselves, the others from U+0100 on.
+    visible = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+    order = visible + [byte for byte in range(256) if byte not in visible]
+    byte_of = {chr(byte) if byte in visible else chr(256 + i - len(visible)): byte for i, byte in enumerate(order)}
+    try:
+        if content.startswith(b"{"):
+            return {bytes(byte_of[c] for c in token): int(rank) for token, rank in json.loads(content).items()
+                    if rank != END_OF_TEXT or token != "<|endoftext|>"}
+        if content.startswith(b"#version"):
+            merges = content.decode().splitlines()[1:]
+            tokens = [bytes([byte]) for byte in order]
+            tokens += [bytes(byte_of[c] for c in merge.replace(" ", "")) for merge in merges if merge]
+            return {token: rank for rank, token in enumerate(tokens)}
+        pairs = (line.split() for line in content.splitlines() if line)
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, KeyError) as error:
+        raise Fail(f"{path}: not a list of ranks ({error}); give GPT-2's vocab.bpe or encoder.json") from None
+
+
+def load_ranks(paths, extra_sha256):
+    """GPT-2's ranks from the given files, else from tiktoken's cache, else from the network into that cache."""
+    if not paths:
+        cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+        cache = Path(cache or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+        places = [(RANKS_HOST + url, cache / hashlib.sha1((RANKS_HOST + url).encode()).hexdigest(), sha256)
+                  for url, sha256 in RANKS_SHA256.items()]
+        cached = [path for _, path, _ in places if path.exists()]
+        paths = cached[:1] or [download(*places[0])]
+    accepted = list(extra_sha256) + list(RANKS_SHA256.values())
+    found = []
+    for path in paths:
+        content = Path(path).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in accepted:
+            raise Fail(f"{path}: wrong SHA-256: expected one of {', '.join(accepted)}, found {sha256}; get GPT-2's "
+                       "file again, or accept another one with --ranks-sha256")
+        found.append(parse_ranks(path, content))
+        if found[0] != found[-1]:
+            raise Fail(f"{path}: other ranks than in {paths[0]}; give files of the same tokenizer")
+    ranks, path = found[0], paths[0]
+    largest = max(ranks.values(), default=-1)
+    if largest > 65535:
+        raise Fail(f"{path}: token {largest} does not fit a shard's 16 bits: expected at most 65535; use GPT-2's ranks")
+    if largest >= END_OF_TEXT or len(set(ranks.values())) < len(ranks):
+        raise Fail(f"{path}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {largest} as the "
+                   f"largest of {len(set(ranks.values()))} for {len(ranks)} tokens; use GPT-2's ranks")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise Fail(f"{path}: a single byte has no token: expected all 256; use GPT-2's ranks")
+    return ranks
+
+
+def make_encoding(ranks):
+    return need("tiktoken").Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks,
+                                     special_tokens={"<|endoftext|>": END_OF_TEXT})
+
+
+def write_tokenizer(path, ranks):
+    """llm.c's tokenizer file: 256 uint32 (magic, version 2, tokens, id of <|endoftext|>), then for each a length byte
+    and as many bytes."""
+    pieces = [b""] * VOCABULARY
+    for token, rank in ranks.items():
+        if len(token) > 255:
+            raise Fail(f"{path}: token {rank} has {len(token)} bytes: expected at most 255; use GPT-2's ranks")
+        pieces[rank] = token
+    pieces[END_OF_TEXT] = b"<|endoftext|>"
+    header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
+    write_file(path, header + b"".join(bytes([len(piece)]) + piece for piece in pieces))
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
+
+
+def add_ranks_options(parser):
+    parser.add_argument("--ranks", action="append", metavar="FILE", default=[],
+                        help="GPT-2's vocab.bpe, encoder.json or r50k_base.tiktoken; several are compared (default: "
+                        "from TIKTOKEN_CACHE_DIR, else downloaded into it)")
+    parser.add_argument("--ranks-sha256", action="append", metavar="HASH", default=[],
+                        help="accept a ranks file with this SHA-256 although it is not GPT-2's")
+
+
+def run(main, args):
+    """Runs main(args); what goes wrong is one line on stderr and exit code 1."""
+    try:
+        return main(args)
+    except Fail as error:
+        message = str(error)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        message = (f"{error.filename or args.output or 'output'}: {error.strerror or error}" +
+                   ("; make room and run again, what is finished is kept" if full else ""))
+    except concurrent.futures.BrokenExecutor:
+        message = "a worker was killed, for lack of memory perhaps; try fewer --jobs, what is finished is kept"
+    except KeyboardInterrupt:
+        message = "interrupted; run again to go on, what is finished is kept"
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    sys.exit(1)
