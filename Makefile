@@ -24,14 +24,14 @@ endif
 WARN      := -Wall -Wextra -Werror
 CXXFLAGS  := -std=c++17 -O3 -fno-math-errno -march=$(MARCH) -fopenmp -I. $(WARN) -MMD -MP $(EXTRA)
 NVCCFLAGS := -std=c++17 -O3 -lineinfo -I. -Werror all-warnings -Xcompiler -Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
-CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC)))
-CXXFLAGS  += -isystem $(CUDA_HOME)/include
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
+CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
 LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
 KERNELS   := $(wildcard attention/*.cu layers/*.cu)
 OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp) dev/reference.cpp)
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
-PYTESTS   := $(if $(shell command -v python3),$(wildcard dev/test_*.py))
+PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu))
 TOOLS     := dev/dump_gradients
 JOBS      ?= $(shell nproc)

@@ -13,10 +13,13 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <exception>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -106,8 +109,8 @@ struct Arena {
     }
     // Tensor i, or layer l's part of it.
     void* at(size_t i, int l = 0) const {
+        if (i >= tensors.size() || tensors[i].elements() == 0) return nullptr;  // as all of a model that only generates
         const TensorSpec& t = tensors[i];
-        if (t.elements() == 0) return nullptr;
         return base + offsets[i] + (t.layers ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
     }
 };
@@ -651,12 +654,20 @@ static int sample_token(const std::vector<float>& logits, const Sampling& s, dou
     return order[std::min(i, k - 1)];
 }
 
+static bool can_generate(const Config& config) {
+    return config.V == kByteVocab || config.V > kEndOfText;
+}
+
 // Continues `prompt` (which <|endoftext|> precedes) by up to n tokens, ending at the next <|endoftext|>.
 template <class Dev, class X>
 std::string generate(GPT2<Dev, X>& model, const Tokenizer& tokenizer, const std::string& prompt, int n,
                      const Sampling& s, uint64_t seed) {
     Range range("sample");
     const int end = model.config.V == kByteVocab ? kByteEndOfText : kEndOfText;
+    if (!can_generate(model.config))
+        throw Error(
+            format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at least %d tokens",
+                   model.config.V, kByteVocab, kEndOfText + 1));
     std::vector<int> context = {end};
     for (int token : encode_bytes(prompt)) context.push_back(token);
     std::string text = prompt;
@@ -672,13 +683,14 @@ std::string generate(GPT2<Dev, X>& model, const Tokenizer& tokenizer, const std:
 // =====================================================================================================================
 // Evaluation
 
-// Mean loss over the loader's first batches.
+// Mean loss over the loader's first batches, at most all whole ones.
 template <class Dev, class X>
 double validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches) {
     Range range("validate");
     loader.reset();
     double sum = 0;
     std::vector<int> host(model.batch_ints());
+    batches = std::min(batches, loader.batches_per_epoch());
     for (uint64_t i = 0; i < batches; i++) {
         Acc<X> loss;
         model.fill_batch(host.data(), loader);
@@ -757,7 +769,7 @@ std::vector<Option> Options::table() {
     using O = Option;
     return {
         {"--train-data", "-i", O::String, &train_data,
-         "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
+         "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i", "", "data"},
         {"--init", "-e", O::String, &init, "d12, d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)",
          "", "model"},
@@ -776,12 +788,13 @@ std::vector<Option> Options::table() {
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again", "", "batch"},
         {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
-        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1..", "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1..",
+         "optimizer"},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1", "optimizer"},
         {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
          "cosine|linear|constant|wsd", "optimizer"},
         {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0..", "optimizer"},
-        {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..1", "optimizer"},
+        {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999", "optimizer"},
         {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0..", "optimizer"},
         {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0..", "optimizer"},
         {"--val-every", "-v", O::Int, &val_every, "steps between validations; 0: never, -1: ten in the run", "-1..",
@@ -931,6 +944,7 @@ class Run {
     // training data goes on after the first of them.
     int *host = nullptr, *batch = nullptr, *next = nullptr;
     bool prepared = false;
+    std::exception_ptr late_error;  // of preparing `next`
     LoaderState position{};
     void prepare(int* to) {
         for (int i = 0; i < model.micro_steps; i++) model.fill_batch(to + i * model.batch_ints(), train);
@@ -967,6 +981,11 @@ Run<Dev, X>::Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Da
                        {"T", std::to_string(o.T)},
                        {"tokens per step", std::to_string(o.tokens_per_step)},
                        {"seed", std::to_string(o.seed)},
+                       {"order of data", o.overfit      ? "one batch"
+                                         : o.no_shuffle ? "as it is"
+                                                        : "shuffled"},
+                       {"attention", o.attention},
+                       {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
                        {"data", format("%016llx", static_cast<unsigned long long>(train.identity()))}};
 }
 
@@ -993,8 +1012,8 @@ template <class Dev, class X>
 void Run<Dev, X>::open_log() {
     if (o.output_dir.empty()) return;
     const std::string path = o.output_dir + "/log.jsonl";
-    if (step) Log::truncate_after(path, step);
-    log = std::make_unique<Log>(path, step > 0);
+    if (o.resume) Log::truncate_after(path, step);
+    log = std::make_unique<Log>(path, o.resume);
     Row row("run");
     row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
     row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
@@ -1006,6 +1025,7 @@ template <class Dev, class X>
 void Run<Dev, X>::train_step() {
     Range range("step", step);
     const auto start = std::chrono::steady_clock::now();
+    if (late_error) std::rethrow_exception(late_error);
     if (!prepared) prepare(batch);
     prepared = true;
     model.upload(batch, model.micro_steps);
@@ -1013,9 +1033,14 @@ void Run<Dev, X>::train_step() {
     const double lr = o.learning_rate(step);
     model.update(
         {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)});
-    if (!o.overfit) {
-        position = train.state();
-        prepare(next);  // while the GPU works
+    const bool another = !o.overfit && step + 1 < o.max_steps;
+    if (!o.overfit) position = train.state();
+    if (another) {
+        try {
+            prepare(next);  // while the GPU works
+        } catch (...) {
+            late_error = std::current_exception();
+        }  // this step's result comes first
     }
 
     std::vector<A> stats(model.micro_steps + 1);
@@ -1023,12 +1048,14 @@ void Run<Dev, X>::train_step() {
     const double loss = std::accumulate(stats.begin(), stats.end() - 1, 0.0) / model.micro_steps, norm = stats.back();
     if (!std::isfinite(loss) || !std::isfinite(norm)) {
         const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+        const char* update =
+            std::isfinite(norm) ? "its gradient was finite and the update is made" : "nothing was updated";
         throw Error(
-            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was "
-                   "updated; last good checkpoint: %s",
-                   step + 1, loss, norm, model.first_nonfinite().c_str(), last_good.c_str()));
+            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; %s; last good "
+                   "checkpoint: %s; a lower -l or a longer -u may help",
+                   step + 1, loss, norm, model.first_nonfinite().c_str(), update, last_good.c_str()));
     }
-    if (!o.overfit) std::swap(batch, next);
+    if (another) std::swap(batch, next);
     step++;
 
     const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
@@ -1094,7 +1121,11 @@ bool Run<Dev, X>::restore() {
     read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
     const ModelHeader header = read_model_header(path), mine = header_of(model.config, dtype_of<X>());
     if (std::memcmp(&header, &mine, sizeof header))
-        throw Error(format("%s: its header is not this run's model", path.c_str()));
+        throw Error(format(
+            "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
+            "and its state file to resume from the checkpoint before",
+            path.c_str(), name_of(header.dtype), header.L, header.NH, header.C, header.V, name_of(mine.dtype), mine.L,
+            mine.NH, mine.C, mine.V));
     read_model_parameters(path, header, params.data());
     const uint64_t found = checksum64(params.data(), params.size());
     if (found != counters.model_checksum)
@@ -1111,6 +1142,19 @@ bool Run<Dev, X>::restore() {
     return true;
 }
 
+// Creates the output directory; refuses one with an earlier run in it unless that is to be resumed.
+static void prepare_output_dir(const Options& o) {
+    std::error_code error;
+    std::filesystem::create_directories(o.output_dir, error);
+    if (error)
+        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
+    const int old = newest_checkpoint(o.output_dir);
+    const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
+    struct stat log;
+    if (!o.resume && (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
+        throw Error(format("%s has %s: add -y 1 to resume it, or give another -o", o.output_dir.c_str(), what.c_str()));
+}
+
 constexpr int kProfileWarmUp = 5;  // steps before --profile's
 
 static Attention attention_of(const Options& o) {
@@ -1122,6 +1166,9 @@ static void resolve_sizes(Options& o, const Config& config, bool on_cpu) {
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
     if (o.T == 0) o.T = std::min(config.max_T, on_cpu ? 64 : 1024);
     const long long micro_batch = static_cast<long long>(o.B) * o.T;
+    if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
+        throw UsageError(
+            format("B·T = %d·%d is too many tokens for a micro-batch: use a smaller -b with -d", o.B, o.T));
     if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(micro_batch);
     if (o.tokens_per_step % micro_batch)
         throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
@@ -1144,16 +1191,11 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     // The model's tables first: what cannot be is said before data is touched.
     GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, o.tokens_per_step / (o.B * o.T), true);
     if (o.memory) return print_memory_table(model), 0;
-    if (!o.output_dir.empty()) {
-        mkdir(o.output_dir.c_str(), 0777);  // that it cannot be written to is open_log's to say
-        const int old = newest_checkpoint(o.output_dir);
-        if (old >= 0 && !o.resume)
-            throw Error(format("%s has a checkpoint of step %d: add -y 1 to resume it, or give another -o",
-                               o.output_dir.c_str(), old));
-    }
+    if (!o.output_dir.empty()) prepare_output_dir(o);
     const Data data = find_data(o);
     Run<Dev, X> run(dev, o, model, data);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
+    if (!can_generate(config)) o.sample_every = 0;
     resolve_steps(o, on_cpu, run.train_tokens());
     run.describe();
     allocate_or_explain(model);
@@ -1164,6 +1206,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     if (o.resume && !o.output_dir.empty()) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
+        if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
     }
     run.open_log();
     std::signal(SIGINT, on_signal);
@@ -1204,7 +1247,8 @@ int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_fil
     else
         model.init_random(o.seed);
     if (val) {
-        const uint64_t batches = o.val_batches ? o.val_batches : val->batches_per_epoch();
+        const uint64_t all = val->batches_per_epoch(),
+                       batches = o.val_batches ? std::min<uint64_t>(o.val_batches, all) : all;
         const double loss = validate(model, *val, batches);
         std::printf("val loss %.6f over %llu batches of %d x %d tokens%s\n", loss,
                     static_cast<unsigned long long>(batches), o.B, o.T,
@@ -1268,11 +1312,16 @@ int main(int argc, char** argv) {
     try {
         Options o;
         std::vector<Option> table = o.table();
-        if (parse_options(argc, argv, table)) {
+        const bool help = parse_options(argc, argv, table);
+        if (help) {
             const char* about = "Trains GPT-2. Without options: 124M parameters on the built-in corpus.";
             std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
             return 0;
         }
+        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep))
+            throw UsageError("--resume, --checkpoint-every and --keep need a directory: give it with -o");
+        if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
+        if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
@@ -1293,7 +1342,7 @@ int main(int argc, char** argv) {
         if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
         return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o) : run_with<Cuda, float>(dev, o);
     } catch (const UsageError& e) {
-        std::fprintf(stderr, "train_gpt2cu: %s (--help lists the options)\n", e.what());
+        std::fprintf(stderr, "train_gpt2cu: %s\n", e.what());
         return 2;
     } catch (const std::exception& e) {
         std::fprintf(stderr, "train_gpt2cu: %s\n", e.what());

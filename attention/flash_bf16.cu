@@ -34,11 +34,6 @@
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
 #endif
 
-// Before sm_80 the kernels compile to nothing, and what only they use stands unused.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#pragma nv_diag_suppress 177
-#endif
-
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------

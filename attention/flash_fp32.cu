@@ -49,7 +49,7 @@ struct Tiles {
 };
 
 //                                              a thread's S, O            shared memory
-using Forward64 = Tiles<64, 128, 64>;        // 8×8, 8×8: 128 accumulators  88 KB, two blocks an SM from sm_80
+using Forward64 = Tiles<64, 128, 64>;        // 8×8, 8×8: 128 accumulators  88 KB, two blocks an SM on sm_90
 using Forward128 = Tiles<128, 64, 64>;       // 4×8, 4×16                   86 KB
 using ForwardSmall64 = Tiles<64, 64, 64>;    // 4×8, 4×8                    53 KB: Turing gives a block 64 KB
 using ForwardSmall128 = Tiles<128, 32, 64>;  // 2×8, 2×16                   60 KB
@@ -542,6 +542,12 @@ static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
     return true;
 }
 
+static void throw_no_tile(const Cuda& dev, const char* what) {
+    throw Error(format("%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; use naive "
+                       "attention",
+                       what, dev.name.c_str()));
+}
+
 static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, Heads<const float> q,
                         Heads<const float> k, Heads<const float> v, const BlockShape& s, bool carry) {
     check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
@@ -550,10 +556,10 @@ static void forward_any(const Cuda& dev, const char* what, float* out, float* ls
     check_aligned(what, "v", v);
     check_aligned(what, "out", out);
     const ForwardArgs args{out, lse, q, k, v, s.Tq, s.Tk, s.NH, shift_of(s), s.resolved_scale(), carry};
-    if (s.HS == 64)
-        launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B);
-    else
-        launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
+    const bool launched =
+        s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
+                   : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
+    if (!launched) throw_no_tile(dev, what);
 }
 
 // Counters: the ticket, then one for each query tile of at least 16 rows of each head. D comes first, in the whole
@@ -592,10 +598,10 @@ static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Hea
     args.ticket = scratch, args.key_tiles_added = scratch + 1;
     args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.heads = s.B * s.NH;
     args.shift = shift_of(s), args.scale = s.resolved_scale(), args.carry = carry;
-    if (s.HS == 64)
-        launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args);
-    else
-        launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args);
+    const bool launched = s.HS == 64
+                              ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
+                              : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args);
+    if (!launched) throw_no_tile(dev, what);
 }
 
 // The whole form is one block: all queries against all keys, q, k and v inside qkv (B,T,3,NH,HS).

@@ -1,10 +1,10 @@
 // Naive attention: the formula as it stands, three matrix products and a softmax. The baseline of every benchmark.
 //
 //   S = scale·Q Kᵀ      P = softmax S      out = P V                                  lse = log Σ exp S
-//   dV = Pᵀ dO          dP = dO Vᵀ         dS = P∘(dP − D),  D = rowsum(P∘dP)         dQ = scale·dS K     dK =
-//   scale·dSᵀ Q
+//   dV = Pᵀ dO          dP = dO Vᵀ         dS = P∘(dP − D),  D = rowsum(P∘dP)
+//   dQ = scale·dS K     dK = scale·dSᵀ Q
 //
-// The products are cuBLAS's, one call per sequence for its NH heads, which read q, k and v where the QKV matmul left
+// The products are cuBLAS's, one batched call for the matrices of all B·NH heads, which read q, k and v where the QKV matmul left
 // them: a head is a matrix with row stride 3C, so nothing is permuted. The two softmax kernels in between are ours. S,
 // P and dP, dS are (B, NH, T, T). They are what bounds this kernel: at HS = 64 an element of S costs 128 FLOPs and then
 // goes to memory and back twice in forward, four times in backward. Never writing them is the whole idea of flash.
@@ -14,8 +14,8 @@
 // causal P and dS are zero.
 //
 // Writes: out, lse, att; dqkv (every element).  Accumulates into: nothing.
-// Limits: any T ≥ 1; HS rows of whole 16 bytes; every buffer 16-byte aligned.   Run: ./dev/bench_attention --kernel
-// naive
+// Limits: any T ≥ 1; HS rows of whole 16 bytes; every buffer 16-byte aligned.
+// Run: ./dev/bench_attention --kernel naive
 #include "attention/attention.h"
 #include "layers/vector.cuh"
 

@@ -19,7 +19,10 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
         throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; make the file with data/hellaswag.py",
                            path.c_str(), kMagic, header[0]));
     if (header[1] != kVersion)
-        throw Error(format("%s: wrong version at offset 4: expected %d, found %d", path.c_str(), kVersion, header[1]));
+        throw Error(
+            format("%s: wrong version at offset 4: expected %d, found %d; make the file with "
+                   "data/hellaswag.py",
+                   path.c_str(), kVersion, header[1]));
     std::vector<uint16_t> stream((file.size - kHeaderBytes) / sizeof(uint16_t));
     file.read(kHeaderBytes, stream.data(), stream.size() * sizeof(uint16_t));
 
@@ -29,7 +32,9 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
                            kHeaderBytes + at * sizeof(uint16_t), expected.c_str(), found));
     };
     const auto next = [&](const char* what, int least, int most) {
-        if (at >= stream.size()) fail(what, "more data", -1);
+        if (at >= stream.size())
+            throw Error(format("%s: truncated at offset %zu: expected the %s; make the file again", path.c_str(),
+                               kHeaderBytes + at * sizeof(uint16_t), what));
         const int value = stream[at];
         if (value < least || value > most) fail(what, format("%d..%d", least, most), value);
         at++;

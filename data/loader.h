@@ -17,10 +17,10 @@ struct LoaderState {
 //
 // `pattern`: a file or a glob of llm.c shards (256×int32 header: magic 20240520, version 1, count; then uint16), or one
 // plain text file (anything else that is a file), tokenised to byte ids as it is read, one document after <|endoftext|>.
-// Shards may be many and larger than 2 GiB: they are mapped or read as needed, never loaded whole.
+// Shards may be many and larger than 2 GiB: they are read as needed, never loaded whole.
 // vocab: ids ≥ vocab are an error that names file and offset; with vocab == kByteVocab <|endoftext|> is mapped to 256.
 // Errors (Error): no match, wrong magic or version, truncated (expected and found bytes), token ≥ vocab, fewer than
-// B·T + 1 tokens.
+// B windows.
 class Loader {
   public:
     Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed);

@@ -94,7 +94,7 @@ std::string Tokenizer::decode(int token) const {
     if (pieces_.empty()) {
         const int byte = token_to_byte(token);
         if (byte >= 0) return std::string(1, static_cast<char>(byte));
-        if (token == kEndOfText || token == kByteEndOfText) return kEndOfTextPiece;
+        if (token == kEndOfText) return kEndOfTextPiece;
     }
     return format("<%d>", token);
 }

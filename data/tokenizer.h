@@ -16,8 +16,8 @@ int token_to_byte(int token);            // -1 if the token is not a single byte
 // Encodes UTF-8 text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
 
-// Decodes ids to text. Without a file: byte tokens as bytes, <|endoftext|> (either id) as "\n<|endoftext|>\n"'s plain form
-// "<|endoftext|>", other ids as "<id>". With llm.c's tokenizer file (magic 20240328, versions 1 and 2) every id.
+// Decodes ids to text. Without a file: byte tokens as bytes, 50256 as "<|endoftext|>", other ids as "<id>". With llm.c's
+// tokenizer file (magic 20240328, versions 1 and 2) every id.
 class Tokenizer {
   public:
     Tokenizer() = default;

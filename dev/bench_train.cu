@@ -58,7 +58,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     const double mem_gib =
         (dev.total_bytes - dev.free_bytes()) / 1073741824.0;  // with CUDA's own context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
-    const double mfu = 100 * tok_s * config.flops_per_token(T) / (peak * 1e12);
+    const double mfu = peak > 0 ? 100 * tok_s * config.flops_per_token(T) / (peak * 1e12) : NAN;
     dev.free_host(pinned);
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
@@ -101,7 +101,7 @@ int main(int argc, char** argv) {
             return 0;
         }
         Cuda dev(0);
-        dev.tf32 = !no_tf32;
+        dev.tf32 = !no_tf32 && dev.sm >= 80;
         Config config;
         find_config(o.model, &config);
         if (o.shapes.empty()) o.shapes = o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024" : "4x1024,16x1024";

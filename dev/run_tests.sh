@@ -7,7 +7,8 @@ for program in "$@"; do
     echo "== $program"
     out=$(mktemp)
     case $program in
-    *.py) python3 "$program" >"$out" 2>&1 ;;
+    *.py) command -v python3 >/dev/null || { echo "skipped: no python3"; skipped=$((skipped + 1)); rm "$out"; continue; }
+        python3 "$program" >"$out" 2>&1 ;;
     *) ./"$program" >"$out" 2>&1 ;;
     esac
     code=$?
@@ -15,6 +16,10 @@ for program in "$@"; do
     # The program's own last line; one that dies before it counts as a failure.
     counts=$(tail -n 1 "$out" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
     rm -f "$out"
+    case $code,$counts in
+    0,*) ;;
+    *,*" 0 "*) counts= ;;  # says that nothing failed, but did not end well
+    esac
     if [ -z "$counts" ]; then
         echo "$program ended with code $code and no result"
         failed=$((failed + 1))

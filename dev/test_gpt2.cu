@@ -272,6 +272,11 @@ TEST(arenas_are_what_is_allocated) {
     CHECK(total == model.total_bytes());
 }
 
+TEST(an_arena_has_no_tensor_that_is_not_in_it) {
+    CHECK(Arena().at(2) == nullptr);  // the optimizer of a model that only generates
+    CHECK(Arena("empty", {{"none", DType::f32, 0}}).at(0) == nullptr);
+}
+
 TEST(loads_fp32_and_bf16_checkpoints) {
     const Cpu cpu;
     GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
@@ -288,6 +293,14 @@ TEST(loads_fp32_and_bf16_checkpoints) {
     for (size_t i = 0; i < values.size(); i++)
         CHECK(static_cast<float*>(model.params.at(0))[i] == static_cast<float>(rounded[i]));
     unlink(path.c_str());
+}
+
+TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
+    const Cpu cpu;
+    GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
+    model.allocate();
+    model.init_random(3);
+    CHECK_ERROR(generate(model, Tokenizer(), "", 3, {}, 1), "vocabulary of 250");
 }
 
 TEST(T_beyond_the_positions_is_refused) {
@@ -406,6 +419,16 @@ TEST(gpu_update_stops_at_nan) {
     dev.download(after.data(), model.params.base, after.size());
     CHECK(before == after);
     CHECK(model.first_nonfinite().find("qkvw of layer 1 (parameters, 1 of") == 0);
+}
+
+TEST(gpu_generates_without_training) {
+    const Cuda& dev = gpu();
+    GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 1, 80, 1, false);
+    model.allocate();
+    model.init_random(3);
+    CHECK(model.master() == nullptr);
+    const std::vector<float> logits = model.logits_of_last({5, 6, 7});
+    for (float x : logits) CHECK(std::isfinite(x));
 }
 
 TEST(gpu_out_of_memory_says_what_fits) {

@@ -118,6 +118,11 @@ TEST(usage_errors_exit_with_2) {
     CHECK_RUN(run("--device cpu -e d13"), 2, "d13");
     CHECK_RUN(run("--device cpu --precision bf16"), 2, "bf16");
     CHECK_RUN(run("--device cpu --generate 5"), 2, "-e");
+    CHECK_RUN(run("--device cpu --eval-only"), 2, "-e");
+    CHECK_RUN(run(tiny() + "-y 1"), 2, "-o");
+    CHECK_RUN(run(tiny() + "-n 5"), 2, "-o");
+    CHECK_RUN(run(tiny() + "--beta2 1"), 2, "beta2");
+    CHECK_RUN(run("--device cpu -e tiny -b 65536 -t 65536 --memory"), 2, "too many tokens");
     CHECK_RUN(run(tiny() + "-d 100"), 2, "not a multiple");
 }
 
@@ -218,6 +223,8 @@ TEST(resume_refuses_what_it_cannot_continue) {
     CHECK_RUN(run(tiny() + "-x 4 -o " + out), 1, "-y 1");  // never over an earlier run
     CHECK_RUN(run("--device cpu -e tiny -b 4 -t 64 -v 0 -s 0 -i " + text_file() + " -x 6 -y 1 -o " + out), 1, "B");
     CHECK_RUN(run(tiny() + "--seed 2 -x 6 -y 1 -o " + out), 1, "seed");
+    CHECK_RUN(run(tiny() + "--no-shuffle -x 6 -y 1 -o " + out), 1, "order of data");
+    CHECK_RUN(run(tiny() + "-x 4 -y 1 -o " + out), 0, "nothing left to do");
     const std::string whole = read_file(state_path(out, 4));
     write_file(state_path(out, 4), whole.substr(0, whole.size() / 2));
     CHECK_RUN(run(tiny() + "-x 6 -y 1 -o " + out), 1, "state_00000004.bin");
@@ -233,6 +240,22 @@ TEST(resume_refuses_what_it_cannot_continue) {
     unlink(state_path(out, 4).c_str());  // as if the program had died between the two files
     CHECK_RUN(run(tiny() + "-x 4 -y 1 -o " + out), 0, "resumed at step 2");
     CHECK_RUN(run(tiny() + "-x 3 -y 1 -o " + dir() + "/nothing_there"), 0, "nothing to resume");
+}
+
+// Batches are prepared a step ahead; an error in one comes up when it is that batch's turn, not a step early.
+TEST(an_error_in_the_data_waits_for_its_step) {
+    std::vector<int32_t> header(256);
+    header[0] = 20240520, header[1] = 1, header[2] = 4 * 64 + 1;
+    std::vector<uint16_t> tokens(header[2], 7);
+    tokens[3 * 64 + 10] = 9999;  // in the fourth window
+    const std::string path = dir() + "/late.bin", out = dir() + "/late";
+    write_file(path, std::string(reinterpret_cast<char*>(header.data()), 1024) +
+                         std::string(reinterpret_cast<char*>(tokens.data()), tokens.size() * 2));
+    const std::string command = "--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle -i " + path + " ";
+    CHECK_RUN(run(command + "-x 3 -o " + out), 0, "checkpoint");
+    const Result r = run(command + "-x 4");
+    CHECK_RUN(r, 1, "9999");
+    CHECK(contains(r.out, "step 3/4"));
 }
 
 TEST(keeps_only_so_many_checkpoints) {
@@ -260,6 +283,11 @@ TEST(interrupt_finishes_the_step_and_saves) {
 
 TEST(unwritable_and_full_output) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + text_file() + "/below_a_file"), 1, "below_a_file");
+    const std::string logged = dir() + "/logged";
+    CHECK(shell("mkdir " + logged + " && echo '{}' > " + logged + "/log.jsonl").code == 0);
+    CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 1, "a log of an earlier run");
+    CHECK(read_file(logged + "/log.jsonl") == "{}\n");
+    CHECK_RUN(run(tiny() + "-x 1 -o " + dir() + "/new/and/deep"), 0, "checkpoint");
     // A file system of one megabyte stands in for a full disk where the user may mount one; else a limit on file size
     // does.
     const std::string out = dir() + "/full";

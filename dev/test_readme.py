@@ -10,7 +10,7 @@ import tempfile
 from harness import Skip, main
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL = "--device cpu -e tiny -b 2 -t 64 -x 2 -n 1 -v 0 -s 0".split()  # an option given twice has its last value
+SMALL = "--device cpu -e tiny -b 2 -t 64 -x 2 -v 0 -s 0".split()  # an option given twice has its last value
 
 
 def run(command, **more):

@@ -2,7 +2,7 @@
 // written once over both. All pointers are device memory, all tensors row-major and contiguous, all launches go to
 // dev.stream. "Writes" means every element, whatever was there before; "adds into" means the caller cleared it.
 //
-// Shapes: B batch, T tokens, C channels, N = B·T rows, V vocabulary, Vp padded vocabulary (multiple of 128), NH heads,
+// Shapes: B batch, T tokens, C channels, N = B·T rows, V vocabulary, Vp padded vocabulary (a multiple of 128 is fastest), NH heads,
 // HS = C/NH head size. X is float or bf16; statistics, losses and weight gradients are fp32.
 // Errors (a failed CUDA or cuBLAS call, an unsupported shape) throw Error with file, line and what was attempted.
 #pragma once

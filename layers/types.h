@@ -45,6 +45,6 @@ struct AdamW {
 
 // Gradients of wte are sums over the positions that hold a token. To add them in a fixed order without atomics, the host
 // groups equal tokens: `order` lists positions 0..N-1 stably sorted by token, cut into chunks of at most
-// kEncoderChunk positions that all hold one token. Tokens with one chunk write dwte directly; the others leave fp32
+// kEncoderChunk positions that all hold one token. Tokens with one chunk are added to dwte directly; the others leave fp32
 // partial rows in scratch, which a second pass adds in order. The plan is plain ints so that it travels with the batch.
 constexpr int kEncoderChunk = 32;
