@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -23,18 +24,20 @@ struct Result {
     std::string out;  // stdout and stderr
 };
 
-const std::string& dir() {  // a scratch folder, removed at exit
-    static const std::string path = [] {
-        char name[] = "/tmp/test_program.XXXXXX";
-        return std::string(mkdtemp(name));
-    }();
-    return path;
+// A scratch folder, removed at exit.
+const std::string& dir() {
+    static const struct Scratch {
+        std::string path = "/tmp/test_program.XXXXXX";
+        Scratch() {
+            if (!mkdtemp(path.data())) throw Error("cannot create " + path);
+        }
+        ~Scratch() {
+            std::error_code ignored;
+            std::filesystem::remove_all(path, ignored);
+        }
+    } scratch;
+    return scratch.path;
 }
-struct Cleanup {
-    ~Cleanup() {
-        if (std::system(("rm -rf " + dir()).c_str())) return;
-    }
-} cleanup;
 
 std::string read_file(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
