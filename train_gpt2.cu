@@ -582,23 +582,27 @@ std::string GPT2<Dev, X>::count_in(const Arena& arena, size_t i, int l) {
     return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
 }
 
+// An arena's tensors in the order of computation: what comes before the layers, layer by layer, what comes after them.
+static std::vector<std::pair<size_t, int>> computation_order(const Arena& arena, int layers) {
+    size_t first = 0, last = arena.tensors.size();
+    while (first < last && arena.tensors[first].layers == 0) first++;
+    while (last > first && arena.tensors[last - 1].layers == 0) last--;
+    std::vector<std::pair<size_t, int>> order;
+    for (size_t i = 0; i < first; i++) order.push_back({i, 0});
+    for (int l = 0; l < layers; l++)
+        for (size_t i = first; i < last; i++) order.push_back({i, l});
+    for (size_t i = last; i < arena.tensors.size(); i++) order.push_back({i, 0});
+    return order;
+}
+
 template <class Dev, class X>
 std::string GPT2<Dev, X>::first_nonfinite() {
     auto search = [&](const Arena& arena, bool backwards) -> std::string {
-        const int layers = config.L, n = static_cast<int>(arena.tensors.size());
-        auto scan = [&](int l, bool before, bool per_layer) -> std::string {
-            for (int k = 0; k < n; k++) {
-                const int i = backwards ? n - 1 - k : k;
-                const bool is_before = i < 2;  // encoded, wte, wpe: ahead of the layers; lnf and the like: behind them
-                if ((arena.tensors[i].layers > 0) != per_layer || (!per_layer && is_before != before)) continue;
-                const std::string found = count_in(arena, i, l);
-                if (!found.empty()) return found;
-            }
-            return "";
-        };
-        std::string found = scan(0, !backwards, false);
-        for (int k = 0; k < layers && found.empty(); k++) found = scan(backwards ? layers - 1 - k : k, false, true);
-        return found.empty() ? scan(0, backwards, false) : found;
+        auto order = computation_order(arena, config.L);
+        if (backwards) std::reverse(order.begin(), order.end());
+        for (const auto& [i, l] : order)
+            if (const std::string found = count_in(arena, i, l); !found.empty()) return found;
+        return "";
     };
     std::string found = search(params, false);
     for (int i = 0; i < micro_steps && found.empty(); i++) {
