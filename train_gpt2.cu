@@ -273,6 +273,11 @@ static size_t classifier_chunk(size_t rows, int Vp, DType t) {
     return std::min(chunk, rows);
 }
 
+// Behind the gradients stands a gate of a few elements, 0 or NaN: update() writes 0·loss there and lets the norm run
+// over it, so that one number stops the update both for a gradient and for a loss that is not finite. (Four elements,
+// so that the norm's 16-byte loads stay possible.)
+constexpr size_t kGate = 4;
+
 template <class Dev, class X>
 GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps,
                    bool training)
@@ -295,7 +300,9 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
 
     params = Arena("parameters", parameter_specs(config, x), 1);
     if (training) {
-        grads = Arena("gradients", parameter_specs(config, a), 1);
+        std::vector<TensorSpec> specs = parameter_specs(config, a);
+        specs.push_back({"loss", a, kGate});
+        grads = Arena("gradients", specs, 1);
         adam = Arena("optimizer", {{"m", a, n}, {"v", a, n}, {"master", a, has_master ? n : 0}});
     }
     const size_t saved = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
@@ -477,12 +484,14 @@ void GPT2<Dev, X>::evaluate_micro_batch(int i) {
     loss(targets(i), B, T, stats() + i, false);
 }
 
-// Nothing is updated where the gradient's norm is not finite; the caller sees that in stats[micro_steps].
+// Nothing is updated where a loss or the gradient's norm is not finite; the caller sees that in stats[micro_steps].
 template <class Dev, class X>
 void GPT2<Dev, X>::update(const AdamW& hyper) {
     Range range("update");
     A* norm = stats() + micro_steps;
-    global_norm(dev, norm, buffers_.scratch, static_cast<const A*>(grads.at(0)), num_parameters);
+    A* gate = static_cast<A*>(grads.at(grads.tensors.size() - 1));
+    reduce_sum(dev, gate, buffers_.scratch, stats(), A(0), micro_steps);
+    global_norm(dev, norm, buffers_.scratch, static_cast<const A*>(grads.at(0)), num_parameters + kGate);
     const std::vector<ParamRange> r = ranges();
     adamw_update(dev, static_cast<X*>(params.at(0)), master(), adam_m(), adam_v(), static_cast<const A*>(grads.at(0)),
                  norm, r.data(), static_cast<int>(r.size()), hyper);
@@ -1052,12 +1061,10 @@ void Run<Dev, X>::train_step() {
     const double loss = std::accumulate(stats.begin(), stats.end() - 1, 0.0) / model.micro_steps, norm = stats.back();
     if (!std::isfinite(loss) || !std::isfinite(norm)) {
         const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
-        const char* update =
-            std::isfinite(norm) ? "its gradient was finite and the update is made" : "nothing was updated";
         throw Error(
-            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; %s; last good "
-                   "checkpoint: %s; a lower -l or a longer -u may help",
-                   step + 1, loss, norm, model.first_nonfinite().c_str(), update, last_good.c_str()));
+            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
+                   "good checkpoint: %s; a lower -l or a longer -u may help",
+                   step + 1, loss, norm, model.first_nonfinite().c_str(), last_good.c_str()));
     }
     if (another) std::swap(batch, next);
     step++;

@@ -235,6 +235,13 @@ TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
     CHECK(!std::isfinite(model.stats()[2]));
     CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
     CHECK(model.first_nonfinite().find("ln2w of layer 1 (parameters, 1 of 8") == 0);
+    model.weights(1).ln2w[3] = 1.f;
+    loss_and_gradient(model);
+    model.stats()[1] = INFINITY;  // a loss that is not finite although the gradient is
+    model.update(hyper(1e-3, 1));
+    CHECK(!std::isfinite(model.stats()[2]));
+    model.weights(1).ln2w[3] = NAN;
+    CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
     model.weights(1).ln2w[3] = 1e30f;  // finite itself: the product overflows one layer norm later
     model.weights(1).fcw[3] = 1e30f;
     CHECK(model.first_nonfinite().find("fch of layer 1 (activations") == 0);
