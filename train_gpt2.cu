@@ -32,6 +32,7 @@
 #include "data/loader.h"
 #include "data/log.h"
 #include "data/options.h"
+#include "data/random.h"
 #include "data/tokenizer.h"
 #include "dev/reference.h"
 #include "layers/layers.h"
@@ -509,11 +510,8 @@ std::vector<ParamRange> GPT2<Dev, X>::ranges() const {
 // Parameters: random, or from a file
 
 // A stateless generator: the same (seed, index) gives the same number on every machine and thread.
-static uint64_t mix(uint64_t seed, uint64_t index) {  // SplitMix64's finalizer over a Weyl sequence
-    uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
+static uint64_t mix(uint64_t seed, uint64_t index) {
+    return mix64(seed + (index + 1) * kGolden);
 }
 static double uniform(uint64_t seed, uint64_t index) {
     return static_cast<double>(mix(seed, index) >> 11) * 0x1p-53;
@@ -696,14 +694,20 @@ std::string generate(GPT2<Dev, X>& model, const Tokenizer& tokenizer, const std:
 // =====================================================================================================================
 // Evaluation
 
-// Mean loss over the loader's first batches, at most all whole ones.
+struct Validation {
+    double loss;
+    uint64_t batches;
+};
+
+// Mean loss over the loader's first batches; 0, or more than there are: all whole ones.
 template <class Dev, class X>
-double validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches) {
+Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches) {
     Range range("validate");
     loader.reset();
     double sum = 0;
     std::vector<int> host(model.batch_ints());
-    batches = std::min(batches, loader.batches_per_epoch());
+    const uint64_t all = loader.batches_per_epoch();
+    if (batches == 0 || batches > all) batches = all;
     for (uint64_t i = 0; i < batches; i++) {
         Acc<X> loss;
         model.fill_batch(host.data(), loader);
@@ -712,7 +716,7 @@ double validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches) {
         model.dev.download(&loss, model.stats(), sizeof loss);
         sum += loss;
     }
-    return sum / batches;
+    return {sum / batches, batches};
 }
 
 // The model's answer to each question: the ending whose tokens have the lowest mean loss after the context.
@@ -752,6 +756,11 @@ std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::v
 }
 static int answer(const std::vector<double>& losses) {
     return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+}
+static int count_correct(const std::vector<std::vector<double>>& losses, const std::vector<Choice>& choices) {
+    int correct = 0;
+    for (size_t i = 0; i < choices.size(); i++) correct += answer(losses[i]) == choices[i].label;
+    return correct;
 }
 
 // =====================================================================================================================
@@ -1086,15 +1095,13 @@ template <class Dev, class X>
 void Run<Dev, X>::watch() {
     auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
     if (val && due(o.val_every)) {
-        const double loss = validate(model, *val, o.val_batches);
+        const double loss = validate(model, *val, o.val_batches).loss;
         const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
         std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, loss, floor.c_str());
         log->write(Row("val").add("step", step).add("loss_nats", loss).add("floor_nats", data.floor));
     }
     if (!choices.empty() && due(o.val_every)) {
-        int correct = 0;
-        const std::vector<std::vector<double>> losses = ending_losses(model, choices);
-        for (size_t i = 0; i < choices.size(); i++) correct += answer(losses[i]) == choices[i].label;
+        const int correct = count_correct(ending_losses(model, choices), choices);
         std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
                     100.0 * correct / choices.size());
         Row row("hellaswag");
@@ -1196,6 +1203,14 @@ static void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
 }
 
 template <class Dev, class X>
+void start_weights(GPT2<Dev, X>& model, const Options& o, bool from_file) {
+    if (from_file)
+        model.load(o.init);
+    else
+        model.init_random(o.seed);
+}
+
+template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
     resolve_sizes(o, config, on_cpu);
@@ -1210,11 +1225,8 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     resolve_steps(o, on_cpu, run.train_tokens());
     run.describe();
     allocate_or_explain(model);
-    if (from_file)
-        model.load(o.init);
-    else
-        model.init_random(o.seed);
-    if (o.resume && !o.output_dir.empty()) {
+    start_weights(model, o, from_file);
+    if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
         if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
@@ -1228,7 +1240,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
         if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
         run.train_step();
         run.watch();
-        if (!o.output_dir.empty() && o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
+        if (o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
     }
     if (o.profile) dev.profile(false);
     if (g_signal)
@@ -1253,27 +1265,21 @@ int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_fil
         floor = data.floor;
     }
     allocate_or_explain(model);
-    if (from_file)
-        model.load(o.init);
-    else
-        model.init_random(o.seed);
+    start_weights(model, o, from_file);
     if (val) {
-        const uint64_t all = val->batches_per_epoch(),
-                       batches = o.val_batches ? std::min<uint64_t>(o.val_batches, all) : all;
-        const double loss = validate(model, *val, batches);
+        const auto [loss, batches] = validate(model, *val, o.val_batches);
         std::printf("val loss %.6f over %llu batches of %d x %d tokens%s\n", loss,
                     static_cast<unsigned long long>(batches), o.B, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
-    int correct = 0;
     const std::vector<std::vector<double>> losses = ending_losses(model, choices);
     for (size_t i = 0; i < choices.size(); i++) {
         std::printf("question %d | answer %d | label %d | losses", choices[i].index, answer(losses[i]),
                     choices[i].label);
         for (double loss : losses[i]) std::printf(" %.6f", loss);
         std::printf("\n");
-        correct += answer(losses[i]) == choices[i].label;
     }
+    const int correct = count_correct(losses, choices);
     if (!choices.empty())
         std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
     return 0;
@@ -1320,7 +1326,7 @@ static void wait_passively(char** argv) {
 
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
-    try {
+    return run_program("train_gpt2cu", [&] {
         Options o;
         std::vector<Option> table = o.table();
         const bool help = parse_options(argc, argv, table);
@@ -1352,12 +1358,6 @@ int main(int argc, char** argv) {
                        dev.name.c_str(), dev.sm / 10, dev.sm % 10));
         if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
         return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o) : run_with<Cuda, float>(dev, o);
-    } catch (const UsageError& e) {
-        std::fprintf(stderr, "train_gpt2cu: %s\n", e.what());
-        return 2;
-    } catch (const std::exception& e) {
-        std::fprintf(stderr, "train_gpt2cu: %s\n", e.what());
-        return 1;
-    }
+    });
 }
 #endif

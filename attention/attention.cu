@@ -22,12 +22,6 @@ AttentionKernels<bf16> attention_kernels() {
     return {table, sizeof(table) / sizeof(table[0])};
 }
 
-// Code runs on its compute capability and later ones, but wgmma is of 9.0 alone (sm_90a).
-template <class X>
-static bool runs_on(const AttentionKernel<X>& kernel, int sm) {
-    return kernel.min_sm == 90 ? sm == 90 : sm >= kernel.min_sm;
-}
-
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS) {
     const AttentionKernels<X> all = attention_kernels<X>();
@@ -42,7 +36,7 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
     int oldest = 1000;
     for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++) {
         if (k->flash != flash) continue;
-        if (runs_on(*k, dev.sm)) chosen = k;
+        if (k->runs_on(dev.sm)) chosen = k;
         if (k->min_sm < oldest) oldest = k->min_sm;
     }
     if (!chosen)

@@ -13,6 +13,20 @@ struct UsageError : Error {  // exit code 2: the command line is wrong
     using Error::Error;
 };
 
+// Runs the body of a main and returns its exit code. An error's one line goes to stderr behind the program's name.
+template <class F>
+int run_program(const char* name, F body) {
+    try {
+        return body();
+    } catch (const UsageError& e) {
+        std::fprintf(stderr, "%s: %s\n", name, e.what());
+        return 2;
+    } catch (const std::exception& e) {
+        std::fprintf(stderr, "%s: %s\n", name, e.what());
+        return 1;
+    }
+}
+
 // printf into a std::string.
 __attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt, ...) {
     va_list args, again;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "data/error.h"
+#include "data/random.h"
 
 namespace {
 
@@ -249,7 +250,7 @@ class Reader {
 class Writer {
   public:
     Writer(const Grammar& grammar, uint64_t seed, uint64_t index)
-        : g_(grammar), state_(mix(mix(seed) + index)), memory_(grammar.variables.size()) {}
+        : g_(grammar), state_(mix64(mix64(seed) + index)), memory_(grammar.variables.size()) {}
 
     double nats = 0;
 
@@ -282,13 +283,8 @@ class Writer {
     };
     std::vector<Memory> memory_;
 
-    static uint64_t mix(uint64_t x) {  // splitmix64's finaliser
-        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-        x = (x ^ x >> 27) * 0x94d049bb133111eb;
-        return x ^ x >> 31;
-    }
     uint64_t below(uint64_t n) {  // splitmix64, scaled by its high bits: off uniform by less than n/2⁶⁴
-        const uint64_t bits = mix(state_ += 0x9e3779b97f4a7c15);
+        const uint64_t bits = mix64(state_ += kGolden);
         return static_cast<uint64_t>(static_cast<unsigned __int128>(bits) * n >> 64);
     }
 

@@ -12,6 +12,7 @@
 
 #include "data/checkpoint.h"
 #include "data/file.h"
+#include "data/random.h"
 #include "data/tokenizer.h"
 
 namespace {
@@ -19,12 +20,8 @@ namespace {
 constexpr int32_t kShardMagic = 20240520, kModelMagic = 20240326;
 constexpr uint64_t kHeaderBytes = 256 * sizeof(int32_t);
 
-// splitmix64's finaliser: every bit of the input reaches every bit of the result.
 uint64_t mix(uint64_t x) {
-    x += 0x9E3779B97F4A7C15u;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
+    return mix64(x + kGolden);
 }
 
 // A permutation of 0..n-1 chosen by `key`, evaluated at `index`. A Feistel network permutes 0..4^k-1, the least 4^k

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "data/log.h"
+#include "data/random.h"
 #include "layers/cuda.h"
 
 // Milliseconds, or a rate, in each protocol. NaN: not measured.
@@ -99,6 +100,22 @@ inline Figures tflops(double flops, const Figures& ms) {
     return {flops / ms.cool * 1e-9, flops / ms.sustained * 1e-9};
 }
 
+// "4x1024,2x16384": pairs of B and T. Throws UsageError.
+inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
+    std::vector<std::pair<int, int>> shapes;
+    for (size_t at = 0; at <= text.size();) {
+        const size_t comma = std::min(text.find(',', at), text.size());
+        const std::string item = text.substr(at, comma - at);
+        int B = 0, T = 0, used = 0;
+        if (std::sscanf(item.c_str(), "%dx%d%n", &B, &T, &used) != 2 || used != static_cast<int>(item.size()) ||
+            B < 1 || T < 1)
+            throw UsageError(format("--shapes: \"%s\" is no BxT such as 4x1024", item.c_str()));
+        shapes.push_back({B, T});
+        at = comma + 1;
+    }
+    return shapes;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Device memory and random inputs
 
@@ -112,10 +129,7 @@ inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
 template <class X>
 __global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
-        uint64_t z = (seed << 48) + i + 0x9e3779b97f4a7c15u;  // splitmix64's finaliser
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-        z ^= z >> 31;
+        const uint64_t z = mix64((seed << 48) + i + kGolden);
         const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f, angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
         x[i] = static_cast<X>(sqrtf(-2.f * logf(u)) * cospif(angle));
     }

@@ -28,22 +28,6 @@ struct Options {
     bool no_causal = false, tf32 = false, quick = false, json = false, help = false;
 };
 
-// "4x1024,2x16384": pairs of B and T.
-static std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
-    std::vector<std::pair<int, int>> shapes;
-    for (size_t at = 0; at <= text.size();) {
-        const size_t comma = std::min(text.find(',', at), text.size());
-        const std::string item = text.substr(at, comma - at);
-        int B = 0, T = 0, used = 0;
-        if (std::sscanf(item.c_str(), "%dx%d%n", &B, &T, &used) != 2 || used != static_cast<int>(item.size()) ||
-            B < 1 || T < 1)
-            throw UsageError(format("--shapes: \"%s\" is no BxT such as 4x1024", item.c_str()));
-        shapes.push_back({B, T});
-        at = comma + 1;
-    }
-    return shapes;
-}
-
 static Options parse(int argc, char** argv) {
     Options o;
     std::vector<Option> table = {
@@ -296,8 +280,7 @@ int bench_all(Cuda& dev, const Options& options, const std::string& default_shap
     std::map<std::string, Measured> naive_ms;
     for (const auto& [B, T] : parse_shapes(options.shapes.empty() ? default_shapes : options.shapes))
         for (const AttentionKernel<X>* kernel : chosen) {
-            // Code runs on later architectures too, but wgmma (9.0) has no successor.
-            if (kernel->min_sm == 90 ? dev.sm != 90 : dev.sm < kernel->min_sm) continue;
+            if (!kernel->runs_on(dev.sm)) continue;
             const AttentionShape shape{B, T, options.heads, std::atoi(options.hs.c_str()), !options.no_causal};
             wrong += !bench(dev, *kernel, shape, options, gemm, naive_ms, log);
         }
@@ -319,14 +302,8 @@ static int run(const Options& options) {
 }
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("bench_attention", [&] {
         const Options options = parse(argc, argv);
         return options.help ? 0 : run(options);
-    } catch (const UsageError& e) {
-        std::fprintf(stderr, "bench_attention: %s\n", e.what());
-        return 2;
-    } catch (const std::exception& e) {
-        std::fprintf(stderr, "bench_attention: %s\n", e.what());
-        return 1;
-    }
+    });
 }

@@ -55,8 +55,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     do train(), steps++;
     while (seconds_since(start) < 5);
     const double ms = seconds_since(start) / steps * 1e3, tok_s = n / ms * 1e3;
-    const double mem_gib =
-        (dev.total_bytes - dev.free_bytes()) / 1073741824.0;  // with CUDA's own context and libraries
+    const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // with CUDA's own context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
     const double mfu = peak > 0 ? 100 * tok_s * config.flops_per_token(T) / (peak * 1e12) : NAN;
     dev.free_host(pinned);
@@ -83,7 +82,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("bench_train", [&] {
         Bench o;
         bool no_tf32 = false;
         std::vector<Option> table = {
@@ -100,34 +99,22 @@ int main(int argc, char** argv) {
                 "%s", options_help("bench_train", "Tokens per second and memory of the training step.", table).c_str());
             return 0;
         }
+        if (o.shapes.empty()) o.shapes = o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024" : "4x1024,16x1024";
+        const auto shapes = parse_shapes(o.shapes);
         Cuda dev(0);
         dev.tf32 = !no_tf32 && dev.sm >= 80;
         Config config;
         find_config(o.model, &config);
-        if (o.shapes.empty()) o.shapes = o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024" : "4x1024,16x1024";
         std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n", dev.name.c_str(), "model",
                     "dtype", "att", "B", "T", "ms", "tok/s", "MFU %", "GiB");
-        for (size_t at = 0; at < o.shapes.size();) {
-            const size_t end = std::min(o.shapes.find(',', at), o.shapes.size());
-            int B = 0, T = 0, used = 0;
-            const std::string shape = o.shapes.substr(at, end - at);
-            if (std::sscanf(shape.c_str(), "%dx%d%n", &B, &T, &used) != 2 || used != int(shape.size()) || B < 1 ||
-                T < 1)
-                throw UsageError(format("--shapes: \"%s\" is not BxT, as in 64x1024", shape.c_str()));
+        for (const auto& [B, T] : shapes) {
             Config c = config;
             c.max_T = std::max(c.max_T, T);
             if (o.precision == "bf16")
                 bench<bf16>(dev, o, c, B, T);
             else
                 bench<float>(dev, o, c, B, T);
-            at = end + 1;
         }
         return 0;
-    } catch (const UsageError& e) {
-        std::fprintf(stderr, "bench_train: %s\n", e.what());
-        return 2;
-    } catch (const std::exception& e) {
-        std::fprintf(stderr, "bench_train: %s\n", e.what());
-        return 1;
-    }
+    });
 }

@@ -56,7 +56,7 @@ void dump(const Dev& dev, const Dump& o) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    try {
+    return run_program("dump_gradients", [&] {
         Dump o;
         std::vector<Option> table = {
             {"--model", "", Option::String, &o.model, "checkpoint, fp32 or bf16", ""},
@@ -79,11 +79,5 @@ int main(int argc, char** argv) {
             dump(dev, o);
         }
         return 0;
-    } catch (const UsageError& e) {
-        std::fprintf(stderr, "dump_gradients: %s\n", e.what());
-        return 2;
-    } catch (const std::exception& e) {
-        std::fprintf(stderr, "dump_gradients: %s\n", e.what());
-        return 1;
-    }
+    });
 }

@@ -73,8 +73,7 @@ template <class X>
 const AttentionKernel<X>& kernel_for_this_gpu(int index) {
     const Cuda& dev = gpu();
     const AttentionKernel<X>& kernel = attention_kernels<X>().begin[index];
-    const bool runs = kernel.min_sm == 90 ? dev.sm == 90 : dev.sm >= kernel.min_sm;  // wgmma is of 9.0 alone
-    if (!runs) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, dev.sm);
+    if (!kernel.runs_on(dev.sm)) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, dev.sm);
     return kernel;
 }
 

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "data/random.h"
 #include "layers/layers.h"
 #include "layers/vector.cuh"
 
@@ -36,14 +37,6 @@ struct Plan {
     float correction1, correction2;  // 1/(1−βᵗ)
     uint64_t key;                    // of the stochastic rounding
 };
-
-// The finaliser of SplitMix64 (Steele, Lea & Flood 2014): every bit of the input changes every bit of the output.
-__host__ __device__ static inline uint64_t mix(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
-constexpr uint64_t kGolden = 0x9e3779b97f4a7c15u;  // 2⁶⁴/φ: makes counters differ in many bits
 
 // bf16 is the upper half of fp32: adding 16 random bits to the lower half carries with exactly the right probability.
 __device__ inline bf16 round_stochastically(float x, unsigned random16) {
@@ -69,7 +62,7 @@ __device__ inline void update_elements(size_t i, X* params, float* master, float
     store(m + i, m4);
     store(v + i, v4);
     if constexpr (std::is_same_v<X, bf16>) {
-        const uint64_t random = mix(plan.key + i / kV * kGolden);  // 16 bits for each of the group's elements
+        const uint64_t random = mix64(plan.key + i / kV * kGolden);  // 16 bits for each of the group's elements
         Vec<bf16, V> rounded;
         for (int k = 0; k < V; k++)
             rounded.x[k] =
@@ -130,7 +123,7 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
     plan.eps = hyper.eps, plan.max_norm = hyper.max_norm;
     plan.correction1 = static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta1, static_cast<double>(hyper.step))));
     plan.correction2 = static_cast<float>(1.0 / (1.0 - std::pow(hyper.beta2, static_cast<double>(hyper.step))));
-    plan.key = mix(hyper.seed + kGolden * static_cast<uint64_t>(hyper.step));
+    plan.key = mix64(hyper.seed + kGolden * static_cast<uint64_t>(hyper.step));
     adamw_kernel<<<blocks, kThreads, 0, dev.stream>>>(params, master, m, v, grads, norm, plan);
     LAUNCH_CHECK("adamw_kernel");
 }
