@@ -18,7 +18,7 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps"]
+        "steps", "lr"]
 
 
 def rows(path, **where):
@@ -84,9 +84,10 @@ def train(path):
 
 def torch(path):
     found = rows(path)
-    body = [[r["model"], r["attention"], str(r["B"]), str(r["T"]), str(r["steps"]), f"{r['max_loss_difference']:.1e}"]
-            for r in found]
-    header = ["model", "attention", "B", "T", "steps", "largest difference of a step's loss"]
+    body = [[r["model"], r["attention"], str(r["B"]), str(r["T"]), str(r["steps"]), f"{r['lr']:g}",
+             f"{r['max_loss_difference']:.1e}", f"{r['max_loss_difference_torch_itself']:.1e}"] for r in found]
+    header = ["model", "attention", "B", "T", "steps", "lr", "largest difference of a step's loss",
+              "of PyTorch with another attention"]
     return table("Losses beside a plain PyTorch GPT-2, strict fp32, from one checkpoint and shard", found, header, body)
 
 
