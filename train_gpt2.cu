@@ -88,7 +88,8 @@ struct TensorSpec {
     const char* name;
     DType dtype;
     size_t size;     // elements, of one layer if there are several
-    int layers = 0;  // 0: not a per-layer tensor
+    int layers = 0;  // 0: not a per-layer tensor; kShared: every layer overwrites what the one before it left
+    static constexpr int kShared = -1;
     bool decay = false;
     size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
 };
@@ -112,7 +113,7 @@ struct Arena {
     void* at(size_t i, int l = 0) const {
         if (i >= tensors.size() || tensors[i].elements() == 0) return nullptr;  // as all of a model that only generates
         const TensorSpec& t = tensors[i];
-        return base + offsets[i] + (t.layers ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
+        return base + offsets[i] + (t.layers > 0 ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
     }
 };
 
@@ -169,7 +170,7 @@ struct Activations {
     X* residual2;                // (N, C) after attention
     X* ln2;                      // (N, C)
     Acc<X>*ln2_mean, *ln2_rstd;  // (N)
-    X *fch, *gelu;               // (N, 4C)
+    X *fch, *gelu;               // (N, 4C) before and after GELU; backward turns gelu into the gradient of fch
     X* residual3;                // (N, C) after the MLP
     X* lnf;                      // (N, C)
     Acc<X>*lnf_mean, *lnf_rstd;  // (N)
@@ -181,9 +182,7 @@ struct Buffers {
     X* logits;       // (chunk, Vp): the classifier works through the rows a chunk at a time
     Acc<X>* losses;  // (N)
     Acc<X>* stats;   // (accumulation steps + 1): mean loss of each micro-batch, then the gradient's norm
-    X* rows;         // (N, C) output of a projection; gradient of a layer norm's output
     X* dresidual;    // (N, C) gradient of the residual stream
-    X* wide;         // (N, 4C) gradient inside the MLP; gradient of qkv
     void* scratch;   // for whoever runs: D, partial sums, pointers
     int* batch;      // tokens, targets and encoder plans of a whole step
 };
@@ -202,11 +201,14 @@ class GPT2 {
     const Attention attention;
     const int B, T, micro_steps;
     const bool training;
+    const int recompute;
     const size_t num_parameters;
     Arena params, grads, adam, acts, buffers;
 
-    // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and backward's buffers.
-    GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training);
+    // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and what backward needs.
+    // recompute: what forward does not keep and backward computes again: 1 the outputs of GELU, 2 of layer norms too.
+    GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
+         int recompute = 0);
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);
     }
@@ -281,7 +283,7 @@ constexpr size_t kGate = 4;
 
 template <class Dev, class X>
 GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps,
-                   bool training)
+                   bool training, int recompute)
     : dev(dev),
       config(config),
       attention(attention),
@@ -289,6 +291,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
       T(T),
       micro_steps(micro_steps),
       training(training),
+      recompute(recompute),
       num_parameters(count_parameters(config)),
       rows_(size_t(B) * T),
       chunk_(classifier_chunk(rows_, config.Vp, dtype_of<X>())) {
@@ -307,21 +310,23 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
         adam = Arena("optimizer", {{"m", a, n}, {"v", a, n}, {"master", a, has_master ? n : 0}});
     }
     const size_t saved = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
+    const auto kept_below = [&](int level) { return training && recompute < level ? L : TensorSpec::kShared; };
+    const int kept = kept_below(INT_MAX), gelu = kept_below(1), ln = kept_below(2);
     acts = Arena("activations", {{"encoded", x, N * C},
-                                 {"ln1", x, N * C, L},
-                                 {"ln1_mean", a, N, L},
-                                 {"ln1_rstd", a, N, L},
-                                 {"qkv", x, N * 3 * C, L},
-                                 {"atty", x, N * C, L},
-                                 {"lse", a, N * NH, L},
-                                 {"att", x, saved, L},
-                                 {"residual2", x, N * C, L},
-                                 {"ln2", x, N * C, L},
-                                 {"ln2_mean", a, N, L},
-                                 {"ln2_rstd", a, N, L},
-                                 {"fch", x, N * 4 * C, L},
-                                 {"gelu", x, N * 4 * C, L},
-                                 {"residual3", x, N * C, L},
+                                 {"ln1", x, N * C, ln},
+                                 {"ln1_mean", a, N, kept},
+                                 {"ln1_rstd", a, N, kept},
+                                 {"qkv", x, N * 3 * C, kept},
+                                 {"atty", x, N * C, kept},
+                                 {"lse", a, N * NH, kept},
+                                 {"att", x, saved, kept},
+                                 {"residual2", x, N * C, kept},
+                                 {"ln2", x, N * C, ln},
+                                 {"ln2_mean", a, N, kept},
+                                 {"ln2_rstd", a, N, kept},
+                                 {"fch", x, N * 4 * C, kept},
+                                 {"gelu", x, N * 4 * C, gelu},
+                                 {"residual3", x, N * C, kept},
                                  {"lnf", x, N * C},
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
@@ -331,9 +336,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
                                 {"stats", a, size_t(micro_steps) + 1},
-                                {"rows", x, N * C},
                                 {"dresidual", x, training ? N * C : 0},
-                                {"wide", x, training ? N * 4 * C : 0},
                                 {"scratch", DType::i32, (scratch + 3) / 4},
                                 {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
 }
@@ -347,10 +350,8 @@ void GPT2<Dev, X>::allocate() {
                 static_cast<A*>(b.at(1)),
                 static_cast<A*>(b.at(2)),
                 static_cast<X*>(b.at(3)),
-                static_cast<X*>(b.at(4)),
-                static_cast<X*>(b.at(5)),
-                b.at(6),
-                static_cast<int*>(b.at(7))};
+                b.at(4),
+                static_cast<int*>(b.at(5))};
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -370,7 +371,6 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t) {
     Range range("forward");
     const size_t N = size_t(b) * t;
     const int C = config.C, L = config.L, NH = config.NH, HS = config.HS();
-    X* rows = buffers_.rows;
     Activations<X> a = activations(0);
     Parameters<X> w = weights(0);
 
@@ -382,76 +382,81 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t) {
         a = activations(l), w = weights(l);
         matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
         attention_forward(dev, attention, a.atty, a.lse, a.att, buffers_.scratch, a.qkv, b, t, NH, HS);
-        matmul_forward(dev, rows, a.atty, w.attprojw, w.attprojb, N, C, C);
-        residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, rows, w.ln2w, w.ln2b, N,
-                                   C);
-        matmul_forward(dev, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
-        gelu_forward(dev, a.gelu, a.fch, N * 4 * C);
-        matmul_forward(dev, rows, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C);
+        matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C);
+        residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.residual2, w.ln2w,
+                                   w.ln2b, N, C);
+        matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
+        matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C);
         // The residual's sum belongs to the layer norm that reads it: the next layer's first, or the final one.
         if (l + 1 < L) {
             const Activations<X> next = activations(l + 1);
             const Parameters<X> nw = weights(l + 1);
-            residual_layernorm_forward(dev, a.residual3, next.ln1, next.ln1_mean, next.ln1_rstd, a.residual2, rows,
-                                       nw.ln1w, nw.ln1b, N, C);
+            residual_layernorm_forward(dev, a.residual3, next.ln1, next.ln1_mean, next.ln1_rstd, a.residual2,
+                                       a.residual3, nw.ln1w, nw.ln1b, N, C);
         } else {
-            residual_layernorm_forward(dev, a.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, a.residual2, rows, w.lnfw,
-                                       w.lnfb, N, C);
+            residual_layernorm_forward(dev, a.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, a.residual2, a.residual3,
+                                       w.lnfw, w.lnfb, N, C);
         }
         residual = a.residual3;
     }
 }
 
 // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, also what must
-// happen while a chunk's logits exist: writes buffers.rows = d(mean loss of the step)/d lnf and adds into dwte.
+// happen while a chunk's logits exist: adds into dwte and overwrites lnf with d(mean loss of the step)/d lnf.
 template <class Dev, class X>
 void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient) {
     Range range("loss");
     const size_t N = size_t(b) * t;
     const int C = config.C, V = config.V, Vp = config.Vp;
-    const X *lnf = activations().lnf, *wte = weights().wte;
+    X* lnf = activations().lnf;
+    const X* wte = weights().wte;
     const A dloss = with_gradient ? A(1) / (A(N) * micro_steps) : A(0);
     for (size_t row = 0; row < N; row += chunk_) {
         const size_t n = std::min(chunk_, N - row);
         matmul_forward<X>(dev, buffers_.logits, lnf + row * C, wte, nullptr, n, C, Vp);
         classifier(dev, buffers_.logits, buffers_.losses + row, targets + row, dloss, n, V, Vp);
         if (with_gradient)
-            matmul_backward<X>(dev, buffers_.rows + row * C, gradients().wte, nullptr, buffers_.scratch,
-                               buffers_.logits, lnf + row * C, wte, n, C, Vp);
+            matmul_backward<X>(dev, lnf + row * C, gradients().wte, nullptr, buffers_.scratch, buffers_.logits,
+                               lnf + row * C, wte, n, C, Vp);
     }
     reduce_sum(dev, mean_loss, buffers_.scratch, buffers_.losses, A(1) / A(N), N);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: adds into the gradients of all parameters. Starts from buffers.rows, where loss() left the gradient of lnf.
+// Backward: adds into the gradients of all parameters. Starts from lnf, where loss() left its gradient, and keeps using
+// its memory for the gradient of a layer norm's output; that of fch and of qkv replaces gelu once it has been used.
 
 template <class Dev, class X>
 void GPT2<Dev, X>::backward(const int* plan) {
     Range range("backward");
     const size_t N = rows_;
     const int C = config.C, NH = config.NH, HS = config.HS();
-    X *rows = buffers_.rows, *wide = buffers_.wide, *dresidual = buffers_.dresidual;
+    X* dresidual = buffers_.dresidual;
     void* scratch = buffers_.scratch;
     Activations<X> a = activations(config.L - 1);
+    X* dln = a.lnf;
     Parameters<X> w = weights();
     Parameters<A> g = gradients();
 
     dev.zero(dresidual, N * C * sizeof(X));
-    layernorm_backward(dev, dresidual, g.lnfw, g.lnfb, scratch, rows, a.residual3, w.lnfw, a.lnf_mean, a.lnf_rstd, N,
-                       C);
+    layernorm_backward(dev, dresidual, g.lnfw, g.lnfb, scratch, dln, a.residual3, w.lnfw, a.lnf_mean, a.lnf_rstd, N, C);
     for (int l = config.L - 1; l >= 0; l--) {
         Range range("layer", l);
         a = activations(l), w = weights(l), g = gradients(l);
         const X* residual = l ? activations(l - 1).residual3 : a.encoded;
-        matmul_backward(dev, wide, g.fcprojw, g.fcprojb, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C);
-        gelu_backward(dev, wide, a.fch, wide, N * 4 * C);
-        matmul_backward(dev, rows, g.fcw, g.fcb, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
-        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, scratch, rows, a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd,
-                           N, C);
-        matmul_backward(dev, rows, g.attprojw, g.attprojb, scratch, dresidual, a.atty, w.attprojw, N, C, C);
-        attention_backward(dev, attention, wide, scratch, rows, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
-        matmul_backward(dev, rows, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C);
-        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, scratch, rows, residual, w.ln1w, a.ln1_mean, a.ln1_rstd, N,
+        X* wide = a.gelu;
+        if (recompute >= 1) gelu_forward(dev, a.gelu, a.fch, N * 4 * C);
+        gelu_matmul_backward(dev, wide, g.fcprojw, g.fcprojb, scratch, dresidual, a.gelu, a.fch, w.fcprojw, N, 4 * C,
+                             C);
+        if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
+        matmul_backward(dev, dln, g.fcw, g.fcb, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
+        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, scratch, dln, a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd, N,
+                           C);
+        matmul_backward(dev, dln, g.attprojw, g.attprojb, scratch, dresidual, a.atty, w.attprojw, N, C, C);
+        attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
+        if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
+        matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C);
+        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, scratch, dln, residual, w.ln1w, a.ln1_mean, a.ln1_rstd, N,
                            C);
     }
     encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C);
@@ -585,7 +590,7 @@ std::string GPT2<Dev, X>::count_in(const Arena& arena, size_t i, int l) {
                            ? count_nonfinite(dev, buffers_.scratch, static_cast<const X*>(arena.at(i, l)), t.size)
                            : count_nonfinite(dev, buffers_.scratch, static_cast<const A*>(arena.at(i, l)), t.size);
     if (bad == 0) return "";
-    const std::string layer = t.layers ? format(" of layer %d", l) : "";
+    const std::string layer = t.layers > 0 ? format(" of layer %d", l) : "";
     return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
 }
 
@@ -597,7 +602,8 @@ static std::vector<std::pair<size_t, int>> computation_order(const Arena& arena,
     std::vector<std::pair<size_t, int>> order;
     for (size_t i = 0; i < first; i++) order.push_back({i, 0});
     for (int l = 0; l < layers; l++)
-        for (size_t i = first; i < last; i++) order.push_back({i, l});
+        for (size_t i = first; i < last; i++)
+            if (arena.tensors[i].layers != TensorSpec::kShared) order.push_back({i, l});
     for (size_t i = last; i < arena.tensors.size(); i++) order.push_back({i, 0});
     return order;
 }
@@ -613,9 +619,11 @@ std::string GPT2<Dev, X>::first_nonfinite() {
     };
     std::string found = search(params, false);
     for (int i = 0; i < micro_steps && found.empty(); i++) {
-        train_micro_batch(i);
+        evaluate_micro_batch(i);
         found = search(acts, false);
-        if (found.empty()) found = search(grads, true);
+        if (!found.empty()) break;
+        train_micro_batch(i);
+        found = search(grads, true);
     }
     return found.empty() ? "none on a second run" : found;
 }
@@ -779,6 +787,7 @@ struct Options {
     bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false, memory = false;
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
+    int recompute = 0;
     int generate = 0, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
@@ -799,6 +808,9 @@ std::vector<Option> Options::table() {
          "model"},
         {"--attention", "", O::Choice, &attention, "naive materialises T×T", "flash|naive", "model"},
         {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu", "model"},
+        {"--recompute", "-r", O::Int, &recompute,
+         "save memory: backward computes again 1: GELU (2 % of the time), 2: and layer norms (1 % more)", "0..2",
+         "model"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)", "", "model"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch; 0: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",
@@ -894,8 +906,8 @@ void print_memory_table(GPT2<Dev, X>& model) {
             const double bytes = static_cast<double>(t.elements() * size_of(t.dtype));
             const std::string per_token = a == &model.acts ? format("%.1f", bytes / tokens) : "";
             if (bytes > 0)
-                std::printf("%-12s %-10s %-5s %6d %14zu %12.2f %14s\n", a->name, t.name, name_of(t.dtype), t.layers,
-                            t.elements(), bytes / kMiB, per_token.c_str());
+                std::printf("%-12s %-10s %-5s %6d %14zu %12.2f %14s\n", a->name, t.name, name_of(t.dtype),
+                            std::max(t.layers, 0), t.elements(), bytes / kMiB, per_token.c_str());
         }
     std::printf("%-44s %26.2f %14.1f\n", "total, and activations per token", model.total_bytes() / kMiB,
                 model.acts.bytes / tokens);
@@ -908,7 +920,8 @@ template <class Dev, class X>
     for (const Arena* a : model.arenas())
         if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / kGiB);
     auto bytes_with = [&](int b) {
-        return GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training).total_bytes();
+        return GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute)
+            .total_bytes();
     };
     int b = model.B - 1;
     while (b > 0 && bytes_with(b) > free_bytes) b--;
@@ -1215,7 +1228,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
     resolve_sizes(o, config, on_cpu);
     // The model's tables first: what cannot be is said before data is touched.
-    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, o.tokens_per_step / (o.B * o.T), true);
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, o.tokens_per_step / (o.B * o.T), true, o.recompute);
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty()) prepare_output_dir(o);
     const Data data = find_data(o);

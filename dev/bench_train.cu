@@ -13,12 +13,14 @@ namespace {
 
 struct Bench {
     std::string model = "d12", shapes, precision = "bf16", attention = "flash", out;
+    int recompute = 0;
     bool json = false;
 };
 
 template <class X>
 void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) {
-    GPT2<Cuda, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, B, T, 1, true);
+    GPT2<Cuda, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, B, T, 1, true,
+                        o.recompute);
     allocate_or_explain(model);
     model.init_random(1);
     const size_t n = size_t(B) * T;
@@ -71,6 +73,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
                   .add("T", T)
                   .add("gpus", 1)
                   .add("attention", o.attention)
+                  .add("recompute", o.recompute)
                   .add("deterministic", true)
                   .add("ms", ms)
                   .add("tok_s", tok_s)
@@ -90,6 +93,7 @@ int main(int argc, char** argv) {
             {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows", ""},
             {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
             {"--attention", "", Option::Choice, &o.attention, "which attention", "flash|naive"},
+            {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
             {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls", ""},
             {"--json", "", Option::Flag, &o.json, "append rows to dev/results", ""},
             {"--out", "", Option::String, &o.out, "append them to this file instead", ""},

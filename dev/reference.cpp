@@ -239,11 +239,11 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
 template <class X>
 void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void*, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC) {
+    if (dweight) add_product<X>(dweight, {dout, 1, size_t(OC)}, {inp, size_t(C), 1}, OC, C, N);
     if (dinp) {
         dev.zero(dinp, N * C * sizeof(X));
         add_product<X>(dinp, {dout, size_t(OC), 1}, {weight, size_t(C), 1}, N, C, OC);
     }
-    add_product<X>(dweight, {dout, 1, size_t(OC)}, {inp, size_t(C), 1}, OC, C, N);
     if (!dbias) return;
 #pragma omp parallel for
     for (int o0 = 0; o0 < OC; o0 += kSlice) {

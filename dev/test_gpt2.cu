@@ -91,10 +91,10 @@ const Cuda& strict_gpu() {
 // Gradients of every parameter tensor against the fp64 reference with the same (rounded) weights and tokens.
 // bound: relative L2 error per tensor.
 template <class X>
-void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound) {
+void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound, int recompute = 0) {
     const Cpu cpu;
     GPT2<Cpu, double> reference(cpu, kSmall, attention, B, T, 2, true);
-    GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true);
+    GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true, recompute);
     reference.allocate(), model.allocate();
     model.init_random(7);
     std::vector<X> weights(model.num_parameters);
@@ -170,6 +170,33 @@ TEST(sampling_follows_the_distribution) {
         CHECK(sample_token(logits, {1.f, 2}, uniform(6, i)) != 0);
     }
     CHECK(sample_token(logits, {1.f, 0}, 0.0) == 2 || sample_token(logits, {1.f, 0}, 0.0) == 0);
+}
+
+// What is computed again has the same bits as what would have been kept; and it is not kept.
+TEST(recompute_changes_memory_not_gradients) {
+    const Cpu cpu;
+    const int B = 2, T = 20;
+    const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
+    std::vector<double> kept;
+    size_t bytes = 0;
+    for (int level : {0, 1, 2}) {
+        GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, B, T, 2, true, level);
+        model.allocate();
+        model.init_random(7);
+        std::memset(model.acts.base, 0xFF, model.acts.bytes);
+        upload_batches(model, stream, 0);
+        loss_and_gradient(model);
+        const double* g = static_cast<double*>(model.grads.at(0));
+        const std::vector<double> gradients(g, g + model.num_parameters);
+        if (level == 0) kept = gradients;
+        CHECK(std::memcmp(kept.data(), gradients.data(), kept.size() * sizeof(double)) == 0);
+        const size_t saved = size_t(kSmall.L - 1) * B * T * kSmall.C * sizeof(double) *
+                             (level == 1   ? 4
+                              : level == 2 ? 2
+                                           : 0);
+        if (level) CHECK(model.acts.bytes + saved <= bytes + 4096 && model.acts.bytes + saved + 4096 >= bytes);
+        bytes = model.acts.bytes;
+    }
 }
 
 TEST(reference_model_gradient_by_finite_differences) {
@@ -374,6 +401,7 @@ TEST(gpu_gradients_fp32_tf32) {
 }
 TEST(gpu_gradients_bf16) {
     for (Attention a : {Attention::flash, Attention::naive}) check_gradients<bf16>(gpu(), a, 3, 65, 4e-2);
+    for (int recompute : {1, 2}) check_gradients<bf16>(gpu(), Attention::flash, 3, 65, 4e-2, recompute);
 }
 
 TEST(gpu_flash_equals_naive_over_400_steps_fp32) {

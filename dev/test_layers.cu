@@ -388,6 +388,49 @@ TEST(matmul_bf16) {
     if (gpu().sm < 80) SKIP("bf16 needs compute capability 8.0");
     check_matmuls<bf16>();
 }
+
+// pre = inp·weightᵀ + bias, out = gelu(pre), and backward through gelu and the matmul that follows it.
+template <class X>
+void check_matmul_gelu(size_t N, int C, int OC, size_t offset = 0) {
+    const Cuda& dev = gpu();
+    const std::string what = label<X>("matmul_gelu", N, C, OC);
+    const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : kTf32, output = 2 * std::max(product, kOutput<X>);
+    const Values inp = normal<X>(N * C), weight = normal<X>(size_t(OC) * C, 1 / std::sqrt(C)), bias = normal<X>(OC);
+    const Array<X> inp_gpu(inp, offset), weight_gpu(weight, offset), bias_gpu(bias);
+    Values pre(N * OC), out(N * OC);
+    matmul_gelu_forward(cpu(), out.data(), pre.data(), inp.data(), weight.data(), bias.data(), N, C, OC);
+    const Array<X> pre_gpu(N * OC, offset), out_gpu(N * OC, offset);
+    matmul_gelu_forward<X>(dev, out_gpu, pre_gpu, inp_gpu, weight_gpu, bias_gpu, N, C, OC);
+    compare(what + " pre", pre_gpu.values(), pre, output);
+    compare(what + " out", out_gpu.values(), out, output);
+
+    // A second matmul of the transposed shape reads out: its backward leads to pre.
+    const Values next = normal<X>(size_t(C) * OC), dout = normal<X>(N * C), pre_seen = pre_gpu.values(),
+                 out_seen = out_gpu.values();
+    const Array<X> next_gpu(next, offset), dout_gpu(dout, offset);
+    Values dpre(N * OC), dweight = normal<float>(size_t(C) * OC), dbias = normal<float>(C);
+    const Array<float> dweight_gpu(dweight), dbias_gpu(dbias);
+    gelu_matmul_backward<X>(dev, out_gpu, dweight_gpu, dbias_gpu, scratch_of(matmul_scratch_bytes(dev, C)), dout_gpu,
+                            out_gpu, pre_gpu, next_gpu, N, OC, C);  // in place: dpre is gelu
+    gelu_matmul_backward(cpu(), dpre.data(), dweight.data(), dbias.data(), nullptr, dout.data(), out_seen.data(),
+                         pre_seen.data(), next.data(), N, OC, C);
+    compare(what + " dpre", out_gpu.values(), dpre, output);
+    compare(what + " dweight", dweight_gpu.values(), dweight, product);
+    compare(what + " dbias", dbias_gpu.values(), dbias, kFp32);
+}
+template <class X>
+void check_matmul_gelus() {
+    const int shapes[][3] = {{1, 8, 8}, {3, 7, 5}, {127, 65, 33}, {127, 768, 264}, {1000, 64, 768}, {1024, 768, 3072}};
+    for (const auto& [N, C, OC] : shapes) check_matmul_gelu<X>(N, C, OC);
+    check_matmul_gelu<X>(127, 64, 64, 1);
+}
+TEST(matmul_gelu_fp32) {
+    check_matmul_gelus<float>();
+}
+TEST(matmul_gelu_bf16) {
+    if (gpu().sm < 80) SKIP("bf16 needs compute capability 8.0");
+    check_matmul_gelus<bf16>();
+}
 TEST(matmul_errors) {
     CHECK_ERROR(matmul_forward<float>(gpu(), nullptr, nullptr, nullptr, nullptr, 1, 0, 1), "C = 0");
 }

@@ -54,11 +54,20 @@ size_t layernorm_scratch_bytes(const Cuda& dev, int C);
 template <class X>
 void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
 
-// Writes dinp (N,C) (null: not computed); adds into dweight (OC,C) and dbias (OC) (null: no bias). Deterministic.
+// The same with GELU behind it: writes pre (N,OC) = inp·weightᵀ + bias, kept for backward, and out (N,OC) = gelu(pre).
+template <class X>
+void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
+                         int OC);
+
+// Adds into dbias (OC) and dweight (OC,C), then writes dinp (N,C), which may be inp. Null: not computed. Deterministic.
 // scratch: matmul_scratch_bytes().
 template <class X>
 void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC);
+// The same where inp = gelu(pre): writes dpre (N,C) = (dout·weight)∘gelu'(pre), which may be `gelu`.
+template <class X>
+void gelu_matmul_backward(const Cuda& dev, X* dpre, float* dweight, float* dbias, void* scratch, const X* dout,
+                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC);
 size_t matmul_scratch_bytes(const Cuda& dev, int OC);
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-// Matmul through cuBLASLt: the three products of a linear layer, and the sum of its bias gradient.
+// Matmul through cuBLASLt: the three products of a linear layer, with GELU where it stands next to one, and the sum of
+// the bias gradient.
 //
-//   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias in the epilogue
-//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)
+//   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
+//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      ∘ gelu'(pre) in the epilogue, behind a GELU
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1
 //   dbias += Σ_rows dout          two stages of our own, in a fixed order
 //
@@ -9,10 +10,10 @@
 // for the transposed product, outᵀ = weight·inpᵀ and so on, where every operand is what lies in memory or its
 // transpose.
 //
-// A plan (descriptors and the algorithm chosen by cuBLASLt's heuristic) is made at the first call with a shape and kept
-// for the life of the process. Candidates are not timed against each other: the winner could differ from run to run,
-// and the last bits of the result with it. Split-K algorithms may reduce through the workspace in fp32, which is in
-// order.
+// A plan (descriptors and the algorithm) is made at the first call with a shape and kept for the life of the process.
+// cuBLASLt's heuristic proposes several algorithms, and its first is up to 20 % slower than its best, so they race on
+// the call's own operands. Only those take part whose result equals the first one's bit for bit: who wins depends on
+// the moment, what comes out does not. Split-K algorithms may reduce through the workspace in fp32, which is in order.
 //
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
 // Limits: any N, C, OC; odd sizes are slow.
@@ -24,25 +25,55 @@
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
-// D (rows × cols, column-major) = op(A)·op(B) + beta·C, with inner dimension k. C is D.
+enum class Epilogue { none, bias, gelu, gelu_backward };
+
+// D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k. C is D.
 struct Product {
-    int device;
-    bool transpose_a, transpose_b, bias, accumulate, tf32;
-    DType in, out;
     size_t rows, cols, k;
+    bool transpose_a, transpose_b;
+    Epilogue epilogue = Epilogue::none;
+    bool accumulate = false;  // beta = 1
+};
+
+// `bias`: one value a row of D. `pre`: D before GELU, written by Epilogue::gelu and read by gelu_backward.
+struct Operands {
+    void* d;
+    const void *a, *b;
+    const void* bias = nullptr;
+    void* pre = nullptr;
+};
+
+// What a plan depends on.
+struct PlanKey {
+    Product product;
+    DType in, out;
+    bool tf32;
+    int device;
     int align_a, align_b, align_d;  // bytes by which the pointers are aligned: some algorithms need 16
 
     auto tie() const {
-        return std::tie(device, transpose_a, transpose_b, bias, accumulate, tf32, in, out, rows, cols, k, align_a,
-                        align_b, align_d);
+        const Product& p = product;
+        return std::tie(p.rows, p.cols, p.k, p.transpose_a, p.transpose_b, p.epilogue, p.accumulate, in, out, tf32,
+                        device, align_a, align_b, align_d);
     }
-    bool operator<(const Product& o) const { return tie() < o.tie(); }
+    bool operator<(const PlanKey& o) const { return tie() < o.tie(); }
 };
 
 struct MatmulPlan {
     cublasLtMatmulDescOpaque_t operation;
     cublasLtMatrixLayoutOpaque_t a, b, d;
     cublasLtMatmulAlgo_t algorithm;
+
+    template <class T>
+    void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
+        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof value));
+    }
+    cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, void* out, const Operands& o,
+                       bool accumulate) {
+        const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
+        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, out, &d, out, &d, &algorithm,
+                              dev.workspace, Cuda::kWorkspaceBytes, dev.stream);
+    }
 };
 
 static int alignment(const void* p) {
@@ -50,23 +81,95 @@ static int alignment(const void* p) {
     return static_cast<int>(std::min<uintptr_t>(bits & ~(bits - 1), 256));
 }
 
-static MatmulPlan make_plan(const Cuda& dev, const Product& p) {
+// ---------------------------------------------------------------------------------------------------------------------
+// The race
+
+constexpr int kCandidates = 8;
+constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
+
+// sum += a hash of (i, words[i]) over all i: integers, so that the order does not matter.
+__global__ void checksum_kernel(unsigned long long* sum, const unsigned* words, size_t n) {
+    unsigned long long mine = 0;
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        unsigned long long z = words[i] + 0x9e3779b97f4a7c15ull * (i + 1);
+        z = (z ^ (z >> 31)) * 0xbf58476d1ce4e5b9ull;
+        mine += z ^ (z >> 29);
+    }
+    atomicAdd(sum, mine);
+}
+
+static unsigned long long checksum(const Cuda& dev, const void* x, size_t bytes) {
+    unsigned long long sum, *device_sum = static_cast<unsigned long long*>(dev.workspace);
+    dev.zero(device_sum, sizeof sum);
+    checksum_kernel<<<4 * dev.num_sms, 256, 0, dev.stream>>>(device_sum, static_cast<const unsigned*>(x), bytes / 4);
+    LAUNCH_CHECK("checksum_kernel");
+    dev.download(&sum, device_sum, sizeof sum);
+    return sum;
+}
+
+// The fastest of the candidates that agree with the first; runs on the call's own operands and leaves D as the call
+// itself will, but for a product that accumulates, whose D is replaced by temporary memory (without it, no race).
+static cublasLtMatmulAlgo_t race(const Cuda& dev, MatmulPlan& plan, const Product& p, const Operands& o, size_t bytes,
+                                 const cublasLtMatmulHeuristicResult_t* candidates, int count) {
+    int fastest = 0;
+    if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops) return candidates[0].algo;
+    void* d = o.d;
+    if (p.accumulate) {
+        if (dev.free_bytes() < 2 * bytes) return candidates[0].algo;
+        d = dev.alloc(bytes);
+        dev.zero(d, bytes);
+    }
+    cudaEvent_t start, end;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&end));
+    unsigned long long expected = 0;
+    float best = INFINITY;
+    for (int i = 0; i < count; i++) {
+        if (plan.run(dev, candidates[i].algo, d, o, false) != CUBLAS_STATUS_SUCCESS) continue;
+        const unsigned long long got = checksum(dev, d, bytes);
+        if (i == 0) expected = got;
+        if (got != expected) continue;
+        for (int repeat = 0; repeat < 3; repeat++) {
+            constexpr int kRuns = 3;
+            CUDA_CHECK(cudaEventRecord(start, dev.stream));
+            for (int run = 0; run < kRuns; run++) CUBLAS_CHECK(plan.run(dev, candidates[i].algo, d, o, p.accumulate));
+            CUDA_CHECK(cudaEventRecord(end, dev.stream));
+            CUDA_CHECK(cudaEventSynchronize(end));
+            float ms;
+            CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+            if (ms < best) best = ms, fastest = i;
+        }
+    }
+    CUDA_CHECK(cudaEventDestroy(start));
+    CUDA_CHECK(cudaEventDestroy(end));
+    if (p.accumulate) dev.free(d);
+    return candidates[fastest].algo;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const Operands& o) {
+    const Product& p = key.product;
     const auto type = [](DType t) { return t == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F; };
     const auto layout = [](cublasLtMatrixLayoutOpaque_t* m, cudaDataType_t t, size_t rows, size_t cols) {
         CUBLAS_CHECK(cublasLtMatrixLayoutInit(m, t, rows, cols, static_cast<int64_t>(rows)));
     };
+    constexpr cublasLtEpilogue_t kEpilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
+                                                 CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU};
     MatmulPlan plan;
-    const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
-        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(&plan.operation, attribute, &value, sizeof value));
-    };
-    CUBLAS_CHECK(cublasLtMatmulDescInit(&plan.operation, p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+    CUBLAS_CHECK(cublasLtMatmulDescInit(&plan.operation, key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                                         CUDA_R_32F));
-    set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT);
-    p.transpose_a ? layout(&plan.a, type(p.in), p.k, p.rows) : layout(&plan.a, type(p.in), p.rows, p.k);
-    p.transpose_b ? layout(&plan.b, type(p.in), p.cols, p.k) : layout(&plan.b, type(p.in), p.k, p.cols);
-    layout(&plan.d, type(p.out), p.rows, p.cols);
+    plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, kEpilogues[static_cast<int>(p.epilogue)]);
+    if (o.bias) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
+    if (o.pre) {
+        plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
+        plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
+    }
+    p.transpose_a ? layout(&plan.a, type(key.in), p.k, p.rows) : layout(&plan.a, type(key.in), p.rows, p.k);
+    p.transpose_b ? layout(&plan.b, type(key.in), p.cols, p.k) : layout(&plan.b, type(key.in), p.k, p.cols);
+    layout(&plan.d, type(key.out), p.rows, p.cols);
 
     cublasLtMatmulPreferenceOpaque_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceInit(&preference));
@@ -75,54 +178,38 @@ static MatmulPlan make_plan(const Cuda& dev, const Product& p) {
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, Cuda::kWorkspaceBytes);
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(p.align_a));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(p.align_b));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(p.align_d));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(p.align_d));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.align_a));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.align_b));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.align_d));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.align_d));
 
-    cublasLtMatmulHeuristicResult_t best;
+    cublasLtMatmulHeuristicResult_t candidates[kCandidates];
     int found = 0;
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev.blaslt, &plan.operation, &plan.a, &plan.b, &plan.d,
-                                                                 &plan.d, &preference, 1, &best, &found);
+                                                                 &plan.d, &preference, kCandidates, candidates, &found);
     if (status != CUBLAS_STATUS_SUCCESS || found == 0)
         throw Error(
             format("cuBLASLt has no algorithm for a %s matmul of %zu x %zu x %zu (pointers aligned to %d, %d and %d "
                    "bytes) on %s%s",
-                   name_of(p.in), p.rows, p.cols, p.k, p.align_a, p.align_b, p.align_d, dev.name.c_str(),
-                   p.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32" : ""));
-    plan.algorithm = best.algo;
+                   name_of(key.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d, dev.name.c_str(),
+                   key.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32" : ""));
+    plan.algorithm = race(dev, plan, p, o, p.rows * p.cols * size_of(key.out), candidates, found);
     return plan;
 }
 
-// d (rows × cols, column-major) = op(a)·op(b) (+ bias, one value a row of d) (+ d).
-template <class X, class Y>
-static void multiply(const Cuda& dev, Y* d, const X* a, bool transpose_a, const X* b, bool transpose_b, const X* bias,
-                     bool accumulate, size_t rows, size_t cols, size_t k) {
-    if (rows == 0 || cols == 0 || k == 0) return;
-    const Product product = {dev.device,
-                             transpose_a,
-                             transpose_b,
-                             bias != nullptr,
-                             accumulate,
-                             std::is_same_v<X, float> && dev.tf32,
-                             dtype_of<X>(),
-                             dtype_of<Y>(),
-                             rows,
-                             cols,
-                             k,
-                             alignment(a),
-                             alignment(b),
-                             alignment(d)};
-    static std::map<Product, MatmulPlan> plans;
-    auto found = plans.find(product);
-    if (found == plans.end()) found = plans.emplace(product, make_plan(dev, product)).first;
+// X: type of A, B, bias and pre; Y: of D.
+template <class X, class Y = X>
+static void multiply(const Cuda& dev, const Product& product, const Operands& o) {
+    if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
+    const PlanKey key = {product,    dtype_of<X>(),  dtype_of<Y>(),  std::is_same_v<X, float> && dev.tf32,
+                         dev.device, alignment(o.a), alignment(o.b), alignment(o.d)};
+    static std::map<PlanKey, MatmulPlan> plans;
+    auto found = plans.find(key);
+    if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
     MatmulPlan& plan = found->second;
-    if (bias)
-        CUBLAS_CHECK(
-            cublasLtMatmulDescSetAttribute(&plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
-    const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
-    CUBLAS_CHECK(cublasLtMatmul(dev.blaslt, &plan.operation, &alpha, a, &plan.a, b, &plan.b, &beta, d, &plan.d, d,
-                                &plan.d, &plan.algorithm, dev.workspace, Cuda::kWorkspaceBytes, dev.stream));
+    if (o.bias) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
+    if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
+    CUBLAS_CHECK(plan.run(dev, plan.algorithm, o.d, o, product.accumulate));
 }
 
 // Bias gradient, stage 1. A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows.
@@ -166,36 +253,75 @@ static void check_sizes(int C, int OC) {
 }
 
 template <class X>
+static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC) {
+    if (N == 0) return;
+    const bool vector = vectorises<X>(OC, dout);
+    const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
+    const int slices = static_cast<int>(std::min<size_t>(bias_slices(dev, OC), ceil_div(N, kWarps)));
+    const dim3 grid(ceil_div(OC, kWarp * (vector ? kVec<X> : 1)), slices);
+    float* partials = static_cast<float*>(scratch);
+    kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC);
+    LAUNCH_CHECK("bias_backward_kernel");
+    add_partials(dev, dbias, nullptr, partials, slices, OC);
+}
+
+// cuBLASLt's GELU is of reduced precision, which bf16 does not see, and wants aligned rows.
+template <class X>
+static bool gelu_in_epilogue(int channels, const X* x, const X* pre) {
+    return std::is_same_v<X, bf16> && vectorises<X>(channels, x, pre);
+}
+
+template <class X>
 void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
     check_sizes(C, OC);
-    multiply<X, X>(dev, out, weight, true, inp, false, bias, false, OC, N, C);
+    multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, bias ? Epilogue::bias : Epilogue::none},
+                {out, weight, inp, bias});
+}
+
+template <class X>
+void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
+                         int OC) {
+    check_sizes(C, OC);
+    if (gelu_in_epilogue(OC, out, pre)) {
+        multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, Epilogue::gelu}, {out, weight, inp, bias, pre});
+    } else {
+        matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
+        gelu_forward(dev, out, pre, N * OC);
+    }
 }
 
 template <class X>
 void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC) {
     check_sizes(C, OC);
-    if (dbias && N > 0) {
-        const bool vector = vectorises<X>(OC, dout);
-        const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
-        const int slices = static_cast<int>(std::min<size_t>(bias_slices(dev, OC), ceil_div(N, kWarps)));
-        const dim3 grid(ceil_div(OC, kWarp * (vector ? kVec<X> : 1)), slices);
-        float* partials = static_cast<float*>(scratch);
-        kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC);
-        LAUNCH_CHECK("bias_backward_kernel");
-        add_partials(dev, dbias, nullptr, partials, slices, OC);
-    }
-    multiply<X, float>(dev, dweight, inp, false, dout, true, nullptr, true, C, OC, N);
-    if (dinp) multiply<X, X>(dev, dinp, weight, false, dout, false, nullptr, false, C, N, OC);
+    if (dbias) bias_backward(dev, dbias, scratch, dout, N, OC);
+    if (dweight)
+        multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, true}, {dweight, inp, dout});
+    if (dinp) multiply<X>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
+}
+
+template <class X>
+void gelu_matmul_backward(const Cuda& dev, X* dpre, float* dweight, float* dbias, void* scratch, const X* dout,
+                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC) {
+    const bool fused = gelu_in_epilogue(C, dpre, pre);
+    matmul_backward(dev, fused ? nullptr : dpre, dweight, dbias, scratch, dout, gelu, weight, N, C, OC);
+    if (fused)
+        multiply<X>(dev, {size_t(C), N, size_t(OC), false, false, Epilogue::gelu_backward},
+                    {dpre, weight, dout, nullptr, const_cast<X*>(pre)});
+    else
+        gelu_backward(dev, dpre, pre, dpre, N * C);
 }
 
 size_t matmul_scratch_bytes(const Cuda& dev, int OC) {
     return static_cast<size_t>(bias_slices(dev, OC)) * OC * sizeof(float);
 }
 
-#define INSTANTIATE(X)                                                                                               \
-    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                   \
-    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int, \
-                                  int);
+#define INSTANTIATE(X)                                                                                                 \
+    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                     \
+    template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);            \
+    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int,   \
+                                  int);                                                                                \
+    template void gelu_matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, const X*, \
+                                       size_t, int, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
