@@ -234,6 +234,7 @@ class GPT2 {
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient);
     void backward(const int* plan);
     void train_micro_batch(int i);
+    void train_micro_batches();  // all of a step
     void update(const AdamW& hyper);
     void evaluate_micro_batch(int i);
 
@@ -257,6 +258,7 @@ class GPT2 {
   private:
     const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
     Buffers<X> buffers_{};
+    typename Dev::Graph graph_;  // of train_micro_batches
 
     template <class P>
     static Parameters<P> view(const Arena& arena, int l) {
@@ -438,26 +440,30 @@ void GPT2<Dev, X>::backward(const int* plan) {
     Parameters<X> w = weights();
     Parameters<A> g = gradients();
 
+    // A layer norm's backward also sums the rows of the residual stream's gradient: the bias gradient of the projection
+    // that was added there last.
     dev.zero(dresidual, N * C * sizeof(X));
-    layernorm_backward(dev, dresidual, g.lnfw, g.lnfb, scratch, dln, a.residual3, w.lnfw, a.lnf_mean, a.lnf_rstd, N, C);
+    layernorm_backward(dev, dresidual, g.lnfw, g.lnfb, gradients(config.L - 1).fcprojb, scratch, dln, a.residual3,
+                       w.lnfw, a.lnf_mean, a.lnf_rstd, N, C);
     for (int l = config.L - 1; l >= 0; l--) {
         Range range("layer", l);
         a = activations(l), w = weights(l), g = gradients(l);
         const X* residual = l ? activations(l - 1).residual3 : a.encoded;
+        A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
+        A* const none = nullptr;
         X* wide = a.gelu;
         if (recompute >= 1) gelu_forward(dev, a.gelu, a.fch, N * 4 * C);
-        gelu_matmul_backward(dev, wide, g.fcprojw, g.fcprojb, scratch, dresidual, a.gelu, a.fch, w.fcprojw, N, 4 * C,
-                             C);
+        gelu_matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, a.fch, w.fcprojw, N, 4 * C, C);
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
         matmul_backward(dev, dln, g.fcw, g.fcb, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
-        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, scratch, dln, a.residual2, w.ln2w, a.ln2_mean, a.ln2_rstd, N,
-                           C);
-        matmul_backward(dev, dln, g.attprojw, g.attprojb, scratch, dresidual, a.atty, w.attprojw, N, C, C);
+        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
+                           a.ln2_rstd, N, C);
+        matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C);
         attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
         matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C);
-        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, scratch, dln, residual, w.ln1w, a.ln1_mean, a.ln1_rstd, N,
-                           C);
+        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
+                           a.ln1_rstd, N, C);
     }
     encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C);
 }
@@ -482,6 +488,14 @@ void GPT2<Dev, X>::train_micro_batch(int i) {
     forward(tokens(i), B, T);
     loss(targets(i), B, T, stats() + i, true);
     backward(plan(i));
+}
+
+template <class Dev, class X>
+void GPT2<Dev, X>::train_micro_batches() {
+    Range range("forward and backward");
+    graph_.run(dev, [&] {
+        for (int i = 0; i < micro_steps; i++) train_micro_batch(i);
+    });
 }
 
 template <class Dev, class X>
@@ -784,7 +798,7 @@ struct Options {
     std::string hellaswag;
     bool eval_only = false;
     int checkpoint_every = 0, keep = 0;
-    bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false, memory = false;
+    bool resume = false, overfit = false, no_tf32 = false, no_graph = false, no_shuffle = false, memory = false;
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 0;
@@ -808,6 +822,8 @@ std::vector<Option> Options::table() {
          "model"},
         {"--attention", "", O::Choice, &attention, "naive materialises T×T", "flash|naive", "model"},
         {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu", "model"},
+        {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)", "",
+         "model"},
         {"--recompute", "-r", O::Int, &recompute,
          "save memory: backward computes again 1: GELU (2 % of the time), 2: and layer norms (1 % more)", "0..2",
          "model"},
@@ -1064,7 +1080,7 @@ void Run<Dev, X>::train_step() {
     if (!prepared) prepare(batch);
     prepared = true;
     model.upload(batch, model.micro_steps);
-    for (int i = 0; i < model.micro_steps; i++) model.train_micro_batch(i);
+    model.train_micro_batches();
     const double lr = o.learning_rate(step);
     model.update(
         {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)});
@@ -1364,6 +1380,7 @@ int main(int argc, char** argv) {
         }
         Cuda dev(0);
         dev.tf32 = !o.no_tf32 && dev.sm >= 80;
+        dev.graphs = !o.no_graph && !o.profile;
         if (o.init == "auto") o.init = "d12";
         if (o.precision == "bf16" && dev.sm < 80)
             throw Error(

@@ -6,43 +6,240 @@
 //
 // Validates first: the loss starts at ln V and falls over 20 steps on one batch, or no time is printed.
 #define TRAIN_GPT2_NO_MAIN
+#include <list>
+#include <map>
+
 #include "../train_gpt2.cu"
 #include "dev/bench.h"
 
 namespace {
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --breakdown: the same model over a backend that is Cuda with a stopwatch around every layer call. What a call costs
+// is counted in FLOPs and in the bytes that it must move at least (every tensor read or written once).
+
+struct Work {
+    double flops = 0, bytes = 0;
+};
+
+struct Timed : Cuda {
+    using Cuda::Cuda;
+    struct Line {
+        Work work;
+        double ms = 0;
+        int calls = 0;
+    };
+    mutable std::map<std::string, Line> lines;
+    mutable std::vector<std::string> order;  // names as they first appear in the step
+    struct Lap {
+        std::string name;
+        Event start, end;
+    };
+    mutable std::list<Lap> laps;
+
+    template <class Call>
+    void time(const std::string& name, Work work, Call call) const {
+        if (!lines.count(name)) order.push_back(name);
+        Line& line = lines[name];
+        line.work.flops += work.flops, line.work.bytes += work.bytes, line.calls++;
+        Lap& lap = laps.emplace_back();
+        lap.name = name;
+        lap.start.record(*this);
+        call(static_cast<const Cuda&>(*this));
+        lap.end.record(*this);
+    }
+    void collect() const {  // after a step
+        for (const Lap& lap : laps) lines[lap.name].ms += lap.start.ms_until(lap.end);
+        laps.clear();
+    }
+    void zero(void* p, size_t bytes) const {
+        time("clear", {0, double(bytes)}, [&](const Cuda& dev) { dev.zero(p, bytes); });
+    }
+};
+
+template <class X>
+double bytes_of(double elements) {
+    return elements * sizeof(X);
+}
+
+// The layer functions again, for Timed: a better match than those for its base.
+template <class X>
+void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+    t.time("encoder forward", {0, bytes_of<X>(2. * B * T * C)},
+           [&](const Cuda& dev) { encoder_forward(dev, out, tokens, wte, wpe, B, T, C); });
+}
+template <class X>
+void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
+                      int T, int C) {
+    t.time("encoder backward", {0, bytes_of<X>(2. * B * T * C)},
+           [&](const Cuda& dev) { encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C); });
+}
+template <class X>
+void layernorm_forward(const Timed& t, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
+                       size_t N, int C) {
+    t.time("layernorm forward", {0, bytes_of<X>(2. * N * C)},
+           [&](const Cuda& dev) { layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C); });
+}
+template <class X>
+void residual_layernorm_forward(const Timed& t, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
+                                const X* weight, const X* bias, size_t N, int C) {
+    t.time("residual + layernorm forward", {0, bytes_of<X>(4. * N * C)}, [&](const Cuda& dev) {
+        residual_layernorm_forward(dev, residual, out, mean, rstd, a, b, weight, bias, N, C);
+    });
+}
+template <class X>
+void layernorm_backward(const Timed& t, X* dinp, float* dweight, float* dbias, float* dinp_sum, void* scratch,
+                        const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd, size_t N,
+                        int C) {
+    t.time("layernorm backward", {0, bytes_of<X>(4. * N * C)}, [&](const Cuda& dev) {
+        layernorm_backward(dev, dinp, dweight, dbias, dinp_sum, scratch, dout, inp, weight, mean, rstd, N, C);
+    });
+}
+std::string shape_name(const char* what, int C, int OC) {
+    return format("matmul %d to %d %s", C, OC, what);
+}
+template <class X>
+Work product(double N, double C, double OC, double out_bytes) {
+    return {2 * N * C * OC, bytes_of<X>(N * C + N * OC + C * OC) + out_bytes};
+}
+template <class X>
+void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
+    t.time(shape_name("forward", C, OC), product<X>(N, C, OC, 0),
+           [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC); });
+}
+template <class X>
+void matmul_gelu_forward(const Timed& t, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
+                         int OC) {
+    t.time(shape_name("forward, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>(double(N) * OC)),
+           [&](const Cuda& dev) { matmul_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC); });
+}
+template <class X>
+void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC) {
+    const X* none = nullptr;
+    if (dbias)
+        t.time("bias gradients", {0, bytes_of<X>(double(N) * OC)}, [&](const Cuda& dev) {
+            matmul_backward<X>(dev, nullptr, nullptr, dbias, scratch, dout, none, none, N, C, OC);
+        });
+    t.time(shape_name("weight gradient", C, OC), product<X>(N, C, OC, double(C) * OC * (8 - sizeof(X))),
+           [&](const Cuda& dev) {
+               matmul_backward<X>(dev, nullptr, dweight, nullptr, scratch, dout, inp, none, N, C, OC);
+           });
+    t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC, 0), [&](const Cuda& dev) {
+        matmul_backward<X>(dev, dinp, nullptr, nullptr, scratch, dout, none, weight, N, C, OC);
+    });
+}
+template <class X>
+void gelu_matmul_backward(const Timed& t, X* dpre, float* dweight, float* dbias, void* scratch, const X* dout,
+                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC) {
+    const X* none = nullptr;
+    if (dbias)
+        t.time("bias gradients", {0, bytes_of<X>(double(N) * OC)}, [&](const Cuda& dev) {
+            matmul_backward<X>(dev, nullptr, nullptr, dbias, scratch, dout, none, none, N, C, OC);
+        });
+    t.time(shape_name("weight gradient", C, OC), product<X>(N, C, OC, double(C) * OC * (8 - sizeof(X))),
+           [&](const Cuda& dev) {
+               matmul_backward<X>(dev, nullptr, dweight, nullptr, scratch, dout, gelu, none, N, C, OC);
+           });
+    t.time(shape_name("input gradient, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>(double(N) * C)),
+           [&](const Cuda& dev) {
+               gelu_matmul_backward<X>(dev, dpre, nullptr, nullptr, scratch, dout, gelu, pre, weight, N, C, OC);
+           });
+}
+template <class X>
+void gelu_forward(const Timed& t, X* out, const X* inp, size_t n) {
+    t.time("gelu again", {0, bytes_of<X>(2. * n)}, [&](const Cuda& dev) { gelu_forward(dev, out, inp, n); });
+}
+template <class X>
+void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
+                       int T, int NH, int HS) {
+    const double n = double(B) * T * NH * HS;
+    t.time("attention forward", {2 * n * T, bytes_of<X>(4 * n)},
+           [&](const Cuda& dev) { attention_forward(dev, kind, out, lse, att, scratch, qkv, B, T, NH, HS); });
+}
+template <class X>
+void attention_backward(const Timed& t, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
+    const double n = double(B) * T * NH * HS;
+    t.time("attention backward", {5 * n * T, bytes_of<X>(8 * n)}, [&](const Cuda& dev) {
+        attention_backward(dev, kind, dqkv, scratch, dout, out, lse, att, qkv, B, T, NH, HS);
+    });
+}
+template <class X>
+void classifier(const Timed& t, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp) {
+    t.time("classifier", {0, bytes_of<X>(2. * N * Vp)},
+           [&](const Cuda& dev) { classifier(dev, logits, losses, targets, dloss, N, V, Vp); });
+}
+void global_norm(const Timed& t, float* out, void* scratch, const float* x, size_t n) {
+    t.time("gradient norm", {0, bytes_of<float>(n)}, [&](const Cuda& dev) { global_norm(dev, out, scratch, x, n); });
+}
+template <class X>
+void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, const float* grads, const float* norm,
+                  const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
+    double n = 0;
+    for (int i = 0; i < num_ranges; i++) n += ranges[i].size;
+    t.time("adamw", {0, bytes_of<float>((master ? 7 : 5) * n) + bytes_of<X>(master ? n : n)},
+           [&](const Cuda& dev) { adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper); });
+}
+
+// Bytes a second of a device-to-device copy that no cache holds, read and write counted.
+Figures copy_rate(const Cuda& dev) {
+    constexpr size_t kBytes = size_t(1) << 30;
+    const DeviceMemory memory = device_memory(dev, 2 * kBytes);
+    char* p = static_cast<char*>(memory.get());
+    const auto copy = [&](int) {
+        CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
+    };
+    const Figures ms = measure_ms(dev, copy, false);
+    return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
 struct Bench {
     std::string model = "d12", shapes, precision = "bf16", attention = "flash", out;
     int recompute = 0;
-    bool json = false;
+    bool breakdown = false, json = false;
+};
+
+// A model with a batch of random tokens, and its step.
+template <class Dev, class X>
+struct Trainer {
+    const Dev& dev;
+    GPT2<Dev, X> model;
+    int* pinned;
+    int step = 0;
+    float stats[2];
+
+    Trainer(const Dev& dev, const Bench& o, const Config& config, int B, int T)
+        : dev(dev),
+          model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, B, T, 1, true, o.recompute) {
+        allocate_or_explain(model);
+        model.init_random(1);
+        const size_t n = size_t(B) * T;
+        pinned = static_cast<int*>(dev.alloc_host(model.batch_ints() * sizeof(int)));
+        for (size_t i = 0; i < 2 * n; i++)
+            pinned[i] = static_cast<int>(mix(3, i % n + i / n) % config.V);  // targets: the next token
+        encoder_plan(dev, pinned + 2 * n, pinned, n);
+    }
+    ~Trainer() { dev.free_host(pinned); }
+
+    float train() {  // the loss
+        model.upload(pinned, 1);
+        model.train_micro_batches();
+        model.update({3e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, ++step, 1});
+        dev.download(stats, model.stats(), sizeof stats);
+        return stats[0];
+    }
 };
 
 template <class X>
 void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) {
-    GPT2<Cuda, X> model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, B, T, 1, true,
-                        o.recompute);
-    allocate_or_explain(model);
-    model.init_random(1);
-    const size_t n = size_t(B) * T;
-    std::vector<int> host(model.batch_ints());
-    for (size_t i = 0; i < 2 * n; i++)
-        host[i] = static_cast<int>(mix(3, i % n + i / n) % config.V);  // targets: the next token
-    encoder_plan(dev, host.data() + 2 * n, host.data(), n);
-    int* pinned = static_cast<int*>(dev.alloc_host(host.size() * sizeof(int)));
-    std::copy(host.begin(), host.end(), pinned);
-
-    float stats[2];
-    int step = 0;
-    auto train = [&] {
-        model.upload(pinned, 1);
-        model.train_micro_batch(0);
-        model.update({3e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, ++step, 1});
-        dev.download(stats, model.stats(), sizeof stats);
-        return stats[0];
-    };
+    Trainer<Cuda, X> trainer(dev, o, config, B, T);
+    const auto train = [&] { return trainer.train(); };
     const float first = train();
     for (int i = 0; i < 19; i++) train();
-    const float loss = stats[0];
+    const float loss = trainer.stats[0];
     if (!(std::fabs(first - std::log(config.V)) < 0.5f) || !(loss < first))
         throw Error(format("B=%d T=%d: the loss goes from %g to %g, expected from ln V = %g down: not timed", B, T,
                            first, loss, std::log(config.V)));
@@ -56,11 +253,10 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     const auto start = Clock::now();
     do train(), steps++;
     while (seconds_since(start) < 5);
-    const double ms = seconds_since(start) / steps * 1e3, tok_s = n / ms * 1e3;
+    const double ms = seconds_since(start) / steps * 1e3, tok_s = double(B) * T / ms * 1e3;
     const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // with CUDA's own context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
     const double mfu = peak > 0 ? 100 * tok_s * config.flops_per_token(T) / (peak * 1e12) : NAN;
-    dev.free_host(pinned);
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
@@ -82,6 +278,58 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
                   .add("loss", double(loss)));
 }
 
+template <class X>
+void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, int T) {
+    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev);
+    Trainer<Timed, X> trainer(dev, o, config, B, T);
+    constexpr int kSteps = 20;  // of kernels launched one by one
+    using Clock = std::chrono::steady_clock;
+    const auto start = Clock::now();
+    while (std::chrono::duration<double>(Clock::now() - start).count() < 2) trainer.train(), dev.laps.clear();
+    dev.lines.clear(), dev.order.clear();
+    Event first, last;
+    first.record(dev);
+    for (int i = 0; i < kSteps; i++) trainer.train(), dev.collect();
+    last.record(dev);
+    const double step_ms = first.ms_until(last) / kSteps;
+
+    std::printf("\n%s %s B=%d T=%d, sustained: a step of %.2f ms; ceilings %.0f TFLOP/s (GEMM), %.2f TB/s (copy)\n",
+                o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, copy.sustained * 1e-12);
+    std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step", "TFLOP/s", "%", "TB/s", "%",
+                "lost ms");
+    Log log = results_log(dev, "breakdown", o.out, o.json);
+    double sum = 0;
+    for (const std::string& name : dev.order) {
+        const Timed::Line& line = dev.lines[name];
+        const double ms = line.ms / kSteps, tflops = line.work.flops / line.ms * 1e-9,
+                     tb_s = line.work.bytes / line.ms * 1e-9;
+        const double least = std::max(line.work.flops / gemm.sustained * 1e-9, line.work.bytes / copy.sustained * 1e3);
+        const double lost = ms - least / kSteps;
+        sum += ms;
+        std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(), line.calls / kSteps, ms,
+                    100 * ms / step_ms, tflops, 100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained,
+                    lost);
+        log.write(result_row(dev, "breakdown")
+                      .add("kernel", "train_gpt2cu")
+                      .add("call", name)
+                      .add("model", o.model)
+                      .add("dtype", o.precision)
+                      .add("B", B)
+                      .add("T", T)
+                      .add("attention", o.attention)
+                      .add("recompute", o.recompute)
+                      .add("calls", line.calls / kSteps)
+                      .add("ms", ms)
+                      .add("step_ms", step_ms)
+                      .add("tflops", tflops)
+                      .add("tb_s", tb_s)
+                      .add("gemm_tflops_sustained", gemm.sustained)
+                      .add("copy_tb_s_sustained", copy.sustained * 1e-12)
+                      .add("lost_ms", lost));
+    }
+    std::printf("%-40s %5s %8.3f %6.1f\n", "all of these", "", sum, 100 * sum / step_ms);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -95,6 +343,7 @@ int main(int argc, char** argv) {
             {"--attention", "", Option::Choice, &o.attention, "which attention", "flash|naive"},
             {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
             {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls", ""},
+            {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call", ""},
             {"--json", "", Option::Flag, &o.json, "append rows to dev/results", ""},
             {"--out", "", Option::String, &o.out, "append them to this file instead", ""},
         };
@@ -103,21 +352,27 @@ int main(int argc, char** argv) {
                 "%s", options_help("bench_train", "Tokens per second and memory of the training step.", table).c_str());
             return 0;
         }
-        if (o.shapes.empty()) o.shapes = o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024" : "4x1024,16x1024";
+        if (o.shapes.empty())
+            o.shapes = o.breakdown             ? "64x1024"
+                       : o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024"
+                                               : "4x1024,16x1024";
         const auto shapes = parse_shapes(o.shapes);
-        Cuda dev(0);
+        Timed dev(0);
         dev.tf32 = !no_tf32 && dev.sm >= 80;
+        dev.graphs = !o.breakdown;
         Config config;
         find_config(o.model, &config);
-        std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n", dev.name.c_str(), "model",
-                    "dtype", "att", "B", "T", "ms", "tok/s", "MFU %", "GiB");
+        if (!o.breakdown)
+            std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n", dev.name.c_str(),
+                        "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %", "GiB");
         for (const auto& [B, T] : shapes) {
             Config c = config;
             c.max_T = std::max(c.max_T, T);
-            if (o.precision == "bf16")
-                bench<bf16>(dev, o, c, B, T);
+            const bool is_bf16 = o.precision == "bf16";
+            if (o.breakdown)
+                is_bf16 ? breakdown<bf16>(dev, o, c, B, T) : breakdown<float>(dev, o, c, B, T);
             else
-                bench<float>(dev, o, c, B, T);
+                is_bf16 ? bench<bf16>(dev, o, c, B, T) : bench<float>(dev, o, c, B, T);
         }
         return 0;
     });

@@ -131,8 +131,8 @@ void residual_layernorm_forward(const Cpu& dev, X* residual, X* out, Acc<X>* mea
 }
 
 template <class X>
-void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void*, const X* dout, const X* inp,
-                        const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C) {
+void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void*, const X* dout,
+                        const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C) {
     using A = Acc<X>;
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
@@ -151,15 +151,17 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, voi
 #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kSlice) {
         const int width = std::min(kSlice, C - c0);
-        A dw[kSlice] = {}, db[kSlice] = {};
+        A dw[kSlice] = {}, db[kSlice] = {}, sum[kSlice] = {};
         for (size_t n = 0; n < N; n++)
             for (int c = 0; c < width; c++) {
                 const A dy = dout[n * C + c0 + c];
                 dw[c] += dy * ((inp[n * C + c0 + c] - mean[n]) * rstd[n]);
                 db[c] += dy;
+                sum[c] += dinp[n * C + c0 + c];
             }
         for (int c = 0; c < width; c++) dweight[c0 + c] += dw[c];
         for (int c = 0; c < width; c++) dbias[c0 + c] += db[c];
+        for (int c = 0; c < width && dinp_sum; c++) dinp_sum[c0 + c] += sum[c];
     }
 }
 
@@ -485,8 +487,8 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
     template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
                                              size_t, int);                                                             \
-    template void layernorm_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, const X*, const X*, const X*,  \
-                                     size_t, int);                                                                     \
+    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,         \
+                                     const X*, size_t, int);                                                           \
     template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int);                      \
     template void matmul_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, const X*, size_t, int, int);      \
     template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \

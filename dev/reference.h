@@ -12,6 +12,12 @@
 #include "layers/types.h"
 
 struct Cpu {
+    struct Graph {  // as CudaGraph, with nothing to gain
+        template <class Work>
+        void run(const Cpu&, Work work) {
+            work();
+        }
+    };
     explicit Cpu(int threads = 0);  // 0: all cores
 
     void* alloc(size_t bytes) const;  // 64-byte aligned; throws Error
@@ -48,8 +54,8 @@ template <class X>
 void residual_layernorm_forward(const Cpu&, X* residual, X* out, Acc<X>* mean, Acc<X>* rstd, const X* a, const X* b,
                                 const X* weight, const X* bias, size_t N, int C);
 template <class X>
-void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
-                        const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C);
+void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void* scratch,
+                        const X* dout, const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C);
 inline size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
 
 template <class X>

@@ -44,7 +44,7 @@ std::vector<Acc<X>> download(GPT2<Dev, X>& model, const void* from, size_t n) {
 // Mean loss of the step's micro-batches, leaving their gradients.
 template <class Dev, class X>
 double loss_and_gradient(GPT2<Dev, X>& model) {
-    for (int i = 0; i < model.micro_steps; i++) model.train_micro_batch(i);
+    model.train_micro_batches();
     double sum = 0;
     for (Acc<X> v : download(model, model.stats(), model.micro_steps)) sum += v;
     return sum / model.micro_steps;
@@ -74,7 +74,7 @@ std::vector<double> train(const Cuda& dev, const Config& config, Attention atten
     return losses;
 }
 
-const Cuda& gpu() {
+Cuda& gpu() {
     std::string why;
     if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
     static Cuda dev(0);
@@ -426,9 +426,13 @@ void check_determinism() {
     const std::vector<int> stream = make_tokens(20 * 4 * 1024 + 1, config.V, 9);
     std::vector<char> first, second;
     const std::vector<double> a = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &first);
-    const std::vector<double> b = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &second);
-    CHECK(a == b);
-    CHECK(first == second);
+    for (bool graphs : {true, false}) {
+        gpu().graphs = graphs;
+        const std::vector<double> b = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &second);
+        CHECK(a == b);
+        CHECK(first == second);
+    }
+    gpu().graphs = true;
 }
 TEST(gpu_two_runs_are_bit_equal_bf16) {
     check_determinism<bf16>();

@@ -285,22 +285,24 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
 
     // Backward, from the fp32 statistics that forward left.
     const Values dout = normal<X>(N * C);
-    Values dinp = normal<X>(N * C), dweight = normal<float>(C), dbias = normal<float>(C);
+    Values dinp = normal<X>(N * C), dweight = normal<float>(C), dbias = normal<float>(C), dsum = normal<float>(C);
     Array<X> dinp_gpu(dinp, offset);
-    Array<float> dweight_gpu(dweight), dbias_gpu(dbias);
+    Array<float> dweight_gpu(dweight), dbias_gpu(dbias), dsum_gpu(dsum);
     const Array<X> dout_gpu(dout, offset);
-    const auto run = [&] {
-        layernorm_backward<X>(dev, dinp_gpu, dweight_gpu, dbias_gpu, scratch_of(layernorm_scratch_bytes(dev, C)),
+    const auto run = [&](float* sum) {
+        layernorm_backward<X>(dev, dinp_gpu, dweight_gpu, dbias_gpu, sum, scratch_of(layernorm_scratch_bytes(dev, C)),
                               dout_gpu, a_gpu, weight_gpu, mean_gpu, rstd_gpu, N, C);
     };
-    run();
+    run(dsum_gpu);
     const Values first[] = {dinp_gpu.values(), dweight_gpu.values(), dbias_gpu.values()};
     dinp_gpu.set(dinp), dweight_gpu.set(dweight), dbias_gpu.set(dbias);
-    run();
+    run(nullptr);
     CHECK(same_bits(dinp_gpu.values(), first[0]));
+    for (size_t i = 0; i < N * C; i++) dsum[i % C] += first[0][i];
+    compare(what + " dinp_sum", dsum_gpu.values(), dsum, kFp32);
     CHECK(same_bits(dweight_gpu.values(), first[1]) && same_bits(dbias_gpu.values(), first[2]));
-    layernorm_backward(cpu(), dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), a.data(), weight.data(),
-                       mean_gpu.values().data(), rstd_gpu.values().data(), N, C);
+    layernorm_backward(cpu(), dinp.data(), dweight.data(), dbias.data(), nullptr, nullptr, dout.data(), a.data(),
+                       weight.data(), mean_gpu.values().data(), rstd_gpu.values().data(), N, C);
     compare(what + " dinp", first[0], dinp, kOutput<X>);
     compare(what + " dweight", first[1], dweight, kFp32);
     compare(what + " dbias", first[2], dbias, kFp32);

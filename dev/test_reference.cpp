@@ -155,12 +155,17 @@ TEST(layernorm) {
         }
 
         const Vec dinp0 = randn(N * C), dweight0 = randn(C), dbias0 = randn(C);
-        Vec dinp = dinp0, dweight = dweight0, dbias = dbias0;
-        layernorm_backward(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), inp.data(),
-                           weight.data(), mean.data(), rstd.data(), N, C);
+        Vec dinp = dinp0, dweight = dweight0, dbias = dbias0, dsum = dbias0;
+        layernorm_backward(dev, dinp.data(), dweight.data(), dbias.data(), dsum.data(), nullptr, dout.data(),
+                           inp.data(), weight.data(), mean.data(), rstd.data(), N, C);
         check_gradient(what + " inp", inp, dinp - dinp0, loss);
         check_gradient(what + " weight", weight, dweight - dweight0, loss);
         check_gradient(what + " bias", bias, dbias - dbias0, loss);
+        for (int c = 0; c < C; c++) {
+            double sum = dbias0[c];
+            for (int n = 0; n < N; n++) sum += dinp[n * C + c];
+            CHECK_NEAR(dsum[c], sum, 1e-12);
+        }
     }
 }
 
@@ -184,8 +189,8 @@ TEST(residual_layernorm) {
     CHECK(same_bits(out, plain) && same_bits(mean, plain_mean) && same_bits(rstd, plain_rstd));
 
     Vec dinp = dresidual, dweight(C), dbias(C);
-    layernorm_backward(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), residual.data(),
-                       weight.data(), mean.data(), rstd.data(), N, C);
+    layernorm_backward<double>(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, nullptr, dout.data(),
+                               residual.data(), weight.data(), mean.data(), rstd.data(), N, C);
     check_gradient("residual_layernorm a", a, dinp, loss);
     check_gradient("residual_layernorm b", b, dinp, loss);
 
@@ -550,8 +555,8 @@ static std::vector<std::pair<const char*, std::vector<X>>> every_layer(const Cpu
     keep("mean", mean);
     keep("rstd", rstd);
     std::vector<X> dinp = in(N * C), dweight = in(C), dbias = in(C);
-    layernorm_backward(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), residual.data(),
-                       weight.data(), mean.data(), rstd.data(), N, C);
+    layernorm_backward<X>(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, nullptr, dout.data(),
+                          residual.data(), weight.data(), mean.data(), rstd.data(), N, C);
     keep("layernorm dinp", dinp);
     keep("layernorm dweight", dweight);
     keep("layernorm dbias", dbias);

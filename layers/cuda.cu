@@ -132,3 +132,28 @@ size_t Cuda::free_bytes() const {
     CUDA_CHECK(cudaMemGetInfo(&free, &total));
     return free;
 }
+
+CudaGraph::~CudaGraph() {
+    if (recorded_) cudaGraphExecDestroy(recorded_);
+}
+
+void CudaGraph::begin(const Cuda& dev) {
+    CUDA_CHECK(cudaStreamBeginCapture(dev.stream, cudaStreamCaptureModeThreadLocal));
+}
+
+void CudaGraph::end(const Cuda& dev, bool keep) {
+    cudaGraph_t graph = nullptr;
+    const cudaError_t status = cudaStreamEndCapture(dev.stream, &graph);
+    if (!keep) {  // an Error is on its way
+        if (graph) cudaGraphDestroy(graph);
+        cudaGetLastError();
+        return;
+    }
+    CUDA_CHECK(status);
+    CUDA_CHECK(cudaGraphInstantiateWithFlags(&recorded_, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+}
+
+void CudaGraph::replay(const Cuda& dev) {
+    CUDA_CHECK(cudaGraphLaunch(recorded_, dev.stream));
+}

@@ -12,7 +12,7 @@
 // Throw Error with file, line and the call itself.
 void cuda_check(cudaError_t status, const char* file, int line, const char* what);
 void cublas_check(cublasStatus_t status, const char* file, int line, const char* what);
-#define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
+#define CUDA_CHECK(call)   cuda_check((call), __FILE__, __LINE__, #call)
 #define CUBLAS_CHECK(call) cublas_check((call), __FILE__, __LINE__, #call)
 // After every launch: catches a bad configuration at once (an asynchronous fault shows at the next checked call).
 #define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, "launch of " kernel)
@@ -21,7 +21,10 @@ struct OutOfMemory : Error {
     using Error::Error;
 };
 
+class CudaGraph;
+
 struct Cuda {
+    using Graph = CudaGraph;
     explicit Cuda(int device = 0);  // throws Error if there is no such device
     ~Cuda();
     Cuda(const Cuda&) = delete;
@@ -39,7 +42,7 @@ struct Cuda {
     void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
     void sync() const;
     void profile(bool on) const;  // marks what Nsight's --capture-range=cudaProfilerApi keeps
-    size_t free_bytes() const;  // device memory that an alloc could still get
+    size_t free_bytes() const;    // device memory that an alloc could still get
 
     static constexpr const char* kind = "cuda";
     int device = 0;
@@ -47,10 +50,44 @@ struct Cuda {
     int num_sms = 0;   // multiprocessors
     std::string name;  // "NVIDIA H200"
     size_t total_bytes = 0;
-    bool tf32 = true;  // fp32 matmuls on tensor cores; false: strict fp32
+    bool tf32 = true;    // fp32 matmuls on tensor cores; false: strict fp32
+    bool graphs = true;  // false: CudaGraph::run only runs
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;
     cublasLtHandle_t blaslt = nullptr;
     void* workspace = nullptr;  // cuBLAS's, kWorkspaceBytes
     static constexpr size_t kWorkspaceBytes = 64 << 20;
+};
+
+// Work that is enqueued again and again in the same form: the first run is an ordinary one (it may still make plans),
+// the second is recorded as a CUDA graph, and from then on the graph is replayed, so that the GPU does not wait for the
+// host between kernels. The work must depend on nothing but memory whose addresses stay.
+class CudaGraph {
+  public:
+    CudaGraph() = default;
+    ~CudaGraph();
+    CudaGraph(const CudaGraph&) = delete;
+
+    template <class Work>
+    void run(const Cuda& dev, Work work) {
+        if (!dev.graphs || runs_++ == 0) return work();
+        if (!recorded_) {
+            begin(dev);
+            try {
+                work();
+            } catch (...) {
+                end(dev, false);
+                throw;
+            }
+            end(dev, true);
+        }
+        replay(dev);
+    }
+
+  private:
+    void begin(const Cuda& dev);
+    void end(const Cuda& dev, bool keep);
+    void replay(const Cuda& dev);
+    int runs_ = 0;
+    cudaGraphExec_t recorded_ = nullptr;
 };

@@ -3,6 +3,7 @@
 //   mean = Σ x / C,   rstd = 1/√(Σ (x − mean)² / C + eps),   n = (x − mean)·rstd,   out = weight∘n + bias
 //
 //   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
+//   dinp_sum += Σ_rows dinp
 //
 // Forward: one warp owns a row and keeps it in shared memory as stored (each lane reads back only what it wrote, so no
 // barrier), which makes the two-pass variance free of a second trip to memory. Bound by memory: reads x (a and b),
@@ -11,7 +12,9 @@
 // Backward: the sums over rows want a thread that stays on its columns, the sums over a row want all columns at once.
 // So a block spans a whole row, 8 columns a thread, and walks over rows; the column sums stay
 // in registers until the end and leave as one partial row a block, which a second kernel adds in a fixed order: the
-// result has the same bits on every run. Bound by memory: reads dout, inp and dinp, writes dinp.
+// result has the same bits on every run. Bound by memory: reads dout, inp and dinp, writes dinp. The sum of dinp is
+// for the projection whose output the residual stream took just before this layer norm read it: dinp is then the
+// gradient of that output, and its sum over rows the gradient of the projection's bias, for no extra trip to memory.
 //
 // Limits: C ≤ 8192; any N. Rows that are no multiple of 16 bytes take the same kernels with one element a load.
 #include <algorithm>
@@ -90,12 +93,13 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     }
 }
 
-constexpr int kBackwardColumns = 8;          // of a thread
-constexpr int kBackwardThreadsPerSM = 1024;  // what 64 registers a thread allow
+constexpr int kBackwardColumns = 8;         // of a thread
+constexpr int kBackwardThreadsPerSM = 896;  // what 72 registers a thread allow
+constexpr int kFewThreads = 128;            // of a block for rows up to 1024; longer ones make do with 64 registers
 
-// partials: (gridDim, 2, C), a block's sums of dout∘n and of dout over its rows.
-template <class X, int V>
-__global__ void __launch_bounds__(kMaxChannels / kBackwardColumns)
+// partials: (gridDim, 3, C), a block's sums of dout∘n, of dout and of dinp over its rows.
+template <class X, int V, int MaxThreads>
+__global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackwardThreadsPerSM / MaxThreads : 1)
     layernorm_backward_kernel(X* dinp, float* partials, const X* __restrict__ dout, const X* __restrict__ inp,
                               const X* __restrict__ weight, const float* __restrict__ mean,
                               const float* __restrict__ rstd, size_t N, int C) {
@@ -107,7 +111,7 @@ __global__ void __launch_bounds__(kMaxChannels / kBackwardColumns)
 
     int column[K];
     Vec<X, V> w[K];
-    Vec<float, V> dweight[K] = {}, dbias[K] = {};
+    Vec<float, V> dweight[K] = {}, dbias[K] = {}, dsum[K] = {};
     for (int k = 0; k < K; k++) {
         column[k] = (k * blockDim.x + threadIdx.x) * V;
         if (column[k] < C) w[k] = load<V>(weight + column[k]);
@@ -157,15 +161,18 @@ __global__ void __launch_bounds__(kMaxChannels / kBackwardColumns)
                 const float n = (x[k][i] - m) * s, g = __fmul_rn(w[k][i], dy[k][i]);
                 dx.x[i] = old[k][i] + s * (g - mean_g - n * mean_gn);
             }
-            store(dinp + row * C + column[k], dx);
+            const Vec<X, V> stored = round_to<X>(dx);
+            store(dinp + row * C + column[k], stored);
+            for (int i = 0; i < V; i++) dsum[k].x[i] += stored[i];
         }
     }
 
-    float* partial = partials + static_cast<size_t>(blockIdx.x) * 2 * C;
+    float* partial = partials + static_cast<size_t>(blockIdx.x) * 3 * C;
     for (int k = 0; k < K; k++) {
         if (column[k] >= C) continue;
         store(partial + column[k], dweight[k]);
         store(partial + C + column[k], dbias[k]);
+        store(partial + 2 * C + column[k], dsum[k]);
     }
 }
 
@@ -207,33 +214,38 @@ static int backward_threads(int C) {
     return ceil_div(C, kBackwardColumns * kWarp) * kWarp;
 }
 static int backward_blocks(const Cuda& dev, int C) {
-    return dev.num_sms * (kBackwardThreadsPerSM / backward_threads(C));
+    return dev.num_sms * std::max(1, kBackwardThreadsPerSM / backward_threads(C));
 }
 
 size_t layernorm_scratch_bytes(const Cuda& dev, int C) {
     check_channels(C);
-    return static_cast<size_t>(backward_blocks(dev, C)) * 2 * C * sizeof(float);
+    return static_cast<size_t>(backward_blocks(dev, C)) * 3 * C * sizeof(float);
 }
 
 template <class X>
-void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout,
-                        const X* inp, const X* weight, const float* mean, const float* rstd, size_t N, int C) {
+void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, float* dinp_sum, void* scratch,
+                        const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd, size_t N,
+                        int C) {
     check_channels(C);
     if (N == 0) return;
     float* partials = static_cast<float*>(scratch);
-    const auto kernel = vectorises<X>(C, dinp, dout, inp, weight, partials) ? layernorm_backward_kernel<X, kVec<X>>
-                                                                            : layernorm_backward_kernel<X, 1>;
+    const bool vector = vectorises<X>(C, dinp, dout, inp, weight, partials), few = backward_threads(C) <= kFewThreads;
+    constexpr int V = kVec<X>, kMany = kMaxChannels / kBackwardColumns;
+    const auto kernel =
+        vector ? few ? layernorm_backward_kernel<X, V, kFewThreads> : layernorm_backward_kernel<X, V, kMany>
+        : few ? layernorm_backward_kernel<X, 1, kFewThreads>
+               : layernorm_backward_kernel<X, 1, kMany>;
     const int blocks = static_cast<int>(std::min<size_t>(backward_blocks(dev, C), N));
     kernel<<<blocks, backward_threads(C), 0, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
     LAUNCH_CHECK("layernorm_backward_kernel");
-    add_partials(dev, dweight, dbias, partials, blocks, C);
+    add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
 }
 
-#define INSTANTIATE(X)                                                                                           \
-    template void layernorm_forward(const Cuda&, X*, float*, float*, const X*, const X*, const X*, size_t, int); \
-    template void residual_layernorm_forward(const Cuda&, X*, X*, float*, float*, const X*, const X*, const X*,  \
-                                             const X*, size_t, int);                                             \
-    template void layernorm_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*,       \
+#define INSTANTIATE(X)                                                                                             \
+    template void layernorm_forward(const Cuda&, X*, float*, float*, const X*, const X*, const X*, size_t, int);   \
+    template void residual_layernorm_forward(const Cuda&, X*, X*, float*, float*, const X*, const X*, const X*,    \
+                                             const X*, size_t, int);                                               \
+    template void layernorm_backward(const Cuda&, X*, float*, float*, float*, void*, const X*, const X*, const X*, \
                                      const float*, const float*, size_t, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -41,10 +41,12 @@ template <class X>
 void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
                                 const X* weight, const X* bias, size_t N, int C);
 
-// Adds into dinp (N,C), dweight (C), dbias (C). Deterministic. scratch: layernorm_scratch_bytes().
+// Adds into dinp (N,C), dweight (C), dbias (C), and into dinp_sum (C) (null: not wanted) the sum over rows of the new
+// dinp. Deterministic. scratch: layernorm_scratch_bytes().
 template <class X>
-void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout,
-                        const X* inp, const X* weight, const float* mean, const float* rstd, size_t N, int C);
+void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, float* dinp_sum, void* scratch,
+                        const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd, size_t N,
+                        int C);
 size_t layernorm_scratch_bytes(const Cuda& dev, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------

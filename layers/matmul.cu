@@ -262,7 +262,7 @@ static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X*
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC);
     LAUNCH_CHECK("bias_backward_kernel");
-    add_partials(dev, dbias, nullptr, partials, slices, OC);
+    add_partials(dev, {dbias}, partials, slices, OC);
 }
 
 // cuBLASLt's GELU is of reduced precision, which bf16 does not see, and wants aligned rows.
