@@ -170,7 +170,7 @@ struct Activations {
     X* residual2;                // (N, C) after attention
     X* ln2;                      // (N, C)
     Acc<X>*ln2_mean, *ln2_rstd;  // (N)
-    X *fch, *gelu;               // (N, 4C) before and after GELU; backward turns gelu into the gradient of fch
+    X *fch, *gelu;               // (N, 4C) before and after GELU
     X* residual3;                // (N, C) after the MLP
     X* lnf;                      // (N, C)
     Acc<X>*lnf_mean, *lnf_rstd;  // (N)
@@ -183,6 +183,7 @@ struct Buffers {
     Acc<X>* losses;  // (N)
     Acc<X>* stats;   // (accumulation steps + 1): mean loss of each micro-batch, then the gradient's norm
     X* dresidual;    // (N, C) gradient of the residual stream
+    X* wide;         // (N, 4C) gradient of fch, then of qkv; where GELU's outputs are kept, theirs is the memory for it
     void* scratch;   // for whoever runs: D, partial sums, pointers
     int* batch;      // tokens, targets and encoder plans of a whole step
 };
@@ -332,13 +333,15 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                  {"lnf", x, N * C},
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
-    const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, B, T, NH, HS),
-                                     encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
-                                     matmul_scratch_bytes(dev, 4 * C), reduce_scratch_bytes(dev), size_t(256)});
+    const size_t scratch =
+        std::max({attention_scratch_bytes<X>(dev, attention, B, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
+                  layernorm_scratch_bytes(dev, C), matmul_scratch_bytes(dev, 4 * C), gelu_scratch_bytes(dev, 4 * C),
+                  reduce_scratch_bytes(dev), size_t(256)});
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
                                 {"stats", a, size_t(micro_steps) + 1},
                                 {"dresidual", x, training ? N * C : 0},
+                                {"wide", x, training && recompute >= 1 ? N * 4 * C : 0},
                                 {"scratch", DType::i32, (scratch + 3) / 4},
                                 {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
 }
@@ -348,12 +351,9 @@ void GPT2<Dev, X>::allocate() {
     for (Arena* a : arenas())
         if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
     const Arena& b = buffers;
-    buffers_ = {static_cast<X*>(b.at(0)),
-                static_cast<A*>(b.at(1)),
-                static_cast<A*>(b.at(2)),
-                static_cast<X*>(b.at(3)),
-                b.at(4),
-                static_cast<int*>(b.at(5))};
+    buffers_ = {static_cast<X*>(b.at(0)),  static_cast<A*>(b.at(1)), static_cast<A*>(b.at(2)),
+                static_cast<X*>(b.at(3)),  static_cast<X*>(b.at(4)), b.at(5),
+                static_cast<int*>(b.at(6))};
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -426,7 +426,7 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward: adds into the gradients of all parameters. Starts from lnf, where loss() left its gradient, and keeps using
-// its memory for the gradient of a layer norm's output; that of fch and of qkv replaces gelu once it has been used.
+// its memory for the gradient of a layer norm's output.
 
 template <class Dev, class X>
 void GPT2<Dev, X>::backward(const int* plan) {
@@ -451,11 +451,17 @@ void GPT2<Dev, X>::backward(const int* plan) {
         const X* residual = l ? activations(l - 1).residual3 : a.encoded;
         A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
         A* const none = nullptr;
-        X* wide = a.gelu;
-        if (recompute >= 1) gelu_forward(dev, a.gelu, a.fch, N * 4 * C);
-        gelu_matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, a.fch, w.fcprojw, N, 4 * C, C);
+        X* wide = recompute >= 1 ? buffers_.wide : a.gelu;
+        if (recompute >= 1) {  // the pass over fch makes GELU's output again, which the weights' gradient needs
+            matmul_backward<X>(dev, wide, none, none, scratch, dresidual, nullptr, w.fcprojw, N, 4 * C, C);
+            gelu_backward(dev, wide, g.fcb, a.gelu, scratch, a.fch, wide, N, 4 * C);
+            matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C);
+        } else {
+            matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C);
+            gelu_backward<X>(dev, wide, g.fcb, nullptr, scratch, a.fch, wide, N, 4 * C);
+        }
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
-        matmul_backward(dev, dln, g.fcw, g.fcb, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
+        matmul_backward(dev, dln, g.fcw, none, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
                            a.ln2_rstd, N, C);
         matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C);

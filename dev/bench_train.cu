@@ -121,34 +121,21 @@ void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void
         t.time("bias gradients", {0, bytes_of<X>(double(N) * OC)}, [&](const Cuda& dev) {
             matmul_backward<X>(dev, nullptr, nullptr, dbias, scratch, dout, none, none, N, C, OC);
         });
-    t.time(shape_name("weight gradient", C, OC), product<X>(N, C, OC, double(C) * OC * (8 - sizeof(X))),
-           [&](const Cuda& dev) {
-               matmul_backward<X>(dev, nullptr, dweight, nullptr, scratch, dout, inp, none, N, C, OC);
-           });
-    t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC, 0), [&](const Cuda& dev) {
-        matmul_backward<X>(dev, dinp, nullptr, nullptr, scratch, dout, none, weight, N, C, OC);
-    });
-}
-template <class X>
-void gelu_matmul_backward(const Timed& t, X* dpre, float* dweight, float* dbias, void* scratch, const X* dout,
-                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC) {
-    const X* none = nullptr;
-    if (dbias)
-        t.time("bias gradients", {0, bytes_of<X>(double(N) * OC)}, [&](const Cuda& dev) {
-            matmul_backward<X>(dev, nullptr, nullptr, dbias, scratch, dout, none, none, N, C, OC);
+    if (dweight)
+        t.time(shape_name("weight gradient", C, OC), product<X>(N, C, OC, double(C) * OC * (8 - sizeof(X))),
+               [&](const Cuda& dev) {
+                   matmul_backward<X>(dev, nullptr, dweight, nullptr, scratch, dout, inp, none, N, C, OC);
+               });
+    if (dinp)
+        t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC, 0), [&](const Cuda& dev) {
+            matmul_backward<X>(dev, dinp, nullptr, nullptr, scratch, dout, none, weight, N, C, OC);
         });
-    t.time(shape_name("weight gradient", C, OC), product<X>(N, C, OC, double(C) * OC * (8 - sizeof(X))),
-           [&](const Cuda& dev) {
-               matmul_backward<X>(dev, nullptr, dweight, nullptr, scratch, dout, gelu, none, N, C, OC);
-           });
-    t.time(shape_name("input gradient, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>(double(N) * C)),
-           [&](const Cuda& dev) {
-               gelu_matmul_backward<X>(dev, dpre, nullptr, nullptr, scratch, dout, gelu, pre, weight, N, C, OC);
-           });
 }
 template <class X>
-void gelu_forward(const Timed& t, X* out, const X* inp, size_t n) {
-    t.time("gelu again", {0, bytes_of<X>(2. * n)}, [&](const Cuda& dev) { gelu_forward(dev, out, inp, n); });
+void gelu_backward(const Timed& t, X* dinp, float* dinp_sum, X* out, void* scratch, const X* inp, const X* dout,
+                   size_t N, int C) {
+    t.time(out ? "gelu backward, gelu again" : "gelu backward", {0, bytes_of<X>((out ? 4. : 3.) * N * C)},
+           [&](const Cuda& dev) { gelu_backward(dev, dinp, dinp_sum, out, scratch, inp, dout, N, C); });
 }
 template <class X>
 void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,

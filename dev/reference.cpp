@@ -130,6 +130,19 @@ void residual_layernorm_forward(const Cpu& dev, X* residual, X* out, Acc<X>* mea
     layernorm_forward(dev, out, mean, rstd, residual, weight, bias, N, C);
 }
 
+// sum (C) += Σ_rows x (N,C)
+template <class X>
+static void add_rows(Acc<X>* sum, const X* x, size_t N, int C) {
+#pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kSlice) {
+        const int width = std::min(kSlice, C - c0);
+        Acc<X> slice[kSlice] = {};
+        for (size_t n = 0; n < N; n++)
+            for (int c = 0; c < width; c++) slice[c] += x[n * C + c0 + c];
+        for (int c = 0; c < width; c++) sum[c0 + c] += slice[c];
+    }
+}
+
 template <class X>
 void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void*, const X* dout,
                         const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C) {
@@ -151,18 +164,17 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
 #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kSlice) {
         const int width = std::min(kSlice, C - c0);
-        A dw[kSlice] = {}, db[kSlice] = {}, sum[kSlice] = {};
+        A dw[kSlice] = {}, db[kSlice] = {};
         for (size_t n = 0; n < N; n++)
             for (int c = 0; c < width; c++) {
                 const A dy = dout[n * C + c0 + c];
                 dw[c] += dy * ((inp[n * C + c0 + c] - mean[n]) * rstd[n]);
                 db[c] += dy;
-                sum[c] += dinp[n * C + c0 + c];
             }
         for (int c = 0; c < width; c++) dweight[c0 + c] += dw[c];
         for (int c = 0; c < width; c++) dbias[c0 + c] += db[c];
-        for (int c = 0; c < width && dinp_sum; c++) dinp_sum[c0 + c] += sum[c];
     }
+    if (dinp_sum) add_rows(dinp_sum, dinp, N, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -246,15 +258,7 @@ void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, Acc<X>* dbias, vo
         dev.zero(dinp, N * C * sizeof(X));
         add_product<X>(dinp, {dout, size_t(OC), 1}, {weight, size_t(C), 1}, N, C, OC);
     }
-    if (!dbias) return;
-#pragma omp parallel for
-    for (int o0 = 0; o0 < OC; o0 += kSlice) {
-        const int width = std::min(kSlice, OC - o0);
-        Acc<X> db[kSlice] = {};
-        for (size_t n = 0; n < N; n++)
-            for (int o = 0; o < width; o++) db[o] += dout[n * OC + o0 + o];
-        for (int o = 0; o < width; o++) dbias[o0 + o] += db[o];
-    }
+    if (dbias) add_rows(dbias, dout, N, OC);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +287,10 @@ void gelu_forward(const Cpu&, X* out, const X* inp, size_t n) {
 }
 
 template <class X>
-void gelu_backward(const Cpu&, X* dinp, const X* inp, const X* dout, size_t n) {
+void gelu_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, const X* inp, const X* dout, size_t N,
+                   int C) {
+    const size_t n = N * C;
+    if (out) gelu_forward(dev, out, inp, n);
 #pragma omp parallel for
     for (size_t i0 = 0; i0 < n; i0 += kBlock)
 #pragma omp simd
@@ -291,6 +298,7 @@ void gelu_backward(const Cpu&, X* dinp, const X* inp, const X* dout, size_t n) {
             const X x = inp[i], s = 1 / (1 + std::exp(-two_u(x)));
             dinp[i] = dout[i] * (s + x * s * (1 - s) * two_du(x));
         }
+    add_rows(dinp_sum, dinp, N, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -487,12 +495,12 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
     template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
                                              size_t, int);                                                             \
-    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,         \
+    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,        \
                                      const X*, size_t, int);                                                           \
     template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int);                      \
     template void matmul_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, const X*, size_t, int, int);      \
     template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \
-    template void gelu_backward(const Cpu&, X*, const X*, const X*, size_t);                                           \
+    template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \
     template void attention_forward(const Cpu&, Attention, X*, X*, X*, void*, const X*, int, int, int, int);           \
     template void attention_backward(const Cpu&, Attention, X*, void*, const X*, const X*, const X*, const X*,         \
                                      const X*, int, int, int, int);                                                    \

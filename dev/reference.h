@@ -68,19 +68,15 @@ inline size_t matmul_scratch_bytes(const Cpu&, int) { return 0; }
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
 template <class X>
-void gelu_backward(const Cpu&, X* dinp, const X* inp, const X* dout, size_t n);
+void gelu_backward(const Cpu&, X* dinp, Acc<X>* dinp_sum, X* out, void* scratch, const X* inp, const X* dout, size_t N,
+                   int C);
+inline size_t gelu_scratch_bytes(const Cpu&, int) { return 0; }
 
 template <class X>
 void matmul_gelu_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
                          int OC) {
     matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
     gelu_forward(dev, out, pre, N * OC);
-}
-template <class X>
-void gelu_matmul_backward(const Cpu& dev, X* dpre, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout,
-                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC) {
-    matmul_backward(dev, dpre, dweight, dbias, scratch, dout, gelu, weight, N, C, OC);
-    gelu_backward(dev, dpre, pre, dpre, N * C);
 }
 
 // Attention has one form here, row by row with no T×T buffer; `kind` is ignored. HS is any size ≤ 256.

@@ -277,7 +277,7 @@ TEST(matmul_gradient) {
 }
 
 TEST(gelu) {
-    const size_t n = 1003;
+    const size_t n = 17 * 59;
     Vec inp = randn(n, 2), out = poison(n), dout = randn(n), dinp = poison(n);
     const auto loss = [&] { return gelu_forward(dev, out.data(), inp.data(), n), dot(out, dout); };
     loss();
@@ -285,17 +285,25 @@ TEST(gelu) {
         const double x = inp[i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
         CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
     }
-    gelu_backward(dev, dinp.data(), inp.data(), dout.data(), n);
+    const int N = 17, C = n / N;
+    Vec sum(C), none(C), again = poison(n);
+    gelu_backward<double>(dev, dinp.data(), none.data(), nullptr, nullptr, inp.data(), dout.data(), N, C);
     check_gradient("gelu", inp, dinp, loss);
 
     Vec in_place = dout;
-    gelu_backward(dev, in_place.data(), inp.data(), in_place.data(), n);
-    CHECK(same_bits(in_place, dinp));
+    gelu_backward(dev, in_place.data(), sum.data(), again.data(), nullptr, inp.data(), in_place.data(), N, C);
+    CHECK(same_bits(in_place, dinp) && same_bits(again, out) && same_bits(sum, none));
+    for (int c = 0; c < C; c++) {
+        double want = 0;
+        for (int r = 0; r < N; r++) want += dinp[r * C + c];
+        CHECK_NEAR(sum[c], want, 1e-12);
+    }
 
     const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f}, ones(far.size(), 1);
     std::vector<float> y = poison<float>(far.size()), dy = y;
     gelu_forward(dev, y.data(), far.data(), far.size());
-    gelu_backward(dev, dy.data(), far.data(), ones.data(), far.size());
+    std::vector<float> ignored(far.size());
+    gelu_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(), ones.data(), 1, far.size());
     for (size_t i = 0; i < far.size(); i++) {
         CHECK(y[i] == std::max(far[i], 0.f));
         CHECK(dy[i] == (far[i] > 0 ? 1.f : far[i] < 0 ? 0.f : 0.5f));
@@ -571,7 +579,7 @@ static std::vector<std::pair<const char*, std::vector<X>>> every_layer(const Cpu
     keep("matmul dbias", dbig_bias);
 
     gelu_forward(dev, out.data(), inp.data(), N * C);
-    gelu_backward(dev, dinp.data(), inp.data(), dout.data(), N * C);
+    gelu_backward<X>(dev, dinp.data(), std::vector<X>(C).data(), nullptr, nullptr, inp.data(), dout.data(), N, C);
     keep("gelu out", out);
     keep("gelu dinp", dinp);
 

@@ -5,14 +5,16 @@
 //   gelu'(x) = σ(2u) + x·σ(2u)·(1 − σ(2u))·2u',   u' = √(2/π)·(1 + 3·0.044715 x²)
 //
 // The sigmoid form needs one exponential and one reciprocal, and does not cancel for negative x, so the fast hardware
-// versions of both (relative error about 1e-6) are accurate enough. Bound by memory: 2 (forward) or 3 (backward)
-// streams.
+// versions of both (relative error about 1e-6) are accurate enough. Bound by memory: 2 streams forward, 3 backward.
+// Backward also makes what others would have to read dinp or inp again for: the sum of dinp over rows, which is the
+// bias gradient of the matmul before it, and if asked gelu(inp), for who did not keep it.
 //
-// Writes: out or dinp, every element.  Limits: any n and alignment.
+// Writes: out, dinp, every element.  Adds into: dinp_sum.  Limits: any size and alignment.
 #include "layers/layers.h"
+#include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 // 2u = x·(a + b x²)
 constexpr float kA = 1.5957691216057308f;  // 2·√(2/π)
@@ -32,19 +34,39 @@ __global__ void __launch_bounds__(kThreads) gelu_forward_kernel(X* out, const X*
     store(out + i, y);
 }
 
-template <class X, int V>
-__global__ void __launch_bounds__(kThreads) gelu_backward_kernel(X* dinp, const X* inp, const X* dout, size_t n) {
-    const size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
-    if (i >= n) return;
-    const auto x = load<V>(inp + i);
-    const auto dy = load<V>(dout + i);
-    Vec<float, V> dx;
-    for (int k = 0; k < V; k++) {
-        const float s = gelu_sigmoid(x[k]);
-        const float slope = s + x[k] * s * (1.f - s) * (kA + 3.f * kB * x[k] * x[k]);
-        dx.x[k] = dy[k] * slope;
+// A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows, so that the column sums stay with
+// their threads. partials: (gridDim.y, C).
+template <class X, int V, bool Again>
+__global__ void __launch_bounds__(kThreads)
+    gelu_backward_kernel(X* dinp, float* __restrict__ partials, X* __restrict__ out, const X* __restrict__ inp,
+                         const X* dout, size_t N, int C) {
+    __shared__ float sum_smem[kWarps][V][kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int c = (blockIdx.x * kWarp + lane) * V;
+    float sum[V] = {};
+    if (c < C) {
+#pragma unroll 2
+        for (size_t row = static_cast<size_t>(blockIdx.y) * kWarps + warp; row < N; row += size_t{gridDim.y} * kWarps) {
+            const auto x = load<V>(inp + row * C + c), dy = load<V>(dout + row * C + c);
+            Vec<float, V> y, dx;
+            for (int k = 0; k < V; k++) {
+                const float s = gelu_sigmoid(x[k]);
+                y.x[k] = x[k] * s;
+                dx.x[k] = dy[k] * (s + y.x[k] * (1.f - s) * (kA + 3.f * kB * x[k] * x[k]));
+            }
+            const Vec<X, V> stored = round_to<X>(dx);
+            store(dinp + row * C + c, stored);
+            if constexpr (Again) store(out + row * C + c, y);
+            for (int k = 0; k < V; k++) sum[k] += stored[k];
+        }
     }
-    store(dinp + i, dx);
+    for (int k = 0; k < V; k++) sum_smem[warp][k][lane] = sum[k];
+    __syncthreads();
+    if (warp > 0 || c >= C) return;
+    for (int k = 0; k < V; k++) {
+        for (int w = 1; w < kWarps; w++) sum[k] += sum_smem[w][k][lane];
+        partials[static_cast<size_t>(blockIdx.y) * C + c + k] = sum[k];
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -60,17 +82,26 @@ void gelu_forward(const Cuda& dev, X* out, const X* inp, size_t n) {
 }
 
 template <class X>
-void gelu_backward(const Cuda& dev, X* dinp, const X* inp, const X* dout, size_t n) {
-    if (n == 0) return;
-    if (vectorises<X>(n, dinp, inp, dout))
-        gelu_backward_kernel<X, kVec<X>>
-            <<<ceil_div(n, kThreads * kVec<X>), kThreads, 0, dev.stream>>>(dinp, inp, dout, n);
-    else
-        gelu_backward_kernel<X, 1><<<ceil_div(n, kThreads), kThreads, 0, dev.stream>>>(dinp, inp, dout, n);
+void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch, const X* inp, const X* dout,
+                   size_t N, int C) {
+    if (N == 0) return;
+    const bool vector = vectorises<X>(C, dinp, inp, dout, out ? out : inp);
+    const auto kernel = vector ? out ? gelu_backward_kernel<X, kVec<X>, true> : gelu_backward_kernel<X, kVec<X>, false>
+                        : out ? gelu_backward_kernel<X, 1, true>
+                               : gelu_backward_kernel<X, 1, false>;
+    const int slices = column_sum_slices(dev, C, N);
+    float* partials = static_cast<float*>(scratch);
+    kernel<<<dim3(ceil_div(C, kWarp * (vector ? kVec<X> : 1)), slices), kThreads, 0, dev.stream>>>(dinp, partials, out,
+                                                                                                   inp, dout, N, C);
     LAUNCH_CHECK("gelu_backward_kernel");
+    add_partials(dev, {dinp_sum}, partials, slices, C);
+}
+
+size_t gelu_scratch_bytes(const Cuda& dev, int C) {
+    return column_sum_bytes(dev, C);
 }
 
 template void gelu_forward(const Cuda&, float*, const float*, size_t);
 template void gelu_forward(const Cuda&, bf16*, const bf16*, size_t);
-template void gelu_backward(const Cuda&, float*, const float*, const float*, size_t);
-template void gelu_backward(const Cuda&, bf16*, const bf16*, const bf16*, size_t);
+template void gelu_backward(const Cuda&, float*, float*, float*, void*, const float*, const float*, size_t, int);
+template void gelu_backward(const Cuda&, bf16*, float*, bf16*, void*, const bf16*, const bf16*, size_t, int);

@@ -66,10 +66,6 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
 template <class X>
 void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC);
-// The same where inp = gelu(pre): writes dpre (N,C) = (dout·weight)∘gelu'(pre), which may be `gelu`.
-template <class X>
-void gelu_matmul_backward(const Cuda& dev, X* dpre, float* dweight, float* dbias, void* scratch, const X* dout,
-                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC);
 size_t matmul_scratch_bytes(const Cuda& dev, int OC);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -79,9 +75,12 @@ size_t matmul_scratch_bytes(const Cuda& dev, int OC);
 template <class X>
 void gelu_forward(const Cuda& dev, X* out, const X* inp, size_t n);
 
-// Writes dinp (n) = dout · gelu'(inp). dinp may be dout.
+// Writes dinp (N,C) = dout∘gelu'(inp), which may be dout; adds its sum over rows into dinp_sum (C); writes out (N,C) =
+// gelu(inp) (null: not wanted). Deterministic. scratch: gelu_scratch_bytes().
 template <class X>
-void gelu_backward(const Cuda& dev, X* dinp, const X* inp, const X* dout, size_t n);
+void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch, const X* inp, const X* dout,
+                   size_t N, int C);
+size_t gelu_scratch_bytes(const Cuda& dev, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention (attention/): softmax(scale·QKᵀ)V, causal, scale = 1/√HS. The contract is in attention/attention.h.

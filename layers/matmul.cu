@@ -1,10 +1,9 @@
-// Matmul through cuBLASLt: the three products of a linear layer, with GELU where it stands next to one, and the sum of
-// the bias gradient.
+// Matmul through cuBLASLt: the three products of a linear layer, and the sum of its bias gradient.
 //
 //   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
-//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      ∘ gelu'(pre) in the epilogue, behind a GELU
-//   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1
-//   dbias += Σ_rows dout          two stages of our own, in a fixed order
+//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      (GELU's derivative in the epilogue has only slow
+//   algorithms) dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1 dbias += Σ_rows dout
+//   two stages of our own, in a fixed order
 //
 // cuBLAS is column-major: our row-major (rows, cols) is its (cols, rows) with leading dimension cols. So it is asked
 // for the transposed product, outᵀ = weight·inpᵀ and so on, where every operand is what lies in memory or its
@@ -25,7 +24,7 @@
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
-enum class Epilogue { none, bias, gelu, gelu_backward };
+enum class Epilogue { none, bias, gelu };
 
 // D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k. C is D.
 struct Product {
@@ -35,7 +34,7 @@ struct Product {
     bool accumulate = false;  // beta = 1
 };
 
-// `bias`: one value a row of D. `pre`: D before GELU, written by Epilogue::gelu and read by gelu_backward.
+// `bias`: one value a row of D. `pre`: D before GELU, written by Epilogue::gelu.
 struct Operands {
     void* d;
     const void *a, *b;
@@ -155,7 +154,7 @@ static MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const Operands&
         CUBLAS_CHECK(cublasLtMatrixLayoutInit(m, t, rows, cols, static_cast<int64_t>(rows)));
     };
     constexpr cublasLtEpilogue_t kEpilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
-                                                 CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU};
+                                                 CUBLASLT_EPILOGUE_GELU_AUX_BIAS};
     MatmulPlan plan;
     CUBLAS_CHECK(cublasLtMatmulDescInit(&plan.operation, key.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                                         CUDA_R_32F));
@@ -215,7 +214,6 @@ static void multiply(const Cuda& dev, const Product& product, const Operands& o)
 // Bias gradient, stage 1. A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows.
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerSM = 8;
 
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
@@ -240,12 +238,6 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Slices of rows, each of which leaves a partial row: enough to fill the GPU when a slice is OC/(32·V) blocks of the
-// widest V. It does not depend on N or X, so neither does the scratch.
-static int bias_slices(const Cuda& dev, int OC) {
-    return std::max<int>(1, dev.num_sms * kBlocksPerSM / ceil_div(OC, kWarp * kVec<bf16>));
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 
 static void check_sizes(int C, int OC) {
@@ -257,7 +249,7 @@ static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X*
     if (N == 0) return;
     const bool vector = vectorises<X>(OC, dout);
     const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
-    const int slices = static_cast<int>(std::min<size_t>(bias_slices(dev, OC), ceil_div(N, kWarps)));
+    const int slices = column_sum_slices(dev, OC, N);
     const dim3 grid(ceil_div(OC, kWarp * (vector ? kVec<X> : 1)), slices);
     float* partials = static_cast<float*>(scratch);
     kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC);
@@ -300,28 +292,14 @@ void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, voi
     if (dinp) multiply<X>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
 }
 
-template <class X>
-void gelu_matmul_backward(const Cuda& dev, X* dpre, float* dweight, float* dbias, void* scratch, const X* dout,
-                          const X* gelu, const X* pre, const X* weight, size_t N, int C, int OC) {
-    const bool fused = gelu_in_epilogue(C, dpre, pre);
-    matmul_backward(dev, fused ? nullptr : dpre, dweight, dbias, scratch, dout, gelu, weight, N, C, OC);
-    if (fused)
-        multiply<X>(dev, {size_t(C), N, size_t(OC), false, false, Epilogue::gelu_backward},
-                    {dpre, weight, dout, nullptr, const_cast<X*>(pre)});
-    else
-        gelu_backward(dev, dpre, pre, dpre, N * C);
-}
-
 size_t matmul_scratch_bytes(const Cuda& dev, int OC) {
-    return static_cast<size_t>(bias_slices(dev, OC)) * OC * sizeof(float);
+    return column_sum_bytes(dev, OC);
 }
 
-#define INSTANTIATE(X)                                                                                                 \
-    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                     \
-    template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);            \
-    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int,   \
-                                  int);                                                                                \
-    template void gelu_matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, const X*, \
-                                       size_t, int, int);
+#define INSTANTIATE(X)                                                                                               \
+    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                   \
+    template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);          \
+    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int, \
+                                  int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -44,3 +44,14 @@ static inline void add_partials(const Cuda& dev, std::initializer_list<float*> o
                                                                                    size_t{number} * n, n);
     LAUNCH_CHECK("add_partials_kernel");
 }
+
+// Column sums over N rows by blocks of 8 warps that own 32·V columns each: in how many slices the rows are cut, so that
+// the blocks fill the GPU when V is the widest. Its bound does not depend on N or X, so neither does the scratch.
+static inline int column_sum_slices(const Cuda& dev, int columns, size_t N = ~size_t{0}) {
+    constexpr int kBlocksPerSM = 8, kRows = 8;
+    const size_t most = std::max<size_t>(1, dev.num_sms * kBlocksPerSM / ceil_div(columns, kWarp * kVec<bf16>));
+    return static_cast<int>(std::min(most, N / kRows + (N % kRows > 0)));
+}
+static inline size_t column_sum_bytes(const Cuda& dev, int columns) {
+    return static_cast<size_t>(column_sum_slices(dev, columns)) * columns * sizeof(float);
+}
