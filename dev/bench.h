@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention/attention.h"
 #include "data/log.h"
 #include "data/random.h"
 #include "layers/cuda.h"
@@ -114,6 +115,21 @@ inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
         at = comma + 1;
     }
     return shapes;
+}
+
+// --kernel: "all" or a kernel of either precision. Throws UsageError.
+inline void check_kernel_name(const std::string& name) {
+    std::string names;
+    bool known = name == "all";
+    const auto look = [&](const auto& all) {
+        for (int i = 0; i < all.count; i++) {
+            known |= name == all.begin[i].name;
+            if (names.find(all.begin[i].name) == std::string::npos) names += std::string(", ") + all.begin[i].name;
+        }
+    };
+    look(attention_kernels<float>());
+    look(attention_kernels<bf16>());
+    if (!known) throw UsageError(format("--kernel: no kernel \"%s\"; there are all%s", name.c_str(), names.c_str()));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

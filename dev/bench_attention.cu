@@ -50,18 +50,7 @@ static Options parse(int argc, char** argv) {
     }
     if (!o.shapes.empty()) parse_shapes(o.shapes);
 
-    std::string names;
-    bool known = o.kernel == "all";
-    const auto look = [&](const auto& all) {
-        for (int i = 0; i < all.count; i++) {
-            known |= o.kernel == all.begin[i].name;
-            if (names.find(all.begin[i].name) == std::string::npos) names += std::string(", ") + all.begin[i].name;
-        }
-    };
-    look(attention_kernels<float>());
-    look(attention_kernels<bf16>());
-    if (!known)
-        throw UsageError(format("--kernel: no kernel \"%s\"; there are all%s", o.kernel.c_str(), names.c_str()));
+    check_kernel_name(o.kernel);
     return o;
 }
 
