@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -117,19 +118,21 @@ inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
     return shapes;
 }
 
+// naive fp32 with TF32 products: a name in results beside those of the kernels.
+inline const char* const kNaiveTf32 = "naive_tf32";
+
 // --kernel: "all" or a kernel of either precision. Throws UsageError.
 inline void check_kernel_name(const std::string& name) {
-    std::string names;
-    bool known = name == "all";
-    const auto look = [&](const auto& all) {
-        for (int i = 0; i < all.count; i++) {
-            known |= name == all.begin[i].name;
-            if (names.find(all.begin[i].name) == std::string::npos) names += std::string(", ") + all.begin[i].name;
-        }
+    std::set<std::string> names = {"all", kNaiveTf32};
+    const auto add = [&](const auto& kernels) {
+        for (int i = 0; i < kernels.count; i++) names.insert(kernels.begin[i].name);
     };
-    look(attention_kernels<float>());
-    look(attention_kernels<bf16>());
-    if (!known) throw UsageError(format("--kernel: no kernel \"%s\"; there are all%s", name.c_str(), names.c_str()));
+    add(attention_kernels<float>());
+    add(attention_kernels<bf16>());
+    if (names.count(name)) return;
+    std::string list;
+    for (const std::string& known : names) list += (list.empty() ? "" : ", ") + known;
+    throw UsageError(format("--kernel: no kernel \"%s\"; there are %s", name.c_str(), list.c_str()));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
