@@ -218,7 +218,7 @@ void compare_kernels(Study& study, const AttentionShape& s, const Input& input,
         results.emplace_back(dev, kernel->name, *kernel, qkv, dout, s);
         if (kernel == &naive && std::is_same_v<X, float>) {
             dev.tf32 = true;
-            results.emplace_back(dev, "naive_tf32", *kernel, qkv, dout, s);
+            results.emplace_back(dev, kNaiveTf32, *kernel, qkv, dout, s);
             dev.tf32 = false;
         }
     }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times PyTorch's scaled_dot_product_attention beside ./dev/bench_attention, in one run on the same shapes.
 
-    make benches && python3 dev/peers.py                        # needs PyTorch and a GPU, else it says so and ends with 0
+    make benches && python3 dev/peers.py              # needs PyTorch and a GPU, else it says so and ends with 0
     python3 dev/peers.py --dtype bf16 --hs 128 --shapes 4x4096,2x16384 --json
 
 The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32: 3xTF32), torch_math (T×T in memory).
@@ -61,10 +61,14 @@ class Peer:
         self.kernel = lambda: sdpa_kernel(getattr(SDPBackend, BACKENDS[backend]))
         X = torch.bfloat16 if dtype == "bf16" else torch.float32
         touched = 4 * B * T * NH * HS * X.itemsize
-        sets = 1 if backend == "torch_math" else math.ceil(2 * torch.cuda.get_device_properties(0).L2_cache_size / touched)
-        self.qkv = [[x.transpose(1, 2).requires_grad_() for x in torch.randn(B, T, 3, NH, HS, device="cuda", dtype=X).unbind(2)]
+        l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+        sets = 1 if backend == "torch_math" else math.ceil(2 * l2_bytes / touched)
+
+        def random(*shape):
+            return torch.randn(*shape, device="cuda", dtype=X)
+        self.qkv = [[x.transpose(1, 2).requires_grad_() for x in random(B, T, 3, NH, HS).unbind(2)]
                     for _ in range(sets)]
-        self.dout = [torch.randn(B, T, NH, HS, device="cuda", dtype=X).transpose(1, 2) for _ in range(sets)]
+        self.dout = [random(B, T, NH, HS).transpose(1, 2) for _ in range(sets)]
         self.out = [None] * sets
         self.forward_all()
 
@@ -191,8 +195,8 @@ def main():
     rows = our_rows(a)
     shapes = list(dict.fromkeys((r["dtype"], r["B"], r["T"]) for r in rows))
     print(f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {a.heads}, HS {a.hs}, "
-          f"{'not causal' if a.no_causal else 'causal'}\n{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer |"
-          f" sust. ms   TF/s ours/peer | error")
+          f"{'not causal' if a.no_causal else 'causal'}")
+    print(f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error")
     for dtype, B, T in shapes:
         found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T) and r["ms"]]
         for backend in a.peers.split(","):

@@ -259,8 +259,8 @@ def test_tables_of_ladder_accuracy_and_losses():
     accuracy = [accuracy_row(tensor=tensor) for tensor in TENSORS] + [
         accuracy_row(T=4096, ratio_max=1.5), accuracy_row(tensor="dv", T=4096, ratio_l2=None)] + [
         accuracy_row(tensor=tensor, B=2, T=256, NH=2, causal=False) for tensor in TENSORS]
-    losses = [{**attention_row(), "kind": "losses", "model": "d12", "dtype": "fp32", "tf32": True, "steps": 400, "seeds": 3,
-               "attention": attention, "ms": 20.0, "loss": 2.5, "loss_min": 2.4, "loss_max": 2.6}
+    losses = [{**attention_row(), "kind": "losses", "model": "d12", "dtype": "fp32", "tf32": True, "steps": 400,
+               "seeds": 3, "attention": attention, "ms": 20.0, "loss": 2.5, "loss_min": 2.4, "loss_max": 2.6}
               for attention in ("flash", "naive")]
     with scratch() as tmp:
         (tmp / "attention").mkdir()

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Measures on this machine's GPU what README's tables show, appends it to dev/results and rewrites the tables. A kernel that fails
-# its tests is not timed. Takes about fifteen minutes on an H200.   COMMIT=… names the commit where there is no git.
+# Measures on this machine's GPU what README's tables show, appends it to dev/results and rewrites the tables. A kernel
+# that fails its tests is not timed. About fifteen minutes on an H200.  COMMIT=… names the commit where there is no git.
 set -e
 cd "$(dirname "$0")/.."
 export COMMIT="${COMMIT:-$(git rev-parse --short=12 HEAD)}"
@@ -8,7 +8,8 @@ make -j"$(nproc)" train_gpt2cu benches dev/test_attention dev/test_layers dev/te
 for t in dev/test_attention dev/test_layers dev/test_gpt2; do ./$t; done
 
 # Beside PyTorch's kernels where PyTorch is installed.
-if python3 -c 'import torch' 2>/dev/null; then attention="python3 dev/peers.py"; else attention=./dev/bench_attention; fi
+attention=./dev/bench_attention
+if python3 -c 'import torch' 2>/dev/null; then attention="python3 dev/peers.py"; fi
 $attention --json --dtype bf16 --shapes 4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384
 $attention --json --dtype bf16 --hs 128 --shapes 32x1024,4x4096,2x16384
 $attention --json --dtype fp32 --shapes 4x1024,32x1024,4x4096

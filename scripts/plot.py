@@ -15,8 +15,9 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 INK, GREY, GRID = "#222222", "#777777", "#e4e4e4"
 STYLE = {"font.size": 9, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK, "xtick.color": GREY,
          "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False,
-         "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "axes.titlesize": 10,
-         "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.xmargin": 0.01, "svg.hashsalt": "plot"}
+         "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+         "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.xmargin": 0.01,
+         "svg.hashsalt": "plot"}
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
 

@@ -4,7 +4,7 @@
     attention_bf16.svg, attention_fp32.svg   TFLOP/s by T, forward and backward, ours and every peer
     accuracy.svg                             L2 error against fp64, as a multiple of naive's, by T
 
-    python3 scripts/plot_attention.py        # every GPU that has rows; then scripts/readme_tables.py shows them in README
+    python3 scripts/plot_attention.py      # every GPU that has rows; then scripts/readme_tables.py shows them in README
 """
 import argparse
 import pathlib
@@ -57,7 +57,8 @@ def plot_attention(plt, found, dtype):
             axes.set_ylabel("TFLOP/s")
             axes.set_xlabel("T")
     handles = {h.get_label(): h for axes in panels.flat for h in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles=[handles[k] for k in style if k in handles], loc="outside lower center", ncols=4, frameon=False)
+    handles = [handles[k] for k in style if k in handles]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"Causal attention, {found[0]['gpu']}: cool (lines) and sustained (dashes)", x=0.01, ha="left")
     return figure
 

@@ -133,7 +133,7 @@ def accuracy(path):
         at = {(r["kernel"], r["tensor"]): r for r in case}
         body = [[kernel] + [f"{at[kernel, t]['max_error']:.1e}, {at[kernel, t]['snr_db']:.0f}" for t in TENSORS]
                 for kernel in kernels_of(case)]
-        title = "bf16, B 2, T 256, NH 2, HS 64, not causal, N(0,1): largest error against fp64, signal-to-noise ratio in dB"
+        title = "bf16, B 2, T 256, NH 2, HS 64, not causal, N(0,1): largest error against fp64, signal-to-noise in dB"
         parts.append(table(title, case, ["kernel", *TENSORS], body))
     return "\n\n".join(parts)
 
@@ -141,8 +141,8 @@ def accuracy(path):
 def losses(path):
     found = rows(path)
     found.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
-    body = [[r["model"], "tf32" if r["tf32"] else r["dtype"], str(r["B"]), str(r["T"]), r["attention"], f"{r['ms']:.2f}",
-             f"{r['loss']:.4f}", f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
+    body = [[r["model"], "tf32" if r["tf32"] else r["dtype"], str(r["B"]), str(r["T"]), r["attention"],
+             f"{r['ms']:.2f}", f"{r['loss']:.4f}", f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
     same, _ = shared(found, ["steps", "seeds"])
     header = ["model", "matmuls", "B", "T", "attention", "ms a step", "mean final loss", "least – most of the seeds"]
     return table(f"Training with naive and with flash attention, {same}", found, header, body)
