@@ -1,13 +1,14 @@
 // Times the attention kernels: each is validated first, on the inputs it is then timed with.
 //
-//   validation  relative L2 error of out, lse, dq, dk, dv against naive attention in strict fp32, head by head;
-//   outputs,
-//               att and scratch start as NaN. A kernel that fails gets no time, and the program ends with 1.
+//   validation  relative L2 error of out, lse, dq, dk, dv against fp64 (dev/oracle.cuh); outputs, att and
+//               scratch start as NaN. A kernel that fails gets no time, and the program ends with 1.
 //   timing      both protocols of bench.h. Small problems rotate through copies of all buffers, twice the L2 cache in
 //               total, so that every run reads from memory.
 //   figures     ms; TFLOP/s, counting 4·B·NH·T²·HS FLOPs forward (half of it if causal) and 2.5 times that backward; %
-//   of
-//               the GEMM rate measured in the same protocol; speed-up over naive in the same precision.
+//               of the GEMM rate measured in the same protocol; speed-up over naive in the same precision.
+//   naive_tf32  is naive with TF32 products: fp32 data, 10 bits of each factor. naive itself has none.
+//
+// A shape that a kernel's buffers do not fit gets a row without times.
 //
 // Run: ./dev/bench_attention --help
 #include <cstdio>
@@ -20,24 +21,23 @@
 #include "attention/attention.h"
 #include "data/options.h"
 #include "dev/bench.h"
-#include "layers/vector.cuh"
+#include "dev/oracle.cuh"
 
 struct Options {
     std::string kernel = "all", shapes, dtype = "all", hs = "64", out;
     int heads = 12;
-    bool no_causal = false, tf32 = false, quick = false, json = false, help = false;
+    bool no_causal = false, quick = false, json = false, help = false;
 };
 
 static Options parse(int argc, char** argv) {
     Options o;
     std::vector<Option> table = {
-        {"--kernel", "", Option::String, &o.kernel, "naive, flash_fp32, … or all", ""},
+        {"--kernel", "", Option::String, &o.kernel, "naive, naive_tf32, flash_fp32, … or all", ""},
         {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,… (default: by precision, 4x1024 to 2x16384)", ""},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
         {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
         {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key", ""},
-        {"--tf32", "", Option::Flag, &o.tf32, "only naive in fp32 with TF32 products", ""},
         {"--quick", "", Option::Flag, &o.quick, "skip the sustained protocol", ""},
         {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/attention.jsonl", ""},
         {"--out", "", Option::String, &o.out, "append rows to this file", ""},
@@ -50,18 +50,7 @@ static Options parse(int argc, char** argv) {
     }
     if (!o.shapes.empty()) parse_shapes(o.shapes);
 
-    std::string names;
-    bool known = o.kernel == "all";
-    const auto look = [&](const auto& all) {
-        for (int i = 0; i < all.count; i++) {
-            known |= o.kernel == all.begin[i].name;
-            if (names.find(all.begin[i].name) == std::string::npos) names += std::string(", ") + all.begin[i].name;
-        }
-    };
-    look(attention_kernels<float>());
-    look(attention_kernels<bf16>());
-    if (!known)
-        throw UsageError(format("--kernel: no kernel \"%s\"; there are all%s", o.kernel.c_str(), names.c_str()));
+    check_kernel_name(o.kernel);
     return o;
 }
 
@@ -111,68 +100,21 @@ struct Buffers {
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation
 
-// to (T, n) fp32 = from, whose rows of n lie `stride` elements apart.
+// The largest relative L2 error among out, lse, dq, dk, dv against fp64; NaN if one is.
 template <class X>
-__global__ void gather_kernel(float* to, const X* from, size_t stride, int T, int n) {
-    const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < size_t(T) * n) to[i] = to_float(from[i / n * stride + i % n]);
-}
-
-// sums[0] += Σ (got − want)², sums[1] += Σ want², over (T, n) elements; NaN stays NaN.
-template <class X>
-__global__ void difference_kernel(double* sums, const X* got, size_t got_stride, const float* want, size_t want_stride,
-                                  int T, int n) {
-    const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    float difference = 0.f, value = 0.f;
-    if (i < size_t(T) * n) {
-        value = want[i / n * want_stride + i % n];
-        difference = to_float(got[i / n * got_stride + i % n]) - value;
-    }
-    const float d2 = block_sum(difference * difference), v2 = block_sum(value * value);
-    if (threadIdx.x == 0) {
-        atomicAdd(&sums[0], double(d2));
-        atomicAdd(&sums[1], double(v2));
-    }
-}
-
-// The largest relative L2 error among out, lse, dq, dk, dv, NaN if one is. The reference is naive in strict fp32 on one
-// (b, h) at a time, which needs little memory: T×T of one head.
-template <class X>
-double relative_error(Cuda& dev, const Buffers<X>& run, const AttentionShape& s) {
-    const AttentionShape one{1, s.T, 1, s.HS, s.causal, s.scale};
-    Buffers<float> ref(dev, naive_fp32, one);
-    const DeviceMemory memory = device_memory(dev, 10 * sizeof(double));
-    double* sums = static_cast<double*>(memory.get());
-    dev.zero(sums, 10 * sizeof(double));
-    const size_t C = size_t(s.NH) * s.HS, T = s.T;
-    const int HS = s.HS, blocks = static_cast<int>((T * HS + 255) / 256);
-    const bool tf32 = dev.tf32;
-    dev.tf32 = false;
+double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionShape& s) {
+    Oracle oracle(dev, s.T, s.HS);
+    Errors errors(dev, s);
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < s.NH; h++) {
-            const size_t head = b * T * C + h * HS, qkv_head = b * T * 3 * C + h * HS;
-            // A head's q, k and v lie C apart: rows of HS in (3T, HS).
-            gather_kernel<<<3 * blocks, 256, 0, dev.stream>>>(ref.qkv, run.qkv + qkv_head, C, 3 * s.T, HS);
-            gather_kernel<<<blocks, 256, 0, dev.stream>>>(ref.dout, run.dout + head, C, s.T, HS);
-            LAUNCH_CHECK("gather_kernel");
-            ref.forward(dev, naive_fp32, one);
-            ref.backward(dev, naive_fp32, one);
-            difference_kernel<<<blocks, 256, 0, dev.stream>>>(sums, run.out + head, C, ref.out, HS, s.T, HS);
-            const size_t row = (size_t(b) * s.NH + h) * T;
-            difference_kernel<<<blocks, 256, 0, dev.stream>>>(sums + 2, run.lse + row, 1, ref.lse, 1, s.T, 1);
-            for (int part = 0; part < 3; part++)
-                difference_kernel<<<blocks, 256, 0, dev.stream>>>(sums + 4 + 2 * part, run.dqkv + qkv_head + part * C,
-                                                                  3 * C, ref.dqkv + part * HS, 3 * HS, s.T, HS);
-            LAUNCH_CHECK("difference_kernel");
+            gather(dev, oracle, run.qkv, run.dout, s, b, h);
+            oracle.run(s.causal, s.resolved_scale());
+            errors.add(oracle, run.out, run.lse, run.dqkv, b, h);
         }
-    dev.tf32 = tf32;
-    double host[10], worst = 0;
-    dev.download(host, sums, sizeof host);
-    for (int i = 0; i < 10; i += 2) {
-        const double error = std::sqrt(host[i] / host[i + 1]);
-        if (!(error <= worst)) worst = error;
-        if (std::isnan(worst)) return worst;
-    }
+    errors.fetch();
+    double worst = 0;
+    for (int tensor = 0; tensor < kTensors; tensor++)
+        if (!(errors.l2(tensor) <= worst)) worst = errors.l2(tensor);
     return worst;
 }
 
@@ -195,25 +137,37 @@ static std::string cells(double ms, double rate, double gemm, double naive_ms) {
     return format("%9.4f %6.1f %5.1f %6s", ms, rate, 100 * rate / gemm, speedup.c_str());
 }
 
+// A kernel of the table, or naive with TF32 products.
+template <class X>
+struct Subject {
+    const char* name;
+    const AttentionKernel<X>* kernel;
+    bool tf32;
+};
+
 // False if the kernel gave a wrong result.
 template <class X>
-bool bench(Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s, const Options& options,
+bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const Options& options,
            const Figures& gemm, std::map<std::string, Measured>& naive_ms, Log& log) {
-    const bool is_bf16 = std::is_same_v<X, bf16>, tf32 = !is_bf16 && dev.tf32;
-    const char* dtype = tf32 ? "tf32" : name_of(dtype_of<X>());
+    const AttentionKernel<X>& kernel = *subject.kernel;
+    const char* dtype = name_of(dtype_of<X>());
     const std::string shape = format("%4d %6d %3d %4d", s.B, s.T, s.NH, s.HS);
+    const auto row_of = [&](const char* pass) {
+        Row row = result_row(dev, "attention");
+        row.add("kernel", subject.name).add("pass", pass).add("dtype", dtype).add("B", s.B).add("T", s.T);
+        return row.add("NH", s.NH).add("HS", s.HS).add("causal", s.causal).add("deterministic", true);
+    };
 
     // As many sets of buffers as make forward's reads and writes twice the L2.
     int l2_bytes = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, dev.device));
     const size_t touched = 4 * Buffers<X>::elements(s) * sizeof(X) + kernel.saved_bytes(s);
     const size_t sets = (2 * size_t(l2_bytes) + touched - 1) / touched;
-    const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + size_t(s.T) * (s.T + 4) * 2 * sizeof(float);
-    size_t free_bytes = 0, total_bytes = 0;
-    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
-    if (bytes + (size_t{1} << 30) > free_bytes) {
-        std::printf("%-17s %-5s %-4s %s | skipped: needs %.1f GiB, free are %.1f\n", kernel.name, dtype, "",
-                    shape.c_str(), bytes / 0x1p30, free_bytes / 0x1p30);
+    const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + Oracle::bytes(s.T, s.HS), free = dev.free_bytes();
+    if (bytes + (size_t{1} << 30) > free) {
+        std::printf("%-17s %-5s %-4s %s | out of memory: needs %.1f GiB, free are %.1f\n", subject.name, dtype, "",
+                    shape.c_str(), bytes / 0x1p30, free / 0x1p30);
+        for (const char* pass : {"fwd", "bwd"}) log.write(row_of(pass).add("ms", NAN).add("needs_gib", bytes / 0x1p30));
         return true;
     }
     std::list<Buffers<X>> buffers;
@@ -225,10 +179,11 @@ bool bench(Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s,
         runs[i]->backward(dev, kernel, s);
     }
 
-    // naive in bf16 stores S, P, dP and dS in bf16: 4e-3. TF32 has 10 bits: 1e-3. fp32 at T = 16384: 2e-6.
-    const double error = relative_error(dev, *runs[0], s), limit = is_bf16 ? 1e-2 : tf32 ? 5e-3 : 1e-5;
+    // naive in bf16 stores S, P, dP and dS in bf16: 4e-3. TF32 has 10 bits: 1e-3. fp32 at T = 16384: 3e-6.
+    const double error = relative_error(dev, *runs[0], s);
+    const double limit = std::is_same_v<X, bf16> ? 1e-2 : subject.tf32 ? 5e-3 : 1e-5;
     if (!(error <= limit)) {
-        std::printf("%-17s %-5s %-4s %s | WRONG: relative L2 error %.2g > %.2g, not timed\n", kernel.name, dtype, "",
+        std::printf("%-17s %-5s %-4s %s | WRONG: relative L2 error %.2g > %.2g, not timed\n", subject.name, dtype, "",
                     shape.c_str(), error, limit);
         return false;
     }
@@ -238,20 +193,18 @@ bool bench(Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s,
         dev, [&](int i) { runs[i % sets]->forward(dev, kernel, s); }, options.quick);
     measured.ms[1] = measure_ms(
         dev, [&](int i) { runs[i % sets]->backward(dev, kernel, s); }, options.quick);
-    if (!kernel.flash) naive_ms[shape] = measured;
+    if (!kernel.flash && !subject.tf32) naive_ms[shape] = measured;
     const auto naive = naive_ms.find(shape);
     const double forward_flops = 4. * s.B * s.NH * s.T * s.T * s.HS * (s.causal ? 0.5 : 1.);
     for (int pass = 0; pass < 2; pass++) {
         const Figures ms = measured.ms[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
         const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second.ms[pass];
         const char* pass_name = pass ? "bwd" : "fwd";
-        std::printf("%-17s %-5s %-4s %s | %s | %s | %.1e\n", kernel.name, dtype, pass_name, shape.c_str(),
+        std::printf("%-17s %-5s %-4s %s | %s | %s | %.1e\n", subject.name, dtype, pass_name, shape.c_str(),
                     cells(ms.cool, rate.cool, gemm.cool, naive_pass.cool).c_str(),
                     cells(ms.sustained, rate.sustained, gemm.sustained, naive_pass.sustained).c_str(), error);
         std::fflush(stdout);
-        Row row = result_row(dev, "attention");
-        row.add("kernel", kernel.name).add("pass", pass_name).add("dtype", dtype).add("B", s.B).add("T", s.T);
-        row.add("NH", s.NH).add("HS", s.HS).add("causal", s.causal).add("deterministic", true);
+        Row row = row_of(pass_name);
         row.add("ms", ms.cool).add("tflops", rate.cool).add("gemm_tflops", gemm.cool);
         row.add("ms_sustained", ms.sustained).add("tflops_sustained", rate.sustained);
         row.add("gemm_tflops_sustained", gemm.sustained).add("relative_error", error);
@@ -265,24 +218,36 @@ template <class X>
 int bench_all(Cuda& dev, const Options& options, const std::string& default_shapes, Log& log) {
     const char* dtype = name_of(dtype_of<X>());
     if (options.dtype != "all" && options.dtype != dtype) return 0;
+    std::vector<Subject<X>> subjects;
+    const auto consider = [&](const char* name, const AttentionKernel<X>& kernel, bool tf32) {
+        if (kernel.runs_on(dev.sm) && (options.kernel == "all" || options.kernel == name))
+            subjects.push_back({name, &kernel, tf32});
+    };
     const AttentionKernels<X> all = attention_kernels<X>();
-    std::vector<const AttentionKernel<X>*> chosen;
-    for (const AttentionKernel<X>* kernel = all.begin; kernel != all.begin + all.count; kernel++)
-        if ((options.kernel == "all" || options.kernel == kernel->name) && !(options.tf32 && kernel->flash))
-            chosen.push_back(kernel);
-    if (chosen.empty()) return 0;
+    for (const AttentionKernel<X>* kernel = all.begin; kernel != all.begin + all.count; kernel++) {
+        consider(kernel->name, *kernel, false);
+        if (!kernel->flash && std::is_same_v<X, float>) consider(kNaiveTf32, *kernel, true);
+    }
+    if (subjects.empty()) return 0;
 
-    const Figures gemm = gemm_tflops<X>(dev, options.quick);
-    std::printf("\n%s GEMM: %.0f TFLOP/s cool", std::is_same_v<X, float> && dev.tf32 ? "tf32" : dtype, gemm.cool);
-    std::printf(options.quick ? "\n" : ", %.0f sustained\n", gemm.sustained);
+    Figures gemm[2];  // without TF32, with it
+    for (const Subject<X>& subject : subjects) {
+        Figures& rate = gemm[subject.tf32];
+        if (!std::isnan(rate.cool)) continue;
+        dev.tf32 = subject.tf32;
+        rate = gemm_tflops<X>(dev, options.quick);
+        std::printf("\n%s GEMM: %.0f TFLOP/s cool", subject.tf32 ? "tf32" : dtype, rate.cool);
+        if (!options.quick) std::printf(", %.0f sustained", rate.sustained);
+    }
+    std::printf("\n");
     print_head();
     int wrong = 0;
     std::map<std::string, Measured> naive_ms;
     for (const auto& [B, T] : parse_shapes(options.shapes.empty() ? default_shapes : options.shapes))
-        for (const AttentionKernel<X>* kernel : chosen) {
-            if (!kernel->runs_on(dev.sm)) continue;
+        for (const Subject<X>& subject : subjects) {
             const AttentionShape shape{B, T, options.heads, std::atoi(options.hs.c_str()), !options.no_causal};
-            wrong += !bench(dev, *kernel, shape, options, gemm, naive_ms, log);
+            dev.tf32 = subject.tf32;
+            wrong += !bench(dev, subject, shape, options, gemm[subject.tf32], naive_ms, log);
         }
     return wrong;
 }
@@ -291,12 +256,10 @@ static int run(const Options& options) {
     std::string why;
     if (Cuda::count(&why) == 0) throw Error("bench_attention needs a GPU: " + why);
     Cuda dev;
-    dev.tf32 = options.tf32;
     Log log = results_log(dev, "attention", options.out, options.json);
     std::printf("%s, %s\n", dev.name.c_str(), options.no_causal ? "not causal" : "causal");
     int wrong = bench_all<float>(dev, options, "4x1024,32x1024,4x4096,2x16384", log);
-    if (!options.tf32)
-        wrong += bench_all<bf16>(dev, options, "4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384", log);
+    wrong += bench_all<bf16>(dev, options, "4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384", log);
     if (wrong) std::fprintf(stderr, "bench_attention: %d wrong results\n", wrong);
     return wrong ? 1 : 0;
 }

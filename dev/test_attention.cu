@@ -6,8 +6,7 @@
 //   limits       what a kernel does not support gives an Error, never a wrong result
 //   big          tensors of more than 2³¹ elements
 //
-// The rule: max|kernel − ref64| ≤ k·max|naive − ref64| + tiny, and the same in the L2 norm, on inputs rounded to X
-// first. It asks for no more accuracy than the type has, and adapts to the shape, which no absolute tolerance does.
+// The rule is that of dev/bounds.h: an error of at most k times naive's.
 // naive itself, the yardstick, is held to a relative L2 error.
 //
 // Every buffer lies between two guards and starts as NaN bytes, guards included: an element that is not written,
@@ -27,28 +26,12 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "dev/bounds.h"
 #include "dev/reference.h"
 #include "dev/test.h"
 #include "layers/layers.h"
 
-// The tensors that are compared.
-enum { Out, Lse, Dq, Dk, Dv, kTensors };
-static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
-
-// k of the rule. Two equally good kernels sum in different orders: while their L2 errors agree to 3 %, the largest
-// errors of a tensor differ by up to 2 either way, so FlashAttention's own tests take k = 2. bf16 has room: naive
-// rounds S and dP too, which flash keeps in fp32. L2 errors are steady, but for fp32 dq: D = rowsum(dO∘O) cancels less
-// exactly than naive's rowsum(P∘dP), by up to 2.1 for inputs of non-zero mean.
-template <class X>
-constexpr double kMax = std::is_same_v<X, bf16> ? 1.5 : 2;
-template <class X>
-constexpr double k_l2(int tensor) {
-    return std::is_same_v<X, bf16> ? 1.25 : tensor == Dq ? 2.5 : 1.5;
-}
-
-// Unit roundoff of X, and what naive's relative L2 error may be.
-template <class X>
-constexpr double kRoundoff = std::is_same_v<X, bf16> ? 0x1p-9 : 0x1p-24;
+// What naive's relative L2 error may be.
 template <class X>
 constexpr double kNaiveL2 = std::is_same_v<X, bf16> ? 2e-2 : 1e-5;
 
@@ -267,8 +250,7 @@ Errors tiny_errors(const Problem<X>& p) {
     const double scale = s.resolved_scale(), dP = d_o.norm * v.norm, S = scale * q.norm * k.norm;
     constexpr double u = 0x1p-24;
     Errors tiny;
-    for (int i = 0; i < kTensors; i++) tiny[i] = kRoundoff<X> * max_abs(p.ref[i]);  // one rounding of the largest
-    tiny[Lse] = 4 * u * std::max(1., max_abs(p.ref[Lse]));                          // log and exp: a few units
+    for (int i = 0; i < kTensors; i++) tiny[i] = one_rounding<X>(i, max_abs(p.ref[i]));
     // A query that sees one key has P = 1 and dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly; flash's
     // D = rowsum(dO∘O) is another dot product than dP, and the rounding errors of both stay in dS.
     tiny[Dq] += scale * 2 * u * dP * k.value;
@@ -386,15 +368,13 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
             const double norm = std::sqrt(static_cast<double>(got[i].size()));
             check("L2", error_l2, kNaiveL2<X> * l2_norm(p.ref[i]) + p.tiny[i] * norm, "relative to the reference");
         } else if (i == Lse && std::is_same_v<X, bf16>) {
-            // naive's comes from an S rounded to bf16, flash's never leaves fp32. An error of lse is a relative error
-            // of P in backward: a sixteenth of P's own rounding is nothing.
-            check("max", error, kRoundoff<X> / 16 * std::max(1., max_abs(p.ref[i])), "a sixteenth of bf16's roundoff");
+            check("max", error, bf16_lse_bound(max_abs(p.ref[i])), "a sixteenth of bf16's roundoff");
         } else {
-            check("max", error, kMax<X> * p.naive[i] + p.tiny[i],
-                  format("%g·naive's %.3g + tiny %.3g", kMax<X>, p.naive[i], p.tiny[i]).c_str());
+            const ErrorBound k = error_bound(kernel, i);
+            check("max", error, k.max * p.naive[i] + p.tiny[i],
+                  format("%g·naive's %.3g + tiny %.3g", k.max, p.naive[i], p.tiny[i]).c_str());
             if (p.c.shape.T > 2)
-                check("L2", error_l2, k_l2<X>(i) * p.naive_l2[i],
-                      format("%g·naive's %.3g", k_l2<X>(i), p.naive_l2[i]).c_str());
+                check("L2", error_l2, k.l2 * p.naive_l2[i], format("%g·naive's %.3g", k.l2, p.naive_l2[i]).c_str());
         }
     }
 }
@@ -621,7 +601,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     }
 
     // As good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of sums, so
-    // the largest error may differ by chance (see kMax); the L2 error may not.
+    // the largest error may differ by chance (see dev/bounds.h); the L2 error may not.
     const double merges = static_cast<double>(std::max(q_chunks.size(), k_chunks.size())) * 0x1p-24;
     for (int i = 0; i < kTensors; i++) {
         const auto check = [&](const char* norm, double error, double bound) {

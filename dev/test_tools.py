@@ -127,13 +127,24 @@ def test_malformed_logs_name_file_and_line():
 def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")
-        for package, name in (("matplotlib", "plot.py"), ("tensorboard", "tensorboard.py")):
+        for package, name, *arguments in (("matplotlib", "plot.py", log), ("tensorboard", "tensorboard.py", log),
+                                          ("matplotlib", "plot_attention.py")):
             (tmp / f"{package}.py").write_text(f'raise ImportError("no {package}")')
-            check_fails(script(name, log, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
+            check_fails(script(name, *arguments, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
+
+
+def test_peers_without_pytorch_are_skipped():
+    with scratch() as tmp:
+        (tmp / "torch.py").write_text('raise ImportError("no torch")')
+        result = run(sys.executable, ROOT / "dev" / "peers.py", PYTHONPATH=str(tmp))
+        assert result.returncode == 0 and result.stdout.startswith("skipped: ") and "no torch" in result.stdout, result
+        result = run(sys.executable, ROOT / "dev" / "peers.py", "--peers", "torch_flash,nonsense")
+        assert result.returncode == 2 and "nonsense" in result.stderr and "torch_cudnn" in result.stderr, result
 
 
 def test_help():
-    for name in ("plot.py", "tensorboard.py", "readme_tables.py"):
+    for name in ("plot.py", "plot_attention.py", "tensorboard.py", "readme_tables.py", "compare_losses.py",
+                 "../dev/peers.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -179,7 +190,8 @@ def test_tables():
     later = {"date": "2030-02-01T00:00:00Z", "relative_error": 0.002}
     results = {
         "A/attention": [attention_row(), attention_row(tflops=120.0, **later), attention_row(HS=128, tflops=200.0),
-                        attention_row(kernel="naive", tflops=40.0, tflops_sustained=None), attention_row(causal=False)],
+                        attention_row(kernel="torch_flash", tflops=77.0), attention_row(causal=False),
+                        attention_row(kernel="naive", tflops=40.0, tflops_sustained=None)],
         "B/attention": [attention_row(gpu="GPU B", tflops=7.0), attention_row(gpu="GPU B", **{"pass": "bwd"})],
         "A/train": [train, {**train, "attention": "naive", "mfu": 12.34}],
     }
@@ -205,9 +217,11 @@ def test_tables():
         assert text.startswith("before\n") and text.endswith("after\n") and "between" in text and "old" not in text
         caption = "Attention, bf16, causal, NH 12, TFLOP/s cool / sustained. GPU A, driver 1.2, CUDA 13.0. Measured"
         assert caption in text.replace("\n", " ")  # HS is a column: there are two
-        assert "| B, T | HS | fwd naive | fwd flash_bf16 | bwd naive | bwd flash_bf16 |" in text
-        assert "| 4, 1024 | 64 | 40 | 120 / 90 | – | – |" in text and "| 4, 1024 | 128 | – | 200 / 90 | – | – |" in text
-        assert "NH 12, HS 64, TFLOP/s" in text and "| 4, 1024 | 7 / 90 | 100 / 90 |" in text  # GPU B
+        assert "| B, T | HS | pass | naive | torch_flash | flash_bf16 |" in text
+        assert "| 4, 1024 | 64 | fwd | 40 | 77 / 90 | 120 / 90 |" in text
+        assert "| 4, 1024 | 128 | fwd | – | – | 200 / 90 |" in text
+        assert "NH 12, HS 64, TFLOP/s" in text  # GPU B
+        assert "| 4, 1024 | fwd | 7 / 90 |" in text and "| 4, 1024 | bwd | 100 / 90 |" in text
         assert "| d12 | bf16 | flash | 4 | 1024 | 500k | 8.00 | n/a | 3.5 |" in text and "12.3 %" in text
         assert "Not measured yet." in text
         assert all(len(line) <= 120 for line in text.splitlines())
@@ -218,6 +232,76 @@ def test_tables():
         bad.write_text("")
         documents[1].write_text("<!-- table: nonsense -->\n<!-- end -->\n\n<!-- end -->\n")
         check_fails(tables(), "nonsense", "attention bf16")
+
+
+def write_rows(root, name, rows):
+    path = root / "dev" / "results" / "A" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def accuracy_row(**fields):
+    return {**attention_row(), "kind": "accuracy", "input": "normal", "tensor": "out", "max_error": 1e-3,
+            "mean_error": 1e-4, "relative_l2": 2e-3, "snr_db": 54.0, "ratio_max": 1.25, "ratio_l2": 0.5,
+            "within_bounds": True, **fields}
+
+
+TENSORS = ["out", "lse", "dq", "dk", "dv"]
+
+
+def test_tables_of_ladder_accuracy_and_losses():
+    fp32 = {"dtype": "fp32", "kernel": "flash_fp32"}
+    ladder = [attention_row(**{**fp32, "kernel": "naive", "ms": 4.0}),
+              attention_row(**{**fp32, "kernel": "naive_tf32", "ms": 1.0}),
+              attention_row(**fp32, ms=2.0), attention_row(**fp32, ms=0.5, B=32),
+              attention_row(**{**fp32, "kernel": "naive", "ms": None, "tflops": None, "T": 65536, "B": 1}),
+              attention_row(**fp32, ms=149.3, T=65536, B=1)]
+    accuracy = [accuracy_row(tensor=tensor) for tensor in TENSORS] + [
+        accuracy_row(T=4096, ratio_max=1.5), accuracy_row(tensor="dv", T=4096, ratio_l2=None)] + [
+        accuracy_row(tensor=tensor, B=2, T=256, NH=2, causal=False) for tensor in TENSORS]
+    losses = [{**attention_row(), "kind": "losses", "model": "d12", "dtype": "fp32", "tf32": True, "steps": 400,
+               "seeds": 3, "attention": attention, "ms": 20.0, "loss": 2.5, "loss_min": 2.4, "loss_max": 2.6}
+              for attention in ("flash", "naive")]
+    with scratch() as tmp:
+        (tmp / "attention").mkdir()
+        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
+            document.write_text("".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in
+                                        ("ladder", "accuracy", "losses", "plot accuracy", "plot attention bf16")))
+        for name, rows in (("attention", ladder), ("accuracy", accuracy), ("losses", losses)):
+            write_rows(tmp, name, rows)
+        (tmp / "dev" / "results" / "A" / "accuracy.svg").write_text("<svg/>")
+        result = script("readme_tables.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        text = (tmp / "attention" / "README.md").read_text()
+        assert "| 4 | 1024 | fwd | 4.000 | 1.000 | 2.000 (2.00×, 0.50×) |" in text
+        assert "| 1 | 65536 | fwd | out of memory | – | 149.3 |" in text
+        ratios = "| bf16 | flash_bf16 | 1.50 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / NaN |"
+        assert ratios in text and f"| flash_bf16 |{' 1.0e-03, 54 |' * 5}" in text
+        naive, flash = (text.index(f"| d12 | tf32 | 4 | 1024 | {kind} | 20.00 | 2.5000 | 2.4000 – 2.6000 |")
+                        for kind in ("naive", "flash"))
+        assert naive < flash and "steps 400, seeds 3" in text
+        assert "![accuracy](../dev/results/A/accuracy.svg)" in text and "Not measured yet." in text
+        assert "![accuracy](dev/results/A/accuracy.svg)" in (tmp / "README.md").read_text()
+
+
+def test_plots_of_attention():
+    need("matplotlib")
+    with scratch() as tmp:
+        check_fails(script("plot_attention.py", "--root", tmp), "no rows", "bench_attention")
+        attention = [attention_row(kernel=kernel, T=T, HS=HS, ms=None if kernel == "naive" and T > 1024 else 1.0,
+                                   **{"pass": pas})
+                     for kernel in ("naive", "torch_flash", "flash_bf16") for T in (1024, 2048) for HS in (64, 128)
+                     for pas in ("fwd", "bwd")]
+        write_rows(tmp, "attention", attention)
+        write_rows(tmp, "accuracy", [accuracy_row(tensor=tensor, T=T) for tensor in TENSORS for T in (64, 255)])
+        written = []
+        for _ in range(2):  # the same rows give the same bytes
+            result = script("plot_attention.py", "--root", tmp)
+            assert result.returncode == 0, result.stderr
+            paths = [pathlib.Path(line) for line in result.stdout.splitlines()]
+            assert [path.name for path in paths] == ["attention_bf16.svg", "accuracy.svg"]
+            written.append([path.read_bytes() for path in paths])
+        assert written[0] == written[1] and all(svg.startswith(b"<?xml") for svg in written[0])
 
 
 def test_tables_are_those_of_dev_results():
@@ -259,13 +343,29 @@ def test_arch_overrides_the_probe():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Training recipes
+# Training recipes, and the comparison of losses
 
 def trainer():
     binary = ROOT / "train_gpt2cu"
     if not binary.exists():
         raise Skip("needs ./train_gpt2cu (make train_gpt2cu)")
     return binary
+
+
+def test_losses_are_compared():
+    """On the CPU, where naive and flash are one."""
+    trainer()
+    with scratch() as tmp:
+        out = tmp / "losses.jsonl"
+        result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x16", "--steps", "3",
+                        "--seeds", "2", "--out", out)
+        assert result.returncode == 0 and "is within the seeds' spread" in result.stdout, result
+        naive, flash = (json.loads(line) for line in out.read_text().splitlines())
+        assert (naive["attention"], flash["attention"], naive["B"], naive["T"]) == ("naive", "flash", 2, 16)
+        assert naive["loss_min"] < naive["loss"] == flash["loss"] < naive["loss_max"] < 12 and naive["ms"] > 0
+        for bad, what in ((("--seeds", "1"), "--seeds"), (("--shapes", "4by4"), "4by4")):
+            result = script("compare_losses.py", *bad)
+            assert result.returncode == 2 and what in result.stderr, result
 
 
 def run_recipe(recipe, tmp, program, *arguments, **variables):

@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+
+import results
 
 try:
     import numpy as np
@@ -150,17 +151,10 @@ def main():
     print(f"largest difference over {a.steps} steps: {worst:.2e} ({'within' if ok else 'BEYOND'} {a.tol:g}); "
           f"PyTorch with another attention: {noise:.2e}")
     if a.json:
-        gpu = torch.cuda.get_device_name()
-        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"],
-                                capture_output=True, text=True).stdout.strip()
-        row = {"kind": "torch", "commit": os.environ.get("COMMIT", ""), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-               "gpu": gpu, "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__, "model": a.model,
-               "dtype": "fp32", "B": a.B, "T": a.T, "steps": a.steps, "attention": a.attention,
-               "lr": a.lr, "max_loss_difference": worst, "max_loss_difference_torch_itself": noise}
-        path = os.path.join("dev", "results", gpu.replace(" ", "-"), "torch.jsonl")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "a") as f:
-            f.write(json.dumps(row) + "\n")
+        results.append([results.row("torch", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__,
+                                    model=a.model, dtype="fp32", B=a.B, T=a.T, steps=a.steps, attention=a.attention,
+                                    lr=a.lr, max_loss_difference=worst,
+                                    max_loss_difference_torch_itself=noise)], "torch")
     sys.exit(0 if ok else 1)
 
 

@@ -13,6 +13,11 @@ import sys
 # Okabe and Ito's palette: distinct for colour-blind eyes too.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 INK, GREY, GRID = "#222222", "#777777", "#e4e4e4"
+STYLE = {"font.size": 9, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK, "xtick.color": GREY,
+         "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False,
+         "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+         "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.xmargin": 0.01,
+         "svg.hashsalt": "plot"}
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
 
@@ -78,11 +83,7 @@ def plot(runs, names, out, width, title):
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    plt.rcParams.update({"font.size": 9, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK,
-                         "xtick.color": GREY, "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
-                         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
-                         "axes.axisbelow": True, "axes.titlesize": 10, "axes.titlelocation": "left",
-                         "axes.titleweight": "bold", "axes.xmargin": 0.01, "svg.hashsalt": "plot"})
+    plt.rcParams.update(STYLE)
     figure = plt.figure(figsize=(10, 8.5), layout="constrained")
     panels = figure.subplot_mosaic([["loss", "loss"], ["loss", "loss"], ["norm", "lr"], ["speed", "mfu"]])
     loss, norm, lr, speed, mfu = (panels[name] for name in ("loss", "norm", "lr", "speed", "mfu"))

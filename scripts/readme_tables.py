@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Writes the result tables of README.md and attention/README.md from dev/results, between their markers:
+"""Writes the result tables and plots of README.md and attention/README.md from dev/results, between their markers:
 
-    <!-- table: attention bf16 --> … <!-- end -->        also: attention fp32, train, torch
+    <!-- table: attention bf16 --> … <!-- end -->        also: see TABLES
 
     python3 scripts/readme_tables.py            rewrites both
     python3 scripts/readme_tables.py --check    exit code 1 if they are not what it would write
 """
 import argparse
 import json
+import os
 import pathlib
 import re
 import sys
@@ -18,7 +19,7 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps", "lr"]
+        "steps", "lr", "tf32", "input", "tensor"]
 
 
 def rows(path, **where):
@@ -50,26 +51,101 @@ def table(title, found, header, body):
     return textwrap.fill(caption, WIDTH) + "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def kernels_of(found):
+    """naive, then the peers, then ours, each in the order in which they were measured: slowest first."""
+    kernels = dict.fromkeys(r["kernel"] for r in found)
+    return sorted(kernels, key=lambda k: (k.startswith("flash"), not k.startswith("naive")))
+
+
 def attention(path, dtype):
     found = rows(path, dtype=dtype, causal=True)
     if not found:
         return None
     same, varying = shared(found, ["NH", "HS"])
     at = {(r["HS"], r["NH"], r["T"], r["B"], r["pass"], r["kernel"]): r for r in found}
-    kernels = sorted({r["kernel"] for r in found}, key=lambda k: (not k.startswith("naive"), "flash" in k, k))
-    columns = [(pas, kernel) for pas in ("fwd", "bwd") for kernel in kernels]
+    kernels = kernels_of(found)
 
     def cell(row):
-        if not row:
+        if not row or not row["ms"]:
             return "–"
         sustained = row.get("tflops_sustained")
         return f"{row['tflops']:.0f}" + (f" / {sustained:.0f}" if sustained else "")
 
-    body = [[f"{b}, {t}"] + [str({"NH": nh, "HS": hs}[f]) for f in varying] +
-            [cell(at.get((hs, nh, t, b, *column))) for column in columns]
-            for hs, nh, t, b in sorted({key[:4] for key in at})]
+    body = [[f"{b}, {t}"] + [str({"NH": nh, "HS": hs}[f]) for f in varying] + [pas] +
+            [cell(at.get((hs, nh, t, b, pas, kernel))) for kernel in kernels]
+            for pas in ("fwd", "bwd") for hs, nh, t, b in sorted({key[:4] for key in at})]
     title = f"Attention, {dtype}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
-    return table(title, found, ["B, T", *varying, *(" ".join(column) for column in columns)], body)
+    return table(title, found, ["B, T", *varying, "pass", *kernels], body)
+
+
+def ladder(path):
+    """Naive against flash by T, at the largest B up to 4 that naive has memory for; if it has for none, flash alone."""
+    found = [r for r in rows(path, dtype="fp32", causal=True, NH=12, HS=64)
+             if r["B"] <= 4 and not r["kernel"].startswith("torch")]
+    batches = {}
+    for r in found:
+        if r["ms"]:
+            batches.setdefault(r["T"], []).append((r["kernel"].startswith("naive"), r["B"]))
+    batch = {T: max(of_T)[1] for T, of_T in batches.items()}
+    found = [r for r in found if r["B"] == batch.get(r["T"])]
+    if not found:
+        return None
+    at = {(r["T"], r["pass"], r["kernel"]): r for r in found}
+    kernels = kernels_of(found)
+    yardsticks = [k for k in kernels if k.startswith("naive")]
+
+    def cell(t, pas, kernel):
+        row = at.get((t, pas, kernel))
+        if not row:
+            return "–"
+        if not row["ms"]:
+            return "out of memory"
+        others = [at.get((t, pas, k), {}).get("ms") for k in yardsticks]
+        speed_ups = ", ".join(f"{ms / row['ms']:.2f}×" if ms else "–" for ms in others)
+        ms = f"{row['ms']:.{3 if row['ms'] < 10 else 1}f}"
+        return f"{ms} ({speed_ups})" if kernel not in yardsticks and any(others) else ms
+
+    body = [[str(batch[t]), str(t), pas] + [cell(t, pas, kernel) for kernel in kernels]
+            for pas in ("fwd", "bwd") for t in sorted(batch)]
+    title = f"Attention, fp32, causal, NH 12, HS 64: ms cool (speed-up over {', '.join(yardsticks)})"
+    return table(title, found, ["B", "T", "pass", *kernels], body)
+
+
+TENSORS = ["out", "lse", "dq", "dk", "dv"]
+
+
+def accuracy(path):
+    found = [r for r in rows(path) if r["kernel"] != "naive"]
+    body = []
+    for dtype in ("fp32", "bf16"):
+        for kernel in kernels_of(r for r in found if r["dtype"] == dtype):
+            def worst(tensor, ratio):
+                x = [r[ratio] for r in found if (r["dtype"], r["kernel"], r["tensor"]) == (dtype, kernel, tensor)]
+                return "NaN" if None in x else f"{max(x):.{2 if max(x) < 100 else 0}f}"
+            body.append([dtype, kernel] + [f"{worst(t, 'ratio_max')} / {worst(t, 'ratio_l2')}" for t in TENSORS])
+    lengths = sorted({r["T"] for r in found})
+    title = (f"Errors against fp64 as multiples of naive's in the same precision, largest / L2: the worst of T "
+             f"{lengths[0]} to {lengths[-1]} and inputs N(0,1), q five times as large, mean 0.5")
+    parts = [table(title, found, ["dtype", "kernel", *TENSORS], body)]
+
+    case = rows(path, B=2, T=256, NH=2, HS=64, causal=False, input="normal", dtype="bf16")
+    if case:
+        at = {(r["kernel"], r["tensor"]): r for r in case}
+        body = [[kernel] + [f"{at[kernel, t]['max_error']:.1e}, {at[kernel, t]['snr_db']:.0f}" for t in TENSORS]
+                for kernel in kernels_of(case)]
+        title = "bf16, B 2, T 256, NH 2, HS 64, not causal, N(0,1): largest error against fp64, signal-to-noise in dB"
+        parts.append(table(title, case, ["kernel", *TENSORS], body))
+    return "\n\n".join(parts)
+
+
+def losses(path):
+    found = rows(path)
+    found.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
+    body = [[r["model"], "tf32" if r["tf32"] else r["dtype"], str(r["B"]), str(r["T"]), r["attention"],
+             f"{r['ms']:.2f}", f"{r['loss']:.4f}", f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
+    same, _ = shared(found, ["steps", "seeds"])
+    header = ["model", "matmuls", "B", "T", "attention", "ms a step", "mean final loss", "least – most of the seeds"]
+    return table(f"Training with naive and with flash attention, {same}", found, header, body)
 
 
 def train(path):
@@ -91,18 +167,25 @@ def torch(path):
     return table("Losses beside a plain PyTorch GPT-2, strict fp32, from one checkpoint and shard", found, header, body)
 
 
-TABLES = {"attention bf16": ("attention", lambda path: attention(path, "bf16")),
-          "attention fp32": ("attention", lambda path: attention(path, "fp32")),
-          "train": ("train", train), "torch": ("torch", torch)}
+# What stands between the markers: the file of each GPU, and the text that is made of it; a plot is shown as it is.
+TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16")),
+          "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32")),
+          "ladder": ("attention.jsonl", ladder), "accuracy": ("accuracy.jsonl", accuracy),
+          "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train), "torch": ("torch.jsonl", torch),
+          "plot attention bf16": ("attention_bf16.svg", None),
+          "plot attention fp32": ("attention_fp32.svg", None),
+          "plot accuracy": ("accuracy.svg", None)}
 
 
 def make(name, document, root):
     """The table's text, one part for each GPU that was measured."""
     if name not in TABLES:
         sys.exit(f"readme_tables.py: {document}: no table \"{name}\"; there are {', '.join(TABLES)}")
-    bench, of_file = TABLES[name]
-    files = sorted((root / "dev" / "results").glob(f"*/{bench}.jsonl"))
-    parts = [of_file(path) for path in files if path.stat().st_size]
+    file, of_file = TABLES[name]
+    files = sorted((root / "dev" / "results").glob(f"*/{file}"))
+    folder = (root / document).parent
+    parts = [of_file(path) if of_file else f"![{name[5:]}]({os.path.relpath(path, folder)})"
+             for path in files if path.stat().st_size]
     return "\n\n".join(part for part in parts if part) or "Not measured yet."
 
 

@@ -1,0 +1,46 @@
+// How large an attention kernel's error against fp64 may be: the rules of dev/test_attention and dev/accuracy.
+//
+//   max|kernel − ref64| ≤ max·max|naive − ref64| + tiny        ‖kernel − ref64‖ ≤ l2·‖naive − ref64‖
+//
+// naive runs in the same precision (fp32: without TF32) on the same inputs, which are rounded to X first. The rule asks
+// for no more accuracy than the type has, and adapts to shape and inputs, which no absolute tolerance does.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "attention/attention.h"
+
+// The tensors that are compared.
+enum { Out, Lse, Dq, Dk, Dv, kTensors };
+static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
+
+// Two equally good kernels sum in different orders: while their L2 errors agree to 3 %, the largest errors of a tensor
+// differ by up to 2 either way, so FlashAttention's own tests take max = 2. bf16 has room: naive rounds S and dP too,
+// which flash keeps in fp32. Tensor cores with split operands add up in fewer, longer steps than CUDA cores and are
+// held to more. L2 errors are steady, but for flash_fp32's dq: D = rowsum(dO∘O) cancels less exactly than naive's
+// rowsum(P∘dP), by up to 2.1 for inputs of non-zero mean at T ≈ 1000, and by more at longer T.
+struct ErrorBound {
+    double max, l2;
+};
+template <class X>
+ErrorBound error_bound(const AttentionKernel<X>& kernel, int tensor) {
+    if (std::is_same_v<X, bf16>) return {1.5, 1.25};
+    if (std::strcmp(kernel.name, "flash_fp16x3") == 0) return {1.25, 1.25};
+    return {2, tensor == Dq ? 2.5 : 1.5};
+}
+
+// Unit roundoff of X.
+template <class X>
+constexpr double kRoundoff = std::is_same_v<X, bf16> ? 0x1p-9 : 0x1p-24;
+
+// `tiny` of a tensor whose largest element is `largest`: one rounding of it, for lse a few units of log and exp.
+template <class X>
+double one_rounding(int tensor, double largest) {
+    return tensor == Lse ? 4 * kRoundoff<float> * std::max(1., largest) : kRoundoff<X> * largest;
+}
+
+// bf16's lse has a rule of its own. naive's comes from an S rounded to bf16, flash's never leaves fp32. An error of lse
+// is a relative error of P in backward: a sixteenth of P's own rounding is nothing.
+inline double bf16_lse_bound(double largest) {
+    return kRoundoff<bf16> / 16 * std::max(1., largest);
+}

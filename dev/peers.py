@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Times PyTorch's scaled_dot_product_attention beside ./dev/bench_attention, in one run on the same shapes.
+
+    make benches && python3 dev/peers.py              # needs PyTorch and a GPU, else it says so and ends with 0
+    python3 dev/peers.py --dtype bf16 --hs 128 --shapes 4x4096,2x16384 --json
+
+The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32: 3xTF32), torch_math (T×T in memory).
+They get what our kernels get: q, k, v as views of one packed (B, T, 3, NH, HS), random values, and buffers that rotate
+through twice the L2 cache. Each is validated first, a head against fp64. What is timed is the bare operator, forward or
+backward, on the GPU alone, in the two protocols of dev/bench.h:
+  cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each queued while the GPU waits in a kernel
+  sustained  0.5 s back to back, then the mean of the next 0.5 s, launched as CUDA graphs
+"ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
+"""
+import argparse
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+import results  # noqa: E402
+
+BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION",
+            "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
+WAIT_CYCLES = 4_000_000  # about 2 ms: more than PyTorch takes to queue a pass
+WARM_UPS, RUNS = 3, 15
+TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
+
+
+def our_rows(a):
+    """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "rows.jsonl")
+        command = [str(ROOT / "dev" / "bench_attention"), "--out", out, "--heads", str(a.heads), "--hs", str(a.hs)]
+        command += ["--dtype", a.dtype, "--kernel", a.kernel] + (["--shapes", a.shapes] if a.shapes else [])
+        command += (["--no-causal"] if a.no_causal else []) + (["--quick"] if a.quick else [])
+        try:
+            code = subprocess.run(command, cwd=ROOT).returncode
+        except FileNotFoundError:
+            sys.exit("peers.py: there is no ./dev/bench_attention: make benches")
+        if code:
+            sys.exit(code)
+        return [json.loads(line) for line in open(out, encoding="utf-8")]
+
+
+class Peer:
+    """A backend at a shape: `sets` copies of inputs and results, and its two passes."""
+
+    def __init__(self, torch, backend, dtype, B, T, NH, HS, causal, stream):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        self.torch, self.causal, self.stream = torch, causal, stream
+        self.kernel = lambda: sdpa_kernel(getattr(SDPBackend, BACKENDS[backend]))
+        X = torch.bfloat16 if dtype == "bf16" else torch.float32
+        touched = 4 * B * T * NH * HS * X.itemsize
+        l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+        sets = 1 if backend == "torch_math" else math.ceil(2 * l2_bytes / touched)
+
+        def random(*shape):
+            return torch.randn(*shape, device="cuda", dtype=X)
+        self.qkv = [[x.transpose(1, 2).requires_grad_() for x in random(B, T, 3, NH, HS).unbind(2)]
+                    for _ in range(sets)]
+        self.dout = [random(B, T, NH, HS).transpose(1, 2) for _ in range(sets)]
+        self.out = [None] * sets
+        self.forward_all()
+
+    def forward_all(self):
+        for i in range(len(self.out)):
+            self.forward(i)
+
+    def forward(self, i):
+        i %= len(self.out)
+        with self.kernel():
+            self.out[i] = self.torch.nn.functional.scaled_dot_product_attention(*self.qkv[i], is_causal=self.causal)
+
+    def backward(self, i):
+        i %= len(self.out)
+        return self.torch.autograd.grad(self.out[i], self.qkv[i], self.dout[i], retain_graph=True)
+
+    def relative_error(self):
+        """The largest relative L2 error among out, dq, dk, dv of the last head, against fp64 in blocks of queries."""
+        torch = self.torch
+        got = [x[-1, -1].double() for x in (self.out[0], *self.backward(0))]
+        q, k, v, dout = (x[-1, -1].detach().double() for x in (*self.qkv[0], self.dout[0]))
+        T, HS = q.shape
+        out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
+        for rows in torch.arange(T, device="cuda").split(1024):
+            s = q[rows] @ k.T / math.sqrt(HS)
+            if self.causal:
+                s.masked_fill_(rows[:, None] < torch.arange(T, device="cuda"), -math.inf)
+            p = s.softmax(-1)
+            out[rows] = p @ v
+            dp = dout[rows] @ v.T
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(HS)
+            dq[rows] = ds @ k
+            dk += ds.T @ q[rows]
+            dv += p.T @ dout[rows]
+        return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, (out, dq, dk, dv)))
+
+    def cool_ms(self, run):
+        torch, i = self.torch, itertools.count()
+        torch.cuda.synchronize()
+        time.sleep(0.5)
+        for _ in range(WARM_UPS):
+            run(next(i))
+        ms = []
+        for _ in range(RUNS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(WAIT_CYCLES)
+            start.record()
+            run(next(i))
+            end.record()
+            end.synchronize()
+            ms.append(start.elapsed_time(end))
+        return statistics.median(ms)
+
+    def sustained_ms(self, run, about_ms):
+        torch, graphs = self.torch, []
+        for i in range(len(self.out)):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], stream=self.stream):
+                run(i)
+        runs = max(1, math.ceil(500 / about_ms))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for i in range(2 * runs):
+            if i == runs:
+                start.record()
+            graphs[i % len(graphs)].replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / runs
+
+
+def peer_rows(torch, backend, dtype, B, T, NH, HS, causal, quick):
+    """Two rows, forward and backward. Raises RuntimeError where the backend does not take the shape."""
+    bytes_of_math = 6 * 4 * B * NH * T * T
+    if backend == "torch_math" and bytes_of_math > 0.8 * torch.cuda.mem_get_info()[0]:
+        raise RuntimeError(f"needs some {bytes_of_math / 2**30:.0f} GiB")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        peer = Peer(torch, backend, dtype, B, T, NH, HS, causal, stream)
+        error = peer.relative_error()
+        if not error <= TOLERANCE[dtype]:
+            raise RuntimeError(f"WRONG: relative L2 error {error:.2g} > {TOLERANCE[dtype]:g}")
+        rows = []
+        for name, run, products in (("fwd", peer.forward, 2), ("bwd", peer.backward, 5)):
+            flops = products * 2 * B * NH * T * T * HS * (0.5 if causal else 1)
+            ms = peer.cool_ms(run)
+            sustained = None if quick else peer.sustained_ms(run, ms)
+            peer.forward_all()  # the results of a pass that was captured belong to its graphs
+            rows.append(results.row(
+                "attention", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__, kernel=backend,
+                **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=causal,
+                deterministic=name == "fwd" or backend == "torch_math", ms=ms, tflops=flops / ms * 1e-9,
+                ms_sustained=sustained, tflops_sustained=sustained and flops / sustained * 1e-9, relative_error=error))
+        return rows
+
+
+def main():
+    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg.add_argument("--shapes", default="", help="BxT,BxT,… (default: bench_attention's)")
+    arg.add_argument("--heads", type=int, default=12, help="number of heads NH")
+    arg.add_argument("--hs", type=int, default=64, choices=[64, 128], help="head size HS")
+    arg.add_argument("--dtype", default="all", choices=["fp32", "bf16", "all"])
+    arg.add_argument("--kernel", default="all", help="which of ours, see ./dev/bench_attention --help")
+    arg.add_argument("--peers", default=",".join(BACKENDS), help="which of theirs (default: %(default)s)")
+    arg.add_argument("--no-causal", action="store_true", help="every query sees every key")
+    arg.add_argument("--quick", action="store_true", help="skip the sustained protocol")
+    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/attention.jsonl")
+    arg.add_argument("--out", help="append rows to this file")
+    a = arg.parse_args()
+    unknown = set(a.peers.split(",")) - set(BACKENDS)
+    if unknown:
+        arg.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(BACKENDS)}")
+    try:
+        import torch
+    except ImportError as e:
+        print(f"skipped: peers.py needs PyTorch ({e})")
+        return
+    if not torch.cuda.is_available():
+        print("skipped: peers.py needs a GPU that PyTorch can use")
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
+    torch.manual_seed(1)
+
+    rows = our_rows(a)
+    shapes = list(dict.fromkeys((r["dtype"], r["B"], r["T"]) for r in rows))
+    print(f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {a.heads}, HS {a.hs}, "
+          f"{'not causal' if a.no_causal else 'causal'}")
+    print(f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error")
+    for dtype, B, T in shapes:
+        found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T) and r["ms"]]
+        for backend in a.peers.split(","):
+            try:
+                found += peer_rows(torch, backend, dtype, B, T, a.heads, a.hs, not a.no_causal, a.quick)
+            except RuntimeError as e:  # also PyTorch's out of memory
+                print(f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}")
+            torch.cuda.empty_cache()
+        rows += [r for r in found if r["kernel"] in BACKENDS]
+        for pas, r in itertools.product(("fwd", "bwd"), found):
+            if r["pass"] != pas:
+                continue
+            line = f"{r['kernel']:17} {dtype}  {pas}  {B:4} {T:6}"
+            for field in ("", "_sustained"):
+                ms, rate = r["ms" + field], r["tflops" + field]
+                ours = min((o["ms" + field] for o in found if o["pass"] == pas and o["kernel"].startswith("flash") and
+                            o["ms" + field]), default=None)
+                ratio = f"{ms / ours:9.2f}" if ms and ours and r["kernel"] in BACKENDS else f"{'':9}"
+                line += f" | {ms:8.4f} {rate:6.1f} {ratio}" if ms else f" | {'-':>8} {'-':>6} {ratio}"
+            print(line + f" | {r['relative_error']:.1e}", flush=True)
+    if a.json or a.out:
+        print(results.append(rows, "attention", a.out))
+
+
+if __name__ == "__main__":
+    main()

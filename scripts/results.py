@@ -1,0 +1,32 @@
+"""Rows of dev/results, as dev/bench.h writes them, for the scripts that measure with PyTorch or train."""
+import json
+import os
+import pathlib
+import subprocess
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def output_of(*command):
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def row(kind, gpu, cuda, **fields):
+    """A row that says where its figures come from."""
+    return {"kind": kind, "commit": os.environ.get("COMMIT") or output_of("git", "rev-parse", "--short=12", "HEAD"),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu,
+            "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
+            "cuda": cuda, **fields}
+
+
+def append(rows, bench, out=None):
+    """Appends to the file `out`, or to dev/results/<gpu>/<bench>.jsonl, and returns its path."""
+    path = pathlib.Path(out) if out else ROOT / "dev" / "results" / rows[0]["gpu"].replace(" ", "-") / f"{bench}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(r) + "\n" for r in rows)
+    return path
