@@ -807,7 +807,7 @@ struct Options {
     bool resume = false, overfit = false, no_tf32 = false, no_graph = false, no_shuffle = false, memory = false;
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
-    int recompute = 0;
+    int recompute = 1;
     int generate = 0, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
@@ -831,8 +831,7 @@ std::vector<Option> Options::table() {
         {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)", "",
          "model"},
         {"--recompute", "-r", O::Int, &recompute,
-         "save memory: backward computes again 1: GELU (2 % of the time), 2: and layer norms (1 % more)", "0..2",
-         "model"},
+         "memory for time: keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2", "model"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)", "", "model"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch; 0: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",

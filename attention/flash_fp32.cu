@@ -163,7 +163,7 @@ __device__ void matmul_nt(float (&acc)[M][N], const float* a, int a_row, const f
 // acc += A B over K columns of A, rows of B.
 template <int K, int M, int N>
 __device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const float* b, int b_row) {
-#pragma unroll 4
+#pragma unroll 1  // more would spill on sm_80
     for (int k = 0; k < K; k += 4) {
         float a_regs[M][4];
 #pragma unroll
@@ -264,13 +264,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
             const float base = m_new == -INFINITY ? 0.f : m_new;  // a row that has seen no key: exp(−∞ − 0), not −∞ + ∞
             const float correction = exp2_approx((m[i] - base) * kLog2e);
             m[i] = m_new;
-            l[i] *= correction;
+            float l_tile = 0.f;
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float p = exp2_approx((s_regs[i][j] - base) * kLog2e);
-                l[i] += p;
+                l_tile += p;
                 p_smem[(row + i * kLaneRows) * kPRow + col + j * kLaneCols] = p;
             }
+            l[i] = l[i] * correction + l_tile;
 #pragma unroll
             for (int j = 0; j < kOut; j++) o_regs[i][j] *= correction;
         }
@@ -280,7 +281,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         __syncthreads();  // V is there, and P, whose rows stay within a warp
         const int kv_next = kv0 + Bc;
         if (kv_next < kv_end) fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token, args.k.token, kv_end - kv_next);
-        matmul_nn<Bc>(o_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
+        // A sum of its own for each tile: chains of Bc additions, not of T, and an error of O that does not grow with
+        // T. It shows in dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
+        float pv_regs[M][kOut] = {};
+        matmul_nn<Bc>(pv_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < kOut; j++) o_regs[i][j] += pv_regs[i][j];
         __syncthreads();  // everyone is done with V
         if (kv_next < kv_end) store<Bc, HS>(kv_smem, kv_stage);
     }
@@ -543,9 +551,10 @@ static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
 }
 
 static void throw_no_tile(const Cuda& dev, const char* what) {
-    throw Error(format("%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; use naive "
-                       "attention",
-                       what, dev.name.c_str()));
+    throw Error(
+        format("%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; use naive "
+               "attention",
+               what, dev.name.c_str()));
 }
 
 static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, Heads<const float> q,

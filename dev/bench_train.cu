@@ -185,7 +185,7 @@ Figures copy_rate(const Cuda& dev) {
 
 struct Bench {
     std::string model = "d12", shapes, precision = "bf16", attention = "flash", out;
-    int recompute = 0;
+    int recompute = 1;
     bool breakdown = false, json = false;
 };
 

@@ -17,14 +17,15 @@ static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
 // Two equally good kernels sum in different orders: while their L2 errors agree to 3 %, the largest errors of a tensor
 // differ by up to 2 either way, so FlashAttention's own tests take max = 2. bf16 has room: naive rounds S and dP too,
 // which flash keeps in fp32. Tensor cores with split operands add up in fewer, longer steps than CUDA cores and are
-// held to more. L2 errors are steady, but for flash_fp32's dq: D = rowsum(dO∘O) cancels less exactly than naive's
-// rowsum(P∘dP), by up to 2.1 for inputs of non-zero mean at T ≈ 1000, and by more at longer T.
+// held to more. L2 errors are steady, but for dq: flash's D = rowsum(dO∘O) cancels less exactly than naive's
+// rowsum(P∘dP), as O has been rounded in between. It shows where dP has a mean that D must cancel: in flash_fp32 by up
+// to 2.1, in bf16 at very long T by up to 1.6, which an O rounded once from the exact one reaches too.
 struct ErrorBound {
     double max, l2;
 };
 template <class X>
-ErrorBound error_bound(const AttentionKernel<X>& kernel, int tensor) {
-    if (std::is_same_v<X, bf16>) return {1.5, 1.25};
+ErrorBound error_bound(const AttentionKernel<X>& kernel, int tensor, int T) {
+    if (std::is_same_v<X, bf16>) return {1.5, tensor == Dq && T > 4096 ? 2 : 1.25};
     if (std::strcmp(kernel.name, "flash_fp16x3") == 0) return {1.25, 1.25};
     return {2, tensor == Dq ? 2.5 : 1.5};
 }

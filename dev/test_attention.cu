@@ -370,7 +370,7 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
         } else if (i == Lse && std::is_same_v<X, bf16>) {
             check("max", error, bf16_lse_bound(max_abs(p.ref[i])), "a sixteenth of bf16's roundoff");
         } else {
-            const ErrorBound k = error_bound(kernel, i);
+            const ErrorBound k = error_bound(kernel, i, p.c.shape.T);
             check("max", error, k.max * p.naive[i] + p.tiny[i],
                   format("%g·naive's %.3g + tiny %.3g", k.max, p.naive[i], p.tiny[i]).c_str());
             if (p.c.shape.T > 2)

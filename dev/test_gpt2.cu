@@ -441,6 +441,24 @@ TEST(gpu_two_runs_are_bit_equal_fp32) {
     check_determinism<float>();
 }
 
+// What --memory prints is what is allocated.
+TEST(gpu_memory_is_what_the_table_says) {
+    const Cuda& dev = gpu();
+    Config config;
+    find_config("d12", &config);
+    for (int recompute : {0, 1, 2}) {
+        GPT2<Cuda, bf16> model(dev, config, Attention::flash, 4, 1024, 1, true, recompute);
+        size_t bytes = 0, tensors = 0;
+        for (const Arena* a : model.arenas()) {
+            for (const TensorSpec& t : a->tensors) bytes += t.elements() * size_of(t.dtype), tensors++;
+        }
+        const size_t before = dev.free_bytes();
+        model.allocate();
+        const double taken = double(before) - dev.free_bytes();
+        CHECK_NEAR(taken, double(bytes), 256. * tensors + 5 * (2 << 20));  // alignment, and the driver's 2 MiB pages
+    }
+}
+
 TEST(gpu_update_stops_at_nan) {
     const Cuda& dev = gpu();
     GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 2, 64, 1, true);
