@@ -14,13 +14,14 @@ import struct
 import subprocess
 import sys
 import tempfile
+import types
 
 from harness import Skip, main, need
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 RECIPES = sorted(SCRIPTS.glob("run_*.sh"))
-sys.path.append(str(SCRIPTS))
+sys.path += [str(SCRIPTS), str(ROOT / "dev")]
 
 
 @contextlib.contextmanager
@@ -133,18 +134,86 @@ def test_missing_packages_are_named():
             check_fails(script(name, *arguments, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
 
 
-def test_peers_without_pytorch_are_skipped():
+def test_peers_without_pytorch_or_gpu_are_skipped():
     with scratch() as tmp:
-        (tmp / "torch.py").write_text('raise ImportError("no torch")')
-        result = run(sys.executable, ROOT / "dev" / "peers.py", PYTHONPATH=str(tmp))
-        assert result.returncode == 0 and result.stdout.startswith("skipped: ") and "no torch" in result.stdout, result
-        result = run(sys.executable, ROOT / "dev" / "peers.py", "--peers", "torch_flash,nonsense")
-        assert result.returncode == 2 and "nonsense" in result.stderr and "torch_cudnn" in result.stderr, result
+        for fake, what in (('raise ImportError("no torch")', "no torch"),
+                           ("class cuda:\n    is_available = lambda: False", "needs a GPU")):
+            (tmp / "torch.py").write_text(fake)
+            for name in ("peers.py", "peers_train.py"):
+                result = run(sys.executable, ROOT / "dev" / name, PYTHONPATH=str(tmp))
+                assert result.returncode == 0 and re.match(f"skipped: {name} .*{what}", result.stdout), result
+    for name, option, bad, what in (("peers.py", "--peers", "nonsense", "torch_cudnn"),
+                                    ("peers_train.py", "--model", "d13", "d48"),
+                                    ("peers_train.py", "--shapes", "4x1024,4by4", "16x1024"),
+                                    ("peers_train.py", "--shapes", "0x1024", "16x1024")):
+        result = run(sys.executable, ROOT / "dev" / name, option, bad)
+        assert result.returncode == 2 and bad in result.stderr and what in result.stderr, result
+
+
+def test_peers_of_training_side_by_side():
+    """A pretended ./dev/bench_train and pretended figures of the peer: two backends, and memory that ends."""
+    import peers_train
+    ours = {"kernel": "train_gpt2cu", "gpu": "GPU A", "attention": "flash", "B": 4, "T": 1024, "ms": 8.0,
+            "tok_s": 5e5, "mfu": 40.0, "mem_gib": 3.5}
+    peer = {"gpu": "GPU A", "ms": 10.0, "tok_s": 4e5, "mem_gib": 5.0, "loss": 9.0}
+    figures = {("torch_flash", 4): peer, ("torch_cudnn", 4): {**peer, "ms": 16.0, "tok_s": 2.5e5},
+               ("torch_flash", 64): "out of memory", ("torch_cudnn", 64): {**peer, "ms": 160.0}}
+    with scratch() as tmp:
+        (tmp / "dev").mkdir()
+        executable(tmp / "dev" / "bench_train", f"""#!/bin/sh
+            case "$4" in 4x1024) echo '{json.dumps(ours)}' >"$8";; *) echo "the model needs 200 GiB" >&2; exit 1;; esac""")
+        printed, out = tmp / "printed", tmp / "rows.jsonl"
+        replaced = {"ROOT": tmp, "in_a_fresh_process": lambda _, size, backend, B, T: figures[backend, B]}
+        kept = {name: getattr(peers_train, name) for name in replaced}
+        arguments, torch = sys.argv, sys.modules.get("torch")
+        try:
+            vars(peers_train).update(replaced)
+            sys.argv = ["peers_train.py", "--shapes", "4x1024,64x1024", "--out", str(out)]
+            sys.modules["torch"] = types.SimpleNamespace(
+                cuda=types.SimpleNamespace(is_available=lambda: True), version=types.SimpleNamespace(cuda="13.0"),
+                __version__="2.15")
+            with open(printed, "w") as f, contextlib.redirect_stdout(f):
+                peers_train.main()
+        finally:
+            vars(peers_train).update(kept)
+            sys.argv = arguments
+            del sys.modules["torch"]
+            sys.modules.update({"torch": torch} if torch else {})
+        lines = [line.split() for line in printed.read_text().splitlines()[2:]]
+        assert [words[0] for words in lines] == 2 * ["train_gpt2cu", "torch_compile", "torch_compile"] + [str(out)]
+        assert [words[-1] for words in lines[1:3]] == ["1.25", "2.00"] and lines[1][1:4] == ["torch_flash", "4", "1024"]
+        assert lines[3][-4:] == lines[4][-4:] == ["skipped:", "out", "of", "memory"] and lines[5][-2:] == ["n/a", "5.00"]
+        rows = [json.loads(text) for text in out.read_text().splitlines()]
+        assert rows[0] == ours and [r["sdpa"] for r in rows[1:]] == ["torch_flash", "torch_cudnn"]
+        assert (rows[1]["kernel"], rows[1]["dtype"], rows[1]["mfu"]) == ("torch_compile", "bf16", 32.0)
+        assert rows[2]["mfu"] is None and rows[2]["B"] == 64
+
+
+def test_the_peer_is_gpt2_and_trains():
+    need("torch")
+    import torch
+    from peers_train import VP, check_losses, gpt2, random_batch, training_step
+    torch.manual_seed(1)
+    L, C, max_T = 2, 64, 32
+    model = gpt2(torch, L, 2, C, max_T)
+    assert sum(p.numel() for p in model.parameters()) == VP * C + max_T * C + L * (12 * C * C + 13 * C) + 2 * C
+    batch = random_batch(torch, 2, 16)
+    assert batch.shape == (2, 2, 16) and (batch[1].view(-1)[:-1] == batch[0].view(-1)[1:]).all()
+    train = training_step(torch, model, batch)
+    losses = [train() for _ in range(20)]
+    check_losses(losses)
+    for wrong in ([math.nan, 2], [10.8, math.nan], [10.8, 10.9], [5, 4]):
+        try:
+            check_losses(wrong)
+        except Exception as e:
+            assert "expected from ln V" in str(e), e
+        else:
+            raise AssertionError(wrong)
 
 
 def test_help():
     for name in ("plot.py", "plot_attention.py", "tensorboard.py", "readme_tables.py", "compare_losses.py",
-                 "../dev/peers.py"):
+                 "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -194,6 +263,8 @@ def test_tables():
                         attention_row(kernel="naive", tflops=40.0, tflops_sustained=None)],
         "B/attention": [attention_row(gpu="GPU B", tflops=7.0), attention_row(gpu="GPU B", **{"pass": "bwd"})],
         "A/train": [train, {**train, "attention": "naive", "mfu": 12.34}],
+        "B/train": [{**train, "tok_s": 3e5}, {**train, "recompute": 0}, {**train, "recompute": 1, "T": 4096, "B": 1},
+                    {**train, "kernel": "torch_compile", "attention": "sdpa", "sdpa": "torch_cudnn"}],
     }
     with scratch() as tmp:
         (tmp / "attention").mkdir()
@@ -223,6 +294,11 @@ def test_tables():
         assert "NH 12, HS 64, TFLOP/s" in text  # GPU B
         assert "| 4, 1024 | fwd | 7 / 90 |" in text and "| 4, 1024 | bwd | 100 / 90 |" in text
         assert "| d12 | bf16 | flash | 4 | 1024 | 500k | 8.00 | n/a | 3.5 |" in text and "12.3 %" in text
+        # B: a row without a level is of level 0, which a newer one replaces; two levels make a column, empty for a peer.
+        assert "| model | dtype | attention | recompute | B | T |" in text and "300k" not in text
+        rows = ["| flash | 0 | 4 | 1024 | 500k |", "| flash | 1 | 1 | 4096 | 500k |",
+                "| torch_compile, cudnn | – | 4 | 1024 | 500k |"]
+        assert [text.index(row) for row in rows] == sorted(text.index(row) for row in rows)
         assert "Not measured yet." in text
         assert all(len(line) <= 120 for line in text.splitlines())
 

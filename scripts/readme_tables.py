@@ -19,7 +19,8 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps", "lr", "tf32", "input", "tensor"]
+        "steps", "lr", "tf32", "input", "tensor", "recompute"]
+DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
 def rows(path, **where):
@@ -29,7 +30,7 @@ def rows(path, **where):
         try:
             row = json.loads(line)
             if all(row.get(field) == value for field, value in where.items()):
-                key = tuple(row.get(field) for field in WHAT)
+                key = tuple(row.get(field, DEFAULTS.get(field)) for field in WHAT)
                 if key not in newest or newest[key]["date"] <= row["date"]:
                     newest[key] = row
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -150,12 +151,19 @@ def losses(path):
 
 def train(path):
     found = rows(path)
-    found.sort(key=lambda r: (r["model"], r["dtype"], r["kernel"] != "train_gpt2cu", r["attention"], r["B"], r["T"]))
-    body = [[r["model"], r["dtype"], r["attention"] if r["kernel"] == "train_gpt2cu" else r["kernel"], str(r["B"]),
-             str(r["T"]), f"{r['tok_s'] / 1e3:.0f}k", f"{r['ms']:.2f}", f"{r['mfu']:.1f} %" if r["mfu"] else "n/a",
-             f"{r['mem_gib']:.1f}"] for r in found]
-    header = ["model", "dtype", "attention", "B", "T", "tok/s", "ms", "MFU", "GiB in use"]
-    return table("The whole training step, sustained", found, header, body)
+    ours = [{**DEFAULTS, **r} for r in found if r["kernel"] == "train_gpt2cu"]
+    peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
+             for r in found if r["kernel"] != "train_gpt2cu"]
+    same, varying = shared(ours, ["recompute"]) if ours else ("", [])
+    lines = [*sorted(ours, key=lambda r: (r["attention"], r["recompute"], r["T"], r["B"])),
+             *sorted(peers, key=lambda r: (r["T"], r["B"], r["attention"]))]
+    lines.sort(key=lambda r: (r["model"], r["dtype"]))
+    body = [[r["model"], r["dtype"], r["attention"], *(str(r[field]) for field in varying), str(r["B"]), str(r["T"]),
+             f"{r['tok_s'] / 1e3:.0f}k", f"{r['ms']:.2f}", f"{r['mfu']:.1f} %" if r["mfu"] else "n/a",
+             f"{r['mem_gib']:.1f}"] for r in lines]
+    header = ["model", "dtype", "attention", *varying, "B", "T", "tok/s", "ms", "MFU", "GiB in use"]
+    title = "The whole training step, sustained" + (f", {same}" if same else "")
+    return table(title, found, header, body)
 
 
 def torch(path):
