@@ -161,7 +161,10 @@ def test_peers_of_training_side_by_side():
     with scratch() as tmp:
         (tmp / "dev").mkdir()
         executable(tmp / "dev" / "bench_train", f"""#!/bin/sh
-            case "$4" in 4x1024) echo '{json.dumps(ours)}' >"$8";; *) echo "the model needs 200 GiB" >&2; exit 1;; esac""")
+            case "$4" in
+                4x1024) echo '{json.dumps(ours)}' >"$8";;
+                *) echo "the model needs 200 GiB" >&2; exit 1;;
+            esac""")
         printed, out = tmp / "printed", tmp / "rows.jsonl"
         replaced = {"ROOT": tmp, "in_a_fresh_process": lambda _, size, backend, B, T: figures[backend, B]}
         kept = {name: getattr(peers_train, name) for name in replaced}
@@ -181,8 +184,8 @@ def test_peers_of_training_side_by_side():
             sys.modules.update({"torch": torch} if torch else {})
         lines = [line.split() for line in printed.read_text().splitlines()[2:]]
         assert [words[0] for words in lines] == 2 * ["train_gpt2cu", "torch_compile", "torch_compile"] + [str(out)]
-        assert [words[-1] for words in lines[1:3]] == ["1.25", "2.00"] and lines[1][1:4] == ["torch_flash", "4", "1024"]
-        assert lines[3][-4:] == lines[4][-4:] == ["skipped:", "out", "of", "memory"] and lines[5][-2:] == ["n/a", "5.00"]
+        assert lines[1][1:4] == ["torch_flash", "4", "1024"] and [words[-1] for words in lines[1:3]] == ["1.25", "2.00"]
+        assert lines[3][-4:] == lines[4][-4:] == "skipped: out of memory".split() and lines[5][-2:] == ["n/a", "5.00"]
         rows = [json.loads(text) for text in out.read_text().splitlines()]
         assert rows[0] == ours and [r["sdpa"] for r in rows[1:]] == ["torch_flash", "torch_cudnn"]
         assert (rows[1]["kernel"], rows[1]["dtype"], rows[1]["mfu"]) == ("torch_compile", "bf16", 32.0)
@@ -294,7 +297,7 @@ def test_tables():
         assert "NH 12, HS 64, TFLOP/s" in text  # GPU B
         assert "| 4, 1024 | fwd | 7 / 90 |" in text and "| 4, 1024 | bwd | 100 / 90 |" in text
         assert "| d12 | bf16 | flash | 4 | 1024 | 500k | 8.00 | n/a | 3.5 |" in text and "12.3 %" in text
-        # B: a row without a level is of level 0, which a newer one replaces; two levels make a column, empty for a peer.
+        # B: a row without a level is of level 0, which a newer one replaces; two levels make a column, peers have none.
         assert "| model | dtype | attention | recompute | B | T |" in text and "300k" not in text
         rows = ["| flash | 0 | 4 | 1024 | 500k |", "| flash | 1 | 1 | 4096 | 500k |",
                 "| torch_compile, cudnn | – | 4 | 1024 | 500k |"]
@@ -358,6 +361,38 @@ def test_tables_of_ladder_accuracy_and_losses():
         assert naive < flash and "steps 400, seeds 3" in text
         assert "![accuracy](../dev/results/A/accuracy.svg)" in text and "Not measured yet." in text
         assert "![accuracy](dev/results/A/accuracy.svg)" in (tmp / "README.md").read_text()
+
+
+def test_table_of_a_breakdown():
+    step = {**attention_row(), "kind": "breakdown", "kernel": "train_gpt2cu", "model": "d12", "attention": "flash",
+            "recompute": 1, "B": 64, "calls": 12, "step_ms": 100.0, "tflops": 0, "tb_s": 2.0,
+            "gemm_tflops_sustained": 700.0, "copy_tb_s_sustained": 4.0}
+    new = {**step, "date": "2030-02-01T00:00:00Z", "step_ms": 80.0}
+    rows = [{**step, "call": "adamw", "ms": 9.0, "lost_ms": 9.0}, {**step, "call": "gone", "ms": 50.0, "lost_ms": 50.0},
+            {**new, "call": "adamw", "calls": 1, "ms": 2.0, "lost_ms": 1.0},
+            {**new, "call": "matmul", "ms": 60.0, "lost_ms": 8.0, "tflops": 630.0, "tb_s": 1.0},
+            {**new, "call": "clear", "ms": 1.0, "lost_ms": 0.5},
+            {**new, "call": "attention", "ms": 12.5, "lost_ms": 7.25, "tflops": 350.0},
+            {**new, "call": "matmul", "B": 4, "ms": 60.0, "lost_ms": 8.0}]
+    with scratch() as tmp:
+        (tmp / "attention").mkdir()
+        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
+            document.write_text("<!-- table: breakdown -->\nold\n<!-- end -->\n")
+        write_rows(tmp, "breakdown", rows)
+        result = script("readme_tables.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        text = (tmp / "README.md").read_text()
+        assert text.count("| all of these |") == 2 and "gone" not in text  # B 4 and B 64; a call of the older run
+        text = text[text.index("B 64"):]
+        lines = ["| matmul | 12 | 60.000 | 75.0 | 630.0 | 90 | 1.00 | 25 | 8.000 |",
+                 "| attention | 12 | 12.500 | 15.6 | 350.0 | 50 | 2.00 | 50 | 7.250 |",
+                 "| adamw | 1 | 2.000 | 2.5 |  |  | 2.00 | 50 | 1.000 |",
+                 "| clear | 12 | 1.000 | 1.2 |  |  | 2.00 | 50 | 0.500 |",
+                 "| all of these | 37 | 75.500 | 94.4 |  |  |  |  | 16.750 |"]
+        assert [text.index(line) for line in lines] == sorted(text.index(line) for line in lines)
+        assert ("most is lost in matmul (8.00 ms, 10.0 % of the step); attention (7.25 ms, 9.1 % of the step); adamw "
+                "(1.00 ms, 1.2 % of the step).") in text.replace("\n", " ")
+        assert "recompute 1; sustained ceilings: GEMM 700 TFLOP/s, copy 4.00 TB/s. GPU A" in text.replace("\n", " ")
 
 
 def test_plots_of_attention():

@@ -20,6 +20,7 @@ for hs in 64 128; do ./dev/accuracy --json --hs $hs || echo "errors beyond their
 $training --json --shapes 4x1024,8x1024,16x1024,64x1024
 ./dev/bench_train --precision fp32 --shapes 4x1024,16x1024 --json
 ./dev/bench_train --attention naive --shapes 4x1024,16x1024 --json
+./dev/bench_train --breakdown --json
 python3 scripts/compare_torch.py --json || echo "no comparison with PyTorch"
 python3 scripts/compare_losses.py --json || echo "naive and flash end at different losses"
 python3 scripts/plot_attention.py || echo "no plots"
