@@ -129,7 +129,8 @@ def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")
         for package, name, *arguments in (("matplotlib", "plot.py", log), ("tensorboard", "tensorboard.py", log),
-                                          ("matplotlib", "plot_attention.py")):
+                                          ("matplotlib", "plot_attention.py"),
+                                          ("matplotlib", "plot_memory.py")):
             (tmp / f"{package}.py").write_text(f'raise ImportError("no {package}")')
             check_fails(script(name, *arguments, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
 
@@ -215,8 +216,8 @@ def test_the_peer_is_gpt2_and_trains():
 
 
 def test_help():
-    for name in ("plot.py", "plot_attention.py", "tensorboard.py", "readme_tables.py", "compare_losses.py",
-                 "../dev/peers.py", "../dev/peers_train.py"):
+    for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
+                 "compare_losses.py", "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -413,6 +414,39 @@ def test_plots_of_attention():
             assert [path.name for path in paths] == ["attention_bf16.svg", "accuracy.svg"]
             written.append([path.read_bytes() for path in paths])
         assert written[0] == written[1] and all(svg.startswith(b"<?xml") for svg in written[0])
+
+
+def test_plot_of_memory():
+    """Points and lines at their places, one line a setting; a single length has none."""
+    need("matplotlib")
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from plot_memory import plot_memory
+
+    def row(dtype, T, mem_gib, **fields):
+        return {**attention_row(), "kind": "train", "kernel": "train_gpt2cu", "model": "d12", "attention": "flash",
+                "dtype": dtype, "B": 1, "T": T, "mem_gib": mem_gib, "recompute": 1, **fields}
+    found = [row("fp32", 8192, 6.5), row("fp32", 4096, 4.0), row("fp32", 16384, 10.0), row("bf16", 65536, 17.0)]
+    others = [row("bf16", 1024, 99.0, B=4), row("bf16", 1024, 99.0, kernel="torch_compile")]
+    figure = plot_memory(plt, found + others)
+    axes, = figure.axes
+    lines = [[tuple(point) for point in line.get_xydata()] for line in axes.get_lines()]
+    assert lines == [[(65536, 17)], [(4096, 4), (16384, 10)], [(4096, 4), (8192, 6.5), (16384, 10)]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp32: 0.50 GiB per 1024 tokens"]
+    assert axes.get_title() == "Training with B 1, model d12, attention flash, recompute 1, GPU A"
+    assert axes.get_xscale() == axes.get_yscale() == "linear" and axes.get_ylim()[0] == axes.get_xlim()[0] == 0
+    plt.close(figure)
+    with scratch() as tmp:
+        write_rows(tmp, "train", others)
+        check_fails(script("plot_memory.py", "--root", tmp), "plot_memory.py", "no rows", "bench_train")
+        write_rows(tmp, "train", found + others)
+        written = []
+        for _ in range(2):  # the same rows give the same bytes
+            result = script("plot_memory.py", "--root", tmp)
+            assert result.returncode == 0 and result.stdout.endswith("/A/memory.svg\n"), result
+            written.append(pathlib.Path(result.stdout.strip()).read_bytes())
+        assert written[0] == written[1] and written[0].startswith(b"<?xml")
 
 
 def test_tables_are_those_of_dev_results():

@@ -215,7 +215,7 @@ TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf
           "breakdown": ("breakdown.jsonl", breakdown), "torch": ("torch.jsonl", torch),
           "plot attention bf16": ("attention_bf16.svg", None),
           "plot attention fp32": ("attention_fp32.svg", None),
-          "plot accuracy": ("accuracy.svg", None)}
+          "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
 
 
 def make(name, document, root):
