@@ -14,13 +14,14 @@ import struct
 import subprocess
 import sys
 import tempfile
+import types
 
 from harness import Skip, main, need
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 RECIPES = sorted(SCRIPTS.glob("run_*.sh"))
-sys.path.append(str(SCRIPTS))
+sys.path += [str(SCRIPTS), str(ROOT / "dev")]
 
 
 @contextlib.contextmanager
@@ -128,23 +129,95 @@ def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")
         for package, name, *arguments in (("matplotlib", "plot.py", log), ("tensorboard", "tensorboard.py", log),
-                                          ("matplotlib", "plot_attention.py")):
+                                          ("matplotlib", "plot_attention.py"),
+                                          ("matplotlib", "plot_memory.py")):
             (tmp / f"{package}.py").write_text(f'raise ImportError("no {package}")')
             check_fails(script(name, *arguments, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
 
 
-def test_peers_without_pytorch_are_skipped():
+def test_peers_without_pytorch_or_gpu_are_skipped():
     with scratch() as tmp:
-        (tmp / "torch.py").write_text('raise ImportError("no torch")')
-        result = run(sys.executable, ROOT / "dev" / "peers.py", PYTHONPATH=str(tmp))
-        assert result.returncode == 0 and result.stdout.startswith("skipped: ") and "no torch" in result.stdout, result
-        result = run(sys.executable, ROOT / "dev" / "peers.py", "--peers", "torch_flash,nonsense")
-        assert result.returncode == 2 and "nonsense" in result.stderr and "torch_cudnn" in result.stderr, result
+        for fake, what in (('raise ImportError("no torch")', "no torch"),
+                           ("class cuda:\n    is_available = lambda: False", "needs a GPU")):
+            (tmp / "torch.py").write_text(fake)
+            for name in ("peers.py", "peers_train.py"):
+                result = run(sys.executable, ROOT / "dev" / name, PYTHONPATH=str(tmp))
+                assert result.returncode == 0 and re.match(f"skipped: {name} .*{what}", result.stdout), result
+    for name, option, bad, what in (("peers.py", "--peers", "nonsense", "torch_cudnn"),
+                                    ("peers_train.py", "--model", "d13", "d48"),
+                                    ("peers_train.py", "--shapes", "4x1024,4by4", "16x1024"),
+                                    ("peers_train.py", "--shapes", "0x1024", "16x1024")):
+        result = run(sys.executable, ROOT / "dev" / name, option, bad)
+        assert result.returncode == 2 and bad in result.stderr and what in result.stderr, result
+
+
+def test_peers_of_training_side_by_side():
+    """A pretended ./dev/bench_train and pretended figures of the peer: two backends, and memory that ends."""
+    import peers_train
+    ours = {"kernel": "train_gpt2cu", "gpu": "GPU A", "attention": "flash", "B": 4, "T": 1024, "ms": 8.0,
+            "tok_s": 5e5, "mfu": 40.0, "mem_gib": 3.5}
+    peer = {"gpu": "GPU A", "ms": 10.0, "tok_s": 4e5, "mem_gib": 5.0, "loss": 9.0}
+    figures = {("torch_flash", 4): peer, ("torch_cudnn", 4): {**peer, "ms": 16.0, "tok_s": 2.5e5},
+               ("torch_flash", 64): "out of memory", ("torch_cudnn", 64): {**peer, "ms": 160.0}}
+    with scratch() as tmp:
+        (tmp / "dev").mkdir()
+        executable(tmp / "dev" / "bench_train", f"""#!/bin/sh
+            case "$4" in
+                4x1024) echo '{json.dumps(ours)}' >"$8";;
+                *) echo "the model needs 200 GiB" >&2; exit 1;;
+            esac""")
+        printed, out = tmp / "printed", tmp / "rows.jsonl"
+        replaced = {"ROOT": tmp, "in_a_fresh_process": lambda _, size, backend, B, T: figures[backend, B]}
+        kept = {name: getattr(peers_train, name) for name in replaced}
+        arguments, torch = sys.argv, sys.modules.get("torch")
+        try:
+            vars(peers_train).update(replaced)
+            sys.argv = ["peers_train.py", "--shapes", "4x1024,64x1024", "--out", str(out)]
+            sys.modules["torch"] = types.SimpleNamespace(
+                cuda=types.SimpleNamespace(is_available=lambda: True), version=types.SimpleNamespace(cuda="13.0"),
+                __version__="2.15")
+            with open(printed, "w") as f, contextlib.redirect_stdout(f):
+                peers_train.main()
+        finally:
+            vars(peers_train).update(kept)
+            sys.argv = arguments
+            del sys.modules["torch"]
+            sys.modules.update({"torch": torch} if torch else {})
+        lines = [line.split() for line in printed.read_text().splitlines()[2:]]
+        assert [words[0] for words in lines] == 2 * ["train_gpt2cu", "torch_compile", "torch_compile"] + [str(out)]
+        assert lines[1][1:4] == ["torch_flash", "4", "1024"] and [words[-1] for words in lines[1:3]] == ["1.25", "2.00"]
+        assert lines[3][-4:] == lines[4][-4:] == "skipped: out of memory".split() and lines[5][-2:] == ["n/a", "5.00"]
+        rows = [json.loads(text) for text in out.read_text().splitlines()]
+        assert rows[0] == ours and [r["sdpa"] for r in rows[1:]] == ["torch_flash", "torch_cudnn"]
+        assert (rows[1]["kernel"], rows[1]["dtype"], rows[1]["mfu"]) == ("torch_compile", "bf16", 32.0)
+        assert rows[2]["mfu"] is None and rows[2]["B"] == 64
+
+
+def test_the_peer_is_gpt2_and_trains():
+    need("torch")
+    import torch
+    from peers_train import VP, check_losses, gpt2, random_batch, training_step
+    torch.manual_seed(1)
+    L, C, max_T = 2, 64, 32
+    model = gpt2(torch, L, 2, C, max_T)
+    assert sum(p.numel() for p in model.parameters()) == VP * C + max_T * C + L * (12 * C * C + 13 * C) + 2 * C
+    batch = random_batch(torch, 2, 16)
+    assert batch.shape == (2, 2, 16) and (batch[1].view(-1)[:-1] == batch[0].view(-1)[1:]).all()
+    train = training_step(torch, model, batch)
+    losses = [train() for _ in range(20)]
+    check_losses(losses)
+    for wrong in ([math.nan, 2], [10.8, math.nan], [10.8, 10.9], [5, 4]):
+        try:
+            check_losses(wrong)
+        except Exception as e:
+            assert "expected from ln V" in str(e), e
+        else:
+            raise AssertionError(wrong)
 
 
 def test_help():
-    for name in ("plot.py", "plot_attention.py", "tensorboard.py", "readme_tables.py", "compare_losses.py",
-                 "../dev/peers.py"):
+    for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
+                 "compare_losses.py", "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -194,6 +267,8 @@ def test_tables():
                         attention_row(kernel="naive", tflops=40.0, tflops_sustained=None)],
         "B/attention": [attention_row(gpu="GPU B", tflops=7.0), attention_row(gpu="GPU B", **{"pass": "bwd"})],
         "A/train": [train, {**train, "attention": "naive", "mfu": 12.34}],
+        "B/train": [{**train, "tok_s": 3e5}, {**train, "recompute": 0}, {**train, "recompute": 1, "T": 4096, "B": 1},
+                    {**train, "kernel": "torch_compile", "attention": "sdpa", "sdpa": "torch_cudnn"}],
     }
     with scratch() as tmp:
         (tmp / "attention").mkdir()
@@ -223,6 +298,11 @@ def test_tables():
         assert "NH 12, HS 64, TFLOP/s" in text  # GPU B
         assert "| 4, 1024 | fwd | 7 / 90 |" in text and "| 4, 1024 | bwd | 100 / 90 |" in text
         assert "| d12 | bf16 | flash | 4 | 1024 | 500k | 8.00 | n/a | 3.5 |" in text and "12.3 %" in text
+        # B: a row without a level is of level 0, which a newer one replaces; two levels make a column, peers have none.
+        assert "| model | dtype | attention | recompute | B | T |" in text and "300k" not in text
+        rows = ["| flash | 0 | 4 | 1024 | 500k |", "| flash | 1 | 1 | 4096 | 500k |",
+                "| torch_compile, cudnn | – | 4 | 1024 | 500k |"]
+        assert [text.index(row) for row in rows] == sorted(text.index(row) for row in rows)
         assert "Not measured yet." in text
         assert all(len(line) <= 120 for line in text.splitlines())
 
@@ -284,6 +364,38 @@ def test_tables_of_ladder_accuracy_and_losses():
         assert "![accuracy](dev/results/A/accuracy.svg)" in (tmp / "README.md").read_text()
 
 
+def test_table_of_a_breakdown():
+    step = {**attention_row(), "kind": "breakdown", "kernel": "train_gpt2cu", "model": "d12", "attention": "flash",
+            "recompute": 1, "B": 64, "calls": 12, "step_ms": 100.0, "tflops": 0, "tb_s": 2.0,
+            "gemm_tflops_sustained": 700.0, "copy_tb_s_sustained": 4.0}
+    new = {**step, "date": "2030-02-01T00:00:00Z", "step_ms": 80.0}
+    rows = [{**step, "call": "adamw", "ms": 9.0, "lost_ms": 9.0}, {**step, "call": "gone", "ms": 50.0, "lost_ms": 50.0},
+            {**new, "call": "adamw", "calls": 1, "ms": 2.0, "lost_ms": 1.0},
+            {**new, "call": "matmul", "ms": 60.0, "lost_ms": 8.0, "tflops": 630.0, "tb_s": 1.0},
+            {**new, "call": "clear", "ms": 1.0, "lost_ms": 0.5},
+            {**new, "call": "attention", "ms": 12.5, "lost_ms": 7.25, "tflops": 350.0},
+            {**new, "call": "matmul", "B": 4, "ms": 60.0, "lost_ms": 8.0}]
+    with scratch() as tmp:
+        (tmp / "attention").mkdir()
+        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
+            document.write_text("<!-- table: breakdown -->\nold\n<!-- end -->\n")
+        write_rows(tmp, "breakdown", rows)
+        result = script("readme_tables.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        text = (tmp / "README.md").read_text()
+        assert text.count("| all of these |") == 2 and "gone" not in text  # B 4 and B 64; a call of the older run
+        text = text[text.index("B 64"):]
+        lines = ["| matmul | 12 | 60.000 | 75.0 | 630.0 | 90 | 1.00 | 25 | 8.000 |",
+                 "| attention | 12 | 12.500 | 15.6 | 350.0 | 50 | 2.00 | 50 | 7.250 |",
+                 "| adamw | 1 | 2.000 | 2.5 |  |  | 2.00 | 50 | 1.000 |",
+                 "| clear | 12 | 1.000 | 1.2 |  |  | 2.00 | 50 | 0.500 |",
+                 "| all of these | 37 | 75.500 | 94.4 |  |  |  |  | 16.750 |"]
+        assert [text.index(line) for line in lines] == sorted(text.index(line) for line in lines)
+        assert ("most is lost in matmul (8.00 ms, 10.0 % of the step); attention (7.25 ms, 9.1 % of the step); adamw "
+                "(1.00 ms, 1.2 % of the step).") in text.replace("\n", " ")
+        assert "recompute 1; sustained ceilings: GEMM 700 TFLOP/s, copy 4.00 TB/s. GPU A" in text.replace("\n", " ")
+
+
 def test_plots_of_attention():
     need("matplotlib")
     with scratch() as tmp:
@@ -302,6 +414,39 @@ def test_plots_of_attention():
             assert [path.name for path in paths] == ["attention_bf16.svg", "accuracy.svg"]
             written.append([path.read_bytes() for path in paths])
         assert written[0] == written[1] and all(svg.startswith(b"<?xml") for svg in written[0])
+
+
+def test_plot_of_memory():
+    """Points and lines at their places, one line a setting; a single length has none."""
+    need("matplotlib")
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from plot_memory import plot_memory
+
+    def row(dtype, T, mem_gib, **fields):
+        return {**attention_row(), "kind": "train", "kernel": "train_gpt2cu", "model": "d12", "attention": "flash",
+                "dtype": dtype, "B": 1, "T": T, "mem_gib": mem_gib, "recompute": 1, **fields}
+    found = [row("fp32", 8192, 6.5), row("fp32", 4096, 4.0), row("fp32", 16384, 10.0), row("bf16", 65536, 17.0)]
+    others = [row("bf16", 1024, 99.0, B=4), row("bf16", 1024, 99.0, kernel="torch_compile")]
+    figure = plot_memory(plt, found + others)
+    axes, = figure.axes
+    lines = [[tuple(point) for point in line.get_xydata()] for line in axes.get_lines()]
+    assert lines == [[(65536, 17)], [(4096, 4), (16384, 10)], [(4096, 4), (8192, 6.5), (16384, 10)]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp32: 0.50 GiB per 1024 tokens"]
+    assert axes.get_title() == "Training with B 1, model d12, attention flash, recompute 1, GPU A"
+    assert axes.get_xscale() == axes.get_yscale() == "linear" and axes.get_ylim()[0] == axes.get_xlim()[0] == 0
+    plt.close(figure)
+    with scratch() as tmp:
+        write_rows(tmp, "train", others)
+        check_fails(script("plot_memory.py", "--root", tmp), "plot_memory.py", "no rows", "bench_train")
+        write_rows(tmp, "train", found + others)
+        written = []
+        for _ in range(2):  # the same rows give the same bytes
+            result = script("plot_memory.py", "--root", tmp)
+            assert result.returncode == 0 and result.stdout.endswith("/A/memory.svg\n"), result
+            written.append(pathlib.Path(result.stdout.strip()).read_bytes())
+        assert written[0] == written[1] and written[0].startswith(b"<?xml")
 
 
 def test_tables_are_those_of_dev_results():

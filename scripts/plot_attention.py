@@ -6,12 +6,9 @@
 
     python3 scripts/plot_attention.py      # every GPU that has rows; then scripts/readme_tables.py shows them in README
 """
-import argparse
-import pathlib
-import sys
-
-from plot import COLOURS, GREY, INK, STYLE
-from readme_tables import ROOT, TENSORS, kernels_of, rows
+import result_plots
+from plot import COLOURS, GREY, INK
+from readme_tables import TENSORS, kernels_of
 
 INPUTS = {"normal": ("N(0,1)", "-"), "large_q": ("q ×5", "--"), "shifted": ("mean +0.5", ":")}
 
@@ -99,33 +96,11 @@ def plot_accuracy(plt, found):
     return figure
 
 
-def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
-    a = arg.parse_args()
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as e:
-        sys.exit(f"plot_attention.py needs matplotlib ({e}): pip install -r scripts/requirements.txt")
-    plt.rcParams.update({**STYLE, "axes.xmargin": 0.05})
-    written = []
-    for folder in sorted((a.root / "dev" / "results").glob("*/")):
-        found = {name: rows(folder / f"{name}.jsonl") if (folder / f"{name}.jsonl").exists() else []
-                 for name in ("attention", "accuracy")}
-        figures = {f"attention_{dtype}": plot_attention(plt, found["attention"], dtype) for dtype in ("bf16", "fp32")}
-        figures["accuracy"] = plot_accuracy(plt, found["accuracy"])
-        for name, figure in figures.items():
-            if figure:
-                written.append(folder / f"{name}.svg")
-                # Neither date nor version: the same rows give the same file.
-                figure.savefig(written[-1], metadata={"Date": None, "Creator": None})
-                plt.close(figure)
-    if not written:
-        sys.exit(f"plot_attention.py: {a.root / 'dev' / 'results'}: no rows; run ./dev/bench_attention --json first")
-    print("\n".join(map(str, written)))
+def figures(plt, found):
+    return {"attention_bf16": plot_attention(plt, found["attention"], "bf16"),
+            "attention_fp32": plot_attention(plt, found["attention"], "fp32"),
+            "accuracy": plot_accuracy(plt, found["accuracy"])}
 
 
 if __name__ == "__main__":
-    main()
+    result_plots.main(__doc__, ["attention", "accuracy"], figures, "./dev/bench_attention --json")

@@ -19,7 +19,8 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps", "lr", "tf32", "input", "tensor"]
+        "steps", "lr", "tf32", "input", "tensor", "recompute", "call"]
+DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
 def rows(path, **where):
@@ -29,7 +30,7 @@ def rows(path, **where):
         try:
             row = json.loads(line)
             if all(row.get(field) == value for field, value in where.items()):
-                key = tuple(row.get(field) for field in WHAT)
+                key = tuple(row.get(field, DEFAULTS.get(field)) for field in WHAT)
                 if key not in newest or newest[key]["date"] <= row["date"]:
                     newest[key] = row
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -150,12 +151,51 @@ def losses(path):
 
 def train(path):
     found = rows(path)
-    found.sort(key=lambda r: (r["model"], r["dtype"], r["kernel"] != "train_gpt2cu", r["attention"], r["B"], r["T"]))
-    body = [[r["model"], r["dtype"], r["attention"] if r["kernel"] == "train_gpt2cu" else r["kernel"], str(r["B"]),
-             str(r["T"]), f"{r['tok_s'] / 1e3:.0f}k", f"{r['ms']:.2f}", f"{r['mfu']:.1f} %" if r["mfu"] else "n/a",
-             f"{r['mem_gib']:.1f}"] for r in found]
-    header = ["model", "dtype", "attention", "B", "T", "tok/s", "ms", "MFU", "GiB in use"]
-    return table("The whole training step, sustained", found, header, body)
+    ours = [{**DEFAULTS, **r} for r in found if r["kernel"] == "train_gpt2cu"]
+    peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
+             for r in found if r["kernel"] != "train_gpt2cu"]
+    same, varying = shared(ours, ["recompute"]) if ours else ("", [])
+    lines = [*sorted(ours, key=lambda r: (r["attention"], r["recompute"], r["T"], r["B"])),
+             *sorted(peers, key=lambda r: (r["T"], r["B"], r["attention"]))]
+    lines.sort(key=lambda r: (r["model"], r["dtype"]))
+    body = [[r["model"], r["dtype"], r["attention"], *(str(r[field]) for field in varying), str(r["B"]), str(r["T"]),
+             f"{r['tok_s'] / 1e3:.0f}k", f"{r['ms']:.2f}", f"{r['mfu']:.1f} %" if r["mfu"] else "n/a",
+             f"{r['mem_gib']:.1f}"] for r in lines]
+    header = ["model", "dtype", "attention", *varying, "B", "T", "tok/s", "ms", "MFU", "GiB in use"]
+    title = "The whole training step, sustained" + (f", {same}" if same else "")
+    return table(title, found, header, body)
+
+
+def breakdown(path):
+    """A table for each step that was taken apart, its longest call first."""
+    steps = {}
+    for r in rows(path):
+        steps.setdefault((r["model"], r["dtype"], r["B"], r["T"], r["attention"], r["recompute"]), []).append(r)
+    return "\n\n".join(breakdown_of_step(of_step) for _, of_step in sorted(steps.items()))
+
+
+def breakdown_of_step(found):
+    # Of an earlier run, with another length of the step, there may be calls that are no longer made.
+    step_ms = max(found, key=lambda r: r["date"])["step_ms"]
+    found = sorted((r for r in found if r["step_ms"] == step_ms), key=lambda r: -r["ms"])
+
+    def rate(r, field, ceiling, digits):
+        return [f"{r[field]:.{digits}f}", f"{100 * r[field] / r[ceiling]:.0f}"] if r[field] else ["", ""]
+    body = [[r["call"], str(r["calls"]), f"{r['ms']:.3f}", f"{100 * r['ms'] / step_ms:.1f}",
+             *rate(r, "tflops", "gemm_tflops_sustained", 1), *rate(r, "tb_s", "copy_tb_s_sustained", 2),
+             f"{r['lost_ms']:.3f}"] for r in found]
+    calls, ms, lost_ms = (sum(r[field] for r in found) for field in ("calls", "ms", "lost_ms"))
+    share = f"{100 * ms / step_ms:.1f}"
+    body.append(["all of these", str(calls), f"{ms:.3f}", share, "", "", "", "", f"{lost_ms:.3f}"])
+    of = found[0]
+    title = (f"Where a step of {step_ms:.2f} ms goes, call by call: {of['model']}, {of['dtype']}, B {of['B']}, "
+             f"T {of['T']}, attention {of['attention']}, recompute {of['recompute']}; sustained ceilings: "
+             f"GEMM {of['gemm_tflops_sustained']:.0f} TFLOP/s, copy {of['copy_tb_s_sustained']:.2f} TB/s")
+    header = ["call", "calls", "ms", "% of step", "TFLOP/s", "% of GEMM", "TB/s", "% of copy", "lost ms"]
+    losses = [f"{r['call']} ({r['lost_ms']:.2f} ms, {100 * r['lost_ms'] / step_ms:.1f} % of the step)"
+              for r in sorted(found, key=lambda r: -r["lost_ms"])[:3]]
+    sentence = f"Lost is what a call takes beyond the slower of its two ceilings; most is lost in {'; '.join(losses)}."
+    return table(title, found, header, body) + "\n\n" + textwrap.fill(sentence, WIDTH)
 
 
 def torch(path):
@@ -171,10 +211,11 @@ def torch(path):
 TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16")),
           "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32")),
           "ladder": ("attention.jsonl", ladder), "accuracy": ("accuracy.jsonl", accuracy),
-          "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train), "torch": ("torch.jsonl", torch),
+          "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train),
+          "breakdown": ("breakdown.jsonl", breakdown), "torch": ("torch.jsonl", torch),
           "plot attention bf16": ("attention_bf16.svg", None),
           "plot attention fp32": ("attention_fp32.svg", None),
-          "plot accuracy": ("accuracy.svg", None)}
+          "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
 
 
 def make(name, document, root):

@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Times a plain PyTorch GPT-2 beside ./dev/bench_train, in one run on the same shapes: tokens per second and memory.
+
+    make benches && python3 dev/peers_train.py            # needs PyTorch and a GPU, else it says so and ends with 0
+    python3 dev/peers_train.py --model d24 --shapes 16x1024,4x1024 --json
+
+The peer is what people run: the same model compiled by torch.compile, matmuls and attention in bf16 by autocast over
+fp32 weights, F.scaled_dot_product_attention, fused AdamW, gradients clipped at norm 1. Initial weights, learning rate,
+weight decay, random tokens and the vocabulary of 50257 padded to 50304 are bench_train's, and so is what is timed: the
+whole step, from the upload of its batch to the loss read back, 3 s of steps to warm up, then the mean of the next 5 s.
+Each backend of attention (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster one is recorded.
+Before it is timed the loss must start at ln V and fall over 20 steps on one batch. "GiB" is the device memory in use
+after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
+"ours/peer" is how many times as fast ours is: above 1, ours wins.
+"""
+import argparse
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+import results  # noqa: E402
+
+SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}  # L, NH, C
+V, VP, MAX_T = 50257, 50304, 1024
+BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION"}
+
+
+class Wrong(Exception):
+    """The peer does not train: its time would mean nothing."""
+
+
+def our_row(model, B, T):
+    """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "rows.jsonl")
+        command = [ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision", "bf16"]
+        try:
+            done = subprocess.run([*map(str, command), "--out", out], cwd=ROOT, capture_output=True, text=True)
+        except FileNotFoundError:
+            sys.exit("peers_train.py: there is no ./dev/bench_train: make benches")
+        if done.returncode and re.search("out of memory|the model needs", done.stderr):
+            return None
+        if done.returncode:
+            sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
+        with open(out, encoding="utf-8") as f:
+            return json.loads(f.readline())
+
+
+def gpt2(torch, L, NH, C, max_T):
+    """GPT-2 as a module from (tokens, targets) to the mean loss; wte is the classifier too. No dropout."""
+    nn, F = torch.nn, torch.nn.functional
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ln1, self.qkv, self.attproj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
+            self.ln2, self.fc, self.fcproj = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+        def forward(self, x):
+            B, T, _ = x.shape
+            q, k, v = (y.view(B, T, NH, C // NH).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(C, dim=2))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.attproj(y.transpose(1, 2).reshape(B, T, C))
+            return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+    class GPT2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.wpe = nn.Embedding(VP, C), nn.Embedding(max_T, C)
+            self.blocks, self.lnf = nn.ModuleList(Block() for _ in range(L)), nn.LayerNorm(C)
+            for name, p in self.named_parameters():
+                if p.dim() == 2:
+                    nn.init.normal_(p, std=0.02 / (math.sqrt(2 * L) if "proj" in name else 1))
+                elif name.endswith("bias"):
+                    nn.init.zeros_(p)
+
+        def forward(self, tokens, targets):
+            x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+            for block in self.blocks:
+                x = block(x)
+            logits = F.linear(self.lnf(x), self.wte.weight)
+            return F.cross_entropy(logits.view(-1, VP), targets.view(-1))
+    return GPT2()
+
+
+def training_step(torch, model, batch):
+    """A function that trains `model` for one step on `batch`, tokens and targets in host memory, and gives the loss."""
+    params = list(model.parameters())
+    device = params[0].device
+    groups = [{"params": [p for p in params if p.dim() == 2], "weight_decay": 0.1},
+              {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    def train():
+        tokens, targets = batch.to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.item()
+    return train
+
+
+def random_batch(torch, B, T):
+    """(2, B, T): tokens, and as targets the tokens that follow them."""
+    tokens = torch.randint(V, (B * T + 1,))
+    return torch.stack([tokens[:-1], tokens[1:]]).view(2, B, T)
+
+
+def check_losses(losses):
+    if not (abs(losses[0] - math.log(V)) < 0.5 and losses[-1] < losses[0]):
+        raise Wrong(f"the loss goes from {losses[0]:g} to {losses[-1]:g}, expected from ln V = {math.log(V):g} down")
+
+
+def measure(size, backend, B, T):
+    """Figures of the peer, from a process that has done nothing else on the GPU."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(1)
+    model = torch.compile(gpt2(torch, *size, max(T, MAX_T)).cuda())
+    train = training_step(torch, model, random_batch(torch, B, T).pin_memory())
+
+    def mean_ms(seconds):
+        steps, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            train()
+            steps += 1
+        return (time.perf_counter() - start) / steps * 1e3
+
+    with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
+        losses = [train() for _ in range(20)]
+        check_losses(losses)
+        torch.cuda.empty_cache()  # what compiling alone needed is not the peer's memory
+        mean_ms(3)
+        ms = mean_ms(5)
+    free, total = torch.cuda.mem_get_info()
+    return {"gpu": torch.cuda.get_device_name(), "ms": ms, "tok_s": B * T / ms * 1e3,
+            "mem_gib": (total - free) / 2**30, "loss": losses[-1]}
+
+
+def figures_or_reason(*arguments):
+    """What measure() gives, or in a word why it cannot: not every exception of PyTorch's passes between processes."""
+    try:
+        return measure(*arguments)
+    except Wrong:
+        raise
+    except Exception as e:
+        text = f"{type(e).__name__}: {e}"
+        return "out of memory" if "out of memory" in text else text.splitlines()[0][:100]
+
+
+def in_a_fresh_process(function, *arguments):
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except concurrent.futures.process.BrokenProcessPool as e:
+            return str(e)
+
+
+def peer_row(torch, model, B, T, backend, ours, figures):
+    # The same model on the same GPU: MFU goes with tokens per second.
+    mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
+    figures = dict(figures)
+    return results.row("train", figures.pop("gpu"), torch.version.cuda, torch=torch.__version__, kernel="torch_compile",
+                       model=model, dtype="bf16", B=B, T=T, gpus=1, attention="sdpa", sdpa=backend,
+                       deterministic=False, mfu=mfu, **figures)
+
+
+def line(row, ours=None):
+    mfu = f"{row['mfu']:.1f}" if row["mfu"] else "n/a"
+    ratio = f" {ours['tok_s'] / row['tok_s']:10.2f}" if ours else ""
+    return (f"{row['kernel']:13} {row.get('sdpa', row['attention']):12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
+            f"{row['tok_s']:9.0f} {mfu:>6} {row['mem_gib']:7.2f}{ratio}")
+
+
+def shapes_of(text):
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f'"{text}" is no BxT,BxT,… such as 16x1024,4x1024')
+    return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+
+
+def main():
+    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg.add_argument("--model", default="d12", choices=SIZES)
+    arg.add_argument("--shapes", default="64x1024,16x1024,4x1024", type=shapes_of,
+                     help="BxT,BxT,… (default: %(default)s)")
+    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/train.jsonl")
+    arg.add_argument("--out", help="append rows to this file")
+    a = arg.parse_args()
+    try:
+        import torch
+    except ImportError as e:
+        print(f"skipped: peers_train.py needs PyTorch ({e})")
+        return
+    if not torch.cuda.is_available():
+        print("skipped: peers_train.py needs a GPU that PyTorch can use")
+        return
+
+    # This process leaves the GPU alone: a context of its own would count in everyone's memory.
+    print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
+          f"{'B':>4} {'T':>6} | {'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}", flush=True)
+    rows = []
+    for B, T in a.shapes:
+        ours = our_row(a.model, B, T)
+        print(line(ours) if ours else f"{'train_gpt2cu':13} {'':12} {B:4} {T:6} | skipped: out of memory", flush=True)
+        rows += [ours] if ours else []
+        found = []
+        for backend in BACKENDS:
+            try:
+                figures = in_a_fresh_process(figures_or_reason, SIZES[a.model], backend, B, T)
+            except Wrong as e:
+                sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
+            if isinstance(figures, str):
+                print(f"{'torch_compile':13} {backend:12} {B:4} {T:6} | skipped: {figures}", flush=True)
+                continue
+            found.append(peer_row(torch, a.model, B, T, backend, ours, figures))
+            print(line(found[-1], ours), flush=True)
+        if found:
+            rows.append(min(found, key=lambda r: r["ms"]))
+    if rows and (a.json or a.out):
+        print(results.append(rows, "train", a.out))
+
+
+if __name__ == "__main__":
+    main()
