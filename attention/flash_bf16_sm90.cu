@@ -221,9 +221,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 
             float s[Bc / 8][4], o[HS / 8][4];
             uint32_t p_regs[Bc / 16][4];
-            float m[2] = {-INFINITY, -INFINITY},
-                  l[2] = {0.f, 0.f};    // of rows lane/4 and lane/4 + 8; l: this lane's columns
-            float alpha[2], l_tile[2];  // the last tile's: e^{old m − m}, and its part of l
+            // Of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end.
+            float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f};
+            float alpha[2], l_tile[2];  // the last tile's e^{old m − m}, where it raised m, and its part of l
 #pragma unroll
             for (int n = 0; n < HS / 8; n++)
 #pragma unroll
@@ -386,13 +386,12 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     softmax(s, j, std::true_type{});
                     pack(s);
                 };
-                if (k_end - j * Bc <=
-                    64) {  // every other warpgroup of a causal tile: half a product, half the exponentials
-                    float half[8][4];
+                // The diagonal leaves every other warpgroup only half a tile: half a product, half the exponentials.
+                float half[8][4];
+                if (k_end - j * Bc <= 64)
                     first(half);
-                } else {
+                else
                     first(s);
-                }
                 mbarrier_wait(v_full(ring.stage), ring.phase);
                 l[0] = l_tile[0], l[1] = l_tile[1];
                 for (j--; j >= unmasked; j--) step(j, std::true_type{});
@@ -413,7 +412,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 float sum = l[r];
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 2^-8, or NaN
+                const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
                 const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
                 lse[r] = unseen ? -INFINITY : (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
 #pragma unroll
