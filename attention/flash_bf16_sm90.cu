@@ -499,8 +499,9 @@ template <int HS, bool Block>
 void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
     using Tiles = ForwardTiles<HS>;
-    constexpr size_t kGroupBytes =
-        32 << 20;  // of K and V: stays in L2 (50 MB); each group ends in a time of short tiles
+    // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
+    // wait.
+    constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
     // Beyond these bounds every query sees all keys, or none.
