@@ -1,0 +1,589 @@
+// Flash attention forward, bf16, wgmma + TMA + mbarrier, warp-specialised (sm_90a).
+//
+//   first tile of keys     S = scale·Q Kᵀ;  m = rowmax S;  P = exp(S − m);  l = rowsum P;   O = P V
+//   every later one        S = scale·Q Kᵀ;                 P = exp(S − m);  l += rowsum P;  O += P V
+//   out = O / l;  lse = m + log l
+//
+// New against flash_bf16: three instructions of Hopper, and roles. One thread, the producer, has the TMA unit copy
+// whole tiles into a ring in shared memory; warpgroups of 64 queries each, the consumers, multiply straight out of that
+// ring with wgmma; mbarriers say when a tile has landed and when it may be overwritten. No thread computes an address
+// of K or V, and no operand passes through ldmatrix.
+//
+// There is no running maximum. Any m gives the same out and lse as long as nothing overflows, and the maximum of the
+// first tile (the diagonal one) is nearly always good enough for the whole row: P and l may grow to 2^60 before a warp
+// notices, by its sums, that it needs a new m. It then computes S again, by itself, and goes the textbook's way for
+// that tile. So 64 maxima, 4 shuffles and the rescaling of O are gone from the loop.
+//
+// A warpgroup's step j, while the tensor cores also serve the other warpgroups:
+//
+//   wait k_full(j) │ issue S = Q K_jᵀ │ issue O += P V_{j+1} │ S done: P = exp(S − m), l │ O done: release, P to bf16
+//                    └─ tensor cores ─┴─ tensor cores ───────────╌╌╌ beside the exponentials
+//
+//   operand   where                                          layout
+//   Q         shared memory, 2 slots a warpgroup              A of S: rows of 128 bytes, swizzled by TMA
+//   K         shared memory, ring of Stages tiles of 128 keys B of S, as it lies
+//   P         registers: S's accumulator packed to bf16       A of O
+//   V         shared memory, ring of Stages                   B of O, transposed by wgmma
+//   S, O      registers                                       accumulators, fp32
+//
+//   barrier           who arrives                 who waits
+//   q_full[2][W]      TMA                         the warpgroup: its queries and its Work are there
+//   q_empty[2][W]     the warpgroup's 4 warps     the producer: their last product with Q is done
+//   k_full, v_full    TMA                         all consumers
+//   k_empty, v_empty  every consumer warp         the producer
+//
+// A block stays on its SM and fetches tiles of queries until none are left: while consumers finish one, the producer
+// loads the next. The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv; only
+// the epilogue differs. A row that sees no key has lse = −inf and o = 0.
+//
+// Writes: out, lse (every element).  Block form: merges into o_acc, lse.  Backward: flash_bf16's.
+// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; compute capability 9.0 only.
+// Run: ./dev/bench_attention --kernel flash_bf16_sm90
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "attention/ptx_sm90.cuh"
+#include "attention/tensor_map.h"
+
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+#endif
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles. Registers decide how many warpgroups share a tile of keys: S, O and P take 64 + 32 + 32 a thread at HS 64, and
+// three warpgroups may have 160; at HS 128 they take 64 + 64 + 32, and there are two. The producer hands its own back.
+
+template <int HS>
+struct ForwardTiles {
+    static constexpr int Warpgroups = HS == 64 ? 3 : 2;  // consumers, 64 queries each
+    static constexpr int Br = 64 * Warpgroups, Bc = 128;
+    static constexpr int Threads = 128 * (1 + Warpgroups);
+    static constexpr int Stages = HS == 64 ? 4 : 2;  // as many as fit
+    static constexpr int ProducerRegisters = HS == 64 ? 32 : 40;
+    static constexpr int ConsumerRegisters = HS == 64 ? 160 : 232;
+    static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
+    // Offsets in shared memory: Q twice, out, the rings, barriers, Work twice. 200 KB, 224 KB.
+    static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes, V = K + Stages * KvBytes;
+    static constexpr int Barriers = V + Stages * KvBytes, NextWork = Barriers + 4 * (Warpgroups + Stages) * 8;
+    static constexpr int Smem = NextWork + 2 * 16;
+    static_assert(Smem <= 227 * 1024);
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a launch covers
+
+struct Problem {
+    int NH, Tq, Tk, heads;    // heads = B·NH
+    int shift;                // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int tiles, group, items;  // items = tiles·heads
+    int counter;              // which of next_item
+    float scale_log2;         // scale·log2(e): the exponentials are powers of 2
+    float* o_acc;             // block form: merged into
+    float* lse;
+};
+
+// Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their lengths differ, and
+// so do SMs. Each launch needs a counter, which its last block sets back to 0; launches that run at once have different
+// ones.
+constexpr int kCounters = 1024;
+__device__ int next_item[kCounters];
+std::atomic<unsigned> launches;
+
+// One tile of queries of one head.
+struct Work {
+    int b, h;  // b = −1: there is no more
+    int q0;
+    int k_tiles;  // of the last query; 0: no query sees a key
+};
+// Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first, so that the last to
+// finish are short. Tiles are counted from the last query: if 64·Warpgroups does not divide Tq, it is the first, short
+// tile that has warpgroups without queries (q0 < 0), not the longest.
+template <int Br, int Bc, bool Causal>
+__device__ __forceinline__ Work work_item(const Problem& p, int item) {
+    const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
+    const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
+    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;
+    return {bh / p.NH, bh % p.NH, q0, max(0, (k_end + Bc - 1) / Bc)};
+}
+
+// A place in the ring of stages. The phase is the parity that a consumer waits for; the producer waits for the other.
+template <int Stages>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) stage = 0, phase ^= 1;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernel
+
+template <int HS, bool Causal, bool Block>
+__global__ __launch_bounds__(ForwardTiles<HS>::Threads,
+                             1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
+                                                    const __grid_constant__ CUtensorMap k_map,
+                                                    const __grid_constant__ CUtensorMap v_map,
+                                                    const __grid_constant__ CUtensorMap out_map,
+                                                    const __grid_constant__ Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using Tiles = ForwardTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups, Stages = Tiles::Stages;
+    constexpr int QBytes = Tiles::QBytes, KvBytes = Tiles::KvBytes;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const uint32_t base = smem_address(smem), barriers = base + Tiles::Barriers;
+    auto q_full = [&](int slot, int w) { return barriers + (slot * W + w) * 8; };
+    auto q_empty = [&](int slot, int w) { return barriers + (2 * W + slot * W + w) * 8; };
+    auto k_full = [&](int stage) { return barriers + (4 * W + stage) * 8; };
+    auto v_full = [&](int stage) { return barriers + (4 * W + Stages + stage) * 8; };
+    auto k_empty = [&](int stage) { return barriers + (4 * W + 2 * Stages + stage) * 8; };
+    auto v_empty = [&](int stage) { return barriers + (4 * W + 3 * Stages + stage) * 8; };
+    auto q_smem = [&](int slot, int w) { return base + (slot * W + w) * QBytes; };
+    auto k_smem = [&](int stage) { return base + Tiles::K + stage * KvBytes; };
+    auto v_smem = [&](int stage) { return base + Tiles::V + stage * KvBytes; };
+    Work* const work_smem = reinterpret_cast<Work*>(smem + Tiles::NextWork);  // [2], beside the slots of Q
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * W; i++) {
+            mbarrier_init(q_full(0, i), 1);
+            mbarrier_init(q_empty(0, i), 4);
+        }
+        for (int i = 0; i < Stages; i++) {
+            mbarrier_init(k_full(i), 1);
+            mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_empty(i), 4 * W);
+            mbarrier_init(v_empty(i), 4 * W);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they could part.
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {  // the producer
+        setmaxnreg_dec<Tiles::ProducerRegisters>();
+        if (threadIdx.x == 0) {
+            Ring<Stages> ring;
+            Work w;
+            // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
+            auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
+                mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes work_smem too
+#pragma unroll
+                for (int d = 0; d < HS; d += 64) tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
+            };
+            for (int i = 0, item = blockIdx.x;; i++) {
+                for (int wg = 0; wg < W; wg++) mbarrier_wait(q_empty(i % 2, wg), (i / 2 & 1) ^ 1);
+                if (item >= p.items) {
+                    work_smem[i % 2].b = -1;
+                    for (int wg = 0; wg < W; wg++) mbarrier_arrive(q_full(i % 2, wg));
+                    break;
+                }
+                w = work_item<Br, Bc, Causal>(p, item);
+                // Asked for early: the answer is needed when this tile's loads are all under way.
+                const int taken = atomicAdd(&next_item[p.counter], 1);
+                if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
+                item = gridDim.x + taken;
+                work_smem[i % 2] = w;
+                for (int wg = 0; wg < W; wg++)
+                    load(q_smem(i % 2, wg), q_map, q_full(i % 2, wg), 64, max(0, w.q0 + 64 * wg));
+                for (int j = w.k_tiles - 1; j >= 0; j--, ring.advance()) {
+                    mbarrier_wait(k_empty(ring.stage), ring.phase ^ 1);
+                    load(k_smem(ring.stage), k_map, k_full(ring.stage), Bc, j * Bc);
+                    mbarrier_wait(v_empty(ring.stage), ring.phase ^ 1);
+                    load(v_smem(ring.stage), v_map, v_full(ring.stage), Bc, j * Bc);
+                }
+            }
+        }
+    } else {
+        setmaxnreg_inc<Tiles::ConsumerRegisters>();
+        const int wg = warpgroup - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        auto release = [&](uint32_t barrier) {  // after a wgmma_wait, which speaks for the warp, not the warpgroup
+            if (lane == 0) mbarrier_arrive(barrier);
+        };
+        Ring<Stages> ring;
+        for (int i = 0;; i++) {
+            mbarrier_wait(q_full(i % 2, wg), i / 2 & 1);
+            Work w = work_smem[i % 2];
+            w.b = __shfl_sync(~0u, w.b, 0), w.q0 = __shfl_sync(~0u, w.q0, 0);
+            w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
+            if (w.b < 0) break;
+            const int first_q = w.q0 + 64 * wg, end_q = min(first_q + 64, p.Tq);
+            const int k_end = first_q < 0 ? 0 : Causal ? min(p.Tk, end_q + p.shift) : p.Tk;
+            // The tiles that some query here sees, and those that all see whole.
+            const int my_tiles = max(0, (k_end + Bc - 1) / Bc);
+            const int unmasked = max(0, (Causal ? min(p.Tk, first_q + p.shift + 1) : p.Tk) / Bc);
+
+            float s[Bc / 8][4], o[HS / 8][4];
+            uint32_t p_regs[Bc / 16][4];
+            // Of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end.
+            float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f};
+            float alpha[2], l_tile[2];  // the last tile's e^{old m − m}, where it raised m, and its part of l
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[n][e] = 0.f;
+
+            const uint64_t q_descriptor = wgmma_descriptor(q_smem(i % 2, wg));
+            auto multiply_qk = [&](auto& s, int stage) {
+                const uint64_t k_descriptor = wgmma_descriptor(k_smem(stage));
+                wgmma_fence();
+#pragma unroll
+                for (int kk = 0; kk < HS / 16; kk++)
+                    wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
+                             wgmma_advance(k_descriptor, kk / 4 * Bc * 128 + kk % 4 * 32), kk > 0);
+                wgmma_commit();
+            };
+            // The same by mma.sync, for one warp's rows alone: wgmma needs all four.
+            auto multiply_qk_alone = [&](int stage) {
+#pragma unroll
+                for (auto& s_n : s)
+#pragma unroll
+                    for (float& x : s_n) x = 0.f;
+                auto swizzled = [](int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); };
+#pragma unroll 1
+                for (int kk = 0; kk < HS / 16; kk++) {
+                    const uint32_t q_tile = q_smem(i % 2, wg) + kk / 4 * 64 * 128,
+                                   k_tile = k_smem(stage) + kk / 4 * Bc * 128;
+                    uint32_t a[4], b[4];
+                    ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
+#pragma unroll
+                    for (int n = 0; n < Bc / 8; n += 2) {
+                        ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8, kk % 4 * 2 + lane / 8 % 2));
+                        mma_m16n8k16_bf16(s[n], a, b[0], b[1]);
+                        mma_m16n8k16_bf16(s[n + 1], a, b[2], b[3]);
+                    }
+                }
+            };
+            auto multiply_pv = [&](int stage) {
+                const uint64_t v_descriptor = wgmma_descriptor(v_smem(stage), Bc * 128);
+                wgmma_hold(p_regs);
+                wgmma_hold(o);
+                wgmma_fence();
+#pragma unroll
+                for (int kk = 0; kk < Bc / 16; kk++)
+                    wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
+                wgmma_commit();
+            };
+            // s → P = exp(S − m). True if some sum in the warp has left its range: the row outgrew m, or m is still −∞,
+            // for then every exponent is +∞ (unless Masked, where such a row must come out as zeros).
+            auto exponentials = [&](auto& s, auto masked) {
+                float sums[1][4] = {};  // four chains: an addition's latency is four clocks
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float m_log2 = decltype(masked)::value && m[r] == -INFINITY ? 0.f : m[r] * p.scale_log2;
+#pragma unroll
+                    for (auto& s_n : s)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const float x = fmaf(s_n[2 * r + e], p.scale_log2, -m_log2);
+                            const float P = exp2_approx(x);
+                            s_n[2 * r + e] = P;
+                            sums[0][2 * r + e] += P;
+                        }
+                }
+                wgmma_hold(s);
+                wgmma_hold(sums);
+                l_tile[0] = sums[0][0] + sums[0][1], l_tile[1] = sums[0][2] + sums[0][3];
+                return __any_sync(~0u, !(l_tile[0] + l_tile[1] <= 0x1p60f));  // true for NaN
+            };
+            // The textbook's way: mask, raise m to the maximum, P.
+            auto softmax = [&](auto& s, int j, auto masked) {
+                constexpr int N = sizeof(s) / sizeof(s[0]);
+                if constexpr (decltype(masked)::value) {
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const int query = first_q + 16 * warp + 8 * r + lane / 4;
+                        const int end = (Causal ? min(p.Tk, query + p.shift + 1) : p.Tk) - j * Bc - lane % 4 * 2;
+#pragma unroll
+                        for (int n = 0; n < N; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++)
+                                if (8 * n + e >= end) s[n][2 * r + e] = -INFINITY;
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float x0 = m[r], x1 = s[0][2 * r + 1];
+#pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        x0 = fmaxf(x0, s[n][2 * r]);
+                        x1 = fmaxf(x1, s[n][2 * r + 1]);
+                    }
+                    float x = fmaxf(x0, x1);
+                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                    alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * p.scale_log2);
+                    m[r] = x;
+                }
+                exponentials(s, std::true_type{});  // relative to the maximum: in range
+            };
+            auto rescale = [&] {
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    l[r] *= alpha[r];
+#pragma unroll
+                    for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
+                }
+            };
+            auto pack = [&](auto& s) {
+#pragma unroll
+                for (int n = 0; n < Bc / 8; n++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++)
+                        p_regs[n / 2][n % 2 * 2 + r] =
+                            n < sizeof(s) / sizeof(s[0]) ? pack_bf16(s[n][2 * r], s[n][2 * r + 1]) : 0;
+            };
+            // S of tile j beside O += P V of the tile before it, whose stage `ring` names.
+            auto step = [&](int j, auto masked) {
+                const Ring<Stages> previous = ring;
+                ring.advance();
+                mbarrier_wait(k_full(ring.stage), ring.phase);
+                multiply_qk(s, ring.stage);
+                multiply_pv(previous.stage);
+                wgmma_wait<1>();
+                wgmma_hold(s);
+                bool out_of_range = false;
+                if constexpr (decltype(masked)::value)
+                    softmax(s, j, masked);
+                else
+                    out_of_range = exponentials(s, masked);
+                // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past
+                // the wait below: they are to run beside O += P V.
+                mbarrier_wait(v_full(ring.stage), ring.phase);
+                wgmma_wait<0>();
+                wgmma_hold(o);
+                if (out_of_range) {
+                    multiply_qk_alone(ring.stage);
+                    softmax(s, j, masked);
+                }
+                if (out_of_range || decltype(masked)::value) rescale();
+                release(k_empty(ring.stage));
+                release(v_empty(previous.stage));
+                pack(s);
+                l[0] += l_tile[0], l[1] += l_tile[1];
+            };
+
+            int j = w.k_tiles - 1;
+            for (; j >= my_tiles; j--, ring.advance()) {  // beyond this warpgroup's queries
+                mbarrier_wait(k_full(ring.stage), ring.phase);
+                release(k_empty(ring.stage));
+                mbarrier_wait(v_full(ring.stage), ring.phase);
+                release(v_empty(ring.stage));
+            }
+            if (my_tiles > 0) {
+                mbarrier_wait(k_full(ring.stage), ring.phase);
+                auto first = [&](auto& s) {
+                    multiply_qk(s, ring.stage);
+                    wgmma_wait<0>();
+                    wgmma_hold(s);
+                    release(k_empty(ring.stage));
+                    softmax(s, j, std::true_type{});
+                    pack(s);
+                };
+                // The diagonal leaves every other warpgroup only half a tile: half a product, half the exponentials.
+                float half[8][4];
+                if (k_end - j * Bc <= 64)
+                    first(half);
+                else
+                    first(s);
+                mbarrier_wait(v_full(ring.stage), ring.phase);
+                l[0] = l_tile[0], l[1] = l_tile[1];
+                for (j--; j >= unmasked; j--) step(j, std::true_type{});
+                for (; j >= 0; j--) step(j, std::false_type{});
+                release(q_empty(i % 2, wg));
+                multiply_pv(ring.stage);
+                wgmma_wait<0>();
+                wgmma_hold(o);
+                release(v_empty(ring.stage));
+                ring.advance();
+            } else {
+                release(q_empty(i % 2, wg));
+            }
+
+            float lse[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float sum = l[r];
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
+                const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
+                lse[r] = unseen ? -INFINITY : (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+#pragma unroll
+                for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
+            }
+            float* lse_rows = p.lse + (static_cast<size_t>(w.b) * p.NH + w.h) * p.Tq;
+            const int row = first_q + 16 * warp + lane / 4;
+            if constexpr (Block) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const int t = row + 8 * r;
+                    const bool merges = t < p.Tq && lse[r] != -INFINITY;
+                    const float old = merges ? lse_rows[t] : 0.f;
+                    __syncwarp();  // the row's four lanes have read its lse
+                    if (merges) {
+                        const float weight = 1.f / (1.f + expf(old - lse[r]));  // σ(lse − old)
+                        float2* acc = reinterpret_cast<float2*>(
+                                          p.o_acc + ((static_cast<size_t>(w.b) * p.Tq + t) * p.NH + w.h) * HS) +
+                                      lane % 4;
+#pragma unroll
+                        for (int n = 0; n < HS / 8; n++) {
+                            const float2 x = acc[4 * n];
+                            acc[4 * n] =
+                                make_float2(x.x - weight * (x.x - o[n][2 * r]), x.y - weight * (x.y - o[n][2 * r + 1]));
+                        }
+                        if (lane % 4 == 0) lse_rows[t] = fmaxf(old, lse[r]) + log1pf(expf(-fabsf(old - lse[r])));
+                    }
+                }
+                __syncwarp();
+            } else {
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) lse_rows[row + 8 * r] = lse[r];
+                const bool leader = threadIdx.x % 128 == 0;
+                if (leader) bulk_wait_read<0>();
+                named_barrier_sync(1 + wg, 128);  // the last store has left out_smem
+                const uint32_t out_smem = base + Tiles::Out + wg * QBytes;
+                const int out_row = 16 * warp + lane % 16;
+#pragma unroll
+                for (int n = 0; n < HS / 8; n += 2) {
+                    uint32_t packed[4];
+#pragma unroll
+                    for (int k = 0; k < 4; k++)
+                        packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
+                    stmatrix_x4(out_smem + n / 8 * 64 * 128 + out_row * 128 + (((n % 8 + lane / 16) ^ (lane & 7)) << 4),
+                                packed);
+                }
+                fence_proxy_async();
+                named_barrier_sync(1 + wg, 128);
+                if (leader && first_q >= 0) {
+#pragma unroll
+                    for (int d = 0; d < HS; d += 64)
+                        tma_store_4d(&out_map, out_smem + d * 64 * 2, d, w.h, first_q, w.b);
+                    bulk_commit();
+                }
+            }
+        }
+        if (!Block && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+void check_aligned(const char* name, const void* ptr, size_t batch, size_t token) {
+    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 8 || token % 8)
+        throw Error(
+            format("flash_bf16_sm90: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu "
+                   "elements)",
+                   name, ptr, batch, token));
+}
+
+template <class X>
+Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + which * C, s.T * 3 * C, 3 * C};
+}
+int ceil_div(int a, int b) {
+    return (a - 1) / b + 1;
+}
+
+template <int HS, bool Block>
+void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
+                    Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
+    using Tiles = ForwardTiles<HS>;
+    // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
+    // wait.
+    constexpr size_t kGroupBytes = 32 << 20;
+    Problem p{};
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    // Beyond these bounds every query sees all keys, or none.
+    p.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+    p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    p.tiles = ceil_div(s.Tq, Tiles::Br);
+    p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads));
+    p.o_acc = o_acc, p.lse = lse;
+    const size_t items = static_cast<size_t>(p.tiles) * p.heads;
+    if (items > INT_MAX / 2)
+        throw Error(format("flash_bf16_sm90: %zu tiles, more than %d: use a smaller batch", items, INT_MAX / 2));
+    p.items = static_cast<int>(items);
+    p.counter = launches++ % kCounters;
+
+    const CUtensorMap q_map = tensor_map("q", q, s.B, s.Tq, s.NH, HS, 64),
+                      k_map = tensor_map("k", k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
+                      v_map = tensor_map("v", v, s.B, s.Tk, s.NH, HS, Tiles::Bc),
+                      out_map = Block ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
+    const auto kernel = s.causal ? forward_kernel<HS, true, Block> : forward_kernel<HS, false, Block>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
+    kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
+                                                                                        p);
+    LAUNCH_CHECK("flash_bf16_sm90");
+}
+
+template <bool Block>
+void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
+                    Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
+    if (s.HS != 64 && s.HS != 128)
+        throw Error(format("flash_bf16_sm90: head size %d, expected 64 or 128: use --attention naive", s.HS));
+    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
+        throw Error(
+            format("flash_bf16_sm90: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", s.B, s.NH, s.Tq, s.Tk));
+    if (!(s.resolved_scale() > 0.f)) throw Error(format("flash_bf16_sm90: scale %g, expected > 0", s.resolved_scale()));
+    check_aligned("q", q.ptr, q.batch, q.token);
+    check_aligned("k", k.ptr, k.batch, k.token);
+    check_aligned("v", v.ptr, v.batch, v.token);
+    check_aligned(Block ? "o_acc" : "out", Block ? static_cast<void*>(o_acc) : out.ptr, out.batch, out.token);
+    if (s.HS == 64)
+        launch_forward<64, Block>(dev, out, o_acc, lse, q, k, v, s);
+    else
+        launch_forward<128, Block>(dev, out, o_acc, lse, q, k, v, s);
+}
+
+void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    launch_forward<false>(dev, {out, s.T * C, C}, nullptr, lse, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
+                          {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale});
+}
+void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
+                   Heads<const bf16> v, const BlockShape& s) {
+    launch_forward<true>(dev, {}, o_acc, lse, q, k, v, s);
+}
+
+// Backward is flash_bf16's.
+void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out, const float* lse,
+              const bf16* att, const bf16* qkv, const AttentionShape& s) {
+    flash_bf16.backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
+}
+void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const bf16> q,
+                    Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
+                    const BlockShape& s) {
+    flash_bf16.backward_block(dev, dq, dk, dv, scratch, q, k, v, dout, lse, D, s);
+}
+size_t block_scratch_bytes(const BlockShape& s) {
+    return flash_bf16.block_scratch_bytes(s);
+}
+size_t scratch_bytes(const AttentionShape& s) {
+    return flash_bf16.scratch_bytes(s);
+}
+size_t saved_bytes(const AttentionShape&) {
+    return 0;
+}
+
+}  // namespace
+
+bool built_for_sm90a() {
+    cudaFuncAttributes attributes;
+    CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, true, false>));
+    return attributes.numRegs > 64;  // an empty body needs a handful
+}
+
+const AttentionKernel<bf16> flash_bf16_sm90 = {
+    "flash_bf16_sm90", 90,       true,          saved_bytes,    scratch_bytes,
+    forward,           backward, forward_block, backward_block, block_scratch_bytes};
