@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "attention/attention.h"
+#include "attention/flash_bf16_sm90.h"
 #include "layers/layers.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -18,7 +19,14 @@ AttentionKernels<float> attention_kernels() {
 }
 template <>
 AttentionKernels<bf16> attention_kernels() {
-    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_bf16};
+    static const AttentionKernel<bf16> flash_bf16_sm90 = [] {
+        AttentionKernel<bf16> k = flash_bf16;
+        k.name = "flash_bf16_sm90", k.min_sm = 90;
+        k.backward = flash_bf16_sm90_backward, k.backward_block = flash_bf16_sm90_backward_block;
+        k.scratch_bytes = flash_bf16_sm90_scratch_bytes, k.block_scratch_bytes = flash_bf16_sm90_block_scratch_bytes;
+        return k;
+    }();
+    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_bf16, flash_bf16_sm90};
     return {table, sizeof(table) / sizeof(table[0])};
 }
 
