@@ -1,5 +1,5 @@
-// One PTX instruction, one inline function: what sm_90a adds. The tensor memory accelerator (TMA) copies whole tiles, an
-// mbarrier says when they have landed, and a warpgroup of four warps multiplies them straight out of shared memory.
+// One PTX instruction, one inline function: what sm_90a adds. The tensor memory accelerator (TMA) copies whole tiles,
+// an mbarrier says when they have landed, and a warpgroup of four warps multiplies them straight out of shared memory.
 // The manual's sections are named by their anchors in https://docs.nvidia.com/cuda/parallel-thread-execution/.
 #pragma once
 #include <cuda.h>  // CUtensorMap
@@ -57,6 +57,13 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The lane, read anew rather than kept in a register. #special-registers-laneid
+__device__ __forceinline__ int lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(lane));
+    return lane;
+}
+
 // Registers of each thread of the warpgroup from here on; a multiple of 8. #miscellaneous-instructions-setmaxnreg
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -79,22 +86,25 @@ __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
 __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
                                             int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], "
         "[%2];\n" ::"r"(smem),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
 // Shared memory → box. The write joins this thread's bulk group.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t smem, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
-                 "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
+        "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
 // Contiguous bytes, a multiple of 16, both ends aligned to 16. #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32_t bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
-                 "l"(src), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 // dst += shared memory, fp32. #data-movement-and-conversion-instructions-cp-reduce-async-bulk
 __device__ __forceinline__ void bulk_add_f32(float* dst, uint32_t smem, uint32_t bytes) {
@@ -149,6 +159,15 @@ __device__ __forceinline__ int load_acquire_gpu(const int* p) {
 __device__ __forceinline__ void store_release_gpu(int* p, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
 }
+// A kernel launched with programmatic stream serialization starts when all blocks of the one before have allowed it, or
+// have ended, and waits for that one's end and its writes where it needs them.
+// #parallel-synchronization-and-communication-instructions-griddepcontrol
+__device__ __forceinline__ void grid_allow_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+__device__ __forceinline__ void grid_wait_dependency() {
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
 // p[0..3] += …, in L2; nothing comes back. #parallel-synchronization-and-communication-instructions-red
 __device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
@@ -166,12 +185,13 @@ __device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
 // tile of columns 8n … 8n+7, and a the A fragment. So D, packed to bf16, is again an A operand.
 
 // The descriptor of a matrix in shared memory: rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle, eight of which
-// make an atom of 1024 bytes (aligned so). Atoms follow each other every 1024 bytes. #asynchronous-warpgroup-level-matrix-
-// shared-memory-layout-matrix-descriptor
+// make an atom of 1024 bytes (aligned so). Atoms follow each other every 1024 bytes.
+// #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 //   not transposed   a row is one m or n, its 64 elements are k. A k-step of 16 is 32 bytes further on.
 //   transposed       a row is one k, its 64 elements are m or n. A k-step of 16 is 2048 bytes further on, and the next
 //                    64 of m or n are `next64` bytes further on.
-// Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each / 16; 62–63 = 1: swizzle.
+// Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each / 16; 62–63 = 1:
+// swizzle.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t next64 = 16) {
     return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{next64 >> 4} << 16 | (smem & 0x3FFFF) >> 4;
 }
@@ -195,7 +215,8 @@ template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
 }
-// No instruction: keeps the compiler from moving uses of d across this point. Goes after the wait, and before the fence.
+// No instruction: keeps the compiler from moving uses of d across this point. Goes after the wait, and before the
+// fence.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
 #pragma unroll
@@ -221,8 +242,8 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
                    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 // clang-format on
 
-// d (+)= A · B with both in shared memory, `a` and `b` descriptors; B is N×16 (not transposed: rows are n). The N of the
-// instruction is 8 times that of d. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+// d (+)= A · B with both in shared memory, `a` and `b` descriptors; B is N×16 (not transposed: rows are n). The N of
+// the instruction is 8 times that of d. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool accumulate) {
     static_assert(N == 8 || N == 16);
@@ -231,7 +252,8 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
             "{\n"
             ".reg .pred p;\n"
             "setp.ne.b32 p, %34, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32 "}, %32, %33, p, 1, 1, %35, %36;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
+            "}, %32, %33, p, 1, 1, %35, %36;\n"
             "}\n"
             : WGMMA_D8(0)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
@@ -240,7 +262,8 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
             "{\n"
             ".reg .pred p;\n"
             "setp.ne.b32 p, %66, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64 "}, %64, %65, p, 1, 1, %67, %68;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
+            "}, %64, %65, p, 1, 1, %67, %68;\n"
             "}\n"
             : WGMMA_D8(0), WGMMA_D8(8)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
@@ -250,14 +273,15 @@ template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint64_t b) {
     static_assert(N == 8 || N == 16);
     if constexpr (N == 8)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32 "}, %32, %33, 0, 1, 1, %34, %35;\n"
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
+                     "}, %32, %33, 0, 1, 1, %34, %35;\n"
                      : WGMMA_W8(0)
                      : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
     else
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64 "}, %64, %65, 0, 1, 1, %66, %67;\n"
-            : WGMMA_W8(0), WGMMA_W8(8)
-            : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
+                     "}, %64, %65, 0, 1, 1, %66, %67;\n"
+                     : WGMMA_W8(0), WGMMA_W8(8)
+                     : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
 // The same as wgmma_ss with A in registers.
 template <bool TransposedB = false, int N>

@@ -28,13 +28,13 @@ CUtensorMap tensor_map(const char* name, const Heads<X>& x, int B, int T, int NH
     const cuuint64_t dims[4] = {cuuint64_t(HS), cuuint64_t(NH), cuuint64_t(T), cuuint64_t(B)};
     const cuuint64_t strides[3] = {HS * sizeof(bf16), x.token * sizeof(bf16), x.batch * sizeof(bf16)};
     const cuuint32_t box[4] = {64, 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
-    const CUresult status =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(x.ptr), dims, strides, box, step,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(x.ptr), dims, strides,
+                                   box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
-        throw Error(format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH %d, HS %d, "
-                           "strides %zu and %zu elements, address %p",
-                           name, int(status), B, T, NH, HS, x.batch, x.token, static_cast<const void*>(x.ptr)));
+        throw Error(
+            format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH %d, HS %d, "
+                   "strides %zu and %zu elements, address %p",
+                   name, int(status), B, T, NH, HS, x.batch, x.token, static_cast<const void*>(x.ptr)));
     return map;
 }
