@@ -36,7 +36,7 @@
 // loads the next. The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv; only
 // the epilogue differs. A row that sees no key has lse = −inf and o = 0.
 //
-// Writes: out, lse (every element).  Block form: merges into o_acc, lse.  Backward: flash_bf16's.
+// Writes: out, lse (every element).  Block form: merges into o_acc, lse.  Backward: flash_bf16_sm90_backward.cu.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0; compute capability 9.0 only.
 // Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
@@ -45,6 +45,7 @@
 #include <cmath>
 
 #include "attention/attention.h"
+#include "attention/flash_bf16_sm90.h"
 #include "attention/ptx_sm90.cuh"
 #include "attention/tensor_map.h"
 
@@ -556,22 +557,6 @@ void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> 
     launch_forward<true>(dev, {}, o_acc, lse, q, k, v, s);
 }
 
-// Backward is flash_bf16's.
-void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out, const float* lse,
-              const bf16* att, const bf16* qkv, const AttentionShape& s) {
-    flash_bf16.backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
-}
-void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const bf16> q,
-                    Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
-                    const BlockShape& s) {
-    flash_bf16.backward_block(dev, dq, dk, dv, scratch, q, k, v, dout, lse, D, s);
-}
-size_t block_scratch_bytes(const BlockShape& s) {
-    return flash_bf16.block_scratch_bytes(s);
-}
-size_t scratch_bytes(const AttentionShape& s) {
-    return flash_bf16.scratch_bytes(s);
-}
 size_t saved_bytes(const AttentionShape&) {
     return 0;
 }
@@ -584,6 +569,13 @@ bool built_for_sm90a() {
     return attributes.numRegs > 64;  // an empty body needs a handful
 }
 
-const AttentionKernel<bf16> flash_bf16_sm90 = {
-    "flash_bf16_sm90", 90,       true,          saved_bytes,    scratch_bytes,
-    forward,           backward, forward_block, backward_block, block_scratch_bytes};
+const AttentionKernel<bf16> flash_bf16_sm90 = {"flash_bf16_sm90",
+                                               90,
+                                               true,
+                                               saved_bytes,
+                                               flash_bf16_sm90_scratch_bytes,
+                                               forward,
+                                               flash_bf16_sm90_backward,
+                                               forward_block,
+                                               flash_bf16_sm90_backward_block,
+                                               flash_bf16_sm90_block_scratch_bytes};

@@ -48,13 +48,17 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
-// Named barriers, 1 to 15 (0 is __syncthreads): `threads` of the block, some of which only arrive.
+// Named barriers, 1 to 15 (0 is __syncthreads), among `threads` of the block.
 // #parallel-synchronization-and-communication-instructions-bar
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+
+// The lane, read anew rather than kept in a register. #special-registers-laneid
+__device__ __forceinline__ int lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(lane));
+    return lane;
 }
 
 // Registers of each thread of the warpgroup from here on; a multiple of 8. #miscellaneous-instructions-setmaxnreg
@@ -99,12 +103,6 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32
         "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
-// dst += shared memory, fp32. #data-movement-and-conversion-instructions-cp-reduce-async-bulk
-__device__ __forceinline__ void bulk_add_f32(float* dst, uint32_t smem, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(smem),
-                 "r"(bytes)
-                 : "memory");
-}
 // Closes this thread's bulk group. #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
@@ -132,10 +130,37 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4
                  "r"(r[2]), "r"(r[3])
                  : "memory");
 }
-__device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Between blocks, through L2.
+
+// What the writer's release made visible is visible to this thread after it.
+// #data-movement-and-conversion-instructions-ld
+__device__ __forceinline__ int load_acquire_gpu(const int* p) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+// #data-movement-and-conversion-instructions-st
+__device__ __forceinline__ void store_release_gpu(int* p, int x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
+}
+// A kernel launched with programmatic stream serialization starts when all blocks of the one before have allowed it, or
+// have ended, and waits for that one's end and its writes where it needs them.
+// #parallel-synchronization-and-communication-instructions-griddepcontrol
+__device__ __forceinline__ void grid_allow_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+__device__ __forceinline__ void grid_wait_dependency() {
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
+// p[0..3] += …, in L2; nothing comes back. #parallel-synchronization-and-communication-instructions-red
+__device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
+}
+__device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(p), "f"(x), "f"(y) : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -147,7 +172,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, const uint32_t 
 
 // The descriptor of a matrix in shared memory: rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle, eight of which
 // make an atom of 1024 bytes (aligned so). Atoms follow each other every 1024 bytes.
-// #asynchronous-warpgroup-level-matrix- shared-memory-layout-matrix-descriptor
+// #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 //   not transposed   a row is one m or n, its 64 elements are k. A k-step of 16 is 32 bytes further on.
 //   transposed       a row is one k, its 64 elements are m or n. A k-step of 16 is 2048 bytes further on, and the next
 //                    64 of m or n are `next64` bytes further on.
@@ -194,6 +219,9 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
 #define WGMMA_D1(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define WGMMA_D8(n) WGMMA_D1(n), WGMMA_D1(n + 1), WGMMA_D1(n + 2), WGMMA_D1(n + 3), WGMMA_D1(n + 4), WGMMA_D1(n + 5), \
                     WGMMA_D1(n + 6), WGMMA_D1(n + 7)
+#define WGMMA_W1(n) "=f"(d[n][0]), "=f"(d[n][1]), "=f"(d[n][2]), "=f"(d[n][3])
+#define WGMMA_W8(n) WGMMA_W1(n), WGMMA_W1(n + 1), WGMMA_W1(n + 2), WGMMA_W1(n + 3), WGMMA_W1(n + 4), WGMMA_W1(n + 5), \
+                    WGMMA_W1(n + 6), WGMMA_W1(n + 7)
 #define WGMMA_R32  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
                    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_R64  WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "      \
@@ -226,7 +254,22 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
             : WGMMA_D8(0), WGMMA_D8(8)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
-// The same with A in registers.
+// d = A · B, for accumulators that hold something else until then: as d is not read, its registers are free up to here.
+template <bool TransposedA = false, bool TransposedB = false, int N>
+__device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint64_t b) {
+    static_assert(N == 8 || N == 16);
+    if constexpr (N == 8)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
+                     "}, %32, %33, 0, 1, 1, %34, %35;\n"
+                     : WGMMA_W8(0)
+                     : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
+                     "}, %64, %65, 0, 1, 1, %66, %67;\n"
+                     : WGMMA_W8(0), WGMMA_W8(8)
+                     : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
+}
+// The same as wgmma_ss with A in registers.
 template <bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
     static_assert(N == 8 || N == 16);
@@ -253,5 +296,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4
 }
 #undef WGMMA_D1
 #undef WGMMA_D8
+#undef WGMMA_W1
+#undef WGMMA_W8
 #undef WGMMA_R32
 #undef WGMMA_R64
