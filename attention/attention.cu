@@ -13,7 +13,7 @@
 
 template <>
 AttentionKernels<float> attention_kernels() {
-    static const AttentionKernel<float> table[] = {naive_fp32, flash_fp32};
+    static const AttentionKernel<float> table[] = {naive_fp32, flash_fp32, flash_fp16x3};
     return {table, sizeof(table) / sizeof(table[0])};
 }
 template <>

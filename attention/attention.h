@@ -89,7 +89,7 @@ template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
 
 // Defined in the kernels' files.
-extern const AttentionKernel<float> naive_fp32, flash_fp32;
+extern const AttentionKernel<float> naive_fp32, flash_fp32, flash_fp16x3;
 extern const AttentionKernel<bf16> naive_bf16, flash_bf16, flash_bf16_sm90;
 
 // Helpers of the block form (attention.cu).

@@ -169,7 +169,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     const double ratio_max = e.max(tensor) / naive.max(tensor), ratio_l2 = e.l2(tensor) / naive.l2(tensor);
     const double largest = e.largest_value(tensor);
     const bool ok = bf16_lse ? e.max(tensor) <= bf16_lse_bound(largest)
-                             : e.max(tensor) <= k.max * naive.max(tensor) + one_rounding<X>(tensor, largest) &&
+                             : e.max(tensor) <= k.max * naive.max(tensor) + one_rounding<X>(tensor, largest) + k.roundoff * largest &&
                                    (s.T <= 2 || ratio_l2 <= k.l2);
     const std::string rule = bf16_lse ? "absolute" : format("%g %g", k.max, k.l2);
     std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor], result.name.c_str(),

@@ -1,6 +1,7 @@
 // Every attention kernel of the table against the fp64 reference.
 //
 //   accuracy     out, lse, dq, dk, dv on the inputs and shapes that find bugs
+//   extremes     zeros; a NaN reaches what depends on it
 //   determinism  the same bytes from every run
 //   block        chunked queries and keys in any order equal the whole; masked blocks; accumulators are added into
 //   limits       what a kernel does not support gives an Error, never a wrong result
@@ -127,13 +128,18 @@ class Buffer {
 // ---------------------------------------------------------------------------------------------------------------------
 // Problems: a shape, its inputs, and the fp64 result
 
-enum class Input { normal, large_q, shifted, early_keys };
+enum class Input { normal, large_q, shifted, early_keys, magnitudes, magnitudes_reversed };
 
 struct Case {
     AttentionShape shape;
     Input input = Input::normal;
     std::string text() const {
-        const char* inputs[] = {"N(0,1)", "q x5", "mean +0.5", "first keys x60"};
+        const char* inputs[] = {"N(0,1)",
+                                "q x5",
+                                "mean +0.5",
+                                "first keys x60",
+                                "q 1e15 k 1e-15 v 1e-20 dout 1e10",
+                                "q 1e-15 k 1e15 v 1e15 dout 1e-30"};
         return format("B%d T%d NH%d HS%d %s%s, %s, SEED=%llu", shape.B, shape.T, shape.NH, shape.HS,
                       shape.causal ? "causal" : "full",
                       shape.scale != 0.f ? format(" scale %g", shape.scale).c_str() : "",
@@ -212,14 +218,21 @@ void make_inputs(Problem<X>& p) {
     std::normal_distribution<float> normal;
     p.qkv.resize(N * 3 * C);
     p.dout.resize(N * C);
-    const float shift = p.c.input == Input::shifted ? 0.5f : 0.f, q_factor = p.c.input == Input::large_q ? 5.f : 1.f;
+    const float factors[][4] = {// of q, k, v, dout
+                                {1, 1, 1, 1},
+                                {5, 1, 1, 1},
+                                {1, 1, 1, 1},
+                                {1, 1, 1, 1},
+                                {1e15f, 1e-15f, 1e-20f, 1e10f},
+                                {1e-15f, 1e15f, 1e15f, 1e-30f}};
+    const float shift = p.c.input == Input::shifted ? 0.5f : 0.f, *factor = factors[static_cast<int>(p.c.input)];
     // Logits whose maximum grows by hundreds while a kernel walks from the last keys to the first.
     const float early_factor = p.c.input == Input::early_keys ? 60.f : 1.f;
     for (size_t i = 0; i < p.qkv.size(); i++) {
-        const bool is_q = i / C % 3 == 0, is_early_key = i / C % 3 == 1 && i / C / 3 % s.T < 32;
-        p.qkv[i] = round_to<X>((normal(rng) + shift) * (is_q ? q_factor : is_early_key ? early_factor : 1.f));
+        const bool is_early_key = i / C % 3 == 1 && i / C / 3 % s.T < 32;
+        p.qkv[i] = round_to<X>((normal(rng) + shift) * factor[i / C % 3] * (is_early_key ? early_factor : 1.f));
     }
-    for (X& x : p.dout) x = round_to<X>(normal(rng) + shift);
+    for (X& x : p.dout) x = round_to<X>((normal(rng) + shift) * factor[3]);
 }
 
 // The largest absolute value and the largest norm of a head's row, of part `first` of `parts`.
@@ -373,8 +386,9 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
             check("max", error, bf16_lse_bound(max_abs(p.ref[i])), "a sixteenth of bf16's roundoff");
         } else {
             const ErrorBound k = error_bound(kernel, i, p.c.shape.T);
-            check("max", error, k.max * p.naive[i] + p.tiny[i],
-                  format("%g·naive's %.3g + tiny %.3g", k.max, p.naive[i], p.tiny[i]).c_str());
+            const double tiny = p.tiny[i] + k.roundoff * max_abs(p.ref[i]);
+            check("max", error, k.max * p.naive[i] + tiny,
+                  format("%g·naive's %.3g + tiny %.3g", k.max, p.naive[i], tiny).c_str());
             if (p.c.shape.T > 2)
                 check("L2", error_l2, k.l2 * p.naive_l2[i], format("%g·naive's %.3g", k.l2, p.naive_l2[i]).c_str());
         }
@@ -407,6 +421,9 @@ static std::vector<Case> accuracy_cases() {
         all.push_back({{2, 450, 3, HS, true}, Input::early_keys});
         all.push_back({{2, 450, 3, HS, false}, Input::early_keys});
     }
+    for (int HS : {64, 128})
+        for (Input input : {Input::magnitudes, Input::magnitudes_reversed})
+            all.push_back({{1, 200, 2, HS, true}, input});
     return all;
 }
 
@@ -427,6 +444,37 @@ void accuracy(int index) {
                         l2 / p.naive_l2[i]);
         }
         std::printf("\n");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Extremes: inputs of nothing but zeros, and one NaN
+
+template <class X>
+void extremes(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    for (int HS : {64, 128}) {
+        Problem<X> p;
+        p.c = {{2, 130, 3, HS, true}, Input::normal};
+        make_inputs(p);
+        const AttentionShape& s = p.c.shape;
+        const size_t C = static_cast<size_t>(s.NH) * HS;
+        const Problem<X> random = p;
+        for (std::vector<X>* x : {&p.qkv, &p.dout}) std::fill(x->begin(), x->end(), round_to<X>(0.f));
+        const Result zeros = run(kernel, p);
+        for (int i : {Out, Dq, Dk, Dv}) CHECK(max_error(zeros[i], std::vector<double>(zeros[i].size())) == 0);
+        for (size_t i = 0; i < zeros[Lse].size(); i++) CHECK_NEAR(zeros[Lse][i], std::log(1. + i % s.T), 1e-6);
+
+        // Every query sees key 0, so a NaN in its value is in every row of out; and a NaN of a query is in its own.
+        const auto nan = round_to<X>(std::numeric_limits<float>::quiet_NaN());
+        p = random;
+        p.qkv[2 * C + 5] = nan;
+        Result got = run(kernel, p);
+        for (int t = 0; t < s.T; t++) CHECK(std::isnan(got[Out][t * C + 5]));
+        p = random;
+        p.qkv[100 * 3 * C + 7] = nan;
+        got = run(kernel, p);
+        for (int d = 0; d < HS; d++) CHECK(std::isnan(got[Out][100 * C + d]) && std::isnan(got[Dq][100 * C + d]));
     }
 }
 
@@ -830,6 +878,7 @@ void add_tests() {
         test::cases().push_back({names.back().c_str(), run});
     };
     add("accuracy", [] { accuracy<X>(Index); });
+    add("extremes", [] { extremes<X>(Index); });
     add("determinism", [] { determinism<X>(Index); });
     add("block", [] { block<X>(Index); });
     add("limits", [] { limits<X>(Index); });

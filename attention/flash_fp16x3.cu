@@ -1,0 +1,1104 @@
+// Flash attention forward and backward with fp32's accuracy on tensor cores: mma.sync on split fp16 (sm_80+).
+//
+//   x · 2^e = hi + lo,  hi = fp16(x · 2^e),  lo = fp16(x · 2^e − hi)      an operand: 22 bits in two halves
+//   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi                              a product: three MMAs, small terms first
+//
+//   forward    S = scale·Q Kᵀ            (Br × Bc, fp32 registers)
+//              m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
+//              out = O / l;  lse = m + log l
+//   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
+//              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
+//
+// Why fp16: it has TF32's 11 significand bits, so a pair keeps as much as a pair of TF32 numbers, but its MMAs run at
+// twice the rate, a pair takes 4 bytes instead of 8, and ldmatrix transposes it. bf16 would take three parts and six
+// products. fp16's weakness, its range, is cured by powers of two, which are exact: 2^e brings the largest magnitude of
+// a tile to [2^14, 2^15). What is 2^-17 of it still has all 22 bits, and nothing is off by more than 2^-39 of it.
+//
+// Where the scales go: those of Q and K into the factor that turns S into a power of two; those of V (and P), dO, Q and
+// K into the factor with which a tile's product is added to the sum. They cost nothing there.
+//
+// Why tiles are summed twice: tensor cores truncate when they add. A sum of one sign loses up to a unit for each step,
+// always downwards, so a sum over all keys would drift with T. A tile's product starts at 0, takes all its small terms
+// before the first large one, and is added to O, dQ, dK or dV by an ordinary FMA.
+//
+// New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and are split in shared memory by the
+// block: a barrier after the largest magnitude is known, one after the tile is written. The rest is its structure: a
+// warp owns 32 rows (16 at HS 128), backward is two kernels that each write what they own, no atomics. Non-causal is a
+// mask that hides nothing.
+//
+// Backward: dS is scaled by its tile's own largest. D comes from the same MMAs as dP, the diagonal of dO Oᵀ, so that
+// dP − D is 0 where one key has all the weight. And rows of dS add up to 0, but for D's error, which all keys of a row
+// share: dq_kernel adds what they do add up to to D, for dkdv_kernel, and takes its product with the mean key out of
+// dQ. (Whole form only: in the block form D is given, and a block has not the whole row.)
+//
+// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq, dk, dv.
+// Scratch: float2 {log2(e)·lse, D} (B, NH, T), written by dq_kernel for dkdv_kernel.
+// Limits: HS in {64, 128}; any T ≥ 1; scale > 0. A NaN or infinity spreads over the tile it is in.
+// Run: ./dev/bench_attention --kernel flash_fp16x3
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <climits>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "attention/ptx_sm80.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+#endif
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles. A warp owns MTiles MMA tiles of 16 rows and takes Sub rows of the streamed operand at a time. Two blocks of
+// 128 threads share an SM: 255 registers a thread, and at most 113 KB of shared memory a block on sm_90 (99 KB is all
+// there is on sm_86, sm_89 and sm_120). An element takes 4 bytes as a float and 4 as a pair of halves.
+
+template <int HS>
+struct ForwardTiles {
+    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
+    static constexpr int Br = Warps * MTiles * 16;
+    static constexpr int Bc = HS == 64 ? 64 : 32;
+    static constexpr int Sub = 32;
+    // K and V as pairs (before them, Q's hi part), as floats; Q's lo part: 80 KB
+    static constexpr int QLo = 16 * Bc * HS, Smem = QLo + 2 * Br * HS;
+};
+
+template <int HS>
+struct DqTiles {
+    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
+    static constexpr int Br = Warps * MTiles * 16;
+    static constexpr int Bc = HS == 64 ? 32 : 16;
+    static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;  // Q, dO; K and V as pairs, as floats: 96 KB
+};
+
+template <int HS>
+struct DkdvTiles {
+    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
+    static constexpr int Bc = Warps * MTiles * 16;
+    static constexpr int Br = HS == 64 ? 32 : 16;
+    // K, V; Q and dO as pairs, as floats; 2 stages of row statistics: 96 KB
+    static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 8;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Splitting
+
+// The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). Clamped so that 2^e, 2^−e and
+// 2^(−e−14) are normal numbers.
+__device__ __forceinline__ int exponent_for(uint32_t largest) {
+    return max(-113, min(112, 141 - static_cast<int>(largest >> 23)));
+}
+__device__ __forceinline__ float power_of_two(int e) {
+    return __int_as_float((127 + e) << 23);
+}
+// 2^e for that e; NaN if an element is NaN or infinite: it then spreads over the tile.
+__device__ __forceinline__ float factor_for(uint32_t largest) {
+    return largest < 0x7f800000u ? power_of_two(exponent_for(largest)) : __int_as_float(0x7fffffff);
+}
+
+// Two floats as two pairs of halves, x = hi + lo to 22 bits.
+__device__ __forceinline__ void split(uint32_t& hi, uint32_t& lo, float x0, float x1) {
+    hi = pack_f16(x0, x1);
+    const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&hi));
+    lo = pack_f16(x0 - rounded.x, x1 - rounded.y);
+}
+
+// The bits of the largest magnitude in the warp; NaN's are larger than any number's.
+__device__ __forceinline__ uint32_t warp_largest(float x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, __float_as_uint(x));
+#else
+    return 0;
+#endif
+}
+
+// threadIdx.x, read again: addresses that follow from it are computed anew for each tile. Else the compiler would keep
+// them in registers, which the products need.
+__device__ __forceinline__ unsigned thread_again() {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    return thread;
+}
+
+// The same for what follows from x.
+__device__ __forceinline__ uint32_t again(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// Tiles in shared memory: rows of HS halves whose 16-byte chunks are permuted, chunk c of row r lying at c ^ (r % 8).
+// Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict. A tile of
+// hi parts is followed by the tile of lo parts.
+template <int HS>
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+    return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
+}
+
+// A tile in pieces of 4 floats: thread t of Threads has pieces t, t + Threads, …, of which HS/4 make a row.
+template <int HS, int Rows, int Threads>
+constexpr int kPieces = Rows* HS / 4 / Threads;
+
+// Starts copying rows [row0, row0 + Rows) of one head as they are; rows at or past `end` become zeros. Each thread will
+// read what it copied itself: no barrier needed.
+template <int HS, int Rows, int Threads>
+__device__ __forceinline__ void copy_tile(uint32_t stage, const float* head, size_t token, int row0, int end) {
+    constexpr int RowsAtOnce = Threads / (HS / 4);
+    const unsigned thread = thread_again();
+    const int row = row0 + static_cast<int>(thread / (HS / 4));
+    const float* src = head + row * token + thread % (HS / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < kPieces<HS, Rows, Threads>; i++, src += RowsAtOnce * token)
+        cp_async_16(stage + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
+}
+
+template <int N>
+__device__ __forceinline__ float largest(const float4 (&x)[N]) {
+    float m = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        m = max_nan(m, max_nan(fabsf(x[i].x), fabsf(x[i].y)));
+        m = max_nan(m, max_nan(fabsf(x[i].z), fabsf(x[i].w)));
+    }
+    return m;
+}
+
+// Writes pieces of a tile, times factor, as pairs of halves.
+template <int HS, int Threads, int N>
+__device__ __forceinline__ void store_split(unsigned char* tile, int lo, const float4 (&x)[N], float factor,
+                                            unsigned thread) {
+    const unsigned row = thread / (HS / 4), col = thread % (HS / 4);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        uint2 h, l;
+        split(h.x, l.x, x[i].x * factor, x[i].y * factor);
+        split(h.y, l.y, x[i].z * factor, x[i].w * factor);
+        unsigned char* at = tile + swizzled<HS>(row + i * (Threads / (HS / 4)), col / 2) + col % 2 * 8;
+        *reinterpret_cast<uint2*>(at) = h;
+        *reinterpret_cast<uint2*>(at + lo) = l;
+    }
+}
+
+// The operand that a block keeps: each warp fetches and splits its own rows [row, row + Rows) of a tile that starts at
+// row0. Returns the bits of their largest magnitude.
+template <int HS, int Rows>
+__device__ __forceinline__ void fetch_rows(float4 (&x)[kPieces<HS, Rows, 32>], const float* head, size_t token,
+                                           int row0, int end) {
+    const unsigned lane = threadIdx.x % 32;
+    const int row = row0 + static_cast<int>(lane / (HS / 4));
+    const float* src = head + row * token + lane % (HS / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += 32 / (HS / 4) * token)
+        x[i] = row + i * (32 / (HS / 4)) < end ? *reinterpret_cast<const float4*>(src) : float4{0.f, 0.f, 0.f, 0.f};
+}
+template <int HS, int Rows>
+__device__ __forceinline__ uint32_t keep_rows(unsigned char* tile, int lo, const float4 (&x)[kPieces<HS, Rows, 32>]) {
+    const uint32_t m = warp_largest(largest(x));
+    store_split<HS, 32>(tile, lo, x, factor_for(m), threadIdx.x % 32);
+    return m;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products
+
+// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
+// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right:
+// what an A operand wants, and transposed a B operand. The swizzle makes col an xor; the tile starts at a multiple of
+// its row, so the xor may follow the addition, and one register then serves all rows and columns.
+template <int HS>
+__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
+}
+// The same in the order upper left, upper right, lower left, lower right: a B operand whose columns are the tile's
+// rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
+template <int HS>
+__device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
+}
+
+// a = the A operand: 16·M rows from the tile's first, k-step [col, col + 16).
+template <int HS, int M>
+__device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
+#pragma unroll
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
+}
+
+// c (16·M × 16, columns 8·n … of an accumulator) += a · b.
+template <int M, int N>
+__device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (&a)[M][4], const uint32_t (&b)[4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        mma_m16n8k16_f16(c[m][n], a[m], b[0], b[1]);
+        mma_m16n8k16_f16(c[m][n + 1], a[m], b[2], b[3]);
+    }
+}
+
+// c (16·M × 8·N) += A · Bᵀ over HS: A's rows are the first of tile a, c's columns the first rows of tile b. All small
+// terms come before the first large one.
+template <int HS, int M, int N>
+__device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile, int a_lo, uint32_t b_tile, int b_lo) {
+    uint32_t hi[M][4], lo[M][4], b[4];
+    a_tile = again(a_tile), b_tile = again(b_tile);
+#pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
+    for (int kk = 0; kk < HS; kk += 16) {
+        load_a<HS>(hi, a_tile, kk);
+        load_a<HS>(lo, a_tile + a_lo, kk);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            mma(c, n, lo, b);
+            ldmatrix_x4(b, block16_b<HS>(b_tile + b_lo, 8 * n, kk));
+            mma(c, n, hi, b);
+        }
+    }
+#pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
+    for (int kk = 0; kk < HS; kk += 16) {
+        load_a<HS>(hi, a_tile, kk);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            mma(c, n, hi, b);
+        }
+    }
+}
+
+// sum (16·M × HS) += unit · A · B over K: k is the rows of tile b, sum's columns are its columns. The tensor cores add
+// up a slice of columns over K only; the long sum is made of ordinary additions, which round to nearest.
+template <int HS, int K, int M>
+__device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const uint32_t (&hi)[K / 16][M][4],
+                                               const uint32_t (&lo)[K / 16][M][4], uint32_t tile, int b_lo,
+                                               float unit) {
+    constexpr int Slice = 4 / M;  // 4 independent accumulators
+    tile = again(tile);
+#pragma unroll
+    for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
+        float c[M][Slice][4] = {};
+        uint32_t b_hi[K / 16][Slice / 2][4], b[4];
+#pragma unroll
+        for (int kk = 0; kk < K / 16; kk++)
+#pragma unroll
+            for (int n = 0; n < Slice; n += 2) {
+                ldmatrix_x4_trans(b_hi[kk][n / 2], block16<HS>(tile, 16 * kk, 8 * (n0 + n)));
+                mma(c, n, lo[kk], b_hi[kk][n / 2]);
+                ldmatrix_x4_trans(b, block16<HS>(tile + b_lo, 16 * kk, 8 * (n0 + n)));
+                mma(c, n, hi[kk], b);
+            }
+#pragma unroll
+        for (int kk = 0; kk < K / 16; kk++)
+#pragma unroll
+            for (int n = 0; n < Slice; n += 2) mma(c, n, hi[kk], b_hi[kk][n / 2]);
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < Slice; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sum[m][n0 + n][e] = fmaf(c[m][n][e], unit, sum[m][n0 + n][e]);
+    }
+}
+
+// Two floats from two pairs of halves.
+__device__ __forceinline__ float2 join(uint32_t hi, uint32_t lo) {
+    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&hi)),
+                 b = __half22float2(*reinterpret_cast<const __half2*>(&lo));
+    return make_float2(a.x + b.x, a.y + b.y);
+}
+
+// hi, lo = A operands made of an accumulator times factor.
+template <int M, int N>
+__device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)[N / 2][M][4],
+                                     const float (&c)[M][N][4], float factor) {
+#pragma unroll
+    for (int kk = 0; kk < N / 2; kk++)
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* x = &c[m][2 * kk + i / 2][i % 2 * 2];
+                split(hi[kk][m][i], lo[kk][m][i], x[0] * factor, x[1] * factor);
+            }
+}
+
+// Writes c, rows [row, row + 16·M) of a tile, to those before `end` at dst = tile row 0; or adds it to them.
+template <int HS, int M>
+__device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
+                                           bool add) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int t = row + 16 * m + 8 * r + lane / 4;
+            if (t >= end) continue;
+            float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) {
+                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
+                p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a launch covers. Blocks are numbered so that those running at once share keys in L2 (heads go in groups of
+// `group`), and within a group the longest come first, so that the last to finish are short.
+
+struct Problem {
+    Heads<const float> q, k, v;
+    int NH, Tq, Tk, heads;  // heads = B·NH
+    int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
+    int tiles, group;
+    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
+};
+
+struct Work {
+    int tile, bh, b, h;
+};
+__device__ __forceinline__ Work work_of_block(const Problem& p, bool descending) {
+    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
+    return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
+}
+template <class X>
+__device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
+    return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
+}
+
+// The streamed tiles: two tensors (K and V, or Q and dO), copied as floats while the last tile is worked on, then
+// split.
+template <int HS, int Rows, int Threads>
+struct Stream {
+    static constexpr int Lo = Rows * HS * 2, Pair = 2 * Lo, Pieces = kPieces<HS, Rows, Threads>;
+    unsigned char* smem;  // x pair, y pair, x floats, y floats
+
+    __device__ __forceinline__ uint32_t x_tile() const { return smem_address(smem); }
+    __device__ __forceinline__ uint32_t y_tile() const { return smem_address(smem) + Pair; }
+    __device__ __forceinline__ void copy(const float* x, size_t x_token, const float* y, size_t y_token, int row0,
+                                         int end) const {
+        copy_tile<HS, Rows, Threads>(smem_address(smem) + 2 * Pair, x, x_token, row0, end);
+        copy_tile<HS, Rows, Threads>(smem_address(smem) + 3 * Pair, y, y_token, row0, end);
+    }
+    // Splits what has arrived, calls next() when the floats may be overwritten, and leaves the exponents that scale the
+    // tiles. Begins and ends with a barrier, so to speak: all warps have left the last tile, all find this one.
+    template <class Next, class Seen>
+    __device__ __forceinline__ void split_tiles(int& x_exponent, int& y_exponent, Next next, Seen seen) const {
+        constexpr int Warps = Threads / 32;
+        static_assert(Warps == 4, "four maxima are read at once");
+        __shared__ __align__(16) uint32_t maxima[2][Warps];
+        const unsigned thread = thread_again();
+        cp_async_wait<0>();
+        const float4 *x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread,
+                     *y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
+        float4 x[Pieces], y[Pieces];
+#pragma unroll
+        for (int i = 0; i < Pieces; i++) x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
+#pragma unroll
+        for (int i = 0; i < Pieces; i++) seen(x[i]);
+        const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
+        if (thread % 32 == 0) {
+            maxima[0][thread / 32] = x_max;
+            maxima[1][thread / 32] = y_max;
+        }
+        __syncthreads();  // the maxima are there, and all have left the last tile
+        const uint4 a = *reinterpret_cast<const uint4*>(maxima[0]), b = *reinterpret_cast<const uint4*>(maxima[1]);
+        const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
+        store_split<HS, Threads>(smem, Lo, x, factor_for(x_all), thread);
+#pragma unroll
+        for (int i = 0; i < Pieces; i++) y[i] = y_floats[i * Threads];  // again, for lack of registers
+        store_split<HS, Threads>(smem + Pair, Lo, y, factor_for(y_all), thread);
+        next();
+        x_exponent = exponent_for(x_all), y_exponent = exponent_for(y_all);
+        __syncthreads();  // this tile is there for all
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+constexpr float kPScale = 0x1p14f;  // P ≤ 2 times this goes to the tensor cores
+constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
+
+struct ForwardArgs {
+    Problem p;
+    Heads<float> out;  // whole form: written
+    float* o_acc;      // block form: merged into; null otherwise
+    float* lse;
+};
+
+template <int HS>
+__global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
+    const __grid_constant__ ForwardArgs args) {
+#if __CUDA_ARCH__ >= 800
+    using Tiles = ForwardTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
+    using KV = Stream<HS, Bc, Threads>;
+    const Problem& p = args.p;
+    extern __shared__ __align__(256) unsigned char smem[];
+    const KV kv{smem};
+
+    __shared__ Work w;  // the loop leaves no register for it
+    if (threadIdx.x == 0) w = work_of_block(p, true);
+    __syncthreads();
+    const int warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
+    auto first_query = [&] { return w.tile * Br + warp_row; };            // the warp's
+    const int k_end = min(p.Tk, min((w.tile + 1) * Br, p.Tq) + p.shift);  // the last query sees keys before this
+    const int k_tiles = (k_end + Bc - 1) / Bc;                            // ≤ 0: no query of this tile sees a key
+
+    auto copy_kv = [&](int j) {
+        kv.copy(head_of(p.k, w, HS), p.k.token, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
+        cp_async_commit();
+    };
+    if (k_tiles > 0) copy_kv(k_tiles - 1);
+
+    // Q's hi part goes to registers; the first tile of keys takes its place.
+    uint32_t q_hi[HS / 16][M][4];
+    __shared__ float q_unit[Tiles::Warps];  // the loop leaves no register for it
+    {
+        unsigned char* rows = smem + warp_row * HS * 2;
+        float4 x[kPieces<HS, 16 * M, 32>];
+        fetch_rows<HS, 16 * M>(x, head_of(p.q, w, HS), p.q.token, first_query(), p.Tq);
+        q_unit[threadIdx.x / 32] = power_of_two(-exponent_for(keep_rows<HS, 16 * M>(rows, Tiles::QLo, x)));
+        __syncwarp();
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
+    }
+    const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
+    float o[M][HS / 8][4] = {};
+    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end
+#pragma unroll
+    for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+
+    // Keys [k0, k0 + Sub), whose tiles these are. s · s_unit is S in powers of 2; the product · o_unit is P V.
+    // The warp's query i sees key k0 + j if i − j ≥ ahead.
+    auto step = [&](int k0, int ahead, uint32_t k_tile, uint32_t v_tile, float s_unit, float o_unit, auto masked) {
+        constexpr bool Masked = decltype(masked)::value;
+        float s[M][Sub / 8][4] = {};
+        uint32_t b_hi[HS / 16][Sub / 16][4];
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++) {
+            uint32_t q_lo[M][4], b[4];
+            load_a<HS>(q_lo, again(q_lo_tile), 16 * kk);
+#pragma unroll
+            for (int n = 0; n < Sub / 8; n += 2) {
+                ldmatrix_x4(b_hi[kk][n / 2], block16_b<HS>(k_tile, 8 * n, 16 * kk));
+                mma(s, n, q_lo, b_hi[kk][n / 2]);
+            }
+#pragma unroll
+            for (int n = 0; n < Sub / 8; n += 2) {
+                ldmatrix_x4(b, block16_b<HS>(k_tile + KV::Lo, 8 * n, 16 * kk));
+                mma(s, n, q_hi[kk], b);
+            }
+        }
+#pragma unroll
+        for (int kk = 0; kk < HS / 16; kk++)
+#pragma unroll
+            for (int n = 0; n < Sub / 8; n += 2) mma(s, n, q_hi[kk], b_hi[kk][n / 2]);
+        if constexpr (Masked) {
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int row = 16 * i + e / 2 * 8 + lane / 4;
+                    const int visible = min(p.Tk - k0, row + 1 - ahead) - lane % 4 * 2;
+#pragma unroll
+                    for (int n = 0; n < Sub / 8; n++)
+                        if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
+                }
+        }
+
+        // m is a reference that keeps the exponentials in range, not necessarily the maximum: O and l are rescaled only
+        // when some row of the warp outgrew it by more than 2, which after the first tiles hardly ever happens.
+        float m_new[M][2];
+        bool outgrown = false;
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = s[i][0][2 * r];
+#pragma unroll
+                for (int n = 0; n < Sub / 8; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                m_new[i][r] = fmaxf(m[i][r], x * s_unit);
+                outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN: false
+            }
+        if (__any_sync(~0u, outgrown)) {
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float x = m_new[i][r];
+                    const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
+                    m[i][r] = x;
+                    l[i][r] *= alpha;
+#pragma unroll
+                    for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float base = m[i][r] == -INFINITY ? 0.f : m[i][r];
+                float sum = 0.f;  // of this tile first: a long sum loses what is small beside it
+#pragma unroll
+                for (int n = 0; n < Sub / 8; n++)
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
+                        sum += s[i][n][e];
+                    }
+                l[i][r] += sum;
+            }
+        uint32_t p_hi[Sub / 16][M][4], p_lo[Sub / 16][M][4];
+        to_a(p_hi, p_lo, s, kPScale);
+        add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, KV::Lo, o_unit);
+    };
+
+    for (int j = k_tiles - 1; j >= 0; j--) {
+        int k_exponent, v_exponent;
+        kv.split_tiles(
+            k_exponent, v_exponent,
+            [&] {
+                if (j > 0) copy_kv(j - 1);
+            },
+            [](const float4&) {});
+        // Not 0, whatever underflows: −∞, the mask, times it must stay −∞.
+        const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit[thread_again() / 32] * power_of_two(-k_exponent));
+        const float o_unit = power_of_two(-v_exponent - 14);
+#pragma unroll 1
+        for (int sub = Bc - Sub; sub >= 0; sub -= Sub) {
+            const int k0 = j * Bc + sub;
+            const int ahead = k0 - p.shift - first_query();
+            if (k0 >= p.Tk || ahead > 16 * M - 1) continue;
+            const uint32_t k_tile = kv.x_tile() + sub * HS * 2, v_tile = kv.y_tile() + sub * HS * 2;
+            if (k0 + Sub > p.Tk || ahead > 1 - Sub)
+                step(k0, ahead, k_tile, v_tile, s_unit, o_unit, std::true_type{});
+            else
+                step(k0, ahead, k_tile, v_tile, s_unit, o_unit, std::false_type{});
+        }
+    }
+
+    float lse[M][2];
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = l[i][r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1/2, or NaN
+            const float inverse = unseen ? 0.f : 1.f / sum;
+            lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
+        }
+    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const int q0 = w.tile * Br, first_row = first_query() + lane / 4;
+    if (args.o_acc) {
+        const size_t token = static_cast<size_t>(p.NH) * HS;
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int row = first_row + 16 * i + 8 * r;
+                if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
+                const float old = lse_rows[row];
+                const bool heavier = lse[i][r] > old;  // ours; the lighter part's weight is σ(−|lse − old|)
+                const float weight = 1.f / (1.f + expf(fabsf(lse[i][r] - old)));
+                float2* acc =
+                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
+                    lane % 4;
+                auto merge = [&](float theirs, float ours) {
+                    const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
+                    return x - weight * (x - y);
+                };
+#pragma unroll
+                for (int n = 0; n < HS / 8; n++) {
+                    const float2 x = acc[4 * n];
+                    acc[4 * n] = make_float2(merge(x.x, o[i][n][2 * r]), merge(x.y, o[i][n][2 * r + 1]));
+                }
+                __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
+                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+            }
+    } else {
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
+                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+        store_tile<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0, false);
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward
+
+struct BackwardArgs {
+    Problem p;
+    Heads<const float> dout, out;  // out: whole form only
+    const float *lse, *D;          // D: block form only
+    float2* stats;                 // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
+    Heads<float> dq, dk, dv;
+    bool add;  // block form: into dq, dk, dv; whole form: they are written
+};
+
+// The largest magnitude of a tile of dS, in bits, and its place in fp16's range.
+template <int M, int N>
+__device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
+    float m = 0.f;
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) m = max_nan(m, fabsf(c[i][n][e]));
+    return warp_largest(m);
+}
+
+template <int HS>
+__global__ __launch_bounds__(DqTiles<HS>::Threads,
+                             DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+#if __CUDA_ARCH__ >= 800
+    using Tiles = DqTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, Rows = 16 * M;
+    constexpr int QLo = Br * HS * 2;
+    using KV = Stream<HS, Bc, Threads>;
+    const Problem& p = args.p;
+    extern __shared__ __align__(256) unsigned char smem[];
+    const KV kv{smem + 4 * QLo};
+
+    __shared__ Work w;  // the loops leave no register for it
+    if (threadIdx.x == 0) w = work_of_block(p, true);
+    __syncthreads();
+    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
+    const int first_q = q0 + warp_row, last_q = first_q + Rows - 1;  // the warp's
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
+    const int k_tiles = (k_end + Bc - 1) / Bc;
+
+    auto copy_kv = [&](int j) {
+        kv.copy(head_of(p.k, w, HS), p.k.token, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
+        cp_async_commit();
+    };
+    if (k_tiles > 0) copy_kv(0);
+
+    // The warp's rows of Q and dO, and lse and D of its rows.
+    unsigned char* q_rows = smem + warp_row * HS * 2;
+    const uint32_t q_tile = smem_address(q_rows), do_tile = q_tile + 2 * QLo;
+    const int src_lane = lane / 4 * 4 + lane / 8;  // has, in its columns, the diagonal of row lane/4
+    float q_unit, do_unit, lse_log2[M][2], D[M][2];
+    {
+        float4 x[kPieces<HS, Rows, 32>];
+        fetch_rows<HS, Rows>(x, head_of(args.dout, w, HS), args.dout.token, first_q, p.Tq);
+        do_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows + 2 * QLo, QLo, x)));
+        float d[M][2 * M][4] = {}, d_unit = 0.f;
+        if (!args.D) {
+            fetch_rows<HS, Rows>(x, head_of(args.out, w, HS), args.out.token, first_q, p.Tq);
+            d_unit = do_unit * power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows, QLo, x)));
+            __syncwarp();
+            product_abt<HS>(d, do_tile, QLo, q_tile, QLo);
+            __syncwarp();  // Q takes O's place
+        }
+        fetch_rows<HS, Rows>(x, head_of(p.q, w, HS), p.q.token, first_q, p.Tq);
+        q_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows, QLo, x)));
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(first_q + 16 * i + 8 * r + lane / 4, p.Tq - 1);
+                const float lse = args.lse[at], *diagonal = d[i][2 * i + r] + 2 * r;
+                lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * static_cast<float>(M_LOG2E);
+                D[i][r] =
+                    args.D ? args.D[at] : d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
+            }
+    }
+    float error[M][2] = {};            // Σ dS over this lane's columns
+    float4 k_sum{0.f, 0.f, 0.f, 0.f};  // this thread's part of the sum of all keys
+    float dq[M][HS / 8][4] = {};
+
+    auto step = [&](int k0, float s_unit, float dp_unit, float k_unit, auto masked) {
+        constexpr bool Masked = decltype(masked)::value;
+        float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {};
+        product_abt<HS>(s, q_tile, QLo, kv.x_tile(), KV::Lo);
+        product_abt<HS>(dp, do_tile, QLo, kv.y_tile(), KV::Lo);
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
+                const int visible = min(p.Tk, row + p.shift + 1) - k0 - lane % 4 * 2;
+#pragma unroll
+                for (int n = 0; n < Bc / 8; n++) {
+                    const float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
+                    const float dS = P * fmaf(dp[i][n][e], dp_unit, -D[i][e / 2]);
+                    s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : dS;
+                    error[i][e / 2] += s[i][n][e];
+                }
+            }
+        const uint32_t dS_largest = largest_of(s);
+        uint32_t hi[Bc / 16][M][4], lo[Bc / 16][M][4];
+        to_a(hi, lo, s, factor_for(dS_largest));
+        add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), KV::Lo, power_of_two(-exponent_for(dS_largest)) * k_unit);
+    };
+
+    for (int j = 0; j < k_tiles; j++) {
+        int k_exponent, v_exponent;
+        kv.split_tiles(
+            k_exponent, v_exponent,
+            [&] {
+                if (j + 1 < k_tiles) copy_kv(j + 1);
+            },
+            [&](const float4& k) { k_sum.x += k.x, k_sum.y += k.y, k_sum.z += k.z, k_sum.w += k.w; });
+        const int k0 = j * Bc;
+        if (k0 > last_q + p.shift) continue;
+        const float k_unit = power_of_two(-k_exponent), s_unit = p.scale_log2 * q_unit * k_unit;
+        const float dp_unit = do_unit * power_of_two(-v_exponent);
+        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q + p.shift)
+            step(k0, s_unit, dp_unit, k_unit, std::true_type{});
+        else
+            step(k0, s_unit, dp_unit, k_unit, std::false_type{});
+    }
+
+    // The rows of dS add up to 0, but for rounding errors: D's stays in the whole row, with one sign. What is left
+    // belongs to D, and dq loses its product with the mean key.
+    const bool whole_row = !args.D;
+    float2 k_mean[HS / 8];
+    if (whole_row) {
+        float4* sums = reinterpret_cast<float4*>(smem);
+        __syncthreads();  // all have left Q
+        sums[threadIdx.x] = k_sum;
+        __syncthreads();
+        const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk)));
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++) {
+            const float2* column = reinterpret_cast<const float2*>(sums) + 4 * n + lane % 4;
+            k_mean[n] = {0.f, 0.f};
+            for (int i = 0; i < Threads / (HS / 4); i++)
+                k_mean[n].x += column[i * HS / 2].x, k_mean[n].y += column[i * HS / 2].y;
+            k_mean[n].x /= keys, k_mean[n].y /= keys;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (whole_row) {
+                float sum = error[i][r];
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                D[i][r] += sum;
+#pragma unroll
+                for (int n = 0; n < HS / 8; n++) {
+                    dq[i][n][2 * r] -= sum * k_mean[n].x;
+                    dq[i][n][2 * r + 1] -= sum * k_mean[n].y;
+                }
+            }
+            const unsigned thread = thread_again();
+            const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
+            if (thread % 4 == 0 && t < p.Tq)
+                args.stats[static_cast<size_t>(w.bh) * p.Tq + t] = make_float2(lse_log2[i][r], D[i][r]);
+        }
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
+    store_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0, args.add);
+#endif
+}
+
+template <int HS>
+__global__ __launch_bounds__(DkdvTiles<HS>::Threads,
+                             DkdvTiles<HS>::MinBlocks) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+#if __CUDA_ARCH__ >= 800
+    using Tiles = DkdvTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, Rows = 16 * M;
+    constexpr int KLo = Bc * HS * 2;
+    using QdO = Stream<HS, Br, Threads>;
+    const Problem& p = args.p;
+    extern __shared__ __align__(256) unsigned char smem[];
+    const QdO q_do{smem + 4 * KLo};
+    unsigned char* stats_smem = smem + 4 * KLo + 4 * QdO::Pair;
+
+    __shared__ Work w;  // the loops leave no register for it
+    if (threadIdx.x == 0) w = work_of_block(p, false);
+    __syncthreads();
+    const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
+    auto first_key = [&] { return w.tile * Bc + warp_row; };    // the warp's
+    const int first_tile = max(0, w.tile * Bc - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
+    const int q_tiles = (p.Tq + Br - 1) / Br;
+
+    // Queries past Tq arrive as zeros, dO and D too: they add nothing. Keys past Tk are masked: dS is scaled by its
+    // largest.
+    auto copy_q = [&](int j) {
+        const int row = j * Br + threadIdx.x;
+        q_do.copy(head_of(p.q, w, HS), p.q.token, head_of(args.dout, w, HS), args.dout.token, j * Br, p.Tq);
+        if (threadIdx.x < Br)
+            cp_async_8(smem_address(stats_smem) + ((j & 1) * Br + threadIdx.x) * 8,
+                       args.stats + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
+        cp_async_commit();
+    };
+    if (first_tile < q_tiles) copy_q(first_tile);
+
+    unsigned char* k_rows = smem + warp_row * HS * 2;
+    __shared__ float2 units[Tiles::Warps];  // of K and V; the loop leaves no register for them
+    {
+        float4 x[kPieces<HS, Rows, 32>];
+        fetch_rows<HS, Rows>(x, head_of(p.k, w, HS), p.k.token, first_key(), p.Tk);
+        const float k_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(k_rows, KLo, x)));
+        fetch_rows<HS, Rows>(x, head_of(p.v, w, HS), p.v.token, first_key(), p.Tk);
+        const float v_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(k_rows + 2 * KLo, KLo, x)));
+        units[threadIdx.x / 32] = {k_unit, v_unit};
+        __syncwarp();
+    }
+    const uint32_t k_tile = smem_address(k_rows), v_tile = k_tile + 2 * KLo;
+    float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
+
+    // Tile j's query i sees the warp's key k if i − k ≥ ahead; the warp has `keys` of them.
+    auto step = [&](int j, int ahead, int keys, int q_exponent, int do_exponent, auto masked) {
+        constexpr bool Masked = decltype(masked)::value;
+        const float q_unit = power_of_two(-q_exponent);
+        const float4* stats = reinterpret_cast<const float4*>(stats_smem) + (j & 1) * Br / 2;  // two rows each
+        float s[M][Br / 8][4] = {}, dp[M][Br / 8][4] = {};  // transposed: rows are keys
+        uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];
+        product_abt<HS>(s, k_tile, KLo, q_do.x_tile(), QdO::Lo);
+        const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
+        if constexpr (Masked) {
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int key = 16 * i + e / 2 * 8 + lane / 4;
+                    const int unseen = key < keys ? ahead + key - lane % 4 * 2 : Br;  // queries
+#pragma unroll
+                    for (int n = 0; n < Br / 8; n++)
+                        if (8 * n + e % 2 < unseen) s[i][n][e] = -INFINITY;
+                }
+        }
+#pragma unroll
+        for (int n = 0; n < Br / 8; n++) {
+            const float4 c = stats[4 * n + lane % 4];  // {lse, D} of this lane's columns: e = 0 and 1
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -(e % 2 ? c.z : c.x)));
+        }
+        to_a(hi, lo, s, kPScale);
+        add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), QdO::Lo, power_of_two(-do_exponent - 14));
+        product_abt<HS>(dp, v_tile, KLo, q_do.y_tile(), QdO::Lo);
+        const float dp_unit = units[thread_again() / 32].y * power_of_two(-do_exponent);
+#pragma unroll
+        for (int n = 0; n < Br / 8; n++) {
+            const float4 c = stats[4 * n + lane % 4];
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // P again from its halves: its registers were needed; then dS
+                    const float2 P = join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
+                    dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.y);
+                    dp[i][n][2 * r + 1] = P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.w);
+                }
+        }
+        const uint32_t dS_largest = largest_of(dp);
+        to_a(hi, lo, dp, factor_for(dS_largest));
+        add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(), QdO::Lo,
+                               power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
+    };
+
+    for (int j = first_tile; j < q_tiles; j++) {
+        int q_exponent, do_exponent;
+        q_do.split_tiles(
+            q_exponent, do_exponent,
+            [&] {
+                if (j + 1 < q_tiles) copy_q(j + 1);
+            },
+            [](const float4&) {});
+        const int first_k = first_key(), keys = p.Tk - first_k, ahead = first_k - p.shift - j * Br;
+        if (ahead > Br - 1) continue;
+        if (keys < Rows || ahead > 1 - Rows)
+            step(j, ahead, keys, q_exponent, do_exponent, std::true_type{});
+        else
+            step(j, ahead, keys, q_exponent, do_exponent, std::false_type{});
+    }
+
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
+    const int k0 = w.tile * Bc;
+    store_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add);
+    store_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+void check_aligned(const char* name, const void* ptr, size_t batch, size_t token) {
+    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 4 || token % 4)
+        throw Error(
+            format("flash_fp16x3: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu elements)", name,
+                   ptr, batch, token));
+}
+template <class X>
+void check_aligned(const char* name, const Heads<X>& x) {
+    check_aligned(name, x.ptr, x.batch, x.token);
+}
+
+// The three heads of a packed (B, T, 3, NH, HS) tensor: which = 0 q, 1 k, 2 v.
+template <class X>
+Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + which * C, s.T * 3 * C, 3 * C};
+}
+template <class X>
+Heads<X> contiguous(X* x, int T, int NH, int HS) {
+    const size_t C = static_cast<size_t>(NH) * HS;
+    return {x, T * C, C};
+}
+BlockShape whole(const AttentionShape& s) {
+    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
+}
+
+Problem problem(const Heads<const float>& q, const Heads<const float>& k, const Heads<const float>& v,
+                const BlockShape& s) {
+    if (s.HS != 64 && s.HS != 128)
+        throw Error(format("flash_fp16x3: head size %d, expected 64 or 128: use --attention naive", s.HS));
+    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
+        throw Error(format("flash_fp16x3: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", s.B, s.NH, s.Tq, s.Tk));
+    if (!(s.resolved_scale() > 0.f)) throw Error(format("flash_fp16x3: scale %g, expected > 0", s.resolved_scale()));
+    check_aligned("q", q);
+    check_aligned("k", k);
+    check_aligned("v", v);
+    Problem p{};
+    p.q = q, p.k = k, p.v = v;
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    // Beyond these bounds every query sees all keys, or none.
+    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
+    if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
+        throw Error(format("flash_fp16x3: Tq %d, Tk %d: at most %d fit a launch", s.Tq, s.Tk, INT_MAX / 4));
+    p.scale = s.resolved_scale();
+    p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    return p;
+}
+
+// One block for each of `tiles` of each head. A head streams `T` rows twice (K and V, or Q and dO); a group of heads
+// should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+template <class Args>
+void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem, const Cuda& dev) {
+    constexpr size_t kGroupBytes = 32 << 20;
+    args.p.tiles = tiles;
+    args.p.group =
+        static_cast<int>(std::clamp<size_t>(kGroupBytes / (8 * static_cast<size_t>(T) * HS), 1, args.p.heads));
+    const size_t blocks = static_cast<size_t>(tiles) * args.p.heads;
+    if (blocks > INT_MAX)
+        throw Error(
+            format("flash_fp16x3: %zu blocks, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
+    LAUNCH_CHECK("flash_fp16x3");
+}
+int ceil_div(int a, int b) {
+    return (a - 1) / b + 1;
+}
+
+template <int HS>
+void launch_forward(const ForwardArgs& args, const Cuda& dev) {
+    using Tiles = ForwardTiles<HS>;
+    launch(forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+}
+void launch_forward(const ForwardArgs& args, int HS, const Cuda& dev) {
+    if (HS == 64)
+        launch_forward<64>(args, dev);
+    else
+        launch_forward<128>(args, dev);
+}
+
+template <int HS>
+void launch_backward(const BackwardArgs& args, const Cuda& dev) {
+    launch(dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
+           DqTiles<HS>::Smem, dev);
+    launch(dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
+           DkdvTiles<HS>::Smem, dev);
+}
+void launch_backward(const BackwardArgs& args, int HS, const Cuda& dev) {
+    check_aligned("dout", args.dout);
+    check_aligned("dq", args.dq);
+    check_aligned("dk", args.dk);
+    check_aligned("dv", args.dv);
+    check_aligned("scratch", args.stats, 0, 0);
+    if (HS == 64)
+        launch_backward<64>(args, dev);
+    else
+        launch_backward<128>(args, dev);
+}
+
+void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
+    ForwardArgs args{};
+    args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    args.out = contiguous(out, s.T, s.NH, s.HS);
+    args.lse = lse;
+    check_aligned("out", args.out);
+    launch_forward(args, s.HS, dev);
+}
+
+void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float> q, Heads<const float> k,
+                   Heads<const float> v, const BlockShape& s) {
+    ForwardArgs args{};
+    args.p = problem(q, k, v, s);
+    args.o_acc = o_acc;
+    args.lse = lse;
+    check_aligned("o_acc", o_acc, 0, 0);
+    launch_forward(args, s.HS, dev);
+}
+
+void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
+              const float*, const float* qkv, const AttentionShape& s) {
+    BackwardArgs args{};
+    args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    args.dout = contiguous(dout, s.T, s.NH, s.HS), args.out = contiguous(out, s.T, s.NH, s.HS);
+    args.lse = lse;
+    args.stats = static_cast<float2*>(scratch);
+    args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
+    check_aligned("out", args.out);
+    launch_backward(args, s.HS, dev);
+}
+
+void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const float> q,
+                    Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
+                    const float* D, const BlockShape& s) {
+    BackwardArgs args{};
+    args.p = problem(q, k, v, s);
+    args.dout = dout;
+    args.lse = lse, args.D = D;
+    args.stats = static_cast<float2*>(scratch);
+    args.dq = contiguous(dq, s.Tq, s.NH, s.HS), args.dk = contiguous(dk, s.Tk, s.NH, s.HS);
+    args.dv = contiguous(dv, s.Tk, s.NH, s.HS);
+    args.add = true;
+    launch_backward(args, s.HS, dev);
+}
+
+size_t block_scratch_bytes(const BlockShape& s) {
+    return static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float2);
+}
+size_t scratch_bytes(const AttentionShape& s) {
+    return block_scratch_bytes(whole(s));
+}
+size_t saved_bytes(const AttentionShape&) {
+    return 0;
+}
+
+}  // namespace
+
+const AttentionKernel<float> flash_fp16x3 = {
+    "flash_fp16x3", 80,       true,          saved_bytes,    scratch_bytes,
+    forward,        backward, forward_block, backward_block, block_scratch_bytes};
