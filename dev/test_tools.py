@@ -217,7 +217,7 @@ def test_the_peer_is_gpt2_and_trains():
 
 def test_help():
     for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
-                 "compare_losses.py", "../dev/peers.py", "../dev/peers_train.py"):
+                 "compare_losses.py", "default_run.py", "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -362,6 +362,25 @@ def test_tables_of_ladder_accuracy_and_losses():
         assert naive < flash and "steps 400, seeds 3" in text
         assert "![accuracy](../dev/results/A/accuracy.svg)" in text and "Not measured yet." in text
         assert "![accuracy](dev/results/A/accuracy.svg)" in (tmp / "README.md").read_text()
+
+
+def test_samples_of_the_default_run():
+    row = {**attention_row(), "kind": "default_run", "steps": 6500, "B": 8, "T": 1024, "floor_nats": 0.1273}
+    rows = [{**row, "step": 1300, "val_loss_nats": 9.0, "text": "an older run"},
+            {**row, "date": "2030-02-01T00:00:00Z", "step": 1300, "val_loss_nats": 0.4764, "text": "The badger\nhummed. " * 40},
+            {**row, "date": "2030-02-01T00:00:00Z", "step": 6500, "val_loss_nats": 0.1613, "text": "The end."}]
+    with scratch() as tmp:
+        (tmp / "attention").mkdir()
+        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
+            document.write_text("<!-- table: default run -->\nold\n<!-- end -->\n")
+        write_rows(tmp, "default_run", rows)
+        result = script("readme_tables.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        text = (tmp / "README.md").read_text()
+        assert "6500 steps of 8·1024 tokens" in text and "older" not in text and "![" not in text  # there is no plot
+        assert "*Step 1300, validation loss 0.476:* The badger hummed. The" in text and "…" in text
+        assert "*Step 6500, validation loss 0.161:* The end." in text
+        check_fails(script("default_run.py", "--log", tmp), "log.jsonl", "default_run.py")
 
 
 def test_table_of_a_breakdown():

@@ -23,6 +23,7 @@ $training --json --shapes 4x1024,8x1024,16x1024,64x1024
 ./dev/bench_train --breakdown --json
 ./dev/bench_train --json --precision fp32 --shapes 1x4096,1x8192,1x16384,1x32768 || echo "no more lengths"
 ./dev/bench_train --json --precision bf16 --shapes 1x16384,1x32768,1x65536 || echo "no more lengths"
+python3 scripts/default_run.py
 python3 scripts/compare_torch.py --json || echo "no comparison with PyTorch"
 python3 scripts/compare_losses.py --json || echo "naive and flash end at different losses"
 for what in attention memory; do python3 scripts/plot_$what.py || echo "no plots of $what"; done

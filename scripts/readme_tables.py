@@ -208,11 +208,32 @@ def torch(path):
 
 
 # What stands between the markers: the file of each GPU, and the text that is made of it; a plot is shown as it is.
+def default_run(path):
+    """The plot of the newest default run, and the beginnings of its samples."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    newest = max(r["date"] for r in found)
+    found = [r for r in found if r["date"] == newest]
+    first = found[0]
+    caption = (f"`./train_gpt2cu` without options: {first['steps']} steps of {first['B']}·{first['T']} tokens in "
+               f"{first['dtype']}; no model can pass the floor of {first['floor_nats']:.4f} nats. {first['gpu']}, driver "
+               f"{first['driver']}, CUDA {first['cuda']}. Made {first['date'][:10]} at {first['commit'][:7]}.")
+    parts = [textwrap.fill(caption, WIDTH)]
+    plot = path.with_suffix(".png")
+    if plot.exists():
+        parts.append(f"![loss, gradient norm, learning rate and speed](dev/results/{plot.parent.name}/{plot.name})")
+    for r in found:
+        text = " ".join(r["text"].split())
+        text = textwrap.shorten(text, 300, placeholder=" …")
+        parts.append(textwrap.fill(f"*Step {r['step']}, validation loss {r['val_loss_nats']:.3f}:* {text}", WIDTH))
+    return "\n\n".join(parts)
+
+
 TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16")),
           "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32")),
           "ladder": ("attention.jsonl", ladder), "accuracy": ("accuracy.jsonl", accuracy),
           "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train),
           "breakdown": ("breakdown.jsonl", breakdown), "torch": ("torch.jsonl", torch),
+          "default run": ("default_run.jsonl", default_run),
           "plot attention bf16": ("attention_bf16.svg", None),
           "plot attention fp32": ("attention_fp32.svg", None),
           "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
