@@ -46,6 +46,7 @@
 
 #include "attention/attention.h"
 #include "attention/flash_bf16_sm90.h"
+#include "attention/launch.h"
 #include "attention/ptx_sm90.cuh"
 #include "attention/tensor_map.h"
 
@@ -479,22 +480,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-void check_aligned(const char* name, const void* ptr, size_t batch, size_t token) {
-    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 8 || token % 8)
-        throw Error(
-            format("flash_bf16_sm90: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu "
-                   "elements)",
-                   name, ptr, batch, token));
-}
-
-template <class X>
-Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    return {qkv + which * C, s.T * 3 * C, 3 * C};
-}
-int ceil_div(int a, int b) {
-    return (a - 1) / b + 1;
-}
+constexpr char kName[] = "flash_bf16_sm90";
 
 template <int HS, bool Block>
 void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
@@ -531,16 +517,14 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
 template <bool Block>
 void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
-    if (s.HS != 64 && s.HS != 128)
-        throw Error(format("flash_bf16_sm90: head size %d, expected 64 or 128: use --attention naive", s.HS));
-    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
-        throw Error(
-            format("flash_bf16_sm90: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", s.B, s.NH, s.Tq, s.Tk));
-    if (!(s.resolved_scale() > 0.f)) throw Error(format("flash_bf16_sm90: scale %g, expected > 0", s.resolved_scale()));
-    check_aligned("q", q.ptr, q.batch, q.token);
-    check_aligned("k", k.ptr, k.batch, k.token);
-    check_aligned("v", v.ptr, v.batch, v.token);
-    check_aligned(Block ? "o_acc" : "out", Block ? static_cast<void*>(o_acc) : out.ptr, out.batch, out.token);
+    check_shape(kName, s);
+    check_aligned(kName, "q", q);
+    check_aligned(kName, "k", k);
+    check_aligned(kName, "v", v);
+    if (Block)
+        check_aligned(kName, "o_acc", o_acc);
+    else
+        check_aligned(kName, "out", out);
     if (s.HS == 64)
         launch_forward<64, Block>(dev, out, o_acc, lse, q, k, v, s);
     else
@@ -548,9 +532,8 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
 }
 
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    launch_forward<false>(dev, {out, s.T * C, C}, nullptr, lse, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
-                          {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale});
+    launch_forward<false>(dev, contiguous(out, s.T, s.NH, s.HS), nullptr, lse, packed(qkv, s, 0), packed(qkv, s, 1),
+                          packed(qkv, s, 2), whole(s));
 }
 void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
                    Heads<const bf16> v, const BlockShape& s) {

@@ -51,6 +51,7 @@
 #include <cmath>
 
 #include "attention/flash_bf16_sm90.h"
+#include "attention/launch.h"
 #include "attention/ptx_sm90.cuh"
 #include "attention/tensor_map.h"
 
@@ -607,34 +608,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-void check_aligned(const char* name, const void* ptr, size_t batch, size_t token) {
-    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 8 || token % 8)
-        throw Error(
-            format("flash_bf16_sm90: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu elements)",
-                   name, ptr, batch, token));
-}
-template <class X>
-void check_aligned(const char* name, const Heads<X>& x) {
-    check_aligned(name, x.ptr, x.batch, x.token);
-}
-
-// The three heads of a packed (B, T, 3, NH, HS) tensor: which = 0 q, 1 k, 2 v.
-template <class X>
-Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    return {qkv + which * C, s.T * 3 * C, 3 * C};
-}
-template <class X>
-Heads<X> contiguous(X* x, const AttentionShape& s) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    return {x, s.T * C, C};
-}
-BlockShape whole(const AttentionShape& s) {
-    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
-}
-int ceil_div(int a, int b) {
-    return (a - 1) / b + 1;
-}
+constexpr char kName[] = "flash_bf16_sm90";
 
 // Scratch: statistics, dQ's sum (whole form), turns, ticket.
 struct Layout {
@@ -709,30 +683,30 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
 }
 
 void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
-    if (s.HS != 64 && s.HS != 128)
-        throw Error(format("flash_bf16_sm90: head size %d, expected 64 or 128: use --attention naive", s.HS));
-    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
-        throw Error(
-            format("flash_bf16_sm90: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", s.B, s.NH, s.Tq, s.Tk));
-    if (!(s.resolved_scale() > 0.f)) throw Error(format("flash_bf16_sm90: scale %g, expected > 0", s.resolved_scale()));
-    check_aligned("q", in.q);
-    check_aligned("k", in.k);
-    check_aligned("v", in.v);
-    check_aligned("dout", in.dout);
-    check_aligned("scratch", scratch, 0, 0);
+    check_shape(kName, s);
+    check_aligned(kName, "q", in.q);
+    check_aligned(kName, "k", in.k);
+    check_aligned(kName, "v", in.v);
+    check_aligned(kName, "dout", in.dout);
+    check_aligned(kName, "scratch", scratch);
 }
 
 }  // namespace
 
 void flash_bf16_sm90_backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out,
                               const float* lse, const bf16*, const bf16* qkv, const AttentionShape& s) {
-    const Inputs in{
-        packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), contiguous(dout, s), contiguous(out, s), lse, nullptr};
+    const Inputs in{packed(qkv, s, 0),
+                    packed(qkv, s, 1),
+                    packed(qkv, s, 2),
+                    contiguous(dout, s.T, s.NH, s.HS),
+                    contiguous(out, s.T, s.NH, s.HS),
+                    lse,
+                    nullptr};
     check_problem(in, whole(s), scratch);
     Args args{};
     const Heads<bf16> dq = packed(dqkv, s, 0), dk = packed(dqkv, s, 1), dv = packed(dqkv, s, 2);
-    check_aligned("out", in.out);
-    check_aligned("dqkv", dq);
+    check_aligned(kName, "out", in.out);
+    check_aligned(kName, "dqkv", dq);
     args.dq = tensor_map("dq", dq, s.B, s.T, s.NH, s.HS, s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br);
     args.dk = tensor_map("dk", dk, s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
     args.dv = tensor_map("dv", dv, s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
@@ -746,9 +720,9 @@ void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq, float* dk, float
     check_problem(in, s, scratch);
     Args args{};
     args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv;
-    check_aligned("dq", dq, 0, 0);
-    check_aligned("dk", dk, 0, 0);
-    check_aligned("dv", dv, 0, 0);
+    check_aligned(kName, "dq", dq);
+    check_aligned(kName, "dk", dk);
+    check_aligned(kName, "dv", dv);
     launch(in, args, scratch, s, dev);
 }
 

@@ -43,6 +43,7 @@
 #include <cmath>
 
 #include "attention/attention.h"
+#include "attention/launch.h"
 #include "attention/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -943,42 +944,14 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-void check_aligned(const char* name, const void* ptr, size_t batch, size_t token) {
-    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 4 || token % 4)
-        throw Error(
-            format("flash_fp16x3: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu elements)", name,
-                   ptr, batch, token));
-}
-template <class X>
-void check_aligned(const char* name, const Heads<X>& x) {
-    check_aligned(name, x.ptr, x.batch, x.token);
-}
-
-// The three heads of a packed (B, T, 3, NH, HS) tensor: which = 0 q, 1 k, 2 v.
-template <class X>
-Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    return {qkv + which * C, s.T * 3 * C, 3 * C};
-}
-template <class X>
-Heads<X> contiguous(X* x, int T, int NH, int HS) {
-    const size_t C = static_cast<size_t>(NH) * HS;
-    return {x, T * C, C};
-}
-BlockShape whole(const AttentionShape& s) {
-    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
-}
+constexpr char kName[] = "flash_fp16x3";
 
 Problem problem(const Heads<const float>& q, const Heads<const float>& k, const Heads<const float>& v,
                 const BlockShape& s) {
-    if (s.HS != 64 && s.HS != 128)
-        throw Error(format("flash_fp16x3: head size %d, expected 64 or 128: use --attention naive", s.HS));
-    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
-        throw Error(format("flash_fp16x3: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", s.B, s.NH, s.Tq, s.Tk));
-    if (!(s.resolved_scale() > 0.f)) throw Error(format("flash_fp16x3: scale %g, expected > 0", s.resolved_scale()));
-    check_aligned("q", q);
-    check_aligned("k", k);
-    check_aligned("v", v);
+    check_shape(kName, s);
+    check_aligned(kName, "q", q);
+    check_aligned(kName, "k", k);
+    check_aligned(kName, "v", v);
     Problem p{};
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
@@ -1007,10 +980,6 @@ void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threa
     kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
     LAUNCH_CHECK("flash_fp16x3");
 }
-int ceil_div(int a, int b) {
-    return (a - 1) / b + 1;
-}
-
 template <int HS>
 void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
@@ -1031,11 +1000,11 @@ void launch_backward(const BackwardArgs& args, const Cuda& dev) {
            DkdvTiles<HS>::Smem, dev);
 }
 void launch_backward(const BackwardArgs& args, int HS, const Cuda& dev) {
-    check_aligned("dout", args.dout);
-    check_aligned("dq", args.dq);
-    check_aligned("dk", args.dk);
-    check_aligned("dv", args.dv);
-    check_aligned("scratch", args.stats, 0, 0);
+    check_aligned(kName, "dout", args.dout);
+    check_aligned(kName, "dq", args.dq);
+    check_aligned(kName, "dk", args.dk);
+    check_aligned(kName, "dv", args.dv);
+    check_aligned(kName, "scratch", args.stats);
     if (HS == 64)
         launch_backward<64>(args, dev);
     else
@@ -1047,7 +1016,7 @@ void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float
     args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
     args.out = contiguous(out, s.T, s.NH, s.HS);
     args.lse = lse;
-    check_aligned("out", args.out);
+    check_aligned(kName, "out", args.out);
     launch_forward(args, s.HS, dev);
 }
 
@@ -1057,7 +1026,7 @@ void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float>
     args.p = problem(q, k, v, s);
     args.o_acc = o_acc;
     args.lse = lse;
-    check_aligned("o_acc", o_acc, 0, 0);
+    check_aligned(kName, "o_acc", o_acc);
     launch_forward(args, s.HS, dev);
 }
 
@@ -1069,7 +1038,7 @@ void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, co
     args.lse = lse;
     args.stats = static_cast<float2*>(scratch);
     args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
-    check_aligned("out", args.out);
+    check_aligned(kName, "out", args.out);
     launch_backward(args, s.HS, dev);
 }
 

@@ -1,0 +1,43 @@
+// What the launchers of the kernels on tensor cores share: views of a layer's tensors, and checks. `kernel` is the name
+// that an Error begins with.
+#pragma once
+#include "attention/attention.h"
+
+// The three heads of a packed (B, T, 3, NH, HS) tensor: which = 0 q, 1 k, 2 v.
+template <class X>
+Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + which * C, s.T * 3 * C, 3 * C};
+}
+template <class X>
+Heads<X> contiguous(X* x, int T, int NH, int HS) {
+    const size_t C = static_cast<size_t>(NH) * HS;
+    return {x, T * C, C};
+}
+// The whole form as a block.
+inline BlockShape whole(const AttentionShape& s) {
+    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
+}
+// Tiles that cover a ≥ 1.
+inline int ceil_div(int a, int b) {
+    return (a - 1) / b + 1;
+}
+
+inline void check_shape(const char* kernel, const BlockShape& s) {
+    if (s.HS != 64 && s.HS != 128)
+        throw Error(format("%s: head size %d, expected 64 or 128: use --attention naive", kernel, s.HS));
+    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
+        throw Error(format("%s: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", kernel, s.B, s.NH, s.Tq, s.Tk));
+    if (!(s.resolved_scale() > 0.f)) throw Error(format("%s: scale %g, expected > 0", kernel, s.resolved_scale()));
+}
+// Rows of a tensor begin at multiples of 16 bytes.
+template <class X>
+void check_aligned(const char* kernel, const char* name, const Heads<X>& x) {
+    constexpr size_t kElements = 16 / sizeof(X);
+    if (reinterpret_cast<uintptr_t>(x.ptr) % 16 || x.batch % kElements || x.token % kElements)
+        throw Error(format("%s: rows of %s are not 16-byte aligned (address %p, strides %zu and %zu elements)", kernel,
+                           name, static_cast<const void*>(x.ptr), x.batch, x.token));
+}
+inline void check_aligned(const char* kernel, const char* name, const void* ptr) {
+    check_aligned(kernel, name, Heads<const char>{static_cast<const char*>(ptr), 0, 0});
+}
