@@ -547,9 +547,12 @@ size_t saved_bytes(const AttentionShape&) {
 }  // namespace
 
 bool built_for_sm90a() {
-    cudaFuncAttributes attributes;
-    CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, true, false>));
-    return attributes.numRegs > 64;  // an empty body needs a handful
+    static const bool built = [] {
+        cudaFuncAttributes attributes;
+        CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, true, false>));
+        return attributes.numRegs > 64;  // an empty body needs a handful
+    }();
+    return built;
 }
 
 const AttentionKernel<bf16> flash_bf16_sm90 = {"flash_bf16_sm90",
