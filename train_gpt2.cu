@@ -946,8 +946,9 @@ template <class Dev, class X>
     };
     int b = model.B - 1;
     while (b > 0 && bytes_with(b) > free_bytes) b--;
-    const std::string way_out =
+    std::string way_out =
         b > 0 ? format("-b %d would fit", b) : "not even -b 1 fits: use a smaller -t or a smaller model";
+    if (model.training && model.recompute < 2) way_out += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B, model.T,
                              asked.c_str(), way_out.c_str()));

@@ -527,6 +527,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     wgmma_commit();
 
                     if (i > w.first) start_s(n + 1);
+                    wgmma_fence();  // where the branches meet, or the compiler adds one and says so (C7519)
                     wgmma_commit();
 
                     wgmma_wait<2>();  // dQ
