@@ -165,7 +165,7 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
                   const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
     double n = 0;
     for (int i = 0; i < num_ranges; i++) n += ranges[i].size;
-    t.time("adamw", {0, bytes_of<float>((master ? 7 : 5) * n) + bytes_of<X>(master ? n : n)},
+    t.time("adamw", {0, bytes_of<float>(7 * n) + (master ? bytes_of<X>(n) : 0.)},
            [&](const Cuda& dev) { adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper); });
 }
 

@@ -320,6 +320,17 @@ def write_rows(root, name, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def documents_with(root, *tables):
+    """README.md and attention/README.md as readme_tables.py writes them around these tables."""
+    documents = (root / "README.md", root / "attention" / "README.md")
+    for document in documents:
+        document.parent.mkdir(exist_ok=True)
+        document.write_text("".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in tables))
+    result = script("readme_tables.py", "--root", root)
+    assert result.returncode == 0, result.stderr
+    return [document.read_text() for document in documents]
+
+
 def accuracy_row(**fields):
     return {**attention_row(), "kind": "accuracy", "input": "normal", "tensor": "out", "max_error": 1e-3,
             "mean_error": 1e-4, "relative_l2": 2e-3, "snr_db": 54.0, "ratio_max": 1.25, "ratio_l2": 0.5,
@@ -343,16 +354,10 @@ def test_tables_of_ladder_accuracy_and_losses():
                "seeds": 3, "attention": attention, "ms": 20.0, "loss": 2.5, "loss_min": 2.4, "loss_max": 2.6}
               for attention in ("flash", "naive")]
     with scratch() as tmp:
-        (tmp / "attention").mkdir()
-        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
-            document.write_text("".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in
-                                        ("ladder", "accuracy", "losses", "plot accuracy", "plot attention bf16")))
         for name, rows in (("attention", ladder), ("accuracy", accuracy), ("losses", losses)):
             write_rows(tmp, name, rows)
         (tmp / "dev" / "results" / "A" / "accuracy.svg").write_text("<svg/>")
-        result = script("readme_tables.py", "--root", tmp)
-        assert result.returncode == 0, result.stderr
-        text = (tmp / "attention" / "README.md").read_text()
+        readme, text = documents_with(tmp, "ladder", "accuracy", "losses", "plot accuracy", "plot attention bf16")
         assert "| 4 | 1024 | fwd | 4.000 | 1.000 | 2.000 (2.00×, 0.50×) |" in text
         assert "| 1 | 65536 | fwd | out of memory | – | 149.3 |" in text
         ratios = "| bf16 | flash_bf16 | 1.50 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / NaN |"
@@ -361,7 +366,7 @@ def test_tables_of_ladder_accuracy_and_losses():
                         for kind in ("naive", "flash"))
         assert naive < flash and "steps 400, seeds 3" in text
         assert "![accuracy](../dev/results/A/accuracy.svg)" in text and "Not measured yet." in text
-        assert "![accuracy](dev/results/A/accuracy.svg)" in (tmp / "README.md").read_text()
+        assert "![accuracy](dev/results/A/accuracy.svg)" in readme
 
 
 def test_samples_of_the_default_run():
@@ -370,13 +375,8 @@ def test_samples_of_the_default_run():
             {**row, "date": "2030-02-01T00:00:00Z", "step": 1300, "val_loss_nats": 0.4764, "text": "The badger\nhummed. " * 40},
             {**row, "date": "2030-02-01T00:00:00Z", "step": 6500, "val_loss_nats": 0.1613, "text": "The end."}]
     with scratch() as tmp:
-        (tmp / "attention").mkdir()
-        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
-            document.write_text("<!-- table: default run -->\nold\n<!-- end -->\n")
         write_rows(tmp, "default_run", rows)
-        result = script("readme_tables.py", "--root", tmp)
-        assert result.returncode == 0, result.stderr
-        text = (tmp / "README.md").read_text()
+        text, _ = documents_with(tmp, "default run")
         assert "6500 steps of 8·1024 tokens" in text and "older" not in text and "![" not in text  # there is no plot
         assert "*Step 1300, validation loss 0.476:* The badger hummed. The" in text and "…" in text
         assert "*Step 6500, validation loss 0.161:* The end." in text
@@ -395,13 +395,8 @@ def test_table_of_a_breakdown():
             {**new, "call": "attention", "ms": 12.5, "lost_ms": 7.25, "tflops": 350.0},
             {**new, "call": "matmul", "B": 4, "ms": 60.0, "lost_ms": 8.0}]
     with scratch() as tmp:
-        (tmp / "attention").mkdir()
-        for document in (tmp / "README.md", tmp / "attention" / "README.md"):
-            document.write_text("<!-- table: breakdown -->\nold\n<!-- end -->\n")
         write_rows(tmp, "breakdown", rows)
-        result = script("readme_tables.py", "--root", tmp)
-        assert result.returncode == 0, result.stderr
-        text = (tmp / "README.md").read_text()
+        text, _ = documents_with(tmp, "breakdown")
         assert text.count("| all of these |") == 2 and "gone" not in text  # B 4 and B 64; a call of the older run
         text = text[text.index("B 64"):]
         lines = ["| matmul | 12 | 60.000 | 75.0 | 630.0 | 90 | 1.00 | 25 | 8.000 |",
