@@ -6,6 +6,7 @@
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
 # NVCC=…  CXX=…   compilers                  MARCH=…        host instruction set, default native
+# NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
 NVCC  ?= nvcc
 CXX   ?= g++
 MARCH ?= native
@@ -28,8 +29,19 @@ CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
 CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
 LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
+# NCCL, if a program that includes and links it can be built; its directories go behind the compilers' own.
+NCCL_HOME ?= $(CUDA_HOME)
+NCCL_TEST := \#if __has_include(<nccl.h>)\nextern "C" int ncclGetVersion(int*);\nint main() { return ncclGetVersion(nullptr); }\n\#endif
+NCCL_DIRS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d) -l:libnccl.so.2
+NCCL      := $(if $(filter none,$(NCCL_HOME)),,$(shell printf '$(NCCL_TEST)\n' | $(CXX) -x c++ -idirafter $(NCCL_HOME)/include - \
+                 -o /dev/null $(NCCL_DIRS) -Wl,--allow-shlib-undefined 2>/dev/null && echo yes))
+ifeq ($(NCCL),yes)
+build/layers/comm.o build/archs/layers/comm.o: NVCCFLAGS += -DHAVE_NCCL -Xcompiler -idirafter,$(NCCL_HOME)/include
+LDLIBS    += $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d) -Xlinker -l:libnccl.so.2
+endif
+
 KERNELS   := $(wildcard attention/*.cu layers/*.cu)
-OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp) dev/reference.cpp)
+OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp dev/reference*.cpp))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy

@@ -476,13 +476,17 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     const A correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
     for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {
         const A decay = range->decay ? hyper.weight_decay : 0;
+        for (size_t piece = 0; piece < range->pieces; piece++) {
+            const size_t begin = range->piece(piece), state = range->state(piece);
 #pragma omp parallel for
-        for (size_t i = range->begin; i < range->begin + range->size; i++) {
-            const A g = clip * grads[i];
-            m[i] = beta1 * m[i] + (1 - beta1) * g;
-            v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-            const A m_hat = m[i] / correction1, v_hat = v[i] / correction2;
-            params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
+            for (size_t k = 0; k < range->size; k++) {
+                const size_t i = begin + k, s = state + k;
+                const A g = clip * grads[s];
+                m[s] = beta1 * m[s] + (1 - beta1) * g;
+                v[s] = beta2 * v[s] + (1 - beta2) * g * g;
+                const A m_hat = m[s] / correction1, v_hat = v[s] / correction2;
+                params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
+            }
         }
     }
 }

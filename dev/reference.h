@@ -11,7 +11,10 @@
 
 #include "layers/types.h"
 
+class CpuComm;  // dev/reference_comm.h
+
 struct Cpu {
+    using Comm = CpuComm;
     struct Graph {  // as CudaGraph, with nothing to gain
         template <class Work>
         void run(const Cpu&, Work work) {

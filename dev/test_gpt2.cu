@@ -372,7 +372,8 @@ TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
         choices[i].context = make_tokens(1 + 3 * i, kSmall.V, 20 + i);
         for (int e = 0; e < 4; e++) choices[i].endings.push_back(make_tokens(1 + (i + e) % 5, kSmall.V, 30 * i + e));
     }
-    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+    Job alone;
+    const std::vector<std::vector<double>> losses = ending_losses(model, choices, alone);
     for (size_t i = 0; i < choices.size(); i++)
         for (size_t e = 0; e < 4; e++) {
             std::vector<int> text = choices[i].context;

@@ -22,9 +22,11 @@ struct OutOfMemory : Error {
 };
 
 class CudaGraph;
+class NcclComm;  // layers/comm.h
 
 struct Cuda {
     using Graph = CudaGraph;
+    using Comm = NcclComm;
     explicit Cuda(int device = 0);  // throws Error if there is no such device
     ~Cuda();
     Cuda(const Cuda&) = delete;

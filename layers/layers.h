@@ -122,7 +122,8 @@ template <class X>
 size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n);
 
 // One AdamW step (Loshchilov & Hutter 2019, Algorithm 2) over all ranges in one launch. Updates master, m and v, and writes
-// params: rounded stochastically if X is bf16; for X = float params is the master itself and `master` is ignored.
+// params: rounded stochastically if X is bf16; for X = float params is the master itself and `master` is ignored. The random
+// bits depend on an element's place in params alone: ranks that update their shares write what one would for all.
 // norm: device, one float, the gradient's global norm; if it is not finite nothing is updated.
 template <class X>
 void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads, const float* norm,

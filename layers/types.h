@@ -30,10 +30,15 @@ constexpr const char* name_of(DType t) {
 // What --attention chooses. The kernel itself (flash_fp32, flash_bf16, …) follows from X and the GPU.
 enum class Attention { flash, naive };
 
-// One tensor of the flat parameter arena, for the optimizer: elements [begin, begin + size), decayed or not.
+// Part of the flat parameter arena, for the optimizer: `size` elements from `begin` on, decayed or not; and as many again,
+// `pieces` in all, each `stride` after the one before it. Gradients and optimizer state of a rank that updates only its
+// share lie back to back: `skipped` elements of the arena before `begin` are not in them.
 struct ParamRange {
     size_t begin, size;
     bool decay;
+    size_t pieces = 1, stride = 0, skipped = 0;
+    size_t piece(size_t p) const { return begin + p * stride; }          // in the arena
+    size_t state(size_t p) const { return begin - skipped + p * size; }  // in gradients, m, v and master
 };
 
 struct AdamW {
