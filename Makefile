@@ -29,15 +29,16 @@ CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
 CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
 LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
-# NCCL, if a program that includes and links it can be built; its directories go behind the compilers' own.
+# NCCL, for several GPUs: there if a program that includes nccl.h can be linked.
 NCCL_HOME ?= $(CUDA_HOME)
-NCCL_TEST := \#if __has_include(<nccl.h>)\nextern "C" int ncclGetVersion(int*);\nint main() { return ncclGetVersion(nullptr); }\n\#endif
-NCCL_DIRS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d) -l:libnccl.so.2
-NCCL      := $(if $(filter none,$(NCCL_HOME)),,$(shell printf '$(NCCL_TEST)\n' | $(CXX) -x c++ -idirafter $(NCCL_HOME)/include - \
-                 -o /dev/null $(NCCL_DIRS) -Wl,--allow-shlib-undefined 2>/dev/null && echo yes))
-ifeq ($(NCCL),yes)
+NCCL_LIBS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d) -Xlinker -l:libnccl.so.2
+NCCL_TEST := printf '%s\n' '\#if __has_include(<nccl.h>)' 'int main() {}' '\#endif' | $(CXX) -x c++ - -o /dev/null \
+             -idirafter $(NCCL_HOME)/include -L$(NCCL_HOME)/lib -L$(NCCL_HOME)/lib64 -l:libnccl.so.2
+ifneq ($(NCCL_HOME),none)
+ifeq ($(shell $(NCCL_TEST) 2>/dev/null && echo yes),yes)
 build/layers/comm.o build/archs/layers/comm.o: NVCCFLAGS += -DHAVE_NCCL -Xcompiler -idirafter,$(NCCL_HOME)/include
-LDLIBS    += $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d) -Xlinker -l:libnccl.so.2
+LDLIBS    += $(NCCL_LIBS)
+endif
 endif
 
 KERNELS   := $(wildcard attention/*.cu layers/*.cu)

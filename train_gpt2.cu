@@ -43,7 +43,7 @@
 #include "layers/layers.h"
 #include "layers/peak.h"
 
-// A named stretch of the timeline, for Nsight Systems (make profile), and a sign of life for the ranks that wait for us.
+// A named stretch of the timeline, for Nsight Systems (make profile), and a sign of life for the ranks that wait.
 struct Range {
     explicit Range(const char* name) { nvtxRangePushA(name), Job::progress()++; }
     Range(const char* name, int i) : Range(format("%s %d", name, i).c_str()) {}
@@ -187,7 +187,7 @@ struct Buffers {
     X* logits;       // (chunk, Vp): the classifier works through the rows a chunk at a time
     Acc<X>* losses;  // (N)
     Acc<X>* stats;   // mean loss of each micro-batch, rank after rank; the gradient's norm; each rank's part of it
-    Acc<X>* share;   // this rank's share of the gradients, summed over ranks, and a gate; where the optimizer is sharded
+    Acc<X>* share;   // this rank's share of the summed gradients, and a gate, where the optimizer is sharded
     X* dresidual;    // (N, C) gradient of the residual stream
     X* wide;         // (N, 4C) gradient of fch, then of qkv; where GELU's outputs are kept, theirs is the memory for it
     void* scratch;   // for whoever runs: D, partial sums, pointers
@@ -197,9 +197,10 @@ struct Buffers {
 // =====================================================================================================================
 // Several ranks
 //
-// Data parallel: rank r of n trains on micro-batches r, r + n, … of every step, and gradients are added up over the ranks,
-// layer by layer while backward goes on (the buckets). Sharded (ZeRO-1, Rajbhandari et al. 2020): a rank gets only its
-// share of the summed gradients, keeps optimizer state for that share alone, updates it, and all ranks gather the parameters.
+// Data parallel: rank r of n trains on micro-batches r, r + n, … of every step, and gradients are added up over the
+// ranks, layer by layer while backward goes on (the buckets). Sharded (ZeRO-1, Rajbhandari et al. 2020): a rank gets
+// only its share of the summed gradients, keeps optimizer state for that share alone, updates it, and all ranks gather
+// the parameters.
 //
 // The share of rank r: part r of n of every tensor, each layer's separately, so that a layer is summed as soon as
 // backward is through with it. Gradients and state of a share lie back to back.
@@ -208,8 +209,8 @@ static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks
     size_t at = 0, state = 0;
     for (const TensorSpec& t : params.tensors) {
         const size_t pieces = std::max(t.layers, 1), size = t.size / ranks, begin = at + rank * size;
-        if (ranks == 1)
-            share.push_back({begin, t.elements(), t.decay});
+        if (ranks == 1)  // everything: one piece a tensor
+            share.push_back({at, t.elements(), t.decay});
         else
             share.push_back({begin, size, t.decay, pieces, t.size, begin - state});
         at += t.elements(), state += pieces * size;
@@ -298,7 +299,7 @@ class GPT2 {
     A* stats() const { return buffers_.stats; }
     size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step, in stats()
     A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
-    A* losses() const { return buffers_.losses; }  // (N) of the last micro-batch
+    A* losses() const { return buffers_.losses; }                           // (N) of the last micro-batch
 
     std::vector<float> logits_of_last(const std::vector<int>& context);
     std::string first_nonfinite();
@@ -363,9 +364,10 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
         throw Error(
             format("T = %d is beyond the model's %d positions: use -t %d or less", T, config.max_T, config.max_T));
     if (ranks.sharded && !can_shard(config, ranks.size))
-        throw UsageError(format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
-                                "ranks that divides %d",
-                                config.C, ranks.size, config.C / 4));
+        throw UsageError(
+            format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
+                   "ranks that divides %d",
+                   config.C, ranks.size, config.C / 4));
     const size_t N = rows_, C = config.C, NH = config.NH, n = num_parameters;
     const DType x = dtype_of<X>(), a = dtype_of<A>();
     const int L = config.L, HS = config.HS();
@@ -418,8 +420,14 @@ void GPT2<Dev, X>::allocate() {
     for (Arena* a : arenas())
         if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
     const Arena& b = buffers;
-    buffers_ = {static_cast<X*>(b.at(0)), static_cast<A*>(b.at(1)), static_cast<A*>(b.at(2)),  static_cast<A*>(b.at(3)),
-                static_cast<X*>(b.at(4)), static_cast<X*>(b.at(5)), b.at(6), static_cast<int*>(b.at(7))};
+    buffers_ = {static_cast<X*>(b.at(0)),
+                static_cast<A*>(b.at(1)),
+                static_cast<A*>(b.at(2)),
+                static_cast<A*>(b.at(3)),
+                static_cast<X*>(b.at(4)),
+                static_cast<X*>(b.at(5)),
+                b.at(6),
+                static_cast<int*>(b.at(7))};
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -835,8 +843,8 @@ struct Validation {
     uint64_t batches;
 };
 
-// Mean loss over the loader's first batches; 0, or more than there are: all whole ones. Each rank has its share of them;
-// their losses are added in the order of the batches, so that the sum does not depend on the number of ranks.
+// Mean loss over the loader's first batches; 0, or more than there are: all whole ones. Each rank has its share of
+// them; their losses are added in the order of the batches, so that the sum does not depend on the number of ranks.
 template <class Dev, class X>
 Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& job) {
     Range range("validate");
@@ -895,7 +903,8 @@ std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::v
             losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
-    for (std::vector<double>& of_choice : losses) job.sum(of_choice);
+    if (job.size > 1)  // what another rank has found is 0 here
+        for (std::vector<double>& of_choice : losses) job.sum(of_choice);
     return losses;
 }
 static int answer(const std::vector<double>& losses) {
@@ -1026,6 +1035,8 @@ static void on_signal(int signal) {
     std::signal(signal, SIG_DFL);
 }
 
+constexpr double kStallSeconds = 45;  // a rank whose step stands still for so long hangs
+
 // Where the data comes from, and the loss that no model can beat if that is known.
 struct Data {
     std::string train, val;
@@ -1139,7 +1150,7 @@ class Run {
             train.skip(job.size - 1 - job.rank);
         }
     }
-    static constexpr size_t arrays = GPT2<Dev, X>::has_master ? 3 : 2;  // of the optimizer
+    void copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const;
     std::vector<char> gather_optimizer();
     void scatter_optimizer(std::vector<char>& whole);
 
@@ -1228,7 +1239,8 @@ void Run<Dev, X>::train_step() {
     if (late_error) std::rethrow_exception(late_error);
     if (!prepared) prepare(batch);
     prepared = true;
-    job.expect_progress(step > first_step + 1);  // the first steps make plans and connections
+    if (step > first_step + 1)  // the first steps make plans and connections
+        job.expect_progress(std::max(kStallSeconds, 5 * mean_ms / 1e3));
     model.upload(batch, model.micro_steps);
     model.train_micro_batches();
     const double lr = o.learning_rate(step);
@@ -1243,13 +1255,13 @@ void Run<Dev, X>::train_step() {
             late_error = std::current_exception();
         }  // this step's result comes first
     }
-    // A signal to one rank is one to all, at the same step; and again while the GPU works.
+    // Still while the GPU works: a signal to one rank is one to all, at the same step.
     if (job.size > 1)
         for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
 
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
-    job.expect_progress(false);
+    job.expect_progress(0);
     double loss = 0;  // in the order of the data, whoever had it
     for (int i = 0; i < model.micro_steps; i++)
         for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
@@ -1302,8 +1314,18 @@ void Run<Dev, X>::watch() {
     }
 }
 
-// The optimizer's state as one rank would have it, on rank 0: m, v and master, each in the order of the parameters. What a
-// checkpoint holds does not depend on the number of ranks.
+// Rank r's share of the optimizer's state, from or to its places in the whole.
+template <class Dev, class X>
+void Run<Dev, X>::copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const {
+    const size_t arrays = model.has_master ? 3 : 2;
+    for_each_piece(model.share(r), model.num_parameters, job.size, arrays, [&](size_t at, size_t state, size_t n) {
+        char *in_whole = whole.data() + at * sizeof(A), *in_share = share.data() + state * sizeof(A);
+        std::memcpy(to_whole ? in_whole : in_share, to_whole ? in_share : in_whole, n * sizeof(A));
+    });
+}
+
+// The optimizer's state as one rank would have it, on rank 0: m, v and master, each in the order of the parameters.
+// What a checkpoint holds does not depend on the number of ranks.
 template <class Dev, class X>
 std::vector<char> Run<Dev, X>::gather_optimizer() {
     std::vector<char> own(model.adam.bytes);
@@ -1313,9 +1335,7 @@ std::vector<char> Run<Dev, X>::gather_optimizer() {
     std::vector<char> whole(own.size() * job.size);
     for (int r = 0; r < job.size; r++) {
         if (r > 0) job.exchange({{r, nullptr, 0, own.data(), own.size()}});
-        for_each_piece(model.share(r), model.num_parameters, job.size, arrays, [&](size_t at, size_t state, size_t n) {
-            std::memcpy(whole.data() + at * sizeof(A), own.data() + state * sizeof(A), n * sizeof(A));
-        });
+        copy_share(r, whole, own, true);
     }
     return whole;
 }
@@ -1332,9 +1352,7 @@ void Run<Dev, X>::scatter_optimizer(std::vector<char>& whole) {
         job.exchange({{0, nullptr, 0, own.data(), own.size()}});
     } else {
         for (int r = job.size - 1; r >= 0; r--) {  // our own last: it stays
-            for_each_piece(model.share(r), model.num_parameters, job.size, arrays, [&](size_t at, size_t state, size_t n) {
-                std::memcpy(own.data() + state * sizeof(A), whole.data() + at * sizeof(A), n * sizeof(A));
-            });
+            copy_share(r, whole, own, false);
             if (r > 0) job.exchange({{r, own.data(), own.size(), nullptr, 0}});
         }
     }
@@ -1436,7 +1454,8 @@ static void resolve_sizes(Options& o, const Config& config, bool on_cpu, int ran
             format("B·T = %d·%d is too many tokens for a micro-batch: use a smaller -b with -d", o.B, o.T));
     const long long all_ranks = micro_batch * ranks;
     if (all_ranks > INT_MAX)
-        throw UsageError(format("B·T·ranks = %d·%d·%d is too many tokens for a step: use a smaller -b", o.B, o.T, ranks));
+        throw UsageError(
+            format("B·T·ranks = %d·%d·%d is too many tokens for a step: use a smaller -b", o.B, o.T, ranks));
     if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(all_ranks);
     if (ranks == 1 && o.tokens_per_step % micro_batch)
         throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
@@ -1668,7 +1687,8 @@ int main(int argc, char** argv) {
         const Place place = place_from_environment();
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (o.gpus > 0 && o.gpus != place.size)
-            throw UsageError(format("--gpus %d, but the launcher started %d ranks: leave out --gpus", o.gpus, place.size));
+            throw UsageError(
+                format("--gpus %d, but the launcher started %d ranks: leave out --gpus", o.gpus, place.size));
         if (o.generate > 0 && place.size > 1) throw UsageError("--generate runs on one GPU: leave out --gpus");
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);

@@ -182,8 +182,9 @@ Socket listen_at(const std::string& address, int port) {
     a.sin_port = htons(static_cast<uint16_t>(port));
     a.sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY);
     if (bind(s.fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || listen(s.fd, 1024))
-        throw Error(format("rank 0 cannot listen on port %d: %s; another job or program has it: set another MASTER_PORT",
-                           port, std::strerror(errno)));
+        throw Error(
+            format("rank 0 cannot listen on port %d: %s; another job or program has it: set another MASTER_PORT", port,
+                   std::strerror(errno)));
     return s;
 }
 
@@ -223,28 +224,27 @@ struct Peer {
 // What the watching threads send each other; a failure's text follows it.
 struct Beat {
     enum Kind : int32_t { kAlive, kFailed, kGoodbye };
-    enum State : int32_t { kIdle, kRunning, kWaiting };  // kIdle: nothing is expected of the main thread
     int32_t kind, rank;
-    State state;
-    int32_t code;  // exit code, of a failure
+    int32_t code;     // exit code, of a failure
+    double expected;  // seconds in which the main thread must make progress; 0: it need not, or waits for others
     uint64_t progress;
     uint64_t text_bytes;
 };
 
-// What rank 0 knows of a rank's progress; of itself too.
+// What rank 0 knows of a rank; of itself too.
 struct Pulse {
     Clock::time_point heard = Clock::now(), moved = heard;
+    double expected = 0;
     uint64_t progress = 0;
-    double longest = 0;  // pause
-    bool gone = false;   // said goodbye
+    bool gone = false;  // said goodbye
 
-    void update(Beat::State state, uint64_t now) {
+    void update(double now_expected, uint64_t now) {
         heard = Clock::now();
-        if (state == Beat::kRunning && now == progress) return;
-        if (state == Beat::kRunning) longest = std::max(longest, seconds_since(moved));
+        if (now_expected == 0 || now_expected != expected || now != progress) moved = heard;
+        expected = now_expected;
         progress = now;
-        moved = Clock::now();
     }
+    bool stalled(double share = 1) const { return !gone && expected > 0 && seconds_since(moved) > share * expected; }
 };
 
 }  // namespace
@@ -255,10 +255,10 @@ struct Pulse {
 struct Job::Impl {
     Job& job;
     const Patience patience;
-    std::vector<Peer> peers;      // by rank
-    std::vector<Socket> data;     // by rank, for exchange()
-    std::vector<Socket> beats;    // rank 0: by rank; others: to rank 0 alone
-    std::vector<Pulse> pulses;    // rank 0: by rank; others: of rank 0 alone
+    std::vector<Peer> peers;    // by rank
+    std::vector<Socket> data;   // by rank, for exchange()
+    std::vector<Socket> beats;  // rank 0: by rank; others: to rank 0 alone
+    std::vector<Pulse> pulses;  // rank 0: by rank; others: of rank 0 alone
     std::atomic<bool> waiting{false}, leaving{false};
     std::mutex sending, checking;
     std::function<std::string()> check;
@@ -266,6 +266,7 @@ struct Job::Impl {
 
     explicit Impl(Job& job, const Patience& patience) : job(job), patience(patience) {}
 
+    double expected() const { return waiting ? 0 : job.expected_.load(); }
     std::string title(int rank) const {
         const Peer& p = peers[rank];
         return format("rank %d (pid %d on %s)", rank, p.pid, p.host.c_str());
@@ -398,8 +399,9 @@ void Job::Impl::meet_as_other(const Place& place) {
     const std::string where = format("%s port %d", place.address.c_str(), place.port);
     // Rank 0 itself waits no longer than `meet` for the others, and says who they are: we wait a little longer.
     if (!send_message(data[0], hello, deadline) || !recv_message(data[0], &answer, in_seconds(patience.meet + 5)))
-        throw Error(where + ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, or set "
-                            "another MASTER_PORT");
+        throw Error(where +
+                    ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, or set "
+                    "another MASTER_PORT");
     std::vector<std::string> lines = lines_of(answer);
     if (lines.size() == 2 && lines[0] == "no") throw Error(where + ": refused by rank 0: " + lines[1]);
     if (lines.size() != 2 + size_t(place.size)) throw Error(where + ": an answer that makes no sense");
@@ -444,11 +446,10 @@ void Job::exchange(const std::vector<Transfer>& transfers) {
     impl_->waiting = true;
     std::vector<pollfd> polls;
     for (;;) {
-        open.erase(std::remove_if(open.begin(), open.end(),
-                                  [](const Open& o) {
-                                      return o.sent == o.t->send_bytes && o.received == o.t->recv_bytes;
-                                  }),
-                   open.end());
+        open.erase(
+            std::remove_if(open.begin(), open.end(),
+                           [](const Open& o) { return o.sent == o.t->send_bytes && o.received == o.t->recv_bytes; }),
+            open.end());
         if (open.empty()) break;
         polls.clear();
         for (const Open& o : open)
@@ -456,7 +457,8 @@ void Job::exchange(const std::vector<Transfer>& transfers) {
                              static_cast<short>((o.sent < o.t->send_bytes ? POLLOUT : 0) |
                                                 (o.received < o.t->recv_bytes ? POLLIN : 0)),
                              0});
-        if (poll(polls.data(), polls.size(), -1) < 0 && errno != EINTR) throw Error("poll: " + std::string(std::strerror(errno)));
+        if (poll(polls.data(), polls.size(), -1) < 0 && errno != EINTR)
+            throw Error("poll: " + std::string(std::strerror(errno)));
         for (size_t i = 0; i < open.size(); i++) {
             Open& o = open[i];
             const int fd = polls[i].fd;
@@ -538,9 +540,9 @@ void Job::agree(const std::vector<std::pair<std::string, std::string>>& fields) 
         if (other.size() != first.size()) throw Error(impl_->title(r) + " is another program than rank 0");
         for (size_t i = 0; i < first.size(); i += 2)
             if (first[i] != other[i] || first[i + 1] != other[i + 1])
-                differences += format("%s%s: %s has \"%s\", rank 0 has \"%s\"", differences.empty() ? "" : "; ",
-                                      other[i].c_str(), impl_->title(r).c_str(), other[i + 1].c_str(),
-                                      first[i + 1].c_str());
+                differences +=
+                    format("%s%s: %s has \"%s\", rank 0 has \"%s\"", differences.empty() ? "" : "; ", other[i].c_str(),
+                           impl_->title(r).c_str(), other[i + 1].c_str(), first[i + 1].c_str());
     }
     if (!differences.empty())
         throw Error("the ranks of a job must have the same program, arguments and data: " + differences);
@@ -550,8 +552,7 @@ void Job::agree(const std::vector<std::pair<std::string, std::string>>& fields) 
 // Watching and ending
 
 bool Job::Impl::send_beat(const Socket& to, Beat::Kind kind, int rank, int code, const std::string& text) {
-    const Beat::State state = !job.expecting_ ? Beat::kIdle : waiting ? Beat::kWaiting : Beat::kRunning;
-    const Beat beat = {kind, rank, state, code, progress(), text.size()};
+    const Beat beat = {kind, rank, code, expected(), progress(), text.size()};
     std::string bytes(reinterpret_cast<const char*>(&beat), sizeof beat);
     bytes += text;
     const std::lock_guard<std::mutex> lock(sending);
@@ -598,23 +599,24 @@ void Job::Impl::listen_to(int from) {
         if (job.rank == 0) end(beat.rank, beat.code, text);
         _exit(beat.code);  // rank 0 has said it
     }
-    pulses[from].update(beat.state, beat.progress);
+    pulses[from].update(beat.expected, beat.progress);
 }
 
-// On rank 0: a rank that runs (and does not wait for others) without getting anywhere.
+// On rank 0: a rank that runs (and does not wait for others on the host) without getting anywhere. Others may stand at
+// the same time because they wait for it on their GPUs; those that have come least far are to blame.
 void Job::Impl::look_for_stalls() {
-    const auto stalled = [&](const Pulse& p) {
-        return !p.gone && seconds_since(p.moved) > std::max(patience.stall, 5 * p.longest);
-    };
-    if (std::none_of(pulses.begin(), pulses.end(), stalled)) return;
+    if (std::none_of(pulses.begin(), pulses.end(), [](const Pulse& p) { return p.stalled(); })) return;
+    uint64_t least = UINT64_MAX;
+    for (const Pulse& p : pulses)
+        if (p.stalled(0.8)) least = std::min(least, p.progress);
     std::string ranks;
     int first = -1;
     for (int r = 0; r < job.size; r++)
-        if (seconds_since(pulses[r].moved) > 0.8 * patience.stall) {  // several may have stopped at one point
+        if (pulses[r].stalled(0.8) && pulses[r].progress == least) {
             ranks += (ranks.empty() ? "" : ", ") + title(r);
             if (first < 0) first = r;
         }
-    end(first, 1, format("no progress for %.0f s: %s; the job ends", patience.stall, ranks.c_str()));
+    end(first, 1, format("no progress for %.0f s: %s; the job ends", pulses[first].expected, ranks.c_str()));
 }
 
 void Job::Impl::watch() {
@@ -637,8 +639,7 @@ void Job::Impl::watch() {
         if (said_goodbye && (all_gone() || Clock::now() > give_up)) return;
 
         std::vector<pollfd> polls;
-        for (size_t i = first; i < beats.size(); i++)
-            polls.push_back({pulses[i].gone ? -1 : beats[i].fd, POLLIN, 0});
+        for (size_t i = first; i < beats.size(); i++) polls.push_back({pulses[i].gone ? -1 : beats[i].fd, POLLIN, 0});
         poll(polls.data(), polls.size(), said_goodbye ? 20 : 50);
         for (size_t i = first; i < beats.size(); i++)
             if (polls[i - first].revents) listen_to(static_cast<int>(i));
@@ -655,7 +656,7 @@ void Job::Impl::watch() {
         for (size_t i = first; i < beats.size(); i++)
             if (!pulses[i].gone) send_beat(beats[i], Beat::kAlive, job.rank, 0, "");
         if (job.rank == 0) {
-            pulses[0].update(!job.expecting_ ? Beat::kIdle : waiting ? Beat::kWaiting : Beat::kRunning, progress());
+            pulses[0].update(expected(), progress());
             look_for_stalls();
         }
         std::string wrong;
@@ -688,8 +689,8 @@ int number_of(const char* name, int low, int high) {
     char* end = nullptr;
     const long value = text ? std::strtol(text, &end, 10) : 0;
     if (!text || *end || value < low || value > high)
-        throw UsageError(format("environment variable %s: \"%s\" is not a number from %d to %d", name, text ? text : "",
-                                low, high));
+        throw UsageError(
+            format("environment variable %s: \"%s\" is not a number from %d to %d", name, text ? text : "", low, high));
     return static_cast<int>(value);
 }
 
@@ -700,7 +701,7 @@ Place place_from_environment() {
         const char *rank, *size, *local;
     };
     constexpr Names launchers[] = {
-        {"RANK", "WORLD_SIZE", "LOCAL_RANK"},  // torchrun, and --gpus
+        {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun, and --gpus
         {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // Open MPI's mpirun
         {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // MPICH's and Intel's
         {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
@@ -725,8 +726,8 @@ Place place_from_environment() {
         if (place.rank == 0 && variable("GPT2_LISTEN_FD")) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
         return place;
     }
-    for (const char* name : {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE", "SLURM_JOB_ID",
-                             "SLURM_STEP_ID"})
+    for (const char* name :
+         {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID"})
         if (const char* value = variable(name)) place.job += (place.job.empty() ? "" : ".") + std::string(value);
     // torchrun listens on MASTER_PORT itself.
     if (variable("TORCHELASTIC_RUN_ID")) place.port += 1;

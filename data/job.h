@@ -1,13 +1,13 @@
 // The processes of one job, a rank each: how they meet, agree, exchange bytes on the host, and how all of them end when
 // one dies or hangs.
 //
-// Meeting: rank 0 listens at MASTER_ADDR:MASTER_PORT, the others connect, and each says which job it means. There is no file
-// that could be stale, and once all ranks are there nobody listens any more: a running job cannot be joined. After that
-// every two ranks have a connection of their own, for exchange().
+// Meeting: rank 0 listens at MASTER_ADDR:MASTER_PORT, the others connect, and each says which job it means. There is no
+// file that could be stale, and once all ranks are there nobody listens any more: a running job cannot be joined. After
+// that every two ranks have a connection of their own, for exchange().
 //
-// Watching: a thread of each rank sends a beat a second to rank 0, and rank 0's thread to all. A connection that
-// closes without goodbye is a death, noticed at once; one that is silent for 20 s is a process that stands still; and a
-// rank whose training step goes on without a sign of progress for 45 s (or five times the longest pause so far) hangs. Rank 0
+// Watching: a thread of each rank sends a beat a second to rank 0, and rank 0's thread to all. A connection that closes
+// without goodbye is a death, noticed at once; one that is silent for 20 s is a process that stands still; and a rank
+// whose training step goes on without a sign of progress for 45 s (or five times what a step takes) hangs. Rank 0
 // then says who it was, tells the others, and everyone leaves by _exit, whatever the main thread waits for.
 #pragma once
 #include <atomic>
@@ -27,18 +27,17 @@ struct Place {
     int local_rank = -1;  // among the ranks of this machine; -1: count them
     std::string address;  // where rank 0 listens
     int port = 0;
-    std::string job;     // the launcher's name for the job: ranks that give another one are refused
-    int listen_fd = -1;  // of rank 0: a socket that listens at `port` already
+    std::string job;      // the launcher's name for the job: ranks that give another one are refused
+    int listen_fd = -1;   // of rank 0: a socket that listens at `port` already
 };
-// From torchrun's, Open MPI's, MPICH's or Slurm's variables; size 1 if there are none. Throws UsageError if they make no
-// sense.
+// From torchrun's, Open MPI's, MPICH's or Slurm's variables; size 1 if there are none. Throws UsageError if they make
+// no sense.
 Place place_from_environment();
 
 // How long others wait, in seconds.
 struct Patience {
     double meet = 60;     // for all ranks to come
     double silence = 20;  // without a beat
-    double stall = 45;    // without progress inside a training step
 };
 
 // What to send to a rank and to receive from it.
@@ -62,7 +61,7 @@ class Job {
     int rank = 0, size = 1;
     int local_rank = 0, local_size = 1;  // among the ranks of this machine
 
-    // All transfers at once, at most one for each peer; returns when all are done. Every rank must make calls that match.
+    // All transfers at once, at most one for each peer; returns when all are done. Every rank makes calls that match.
     void exchange(const std::vector<Transfer>& transfers);
 
     // Collectives on the host, for little things; every rank calls them in the same order.
@@ -84,14 +83,17 @@ class Job {
     // Throws Error on every rank if a field of one rank differs from rank 0's: which field, who has what.
     void agree(const std::vector<std::pair<std::string, std::string>>& fields);
 
-    // A stretch during which the main thread has to show progress, by progress()++.
-    void expect_progress(bool on) { expecting_ = on; }
+    // From here on the main thread shows progress, by progress()++, at least once in so many seconds; 0: no more.
+    void expect_progress(double seconds) {
+        if (seconds > 0) progress() = 0;  // counts from the same point on all ranks
+        expected_ = seconds;
+    }
     static std::atomic<uint64_t>& progress();
     // Asked every second by the watching thread: "" or what is wrong.
     void also_watch(std::function<std::string()> check);
 
-    // Runs `body`; an exception of its ends the whole job with its message, before anything is unwound (destructors may
-    // wait for ranks that are gone). Alone it passes through.
+    // Runs `body`; an exception of its ends the whole job with its message, and nothing outside `body` is unwound, whose
+    // destructors might wait for ranks that are gone. Alone it passes through.
     template <class F>
     auto guard(F body) {
         try {
@@ -110,11 +112,11 @@ class Job {
   private:
     struct Impl;
     std::unique_ptr<Impl> impl_;
-    std::atomic<bool> expecting_{false};
+    std::atomic<double> expected_{0};
     void gather_bytes(void* all, size_t bytes);
     void broadcast_bytes(void* data, size_t bytes);
 };
 
-// --gpus N: runs this program N times on this machine, as the ranks of one job; forwards SIGINT and SIGTERM. When a rank fails
-// the others have ten seconds to end. Returns the exit code: 0 if all ended well, else the first failure's.
+// --gpus N: runs this program N times on this machine, as the ranks of one job; forwards SIGINT and SIGTERM. When a rank
+// fails the others have five seconds to end. Returns the exit code: 0 if all ended well, else the first failure's.
 int launch_ranks(int count, char** argv);

@@ -19,7 +19,7 @@
 
 #include "data/job.h"
 
-constexpr int kGraceSeconds = 10;  // for the others, once a rank has failed
+constexpr int kGraceSeconds = 5;  // for the others, once a rank has failed
 
 namespace {
 

@@ -1,5 +1,5 @@
-// The collectives of the seam, CPU side: see layers/comm.h for what each means. Over the job's connections, on the calling
-// thread; sums are taken in the order of ranks, so that every run and every rank has the same bits.
+// The collectives of the seam, CPU side: see layers/comm.h for what each means. Over the job's connections, on the
+// calling thread; sums are taken in the order of ranks, so that every run and every rank has the same bits.
 #pragma once
 #include "data/job.h"
 #include "dev/reference.h"

@@ -639,6 +639,37 @@ TEST(adamw_against_reference) {
     }
 }
 
+// Four ranks that update their shares write the bits that one writes for all, stochastic rounding included.
+TEST(adamw_shares) {
+    const Cuda& dev = gpu();
+    const size_t piece = 1000, n = 3 * 4 * piece + 4096, own = n / 4;
+    const Values start = normal<bf16>(n), g = normal<float>(n);
+    const Array<float> g_gpu(g), norm(Values{30.0});
+    Array<float> master(start), m(n), v(n), fp32(start), fp32_shared(start);
+    Array<bf16> params(start), shared(start);
+    const ParamRange all[] = {{0, 3 * 4 * piece, true}, {3 * 4 * piece, 4096, false}};
+    m.set(Values(n, 0.0)), v.set(Values(n, 0.0));
+    adamw_update<bf16>(dev, params, master, m, v, g_gpu, norm, all, 2, hyper(2));
+    m.set(Values(n, 0.0)), v.set(Values(n, 0.0));
+    adamw_update<float>(dev, fp32, nullptr, m, v, g_gpu, norm, all, 2, hyper(2));
+    for (size_t r = 0; r < 4; r++) {
+        const ParamRange share[] = {{r * piece, piece, true, 3, 4 * piece, r * piece},
+                                    {3 * 4 * piece + r * 1024, 1024, false, 1, 4096, 9 * piece + r * 1024}};
+        Values own_start(own), own_g(own);
+        for (const ParamRange& range : share)
+            for (size_t p = 0; p < range.pieces; p++)
+                for (size_t k = 0; k < range.size; k++) {
+                    own_start[range.state(p) + k] = start[range.piece(p) + k];
+                    own_g[range.state(p) + k] = g[range.piece(p) + k];
+                }
+        Array<float> own_master(own_start), own_grads(own_g), own_m(Values(own, 0.0)), own_v(Values(own, 0.0));
+        adamw_update<bf16>(dev, shared, own_master, own_m, own_v, own_grads, norm, share, 2, hyper(2));
+        own_m.set(Values(own, 0.0)), own_v.set(Values(own, 0.0));
+        adamw_update<float>(dev, fp32_shared, nullptr, own_m, own_v, own_grads, norm, share, 2, hyper(2));
+    }
+    CHECK(same_bits(shared.values(), params.values()) && same_bits(fp32_shared.values(), fp32.values()));
+}
+
 TEST(adamw_broken_norm) {
     const Cuda& dev = gpu();
     for (const double norm : {double(NAN), double(INFINITY)}) {
@@ -700,6 +731,8 @@ TEST(adamw_errors) {
     CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 33, hyper(1)), "33 parameter ranges");
     CHECK_ERROR(adamw_update<float>(dev, x + 1, nullptr, x, x, x, x, ranges.data(), 1, hyper(1)), "aligned");
     CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 1, hyper(0)), "step 0");
+    const ParamRange odd = {0, 6, true, 2, 12, 0};
+    CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, &odd, 1, hyper(1)), "pieces of 6 elements");
 }
 
 }  // namespace

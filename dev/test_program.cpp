@@ -51,7 +51,7 @@ void write_file(const std::string& path, const std::string& text) {
 
 Result shell(const std::string& command) {
     Result r{-1, ""};
-    FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+    FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
     char buffer[4096];
     for (size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;) r.out.append(buffer, n);
     const int status = pclose(pipe);
@@ -318,6 +318,219 @@ TEST(overfits_one_batch) {
     const Result r = run(tiny() + "-a 1 -x 80 -l 0.003 -b 1 -t 32");
     CHECK(number_after(r.out, "step 80/80 | loss ") < 1.5);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several ranks: processes on the CPU, GPUs where there are at least two
+
+namespace {
+
+std::string ranks_options() {
+    return "--device cpu -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 0 -i " + text_file() + " -j " + text_file() +
+           " ";
+}
+
+// A number of every row of a kind in a run's log.
+std::vector<double> logged(const std::string& run, const std::string& kind, const std::string& key) {
+    std::vector<double> values;
+    std::istringstream log(read_file(dir() + "/" + run + "/log.jsonl"));
+    for (std::string line; std::getline(log, line);)
+        if (contains(line, "\"kind\": \"" + kind + "\"")) values.push_back(number_after(line, "\"" + key + "\": "));
+    return values;
+}
+// |a − b| ≤ tolerance·b, for as many values as there must be.
+bool close(const std::vector<double>& a, const std::vector<double>& b, size_t count, double tolerance) {
+    if (a.size() != count || b.size() != count) return false;
+    for (size_t i = 0; i < count; i++)
+        if (!(std::fabs(a[i] - b[i]) <= tolerance * b[i])) return false;
+    return true;
+}
+
+// `command` in the background, its output in `output`; when a line matches `sign`, `action` is run, with $! the process
+// and $(ranks) those of its ranks. Ends with "code " and its exit code.
+Result shell_with_action(const std::string& command, const std::string& output, const std::string& sign,
+                         const std::string& action) {
+    return shell("ranks() { pgrep -P $!; }; " + command + " >" + output + " 2>&1 & until grep -qs '" + sign + "' " +
+                 output + "; do sleep 0.1; done; " + action + "; wait $!; echo code $?");
+}
+
+// A shell's prefix that makes the program behind it rank `rank` of `size`.
+std::string as_rank(int rank, int size, int port) {
+    return format("MASTER_ADDR=127.0.0.1 MASTER_PORT=%d RANK=%d WORLD_SIZE=%d ", port, rank, size);
+}
+
+}  // namespace
+
+TEST(ranks_train_as_one) {
+    CHECK(run(ranks_options() + "-x 10 -v 5 -m 5 -o " + dir() + "/one").code == 0);
+    struct Case {
+        int ranks, zero;
+    };
+    for (const Case& c : {Case{2, 0}, Case{2, 1}, Case{4, 1}}) {
+        const std::string name = format("ranks_%d_%d", c.ranks, c.zero);
+        const Result r = run(ranks_options() + format("-x 10 -v 5 -m 5 --gpus %d --zero %d -o ", c.ranks, c.zero) +
+                             dir() + "/" + name);
+        CHECK_RUN(r, 0, "step 10/10 | loss");
+        CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
+        const size_t at = r.out.find("step 1/10");
+        CHECK(at != std::string::npos && r.out.find("step 1/10", at + 1) == std::string::npos);  // one of them prints
+        for (const char* key : {"loss_nats", "grad_norm"})
+            CHECK(close(logged(name, "train", key), logged("one", "train", key), 10, 1e-4));
+        CHECK(close(logged(name, "val", "loss_nats"), logged("one", "val", "loss_nats"), 3, 1e-4));
+        CHECK(logged(name, "val", "loss_nats")[0] == logged("one", "val", "loss_nats")[0]);  // before any update
+        CHECK(read_file(state_path(dir() + "/" + name, 10)).size() == read_file(state_path(dir() + "/one", 10)).size());
+    }
+    // Three cannot divide 128 channels: the optimizer is then on each.
+    const Result three = run(ranks_options() + "-d 96 -x 2 -v 0 --gpus 3");
+    CHECK(three.code == 0 && contains(three.out, "optimizer on each") && contains(three.out, "step 2/2"));
+}
+
+TEST(gpus_train_as_one) {
+    const int gpus = std::atoi(shell("nvidia-smi -L 2>/dev/null | grep -c ^GPU").out.c_str());
+    if (gpus < 2) SKIP("%d GPUs", gpus);
+    const std::string common =
+        "-e tiny -b 1 -t 32 -d 256 -s 0 -x 20 -v 10 -m 5 -i " + text_file() + " -j " + text_file() + " ";
+    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+        const std::string options = common + "--precision " + precision + " ", one = format("gpu_%.4s", precision);
+        const double tolerance = precision[0] == 'f' ? 1e-3 : 2e-2;
+        CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
+        for (int ranks = 2; ranks <= std::min(gpus, 4); ranks *= 2)
+            for (int zero : {0, 1}) {
+                const std::string name = one + format("_%d_%d", ranks, zero);
+                CHECK_RUN(run(options + format("--gpus %d --zero %d -o ", ranks, zero) + dir() + "/" + name), 0,
+                          "step 20/20");
+                CHECK(close(logged(name, "train", "loss_nats"), logged(one, "train", "loss_nats"), 20, tolerance));
+                CHECK(close(logged(name, "val", "loss_nats"), logged(one, "val", "loss_nats"), 3, tolerance));
+            }
+    }
+    const std::string out = dir() + "/gpu_killed";
+    const Result r = shell_with_action("./train_gpt2cu " + common + "-x 1000000 --gpus 2", out, "^step 3/",
+                                       "kill -9 $(ranks | tail -n 1)");
+    CHECK(contains(r.out, "code 137") && contains(read_file(out), "rank 1 (pid "));
+}
+
+TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
+    const std::string out = dir() + "/regrouped";
+    CHECK(run(ranks_options() + "-v 0 -x 12 -o " + dir() + "/grouped").code == 0);
+    CHECK(run(ranks_options() + "-v 0 -x 4 --gpus 4 -o " + out).code == 0);
+    CHECK_RUN(run(ranks_options() + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
+    CHECK_RUN(run(ranks_options() + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
+    CHECK(close(logged("regrouped", "train", "loss_nats"), logged("grouped", "train", "loss_nats"), 12, 1e-4));
+    CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(out, 12)), 0, "");
+}
+TEST(resume_is_bit_exact_with_ranks) {
+    check_resume("--device cpu -e tiny -b 1 -t 32 -d 128 -v 0 -s 0 --gpus 2 -i " + text_file() + " ", "ranks");
+}
+
+TEST(ranks_evaluate_as_one) {
+    const std::string out = dir() + "/evaluate_ranks";
+    run(tiny() + "-b 8 -x 10 -o " + out);
+    std::vector<Choice> choices;
+    for (int i = 0; i < 5; i++) {
+        const std::string text = write_story(5, 300 + i).text;
+        choices.push_back({i,
+                           0,
+                           encode_bytes(text.substr(0, 30)),
+                           {encode_bytes(text.substr(30, 20)), encode_bytes("QXZ#J"), encode_bytes("shall we?")}});
+    }
+    write_choices(dir() + "/few.bin", choices);
+    const std::string command = "--device cpu --eval-only -b 2 -t 64 -e " + model_path(out, 10) + " -j " + text_file() +
+                                " -m 20 --hellaswag " + dir() + "/few.bin ";
+    const Result one = run(command), three = run(command + "--gpus 3");
+    CHECK(one.code == 0 && contains(one.out, "val loss") && contains(one.out, "hellaswag"));
+    CHECK(three.out == one.out);
+}
+
+TEST(usage_errors_of_ranks) {
+    CHECK_RUN(run(ranks_options() + "--gpus 3"), 2, "B·T·ranks");
+    CHECK_RUN(run(ranks_options() + "--gpus 3 -d 96 --zero 1"), 2, "--zero 0");
+    CHECK_RUN(run("--device cpu --generate 5 -e x --gpus 2"), 2, "--generate");
+    CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
+    CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
+    CHECK_RUN(run("--device cpu --gpus 2 -e tiny -i " + dir() + "/nothing.txt"), 1, "nothing.txt");
+}
+
+// While checkpoints are written without a pause; whatever was cut off, what is left is whole.
+TEST(a_killed_rank_ends_the_job) {
+    for (const char* victim : {"head -n 1", "tail -n 1"}) {
+        const std::string out = dir() + "/killed_" + std::string(victim, 4), output = out + ".txt";
+        const auto start = std::chrono::steady_clock::now();
+        const Result r = shell_with_action(
+            "./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 -n 1 -nk 3 --gpus 3 -d 96 -o " + out, output,
+            "^step 5/", "echo rank $(ranks | " + std::string(victim) + "); kill -9 $(ranks | " + victim + ")");
+        CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 30);
+        CHECK(contains(r.out, "code 137"));
+        const int pid = static_cast<int>(number_after(r.out, "rank "));
+        CHECK(contains(read_file(output), format("rank %d (pid %d on", victim[0] == 'h' ? 0 : 2, pid)));
+        CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
+        const int step = newest_checkpoint(out);
+        CHECK_RUN(run(ranks_options() + format("-v 0 -d 96 -x %d -y 1 -o ", step + 1) + out), 0,
+                  format("resumed at step %d", step).c_str());
+    }
+}
+
+TEST(a_stopped_rank_ends_the_job) {
+    const std::string output = dir() + "/stopped.txt";
+    const auto start = std::chrono::steady_clock::now();
+    const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
+                                       "^step 3/", "kill -STOP $(ranks | tail -n 1)");
+    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 60);
+    CHECK(contains(r.out, "code 1\n"));
+    CHECK(contains(read_file(output), "rank 1 (pid ") && contains(read_file(output), "silent for 20 s"));
+}
+
+TEST(an_interrupt_reaches_all_ranks) {
+    const std::string out = dir() + "/interrupt_ranks", output = out + ".txt";
+    for (const char* whom : {"$!", "$(ranks | tail -n 1)"}) {  // the parent, or one of the ranks alone
+        const Result r =
+            shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 -y 1 --gpus 2 -o " + out, output,
+                              "^step [0-9]*3/", std::string("kill -s TERM ") + whom);
+        CHECK(contains(r.out, "code 143"));
+        CHECK(contains(read_file(output), "interrupted at step") && contains(read_file(output), "checkpoint"));
+    }
+}
+
+TEST(an_error_in_one_ranks_data_ends_the_job) {
+    std::vector<int32_t> header(256);
+    header[0] = 20240520, header[1] = 1, header[2] = 8 * 64 + 1;
+    std::vector<uint16_t> tokens(header[2], 7);
+    tokens[5 * 64 + 10] = 9999;  // in the sixth window: the third of rank 1
+    const std::string path = dir() + "/late_ranks.bin";
+    write_file(path, std::string(reinterpret_cast<char*>(header.data()), 1024) +
+                         std::string(reinterpret_cast<char*>(tokens.data()), tokens.size() * 2));
+    const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " + path);
+    CHECK_RUN(r, 1, "9999");
+    CHECK(contains(r.out, "step 2/4") && contains(r.out, "rank 1 (pid "));
+}
+
+TEST(ranks_that_differ_are_refused) {
+    const std::string program = std::filesystem::current_path().string() + "/train_gpt2cu";
+    const std::string here = dir() + "/here", there = dir() + "/there";
+    CHECK(shell("mkdir " + here + " " + there + " && cp " + program + " " + there + "/changed && printf x >>" + there +
+                "/changed")
+              .code == 0);
+    write_file(here + "/book.txt", std::string(3000, 'a'));
+    write_file(there + "/book.txt", std::string(2999, 'a') + "b");
+    const auto both = [&](const std::string& first, const std::string& second, int port) {
+        const std::string options = " --device cpu -e tiny -b 1 -t 32 -x 2 -v 0 -s 0 -i book.txt ";
+        return shell("(cd " + here + " && " + as_rank(0, 2, port) + first + options + ") & (cd " + there + " && " +
+                     as_rank(1, 2, port) + second + options + "); echo one $?; wait $!; echo zero $?");
+    };
+    const int port = 20000 + getpid() % 20000;
+    struct Case {
+        std::string first, second, what;
+    };
+    int at = port;
+    for (const Case& c :
+         {Case{program, there + "/changed", "program: rank 1"}, Case{program, program, "data: rank 1"}}) {
+        const Result r = both(c.first, c.second, at++);
+        CHECK(contains(r.out, "one 1") && contains(r.out, "zero 1") && contains(r.out, c.what));
+    }
+    const Result r = shell(as_rank(0, 2, at) + program + " " + ranks_options() + " & " + as_rank(1, 2, at) + program +
+                           " " + ranks_options() + "-l 0.5 ; echo one $?; wait $!; echo zero $?");
+    CHECK(contains(r.out, "--lr: rank 1") && contains(r.out, "has \"0.5\", rank 0 has \"0\""));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 
 // The floor is the corpus's entropy: a validation loss below it would mean that validation data leaked into training.
 TEST(default_corpus_without_gpu_stays_above_the_floor) {

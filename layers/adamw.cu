@@ -9,12 +9,12 @@
 // with a probability equal to the fraction that truncation would drop, so its expectation is the master. A
 // counter-based hash of (seed, step, index) supplies the random bits: no state, and the same bits on every run.
 //
-// One launch updates all ranges and their pieces; each range knows the block at which it begins. A thread updates four consecutive elements,
-// 16 bytes of every fp32 stream. Bound by memory: 28 (fp32) or 30 (bf16) bytes an element.
+// One launch updates all ranges and their pieces; each range knows the block at which it begins. A thread updates four
+// consecutive elements, 16 bytes of every fp32 stream. Bound by memory: 28 (fp32) or 30 (bf16) bytes an element.
 //
 // Writes: params.  Updates in place: master, m, v.  A norm that is NaN or inf leaves all of them as they were.
-// Limits: 32 ranges; params 4·sizeof(X)-aligned, the fp32 arrays 16-byte aligned; a range may begin anywhere, but the size
-// and stride of several pieces, and what is skipped, are multiples of 4.
+// Limits: 32 ranges; params 4·sizeof(X)-aligned, the fp32 arrays 16-byte aligned; a range may begin anywhere, but the
+// size and stride of several pieces, and what is skipped, are multiples of 4.
 #include <algorithm>
 #include <cmath>
 
@@ -52,8 +52,8 @@ __device__ inline float update(float p, float& m, float& v, float g, float decay
     return p - plan.lr * (m_hat / (sqrtf(v_hat) + plan.eps) + decay * p);
 }
 
-// V elements from parameter i on, whose state is at s: V = 4, or 1 for the elements of a group that belong to the range's
-// neighbours.
+// V elements from parameter i on, whose state is at s: V = 4, or 1 for the elements of a group that belong to the
+// range's neighbours.
 template <int V, class X>
 __device__ inline void update_elements(size_t i, size_t s, X* params, float* master, float* m, float* v,
                                        const float* grads, float clip, float decay, const Plan& plan) {
@@ -126,8 +126,8 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
         const size_t groups = (p.begin + p.size + kV - 1) / kV - p.begin / kV;
         const unsigned blocks_of_piece = ceil_div(groups, kThreads);
         const size_t stride = p.pieces > 1 ? p.stride : p.size;
-        plan.ranges[plan.num_ranges++] = {p.begin,         p.size, stride, p.skipped, blocks,
-                                          blocks_of_piece, p.decay ? hyper.weight_decay : 0.f};
+        plan.ranges[plan.num_ranges++] = {
+            p.begin, p.size, stride, p.skipped, blocks, blocks_of_piece, p.decay ? hyper.weight_decay : 0.f};
         blocks += blocks_of_piece * static_cast<unsigned>(p.pieces);
     }
     if (blocks == 0) return;

@@ -1,8 +1,8 @@
 // Collectives over NCCL; without it (the Makefile finds no nccl.h) one constructor that says so.
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
-// still queue. An event orders it after the compute stream and another the compute stream after it; both become edges when
-// the step is captured as a CUDA graph.
+// still queue. An event orders it after the compute stream and another the compute stream after it; both become edges
+// when the step is captured as a CUDA graph.
 //
 // A collective whose other ranks are gone never ends. NCCL notices some failures by itself: the job's watching thread
 // asks for its asynchronous error every second. Whatever the reason, the process then leaves by _exit, which ends its

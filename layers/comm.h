@@ -1,6 +1,6 @@
-// The collectives of the seam, CUDA side: NCCL on a stream of its own, so that gradients are added up over the ranks while
-// backward goes on. dev/reference_comm.h has the same list for the CPU. Rank r of `size` ranks makes the same calls in the same
-// order as all others; x and out are device memory.
+// The collectives of the seam, CUDA side: NCCL on a stream of its own, so that gradients are added up over the ranks
+// while backward goes on. dev/reference_comm.h has the same list for the CPU. Rank r of `size` ranks makes the same
+// calls in the same order as all others; x and out are device memory.
 //
 //   fork()                       what is called from here on waits for the device's work so far …
 //   join()                       … and the device's further work waits for it
