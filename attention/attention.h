@@ -11,7 +11,8 @@
 //
 // Each kernel comes in two forms. The whole form is what a layer calls. The block form runs queries of one block against
 // keys and values of another, each with its global offset, and carries its state in fp32: what chunked and ring
-// attention are made of. Flash kernels allocate nothing of size T². Unsupported shapes throw Error from the launcher.
+// attention are made of (its types, Heads and BlockShape, are in layers/types.h). Flash kernels allocate nothing of size
+// T². Unsupported shapes throw Error from the launcher.
 #pragma once
 #include "layers/cuda.h"
 #include "layers/types.h"
@@ -20,24 +21,6 @@ struct AttentionShape {
     int B, T, NH, HS;
     bool causal = true;
     float scale = 0.f;  // 0: 1/√HS
-    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
-};
-
-// A (B, T, NH, HS) tensor inside a larger one: element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
-// Rows of HS elements are contiguous and 16-byte aligned.
-template <class X>
-struct Heads {
-    X* ptr;
-    size_t batch, token;  // strides in elements
-};
-
-// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. Causal: query i sees key
-// j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
-struct BlockShape {
-    int B, Tq, Tk, NH, HS;
-    long long q_offset = 0, k_offset = 0;
-    bool causal = true;
-    float scale = 0.f;
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
 

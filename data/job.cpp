@@ -216,6 +216,7 @@ std::string host_name() {
     return name;
 }
 
+constexpr char kSameAsFirst[] = "-";  // an address: rank 0's
 struct Peer {
     std::string host, address;
     int pid = 0, port = 0;
@@ -348,7 +349,9 @@ void Job::Impl::welcome(Socket connection, const std::string& from, const Place&
         if (!stranger) throw Error(refusal);
         return;
     }
-    peers[r] = {fields[3], from, std::atoi(fields[4].c_str()), std::atoi(fields[5].c_str())};
+    // From this very machine: where that is for others, MASTER_ADDR says.
+    const bool local = from.compare(0, 4, "127.") == 0 || from == "::1";
+    peers[r] = {fields[3], local ? kSameAsFirst : from, std::atoi(fields[4].c_str()), std::atoi(fields[5].c_str())};
     links[r] = std::move(connection);
 }
 
@@ -356,7 +359,7 @@ void Job::Impl::meet_as_first(const Place& place) {
     const Deadline deadline = in_seconds(patience.meet);
     const Socket listener = place.listen_fd >= 0 ? Socket(place.listen_fd) : listen_at(place.address, place.port);
     peers.resize(place.size);
-    peers[0] = {host_name(), place.address, static_cast<int>(getpid()), place.port};
+    peers[0] = {host_name(), kSameAsFirst, static_cast<int>(getpid()), place.port};
     const auto missing = [&](const std::vector<Socket>& links) {
         std::string ranks;
         for (int r = 1; r < place.size; r++)
@@ -410,9 +413,9 @@ void Job::Impl::meet_as_other(const Place& place) {
         std::istringstream line(lines[2 + r]);
         Peer p;
         line >> p.host >> p.address >> p.pid >> p.port;
+        if (p.address == kSameAsFirst) p.address = place.address;
         peers.push_back(p);
     }
-    peers[0].address = place.address;
 
     const std::string introduction = key + "\n" + std::to_string(place.rank);
     beats.push_back(connect_to(place.address, place.port, deadline, title(0)));

@@ -411,6 +411,108 @@ void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The block form of attention. Two sets of keys that a query has seen, with outputs o, o_b and L = log Σ exp S over
+// each:
+//   σ = 1/(1 + exp(L − L_b));  o ← o − σ(o − o_b);  L ← log(exp L + exp L_b)
+// exact for any L and L_b: a set that is nothing beside the other has weight 0 or 1, and an empty one (L = −∞) none.
+
+template <class A>
+void attention_merge(A* o, A* lse, const A* o_b, A lse_b, int HS) {
+    constexpr A nothing = -std::numeric_limits<A>::infinity();
+    if (lse_b == nothing) return;
+    if (*lse == nothing) {
+        std::copy_n(o_b, HS, o);
+        *lse = lse_b;
+        return;
+    }
+    const A weight = 1 / (1 + std::exp(*lse - lse_b));
+    for (int d = 0; d < HS; d++) o[d] -= weight * (o[d] - o_b[d]);
+    *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
+}
+
+// How many of a block's keys its query i sees: the first ones.
+static int keys_seen(const BlockShape& s, int i) {
+    if (!s.causal) return s.Tk;
+    return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
+}
+
+template <class X>
+void attention_forward_block(const Cpu&, Acc<X>* o_acc, Acc<X>* lse, Heads<const X> q, Heads<const X> k,
+                             Heads<const X> v, const BlockShape& s) {
+    using A = Acc<X>;
+    const A scale = s.resolved_scale();
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++) {
+            std::vector<A> p(s.Tk);
+            for (int i = 0; i < s.Tq; i++) {
+                const int keys = keys_seen(s, i);
+                if (keys == 0) continue;
+                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
+                A max = -std::numeric_limits<A>::infinity(), sum = 0, o[kMaxHeadSize] = {};
+                for (int j = 0; j < keys; j++) {
+                    p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
+                    max = std::max(max, p[j]);
+                }
+                for (int j = 0; j < keys; j++) {
+                    p[j] = std::exp(p[j] - max);
+                    sum += p[j];
+                    axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
+                }
+                for (int d = 0; d < s.HS; d++) o[d] /= sum;
+                attention_merge(o_acc + ((size_t(b) * s.Tq + i) * s.NH + h) * s.HS,
+                                lse + (size_t(b) * s.NH + h) * s.Tq + i, o, max + std::log(sum), s.HS);
+            }
+        }
+}
+
+template <class X>
+void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, Heads<const X> q, Heads<const X> k,
+                              Heads<const X> v, Heads<const X> dout, const Acc<X>* lse, const Acc<X>* D,
+                              const BlockShape& s) {
+    using A = Acc<X>;
+    const A scale = s.resolved_scale();
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
+            for (int i = 0; i < s.Tq; i++) {
+                const size_t row = (size_t(b) * s.NH + h) * s.Tq + i;
+                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
+                const X* do_i = dout.ptr + b * dout.batch + i * dout.token + h * s.HS;
+                const int keys = keys_seen(s, i);
+                for (int j = 0; j < keys; j++) {
+                    const X* k_j = k.ptr + b * k.batch + j * k.token + h * s.HS;
+                    const X* v_j = v.ptr + b * v.batch + j * v.token + h * s.HS;
+                    const size_t key = ((size_t(b) * s.Tk + j) * s.NH + h) * s.HS;
+                    const A p = std::exp(scale * dot(q_i, k_j, s.HS) - lse[row]);
+                    const A ds = scale * p * (dot(do_i, v_j, s.HS) - D[row]);
+                    axpy<X>(dq + ((size_t(b) * s.Tq + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
+                    axpy<X>(dk + key, ds, q_i, s.HS);
+                    axpy<X>(dv + key, p, do_i, s.HS);
+                }
+            }
+}
+
+template <class A>
+void attention_clear_state(const Cpu&, A* o_acc, A* lse, const BlockShape& s) {
+    std::fill_n(o_acc, size_t(s.B) * s.Tq * s.NH * s.HS, A(0));
+    std::fill_n(lse, size_t(s.B) * s.Tq * s.NH, -std::numeric_limits<A>::infinity());
+}
+
+template <class X>
+void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
+    for (size_t row = 0; row < size_t(B) * T * NH; row++) {
+        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
+        D[(b * NH + h) * T + t] = dot(dout + row * HS, out + row * HS, HS);
+    }
+}
+
+template <class X>
+void copy_rows(const Cpu&, X* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++) std::copy_n(src + r * src_stride, n, dst + r * dst_stride);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx = dloss·(softmax(x) − onehot)
 
 template <class X>
@@ -511,6 +613,14 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
+    template void attention_forward_block(const Cpu&, X*, X*, Heads<const X>, Heads<const X>, Heads<const X>,          \
+                                          const BlockShape&);                                                          \
+    template void attention_backward_block(const Cpu&, X*, X*, X*, Heads<const X>, Heads<const X>, Heads<const X>,     \
+                                           Heads<const X>, const X*, const X*, const BlockShape&);                     \
+    template void attention_merge(X*, X*, const X*, X, int);                                                           \
+    template void attention_clear_state(const Cpu&, X*, X*, const BlockShape&);                                        \
+    template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
+    template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
     template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
     template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
     template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \

@@ -468,6 +468,16 @@ TEST(a_killed_rank_ends_the_job) {
     }
 }
 
+TEST(a_killed_parent_takes_its_ranks_along) {
+    const std::string output = dir() + "/orphans.txt";
+    const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
+                                       "^step 3/", "echo $(ranks) >" + output + ".pids; kill -9 $!");
+    CHECK(contains(r.out, "code 137"));
+    CHECK(shell("sleep 0.5; wc -w <" + output + ".pids").out == "2\n");
+    // Gone, or a zombie that waits for a parent to take note.
+    CHECK(shell("for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done").out.empty());
+}
+
 TEST(a_stopped_rank_ends_the_job) {
     const std::string output = dir() + "/stopped.txt";
     const auto start = std::chrono::steady_clock::now();

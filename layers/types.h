@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -29,6 +30,24 @@ constexpr const char* name_of(DType t) {
 
 // What --attention chooses. The kernel itself (flash_fp32, flash_bf16, …) follows from X and the GPU.
 enum class Attention { flash, naive };
+
+// A (B, T, NH, HS) tensor inside a larger one: element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
+// Rows of HS elements are contiguous and 16-byte aligned.
+template <class X>
+struct Heads {
+    X* ptr;
+    size_t batch, token;  // strides in elements
+};
+
+// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. Causal: query i sees key
+// j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
+struct BlockShape {
+    int B, Tq, Tk, NH, HS;
+    long long q_offset = 0, k_offset = 0;
+    bool causal = true;
+    float scale = 0.f;
+    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
+};
 
 // Part of the flat parameter arena, for the optimizer: `size` elements from `begin` on, decayed or not; and as many again,
 // `pieces` in all, each `stride` after the one before it. Gradients and optimizer state of a rank that updates only its

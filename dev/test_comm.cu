@@ -1,0 +1,164 @@
+// The collectives over NCCL, a forked process for each GPU: values, streams, CUDA graphs, and a rank that dies while
+// the others' GPUs wait for it. Needs two GPUs and NCCL. (dev/test_job.cpp has the CPU's.)
+//
+// Run: ./dev/test_comm [part of a test's name]
+#include <algorithm>
+
+#include "dev/ranks.h"
+#include "layers/comm.h"
+
+namespace {
+
+// Asked in a process of its own: CUDA does not survive a fork.
+int gpus() {
+    static const int count = [] {
+        Processes one;
+        one.start([] { return std::min(Cuda::count(), 100); });
+        return one.wait()[0];
+    }();
+    if (count < 2) SKIP("%d GPUs", count);
+    return std::min(count, 4);
+}
+
+// Two to four ranks, each with its GPU.
+template <class F>
+void on_gpus(F body) {
+    const int most = gpus();
+    for (int size = 2; size <= most; size *= 2) {
+        Ranks ranks(size,
+                    [=](Job& job) {
+                        Cuda dev(job.rank);
+                        NcclComm comm(dev, job);
+                        body(dev, comm, job);
+                        job.leave();
+                        return 0;
+                    },
+                    {60, 20});
+        const std::vector<int> codes = ranks.wait(100);
+        if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
+        for (int code : codes)
+            if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, ranks.text().c_str()));
+    }
+}
+
+// Integers, so that sums are exact in any order.
+float value(int rank, size_t i) {
+    return static_cast<float>((i * 7 + rank * 13) % 101);
+}
+float sum_of_values(int size, size_t i) {
+    float sum = 0;
+    for (int r = 0; r < size; r++) sum += value(r, i);
+    return sum;
+}
+
+// Device memory with x(i) in it.
+struct Floats {
+    const Cuda& dev;
+    size_t n;
+    float* ptr;
+    template <class F>
+    Floats(const Cuda& dev, size_t n, F x) : dev(dev), n(n), ptr(static_cast<float*>(dev.alloc(n * sizeof(float)))) {
+        set(x);
+    }
+    ~Floats() { dev.free(ptr); }
+    Floats(const Floats&) = delete;
+    template <class F>
+    void set(F x) {
+        std::vector<float> host(n);
+        for (size_t i = 0; i < n; i++) host[i] = x(i);
+        dev.upload(ptr, host.data(), n * sizeof(float));
+        dev.sync();
+    }
+    template <class F>
+    bool equal(F x) const {
+        std::vector<float> host(n);
+        dev.download(host.data(), ptr, n * sizeof(float));
+        for (size_t i = 0; i < n; i++)
+            if (!(host[i] == x(i))) return false;
+        return true;
+    }
+};
+
+}  // namespace
+
+TEST(nccl_collectives) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+        const int size = comm.size, rank = comm.rank;
+        for (const size_t n : {4, 1000, 1 << 20}) {
+            Floats reduced(dev, n, [=](size_t i) { return value(rank, i); });
+            Floats parts(dev, size * n, [=](size_t i) { return value(rank, i); }),
+                own(dev, n, [](size_t) { return NAN; });
+            Floats all(dev, size * n, [=](size_t i) { return i / n == size_t(rank) ? value(rank, i) : NAN; });
+            Floats sent(dev, n, [=](size_t i) { return value(rank, i); }), got(dev, n, [](size_t) { return NAN; });
+            comm.fork();
+            comm.group([&] {
+                comm.all_reduce(reduced.ptr, n);
+                comm.reduce_scatter(own.ptr, parts.ptr, n);
+                comm.all_gather(all.ptr, n);
+            });
+            comm.send_recv((rank + 1) % size, sent.ptr, (rank + size - 1) % size, got.ptr, n);
+            comm.join();
+            CHECK(reduced.equal([=](size_t i) { return sum_of_values(size, i); }));
+            CHECK(own.equal([=](size_t i) { return sum_of_values(size, rank * n + i); }));
+            CHECK(all.equal([=](size_t i) { return value(static_cast<int>(i / n), i); }));
+            CHECK(got.equal([=](size_t i) { return value((rank + size - 1) % size, i); }));
+        }
+    });
+}
+
+// The order of streams: what is summed is what the device wrote before fork(), and it reads sums after join(). The same
+// as a CUDA graph, replayed, with calls outside the graph in between.
+TEST(nccl_in_a_graph) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+        const size_t n = 1 << 20;
+        const int size = comm.size, rank = comm.rank;
+        Floats from(dev, n, [](size_t) { return 0.f; }), x(dev, n, [](size_t) { return NAN; });
+        Floats y(dev, n, [](size_t) { return NAN; });
+        CudaGraph graph;
+        for (int step = 0; step < 5; step++) {
+            from.set([=](size_t i) { return value(rank + step, i); });
+            graph.run(dev, [&] {
+                CUDA_CHECK(cudaMemcpyAsync(x.ptr, from.ptr, n * sizeof(float), cudaMemcpyDeviceToDevice, dev.stream));
+                for (int bucket = 0; bucket < 4; bucket++) {
+                    comm.fork();
+                    comm.all_reduce(x.ptr + bucket * n / 4, n / 4);
+                }
+                comm.join();
+                CUDA_CHECK(cudaMemcpyAsync(y.ptr, x.ptr, n * sizeof(float), cudaMemcpyDeviceToDevice, dev.stream));
+            });
+            comm.fork();
+            comm.all_reduce(x.ptr, n);
+            comm.join();
+            const auto sum = [=](size_t i) {
+                float total = 0;
+                for (int r = 0; r < size; r++) total += value(r + step, i);
+                return total;
+            };
+            CHECK(y.equal(sum));
+            CHECK(x.equal([=](size_t i) { return size * sum(i); }));
+        }
+    });
+}
+
+TEST(nccl_death_of_a_rank) {
+    gpus();
+    Ranks ranks(2,
+                [](Job& job) {
+                    Cuda dev(job.rank);
+                    NcclComm comm(dev, job);
+                    Floats x(dev, 1 << 20, [](size_t) { return 1.f; });
+                    if (job.rank == 1) raise(SIGKILL);
+                    comm.fork();
+                    comm.all_reduce(x.ptr, x.n);
+                    comm.join();
+                    dev.sync();  // for ever
+                    return 0;
+                },
+                {60, 20});
+    const std::vector<int> codes = ranks.wait(60);
+    if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
+    CHECK((codes == std::vector<int>{1, 137}));
+    CHECK(contains(ranks.text(), "rank 1 (pid "));
+}
+
+TEST_MAIN
