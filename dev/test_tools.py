@@ -217,7 +217,7 @@ def test_the_peer_is_gpt2_and_trains():
 
 def test_help():
     for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
-                 "compare_losses.py", "default_run.py", "../dev/peers.py", "../dev/peers_train.py"):
+                 "compare_losses.py", "scaling.py", "default_run.py", "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -525,6 +525,23 @@ def test_losses_are_compared():
         for bad, what in ((("--seeds", "1"), "--seeds"), (("--shapes", "4by4"), "4by4")):
             result = script("compare_losses.py", *bad)
             assert result.returncode == 2 and what in result.stderr, result
+
+
+def test_ranks_are_compared_and_timed():
+    trainer()
+    with scratch() as tmp:
+        text, out = tmp / "text.txt", tmp / "scaling.jsonl"
+        text.write_text("".join(f"{i} ships sailed to port {i * 7 % 31}.\n" for i in range(300)))
+        result = script("scaling.py", "--device", "cpu", "--model", "tiny", "--batch", "1", "--tokens", "16", "--steps", "12",
+                        "--gpus", "1,2", "--data", text, "--out", out)
+        assert result.returncode == 0 and "2 GPUs, --zero 1: losses of 20 steps" in result.stdout, result
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(r["what"], r["gpus"], r["zero"]) for r in rows] == [
+            ("losses", 2, 0), ("losses", 2, 1), ("speed", 1, 0), ("speed", 2, 0), ("speed", 2, 1)], rows
+        assert all(r["apart"] < 1e-4 for r in rows[:2]) and rows[2]["of_linear"] == 1 and rows[4]["tok_s"] > 0
+        for bad in (("--gpus", "2,4"), ("--steps", "5")):
+            result = script("scaling.py", *bad)
+            assert result.returncode == 2 and bad[0] in result.stderr, result
 
 
 def run_recipe(recipe, tmp, program, *arguments, **variables):
