@@ -226,9 +226,10 @@ struct Peer {
 struct Beat {
     enum Kind : int32_t { kAlive, kFailed, kGoodbye };
     int32_t kind, rank;
-    int32_t code;     // exit code, of a failure
-    double expected;  // seconds in which the main thread must make progress; 0: it need not, or waits for others
-    uint64_t progress;
+    int32_t code;       // exit code, of a failure
+    double expected;    // seconds in which the main thread must make progress; 0: it need not, or waits for others
+    uint64_t progress;  // of this process
+    uint64_t come;      // of that, in the stretch where it is expected
     uint64_t text_bytes;
 };
 
@@ -236,14 +237,13 @@ struct Beat {
 struct Pulse {
     Clock::time_point heard = Clock::now(), moved = heard;
     double expected = 0;
-    uint64_t progress = 0;
+    uint64_t progress = 0, come = 0;
     bool gone = false;  // said goodbye
 
-    void update(double now_expected, uint64_t now) {
+    void update(const Beat& beat) {
         heard = Clock::now();
-        if (now_expected == 0 || now_expected != expected || now != progress) moved = heard;
-        expected = now_expected;
-        progress = now;
+        if (beat.expected == 0 || beat.expected != expected || beat.progress != progress) moved = heard;
+        expected = beat.expected, progress = beat.progress, come = beat.come;
     }
     bool stalled(double share = 1) const { return !gone && expected > 0 && seconds_since(moved) > share * expected; }
 };
@@ -267,7 +267,10 @@ struct Job::Impl {
 
     explicit Impl(Job& job, const Patience& patience) : job(job), patience(patience) {}
 
-    double expected() const { return waiting ? 0 : job.expected_.load(); }
+    Beat beat_of(Beat::Kind kind, int rank, int code, size_t text_bytes) const {
+        const uint64_t began = job.began_, now = progress();
+        return {kind, rank, code, waiting ? 0 : job.expected_.load(), now, now - began, text_bytes};
+    }
     std::string title(int rank) const {
         const Peer& p = peers[rank];
         return format("rank %d (pid %d on %s)", rank, p.pid, p.host.c_str());
@@ -555,7 +558,7 @@ void Job::agree(const std::vector<std::pair<std::string, std::string>>& fields) 
 // Watching and ending
 
 bool Job::Impl::send_beat(const Socket& to, Beat::Kind kind, int rank, int code, const std::string& text) {
-    const Beat beat = {kind, rank, code, expected(), progress(), text.size()};
+    const Beat beat = beat_of(kind, rank, code, text.size());
     std::string bytes(reinterpret_cast<const char*>(&beat), sizeof beat);
     bytes += text;
     const std::lock_guard<std::mutex> lock(sending);
@@ -602,7 +605,7 @@ void Job::Impl::listen_to(int from) {
         if (job.rank == 0) end(beat.rank, beat.code, text);
         _exit(beat.code);  // rank 0 has said it
     }
-    pulses[from].update(beat.expected, beat.progress);
+    pulses[from].update(beat);
 }
 
 // On rank 0: a rank that runs (and does not wait for others on the host) without getting anywhere. Others may stand at
@@ -611,11 +614,11 @@ void Job::Impl::look_for_stalls() {
     if (std::none_of(pulses.begin(), pulses.end(), [](const Pulse& p) { return p.stalled(); })) return;
     uint64_t least = UINT64_MAX;
     for (const Pulse& p : pulses)
-        if (p.stalled(0.8)) least = std::min(least, p.progress);
+        if (p.stalled(0.8)) least = std::min(least, p.come);
     std::string ranks;
     int first = -1;
     for (int r = 0; r < job.size; r++)
-        if (pulses[r].stalled(0.8) && pulses[r].progress == least) {
+        if (pulses[r].stalled(0.8) && pulses[r].come == least) {
             ranks += (ranks.empty() ? "" : ", ") + title(r);
             if (first < 0) first = r;
         }
@@ -659,7 +662,7 @@ void Job::Impl::watch() {
         for (size_t i = first; i < beats.size(); i++)
             if (!pulses[i].gone) send_beat(beats[i], Beat::kAlive, job.rank, 0, "");
         if (job.rank == 0) {
-            pulses[0].update(expected(), progress());
+            pulses[0].update(beat_of(Beat::kAlive, 0, 0, 0));
             look_for_stalls();
         }
         std::string wrong;

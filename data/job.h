@@ -85,7 +85,7 @@ class Job {
 
     // From here on the main thread shows progress, by progress()++, at least once in so many seconds; 0: no more.
     void expect_progress(double seconds) {
-        if (seconds > 0) progress() = 0;  // counts from the same point on all ranks
+        began_ = progress().load();
         expected_ = seconds;
     }
     static std::atomic<uint64_t>& progress();
@@ -113,6 +113,7 @@ class Job {
     struct Impl;
     std::unique_ptr<Impl> impl_;
     std::atomic<double> expected_{0};
+    std::atomic<uint64_t> began_{0};  // progress() when that was expected
     void gather_bytes(void* all, size_t bytes);
     void broadcast_bytes(void* data, size_t bytes);
 };

@@ -150,6 +150,22 @@ TEST(a_rank_that_works_long_is_not_missed) {
     CHECK_ENDED_WELL(ranks);
 }
 
+// Every beat may find a step at the same point: that is no standstill.
+TEST(many_equal_steps_are_progress) {
+    Ranks ranks(2, [](Job& job) {
+        for (int step = 0; step < 40; step++) {
+            job.expect_progress(1);
+            Job::progress()++;
+            sleep_for(0.1);
+            job.expect_progress(0);
+            job.barrier();
+        }
+        job.leave();
+        return 0;
+    });
+    CHECK_ENDED_WELL(ranks);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Wrong and missing ranks
 
