@@ -4,7 +4,9 @@
 //
 //   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
 //   forward:   (o, L) ← merge((o, L), block(q, k, v))
-//   backward:  dq += …;  dk and dv travel with their keys, each rank adds to them, and come home after N steps
+//   backward:  dq += …;  dk and dv travel a step behind their keys, each rank adds to them, and come home after N steps
+//
+// What travels does so behind the blocks that a rank works on meanwhile.
 //
 // Zigzag: with a causal mask, contiguous parts would leave the first rank idle while the last works. So the sequence is
 // cut into 2N chunks and rank r holds chunks r and 2N−1−r: an early one, which sees little, and a late one, which sees
@@ -41,14 +43,16 @@ class Ring {
         : dev_(dev), comm_(comm), zigzag_{comm.size}, B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
         for (X*& p : kv_) p = alloc<X>(2 * elements());
         for (A*& p : dkv_) p = alloc<A>(2 * elements());
+        own_ = alloc<A>(2 * elements());
         o_ = alloc<A>(elements());
         D_ = alloc<A>(elements() / HS);
+        scratch_ = dev_.alloc(std::max<size_t>(16, attention_block_scratch_bytes<X>(dev, {B, Tc, Tc, NH, HS})));
     }
     ~Ring() {
         for (X* p : kv_) dev_.free(p);
         for (A* p : dkv_) dev_.free(p);
-        dev_.free(o_);
-        dev_.free(D_);
+        for (A* p : {own_, o_, D_}) dev_.free(p);
+        dev_.free(scratch_);
     }
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
@@ -62,10 +66,12 @@ class Ring {
     const Zigzag zigzag_;
     const int B_, Tc_, NH_, HS_;
     const float scale_;
-    X* kv_[2] = {};   // (B, 2Tc, 2, NH, HS): at work, and on its way in
-    A* dkv_[2] = {};  // (2 chunks, 2: K and V, B, Tc, NH, HS): the same
-    A* o_ = nullptr;  // (2 chunks, B, Tc, NH, HS): running output, then dq
-    A* D_ = nullptr;  // (2 chunks, B, NH, Tc)
+    X* kv_[2] = {};            // (B, 2Tc, 2, NH, HS): at work, and on its way in
+    A* dkv_[2] = {};           // (2 chunks, 2: K and V, B, Tc, NH, HS): of the ranks so far, and on its way in
+    A* own_ = nullptr;         // the same, of this rank
+    A* o_ = nullptr;           // (2 chunks, B, Tc, NH, HS): running output, then dq
+    A* D_ = nullptr;           // (2 chunks, B, NH, Tc)
+    void* scratch_ = nullptr;  // of the kernels
 
     size_t C() const { return size_t(NH_) * HS_; }
     size_t rows() const { return size_t(B_) * Tc_; }                                  // of a chunk
@@ -103,13 +109,12 @@ class Ring {
                 if (Zigzag::sees(zigzag_.chunk(comm_.rank, q), zigzag_.chunk(source, k)))
                     work(q, k, shape(q, source, k));
     }
+    // buffers[0] goes to the next rank while buffers[1] comes from the one before, behind the work that is enqueued
+    // between comm_.fork() and join(). Then what has come is buffers[0].
     template <class T>
-    void pass_on(T* (&buffers)[2], size_t n) {  // buffers[0] to the next rank; what comes becomes buffers[0]
+    void pass_on(T* const (&buffers)[2]) {
         const int next = (comm_.rank + 1) % comm_.size, before = (comm_.rank + comm_.size - 1) % comm_.size;
-        comm_.fork();
-        comm_.send_recv(next, buffers[0], before, buffers[1], n);
-        comm_.join();
-        std::swap(buffers[0], buffers[1]);
+        comm_.send_recv(next, buffers[0], before, buffers[1], 2 * elements());
     }
     void start_with_own_keys(const X* qkv) {  // K and V out of the packed qkv
         copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), 2 * rows());
@@ -122,11 +127,15 @@ void Ring<Dev, X>::forward(X* out, A* lse, const X* qkv) {
     for (int half = 0; half < 2; half++)
         attention_clear_state(dev_, o_ + chunk(half), lse + stats(half), shape(half, comm_.rank, half));
     for (int step = 0; step < comm_.size; step++) {
+        const bool more = step + 1 < comm_.size;
+        comm_.fork();
+        if (more) pass_on(kv_);
         for_each_pair(step, [&](int q, int k, const BlockShape& s) {
             attention_forward_block<X>(dev_, o_ + chunk(q), lse + stats(q), heads(qkv, q, 0, 3), heads(kv_[0], k, 0, 2),
                                        heads(kv_[0], k, 1, 2), s);
         });
-        if (step + 1 < comm_.size) pass_on(kv_, 2 * elements());
+        comm_.join();
+        if (more) std::swap(kv_[0], kv_[1]);
     }
     // The one rounding: chunk by chunk into the rows of out.
     for (int half = 0; half < 2; half++)
@@ -137,21 +146,35 @@ template <class Dev, class X>
 void Ring<Dev, X>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
     start_with_own_keys(qkv);
     dev_.zero(o_, elements() * sizeof(A));
-    dev_.zero(dkv_[0], 2 * elements() * sizeof(A));
     for (int half = 0; half < 2; half++)
         for (int b = 0; b < B_; b++) {
             const size_t row = (size_t(b) * 2 + half) * Tc_ * C();
             attention_D(dev_, D_ + stats(half) + size_t(b) * NH_ * Tc_, dout + row, out + row, 1, Tc_, NH_, HS_);
         }
+    // Meanwhile come the gradients that other ranks have for these keys.
     for (int step = 0; step < comm_.size; step++) {
+        const bool more = step + 1 < comm_.size;
+        comm_.fork();
+        if (more) pass_on(kv_);
+        if (step > 0) pass_on(dkv_);
+        dev_.zero(own_, 2 * elements() * sizeof(A));
         for_each_pair(step, [&](int q, int k, const BlockShape& s) {
-            attention_backward_block<X>(dev_, o_ + chunk(q), dkv_[0] + gradient(k, 0), dkv_[0] + gradient(k, 1),
+            attention_backward_block<X>(dev_, o_ + chunk(q), own_ + gradient(k, 0), own_ + gradient(k, 1), scratch_,
                                         heads(qkv, q, 0, 3), heads(kv_[0], k, 0, 2), heads(kv_[0], k, 1, 2),
                                         heads(dout, q, 0, 1), lse + stats(q), D_ + stats(q), s);
         });
-        if (step + 1 < comm_.size) pass_on(kv_, 2 * elements());
-        pass_on(dkv_, 2 * elements());  // the last time home
+        comm_.join();
+        if (more) std::swap(kv_[0], kv_[1]);
+        if (step > 0) std::swap(dkv_[0], dkv_[1]);
+        if (step > 0)
+            add_to(dev_, dkv_[0], own_, 2 * elements());
+        else
+            std::swap(dkv_[0], own_);
     }
+    comm_.fork();
+    pass_on(dkv_);  // home
+    comm_.join();
+    std::swap(dkv_[0], dkv_[1]);
     for (int half = 0; half < 2; half++)
         for (int b = 0; b < B_; b++) {
             X* to = dqkv + (size_t(b) * 2 + half) * Tc_ * 3 * C();

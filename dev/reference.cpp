@@ -467,7 +467,7 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, Acc<X>* lse, Heads<const
 }
 
 template <class X>
-void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, Heads<const X> q, Heads<const X> k,
+void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q, Heads<const X> k,
                               Heads<const X> v, Heads<const X> dout, const Acc<X>* lse, const Acc<X>* D,
                               const BlockShape& s) {
     using A = Acc<X>;
@@ -507,9 +507,14 @@ void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int 
     }
 }
 
-template <class X>
-void copy_rows(const Cpu&, X* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
+template <class Y, class X>
+void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
     for (size_t r = 0; r < rows; r++) std::copy_n(src + r * src_stride, n, dst + r * dst_stride);
+}
+
+template <class A>
+void add_to(const Cpu&, A* y, const A* x, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] += x[i];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -615,12 +620,13 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
                                      X);                                                                               \
     template void attention_forward_block(const Cpu&, X*, X*, Heads<const X>, Heads<const X>, Heads<const X>,          \
                                           const BlockShape&);                                                          \
-    template void attention_backward_block(const Cpu&, X*, X*, X*, Heads<const X>, Heads<const X>, Heads<const X>,     \
-                                           Heads<const X>, const X*, const X*, const BlockShape&);                     \
+    template void attention_backward_block(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,              \
+                                           Heads<const X>, Heads<const X>, const X*, const X*, const BlockShape&);     \
     template void attention_merge(X*, X*, const X*, X, int);                                                           \
     template void attention_clear_state(const Cpu&, X*, X*, const BlockShape&);                                        \
     template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
     template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
+    template void add_to(const Cpu&, X*, const X*, size_t);                                                            \
     template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
     template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
     template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \

@@ -107,17 +107,21 @@ template <class X>
 void attention_forward_block(const Cpu&, Acc<X>* o_acc, Acc<X>* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape&);
 template <class X>
-void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, Heads<const X> q, Heads<const X> k,
-                              Heads<const X> v, Heads<const X> dout, const Acc<X>* lse, const Acc<X>* D,
-                              const BlockShape&);
+void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
+                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
+                              const Acc<X>* D, const BlockShape&);
+template <class X>
+size_t attention_block_scratch_bytes(const Cpu&, const BlockShape&) { return 0; }
 template <class A>  // o (HS) and lse of one row ← those of the keys seen so far and of more keys, o_b and lse_b
 void attention_merge(A* o, A* lse, const A* o_b, A lse_b, int HS);
 template <class A>
 void attention_clear_state(const Cpu&, A* o_acc, A* lse, const BlockShape&);
 template <class X>
 void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS);
-template <class X>  // writes rows of n elements from src, src_stride apart, to dst, dst_stride apart
-void copy_rows(const Cpu&, X* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows);
+template <class Y, class X>  // writes rows of n elements from src, src_stride apart, to dst, dst_stride apart
+void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows);
+template <class A>  // y += x
+void add_to(const Cpu&, A* y, const A* x, size_t n);
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);

@@ -215,9 +215,10 @@ TEST(blocks_make_the_whole) {
         for (size_t j = 0; j + 1 < cuts.size(); j++) {
             const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
             std::vector<double> dk(size_t(B) * Tk * C), dv(dk.size());
-            attention_backward_block<double>(
-                cpu, dq.data(), dk.data(), dv.data(), heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
-                heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(), {B, Tq, Tk, NH, HS, q0, k0});
+            attention_backward_block<double>(cpu, dq.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
+                                             heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
+                                             heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(),
+                                             {B, Tq, Tk, NH, HS, q0, k0});
             for (int b = 0; b < B; b++)
                 for (int t = 0; t < Tk; t++)
                     for (int c = 0; c < C; c++) {
