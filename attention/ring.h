@@ -14,9 +14,9 @@
 //   keys from an earlier rank s < r: both its chunks of queries see the early chunk s and neither the late one 2N−1−s
 //   keys from a later rank   s > r: its late chunk sees both chunks, its early one neither
 //
-// Written over the seam, so far for the CPU alone: the backend's block form, copy_rows and its Comm are declared before
-// this header. A rank's tensors are those of its 2·Tc tokens in the order (early chunk, late chunk): qkv
-// (B, 2Tc, 3, NH, HS), out and dout (B, 2Tc, NH, HS), dqkv as qkv. lse (2, B, NH, Tc), by chunk.
+// Written over the seam: the backend's block form (attention/blocks.h, dev/reference.h) is declared before this header.
+// A rank's tensors are those of its 2·Tc tokens in the order (early chunk, late chunk): qkv (B, 2Tc, 3, NH, HS), out
+// and dout (B, 2Tc, NH, HS), dqkv as qkv. lse (2, B, NH, Tc), by chunk.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once

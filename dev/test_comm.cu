@@ -4,7 +4,9 @@
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
 
+#include "attention/blocks.h"
 #include "dev/ranks.h"
+#include "dev/ring_check.h"
 #include "layers/comm.h"
 
 namespace {
@@ -137,6 +139,15 @@ TEST(nccl_in_a_graph) {
             CHECK(y.equal(sum));
             CHECK(x.equal([=](size_t i) { return size * sum(i); }));
         }
+    });
+}
+
+// Every flash kernel that this GPU would choose, against the whole sequence in fp64.
+TEST(nccl_ring_attention) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+        check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
+        check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
+        check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
     });
 }
 

@@ -9,95 +9,19 @@
 
 #include "dev/ranks.h"
 #include "dev/reference_comm.h"
-#include "dev/test.h"
-// After the functions of the backend that it is instantiated for.
-#include "attention/ring.h"
+#include "dev/ring_check.h"
 
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
+// The check of every rank of a job.
 template <class X>
-std::vector<X> normal(size_t n, uint64_t seed, double sigma = 1) {
-    std::mt19937_64 rng(seed);
-    std::normal_distribution<double> distribution(0, sigma);
-    std::vector<X> x(n);
-    for (X& value : x) value = X(float(distribution(rng)));
-    return x;
-}
-
-// max|got − want| ≤ tolerance·max|want|; NaN fails.
-template <class X>
-void check_close(const std::string& what, const std::vector<X>& got, const std::vector<X>& want, double tolerance) {
-    double worst = 0, scale = 0;
-    for (size_t i = 0; i < want.size(); i++) {
-        const double error = std::fabs(double(got[i]) - double(want[i]));
-        worst = std::isnan(error) ? kInf : std::max(worst, error);
-        scale = std::max(scale, std::fabs(double(want[i])));
-    }
-    if (got.size() != want.size() || !(worst <= tolerance * scale))
-        test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
-}
-
-// A whole sequence's attention and its gradients.
-template <class X>
-struct Whole {
-    int B, T, NH, HS;
-    std::vector<X> qkv, dout, out, lse, dqkv;
-    Whole(int B, int T, int NH, int HS, double q_sigma) : B(B), T(T), NH(NH), HS(HS) {
-        const size_t n = size_t(B) * T * NH * HS;
-        qkv = normal<X>(3 * n, 1), dout = normal<X>(n, 2), out.resize(n), lse.resize(n / HS), dqkv.resize(3 * n);
-        for (size_t i = 0; i < 3 * n; i++)
-            if (i / (NH * HS) % 3 == 0) qkv[i] *= X(q_sigma);
-        const Cpu cpu(1);
-        const X scale = BlockShape{B, T, T, NH, HS}.resolved_scale();
-        attention_forward<X>(cpu, out.data(), lse.data(), qkv.data(), B, T, NH, HS, true, scale);
-        attention_backward<X>(cpu, dqkv.data(), dout.data(), out.data(), lse.data(), qkv.data(), B, T, NH, HS, true,
-                              scale);
-    }
-};
-
-// A rank's rows of x (B, 2N·Tc, C) in the order of its chunks.
-template <class X>
-std::vector<X> part_of(const std::vector<X>& x, const Zigzag& zigzag, int rank, int B, int Tc, int C) {
-    std::vector<X> part;
-    const size_t T = 2 * size_t(zigzag.ranks) * Tc;
-    for (int b = 0; b < B; b++)
-        for (int half = 0; half < 2; half++) {
-            const auto from = x.begin() + (b * T + size_t(zigzag.chunk(rank, half)) * Tc) * C;
-            part.insert(part.end(), from, from + size_t(Tc) * C);
-        }
-    return part;
-}
-
-template <class X>
-void check_ring(int ranks, int B, int Tc, int NH, int HS, double q_sigma, double tolerance) {
+void check_job(int ranks, int B, int Tc, int NH, int HS, double q_sigma, double tolerance) {
     Ranks job(ranks, [=](Job& job) {
         const Cpu cpu(1);
         CpuComm comm(cpu, job);
-        const Whole<X> whole(B, 2 * ranks * Tc, NH, HS, q_sigma);
-        const Zigzag zigzag{ranks};
-        const int C = NH * HS, rank = job.rank;
-        const auto own = [&](const std::vector<X>& x, int channels) {
-            return part_of(x, zigzag, rank, B, Tc, channels);
-        };
-        const std::vector<X> qkv = own(whole.qkv, 3 * C), dout = own(whole.dout, C);
-        std::vector<X> out(dout.size(), X(NAN)), lse(dout.size() / HS, X(NAN)), dqkv(qkv.size(), X(NAN));
-        std::vector<X> want_lse;  // by chunk
-        for (int half = 0; half < 2; half++)
-            for (int row = 0; row < B * NH; row++)
-                for (int t = 0; t < Tc; t++)
-                    want_lse.push_back(whole.lse[size_t(row) * whole.T + zigzag.chunk(rank, half) * Tc + t]);
-
-        Ring<Cpu, X> ring(cpu, comm, B, Tc, NH, HS);
-        for (int again = 0; again < 2; again++) {  // with the memory of the first time
-            ring.forward(out.data(), lse.data(), qkv.data());
-            ring.backward(dqkv.data(), dout.data(), out.data(), lse.data(), qkv.data());
-            const std::string what = format("rank %d of %d, Tc %d: ", rank, ranks, Tc);
-            check_close(what + "out", out, own(whole.out, C), tolerance);
-            check_close(what + "lse", lse, want_lse, tolerance);
-            check_close(what + "dqkv", dqkv, own(whole.dqkv, 3 * C), tolerance);
-        }
+        check_ring<X>(cpu, comm, B, Tc, NH, HS, q_sigma, tolerance);
         job.leave();
         return 0;
     });
@@ -240,13 +164,13 @@ TEST(blocks_make_the_whole) {
 
 TEST(ring_equals_the_whole_in_fp64) {
     for (int ranks : {1, 2, 3, 4})
-        for (int Tc : {1, 7, 16}) check_ring<double>(ranks, 2, Tc, 2, 32, 1, 1e-13);
-    check_ring<double>(4, 1, 5, 1, 64, 40, 1e-12);  // one key has nearly all the weight
+        for (int Tc : {1, 7, 16}) check_job<double>(ranks, 2, Tc, 2, 32, 1, 1e-13);
+    check_job<double>(4, 1, 5, 1, 64, 40, 1e-12);  // one key has nearly all the weight
 }
 
 TEST(ring_in_fp32) {
-    check_ring<float>(2, 2, 16, 2, 64, 1, 1e-5);
-    check_ring<float>(4, 1, 33, 2, 64, 5, 1e-5);
+    check_job<float>(2, 2, 16, 2, 64, 1, 1e-5);
+    check_job<float>(4, 1, 33, 2, 64, 5, 1e-5);
 }
 
 TEST_MAIN
