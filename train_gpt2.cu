@@ -1035,7 +1035,8 @@ static void on_signal(int signal) {
     std::signal(signal, SIG_DFL);
 }
 
-constexpr double kStallSeconds = 45;  // a rank whose step stands still for so long hangs
+// A rank that stands still for so long hangs: in a step like those before it; where nobody knows how long it takes.
+constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
 
 // Where the data comes from, and the loss that no model can beat if that is known.
 struct Data {
@@ -1239,8 +1240,8 @@ void Run<Dev, X>::train_step() {
     if (late_error) std::rethrow_exception(late_error);
     if (!prepared) prepare(batch);
     prepared = true;
-    if (step > first_step + 1)  // the first steps make plans and connections
-        job.expect_progress(std::max(kStallSeconds, 5 * mean_ms / 1e3));
+    const bool usual = step > first_step + 1;  // the first steps make plans and connections
+    job.expect_progress(usual ? std::max(kStallSeconds, 5 * mean_ms / 1e3) : kLongStallSeconds);
     model.upload(batch, model.micro_steps);
     model.train_micro_batches();
     const double lr = o.learning_rate(step);
@@ -1261,7 +1262,7 @@ void Run<Dev, X>::train_step() {
 
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
-    job.expect_progress(0);
+    job.expect_progress(kLongStallSeconds);
     double loss = 0;  // in the order of the data, whoever had it
     for (int i = 0; i < model.micro_steps; i++)
         for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
@@ -1371,6 +1372,7 @@ std::string Run<Dev, X>::first_nonfinite() {
 template <class Dev, class X>
 void Run<Dev, X>::save() {
     Range range("checkpoint");
+    job.expect_progress(0);  // a disk may take its time
     last_checkpoint = step;
     std::vector<char> adam = gather_optimizer();
     if (job.rank > 0) return;  // the others wait at the next step
@@ -1616,7 +1618,9 @@ int run_with(const Dev& dev, Options& o, Job& job) {
     }
     if (o.eval_only) return run_evaluate<Dev, X>(dev, o, config, !preset, job);
     std::unique_ptr<typename Dev::Comm> comm;
+    job.expect_progress(kStallSeconds);
     if (job.size > 1 && !o.memory) comm = std::make_unique<typename Dev::Comm>(dev, job);
+    job.expect_progress(0);
     return run_train<Dev, X>(dev, o, config, !preset, job, comm.get());
 }
 
