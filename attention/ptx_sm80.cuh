@@ -65,7 +65,7 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same with sums in fp16 too, packed: c[0] = (g, t..t+1), c[1] = (g+8, t..t+1). #warp-level-matrix-fragment-mma-16816-float
+// The same with sums in fp16 too, packed: c[0] = (g, t..t+1), c[1] = (g+8, t..t+1).
 __device__ __forceinline__ void mma_m16n8k16_f16(uint32_t (&c)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};\n"
         : "+r"(c[0]), "+r"(c[1])
