@@ -13,6 +13,7 @@ from plot import COLOURS, GREY
 from readme_tables import VEHICLES
 
 LONGEST = 4096
+DTYPES = dict(zip(("fp16", "bf16"), COLOURS))
 
 
 def timed_as(variant):
@@ -29,25 +30,30 @@ def plot_accumulation(plt, found):
     T = max(lengths)
     overflown = {(r["kernel"], r["dtype"], r["variant"]) for r in errors if r["not_finite"]}
     vehicles = [v for v in VEHICLES if any(key[0] == v for key in speeds)]
-    figure, panels = plt.subplots(1, len(vehicles), figsize=(5.5 * len(vehicles), 5), squeeze=False, sharey=True,
+    figure, panels = plt.subplots(1, len(vehicles), figsize=(6 * len(vehicles), 5.5), squeeze=False, sharey=True,
                                   layout="constrained")
     for axes, vehicle in zip(panels[0], vehicles):
-        for dtype, colour in zip(("fp16", "bf16"), COLOURS):
-            points = [(speeds.get((vehicle, dtype, timed_as(r["variant"]), T)), r["relative_l2"], r["variant"])
-                      for r in errors
-                      if (r["kernel"], r["dtype"], r["input"], r["T"]) == (vehicle, dtype, "normal", T)]
-            for speed, error, variant in points:
-                if speed and error:
-                    hollow = (vehicle, dtype, variant) in overflown
-                    axes.plot(speed, error, "o", ms=6, color=colour, mfc="white" if hollow else colour)
-                    axes.annotate(variant, (speed, error), (5, 3), textcoords="offset points", fontsize=7, color=colour)
+        points = sorted((r["relative_l2"], speeds[vehicle, r["dtype"], timed_as(r["variant"]), T], r["dtype"], r["variant"])
+                        for r in errors if (r["kernel"], r["input"], r["T"]) == (vehicle, "normal", T) and
+                        r["relative_l2"] and (vehicle, r["dtype"], timed_as(r["variant"]), T) in speeds)
+        left, label = False, ""
+        for i, (error, speed, dtype, variant) in enumerate(points):
+            colour = DTYPES[dtype]
+            hollow = (vehicle, dtype, variant) in overflown
+            axes.plot(speed, error, "o", ms=6, color=colour, mfc="white" if hollow else colour)
+            label += (", " if label else "") + variant
+            if i + 1 < len(points) and points[i + 1][1:3] == (speed, dtype) and points[i + 1][0] < 1.01 * error:
+                continue  # the same point: one label
+            left = not left  # neighbours' labels go to different sides
+            axes.annotate(label, (speed, error), (-6 if left else 6, -2), textcoords="offset points", fontsize=7,
+                          color=colour, ha="right" if left else "left")
+            label = ""
         axes.set_yscale("log")
-        axes.margins(x=0.25)
+        axes.margins(x=0.3)
         axes.set_xlabel("TFLOP/s")
         axes.set_title(vehicle)
     panels[0][0].set_ylabel("relative L2 error of out")
-    marks = [plt.Line2D([], [], ls="none", marker="o", color=colour, label=dtype)
-             for dtype, colour in zip(("fp16", "bf16"), COLOURS)]
+    marks = [plt.Line2D([], [], ls="none", marker="o", color=colour, label=dtype) for dtype, colour in DTYPES.items()]
     marks.append(plt.Line2D([], [], ls="none", marker="o", color=GREY, mfc="white", label="not finite for some inputs"))
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"fp16 in the forward, T {T}, {found[0]['gpu']}: right is faster, down is better", x=0.01, ha="left")

@@ -159,8 +159,8 @@ def accumulation_speed(path):
     if any(r["variant"] == "trainer" for r in found):
         body.append(line("bf16", "trainer", VEHICLES.values()))
     header = ["dtype", "variant", *(f"{vehicle} {b}, {t}" for vehicle in VEHICLES for t, b in shapes)]
-    title = (f"Forward by variant, causal, {shared(found, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; trainer: "
-             f"{', '.join(VEHICLES.values())}")
+    title = (f"Forward by variant, causal, {shared(found, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist for "
+             f"fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}")
     return table(title, found, header, body)
 
 
@@ -182,7 +182,7 @@ def accumulation_errors(path):
             share = 100 * r["not_finite"] / r["elements"]
             return f"{share:.0f} % ∞" if share >= 1 else f"{r['not_finite']} ∞"
         ratio = r["ratio_l2"]
-        return f"{r['relative_l2']:.1e}" + (f" ({ratio:.{1 if ratio < 100 else 0}f}×)" if ratio else "")
+        return f"{r['relative_l2']:.1e}" + (f" ({ratio:.{2 if ratio < 1 else 1}f}×)" if ratio else "")
     body = [[dtype, variant, *(cell(at.get((dtype, variant, name, T))) for name, T in columns)]
             for dtype, variant in dict.fromkeys((r["dtype"], r["variant"]) for r in found)]
     title = (f"L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite), "
