@@ -103,13 +103,6 @@ bool vectorises(size_t row, const P*... pointers) {
     return row % kVec<X> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// 2^x, relative error 2e-7; one instruction where exp2f needs three more for denormal results, which are 0 here.
-__device__ inline float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Every lane gets the result, with the same bits.
 __device__ inline float warp_sum(float x) {
     for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
