@@ -15,9 +15,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* src, bool
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
 }
-// The same for 8 bytes (through L1: .cg copies 16 bytes only).
+// The same for 8 or 4 bytes (through L1: .cg copies 16 bytes only).
 __device__ __forceinline__ void cp_async_8(uint32_t smem, const void* src, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* src, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 4 : 0) : "memory");
 }
 // Closes this thread's group of copies. #data-movement-and-conversion-instructions-cp-async-commit-group
 __device__ __forceinline__ void cp_async_commit() {
