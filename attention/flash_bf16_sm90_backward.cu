@@ -86,7 +86,7 @@ struct Args {
     int NH, heads, Tq, Tk;                  // heads = B·NH
     int shift;                              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
     int q_tiles, k_tiles;
-    int chunk, ring;          // heads that go together, heads that have a place in dq_sum: see Order
+    int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float2* stats;            // (heads, q_tiles·Br) {log2(e)·lse, or +inf for a row that sees no key; D}
     float* dq_sum;            // (ring, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
@@ -168,18 +168,21 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
 // ---------------------------------------------------------------------------------------------------------------------
 // Work: one key tile of one head, with all query tiles that see it, from the last back.
 
-// The order of items. In step n the heads of chunk c (heads c·chunk, c·chunk + 1, …) have their key tile n − c: the
-// heads in work at a time are few, and each is at another point, so that its key tiles start one after the other.
+// The order of items: group after group of heads. Within one, in step n, the heads of chunk c (c·chunk, c·chunk + 1, …)
+// have their key tile n − c: so heads are at different points, and key tiles of one do not start together.
 struct Order {
-    int step = 0, first = 0;  // of the last ticket asked for: its step, the first ticket of that
+    int start = 0, step = 0,
+        first = 0;  // of the last ticket asked for: its group's first head, its step, that's first ticket
 
     // Tickets must be asked for in ascending order. Returns the item's number, k_tile·heads + bh.
     __device__ int item_of(const Args& args, int ticket) {
+        const int of_group = ticket / (args.group * args.k_tiles) * args.group;
+        if (of_group != start) start = of_group, step = 0, first = start * args.k_tiles;
+        const int size = min(args.group, args.heads - start);
         for (;; step++) {
-            const int begin = max(0, step - args.k_tiles + 1) * args.chunk,
-                      end = min(args.heads, (step + 1) * args.chunk);
-            const int bh = begin + ticket - first;
-            if (bh < end) return (step - bh / args.chunk) * args.heads + bh;
+            const int begin = max(0, step - args.k_tiles + 1) * args.chunk, end = min(size, (step + 1) * args.chunk);
+            const int i = begin + ticket - first;
+            if (i < end) return (step - i / args.chunk) * args.heads + start + i;
             first += end - begin;
         }
     }
@@ -637,21 +640,23 @@ constexpr char kName[] = "flash_bf16_sm90";
 
 // Scratch: statistics, dQ's sum (whole form), turns, ticket.
 struct Layout {
-    int Br, q_tiles, k_tiles, chunk, ring;
+    int Br, q_tiles, k_tiles, group, chunk, ring;
     size_t dq_sum, turn, ticket, bytes;
     Layout(const BlockShape& s, bool is_whole) {
         Br = s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
-        // The heads in work at a time are those of k_tiles chunks. They should fit into L2 with what streams by. Where
-        // all heads do, smaller chunks only keep items of a head apart.
-        constexpr size_t kBytesInWork = 40 << 20, kMinHeadsInWork = 48;
-        constexpr long long kApart = 500;
+        // As many heads in work at a time as fit into L2 with what streams by, but so many that key tiles of one need
+        // not queue. Long ones do not fit: there, blocks that walk a head one after the other must stay so close that
+        // they find in L2 what the first has fetched, which many chunks would undo.
+        constexpr size_t kBytesInWork = 40 << 20, kMinHeads = 48, kShort = 1 << 20;
         const size_t streamed = static_cast<size_t>(s.Tq) * s.HS * (2 + 2 + 4);  // Q, dO, dQ of a head
-        const long long fit = std::max(kMinHeadsInWork, kBytesInWork / streamed), in_work = heads <= fit ? kApart : fit;
-        const long long chunks = (static_cast<long long>(heads) * k_tiles + in_work / 2) / in_work;
-        chunk = ceil_div(heads, static_cast<int>(std::clamp<long long>(chunks, 1, heads)));
-        ring = is_whole ? static_cast<int>(std::min<long long>(heads, (k_tiles + 1LL) * chunk)) : heads;
+        const int in_work = static_cast<int>(std::max(kMinHeads, kBytesInWork / streamed));
+        const bool one_group = heads > in_work && streamed <= kShort;  // the heads in work are those of k_tiles chunks
+        group = one_group ? heads : std::min(heads, in_work);
+        chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
+        const long long places = one_group ? (k_tiles + 1LL) * chunk : 2LL * group;
+        ring = is_whole ? static_cast<int>(std::min<long long>(heads, places)) : heads;
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
         turn = dq_sum + (is_whole ? static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float) : 0);
@@ -694,7 +699,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     // Beyond these bounds every query sees all keys, or none.
     args.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
-    args.chunk = layout.chunk, args.ring = layout.ring;
+    args.group = layout.group, args.chunk = layout.chunk, args.ring = layout.ring;
     args.scale = s.resolved_scale();
     args.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     args.stats = reinterpret_cast<float2*>(at);
