@@ -171,8 +171,8 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
 // The order of items: group after group of heads. Within one, in step n, the heads of chunk c (c·chunk, c·chunk + 1, …)
 // have their key tile n − c: so heads are at different points, and key tiles of one do not start together.
 struct Order {
-    int start = 0, step = 0,
-        first = 0;  // of the last ticket asked for: its group's first head, its step, that's first ticket
+    // Of the last ticket asked for: its group's first head, its step, the first ticket of the step.
+    int start = 0, step = 0, first = 0;
 
     // Tickets must be asked for in ascending order. Returns the item's number, k_tile·heads + bh.
     __device__ int item_of(const Args& args, int ticket) {
