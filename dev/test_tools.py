@@ -125,6 +125,19 @@ def test_malformed_logs_name_file_and_line():
             check_fails(script(name, tmp / "nowhere"), "nowhere", "cannot be read")
 
 
+def test_benchmarks_say_what_is_wrong():
+    for name in ("bench_attention", "bench_train", "bench_layers"):
+        program = ROOT / "dev" / name
+        if not program.exists():
+            raise Skip(f"there is no ./dev/{name}: make benches")
+        result = run(program, "--help")
+        assert result.returncode == 0 and f"usage: {name}" in result.stdout.lower() and "--json" in result.stdout, result
+        result = run(program, "--jsom")
+        assert result.returncode == 2 and "--json" in result.stderr, result
+        result = run(program, CUDA_VISIBLE_DEVICES="")
+        assert result.returncode == 1 and "GPU" in result.stderr, result
+
+
 def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")

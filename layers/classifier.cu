@@ -18,13 +18,6 @@ constexpr int kThreads = 1024;  // a row of 50304 is 6 (bf16) to 12 (fp32) vecto
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// 2^x, relative error 2e-7; one instruction where exp2f needs three more for denormal results, which are 0 here.
-static __device__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     classifier_kernel(X* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int vocab,

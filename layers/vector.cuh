@@ -6,6 +6,7 @@
 #pragma once
 #include <cstring>
 
+#include "attention/ptx_sm80.cuh"  // exp2_approx
 #include "layers/types.h"
 
 constexpr int kWarp = 32;
