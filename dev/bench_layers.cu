@@ -131,7 +131,7 @@ class Bench {
             wrong++;
             return;
         }
-        const Memory<Cuda, X> memory(dev_, N, tensors, kScratchBytes);
+        const Memory<Cuda, X> memory(dev_, N, tensors, scratch_bytes());
         const Figures ms = measure_ms(
             dev_, [&](int) { call(memory); }, o_.quick);
         const double bytes = work.bytes_per_row * N + work.bytes, flops = work.flops_per_row * N;
@@ -157,9 +157,14 @@ class Bench {
     int measured = 0, wrong = 0;
 
   private:
-    static constexpr size_t kScratchBytes = size_t(64) << 20;
     static constexpr size_t kValidatedRows = 128;
 
+    size_t scratch_bytes() const {  // enough for every layer
+        const int rows = static_cast<int>(std::max(N_, kValidatedRows)), C = o_.C;
+        return std::max({encoder_scratch_bytes(dev_, 1, rows, C), layernorm_scratch_bytes(dev_, C),
+                         matmul_scratch_bytes(dev_, 4 * C), gelu_scratch_bytes(dev_, 4 * C),
+                         reduce_scratch_bytes(dev_)});
+    }
     void measure_ceilings() {
         copy_ = copy_rate(dev_, o_.quick), gemm_ = gemm_tflops<X>(dev_, o_.quick);
         std::printf("%s, %s, B %d, T %d, C %d; copy %.2f / %.2f TB/s, GEMM %.0f / %.0f TFLOP/s (cool / sustained)\n",
@@ -172,7 +177,7 @@ class Bench {
     // The largest relative L2 error of any tensor after the call; NaN if one has a NaN that the reference has not.
     template <class Call>
     double relative_error(const std::vector<Tensor>& tensors, Call call) {
-        const Memory<Cuda, X> gpu(dev_, kValidatedRows, tensors, kScratchBytes);
+        const Memory<Cuda, X> gpu(dev_, kValidatedRows, tensors, scratch_bytes());
         const Cpu reference;
         const Memory<Cpu, double> cpu(reference, kValidatedRows, tensors, 0);
         const auto on_gpu = [&](size_t i) {
