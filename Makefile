@@ -1,6 +1,6 @@
 # make train_gpt2cu   the trainer
 # make test           all tests that this machine can run
-# make benches        dev/bench_*, dev/accuracy
+# make benches        dev/bench_*, dev/accuracy, dev/study_accumulation
 # make profile        the timeline of three steps, for Nsight Systems
 # make archs          every kernel for every architecture (part of make test)
 #
@@ -22,9 +22,10 @@ else
 GENCODE := $(call gencode,$(ARCH))
 endif
 
+# nvcc's -O is the host compiler's: kernels are always compiled at -O3, and the host code around them can do with less.
 WARN      := -Wall -Wextra -Werror
 CXXFLAGS  := -std=c++17 -O3 -fno-math-errno -march=$(MARCH) -fopenmp -I. $(WARN) -MMD -MP $(EXTRA)
-NVCCFLAGS := -std=c++17 -O3 -lineinfo -I. -Werror all-warnings -Xcompiler -Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
+NVCCFLAGS := -std=c++17 -O1 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
 CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
 LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
@@ -45,11 +46,11 @@ KERNELS   := $(wildcard attention/*.cu layers/*.cu)
 OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp dev/reference*.cpp))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
-BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy
+BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation
 TOOLS     := dev/dump_gradients
 JOBS      ?= $(shell nproc)
 
-.PHONY: all test archs benches profile clean help
+.PHONY: all test archs benches profile clean help FORCE
 all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
@@ -59,12 +60,22 @@ $(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o: train_gpt2.cu  # they include the program itself
 benches: $(BENCHES)
 
-build/%.o: %.cu
+build/%.o: %.cu build/nvcc.flags
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(GENCODE) -c -o $@ $<
-build/%.o: %.cpp
+	$(NVCC) $(NVCCFLAGS) $(GENCODE) $(LANGUAGE) -c -o $@ $<
+build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -c -o $@ $<
+# No kernel in these: straight to the host compiler, in half the time.
+build/train_gpt2.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE := -x c++
+
+# What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
+build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
+build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
+build/%.flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
+FORCE:
 
 # Builds with all cores, runs every test program, and ends in one line "N passed, N failed, N skipped".
 test:
@@ -85,6 +96,7 @@ build/archs/layers/%.o: layers/%.cu
 
 # The timeline of three steps with its NVTX ranges: open profile.nsys-rep in Nsight Systems. For one kernel's counters:
 # ncu --profile-from-start off --kernel-name regex:forward_kernel ./train_gpt2cu --profile 1 -v 0 -s 0
+profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
 profile: train_gpt2cu
 	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \

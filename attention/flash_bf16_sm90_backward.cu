@@ -20,10 +20,12 @@
 //
 // dQ in a fixed order. Key tile 0 writes a query tile's sum; 1, 2, … add to it; the last that its queries see fetches
 // it, adds it to its own in registers, rounds and writes dQ. `turn` tells, for each query tile, whose turn it is. Items
-// are handed out by ticket, key tile j of all heads of a group before j + 1 of any: an item waits only for items with
-// lower tickets, which blocks that run have taken, so no order in which blocks start can deadlock. As all walk their
-// queries from the last back, items of a head follow one another at a distance and seldom wait. Long items come first.
-// Only who takes which ticket varies from run to run. The sum lies in the order of the registers, 16 bytes a thread.
+// are handed out by ticket, a head's key tiles in ascending order: an item waits only for items with lower tickets,
+// which blocks that run have taken, so no order in which blocks start can deadlock. All walk their queries from the
+// last back, and passing on a turn takes most of a tile's time: items of a head that start together queue. So heads go
+// in chunks, and while a chunk has key tile j, the chunk before it has j + 1, and so on (Order). Only who takes which
+// ticket varies from run to run. The sum lies in the order of the registers, 16 bytes a thread, and only for the heads
+// in work: a new head takes the place of one that is done.
 //
 // There is one block an SM, and it takes items until there are none. Of its first warpgroup work four threads:
 //   loader     takes tickets and starts all loads: the next item's K and V, the next tile's Q, dO and {lse, D}
@@ -31,8 +33,8 @@
 //   announcer  when dQ has left its registers, passes `turn` on; writes dQ itself when it is whole
 //   storer     writes dK and dV out of K's and V's place in shared memory
 // The other two are the consumers. Who waits for whom (mbarriers; [2]: one for each stage):
-//   kv_full[2]   consumers, usher, announcer, storer   ← loader: K, V and the ticket are there
-//   kv_empty[2]  loader      ← storer: dK and dV have left; usher, announcer: the ticket has been read
+//   kv_full[2]   consumers, usher, announcer, storer   ← loader: K, V and the item's number are there
+//   kv_empty[2]  loader      ← storer: dK and dV have left; usher, announcer: the number has been read
 //   q_full[2]    consumers   ← loader: Q, dO and statistics are there
 //   q_empty[2]   loader      ← consumers: dK is done; announcer: dQ has left dO's place
 //   turn[2]      consumers   ← usher: dQ may be added
@@ -83,11 +85,12 @@ struct Args {
     float *dq_acc, *dk_acc, *dv_acc;        // block form: added into; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH
     int shift;                              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
-    int q_tiles, k_tiles, group;
+    int q_tiles, k_tiles;
+    int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float2* stats;            // (heads, q_tiles·Br) {log2(e)·lse, or +inf for a row that sees no key; D}
-    float* dq_sum;            // (heads, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
-    int* turn;                // (heads, q_tiles): the key tile whose turn it is to add to dQ
+    float* dq_sum;            // (ring, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    int* turn;                // (heads, q_tiles): how many key tiles have added to dQ, so the one whose turn it is
     int* ticket;              // the next item
 };
 
@@ -165,18 +168,36 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
 // ---------------------------------------------------------------------------------------------------------------------
 // Work: one key tile of one head, with all query tiles that see it, from the last back.
 
+// The order of items: group after group of heads. Within one, in step n, the heads of chunk c (c·chunk, c·chunk + 1, …)
+// have their key tile n − c: so heads are at different points, and key tiles of one do not start together.
+struct Order {
+    // Of the last ticket asked for: its group's first head, its step, the first ticket of the step.
+    int start = 0, step = 0, first = 0;
+
+    // Tickets must be asked for in ascending order. Returns the item's number, k_tile·heads + bh.
+    __device__ int item_of(const Args& args, int ticket) {
+        const int of_group = ticket / (args.group * args.k_tiles) * args.group;
+        if (of_group != start) start = of_group, step = 0, first = start * args.k_tiles;
+        const int size = min(args.group, args.heads - start);
+        for (;; step++) {
+            const int begin = max(0, step - args.k_tiles + 1) * args.chunk, end = min(size, (step + 1) * args.chunk);
+            const int i = begin + ticket - first;
+            if (i < end) return (step - i / args.chunk) * args.heads + start + i;
+            first += end - begin;
+        }
+    }
+};
+
 struct Work {
     int k_tile, bh;
     int first, last;  // query tiles; last < first if no query sees these keys
 };
 template <int HS, bool Causal>
-__device__ __forceinline__ Work work_of(const Args& args, int ticket) {
+__device__ __forceinline__ Work work_of(const Args& args, int number) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    const int start = ticket / (args.group * args.k_tiles) * args.group, size = min(args.group, args.heads - start);
-    const int i = ticket - start * args.k_tiles, k_tile = i / size, bh = start + i % size;
-    Work w = {k_tile, bh, 0, args.q_tiles - 1};
+    Work w = {number / args.heads, number % args.heads, 0, args.q_tiles - 1};
     if (Causal) {
-        const int first_query = max(0, k_tile * Bc - args.shift);
+        const int first_query = max(0, w.k_tile * Bc - args.shift);
         w.first = first_query / Br;
         if (first_query >= args.Tq) w.last = w.first - 1;
     }
@@ -204,7 +225,7 @@ struct Control {
     __device__ uint32_t turn(int n) const { return at(8, n); }
     __device__ uint32_t added(int n) const { return at(10, n); }
     __device__ uint32_t kv_done() const { return at(12, 0); }
-    static constexpr int Tickets = Tiles<HS>::Control + 13 * 8;  // int[2], in the keeping of kv_full and kv_empty
+    static constexpr int Numbers = Tiles<HS>::Control + 13 * 8;  // int[2], in the keeping of kv_full and kv_empty
 
     __device__ uint32_t at(int index, int n) const { return base + Tiles<HS>::Control + 8 * (index + (n & 1)); }
 
@@ -221,10 +242,10 @@ struct Control {
         mbarrier_init(kv_done(), kWarps);
         fence_mbarrier_init();
     }
-    // Waits for the item's K and V and gives its ticket; −1: there are no more.
+    // Waits for the item's K and V and gives its number; −1: there are no more.
     __device__ int wait_item(const unsigned char* smem, int item) const {
         mbarrier_wait(kv_full(item), item >> 1 & 1);
-        return reinterpret_cast<const volatile int*>(smem + Tickets)[item & 1];
+        return reinterpret_cast<const volatile int*>(smem + Numbers)[item & 1];
     }
 };
 
@@ -250,15 +271,17 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     tma_prefetch_map(&args.dout);
     const int total = args.heads * args.k_tiles;
     int ticket = blockIdx.x;
+    Order order;
     for (int item = 0, n = 0;; item++) {
         const uint32_t kv_full = control.kv_full(item);
         mbarrier_wait(control.kv_empty(item), item >> 1 & 1 ^ 1);
-        reinterpret_cast<volatile int*>(smem + control.Tickets)[item & 1] = ticket < total ? ticket : -1;
-        if (ticket >= total) {
+        const int number = ticket < total ? order.item_of(args, ticket) : -1;
+        reinterpret_cast<volatile int*>(smem + control.Numbers)[item & 1] = number;
+        if (number < 0) {
             mbarrier_arrive(kv_full);
             return;
         }
-        const Work w = work_of<HS, Causal>(args, ticket);
+        const Work w = work_of<HS, Causal>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         const uint32_t kv_stage = control.base + (item & 1) * T::KvBytes;
         mbarrier_arrive_expect(kv_full, 2 * T::KvBytes);
@@ -281,15 +304,18 @@ template <int HS, bool Causal>
 __device__ __forceinline__ void usher(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     for (int item = 0, n = 0;; item++) {
-        const int ticket = control.wait_item(smem, item);
-        if (ticket < 0) return;
+        const int number = control.wait_item(smem, item);
+        if (number < 0) return;
         mbarrier_arrive(control.kv_empty(item));
-        const Work w = work_of<HS, Causal>(args, ticket);
-        const int* turns = args.turn + static_cast<size_t>(w.bh) * args.q_tiles;
+        const Work w = work_of<HS, Causal>(args, number);
+        // Key tile 0 starts a sum where another head's was: that has been read when its last key tile has had its turn.
+        const bool inherits = w.k_tile == 0 && w.bh >= args.ring;
+        const int* turns = args.turn + static_cast<size_t>(inherits ? w.bh - args.ring : w.bh) * args.q_tiles;
         for (int i = w.last; i >= w.first; i--, n++) {
             mbarrier_wait(control.added(n), n >> 1 & 1 ^ 1);  // tile n − 2 is over: no barrier may run a round ahead
-            if (w.k_tile > 0)
-                while (load_acquire_gpu(turns + i) < w.k_tile) {}
+            const int turn = inherits ? last_k_tile<HS, Causal>(args, i) + 1 : w.k_tile;
+            if (turn > 0)
+                while (load_acquire_gpu(turns + i) < turn) {}
             mbarrier_arrive(control.turn(n));
         }
     }
@@ -300,10 +326,10 @@ __device__ __forceinline__ void announcer(const Args& args, const unsigned char*
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
     for (int item = 0, n = 0;; item++) {
-        const int ticket = control.wait_item(smem, item);
-        if (ticket < 0) return;
+        const int number = control.wait_item(smem, item);
+        if (number < 0) return;
         mbarrier_arrive(control.kv_empty(item));
-        const Work w = work_of<HS, Causal>(args, ticket);
+        const Work w = work_of<HS, Causal>(args, number);
         int* turns = args.turn + static_cast<size_t>(w.bh) * args.q_tiles;
         for (int i = w.last; i >= w.first; i--, n++) {
             mbarrier_wait(control.added(n), n >> 1 & 1);
@@ -315,7 +341,7 @@ __device__ __forceinline__ void announcer(const Args& args, const unsigned char*
                 bulk_wait_read<0>();
             }
             mbarrier_arrive(control.q_empty(n));
-            if (!final) store_release_gpu(turns + i, w.k_tile + 1);
+            store_release_gpu(turns + i, w.k_tile + 1);
         }
     }
 }
@@ -325,9 +351,9 @@ __device__ __forceinline__ void storer(const Args& args, const unsigned char* sm
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
-        const int ticket = control.wait_item(smem, item);
-        if (ticket < 0) return;
-        const Work w = work_of<HS, Causal>(args, ticket);
+        const int number = control.wait_item(smem, item);
+        if (number < 0) return;
+        const Work w = work_of<HS, Causal>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         mbarrier_wait(control.kv_done(), item & 1);
         if (!Block) {
@@ -399,14 +425,15 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
         const int dq_row = HS == 64 ? row : row - 64 * wg, dq_panel = HS == 128 ? wg : 0;
 
         for (int item = 0, n = 0;; item++) {
-            const int ticket = __shfl_sync(~0u, control.wait_item(smem, item), 0);
-            if (ticket < 0) break;
-            const Work w = work_of<HS, Causal>(args, ticket);
+            const int number = __shfl_sync(~0u, control.wait_item(smem, item), 0);
+            if (number < 0) break;
+            const Work w = work_of<HS, Causal>(args, number);
             const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes,
                            v_smem = base + T::V + (item & 1) * T::KvBytes;
             const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
             const uint64_t v_rows = wgmma_descriptor(v_smem + 64 * wg * 128);
             const uint64_t k_transposed = wgmma_descriptor(k_smem + dq_panel * Bc * 128);
+            const int slot = w.bh % args.ring;
 
             float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
             float s[Br / 8][4];  // Sᵀ, then Pᵀ
@@ -535,7 +562,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     const bool final = !Block && w.k_tile == last_k_tile<HS, Causal>(args, i);
                     mbarrier_wait(control.turn(n), n >> 1 & 1);
                     float4* sum = reinterpret_cast<float4*>(args.dq_sum) +
-                                  (static_cast<size_t>(w.bh) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
+                                  (static_cast<size_t>(slot) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
                                   threadIdx.x % 128;
                     if (Block) {
 #pragma unroll
@@ -613,14 +640,26 @@ constexpr char kName[] = "flash_bf16_sm90";
 
 // Scratch: statistics, dQ's sum (whole form), turns, ticket.
 struct Layout {
-    int Br, q_tiles, k_tiles;
+    int Br, q_tiles, k_tiles, group, chunk, ring;
     size_t dq_sum, turn, ticket, bytes;
     Layout(const BlockShape& s, bool is_whole) {
         Br = s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
-        const size_t tiles = static_cast<size_t>(s.B) * s.NH * q_tiles;
+        const int heads = s.B * s.NH;
+        // As many heads in work at a time as fit into L2 with what streams by, but so many that key tiles of one need
+        // not queue. Long ones do not fit: there, blocks that walk a head one after the other must stay so close that
+        // they find in L2 what the first has fetched, which many chunks would undo.
+        constexpr size_t kBytesInWork = 40 << 20, kMinHeads = 48, kShort = 1 << 20;
+        const size_t streamed = static_cast<size_t>(s.Tq) * s.HS * (2 + 2 + 4);  // Q, dO, dQ of a head
+        const int in_work = static_cast<int>(std::max(kMinHeads, kBytesInWork / streamed));
+        const bool one_group = heads > in_work && streamed <= kShort;  // the heads in work are those of k_tiles chunks
+        group = one_group ? heads : std::min(heads, in_work);
+        chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
+        const long long places = one_group ? (k_tiles + 1LL) * chunk : 2LL * group;
+        ring = is_whole ? static_cast<int>(std::min<long long>(heads, places)) : heads;
+        const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
-        turn = dq_sum + (is_whole ? tiles * Br * s.HS * sizeof(float) : 0);
+        turn = dq_sum + (is_whole ? static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float) : 0);
         ticket = turn + tiles * sizeof(int);
         bytes = ticket + sizeof(int);
     }
@@ -660,11 +699,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     // Beyond these bounds every query sees all keys, or none.
     args.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
-    // As many heads at a time as fit into L2 with what streams by, but so many that key tiles of one head do not all
-    // start at once and then queue for dQ.
-    constexpr size_t kGroupBytes = 32 << 20, kMinGroup = 48;
-    const size_t streamed = static_cast<size_t>(s.Tq) * s.HS * (2 + 2 + 4);  // Q, dO, dQ of a head
-    args.group = static_cast<int>(std::min<size_t>(args.heads, std::max(kMinGroup, kGroupBytes / streamed)));
+    args.group = layout.group, args.chunk = layout.chunk, args.ring = layout.ring;
     args.scale = s.resolved_scale();
     args.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     args.stats = reinterpret_cast<float2*>(at);

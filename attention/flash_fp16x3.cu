@@ -27,12 +27,12 @@
 // mask that hides nothing.
 //
 // Backward: dS is scaled by its tile's own largest. D comes from the same MMAs as dP, the diagonal of dO Oᵀ, so that
-// dP − D is 0 where one key has all the weight. And rows of dS add up to 0, but for D's error, which all keys of a row
-// share: dq_kernel adds what they do add up to to D, for dkdv_kernel, and takes its product with the mean key out of
-// dQ. (Whole form only: in the block form D is given, and a block has not the whole row.)
+// dP − D is 0 where one key has all the weight. And a row has two checks: its dS add up to 0, but for D's error, and
+// its P to 1, but for lse's, errors that all its keys share. dq_kernel takes what they do add up to out of D and lse,
+// for dkdv_kernel, and out of dQ; rows of few keys it walks twice. (Whole form only: a block has not the whole row.)
 //
 // Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq, dk, dv.
-// Scratch: float2 {log2(e)·lse, D} (B, NH, T), written by dq_kernel for dkdv_kernel.
+// Scratch: float2 {log2(e)·lse, D}, float factor (B, NH, T), written by dq_kernel for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3
 #include <cuda_fp16.h>
@@ -81,7 +81,7 @@ struct DkdvTiles {
     static constexpr int Bc = Warps * MTiles * 16;
     static constexpr int Br = HS == 64 ? 32 : 16;
     // K, V; Q and dO as pairs, as floats; 2 stages of row statistics: 96 KB
-    static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 8;
+    static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -383,9 +383,11 @@ struct Stream {
         copy_tile<HS, Rows, Threads>(smem_address(smem) + 3 * Pair, y, y_token, row0, end);
     }
     // Splits what has arrived, calls next() when the floats may be overwritten, and leaves the exponents that scale the
-    // tiles. Begins and ends with a barrier, so to speak: all warps have left the last tile, all find this one.
-    template <class Next, class Seen>
-    __device__ __forceinline__ void split_tiles(int& x_exponent, int& y_exponent, Next next, Seen seen) const {
+    // tiles. Begins and ends with a barrier, so to speak: all warps have left the last tile, all find this one. seen()
+    // gets this thread's part of x; factor(row), close to 1, is multiplied into y.
+    template <class Next, class Seen, class Factor>
+    __device__ __forceinline__ void split_tiles(int& x_exponent, int& y_exponent, Next next, Seen seen,
+                                                Factor factor) const {
         constexpr int Warps = Threads / 32;
         static_assert(Warps == 4, "four maxima are read at once");
         __shared__ __align__(16) uint32_t maxima[2][Warps];
@@ -396,8 +398,7 @@ struct Stream {
         float4 x[Pieces], y[Pieces];
 #pragma unroll
         for (int i = 0; i < Pieces; i++) x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
-#pragma unroll
-        for (int i = 0; i < Pieces; i++) seen(x[i]);
+        seen(x);
         const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
         if (thread % 32 == 0) {
             maxima[0][thread / 32] = x_max;
@@ -408,7 +409,11 @@ struct Stream {
         const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
         store_split<HS, Threads>(smem, Lo, x, factor_for(x_all), thread);
 #pragma unroll
-        for (int i = 0; i < Pieces; i++) y[i] = y_floats[i * Threads];  // again, for lack of registers
+        for (int i = 0; i < Pieces; i++) {
+            y[i] = y_floats[i * Threads];  // again, for lack of registers
+            const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
+            y[i].x *= f, y[i].y *= f, y[i].z *= f, y[i].w *= f;
+        }
         store_split<HS, Threads>(smem + Pair, Lo, y, factor_for(y_all), thread);
         next();
         x_exponent = exponent_for(x_all), y_exponent = exponent_for(y_all);
@@ -420,6 +425,7 @@ struct Stream {
 // Forward
 
 constexpr float kPScale = 0x1p14f;  // P ≤ 2 times this goes to the tensor cores
+constexpr float kLog2e = static_cast<float>(M_LOG2E);
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 
 struct ForwardArgs {
@@ -469,6 +475,11 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
     float o[M][HS / 8][4] = {};
     float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end
+    struct alignas(8 * M) Excess {
+        float of[M][2];
+    };
+    __shared__ Excess l_excess[Threads];  // what rounding added to l; the loop leaves no registers for it
+    l_excess[threadIdx.x] = Excess{};
 #pragma unroll
     for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
 
@@ -498,6 +509,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int n = 0; n < Sub / 8; n += 2) mma(s, n, q_hi[kk], b_hi[kk][n / 2]);
         if constexpr (Masked) {
+            const int lane = thread_again() % 32;
 #pragma unroll
             for (int i = 0; i < M; i++)
 #pragma unroll
@@ -526,6 +538,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 m_new[i][r] = fmaxf(m[i][r], x * s_unit);
                 outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN: false
             }
+        Excess excess = l_excess[thread_again()];
         if (__any_sync(~0u, outgrown)) {
 #pragma unroll
             for (int i = 0; i < M; i++)
@@ -534,7 +547,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                     const float x = m_new[i][r];
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
                     m[i][r] = x;
-                    l[i][r] *= alpha;
+                    l[i][r] *= alpha, excess.of[i][r] *= alpha;
 #pragma unroll
                     for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
                 }
@@ -544,7 +557,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const float base = m[i][r] == -INFINITY ? 0.f : m[i][r];
-                float sum = 0.f;  // of this tile first: a long sum loses what is small beside it
+                float sum = 0.f;
 #pragma unroll
                 for (int n = 0; n < Sub / 8; n++)
 #pragma unroll
@@ -552,8 +565,13 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
                         sum += s[i][n][e];
                     }
-                l[i][r] += sum;
+                // Where one key has most of the weight, every other tile's sum is small beside l: what an addition
+                // loses to rounding is kept for the next (Kahan). All of a row's P, and D, have l's error.
+                const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
+                excess.of[i][r] = (l_new - l[i][r]) - addend;
+                l[i][r] = l_new;
             }
+        l_excess[thread_again()] = excess;
         uint32_t p_hi[Sub / 16][M][4], p_lo[Sub / 16][M][4];
         to_a(p_hi, p_lo, s, kPScale);
         add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, KV::Lo, o_unit);
@@ -566,7 +584,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             [&] {
                 if (j > 0) copy_kv(j - 1);
             },
-            [](const float4&) {});
+            [](const auto&) {}, [](int) { return 1.f; });
         // Not 0, whatever underflows: −∞, the mask, times it must stay −∞.
         const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit[thread_again() / 32] * power_of_two(-k_exponent));
         const float o_unit = power_of_two(-v_exponent - 14);
@@ -644,7 +662,8 @@ struct BackwardArgs {
     Problem p;
     Heads<const float> dout, out;  // out: whole form only
     const float *lse, *D;          // D: block form only
-    float2* stats;                 // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
+    float2* stats;                 // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D times the factor}
+    float* factors;                // (B, NH, Tq) of P: what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
     bool add;  // block form: into dq, dk, dv; whole form: they are written
 };
@@ -677,9 +696,9 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of_block(p, true);
     __syncthreads();
-    const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row, last_q = first_q + Rows - 1;  // the warp's
-    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
+    const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
+    auto first_q = [&] { return w.tile * Br + static_cast<int>(thread_again() / 32 * Rows); };  // the warp's
+    const int k_end = min(p.Tk, min((w.tile + 1) * Br, p.Tq) + p.shift);
     const int k_tiles = (k_end + Bc - 1) / Bc;
 
     auto copy_kv = [&](int j) {
@@ -695,52 +714,64 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     float q_unit, do_unit, lse_log2[M][2], D[M][2];
     {
         float4 x[kPieces<HS, Rows, 32>];
-        fetch_rows<HS, Rows>(x, head_of(args.dout, w, HS), args.dout.token, first_q, p.Tq);
+        fetch_rows<HS, Rows>(x, head_of(args.dout, w, HS), args.dout.token, first_q(), p.Tq);
         do_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows + 2 * QLo, QLo, x)));
         float d[M][2 * M][4] = {}, d_unit = 0.f;
         if (!args.D) {
-            fetch_rows<HS, Rows>(x, head_of(args.out, w, HS), args.out.token, first_q, p.Tq);
+            fetch_rows<HS, Rows>(x, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
             d_unit = do_unit * power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows, QLo, x)));
             __syncwarp();
             product_abt<HS>(d, do_tile, QLo, q_tile, QLo);
             __syncwarp();  // Q takes O's place
         }
-        fetch_rows<HS, Rows>(x, head_of(p.q, w, HS), p.q.token, first_q, p.Tq);
+        fetch_rows<HS, Rows>(x, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
         q_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows, QLo, x)));
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < M; i++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(first_q + 16 * i + 8 * r + lane / 4, p.Tq - 1);
+                const size_t at =
+                    static_cast<size_t>(w.bh) * p.Tq + min(first_q() + 16 * i + 8 * r + lane / 4, p.Tq - 1);
                 const float lse = args.lse[at], *diagonal = d[i][2 * i + r] + 2 * r;
-                lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * static_cast<float>(M_LOG2E);
+                lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * kLog2e;
                 D[i][r] =
                     args.D ? args.D[at] : d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
             }
     }
-    float error[M][2] = {};            // Σ dS over this lane's columns
-    float4 k_sum{0.f, 0.f, 0.f, 0.f};  // this thread's part of the sum of all keys
+    float dS_sum[M][2] = {};    // over this lane's columns
+    uint32_t P_sum[M][2] = {};  // likewise; in units of 2^-30, as floats would lose what is small beside 1
+    __shared__ float4
+        k_sums[Threads];  // each thread's part of the sum of all keys; the loop leaves no registers for it
+    k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
     float dq[M][HS / 8][4] = {};
 
     auto step = [&](int k0, float s_unit, float dp_unit, float k_unit, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
-        float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {};
+        float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {}, P_tile[M][2] = {}, dS_tile[M][2] = {};
         product_abt<HS>(s, q_tile, QLo, kv.x_tile(), KV::Lo);
         product_abt<HS>(dp, do_tile, QLo, kv.y_tile(), KV::Lo);
+        const int first_row = first_q();
 #pragma unroll
         for (int i = 0; i < M; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
+                const int row = first_row + 16 * i + e / 2 * 8 + lane / 4;
                 const int visible = min(p.Tk, row + p.shift + 1) - k0 - lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < Bc / 8; n++) {
-                    const float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
-                    const float dS = P * fmaf(dp[i][n][e], dp_unit, -D[i][e / 2]);
-                    s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : dS;
-                    error[i][e / 2] += s[i][n][e];
+                    float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
+                    if (Masked && 8 * n + e % 2 >= visible) P = 0.f;
+                    s[i][n][e] = P * fmaf(dp[i][n][e], dp_unit, -D[i][e / 2]);
+                    P_tile[i][e / 2] += P, dS_tile[i][e / 2] += s[i][n][e];
                 }
+            }
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                P_sum[i][r] += __float2uint_rn(P_tile[i][r] * 0x1p30f);
+                dS_sum[i][r] += dS_tile[i][r];
             }
         const uint32_t dS_largest = largest_of(s);
         uint32_t hi[Bc / 16][M][4], lo[Bc / 16][M][4];
@@ -748,37 +779,68 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), KV::Lo, power_of_two(-exponent_for(dS_largest)) * k_unit);
     };
 
-    for (int j = 0; j < k_tiles; j++) {
+    // What a row's dS and P add up to beyond 0 and 1. The first belongs to D; the second is a relative error of P, of
+    // which lse gets log2(e) times as much.
+    auto settle = [&](int i, int r, float& dS, float& P_excess) {
+        dS = dS_sum[i][r];
+        uint32_t P = P_sum[i][r];
+#pragma unroll
+        for (int lanes = 1; lanes <= 2; lanes *= 2) {
+            dS += __shfl_xor_sync(~0u, dS, lanes);
+            P += __shfl_xor_sync(~0u, P, lanes);
+        }
+        dS_sum[i][r] = 0.f, P_sum[i][r] = 0;
+        P_excess = static_cast<float>(static_cast<int>(P - (1u << 30))) * 0x1p-30f;
+        D[i][r] += dS;
+    };
+
+    // Rows of few keys are walked twice, the first time for D and lse alone: their keys' weights are too unlike for the
+    // mean key, by which longer rows are corrected.
+    const bool whole_row = !args.D;
+    auto few_keys = [&] { return whole_row && k_tiles <= Br / Bc; };
+    auto tile_of = [&](int n) { return n < 0 ? n + k_tiles : n; };
+    for (int n = few_keys() ? -k_tiles : 0; n < k_tiles; n++) {
         int k_exponent, v_exponent;
         kv.split_tiles(
             k_exponent, v_exponent,
             [&] {
-                if (j + 1 < k_tiles) copy_kv(j + 1);
+                if (n + 1 < k_tiles) copy_kv(tile_of(n + 1));
             },
-            [&](const float4& k) { k_sum.x += k.x, k_sum.y += k.y, k_sum.z += k.z, k_sum.w += k.w; });
-        const int k0 = j * Bc;
-        if (k0 > last_q + p.shift) continue;
+            [&](const auto& k) {
+                float4 sum = k_sums[thread_again()];
+                for (const float4& x : k) sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+                k_sums[thread_again()] = sum;
+            },
+            [](int) { return 1.f; });
+        if (n == 0 && few_keys())
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float dS, P_excess;
+                    settle(i, r, dS, P_excess);
+                    lse_log2[i][r] = fmaf(P_excess, kLog2e, lse_log2[i][r]);
+#pragma unroll
+                    for (int c = 0; c < HS / 8; c++) dq[i][c][2 * r] = dq[i][c][2 * r + 1] = 0.f;
+                }
+        const int k0 = tile_of(n) * Bc;
+        if (k0 > first_q() + Rows - 1 + p.shift) continue;
         const float k_unit = power_of_two(-k_exponent), s_unit = p.scale_log2 * q_unit * k_unit;
         const float dp_unit = do_unit * power_of_two(-v_exponent);
-        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q + p.shift)
+        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift)
             step(k0, s_unit, dp_unit, k_unit, std::true_type{});
         else
             step(k0, s_unit, dp_unit, k_unit, std::false_type{});
     }
 
-    // The rows of dS add up to 0, but for rounding errors: D's stays in the whole row, with one sign. What is left
-    // belongs to D, and dq loses its product with the mean key.
-    const bool whole_row = !args.D;
+    // D's error has put its product with the weighted mean key Σ P K into dq. What is taken out is that with the mean
+    // key: the other would be a product more.
     float2 k_mean[HS / 8];
     if (whole_row) {
-        float4* sums = reinterpret_cast<float4*>(smem);
-        __syncthreads();  // all have left Q
-        sums[threadIdx.x] = k_sum;
-        __syncthreads();
-        const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk)));
+        const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
 #pragma unroll
         for (int n = 0; n < HS / 8; n++) {
-            const float2* column = reinterpret_cast<const float2*>(sums) + 4 * n + lane % 4;
+            const float2* column = reinterpret_cast<const float2*>(k_sums) + 4 * n + lane % 4;
             k_mean[n] = {0.f, 0.f};
             for (int i = 0; i < Threads / (HS / 4); i++)
                 k_mean[n].x += column[i * HS / 2].x, k_mean[n].y += column[i * HS / 2].y;
@@ -789,29 +851,33 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     for (int i = 0; i < M; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            if (whole_row) {
-                float sum = error[i][r];
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                D[i][r] += sum;
-#pragma unroll
-                for (int n = 0; n < HS / 8; n++) {
-                    dq[i][n][2 * r] -= sum * k_mean[n].x;
-                    dq[i][n][2 * r + 1] -= sum * k_mean[n].y;
-                }
-            }
             const unsigned thread = thread_again();
             const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
-            if (thread % 4 == 0 && t < p.Tq)
-                args.stats[static_cast<size_t>(w.bh) * p.Tq + t] = make_float2(lse_log2[i][r], D[i][r]);
+            const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(t, p.Tq - 1);
+            float change;  // of log2(e)·lse
+            if (whole_row) {
+                float dS, P_excess;
+                settle(i, r, dS, P_excess);
+                change = P_excess * kLog2e;
+#pragma unroll
+                for (int n = 0; n < HS / 8; n++)
+                    dq[i][n][2 * r] -= dS * k_mean[n].x, dq[i][n][2 * r + 1] -= dS * k_mean[n].y;
+            } else {
+                const float lse = args.lse[at];
+                change = lse == -INFINITY ? 0.f : fmaf(lse, kLog2e, -lse_log2[i][r]);  // what rounding took off
+            }
+            const float factor = p.scale * (1.f - kLn2 * change);
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) dq[i][n][2 * r] *= factor, dq[i][n][2 * r + 1] *= factor;
+            if (thread % 4 == 0 && t < p.Tq) {
+                const float lse = lse_log2[i][r] + change;
+                const float rest = lse == INFINITY ? 0.f : (lse_log2[i][r] - lse) + change, f = 1.f - kLn2 * rest;
+                args.stats[at] = make_float2(lse, D[i][r] * f);
+                args.factors[at] = f;
+            }
         }
-#pragma unroll
-    for (int i = 0; i < M; i++)
-#pragma unroll
-        for (int n = 0; n < HS / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
-    store_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0, args.add);
+    store_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
+                   p.Tq - w.tile * Br, args.add);
 #endif
 }
 
@@ -826,7 +892,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     const Problem& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + 4 * KLo};
-    unsigned char* stats_smem = smem + 4 * KLo + 4 * QdO::Pair;
+    unsigned char* stats_smem = smem + 4 * KLo + 4 * QdO::Pair;  // two stages of stats, then of factors
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of_block(p, false);
@@ -841,9 +907,12 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     auto copy_q = [&](int j) {
         const int row = j * Br + threadIdx.x;
         q_do.copy(head_of(p.q, w, HS), p.q.token, head_of(args.dout, w, HS), args.dout.token, j * Br, p.Tq);
-        if (threadIdx.x < Br)
-            cp_async_8(smem_address(stats_smem) + ((j & 1) * Br + threadIdx.x) * 8,
-                       args.stats + static_cast<size_t>(w.bh) * p.Tq + row, row < p.Tq);
+        if (threadIdx.x < Br) {
+            const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
+            const uint32_t stage = smem_address(stats_smem), i = (j & 1) * Br + threadIdx.x;
+            cp_async_8(stage + i * 8, args.stats + at, row < p.Tq);
+            cp_async_4(stage + 16 * Br + i * 4, args.factors + at, row < p.Tq);
+        }
         cp_async_commit();
     };
     if (first_tile < q_tiles) copy_q(first_tile);
@@ -920,7 +989,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             [&] {
                 if (j + 1 < q_tiles) copy_q(j + 1);
             },
-            [](const float4&) {});
+            [](const auto&) {},
+            [&](int row) { return reinterpret_cast<const float*>(stats_smem + 16 * Br)[(j & 1) * Br + row]; });
         const int first_k = first_key(), keys = p.Tk - first_k, ahead = first_k - p.shift - j * Br;
         if (ahead > Br - 1) continue;
         if (keys < Rows || ahead > 1 - Rows)
@@ -999,12 +1069,13 @@ void launch_backward(const BackwardArgs& args, const Cuda& dev) {
     launch(dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
            DkdvTiles<HS>::Smem, dev);
 }
-void launch_backward(const BackwardArgs& args, int HS, const Cuda& dev) {
+void launch_backward(BackwardArgs args, int HS, const Cuda& dev) {
     check_aligned(kName, "dout", args.dout);
     check_aligned(kName, "dq", args.dq);
     check_aligned(kName, "dk", args.dk);
     check_aligned(kName, "dv", args.dv);
     check_aligned(kName, "scratch", args.stats);
+    args.factors = reinterpret_cast<float*>(args.stats + static_cast<size_t>(args.p.heads) * args.p.Tq);
     if (HS == 64)
         launch_backward<64>(args, dev);
     else
@@ -1057,7 +1128,7 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
 }
 
 size_t block_scratch_bytes(const BlockShape& s) {
-    return static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float2);
+    return static_cast<size_t>(s.B) * s.NH * s.Tq * (sizeof(float2) + sizeof(float));
 }
 size_t scratch_bytes(const AttentionShape& s) {
     return block_scratch_bytes(whole(s));

@@ -143,19 +143,19 @@ inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
     return {dev.alloc(bytes), [&dev](void* p) { dev.free(p); }};
 }
 
-// x[i] ~ N(0,1), a function of (seed, i) only: Box-Muller on a mixed counter. Zeros or constants would draw less power
-// and flatter the clock.
+// x[i] ~ N(shift, scale²), a function of (seed, i) only: Box-Muller on a mixed counter. Zeros or constants would draw
+// less power and flatter the clock.
 template <class X>
-__global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
+__global__ void normal_kernel(X* x, size_t n, uint64_t seed, float scale, float shift) {
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
         const uint64_t z = mix64((seed << 48) + i + kGolden);
         const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f, angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
-        x[i] = static_cast<X>(sqrtf(-2.f * logf(u)) * cospif(angle));
+        x[i] = static_cast<X>(shift + scale * sqrtf(-2.f * logf(u)) * cospif(angle));
     }
 }
 template <class X>
-void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
-    normal_kernel<<<8 * dev.num_sms, 256, 0, dev.stream>>>(x, n, seed);
+void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed, float scale = 1, float shift = 0) {
+    normal_kernel<<<8 * dev.num_sms, 256, 0, dev.stream>>>(x, n, seed, scale, shift);
     LAUNCH_CHECK("normal_kernel");
 }
 
@@ -179,6 +179,18 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
                                   type, n, compute, CUBLAS_GEMM_DEFAULT));
     };
     return tflops(2. * n * n * n, measure_ms(dev, product, quick));
+}
+
+// Bytes a second of a device-to-device copy that no cache holds, read and write counted.
+inline Figures copy_rate(const Cuda& dev, bool quick) {
+    constexpr size_t kBytes = size_t(1) << 30;
+    const DeviceMemory memory = device_memory(dev, 2 * kBytes);
+    char* p = static_cast<char*>(memory.get());
+    const auto copy = [&](int) {
+        CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
+    };
+    const Figures ms = measure_ms(dev, copy, quick);
+    return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

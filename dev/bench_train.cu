@@ -169,18 +169,6 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
            [&](const Cuda& dev) { adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper); });
 }
 
-// Bytes a second of a device-to-device copy that no cache holds, read and write counted.
-Figures copy_rate(const Cuda& dev) {
-    constexpr size_t kBytes = size_t(1) << 30;
-    const DeviceMemory memory = device_memory(dev, 2 * kBytes);
-    char* p = static_cast<char*>(memory.get());
-    const auto copy = [&](int) {
-        CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
-    };
-    const Figures ms = measure_ms(dev, copy, false);
-    return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 
 struct Bench {
@@ -267,7 +255,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
 
 template <class X>
 void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, int T) {
-    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev);
+    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev, false);
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one
     using Clock = std::chrono::steady_clock;

@@ -313,6 +313,7 @@ void check_layernorms() {
     for (size_t N : {1, 3, 127})
         for (int C : {1, 7, 64, 65, 768, 1600}) check_layernorm<X>(N, C);
     check_layernorm<X>(5000, 768);
+    check_layernorm<X>(5000, 1024);
     check_layernorm<X>(40, 3000);
     check_layernorm<X>(40, 8192);
     check_layernorm<X>(40, 8191);

@@ -109,14 +109,15 @@ def test_scripts_of_the_readme_have_help():
         assert done.returncode == 0 and "usage" in done.stdout, f"{command}: {done.stderr}"
 
 
-def test_options_of_benchmarks_exist():
+def test_options_of_measuring_programs_exist():
     for command in commands("README.md") + commands("attention/README.md"):
         words = shlex.split(command)
-        if not words[0].startswith("./dev/bench_") or not os.access(os.path.join(ROOT, words[0]), os.X_OK):
+        if not re.match(r"\./dev/(bench_|accuracy|study_)", words[0]) or not os.access(os.path.join(ROOT, words[0]), os.X_OK):
             continue
-        text = run([words[0], "--help"]).stdout
+        done = run([words[0], "--help"])
+        assert done.returncode == 0, f"{command}: {done.stderr}"
         for word in words[1:]:
-            assert not word.startswith("--") or word in text, f"{command}: no {word}"
+            assert not word.startswith("--") or word in done.stdout, f"{command}: no {word}"
 
 
 def test_files_of_the_readme_exist():

@@ -125,6 +125,19 @@ def test_malformed_logs_name_file_and_line():
             check_fails(script(name, tmp / "nowhere"), "nowhere", "cannot be read")
 
 
+def test_benchmarks_say_what_is_wrong():
+    for name in ("bench_attention", "bench_train", "bench_layers"):
+        program = ROOT / "dev" / name
+        if not program.exists():
+            raise Skip(f"there is no ./dev/{name}: make benches")
+        result = run(program, "--help")
+        assert result.returncode == 0 and f"usage: {name}" in result.stdout.lower() and "--json" in result.stdout, result
+        result = run(program, "--jsom")
+        assert result.returncode == 2 and "--json" in result.stderr, result
+        result = run(program, CUDA_VISIBLE_DEVICES="")
+        assert result.returncode == 1 and "GPU" in result.stderr, result
+
+
 def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")
@@ -428,6 +441,66 @@ def test_plots_of_attention():
             assert [path.name for path in paths] == ["attention_bf16.svg", "accuracy.svg"]
             written.append([path.read_bytes() for path in paths])
         assert written[0] == written[1] and all(svg.startswith(b"<?xml") for svg in written[0])
+
+
+def accumulation_rows():
+    """Two variants in fp16, a shifted one that is not timed, and bf16 beside the trainer; wgmma and mma.sync."""
+    def row(kernel, dtype, variant, **fields):
+        return {**{k: v for k, v in attention_row().items() if k not in ("ms", "tflops", "tflops_sustained")},
+                "kind": "accumulation", "kernel": kernel, "dtype": dtype, "variant": variant, "NH": 2, **fields}
+    found = []
+    for kernel, trainer in (("mma.sync", "flash_bf16"), ("wgmma", "flash_bf16_sm90")):
+        for dtype, variant in (("fp16", "base"), ("fp16", "pv16"), ("fp16", "pv16+shift"), ("bf16", "base")):
+            for T in (1024, 4096):
+                for name in ("normal", "huge_qk"):
+                    broken = {"relative_l2": None, "ratio_l2": None, "not_finite": 50} if name == "huge_qk" else {}
+                    fields = {"relative_l2": 1e-4 * len(variant) * T / 1024, "ratio_l2": 1.5, "not_finite": 0, **broken}
+                    found.append(row(kernel, dtype, variant, T=T, input=name, elements=200, **fields))
+            if "shift" not in variant:
+                found += [row(kernel, dtype, variant, T=T, NH=12, ms=1.0, tflops=300.0 + T) for T in (1024, 4096)]
+        found += [row(trainer, "bf16", "trainer", T=T, NH=12, ms=1.0, tflops=400.0 + T) for T in (1024, 4096)]
+    return found
+
+
+def test_tables_and_plot_of_the_accumulation_study():
+    need("matplotlib")
+    with scratch() as tmp:
+        (tmp / "dev" / "results").mkdir(parents=True)
+        check_fails(script("plot_accumulation.py", "--root", tmp), "no rows", "study_accumulation")
+        write_rows(tmp, "accumulation", accumulation_rows())
+        result = script("plot_accumulation.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        svg = pathlib.Path(result.stdout.strip())
+        first = svg.read_bytes()
+        assert svg.name == "accumulation.svg" and first.startswith(b"<?xml")
+        assert script("plot_accumulation.py", "--root", tmp).returncode == 0 and svg.read_bytes() == first
+        _, text = documents_with(tmp, "accumulation speed", "accumulation errors", "plot accumulation")
+        assert "| dtype | variant | mma.sync 4, 1024 | mma.sync 4, 4096 | wgmma 4, 1024 | wgmma 4, 4096 |" in text
+        assert "| fp16 | pv16 | 1324 | 4396 | 1324 | 4396 |" in text and "pv16+shift | 1324" not in text
+        assert "| bf16 | trainer | 1424 | 4496 | 1424 | 4496 |" in text
+        assert "| fp16 | pv16+shift | 1.0e-03 (1.5×) | 4.0e-03 (1.5×) | – | – | – | 25 % ∞ | – |" in text
+        assert "wgmma, NH 2, HS 64" in text.replace("\n", " ") and "![accumulation](../dev/results/A/accumulation.svg)" in text
+
+
+def test_point_of_the_accumulation_plot():
+    """A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite."""
+    need("matplotlib")
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from plot_accumulation import plot_accumulation
+    found = accumulation_rows()
+    for r in found:
+        if r["kernel"] == "wgmma":
+            r["not_finite"] = 0
+    figure = plot_accumulation(plt, found)
+    for axes, hollow in zip(figure.axes, (True, False)):
+        points = axes.get_lines()
+        assert [tuple(p.get_xydata()[0]) for p in points] == [(4396, 4e-4 * n) for n in (4, 4, 4, 10)]
+        assert [p.get_markerfacecolor() == "white" for p in points] == [hollow] * 4
+        assert [t.get_text() for t in axes.texts] == ["base", "base, pv16", "pv16+shift"]
+    assert [axes.get_title(loc="left") or axes.get_title() for axes in figure.axes] == ["mma.sync", "wgmma"]
+    plt.close(figure)
 
 
 def test_plot_of_memory():

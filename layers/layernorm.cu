@@ -10,15 +10,19 @@
 // writes out (and residual).
 //
 // Backward: the sums over rows want a thread that stays on its columns, the sums over a row want all columns at once.
-// So a block spans a whole row, 8 columns a thread, and walks over rows; the column sums stay
-// in registers until the end and leave as one partial row a block, which a second kernel adds in a fixed order: the
-// result has the same bits on every run. Bound by memory: reads dout, inp and dinp, writes dinp. The sum of dinp is
+// So a warp (rows kernel) or a block (general kernel, 8 columns a thread) spans a whole row and walks over rows; the
+// column sums stay in registers until the end and leave as one partial row a block, which a second kernel adds in a
+// fixed order: the result has the same bits on every run. The warp needs no barrier, but three sums of all of its
+// columns leave registers for 16 warps an SM only, too few to hide the way to memory: so the TMA unit of sm_90 fetches
+// rows into shared memory, two ahead. Bound by memory: reads dout, inp and dinp, writes dinp. The sum of dinp is
 // for the projection whose output the residual stream took just before this layer norm read it: dinp is then the
 // gradient of that output, and its sum over rows the gradient of the projection's bias, for no extra trip to memory.
 //
 // Limits: C ≤ 8192; any N. Rows that are no multiple of 16 bytes take the same kernels with one element a load.
 #include <algorithm>
 
+#include "attention/attention.h"  // built_for_sm90a
+#include "attention/ptx_sm90.cuh"
 #include "layers/layers.h"
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
@@ -176,6 +180,106 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
     }
 }
 
+// Rows of C = 256·K bf16, K vectors a lane: a warp a row, for sm_90. partials as above.
+template <int K>
+constexpr int kRowWarps = K <= 3 ? 16 : 12;  // 128 or 168 registers a thread: 24·K are sums
+constexpr int kRowStages = 2;
+template <int K>
+constexpr int kRowSmem = kRowWarps<K>* kRowStages * 3 * K * 512;
+
+template <int K>
+__global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
+    layernorm_backward_rows_kernel(bf16* dinp, float* partials, const bf16* dout, const bf16* inp, const bf16* weight,
+                                   const float* __restrict__ mean, const float* __restrict__ rstd, size_t N) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int V = 8, C = K * kWarp * V, W = kRowWarps<K>;
+    extern __shared__ uint4 ring_smem[];  // [W][kRowStages][3: dout, inp, dinp][C] of bf16; in the end (W, 3, C) floats
+    __shared__ alignas(16) bf16 weight_smem[C];  // no registers for it, nor for dout and inp: each is read twice
+    __shared__ uint64_t full_smem[W][kRowStages];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const size_t stride = size_t{gridDim.x} * W;
+    bf16* const ring = reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * 3 * C;
+    const auto fetch = [&](size_t row, int stage) {
+        if (lane > 0 || row >= N) return;
+        const uint32_t full = smem_address(&full_smem[warp][stage]), to = smem_address(ring + stage * 3 * C);
+        mbarrier_arrive_expect(full, 3 * C * sizeof(bf16));
+        bulk_load(to, dout + row * C, C * sizeof(bf16), full);
+        bulk_load(to + C * sizeof(bf16), inp + row * C, C * sizeof(bf16), full);
+        bulk_load(to + 2 * C * sizeof(bf16), dinp + row * C, C * sizeof(bf16), full);
+    };
+
+    size_t row = static_cast<size_t>(blockIdx.x) * W + warp;
+    if (lane == 0) {
+        for (int stage = 0; stage < kRowStages; stage++) mbarrier_init(smem_address(&full_smem[warp][stage]), 1);
+        fence_mbarrier_init();
+    }
+    for (int c = threadIdx.x; c < C; c += W * kWarp) weight_smem[c] = weight[c];
+    __syncthreads();
+    for (int stage = 0; stage < kRowStages; stage++) fetch(row + stage * stride, stage);
+
+    float dweight[K][V] = {}, dbias[K][V] = {}, dsum[K][V] = {};
+    float m = 0.f, s = 0.f;
+    if (row < N) m = mean[row], s = rstd[row];
+    for (int stage = 0, phase = 0; row < N; row += stride) {
+        float next_m = 0.f, next_s = 0.f;
+        if (row + stride < N) next_m = mean[row + stride], next_s = rstd[row + stride];
+        const bf16* const dy_smem = ring + stage * 3 * C + lane * V;
+        mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
+
+        float sum_g = 0.f, sum_gn = 0.f;
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
+                       w = load<V>(weight_smem + (k * kWarp + lane) * V);
+            for (int i = 0; i < V; i++) {
+                const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
+                sum_g += g;
+                sum_gn += g * n;
+                dweight[k][i] += dy[i] * n;
+                dbias[k][i] += dy[i];
+            }
+        }
+        const float mean_g = warp_sum(sum_g) * (1.f / C), mean_gn = warp_sum(sum_gn) * (1.f / C);
+        __syncwarp();  // keeps the compiler from keeping what is read above: there are no registers for it
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
+                       old = load<V>(dy_smem + 2 * C + k * kWarp * V),
+                       w = load<V>(weight_smem + (k * kWarp + lane) * V);
+            Vec<float, V> dx;
+            for (int i = 0; i < V; i++) {
+                const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
+                dx.x[i] = old[i] + s * (g - mean_g - n * mean_gn);
+            }
+            const Vec<bf16, V> stored = round_to<bf16>(dx);
+            store(dinp + row * C + (k * kWarp + lane) * V, stored);
+            for (int i = 0; i < V; i++) dsum[k][i] += stored[i];
+        }
+        __syncwarp();  // all lanes have read the stage
+        fetch(row + kRowStages * stride, stage);
+        m = next_m, s = next_s;
+        if (++stage == kRowStages) stage = 0, phase ^= 1;
+    }
+
+    // The warps' sums, added in order.
+    __syncthreads();
+    float* const sums_smem = reinterpret_cast<float*>(ring_smem);
+    float* const mine = sums_smem + static_cast<size_t>(warp) * 3 * C + lane * V;
+    for (int k = 0; k < K; k++)
+        for (int i = 0; i < V; i++) {
+            mine[k * kWarp * V + i] = dweight[k][i];
+            mine[C + k * kWarp * V + i] = dbias[k][i];
+            mine[2 * C + k * kWarp * V + i] = dsum[k][i];
+        }
+    __syncthreads();
+    for (int c = threadIdx.x; c < 3 * C; c += W * kWarp) {
+        float sum = 0.f;
+        for (int v = 0; v < W; v++) sum += sums_smem[static_cast<size_t>(v) * 3 * C + c];
+        partials[static_cast<size_t>(blockIdx.x) * 3 * C + c] = sum;
+    }
+#endif
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 static void check_channels(int C) {
@@ -229,6 +333,19 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     check_channels(C);
     if (N == 0) return;
     float* partials = static_cast<float*>(scratch);
+    if constexpr (std::is_same_v<X, bf16>) {
+        const auto kernel = C == 768    ? layernorm_backward_rows_kernel<3>
+                            : C == 1024 ? layernorm_backward_rows_kernel<4>
+                                        : nullptr;
+        if (kernel && dev.sm == 90 && built_for_sm90a() && vectorises<X>(C, dinp, dout, inp, weight)) {
+            const int warps = C == 768 ? kRowWarps<3> : kRowWarps<4>, smem = C == 768 ? kRowSmem<3> : kRowSmem<4>;
+            CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+            const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (N - 1) / warps + 1));
+            kernel<<<blocks, warps * kWarp, smem, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N);
+            LAUNCH_CHECK("layernorm_backward_rows_kernel");
+            return add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
+        }
+    }
     const bool vector = vectorises<X>(C, dinp, dout, inp, weight, partials), few = backward_threads(C) <= kFewThreads;
     constexpr int V = kVec<X>, kMany = kMaxChannels / kBackwardColumns;
     const auto kernel =

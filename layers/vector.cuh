@@ -6,6 +6,7 @@
 #pragma once
 #include <cstring>
 
+#include "attention/ptx_sm80.cuh"  // exp2_approx
 #include "layers/types.h"
 
 constexpr int kWarp = 32;
@@ -101,13 +102,6 @@ __device__ inline void store_streaming(X* p, const Vec<float, N>& v) {
 template <class X, class... P>
 bool vectorises(size_t row, const P*... pointers) {
     return row % kVec<X> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
-}
-
-// 2^x, relative error 2e-7; one instruction where exp2f needs three more for denormal results, which are 0 here.
-__device__ inline float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // Every lane gets the result, with the same bits.

@@ -14,9 +14,11 @@ if python3 -c 'import torch' 2>/dev/null; then
 fi
 $attention --json --dtype bf16 --shapes 4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384
 $attention --json --dtype bf16 --hs 128 --shapes 32x1024,4x4096,2x16384
-$attention --json --dtype fp32 --shapes 4x1024,32x1024,4x4096
+$attention --json --dtype fp32 --shapes 4x1024,32x1024,4x4096,2x16384
 ./dev/bench_attention --json --dtype fp32 --quick --shapes 4x2048,4x8192,4x16384,1x32768,1x65536
 for hs in 64 128; do ./dev/accuracy --json --hs $hs || echo "errors beyond their bounds"; done
+./dev/study_accumulation --json || echo "study_accumulation: errors beyond what is allowed"
+./dev/bench_layers --json
 $training --json --shapes 4x1024,8x1024,16x1024,64x1024
 ./dev/bench_train --precision fp32 --shapes 4x1024,16x1024 --json
 ./dev/bench_train --attention naive --shapes 4x1024,16x1024 --json
@@ -26,5 +28,5 @@ $training --json --shapes 4x1024,8x1024,16x1024,64x1024
 python3 scripts/default_run.py
 python3 scripts/compare_torch.py --json || echo "no comparison with PyTorch"
 python3 scripts/compare_losses.py --json || echo "naive and flash end at different losses"
-for what in attention memory; do python3 scripts/plot_$what.py || echo "no plots of $what"; done
+for what in attention accumulation memory; do python3 scripts/plot_$what.py || echo "no plots of $what"; done
 python3 scripts/readme_tables.py

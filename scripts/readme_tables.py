@@ -19,7 +19,7 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps", "lr", "tf32", "input", "tensor", "recompute", "call"]
+        "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant"]
 DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
@@ -139,6 +139,57 @@ def accuracy(path):
     return "\n\n".join(parts)
 
 
+VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
+STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8", "huge_qk": "q, k ×64",
+                "large_v": "v N(0.5,1) ×1000"}
+
+
+def accumulation_speed(path):
+    found = [r for r in rows(path) if "ms" in r]
+    if not found:
+        return None
+    at = {(r["kernel"], r["dtype"], r["variant"], r["B"], r["T"]): r["tflops"] for r in found}
+    shapes = sorted({(r["T"], r["B"]) for r in found})
+
+    def line(dtype, variant, kernels):
+        rates = [at.get((kernel, dtype, variant, b, t)) for kernel in kernels for t, b in shapes]
+        return [dtype, variant, *(f"{rate:.0f}" if rate else "–" for rate in rates)]
+    variants = dict.fromkeys((r["dtype"], r["variant"]) for r in found if r["kernel"] in VEHICLES)
+    body = [line(dtype, variant, VEHICLES) for dtype, variant in variants]
+    if any(r["variant"] == "trainer" for r in found):
+        body.append(line("bf16", "trainer", VEHICLES.values()))
+    header = ["dtype", "variant", *(f"{vehicle} {b}, {t}" for vehicle in VEHICLES for t, b in shapes)]
+    title = (f"Forward by variant, causal, {shared(found, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist for "
+             f"fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}")
+    return table(title, found, header, body)
+
+
+def accumulation_errors(path):
+    """Of one vehicle: the last that ran. N(0,1) by T, other inputs at the longest T."""
+    found = [r for r in rows(path) if "input" in r]
+    if not found:
+        return None
+    vehicle = [v for v in VEHICLES if any(r["kernel"] == v for r in found)][-1]
+    found = [r for r in found if r["kernel"] == vehicle]
+    at = {(r["dtype"], r["variant"], r["input"], r["T"]): r for r in found}
+    lengths = sorted({r["T"] for r in found})
+    columns = [("normal", T) for T in lengths] + [(name, lengths[-1]) for name in STUDY_INPUTS if name != "normal"]
+
+    def cell(r):
+        if not r:
+            return "–"
+        if r["not_finite"]:
+            share = 100 * r["not_finite"] / r["elements"]
+            return f"{share:.0f} % ∞" if share >= 1 else f"{r['not_finite']} ∞"
+        ratio = r["ratio_l2"]
+        return f"{r['relative_l2']:.1e}" + (f" ({ratio:.{2 if ratio < 1 else 1}f}×)" if ratio else "")
+    body = [[dtype, variant, *(cell(at.get((dtype, variant, name, T))) for name, T in columns)]
+            for dtype, variant in dict.fromkeys((r["dtype"], r["variant"]) for r in found)]
+    title = (f"L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite), "
+             f"{vehicle}, {shared(found, ['NH', 'HS'])[0]}")
+    return table(title, found, ["dtype", "variant", *(f"{STUDY_INPUTS[name]}, T {T}" for name, T in columns)], body)
+
+
 def losses(path):
     found = rows(path)
     found.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
@@ -234,7 +285,9 @@ TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf
           "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train),
           "breakdown": ("breakdown.jsonl", breakdown), "torch": ("torch.jsonl", torch),
           "default run": ("default_run.jsonl", default_run),
-          "plot attention bf16": ("attention_bf16.svg", None),
+          "accumulation speed": ("accumulation.jsonl", accumulation_speed),
+          "accumulation errors": ("accumulation.jsonl", accumulation_errors),
+          "plot accumulation": ("accumulation.svg", None), "plot attention bf16": ("attention_bf16.svg", None),
           "plot attention fp32": ("attention_fp32.svg", None),
           "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
 
