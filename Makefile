@@ -37,7 +37,7 @@ NCCL_TEST := printf '%s\n' '\#if __has_include(<nccl.h>)' 'int main() {}' '\#end
              -idirafter $(NCCL_HOME)/include -L$(NCCL_HOME)/lib -L$(NCCL_HOME)/lib64 -l:libnccl.so.2
 ifneq ($(NCCL_HOME),none)
 ifeq ($(shell $(NCCL_TEST) 2>/dev/null && echo yes),yes)
-build/layers/comm.o build/archs/layers/comm.o: NVCCFLAGS += -DHAVE_NCCL -Xcompiler -idirafter,$(NCCL_HOME)/include
+NCCLFLAGS := -DHAVE_NCCL -Xcompiler -idirafter,$(NCCL_HOME)/include
 LDLIBS    += $(NCCL_LIBS)
 endif
 endif
@@ -70,6 +70,9 @@ build/%.o: %.cpp build/cxx.flags
 build/train_gpt2.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE := -x c++
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
+build/nccl.flags: FLAGS = $(NCCLFLAGS)
+build/layers/comm.o: build/nccl.flags
+build/layers/comm.o build/archs/layers/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
 build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
 build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
 build/%.flags: FORCE

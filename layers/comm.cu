@@ -91,8 +91,9 @@ void NcclComm::send_recv_bytes(int to, const void* send, int from, void* recv, s
 
 NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
     throw Error(
-        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev, or make NCCL_HOME=…) "
-        "and build anew after make clean");
+        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say where it is "
+        "with "
+        "make NCCL_HOME=…, and build again");
 }
 NcclComm::~NcclComm() = default;
 void NcclComm::fork() {}
