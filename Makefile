@@ -82,7 +82,7 @@ FORCE:
 
 # Builds with all cores, runs every test program, and ends in one line "N passed, N failed, N skipped".
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) train_gpt2cu $(TESTS)
+	@$(MAKE) --no-print-directory -j$(JOBS) train_gpt2cu $(TESTS) $(TOOLS)
 	@dev/run_tests.sh "$(MAKE) --no-print-directory -j$(JOBS) archs" $(TESTS) $(PYTESTS)
 
 # Every kernel for every architecture that this nvcc knows (sm_100 and sm_120 came with 12.8), warnings as errors; a register

@@ -36,7 +36,8 @@ void dump(const Dev& dev, const Dump& o) {
     model.train_micro_batch(0);
 
     const size_t num_logits = N * config.Vp;
-    // The model's own buffer holds a chunk of the logits, and their gradient by now.
+    // Forward again: backward began by writing its gradient over lnf, and the model's own logits are a chunk of them.
+    model.forward(model.tokens(0), o.B, o.T);
     float* logits = static_cast<float*>(dev.alloc(num_logits * sizeof(float)));
     matmul_forward<float>(dev, logits, model.activations().lnf, model.weights().wte, nullptr, N, config.C, config.Vp);
 

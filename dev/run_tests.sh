@@ -1,33 +1,65 @@
 #!/bin/sh
 # run_tests.sh "command that compiles for all architectures" program...   (a program that ends in .py is run by python3)
-# Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped.
+# Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped. Those in Python, which mostly wait for
+# processes that they start, come last, and side by side where there are 8 cores or more.
 archs=$1; shift
 passed=0 failed=0 skipped=0
-for program in "$@"; do
-    echo "== $program"
-    out=$(mktemp)
-    case $program in
-    *.py) command -v python3 >/dev/null || { echo "skipped: no python3"; skipped=$((skipped + 1)); rm "$out"; continue; }
-        python3 "$program" >"$out" 2>&1 ;;
-    *) ./"$program" >"$out" 2>&1 ;;
+logs=$(mktemp -d); trap 'rm -rf "$logs"' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM
+
+# run program: its output to $logs/<name>, then its exit code to $logs/<name>.code.
+run() {
+    log=$logs/$(basename "$1")
+    case $1 in
+    *.py) python3 "$1" >"$log" 2>&1 ;;
+    *) ./"$1" >"$log" 2>&1 ;;
     esac
-    code=$?
-    cat "$out"
-    # The program's own last line; one that dies before it counts as a failure.
-    counts=$(tail -n 1 "$out" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
-    rm -f "$out"
+    echo $? >"$log.code"
+}
+# report program: shows its output and counts what its last line says; one that dies before it counts as a failure.
+report() {
+    log=$logs/$(basename "$1") code=$(cat "$logs/$(basename "$1").code")
+    echo "== $1"
+    cat "$log"
+    counts=$(tail -n 1 "$log" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p')
     case $code,$counts in
     0,*) ;;
     *,*" 0 "*) counts= ;;  # says that nothing failed, but did not end well
     esac
     if [ -z "$counts" ]; then
-        echo "$program ended with code $code and no result"
+        echo "$1 ended with code $code and no result"
         failed=$((failed + 1))
     else
         set_counts() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)); }
         set_counts $counts
     fi
+}
+
+for program in "$@"; do
+    case $program in
+    *.py) ;;
+    *) run "$program"; report "$program" ;;
+    esac
 done
+cores=$(nproc)
+for program in "$@"; do
+    case $program in
+    *.py)
+        if ! command -v python3 >/dev/null; then
+            echo "== $program: skipped, no python3"
+            skipped=$((skipped + 1))
+        elif [ "$cores" -ge 8 ]; then
+            run "$program" &
+        else
+            run "$program"; report "$program"
+        fi ;;
+    esac
+done
+wait
+if [ "$cores" -ge 8 ] && command -v python3 >/dev/null; then
+    for program in "$@"; do
+        case $program in *.py) report "$program" ;; esac
+    done
+fi
 echo "== every kernel for every architecture, no warnings, no spills in attention"
 if $archs; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 echo "$passed passed, $failed failed, $skipped skipped"

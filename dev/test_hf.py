@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""scripts/hf.py: round trips bit for bit, Hugging Face's GPT-2 against ours (logits and every gradient), bad input.
+"""scripts/hf.py: round trips bit for bit, Hugging Face's GPT-2 against ours (logits, every gradient, answers to
+multiple-choice questions), bad input.
 
     python3 dev/test_hf.py [part of a test's name]
 """
@@ -18,6 +19,7 @@ from harness import Skip, main, need
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HF = os.path.join(ROOT, "scripts", "hf.py")
 DUMP = os.path.join(ROOT, "dev", "dump_gradients")
+TRAINER = os.path.join(ROOT, "train_gpt2cu")
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
 
 
@@ -495,6 +497,60 @@ def test_gradients_cuda():
     for attention in ("flash", "naive"):
         compare("cuda", attention, V=257, C=128)
         compare("cuda", attention, V=50257, C=128)
+
+
+def test_hellaswag_cpu(V=257, P=48):
+    """--hellaswag question by question: the loss of each ending and the answer are those of the exported model."""
+    need("numpy", "torch", "transformers")
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+    if not os.path.exists(TRAINER):
+        raise Skip("needs ./train_gpt2cu (make train_gpt2cu)")
+    rng = np.random.default_rng(3)
+    questions = []  # label, context, endings; the last is as long as the model has positions
+    for i in range(13):
+        context, longest = rng.integers(0, V, rng.integers(1, 20)).tolist(), 28
+        endings = [rng.integers(0, V, rng.integers(1, longest)).tolist() for _ in range(4)]
+        questions.append((i % 4, context, endings))
+    questions[-1][2][1] = rng.integers(0, V, P + 1 - len(questions[-1][1])).tolist()
+    stream, longest = [], 0
+    for i, (label, context, endings) in enumerate(questions):
+        parts = [part for tokens in (context, *endings) for part in (len(tokens), *tokens)]
+        example = [65535, 0, i, label, len(endings), *parts]
+        example[1] = 2 * len(example)
+        longest = max(longest, example[1])
+        stream += example
+    with folder():
+        header = np.zeros(256, np.int32)
+        header[:4] = [20240522, 1, len(questions), longest]
+        with open("questions.bin", "wb") as f:
+            f.write(header.tobytes() + np.array(stream, np.uint16).tobytes())
+        random_model(V, 128, P).save_pretrained("hf")
+        converts("import", "hf", "model.bin")
+        converts("export", "model.bin", "exported")
+        model = AutoModelForCausalLM.from_pretrained("exported").double().eval()
+        command = [TRAINER, "--device", "cpu", "--precision", "fp32", "-e", "model.bin", "--eval-only",
+                   "--hellaswag", "questions.bin", "-b", "3", "-t", str(P)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("question ")]
+    assert len(lines) == len(questions), done.stdout
+    correct = 0
+    for i, (line, (label, context, endings)) in enumerate(zip(lines, questions)):
+        want = []
+        for ending in endings:
+            tokens = torch.tensor([context + ending])
+            with torch.no_grad():
+                logits = model(tokens[:, :-1]).logits[0, len(context) - 1:]
+            want.append(torch.nn.functional.cross_entropy(logits, tokens[0, len(context):]).item())
+        first, second, third, losses = line.split(" | ")
+        got = [float(x) for x in losses.split()[1:]]
+        best = min(range(4), key=want.__getitem__)
+        assert (first, second, third) == (f"question {i}", f"answer {best}", f"label {label}"), (line, want)
+        assert all(abs(g - w) <= 1e-4 * w for g, w in zip(got, want, strict=True)), (line, want)
+        correct += best == label
+    assert f"hellaswag {correct} of {len(questions)}," in done.stdout, done.stdout
 
 
 if __name__ == "__main__":
