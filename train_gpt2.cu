@@ -378,7 +378,8 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
         specs.push_back({"loss", a, kGate});
         grads = Arena("gradients", specs, 1);
         const size_t own = n / shards();
-        adam = Arena("optimizer", {{"m", a, own}, {"v", a, own}, {"master", a, has_master ? own : 0}});
+        // Back to back, whatever the number of shards: of their pieces a checkpoint is put together.
+        adam = Arena("optimizer", {{"m", a, own}, {"v", a, own}, {"master", a, has_master ? own : 0}}, 16);
     }
     const size_t saved = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
     const auto kept_below = [&](int level) { return training && recompute < level ? L : TensorSpec::kShared; };
@@ -1374,6 +1375,7 @@ void Run<Dev, X>::save() {
     Range range("checkpoint");
     job.expect_progress(0);  // a disk may take its time
     last_checkpoint = step;
+    if (job.rank > 0 && !model.ranks.sharded) return;
     std::vector<char> adam = gather_optimizer();
     if (job.rank > 0) return;  // the others wait at the next step
     std::vector<char> params(model.params.bytes);

@@ -175,6 +175,19 @@ TEST(shares_divide_the_parameters) {
     CHECK(!can_shard({16, 100, 128, 1, 2, 128}, 3) && !can_shard({16, 100, 128, 1, 1, 64}, 32));
 }
 
+// A share's m and v lie as for_each_piece() counts them, without a gap: 64 floats do not always divide a share.
+TEST(shares_of_the_optimizer_are_packed) {
+    for (const char* name : {"tiny", "d12", "d36", "d48"})
+        for (int ranks : {1, 2, 4, 8}) {
+            Config config{};
+            CHECK(find_config(name, &config));
+            if (!can_shard(config, ranks)) continue;
+            const GPT2<Cpu, float> model(Cpu(1), config, Attention::flash, 1, 64, 1, true, 0, {nullptr, 0, ranks, true});
+            const size_t own = model.num_parameters / ranks * sizeof(float);
+            CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) && model.adam.bytes == 2 * own);
+        }
+}
+
 // m, v and master of all ranks, put together and taken apart again.
 TEST(shares_of_the_optimizer_make_a_whole) {
     const Config config = kSmall;
