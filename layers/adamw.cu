@@ -90,15 +90,16 @@ __global__ void __launch_bounds__(kThreads)
     const size_t skipped = range.skipped + piece * (range.stride - range.size);
     const float decay = range.decay;
 
-    // Groups of kV are aligned in the arena, not in the range.
+    // Groups of kV are aligned in the arena, not in the range. What is skipped is counted in groups: with s = i − skipped
+    // nvcc 13.0 no longer sees that 16 bytes can be stored at once.
     const size_t group = begin / kV + static_cast<size_t>(block % range.blocks) * kThreads + threadIdx.x;
-    const size_t i = group * kV;
+    const size_t i = group * kV, s = (group - skipped / kV) * kV;
     if (i >= begin && i + kV <= end) {
-        update_elements<kV>(i, i - skipped, params, master, m, v, grads, clip, decay, plan);
+        update_elements<kV>(i, s, params, master, m, v, grads, clip, decay, plan);
     } else {
-        for (size_t k = i; k < i + kV; k++)
-            if (k >= begin && k < end)
-                update_elements<1>(k, k - skipped, params, master, m, v, grads, clip, decay, plan);
+        for (size_t k = 0; k < kV; k++)
+            if (i + k >= begin && i + k < end)
+                update_elements<1>(i + k, s + k, params, master, m, v, grads, clip, decay, plan);
     }
 }
 
