@@ -2,7 +2,8 @@
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
 // still queue. An event orders it after the compute stream and another the compute stream after it; both become edges
-// when the step is captured as a CUDA graph.
+// when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator: ncclCommDestroy
+// waits for it.
 //
 // A collective whose other ranks are gone never ends. NCCL notices some failures by itself: the job's watching thread
 // asks for its asynchronous error every second. Whatever the reason, the process then leaves by _exit, which ends its
@@ -32,8 +33,9 @@ NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), 
     CUDA_CHECK(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
     job.also_watch([this]() -> std::string {
         ncclResult_t error = ncclSuccess;
-        if (ncclCommGetAsyncError(comm_, &error) == ncclSuccess && (error == ncclSuccess || error == ncclInProgress))
-            return "";
+        const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
+        if (asked != ncclSuccess) error = asked;
+        if (error == ncclSuccess || error == ncclInProgress) return "";
         const char* more = ncclGetLastError(comm_);
         return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
     });
@@ -92,8 +94,7 @@ void NcclComm::send_recv_bytes(int to, const void* send, int from, void* recv, s
 NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
     throw Error(
         "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say where it is "
-        "with "
-        "make NCCL_HOME=…, and build again");
+        "with make NCCL_HOME=…, and build again");
 }
 NcclComm::~NcclComm() = default;
 void NcclComm::fork() {}
