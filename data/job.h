@@ -119,5 +119,6 @@ class Job {
 };
 
 // --gpus N: runs this program N times on this machine, as the ranks of one job; forwards SIGINT and SIGTERM. When a rank
-// fails the others have five seconds to end. Returns the exit code: 0 if all ended well, else the first failure's.
+// fails the others have five seconds to end. Returns the exit code: 0 if all ended well, else that of the first rank that
+// a signal killed, else of the first that failed.
 int launch_ranks(int count, char** argv);

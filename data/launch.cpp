@@ -77,6 +77,7 @@ int launch_ranks(int count, char** argv) {
     sigemptyset(&taken);
     for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&taken, signal);
     sigprocmask(SIG_BLOCK, &taken, &before);
+    std::signal(SIGCHLD, SIG_DFL);  // where a parent of ours ignores it, children would vanish without a status
 
     const pid_t parent = getpid();
     std::vector<Child> children;
@@ -97,8 +98,10 @@ int launch_ranks(int count, char** argv) {
     }
     close(fd);
 
+    using Clock = std::chrono::steady_clock;
     int code = 0, left = count;
-    auto deadline = std::chrono::steady_clock::time_point::max();
+    bool ended = false;  // by us
+    auto deadline = Clock::time_point::max();
     while (left > 0) {
         const timespec second = {1, 0};
         const int signal = sigtimedwait(&taken, nullptr, &second);
@@ -110,14 +113,15 @@ int launch_ranks(int count, char** argv) {
             c.running = false, left--;
             const bool killed = WIFSIGNALED(status);
             const int result = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-            if (result == 0 || code != 0) continue;
-            code = result;
+            if (result == 0 || ended) continue;
+            // The connections of a killed process close before it is dead: others may notice and exit first.
+            if (code == 0 || (killed && code < 128)) code = result;
             if (killed)
                 std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) was killed by signal %d (%s)\n", rank,
                              static_cast<int>(c.pid), WTERMSIG(status), strsignal(WTERMSIG(status)));
-            deadline = std::chrono::steady_clock::now() + std::chrono::seconds(kGraceSeconds);
+            deadline = std::min(deadline, Clock::now() + std::chrono::seconds(kGraceSeconds));
         }
-        if (std::chrono::steady_clock::now() > deadline) signal_all(SIGKILL);
+        if (Clock::now() > deadline) signal_all(SIGKILL), ended = true;
     }
     return code;
 }
