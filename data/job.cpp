@@ -145,6 +145,12 @@ Socket connect_once(const Address& to, Deadline deadline, int* error) {
     if (!wait_for(s.fd, POLLOUT, deadline)) return *error = ETIMEDOUT, Socket();
     socklen_t length = sizeof *error;
     getsockopt(s.fd, SOL_SOCKET, SO_ERROR, error, &length);
+    // Where nobody listens yet, a port may connect to itself, and then is taken when somebody wants to listen.
+    sockaddr_storage us = {}, them = {};
+    socklen_t our_length = sizeof us, their_length = sizeof them;
+    getsockname(s.fd, reinterpret_cast<sockaddr*>(&us), &our_length);
+    getpeername(s.fd, reinterpret_cast<sockaddr*>(&them), &their_length);
+    if (*error == 0 && !std::memcmp(&us, &them, sizeof us)) *error = ECONNREFUSED;
     if (*error) return {};
     no_delay(s);
     return s;
@@ -171,9 +177,9 @@ int port_of(const Socket& s) {
                                          : reinterpret_cast<sockaddr_in&>(a).sin_port);
 }
 
-// port 0: any that is free. Listens on the loopback interface alone if that is where the others will look.
+// port 0: any that is free. Listens on the loopback interface alone if that is where the others will look. IPv4.
 Socket listen_at(const std::string& address, int port) {
-    const bool loopback = address == "localhost" || address.compare(0, 4, "127.") == 0;
+    const bool loopback = address == "localhost" || address == "127.0.0.1";
     Socket s(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const int on = 1;  // a port whose last user's connections have just closed is free
     setsockopt(s.fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -182,9 +188,8 @@ Socket listen_at(const std::string& address, int port) {
     a.sin_port = htons(static_cast<uint16_t>(port));
     a.sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY);
     if (bind(s.fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || listen(s.fd, 1024))
-        throw Error(
-            format("rank 0 cannot listen on port %d: %s; another job or program has it: set another MASTER_PORT", port,
-                   std::strerror(errno)));
+        throw Error(format("cannot listen on port %d: %s%s", port, std::strerror(errno),
+                           port ? "; another job or program may have it: set another MASTER_PORT" : ""));
     return s;
 }
 
@@ -283,6 +288,8 @@ struct Job::Impl {
     void listen_to(int from);
     void look_for_stalls();
     bool send_beat(const Socket& to, Beat::Kind kind, int rank, int code, const std::string& text);
+    void report(const std::string& what, int code);
+    void await_end();
     [[noreturn]] void end(int rank, int code, const std::string& text);
     [[noreturn]] void lost(int peer);
 };
@@ -359,7 +366,7 @@ void Job::Impl::welcome(Socket connection, const std::string& from, const Place&
 }
 
 void Job::Impl::meet_as_first(const Place& place) {
-    const Deadline deadline = in_seconds(patience.meet);
+    Deadline deadline = in_seconds(patience.meet);
     const Socket listener = place.listen_fd >= 0 ? Socket(place.listen_fd) : listen_at(place.address, place.port);
     peers.resize(place.size);
     peers[0] = {host_name(), kSameAsFirst, static_cast<int>(getpid()), place.port};
@@ -382,6 +389,7 @@ void Job::Impl::meet_as_first(const Place& place) {
     for (const Peer& p : peers) table += format("%s %s %d %d\n", p.host.c_str(), p.address.c_str(), p.pid, p.port);
     for (int r = 1; r < place.size; r++) send_message(data[r], table, in_seconds(5));
 
+    deadline = in_seconds(patience.meet);  // for the connections among those that are there
     beats.resize(place.size);
     while (!missing(beats).empty()) {
         std::string from, text;
@@ -395,9 +403,8 @@ void Job::Impl::meet_as_first(const Place& place) {
 }
 
 void Job::Impl::meet_as_other(const Place& place) {
-    const Deadline deadline = in_seconds(patience.meet);
-    const bool loopback = place.address == "localhost" || place.address.compare(0, 4, "127.") == 0;
-    const Socket listener = listen_at(loopback ? "127.0.0.1" : "", 0);
+    Deadline deadline = in_seconds(patience.meet);
+    const Socket listener = listen_at(place.address, 0);
     data[0] = connect_to(place.address, place.port, deadline, "rank 0");
     const std::string hello = format("%s\n%d\n%d\n%s\n%d\n%d\n", place.job.c_str(), place.rank, place.size,
                                      host_name().c_str(), static_cast<int>(getpid()), port_of(listener));
@@ -420,6 +427,7 @@ void Job::Impl::meet_as_other(const Place& place) {
         peers.push_back(p);
     }
 
+    deadline = in_seconds(patience.meet);  // all are there, whenever they came
     const std::string introduction = key + "\n" + std::to_string(place.rank);
     beats.push_back(connect_to(place.address, place.port, deadline, title(0)));
     send_message(beats[0], introduction, deadline);
@@ -576,19 +584,28 @@ void Job::Impl::end(int rank, int code, const std::string& text) {
     _exit(code);
 }
 
-// A connection broke. The watching thread is about to learn why and to end the process.
+// A connection broke.
 void Job::Impl::lost(int peer) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(patience.silence + 5));
+    await_end();
     throw Error("lost the connection to " + title(peer));
 }
 
 void Job::fail(const std::string& what, int code) {
-    const std::string text = impl_->title(rank) + ": " + what;
-    if (rank != 0) {
-        impl_->send_beat(impl_->beats[0], Beat::kFailed, rank, code, text);
-        std::this_thread::sleep_for(std::chrono::seconds(3));  // rank 0 says it, and our watching thread ends us
-    }
-    impl_->end(rank, code, text);
+    impl_->report(what, code);
+    impl_->await_end();
+    impl_->end(rank, code, impl_->title(rank) + ": " + what);
+}
+
+// Rank 0 says what is wrong and ends all, us too.
+void Job::Impl::report(const std::string& what, int code) {
+    const std::string text = title(job.rank) + ": " + what;
+    if (job.rank == 0) end(0, code, text);
+    send_beat(beats[0], Beat::kFailed, job.rank, code, text);
+}
+
+// For the main thread: the watching thread is about to learn why this job ends, or that rank 0 is gone, and ends us.
+void Job::Impl::await_end() {
+    std::this_thread::sleep_for(std::chrono::duration<double>(patience.silence + 5));
 }
 
 void Job::Impl::listen_to(int from) {
@@ -670,7 +687,7 @@ void Job::Impl::watch() {
             const std::lock_guard<std::mutex> lock(checking);
             if (check) wrong = check();
         }
-        if (!wrong.empty()) job.fail(wrong, 1);
+        if (!wrong.empty()) report(wrong, 1);
     }
 }
 
