@@ -349,8 +349,8 @@ bool close(const std::vector<double>& a, const std::vector<double>& b, size_t co
 // and $(ranks) those of its ranks. Ends with "code " and its exit code.
 Result shell_with_action(const std::string& command, const std::string& output, const std::string& sign,
                          const std::string& action) {
-    return shell("ranks() { pgrep -P $!; }; " + command + " >" + output + " 2>&1 & until grep -qs '" + sign + "' " +
-                 output + "; do sleep 0.1; done; " + action + "; wait $!; echo code $?");
+    return shell("ranks() { pgrep -P $!; }; " + command + " >" + output + " 2>&1 & for i in $(seq 600); do grep -qs '" +
+                 sign + "' " + output + " && break; sleep 0.1; done; " + action + "; wait $!; echo code $?");
 }
 
 // A shell's prefix that makes the program behind it rank `rank` of `size`.
@@ -453,14 +453,14 @@ TEST(usage_errors_of_ranks) {
 TEST(a_killed_rank_ends_the_job) {
     for (const char* victim : {"head -n 1", "tail -n 1"}) {
         const std::string out = dir() + "/killed_" + std::string(victim, 4), output = out + ".txt";
-        const auto start = std::chrono::steady_clock::now();
         const Result r = shell_with_action(
             "./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 -n 1 -nk 3 --gpus 3 -d 96 -o " + out, output,
             "^step 5/", "echo rank $(ranks | " + std::string(victim) + "); kill -9 $(ranks | " + victim + ")");
-        CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 30);
         CHECK(contains(r.out, "code 137"));
         const int pid = static_cast<int>(number_after(r.out, "rank "));
-        CHECK(contains(read_file(output), format("rank %d (pid %d on", victim[0] == 'h' ? 0 : 2, pid)));
+        const std::string text = read_file(output);  // at once: not because it was silent
+        CHECK(contains(text, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : 2, pid)) &&
+              contains(text, ") died: "));
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
         const int step = newest_checkpoint(out);
         CHECK_RUN(run(ranks_options() + format("-v 0 -d 96 -x %d -y 1 -o ", step + 1) + out), 0,
@@ -473,9 +473,11 @@ TEST(a_killed_parent_takes_its_ranks_along) {
     const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
                                        "^step 3/", "echo $(ranks) >" + output + ".pids; kill -9 $!");
     CHECK(contains(r.out, "code 137"));
-    CHECK(shell("sleep 0.5; wc -w <" + output + ".pids").out == "2\n");
+    CHECK(shell("wc -w <" + output + ".pids").out == "2\n");
     // Gone, or a zombie that waits for a parent to take note.
-    CHECK(shell("for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done").out.empty());
+    const std::string living = "for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
+    for (int i = 0; i < 100 && !shell(living).out.empty(); i++) usleep(100000);
+    CHECK(shell(living).out.empty());
 }
 
 TEST(a_stopped_rank_ends_the_job) {
@@ -525,7 +527,7 @@ TEST(ranks_that_differ_are_refused) {
         return shell("(cd " + here + " && " + as_rank(0, 2, port) + first + options + ") & (cd " + there + " && " +
                      as_rank(1, 2, port) + second + options + "); echo one $?; wait $!; echo zero $?");
     };
-    const int port = 20000 + getpid() % 20000;
+    const int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
     struct Case {
         std::string first, second, what;
     };
