@@ -7,7 +7,7 @@
 //
 // Watching: a thread of each rank sends a beat a second to rank 0, and rank 0's thread to all. A connection that closes
 // without goodbye is a death, noticed at once; one that is silent for 20 s is a process that stands still; and a rank
-// whose training step goes on without a sign of progress for 45 s (or five times what a step takes) hangs. Rank 0
+// that shows no progress for as long as expect_progress() said, and does not wait for others on the host, hangs. Rank 0
 // then says who it was, tells the others, and everyone leaves by _exit, whatever the main thread waits for.
 #pragma once
 #include <atomic>
@@ -27,8 +27,8 @@ struct Place {
     int local_rank = -1;  // among the ranks of this machine; -1: count them
     std::string address;  // where rank 0 listens
     int port = 0;
-    std::string job;      // the launcher's name for the job: ranks that give another one are refused
-    int listen_fd = -1;   // of rank 0: a socket that listens at `port` already
+    std::string job;     // the launcher's name for the job: ranks that give another one are refused
+    int listen_fd = -1;  // of rank 0: a socket that listens at `port` already
 };
 // From torchrun's, Open MPI's, MPICH's or Slurm's variables; size 1 if there are none. Throws UsageError if they make
 // no sense.

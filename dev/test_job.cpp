@@ -143,6 +143,21 @@ TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
     CHECK_ENDED_WELL(ranks);
 }
 
+// Rank 1 waits for longer than its patience, since each of the others comes within its own.
+TEST(the_last_rank_may_come_late) {
+    const int port = free_port();
+    Processes ranks;
+    const double comes[3] = {2, 0, 5};
+    for (int rank = 0; rank < 3; rank++)
+        ranks.start([=] {
+            sleep_for(comes[rank]);
+            Job job({rank, 3, -1, "localhost", port, "", -1}, {4, 2});
+            job.leave();
+            return 0;
+        });
+    CHECK_ENDED_WELL(ranks);
+}
+
 TEST(a_rank_that_works_long_is_not_missed) {
     Ranks ranks(2, [](Job& job) {
         job.expect_progress(2);
