@@ -85,14 +85,15 @@ __global__ void __launch_bounds__(kThreads)
     int r = plan.num_ranges - 1;
     while (blockIdx.x < plan.ranges[r].first_block) r--;
     const Plan::Range& range = plan.ranges[r];
-    const unsigned block = blockIdx.x - range.first_block, piece = block / range.blocks;
+    unsigned block = blockIdx.x - range.first_block, piece = 0;
+    if (block >= range.blocks) piece = block / range.blocks, block %= range.blocks;  // one GPU never divides
     const size_t begin = range.begin + piece * range.stride, end = begin + range.size;
     const size_t skipped = range.skipped + piece * (range.stride - range.size);
     const float decay = range.decay;
 
     // Groups of kV are aligned in the arena, not in the range. What is skipped is counted in groups: with s = i − skipped
     // nvcc 13.0 no longer sees that 16 bytes can be stored at once.
-    const size_t group = begin / kV + static_cast<size_t>(block % range.blocks) * kThreads + threadIdx.x;
+    const size_t group = begin / kV + static_cast<size_t>(block) * kThreads + threadIdx.x;
     const size_t i = group * kV, s = (group - skipped / kV) * kV;
     if (i >= begin && i + kV <= end) {
         update_elements<kV>(i, s, params, master, m, v, grads, clip, decay, plan);
