@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention/blocks.h"
+#include "data/checkpoint.h"
 #include "dev/ranks.h"
 #include "dev/ring_check.h"
 #include "layers/comm.h"
@@ -104,6 +105,29 @@ TEST(nccl_collectives) {
             CHECK(own.equal([=](size_t i) { return sum_of_values(size, rank * n + i); }));
             CHECK(all.equal([=](size_t i) { return value(static_cast<int>(i / n), i); }));
             CHECK(got.equal([=](size_t i) { return value((rank + size - 1) % size, i); }));
+        }
+    });
+}
+
+// Values whose sums round: ranks that each update all parameters would drift apart if theirs were not the same bits.
+TEST(nccl_sums_have_the_same_bits) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
+        const auto fraction = [rank = comm.rank](size_t i) { return 1.f / (3.f + value(rank, i)); };
+        for (const size_t n : {4, 1000, 1 << 20}) {
+            Floats x(dev, n, fraction);
+            std::vector<float> host(n);
+            uint64_t first = 0;
+            for (int again = 0; again < 3; again++) {
+                x.set(fraction);
+                comm.fork();
+                comm.all_reduce(x.ptr, n);
+                comm.join();
+                dev.download(host.data(), x.ptr, n * sizeof(float));
+                const uint64_t bits = checksum64(host.data(), n * sizeof(float));
+                if (again == 0) first = bits;
+                CHECK(bits == first);
+                for (uint64_t of_rank : job.all_gather(bits)) CHECK(of_rank == bits);
+            }
         }
     });
 }

@@ -10,7 +10,8 @@
 //   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
 //   send_recv(to, send, from, recv, n)    to one rank, from one rank: the step of a ring
 //
-// Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks.
+// Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
+// does it, but its manual does not promise it; dev/test_comm checks.
 #pragma once
 #include "data/job.h"
 #include "layers/cuda.h"
