@@ -1,7 +1,6 @@
 // Times every layer but attention at the model's shapes, each validated first.
 //
-//   validation  the same call on a few rows by the fp64 reference: every tensor's relative L2 error. Outputs and
-//   scratch
+//   validation  the same call on a few rows by the fp64 reference: every tensor's relative L2 error. Outputs and scratch
 //               start as NaN. A layer that fails gets no time, and the program ends with 1.
 //   timing      both protocols of bench.h. At the default size all tensors are far larger than the L2 cache.
 //   figures     ms; what the layer must move at least, every tensor read or written once, in TB/s and in % of a copy

@@ -180,14 +180,7 @@ def main():
     unknown = set(a.peers.split(",")) - set(BACKENDS)
     if unknown:
         arg.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(BACKENDS)}")
-    try:
-        import torch
-    except ImportError as e:
-        print(f"skipped: peers.py needs PyTorch ({e})")
-        return
-    if not torch.cuda.is_available():
-        print("skipped: peers.py needs a GPU that PyTorch can use")
-        return
+    torch = results.torch_with_gpu("peers.py")
     torch.backends.cuda.matmul.allow_tf32 = False
     warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
     torch.manual_seed(1)

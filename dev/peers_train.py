@@ -200,14 +200,7 @@ def main():
     arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/train.jsonl")
     arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
-    try:
-        import torch
-    except ImportError as e:
-        print(f"skipped: peers_train.py needs PyTorch ({e})")
-        return
-    if not torch.cuda.is_available():
-        print("skipped: peers_train.py needs a GPU that PyTorch can use")
-        return
+    torch = results.torch_with_gpu("peers_train.py")
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
     print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "

@@ -3,16 +3,17 @@
 # Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped. Those in Python, which mostly wait for
 # processes that they start, come last, and side by side where there are 8 cores or more.
 archs=$1; shift
-passed=0 failed=0 skipped=0
-logs=$(mktemp -d); trap 'rm -rf "$logs"' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM
+passed=0 failed=0 skipped=0 python=
+logs=$(mktemp -d); trap 'rm -rf "$logs"' EXIT; trap 'exit 143' TERM
+trap 'trap "" TERM; kill 0; exit 130' INT  # what runs in the background ignores Ctrl-C
 
 # run program: its output to $logs/<name>, then its exit code to $logs/<name>.code.
 run() {
     log=$logs/$(basename "$1")
     case $1 in
-    *.py) python3 "$1" >"$log" 2>&1 ;;
-    *) ./"$1" >"$log" 2>&1 ;;
-    esac
+    *.py) if command -v python3 >/dev/null; then python3 "$1"; else echo "no python3"; echo "0 passed, 0 failed, 1 skipped"; fi ;;
+    *) ./"$1" ;;
+    esac >"$log" 2>&1
     echo $? >"$log.code"
 }
 # report program: shows its output and counts what its last line says; one that dies before it counts as a failure.
@@ -27,39 +28,26 @@ report() {
     esac
     if [ -z "$counts" ]; then
         echo "$1 ended with code $code and no result"
-        failed=$((failed + 1))
-    else
-        set_counts() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)); }
-        set_counts $counts
+        counts="0 1 0"
     fi
+    set -- $counts
+    passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
 }
 
 for program in "$@"; do
     case $program in
-    *.py) ;;
+    *.py) python="$python $program" ;;
     *) run "$program"; report "$program" ;;
     esac
 done
-cores=$(nproc)
-for program in "$@"; do
-    case $program in
-    *.py)
-        if ! command -v python3 >/dev/null; then
-            echo "== $program: skipped, no python3"
-            skipped=$((skipped + 1))
-        elif [ "$cores" -ge 8 ]; then
-            run "$program" &
-        else
-            run "$program"; report "$program"
-        fi ;;
-    esac
-done
-wait
-if [ "$cores" -ge 8 ] && command -v python3 >/dev/null; then
-    for program in "$@"; do
-        case $program in *.py) report "$program" ;; esac
-    done
+if [ "$(nproc)" -ge 8 ]; then
+    for program in $python; do run "$program" & done
+    wait
 fi
+for program in $python; do
+    [ -e "$logs/$(basename "$program").code" ] || run "$program"
+    report "$program"
+done
 echo "== every kernel for every architecture, no warnings, no spills in attention"
 if $archs; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 echo "$passed passed, $failed failed, $skipped skipped"

@@ -120,6 +120,14 @@ def test_options_of_measuring_programs_exist():
             assert not word.startswith("--") or word in done.stdout, f"{command}: no {word}"
 
 
+def test_parts_of_measuring():
+    script = os.path.join("scripts", "measure.sh")
+    done = run([script, "--help"])
+    assert done.returncode == 0 and "losses" in done.stdout, done.stderr
+    done = run([script, "accuracy", "nonsense"])
+    assert done.returncode == 2 and "nonsense: expected" in done.stderr, done.stderr
+
+
 def test_files_of_the_readme_exist():
     for name in ("README.md", "attention/README.md"):
         with open(os.path.join(ROOT, name), encoding="utf-8") as f:

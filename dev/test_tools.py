@@ -10,10 +10,12 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 import types
 
 from harness import Skip, main, need
@@ -693,6 +695,50 @@ def test_long_context_repeats_the_position_embeddings():
         shutil.rmtree(tmp / "log_long_context")
         result = run_recipe(recipe, tmp, tmp / "true.sh", tmp / "nowhere.bin")
         assert result.returncode == 1 and "nowhere.bin" in result.stderr and "checkpoint" in result.stderr, result
+
+
+def test_runner_of_the_tests():
+    """dev/run_tests.sh with few cores and with many: what it counts, and that Ctrl-C leaves nothing behind."""
+    programs = {"good": "#!/bin/sh\necho 3 passed, 0 failed, 1 skipped\n",
+                "bad": "#!/bin/sh\necho 1 passed, 2 failed, 0 skipped; exit 1\n",
+                "dies": "#!/bin/sh\necho boom; exit 139\n",
+                "lies": "#!/bin/sh\necho 3 passed, 0 failed, 0 skipped; exit 3\n",
+                "python.py": "print('2 passed, 0 failed, 0 skipped')\n",
+                "slow.py": "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)\n"}
+    with scratch() as tmp:
+        for name, text in programs.items():
+            executable(tmp / name, text)
+        runner, few = ROOT / "dev" / "run_tests.sh", ["good", "bad", "dies", "lies", "python.py"]
+        for cores in 2, 8:
+            executable(tmp / "nproc", f"#!/bin/sh\necho {cores}\n")
+            path = {"PATH": f"{tmp}:{os.environ['PATH']}"}
+            result = run(runner, "true", *few, cwd=tmp, **path)
+            assert result.returncode == 1 and result.stdout.splitlines()[-1] == "7 passed, 4 failed, 1 skipped", result
+            assert [line[3:] for line in result.stdout.splitlines() if line.startswith("== ")][:5] == few, result.stdout
+            assert run(runner, "true", "good", "python.py", cwd=tmp, **path).returncode == 0
+
+            (tmp / "pid").unlink(missing_ok=True)
+            process = subprocess.Popen([runner, "true", "slow.py"], cwd=tmp, env={**os.environ, **path},
+                                       stdout=subprocess.DEVNULL, start_new_session=True,
+                                       preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+            wait_for(lambda: (tmp / "pid").exists() and (tmp / "pid").read_text().endswith(" "))
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(30)
+            wait_for(lambda: not runs((tmp / "pid").read_text().strip()))
+
+
+def runs(pid):
+    try:  # a zombie that nobody has buried yet does not
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing for so long"
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 // Matmul through cuBLASLt: the three products of a linear layer, and the sum of its bias gradient.
 //
 //   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
-//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      (GELU's derivative in the epilogue has only slow
-//   algorithms) dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1 dbias += Σ_rows dout
-//   two stages of our own, in a fixed order
+//   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
+//   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1
+//   dbias += Σ_rows dout          two stages of our own, in a fixed order
 //
 // cuBLAS is column-major: our row-major (rows, cols) is its (cols, rows) with leading dimension cols. So it is asked
 // for the transposed product, outᵀ = weight·inpᵀ and so on, where every operand is what lies in memory or its

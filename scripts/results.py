@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -13,6 +14,19 @@ def output_of(*command):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def torch_with_gpu(script):
+    """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
+    try:
+        import torch
+    except ImportError as e:
+        print(f"skipped: {script} needs PyTorch ({e})")
+        sys.exit()
+    if not torch.cuda.is_available():
+        print(f"skipped: {script} needs a GPU that PyTorch can use")
+        sys.exit()
+    return torch
 
 
 def row(kind, gpu, cuda, **fields):
