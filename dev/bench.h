@@ -22,6 +22,7 @@
 #include "attention/attention.h"
 #include "data/log.h"
 #include "data/random.h"
+#include "layers/cublas.h"
 #include "layers/cuda.h"
 
 // Milliseconds, or a rate, in each protocol. NaN: not measured.

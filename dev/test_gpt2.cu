@@ -1,6 +1,7 @@
 // The whole model: gradients against finite differences and against the fp64 reference, flash against naive over a
 // training run, determinism, memory, and the pieces of the program that need no model. Includes the program itself.
 #define TRAIN_GPT2_NO_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
 #include "dev/test.h"
 

@@ -10,6 +10,7 @@
 
 #include "dev/reference.h"
 #include "dev/test.h"
+#include "layers/cublas.h"
 #include "layers/layers.h"
 
 namespace {

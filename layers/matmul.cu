@@ -20,6 +20,7 @@
 #include <map>
 #include <tuple>
 
+#include "layers/cublas.h"
 #include "layers/layers.h"
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
