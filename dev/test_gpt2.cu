@@ -42,9 +42,12 @@ std::vector<Acc<X>> download(GPT2<Dev, X>& model, const void* from, size_t n) {
     return host;
 }
 
-// Mean loss of the step's micro-batches, leaving their gradients.
+// Mean loss of the step's micro-batches, leaving their gradients where NaN stood before.
 template <class Dev, class X>
 double loss_and_gradient(GPT2<Dev, X>& model) {
+    const std::vector<char> poison(model.grads.bytes, '\xff');
+    model.dev.upload(model.grads.base, poison.data(), poison.size());
+    model.dev.sync();
     model.train_micro_batches();
     double sum = 0;
     for (Acc<X> v : download(model, model.stats(), model.micro_steps)) sum += v;
