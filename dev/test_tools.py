@@ -18,7 +18,7 @@ import tempfile
 import time
 import types
 
-from harness import Skip, main, need
+from harness import Skip, main, need, write_launcher
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -634,12 +634,8 @@ def run_recipe(recipe, tmp, program, *arguments, **variables):
     (tmp / "scripts").mkdir(exist_ok=True)
     shutil.copy(recipe, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
-    # Launchers of two ranks, such as torchrun's and srun's are, without a GPU: the recipes want as many as they name.
-    ranks = ("#!/bin/sh\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n"
-             "for r in 1 0; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=%d \"$@\" & done\n"
-             "wait $!\n") % (20000 + os.getpid() % 12000)
-    executable(tmp / "torchrun", ranks)
-    executable(tmp / "srun", ranks)
+    write_launcher(tmp / "torchrun")
+    write_launcher(tmp / "srun")
     executable(tmp / "scontrol", "#!/bin/sh\necho 127.0.0.1; echo elsewhere\n")
     if re.search("_(gpus|torchrun|slurm)", recipe.name):
         variables = {"CUDA_VISIBLE_DEVICES": "", "SLURM_SUBMIT_DIR": str(tmp), "SLURM_JOB_NODELIST": "[1-2]",
