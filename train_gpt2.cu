@@ -530,13 +530,18 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
         A* const none = nullptr;
         X* wide = recompute >= 1 ? buffers_.wide : a.gelu;
+        const auto sum_layer_above = [&] {
+            if (sum_over_ranks && l + 1 < config.L) sum_gradients(l + 1);
+        };
         if (recompute >= 1) {  // the pass over fch makes GELU's output again, which the weights' gradient needs
             matmul_backward<X>(dev, wide, none, none, scratch, dresidual, nullptr, w.fcprojw, N, 4 * C, C);
+            sum_layer_above();
             gelu_backward(dev, wide, g.fcb, a.gelu, scratch, a.fch, wide, N, 4 * C);
             matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C,
                                accumulate);
         } else {
             matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C, accumulate);
+            sum_layer_above();
             gelu_backward<X>(dev, wide, g.fcb, nullptr, scratch, a.fch, wide, N, 4 * C);
         }
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
@@ -549,8 +554,8 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
-        if (sum_over_ranks) sum_gradients(l);
     }
+    if (sum_over_ranks) sum_gradients(0);
     encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C);
     if (sum_over_ranks) sum_gradients(kNoLayer);
 }
@@ -681,10 +686,16 @@ static double normal(uint64_t seed, uint64_t index) {  // Box–Muller
     return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
 }
 
-// From the master's precision to X, on the device.
+// From the master's precision to X, on the device; of the master this rank's share.
 template <class Dev, class X>
 void GPT2<Dev, X>::set_parameters(std::vector<A>& values) {
-    if (master()) dev.upload(master(), values.data(), num_parameters * sizeof(A));
+    if (master()) {
+        std::vector<A> own(num_parameters / shards());
+        for_each_piece(share(ranks.rank), num_parameters, shards(), 1,
+                       [&](size_t at, size_t state, size_t n) { std::copy_n(&values[at], n, &own[state]); });
+        dev.upload(master(), own.data(), own.size() * sizeof(A));
+        dev.sync();
+    }
     if constexpr (has_master) {
         std::vector<X> rounded(num_parameters);
 #pragma omp parallel for
