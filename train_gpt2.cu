@@ -98,6 +98,7 @@ struct TensorSpec {
     bool decay = false;
     bool matmul = false;  // a matmul's weight
     size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
+    bool by_layer() const { return matmul && layers > 0; }  // how ranks sum and divide it: a layer at a time, or whole
 };
 
 struct Arena {
@@ -203,17 +204,19 @@ struct Buffers {
 // only its share of the summed gradients, keeps optimizer state for that share alone, updates it, and all ranks gather
 // the parameters.
 //
-// The share of rank r: part r of n of every tensor, each layer's separately, so that a layer is summed as soon as
-// backward is through with it. Gradients and state of a share lie back to back.
+// The share of rank r: part r of n of every tensor; of the matmuls' weights, which are nearly everything, part r of each
+// layer's, so that a layer is summed as soon as backward is through with it. Gradients and state of a share lie back to
+// back.
 static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks) {
     std::vector<ParamRange> share;
     size_t at = 0, state = 0;
     for (const TensorSpec& t : params.tensors) {
-        const size_t pieces = std::max(t.layers, 1), size = t.size / ranks, begin = at + rank * size;
+        const size_t pieces = t.by_layer() ? t.layers : 1, stride = t.elements() / pieces;
+        const size_t size = stride / ranks, begin = at + rank * size;
         if (ranks == 1)  // everything: one piece a tensor
             share.push_back({at, t.elements(), t.decay});
         else
-            share.push_back({begin, size, t.decay, pieces, t.size, begin - state});
+            share.push_back({begin, size, t.decay, pieces, stride, begin - state});
         at += t.elements(), state += pieces * size;
     }
     return share;
@@ -561,22 +564,22 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
     if (sum_over_ranks) sum_gradients(kNoLayer);
 }
 
-// Starts adding up over the ranks the gradients of a layer, or of all tensors that are outside the layers.
+// Starts adding up over the ranks the gradients of a layer's matmul weights, or of all that does not go by layer.
 template <class Dev, class X>
 void GPT2<Dev, X>::sum_gradients(int layer) {
     Range range("sum gradients");
     const std::vector<ParamRange> own = share(ranks.rank);
-    const size_t l = std::max(layer, 0);
+    const int l = std::max(layer, 0);
     ranks.comm->fork();
     ranks.comm->group([&] {
         for (size_t i = 0; i < params.tensors.size(); i++) {
             const TensorSpec& t = params.tensors[i];
-            if ((t.layers > 0) != (layer != kNoLayer)) continue;
-            A* g = static_cast<A*>(grads.at(i, layer));
+            if (t.by_layer() != (layer != kNoLayer)) continue;
+            A* g = static_cast<A*>(grads.at(i, l));
             if (ranks.sharded)
                 ranks.comm->reduce_scatter(buffers_.share + own[i].state(l), g, own[i].size);
             else
-                ranks.comm->all_reduce(g, t.size);
+                ranks.comm->all_reduce(g, t.by_layer() ? t.size : t.elements());
         }
     });
 }
