@@ -383,12 +383,14 @@ std::string as_rank(int rank, int size, int port) {
 TEST(ranks_train_as_one) {
     CHECK(run(ranks_options() + "-x 10 -v 5 -m 5 -o " + dir() + "/one").code == 0);
     struct Case {
-        int ranks, zero;
+        int ranks, zero, overlap;
     };
-    for (const Case& c : {Case{2, 0}, Case{2, 1}, Case{4, 1}}) {
-        const std::string name = format("ranks_%d_%d", c.ranks, c.zero);
-        const Result r = run(ranks_options() + format("-x 10 -v 5 -m 5 --gpus %d --zero %d -o ", c.ranks, c.zero) +
-                             dir() + "/" + name);
+    for (const Case& c : {Case{2, 0, 0}, Case{2, 0, 1}, Case{2, 1, 1}, Case{4, 1, 0}}) {
+        const std::string name = format("ranks_%d_%d_%d", c.ranks, c.zero, c.overlap);
+        const Result r =
+            run(ranks_options() +
+                format("-x 10 -v 5 -m 5 --gpus %d --zero %d --overlap %d -o ", c.ranks, c.zero, c.overlap) + dir() +
+                "/" + name);
         CHECK_RUN(r, 0, "step 10/10 | loss");
         CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
         const size_t at = r.out.find("step 1/10");
@@ -411,10 +413,11 @@ TEST(gpus_train_as_one) {
         const double tolerance = precision[0] == 'f' ? 1e-3 : 2e-2;
         CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
         for (int ranks = 2; ranks <= gpus; ranks *= 2)
-            for (int zero : {0, 1}) {
-                const std::string name = one + format("_%d_%d", ranks, zero);
-                CHECK_RUN(run(options + format("--gpus %d --zero %d -o ", ranks, zero) + dir() + "/" + name), 0,
-                          "step 20/20");
+            for (int choice = 0; choice < 4; choice++) {
+                const std::string name = one + format("_%d_%d", ranks, choice);
+                CHECK_RUN(run(options + format("--gpus %d --zero %d --overlap %d -o ", ranks, choice / 2, choice % 2) +
+                              dir() + "/" + name),
+                          0, "step 20/20");
                 check_close(name, one, "train", "loss_nats", 20, tolerance);
                 check_close(name, one, "val", "loss_nats", 3, tolerance);
             }
