@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <sstream>
 
 #include "data/checkpoint.h"
@@ -413,7 +414,7 @@ TEST(gpus_train_as_one) {
         const double tolerance = precision[0] == 'f' ? 1e-3 : 2e-2;
         CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
         for (int ranks = 2; ranks <= gpus; ranks *= 2)
-            for (int choice = 0; choice < 4; choice++) {
+            for (int choice : precision[0] == 'f' ? std::vector<int>{0, 1, 2, 3} : std::vector<int>{1, 2}) {
                 const std::string name = one + format("_%d_%d", ranks, choice);
                 CHECK_RUN(run(options + format("--gpus %d --zero %d --overlap %d -o ", ranks, choice / 2, choice % 2) +
                               dir() + "/" + name),
@@ -438,9 +439,7 @@ TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
     CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(dir() + "/regrouped", 12)), 0, "");
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
-    const int gpus = two_gpus();
-    check_regrouped(gpu_options() + "--precision fp32 --no-tf32 ", gpus, 1e-3, "gpu_grouped");
-    check_regrouped(gpu_options() + "--precision bf16 ", gpus, 2e-2, "gpu_grouped_bf16");
+    check_regrouped(gpu_options() + "--precision bf16 ", two_gpus(), 2e-2, "gpu_grouped");
 }
 TEST(resume_is_bit_exact_with_ranks) {
     check_resume("--device cpu -e tiny -b 1 -t 32 -d 128 -v 0 -s 0 --gpus 2 -i " + text_file() + " ", "ranks");
@@ -511,20 +510,22 @@ TEST(a_killed_parent_takes_its_ranks_along) {
     CHECK(shell(living).out.empty());
 }
 
-static void check_stopped(const std::string& options, const std::string& output) {
-    const auto start = std::chrono::steady_clock::now();
-    const Result r = shell_with_action("./train_gpt2cu " + options + "-v 0 -x 1000000 --gpus 2", output, "^step 3/",
-                                       "kill -STOP $(ranks | tail -n 1)");
-    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 60);
-    CHECK(contains(r.out, "code 1\n"));
-    CHECK(contains(read_file(output), "rank 1 (pid ") && contains(read_file(output), "silent for 20 s"));
-}
+// On the CPU, and on GPUs where there are two, at the same time: the silence lasts 20 s.
 TEST(a_stopped_rank_ends_the_job) {
-    check_stopped(ranks_options(), dir() + "/stopped.txt");
-}
-TEST(a_stopped_gpu_rank_ends_the_job) {
-    two_gpus();
-    check_stopped(gpu_options(), dir() + "/gpu_stopped.txt");
+    std::vector<std::pair<std::string, std::string>> cases = {{ranks_options(), dir() + "/stopped.txt"}};
+    if (Cuda::count() >= 2) cases.push_back({gpu_options(), dir() + "/gpu_stopped.txt"});
+    const auto start = std::chrono::steady_clock::now();
+    std::vector<std::future<Result>> runs;
+    for (const auto& [options, output] : cases)
+        runs.push_back(std::async(std::launch::async, shell_with_action,
+                                  "./train_gpt2cu " + options + "-v 0 -x 1000000 --gpus 2", output, "^step 3/",
+                                  "kill -STOP $(ranks | tail -n 1)"));
+    for (size_t i = 0; i < cases.size(); i++) {
+        CHECK(contains(runs[i].get().out, "code 1\n"));
+        const std::string text = read_file(cases[i].second);
+        CHECK(contains(text, "rank 1 (pid ") && contains(text, "silent for 20 s"));
+    }
+    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 60);
 }
 
 TEST(an_interrupt_reaches_all_ranks) {

@@ -45,10 +45,11 @@ def train(a, gpus, zero, *options, on=None):
 
 
 def losses(a, gpus, zero, *options):
+    """What a run prints, and its losses."""
     with tempfile.TemporaryDirectory() as folder:
-        train(a, gpus, zero, *options, "-o", folder)
+        text = train(a, gpus, zero, *options, "-o", folder)
         rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
-        return [r["loss_nats"] for r in rows if r["kind"] == "train"]
+    return text, [r["loss_nats"] for r in rows if r["kind"] == "train"]
 
 
 def usual_ms(a, gpus, text):
@@ -91,40 +92,42 @@ def main():
         a.precision = "fp32"
     cuda = re.search(r"release ([\d.]+)", results.output_of("nvcc", "--version"))
 
-    rows, same = [], True
+    def record(text, **fields):
+        """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
+        if a.json or a.out:
+            device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
+            common = {"model": a.model, "T": a.tokens}
+            results.append([results.row("scaling", device, cuda[1] if cuda else "", **common, **fields)], "scaling", a.out)
+
+    same = True
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
     strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32"] + (["--no-tf32"] if a.device == "cuda" else [])
-    one = losses(a, 1, 0, *strict)
+    _, one = losses(a, 1, 0, *strict)
     for n in numbers[1:]:
         for zero in (0, 1):
-            found = losses(a, n, zero, *strict)
+            text, found = losses(a, n, zero, *strict)
             apart = max(abs(x - y) / y for x, y in zip(found, one))
             same &= len(found) == len(one) and apart <= 1e-3
             print(f"{n} GPUs, --zero {zero}: losses of {len(found)} steps within {apart:.1e} of one GPU's", flush=True)
-            rows.append({"gpus": n, "zero": zero, "what": "losses", "apart": apart})
+            record(text, gpus=n, zero=zero, what="losses", apart=apart)
     if not same:
         sys.exit("scaling.py: the losses differ by more than 1e-3: not timed")
 
-    print("gpus  zero  ms a step  side by side       tok/s  of linear    GiB")
+    print("gpus  zero  ms a step  side by side       tok/s  of linear    GiB", flush=True)
     timed = ["-b", a.batch, "-x", a.steps, "--precision", a.precision]
     single = None
     for n in numbers:
         alone = side_by_side(a, n, *timed) if n > 1 else None
         for zero in (0, 1) if n > 1 else (0,):
             text = train(a, n, zero, *timed)
-            device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
             gib = float(re.search(r"^  total +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
             ms = usual_ms(a, n, text)
             tok_s = n * a.batch * a.tokens / ms * 1e3
             single = single or tok_s
-            rows.append({"gpus": n, "zero": zero, "what": "speed", "dtype": a.precision, "B": a.batch, "ms": ms,
-                         "ms_side_by_side": alone or ms, "tok_s": tok_s, "of_linear": tok_s / (n * single), "gib": gib})
             print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * tok_s / (n * single):8.1f}%  "
                   f"{gib:5.1f}", flush=True)
-    if a.json or a.out:
-        common = {"model": a.model, "T": a.tokens}
-        print(results.append([results.row("scaling", device, cuda[1] if cuda else "", **common, **r) for r in rows],
-                             "scaling", a.out))
+            record(text, gpus=n, zero=zero, what="speed", dtype=a.precision, B=a.batch, ms=ms, ms_side_by_side=alone or ms,
+                   tok_s=tok_s, of_linear=tok_s / (n * single), gib=gib)
 
 
 if __name__ == "__main__":
