@@ -221,6 +221,8 @@ def scaling(path):
     """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
     found = rows(path)
     speed = sorted((r for r in found if r["what"] == "speed"), key=lambda r: (r["model"], r["B"], r["gpus"], r["zero"]))
+    if not speed:
+        return None
     apart = {(r["model"], r["gpus"], r["zero"]): r["apart"] for r in found if r["what"] == "losses"}
     same, varying = shared(speed, ["model", "dtype", "B", "T"])
     body = [[str(r["gpus"]), str(r["zero"]) if r["gpus"] > 1 else "–", *(str(r[field]) for field in varying),
