@@ -205,10 +205,10 @@ struct Buffers {
 // When gradients are added up: all at once after backward, or, to overlap it, the matmul weights of each layer as soon
 // as backward is through with it (the buckets). Between machines the time to hide is long. On one machine hiding it
 // costs more than it takes: 124M on 4 H200s at B = 64, a step of 105.5 ms without any sums became one of 108.0 with all of
-// them at its end, of 109.4 with each layer's beside the next layer's backward (ZeRO-1: 106.6, 107.0, 108.0). NCCL's blocks
-// hold the multiprocessors that matmuls with one persistent block on each count on, which then need a second wave, and
-// what they draw is missing where the power cap decides the clock. Beside attention's or GELU's backward alone it was
-// 108.8 and 109.8; with fewer blocks for NCCL it was slower still (111 with 4 or 8).
+// them at its end, of 109.4 with each layer's beside the next layer's backward (ZeRO-1: 106.6, 107.0, 108.0). Begun with
+// attention's or GELU's backward it was 108.8 and 109.8; with at most 8 blocks for NCCL 111. The likely reasons: NCCL's
+// blocks hold multiprocessors that matmuls of one persistent block on each count on, and what they draw is missing where
+// the power cap decides the clock.
 //
 // The share of rank r: part r of n of every tensor; of one that is summed by layer, part r of each layer's. Gradients and
 // state of a share lie back to back.
