@@ -513,8 +513,15 @@ void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_s
 }
 
 template <class A>
-void add_to(const Cpu&, A* y, const A* x, size_t n) {
-    for (size_t i = 0; i < n; i++) y[i] += x[i];
+void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] += src[r * src_stride + i];
+}
+
+template <class Y, class A>
+void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = a[r * src_stride + i] + b[r * src_stride + i];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -626,7 +633,8 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_clear_state(const Cpu&, X*, X*, const BlockShape&);                                        \
     template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
     template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
-    template void add_to(const Cpu&, X*, const X*, size_t);                                                            \
+    template void add_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                  \
+    template void sum_rows(const Cpu&, X*, size_t, const X*, const X*, size_t, size_t, size_t);                        \
     template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
     template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
     template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \

@@ -118,10 +118,13 @@ template <class A>
 void attention_clear_state(const Cpu&, A* o_acc, A* lse, const BlockShape&);
 template <class X>
 void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS);
-template <class Y, class X>  // writes rows of n elements from src, src_stride apart, to dst, dst_stride apart
+// Rows of n elements, src_stride apart in src, dst_stride apart in dst.
+template <class Y, class X>  // dst ← src
 void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows);
-template <class A>  // y += x
-void add_to(const Cpu&, A* y, const A* x, size_t n);
+template <class A>  // dst ← dst + src
+void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows);
+template <class Y, class A>  // dst ← a + b
+void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows);
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);

@@ -11,6 +11,7 @@ class CpuComm {
 
     void fork() {}
     void join() {}
+    void head_start() {}
     template <class Calls>
     void group(Calls calls) {
         calls();

@@ -162,6 +162,13 @@ TEST(blocks_make_the_whole) {
     check_close("dqkv", dqkv, whole.dqkv, 1e-13);
 }
 
+TEST(chunks_make_the_whole) {
+    const Cpu cpu(1);
+    for (const auto& [q_chunk, k_chunk] : {std::pair{37, 37}, {8, 8}, {5, 16}, {100, 1}, {1, 100}, {36, 2}})
+        check_chunks<double>(cpu, 2, 37, 3, 16, q_chunk, k_chunk, 1e-13);
+    check_chunks<float>(cpu, 2, 37, 3, 16, 7, 10, 1e-5);
+}
+
 TEST(ring_equals_the_whole_in_fp64) {
     for (int ranks : {1, 2, 3, 4})
         for (int Tc : {1, 7, 16}) check_job<double>(ranks, 2, Tc, 2, 32, 1, 1e-13);

@@ -4,6 +4,7 @@
 //
 //   fork()                       what is called from here on waits for the device's work so far …
 //   join()                       … and the device's further work waits for it
+//   head_start()                 the device's further work begins a little later than what was called: see comm.cu
 //   group(calls)                 many calls as one: NCCL starts them together
 //   all_reduce(x, n)             x ← Σ over ranks of x
 //   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
@@ -29,6 +30,7 @@ class NcclComm {
 
     void fork();
     void join();
+    void head_start();
     template <class Calls>
     void group(Calls calls) {
         begin_group();
