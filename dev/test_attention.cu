@@ -27,6 +27,8 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/blocks.h"
+#include "attention/chunks.h"
 #include "dev/bounds.h"
 #include "dev/reference.h"
 #include "dev/test.h"
@@ -853,6 +855,47 @@ void check_layer(Attention kind) {
                           r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
     check_result(kernel, p, r.result());
 }
+// Attention in chunks (attention/chunks.h), by the kernel of the layer: as good as the unchunked call, element by element
+// and on the whole, for sizes of chunks that divide T and for those that do not.
+template <class X>
+void check_chunks() {
+    const Cuda& dev = gpu();
+    for (int HS : {64, 128})
+        for (bool causal : {true, false})
+            for (const std::pair<int, int>& chunk : {std::pair<int, int>{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}}) {
+                const Case c{{2, 1000, 3, HS, causal}};
+                const Problem<X>& p = problem<X>(c);
+                const AttentionShape& s = p.c.shape;
+                const Result whole = run(attention_kernel<X>(dev, Attention::flash, HS), p);
+                Run<X> r(attention_kernel<X>(dev, Attention::flash, HS), p);
+                Chunks<Cuda, X> chunks(dev, {s.B, s.T, s.T, s.NH, HS, 0, 0, causal}, chunk.first, chunk.second);
+                Buffer memory("memory of chunks", chunks.bytes());
+                chunks.place(memory.data());
+                chunks.forward(r.out.template as<X>(), r.lse.template as<float>(), r.qkv.template as<X>());
+                memory.poison();
+                chunks.backward(r.dqkv.template as<X>(), r.dout.template as<X>(), r.out.template as<X>(),
+                                r.lse.template as<float>(), r.qkv.template as<X>());
+                const Result got = r.result();
+                for (int i = 0; i < kTensors; i++) {
+                    const auto check = [&](const char* norm, double error, double bound) {
+                        if (!(error <= bound))
+                            test::report(__FILE__, __LINE__,
+                                         format("%s in chunks of %d x %d: %s: %s error %.3g > %.3g", c.text().c_str(),
+                                                chunk.first, chunk.second, kNames[i], norm, error, bound));
+                    };
+                    check("L2", l2_error(got[i], p.ref[i]),
+                          1.1 * l2_error(whole[i], p.ref[i]) + 28 * 0x1p-24 * l2_norm(p.ref[i]));
+                    check("max", max_error(got[i], p.ref[i]), 1.1 * max_error(whole[i], p.ref[i]) + p.tiny[i]);
+                }
+            }
+}
+TEST(chunks_fp32) {
+    check_chunks<float>();
+}
+TEST(chunks_bf16) {
+    check_chunks<bf16>();
+}
+
 TEST(layer_naive_fp32) {
     check_layer<float>(Attention::naive);
 }
