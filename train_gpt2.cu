@@ -96,6 +96,7 @@ struct TensorSpec {
     int layers = 0;  // 0: not a per-layer tensor; kShared: every layer overwrites what the one before it left
     static constexpr int kShared = -1;
     bool decay = false;
+    bool matmul = false;  // a matmul's weight
     size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
 };
 
@@ -133,19 +134,19 @@ struct Parameters {
 static std::vector<TensorSpec> parameter_specs(const Config& c, DType t) {
     const size_t C = c.C, V = c.Vp, P = c.max_T;
     const int L = c.L;
-    return {{"wte", t, V * C, 0, true},
+    return {{"wte", t, V * C, 0, true, true},
             {"wpe", t, P * C, 0, true},
             {"ln1w", t, C, L},
             {"ln1b", t, C, L},
-            {"qkvw", t, 3 * C * C, L, true},
+            {"qkvw", t, 3 * C * C, L, true, true},
             {"qkvb", t, 3 * C, L},
-            {"attprojw", t, C * C, L, true},
+            {"attprojw", t, C * C, L, true, true},
             {"attprojb", t, C, L},
             {"ln2w", t, C, L},
             {"ln2b", t, C, L},
-            {"fcw", t, 4 * C * C, L, true},
+            {"fcw", t, 4 * C * C, L, true, true},
             {"fcb", t, 4 * C, L},
-            {"fcprojw", t, 4 * C * C, L, true},
+            {"fcprojw", t, 4 * C * C, L, true, true},
             {"fcprojb", t, C, L},
             {"lnfw", t, C},
             {"lnfb", t, C}};
@@ -286,8 +287,10 @@ class GPT2 {
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
     void forward(const int* tokens, int b, int t);  // device tokens (b, t) → acts.lnf
-    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient);
-    void backward(const int* plan, bool sum_over_ranks);
+    // accumulate: weight gradients are added to what is there; else they are written.
+    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
+    void backward(const int* plan, bool accumulate, bool sum_over_ranks);
+    void clear_gradients();
     void train_micro_batch(int i, bool sum_over_ranks = false);
     void train_micro_batches();  // all of a step
     void update(const AdamW& hyper);
@@ -481,7 +484,7 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t) {
 // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, also what must
 // happen while a chunk's logits exist: adds into dwte and overwrites lnf with d(mean loss of the step)/d lnf.
 template <class Dev, class X>
-void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient) {
+void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate) {
     Range range("loss");
     const size_t N = size_t(b) * t;
     const int C = config.C, V = config.V, Vp = config.Vp;
@@ -494,17 +497,17 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
         classifier(dev, buffers_.logits, buffers_.losses + row, targets + row, dloss, n, V, Vp);
         if (with_gradient)
             matmul_backward<X>(dev, lnf + row * C, gradients().wte, nullptr, buffers_.scratch, buffers_.logits,
-                               lnf + row * C, wte, n, C, Vp);
+                               lnf + row * C, wte, n, C, Vp, accumulate || row > 0);
     }
     reduce_sum(dev, mean_loss, buffers_.scratch, buffers_.losses, A(1) / A(N), N);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: adds into the gradients of all parameters. Starts from lnf, where loss() left its gradient, and keeps using
-// its memory for the gradient of a layer norm's output.
+// Backward: adds into the gradients of all parameters, or writes those of the weights. Starts from lnf, where loss()
+// left its gradient, and keeps using its memory for the gradient of a layer norm's output.
 
 template <class Dev, class X>
-void GPT2<Dev, X>::backward(const int* plan, bool sum_over_ranks) {
+void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_ranks) {
     Range range("backward");
     const size_t N = rows_;
     const int C = config.C, NH = config.NH, HS = config.HS();
@@ -530,19 +533,20 @@ void GPT2<Dev, X>::backward(const int* plan, bool sum_over_ranks) {
         if (recompute >= 1) {  // the pass over fch makes GELU's output again, which the weights' gradient needs
             matmul_backward<X>(dev, wide, none, none, scratch, dresidual, nullptr, w.fcprojw, N, 4 * C, C);
             gelu_backward(dev, wide, g.fcb, a.gelu, scratch, a.fch, wide, N, 4 * C);
-            matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C);
+            matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C,
+                               accumulate);
         } else {
-            matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C);
+            matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C, accumulate);
             gelu_backward<X>(dev, wide, g.fcb, nullptr, scratch, a.fch, wide, N, 4 * C);
         }
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
-        matmul_backward(dev, dln, g.fcw, none, scratch, wide, a.ln2, w.fcw, N, C, 4 * C);
+        matmul_backward(dev, dln, g.fcw, none, scratch, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
                            a.ln2_rstd, N, C);
-        matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C);
+        matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
         attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C);
+        matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
         if (sum_over_ranks) sum_gradients(l);
@@ -598,12 +602,28 @@ void GPT2<Dev, X>::upload(const int* host, int micro_batches) {
     dev.upload(buffers_.batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
 }
 
+// The weights of the matmuls need no zeros: the first micro-batch writes their gradients.
+template <class Dev, class X>
+void GPT2<Dev, X>::clear_gradients() {
+    size_t begin = 0;  // of the stretch of tensors to clear, in bytes
+    const auto clear_until = [&](size_t end) {
+        if (end > begin) dev.zero(grads.base + begin, end - begin);
+    };
+    for (size_t i = 0; i < grads.tensors.size(); i++) {
+        if (!grads.tensors[i].matmul) continue;
+        clear_until(grads.offsets[i]);
+        begin = grads.offsets[i] + grads.tensors[i].elements() * sizeof(A);
+    }
+    clear_until(grads.bytes);
+}
+
 template <class Dev, class X>
 void GPT2<Dev, X>::train_micro_batch(int i, bool sum_over_ranks) {
-    if (i == 0) dev.zero(grads.base, grads.bytes);
+    const bool accumulate = i > 0;
+    if (!accumulate) clear_gradients();
     forward(tokens(i), B, T);
-    loss(targets(i), B, T, own_stats() + i, true);
-    backward(plan(i), sum_over_ranks);
+    loss(targets(i), B, T, own_stats() + i, true, accumulate);
+    backward(plan(i), accumulate, sum_over_ranks);
 }
 
 template <class Dev, class X>

@@ -492,7 +492,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
     Problem p{};
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
     // Beyond these bounds every query sees all keys, or none.
-    p.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     p.tiles = ceil_div(s.Tq, Tiles::Br);
     p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads));
@@ -507,7 +507,8 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
                       k_map = tensor_map("k", k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       v_map = tensor_map("v", v, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       out_map = Block ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
-    const auto kernel = s.causal ? forward_kernel<HS, true, Block> : forward_kernel<HS, false, Block>;
+    // The block form has one kernel: for it, not causal is a block of queries that come after all keys.
+    const auto kernel = s.causal ? forward_kernel<HS, true, Block> : forward_kernel<HS, Block, Block>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
     kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
                                                                                         p);

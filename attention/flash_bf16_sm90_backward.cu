@@ -676,8 +676,10 @@ void launch(PrepareArgs& prepare, Args& args, bool causal, const Cuda& dev) {
     prepare.first_ticket = blocks;
     prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    const auto kernel = args.dq_acc ? (causal ? backward_kernel<HS, true, true> : backward_kernel<HS, false, true>)
-                                    : (causal ? backward_kernel<HS, true, false> : backward_kernel<HS, false, false>);
+    // The block form has one kernel: for it, not causal is a block of queries that come after all keys.
+    const auto kernel = args.dq_acc ? backward_kernel<HS, true, true>
+                        : causal    ? backward_kernel<HS, true, false>
+                                    : backward_kernel<HS, false, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
     cudaLaunchAttribute overlap{};  // starts while prepare_kernel's last blocks run
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -697,7 +699,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     char* at = static_cast<char*>(scratch);
     args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = s.Tq, args.Tk = s.Tk;
     // Beyond these bounds every query sees all keys, or none.
-    args.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+    args.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
     args.group = layout.group, args.chunk = layout.chunk, args.ring = layout.ring;
     args.scale = s.resolved_scale();

@@ -17,6 +17,7 @@
 // Limits: any T ≥ 1; HS rows of whole 16 bytes; every buffer 16-byte aligned.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/attention.h"
+#include "layers/cublas.h"
 #include "layers/vector.cuh"
 
 // A row of S is shared by a warp if it is short, which needs no barrier, else by a block: with a warp each, so many

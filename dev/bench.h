@@ -22,6 +22,7 @@
 #include "attention/attention.h"
 #include "data/log.h"
 #include "data/random.h"
+#include "layers/cublas.h"
 #include "layers/cuda.h"
 
 // Milliseconds, or a rate, in each protocol. NaN: not measured.
@@ -217,8 +218,9 @@ inline Log results_log(const Cuda& dev, const std::string& bench, const std::str
 
 // A row that says where its figures come from.
 inline Row result_row(const Cuda& dev, const char* bench) {
+    const char* named = std::getenv("COMMIT");
     static const std::string commit =
-        std::getenv("COMMIT") ? std::getenv("COMMIT") : first_line_of("git rev-parse --short=12 HEAD 2>/dev/null");
+        named && *named ? named : first_line_of("git rev-parse --short=12 HEAD 2>/dev/null");
     static const std::string driver = first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
     char date[32];
     const std::time_t now = std::time(nullptr);

@@ -6,6 +6,7 @@
 // batch: int32, tokens (B, T), then targets (B, T).
 // out:   fp32, mean loss (1), logits (B·T, Vp), gradients in the order and shapes of the checkpoint.
 #define TRAIN_GPT2_NO_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
 #include "data/file.h"
 

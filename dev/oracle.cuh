@@ -11,6 +11,7 @@
 #include "attention/attention.h"
 #include "dev/bench.h"
 #include "dev/bounds.h"
+#include "layers/cublas.h"
 #include "layers/vector.cuh"
 
 // Bytes of device memory that start as NaN.

@@ -65,7 +65,7 @@ template <class X>
 void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
 template <class X>
 void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC);
+                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
 inline size_t matmul_scratch_bytes(const Cpu&, int) { return 0; }
 
 template <class X>

@@ -1,6 +1,7 @@
 // The whole model: gradients against finite differences and against the fp64 reference, flash against naive over a
 // training run, determinism, memory, and the pieces of the program that need no model. Includes the program itself.
 #define TRAIN_GPT2_NO_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
 #include "dev/test.h"
 
@@ -41,9 +42,12 @@ std::vector<Acc<X>> download(GPT2<Dev, X>& model, const void* from, size_t n) {
     return host;
 }
 
-// Mean loss of the step's micro-batches, leaving their gradients.
+// Mean loss of the step's micro-batches, leaving their gradients where NaN stood before.
 template <class Dev, class X>
 double loss_and_gradient(GPT2<Dev, X>& model) {
+    const std::vector<char> poison(model.grads.bytes, '\xff');
+    model.dev.upload(model.grads.base, poison.data(), poison.size());
+    model.dev.sync();
     model.train_micro_batches();
     double sum = 0;
     for (Acc<X> v : download(model, model.stats(), model.micro_steps)) sum += v;

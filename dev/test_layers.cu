@@ -10,6 +10,7 @@
 
 #include "dev/reference.h"
 #include "dev/test.h"
+#include "layers/cublas.h"
 #include "layers/layers.h"
 
 namespace {
@@ -365,6 +366,13 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
     dweight_gpu.set(dweight);
     run(nullptr, nullptr);  // only dweight
     CHECK(same_bits(dweight_gpu.values(), first[1]));
+    const Array<float> written(size_t(OC) * C);  // poisoned: not added into
+    matmul_backward<X>(dev, nullptr, written, nullptr, scratch_of(matmul_scratch_bytes(dev, OC)), dout_gpu, inp_gpu,
+                       weight_gpu, N, C, OC, false);
+    Values written_want(size_t(OC) * C, std::numeric_limits<double>::quiet_NaN());
+    matmul_backward<double>(cpu(), nullptr, written_want.data(), nullptr, nullptr, dout.data(), inp.data(),
+                            weight.data(), N, C, OC, false);
+    compare(what + " dweight written", written.values(), written_want, product);
     matmul_backward(cpu(), dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), inp.data(), weight.data(),
                     N, C, OC);
     compare(what + " dinp", first[0], dinp, output);

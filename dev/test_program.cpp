@@ -16,6 +16,7 @@
 #include "data/corpus.h"
 #include "data/tokenizer.h"
 #include "dev/test.h"
+#include "layers/cuda.h"
 
 namespace {
 
@@ -329,6 +330,17 @@ std::string ranks_options() {
            " ";
 }
 
+// The same on GPUs, of which there must be at least two: how many to use, 2 or 4.
+std::string gpu_options() {
+    return "--device cuda -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 0 -i " + text_file() + " -j " + text_file() +
+           " ";
+}
+int two_gpus() {
+    const int gpus = Cuda::count();
+    if (gpus < 2) SKIP("%d GPUs", gpus);
+    return gpus < 4 ? 2 : 4;
+}
+
 // A number of every row of a kind in a run's log.
 std::vector<double> logged(const std::string& run, const std::string& kind, const std::string& key) {
     std::vector<double> values;
@@ -385,15 +397,13 @@ TEST(ranks_train_as_one) {
 }
 
 TEST(gpus_train_as_one) {
-    const int gpus = std::atoi(shell("nvidia-smi -L 2>/dev/null | grep -c ^GPU").out.c_str());
-    if (gpus < 2) SKIP("%d GPUs", gpus);
-    const std::string common =
-        "-e tiny -b 1 -t 32 -d 256 -s 0 -x 20 -v 10 -m 5 -i " + text_file() + " -j " + text_file() + " ";
+    const int gpus = two_gpus();
     for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
-        const std::string options = common + "--precision " + precision + " ", one = format("gpu_%.4s", precision);
+        const std::string options = gpu_options() + "-x 20 -v 10 -m 5 --precision " + precision + " ",
+                          one = format("gpu_%.4s", precision);
         const double tolerance = precision[0] == 'f' ? 1e-3 : 2e-2;
         CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
-        for (int ranks = 2; ranks <= std::min(gpus, 4); ranks *= 2)
+        for (int ranks = 2; ranks <= gpus; ranks *= 2)
             for (int zero : {0, 1}) {
                 const std::string name = one + format("_%d_%d", ranks, zero);
                 CHECK_RUN(run(options + format("--gpus %d --zero %d -o ", ranks, zero) + dir() + "/" + name), 0,
@@ -402,20 +412,25 @@ TEST(gpus_train_as_one) {
                 CHECK(close(logged(name, "val", "loss_nats"), logged(one, "val", "loss_nats"), 3, tolerance));
             }
     }
-    const std::string out = dir() + "/gpu_killed";
-    const Result r = shell_with_action("./train_gpt2cu " + common + "-x 1000000 --gpus 2", out, "^step 3/",
-                                       "kill -9 $(ranks | tail -n 1)");
-    CHECK(contains(r.out, "code 137") && contains(read_file(out), "rank 1 (pid "));
 }
 
+// Saved on `most` ranks, resumed on one, then on two: losses as those of one rank that went on.
+static void check_regrouped(const std::string& options, int most, double tolerance, const std::string& name) {
+    const std::string out = dir() + "/re" + name;
+    CHECK(run(options + "-v 0 -x 12 -o " + dir() + "/" + name).code == 0);
+    CHECK_RUN(run(options + format("-v 0 -x 4 --gpus %d -o ", most) + out), 0, "divided among them");
+    CHECK_RUN(run(options + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
+    CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
+    CHECK(close(logged("re" + name, "train", "loss_nats"), logged(name, "train", "loss_nats"), 12, tolerance));
+}
 TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
-    const std::string out = dir() + "/regrouped";
-    CHECK(run(ranks_options() + "-v 0 -x 12 -o " + dir() + "/grouped").code == 0);
-    CHECK(run(ranks_options() + "-v 0 -x 4 --gpus 4 -o " + out).code == 0);
-    CHECK_RUN(run(ranks_options() + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
-    CHECK_RUN(run(ranks_options() + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
-    CHECK(close(logged("regrouped", "train", "loss_nats"), logged("grouped", "train", "loss_nats"), 12, 1e-4));
-    CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(out, 12)), 0, "");
+    check_regrouped(ranks_options(), 4, 1e-4, "grouped");
+    CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(dir() + "/regrouped", 12)), 0, "");
+}
+TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
+    const int gpus = two_gpus();
+    check_regrouped(gpu_options() + "--precision fp32 --no-tf32 ", gpus, 1e-3, "gpu_grouped");
+    check_regrouped(gpu_options() + "--precision bf16 ", gpus, 2e-2, "gpu_grouped_bf16");
 }
 TEST(resume_is_bit_exact_with_ranks) {
     check_resume("--device cpu -e tiny -b 1 -t 32 -d 128 -v 0 -s 0 --gpus 2 -i " + text_file() + " ", "ranks");
@@ -450,22 +465,28 @@ TEST(usage_errors_of_ranks) {
 }
 
 // While checkpoints are written without a pause; whatever was cut off, what is left is whole.
-TEST(a_killed_rank_ends_the_job) {
+static void check_killed(const std::string& options, int ranks, const std::string& name) {
     for (const char* victim : {"head -n 1", "tail -n 1"}) {
-        const std::string out = dir() + "/killed_" + std::string(victim, 4), output = out + ".txt";
+        const std::string out = dir() + "/" + name + std::string(victim, 4), output = out + ".txt";
         const Result r = shell_with_action(
-            "./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 -n 1 -nk 3 --gpus 3 -d 96 -o " + out, output,
+            "./train_gpt2cu " + options + format("-v 0 -x 1000000 -n 1 -nk 3 --gpus %d -o ", ranks) + out, output,
             "^step 5/", "echo rank $(ranks | " + std::string(victim) + "); kill -9 $(ranks | " + victim + ")");
         CHECK(contains(r.out, "code 137"));
         const int pid = static_cast<int>(number_after(r.out, "rank "));
         const std::string text = read_file(output);  // at once: not because it was silent
-        CHECK(contains(text, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : 2, pid)) &&
+        CHECK(contains(text, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : ranks - 1, pid)) &&
               contains(text, ") died: "));
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
         const int step = newest_checkpoint(out);
-        CHECK_RUN(run(ranks_options() + format("-v 0 -d 96 -x %d -y 1 -o ", step + 1) + out), 0,
+        CHECK_RUN(run(options + format("-v 0 -x %d -y 1 -o ", step + 1) + out), 0,
                   format("resumed at step %d", step).c_str());
     }
+}
+TEST(a_killed_rank_ends_the_job) {
+    check_killed(ranks_options() + "-d 96 ", 3, "killed_");
+}
+TEST(a_killed_gpu_rank_ends_the_job) {
+    check_killed(gpu_options(), two_gpus(), "gpu_killed_");
 }
 
 TEST(a_killed_parent_takes_its_ranks_along) {
@@ -480,14 +501,20 @@ TEST(a_killed_parent_takes_its_ranks_along) {
     CHECK(shell(living).out.empty());
 }
 
-TEST(a_stopped_rank_ends_the_job) {
-    const std::string output = dir() + "/stopped.txt";
+static void check_stopped(const std::string& options, const std::string& output) {
     const auto start = std::chrono::steady_clock::now();
-    const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
-                                       "^step 3/", "kill -STOP $(ranks | tail -n 1)");
+    const Result r = shell_with_action("./train_gpt2cu " + options + "-v 0 -x 1000000 --gpus 2", output, "^step 3/",
+                                       "kill -STOP $(ranks | tail -n 1)");
     CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 60);
     CHECK(contains(r.out, "code 1\n"));
     CHECK(contains(read_file(output), "rank 1 (pid ") && contains(read_file(output), "silent for 20 s"));
+}
+TEST(a_stopped_rank_ends_the_job) {
+    check_stopped(ranks_options(), dir() + "/stopped.txt");
+}
+TEST(a_stopped_gpu_rank_ends_the_job) {
+    two_gpus();
+    check_stopped(gpu_options(), dir() + "/gpu_stopped.txt");
 }
 
 TEST(an_interrupt_reaches_all_ranks) {

@@ -234,6 +234,12 @@ static void check_matmul(int N, int C, int OC, bool with_bias, double tol) {
     std::vector<X> alone = dweight0;  // without dinp and dbias
     matmul_backward<X>(dev, nullptr, alone.data(), nullptr, nullptr, dout.data(), inp.data(), weight.data(), N, C, OC);
     CHECK(same_bits(alone, dweight));
+
+    std::vector<X> written(alone.size(), NAN), added(alone.size(), X(0));  // written is added to nothing
+    matmul_backward<X>(dev, nullptr, written.data(), nullptr, nullptr, dout.data(), inp.data(), weight.data(), N, C, OC,
+                       false);
+    matmul_backward<X>(dev, nullptr, added.data(), nullptr, nullptr, dout.data(), inp.data(), weight.data(), N, C, OC);
+    CHECK(same_bits(written, added));
 }
 
 TEST(matmul) {

@@ -18,7 +18,7 @@ import tempfile
 import time
 import types
 
-from harness import Skip, main, need
+from harness import Skip, main, need, write_launcher
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -34,7 +34,7 @@ def scratch():
 
 def run(*command, cwd=ROOT, **variables):
     # Under `make test` the outer make's options would reach an inner one.
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B")}
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B", "GPUS")}
     return subprocess.run([str(c) for c in command], cwd=cwd, env={**env, **variables}, capture_output=True, text=True)
 
 
@@ -614,6 +614,16 @@ def test_ranks_are_compared_and_timed():
         assert [(r["what"], r["gpus"], r["zero"]) for r in rows] == [
             ("losses", 2, 0), ("losses", 2, 1), ("speed", 1, 0), ("speed", 2, 0), ("speed", 2, 1)], rows
         assert all(r["apart"] < 1e-4 for r in rows[:2]) and rows[2]["of_linear"] == 1 and rows[4]["tok_s"] > 0
+        assert rows[2]["ms_side_by_side"] == rows[2]["ms"] and rows[3]["ms_side_by_side"] > 0
+        assert rows[3]["gib"] > rows[4]["gib"] > 0, rows  # half the optimizer's state
+        (tmp / "attention").mkdir()
+        (tmp / "attention" / "README.md").write_text("")
+        (tmp / "README.md").write_text("<!-- table: scaling -->\n\n<!-- end -->\n")
+        (tmp / "dev" / "results" / "A").mkdir(parents=True)
+        shutil.copy(out, tmp / "dev" / "results" / "A" / "scaling.jsonl")
+        result = script("readme_tables.py", "--root", tmp)
+        table = (tmp / "README.md").read_text()
+        assert result.returncode == 0 and table.count("\n| 2 | ") == 2 and "\n| 1 | – | " in table, (result, table)
         for bad in (("--gpus", "2,4"), ("--steps", "5")):
             result = script("scaling.py", *bad)
             assert result.returncode == 2 and bad[0] in result.stderr, result
@@ -624,6 +634,12 @@ def run_recipe(recipe, tmp, program, *arguments, **variables):
     (tmp / "scripts").mkdir(exist_ok=True)
     shutil.copy(recipe, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
+    write_launcher(tmp / "torchrun")
+    write_launcher(tmp / "srun")
+    executable(tmp / "scontrol", "#!/bin/sh\necho 127.0.0.1; echo elsewhere\n")
+    if re.search("_(gpus|torchrun|slurm)", recipe.name):
+        variables = {"CUDA_VISIBLE_DEVICES": "", "SLURM_SUBMIT_DIR": str(tmp), "SLURM_JOB_NODELIST": "[1-2]",
+                     "SLURM_JOB_ID": "7", **variables}
     (tmp / "train_gpt2cu").unlink(missing_ok=True)
     (tmp / "train_gpt2cu").symlink_to(program)
     return run(tmp / "scripts" / recipe.name, *arguments, cwd="/", PATH=f"{tmp}:{os.environ['PATH']}", **variables)
@@ -641,7 +657,7 @@ def long_context_start(path):
 def test_recipes_use_options_that_exist():
     known = set(re.findall(r"(?<=[ ,])-{1,2}[a-z][a-z0-9-]*", run(trainer(), "--help").stdout))
     for recipe in RECIPES:
-        command = recipe.read_text().split("exec ./train_gpt2cu", 1)[1]
+        command = re.search(r"^exec .*?\./train_gpt2cu(.*)", recipe.read_text(), flags=re.S | re.M)[1]
         used = set(re.findall(r"(?<=\s)-{1,2}[a-z][a-z-]*", command))
         assert len(used) > 10 and used <= known, (recipe.name, used - known)
 
@@ -676,8 +692,8 @@ def test_recipes_arithmetic():
         time, unit = re.search(r"time +([\d.]+) (\w+)", text).groups()
         seconds = float(time) * {"minutes": 60, "hours": 3600, "days": 86400}[unit]
         assert abs(steps * per_step / rate / seconds - 1) < 0.02, recipe.name
-        mfu = int(re.search(r"which is (\d+) %", text)[1]) / 100
-        assert abs(rate * float(flops) / 989e12 - mfu) < 0.01, recipe.name
+        mfu, gpus = re.search(r"which is (\d+) % of (?:an|the (\d+) · 989)", text).groups()
+        assert abs(rate * float(flops) / (int(gpus or 1) * 989e12) - int(mfu) / 100) < 0.01, recipe.name
 
 
 def test_long_context_repeats_the_position_embeddings():

@@ -1,6 +1,7 @@
 // The CUDA backend's device: see cuda.h. Nothing here runs in the training step except upload, download and zero.
 #include <cuda_profiler_api.h>
 
+#include "layers/cublas.h"
 #include "layers/cuda.h"
 
 void cuda_check(cudaError_t status, const char* file, int line, const char* what) {

@@ -1,7 +1,5 @@
 // The CUDA backend's device: one GPU, one stream, the cuBLAS handles, and its memory. Checked calls.
 #pragma once
-#include <cublasLt.h>
-#include <cublas_v2.h>
 #include <cuda_runtime.h>
 
 #include <string>
@@ -9,11 +7,9 @@
 #include "data/error.h"
 #include "layers/types.h"
 
-// Throw Error with file, line and the call itself.
+// Throws Error with file, line and the call itself.
 void cuda_check(cudaError_t status, const char* file, int line, const char* what);
-void cublas_check(cublasStatus_t status, const char* file, int line, const char* what);
-#define CUDA_CHECK(call)   cuda_check((call), __FILE__, __LINE__, #call)
-#define CUBLAS_CHECK(call) cublas_check((call), __FILE__, __LINE__, #call)
+#define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
 // After every launch: catches a bad configuration at once (an asynchronous fault shows at the next checked call).
 #define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, "launch of " kernel)
 
@@ -21,6 +17,8 @@ struct OutOfMemory : Error {
     using Error::Error;
 };
 
+struct cublasContext;  // what a cublasHandle_t points to; cublas.h has the rest
+struct cublasLtContext;
 class CudaGraph;
 class NcclComm;  // layers/comm.h
 
@@ -55,8 +53,8 @@ struct Cuda {
     bool tf32 = true;    // fp32 matmuls on tensor cores; false: strict fp32
     bool graphs = true;  // false: CudaGraph::run only runs
     cudaStream_t stream = nullptr;
-    cublasHandle_t blas = nullptr;
-    cublasLtHandle_t blaslt = nullptr;
+    cublasContext* blas = nullptr;
+    cublasLtContext* blaslt = nullptr;
     void* workspace = nullptr;  // cuBLAS's, kWorkspaceBytes
     static constexpr size_t kWorkspaceBytes = 64 << 20;
 };

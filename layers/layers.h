@@ -61,11 +61,11 @@ template <class X>
 void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
                          int OC);
 
-// Adds into dbias (OC) and dweight (OC,C), then writes dinp (N,C), which may be inp. Null: not computed. Deterministic.
-// scratch: matmul_scratch_bytes().
+// Adds into dbias (OC) and dweight (OC,C), which is written if !accumulate, then writes dinp (N,C), which may be inp.
+// Null: not computed. Deterministic. scratch: matmul_scratch_bytes().
 template <class X>
 void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC);
+                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
 size_t matmul_scratch_bytes(const Cuda& dev, int OC);
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 //
 //   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
 //   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
-//   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1
+//   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
 //   dbias += Σ_rows dout          two stages of our own, in a fixed order
 //
 // cuBLAS is column-major: our row-major (rows, cols) is its (cols, rows) with leading dimension cols. So it is asked
@@ -20,6 +20,7 @@
 #include <map>
 #include <tuple>
 
+#include "layers/cublas.h"
 #include "layers/layers.h"
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
@@ -284,11 +285,12 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
 
 template <class X>
 void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC) {
+                     const X* weight, size_t N, int C, int OC, bool accumulate) {
     check_sizes(C, OC);
     if (dbias) bias_backward(dev, dbias, scratch, dout, N, OC);
     if (dweight)
-        multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, true}, {dweight, inp, dout});
+        multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, accumulate},
+                           {dweight, inp, dout});
     if (dinp) multiply<X>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
 }
 
@@ -300,6 +302,6 @@ size_t matmul_scratch_bytes(const Cuda& dev, int OC) {
     template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                   \
     template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);          \
     template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int, \
-                                  int);
+                                  int, bool);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

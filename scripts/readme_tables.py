@@ -19,7 +19,7 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant"]
+        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant"]
 DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
@@ -217,6 +217,23 @@ def train(path):
     return table(title, found, header, body)
 
 
+def scaling(path):
+    """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
+    found = rows(path)
+    speed = sorted((r for r in found if r["what"] == "speed"), key=lambda r: (r["model"], r["B"], r["gpus"], r["zero"]))
+    apart = {(r["model"], r["gpus"], r["zero"]): r["apart"] for r in found if r["what"] == "losses"}
+    same, varying = shared(speed, ["model", "dtype", "B", "T"])
+    body = [[str(r["gpus"]), str(r["zero"]) if r["gpus"] > 1 else "–", *(str(r[field]) for field in varying),
+             f"{r['tok_s'] / 1e3:.0f}k", f"{100 * r['of_linear']:.1f} %", f"{r['ms']:.2f}", f"{r['ms_side_by_side']:.2f}",
+             f"{r['gib']:.1f}", f"{apart[key]:.0e}" if (key := (r["model"], r["gpus"], r["zero"])) in apart else "–"]
+            for r in speed]
+    header = ["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step", "ms side by side", "GiB a GPU", "losses apart"]
+    title = (f"Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know nothing "
+             f"of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a step's "
+             f"loss from one GPU's at the same global batch, strict fp32, 20 steps")
+    return table(title, found, header, body)
+
+
 def breakdown(path):
     """A table for each step that was taken apart, its longest call first."""
     steps = {}
@@ -283,7 +300,7 @@ TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf
           "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32")),
           "ladder": ("attention.jsonl", ladder), "accuracy": ("accuracy.jsonl", accuracy),
           "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train),
-          "breakdown": ("breakdown.jsonl", breakdown), "torch": ("torch.jsonl", torch),
+          "breakdown": ("breakdown.jsonl", breakdown), "scaling": ("scaling.jsonl", scaling), "torch": ("torch.jsonl", torch),
           "default run": ("default_run.jsonl", default_run),
           "accumulation speed": ("accumulation.jsonl", accumulation_speed),
           "accumulation errors": ("accumulation.jsonl", accumulation_errors),

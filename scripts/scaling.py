@@ -6,11 +6,14 @@
 
 Losses: strict fp32, 20 steps of B·T tokens for the largest number of GPUs, so that fewer make more micro-batches of the
 same data; every step's loss within 1e-3 of one GPU's, relative. Speed (weak scaling): each GPU has B·T tokens a step,
-the median of the steps after the first ten, and its ratio to so many times one GPU's. Both without and with a sharded
-optimizer (ZeRO-1). Exit code 1 if losses differ; then nothing is timed.
+the median of the steps after the first ten, and its ratio to so many times one GPU's. Beside it the same GPUs with a
+run of its own on each, all at once: the slowest is what the step would take if the ranks had nothing to say to each
+other. Both without and with a sharded optimizer (ZeRO-1). Exit code 1 if losses differ; then nothing is timed.
 """
 import argparse
+import concurrent.futures
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -21,20 +24,43 @@ import tempfile
 import results
 
 
-def train(a, gpus, zero, *options):
-    """(device, losses, ms of each step) of a run."""
+def gpus_here():
+    """The names of this machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible.split(",")
+    return re.findall(r"^GPU (\d+)", results.output_of("nvidia-smi", "-L"), flags=re.M)
+
+
+def train(a, gpus, zero, *options, on=None):
+    """(device, GiB of a GPU's tensors, losses, ms of each step) of a run. `on`: the one GPU that it sees."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["./train_gpt2cu", "-e", a.model, "-t", str(a.tokens), "-v", "0", "-s", "0", "--device", a.device,
                    "--gpus", str(gpus), "--zero", str(zero), "-o", folder, *map(str, options)]
         if a.data:
             command += ["-i", a.data]
-        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
+        env = os.environ if on is None else {**os.environ, "CUDA_VISIBLE_DEVICES": on}
+        done = subprocess.run(command, cwd=results.ROOT, env=env, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"scaling.py: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
         rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
-        steps = [r for r in rows if r["kind"] == "train"]
-        device = next(r["device"] for r in rows if r["kind"] == "run")
-        return device, [r["loss_nats"] for r in steps], [r["step_ms"] for r in steps]
+    steps = [r for r in rows if r["kind"] == "train"]
+    device = next(r["device"] for r in rows if r["kind"] == "run")
+    mib = float(re.search(r"^  total +([\d.]+) MiB", done.stdout, flags=re.M)[1])
+    return device, mib / 1024, [r["loss_nats"] for r in steps], [r["step_ms"] for r in steps]
+
+
+def usual(ms):
+    """Of steps: when plans are made, connections are open and the GPU is as warm as it will be."""
+    return statistics.median(ms[10:])
+
+
+def side_by_side(a, gpus, *options):
+    """ms a step of the slowest of so many GPUs, each with a run of its own."""
+    names = gpus_here() if a.device == "cuda" else [None] * gpus
+    with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
+        runs = pool.map(lambda name: train(a, 1, 0, *options, on=name), names[:gpus])
+        return max(usual(ms) for *_, ms in runs)
 
 
 def main():
@@ -53,7 +79,7 @@ def main():
     if not (results.ROOT / "train_gpt2cu").exists():
         sys.exit("scaling.py: there is no ./train_gpt2cu: make train_gpt2cu")
     if a.gpus is None:
-        here = len(re.findall(r"^GPU ", results.output_of("nvidia-smi", "-L"), flags=re.M))
+        here = len(gpus_here())
         a.gpus = ",".join(str(2 ** i) for i in range(10) if 2 ** i <= here) or "1"
     if not re.fullmatch(r"1(,\d+)*", a.gpus):
         arg.error(f'--gpus: "{a.gpus}" is no list that begins with 1, such as 1,2,4')
@@ -67,10 +93,10 @@ def main():
     rows, same = [], True
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
     strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32"] + (["--no-tf32"] if a.device == "cuda" else [])
-    device, one, _ = train(a, 1, 0, *strict)
+    device, _, one, _ = train(a, 1, 0, *strict)
     for n in numbers[1:]:
         for zero in (0, 1):
-            _, losses, _ = train(a, n, zero, *strict)
+            _, _, losses, _ = train(a, n, zero, *strict)
             apart = max(abs(x - y) / y for x, y in zip(losses, one))
             same &= len(losses) == len(one) and apart <= 1e-3
             print(f"{n} GPUs, --zero {zero}: losses of {len(losses)} steps within {apart:.1e} of one GPU's", flush=True)
@@ -78,17 +104,20 @@ def main():
     if not same:
         sys.exit("scaling.py: the losses differ by more than 1e-3: not timed")
 
-    print("gpus  zero  ms a step       tok/s  of linear")
+    print("gpus  zero  ms a step  side by side       tok/s  of linear    GiB")
+    timed = ["-b", a.batch, "-x", a.steps, "--precision", a.precision]
     single = None
     for n in numbers:
+        alone = side_by_side(a, n, *timed) if n > 1 else None
         for zero in (0, 1) if n > 1 else (0,):
-            _, _, ms = train(a, n, zero, "-b", a.batch, "-x", a.steps, "--precision", a.precision)
-            median = statistics.median(ms[10:])
-            tok_s = n * a.batch * a.tokens / median * 1e3
+            _, gib, _, ms = train(a, n, zero, *timed)
+            tok_s = n * a.batch * a.tokens / usual(ms) * 1e3
             single = single or tok_s
-            rows.append({"gpus": n, "zero": zero, "what": "speed", "dtype": a.precision, "B": a.batch, "ms": median,
-                         "tok_s": tok_s, "of_linear": tok_s / (n * single)})
-            print(f"{n:4}  {zero:4}  {median:9.2f}  {tok_s:10.0f}  {100 * tok_s / (n * single):8.1f}%", flush=True)
+            rows.append({"gpus": n, "zero": zero, "what": "speed", "dtype": a.precision, "B": a.batch, "ms": usual(ms),
+                         "ms_side_by_side": alone or usual(ms), "tok_s": tok_s, "of_linear": tok_s / (n * single),
+                         "gib": gib})
+            print(f"{n:4}  {zero:4}  {usual(ms):9.2f}  {alone or usual(ms):12.2f}  {tok_s:10.0f}  "
+                  f"{100 * tok_s / (n * single):8.1f}%  {gib:5.1f}", flush=True)
     if a.json or a.out:
         common = {"model": a.model, "T": a.tokens}
         print(results.append([results.row("scaling", device, cuda[1] if cuda else "", **common, **r) for r in rows],
