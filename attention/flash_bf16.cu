@@ -211,7 +211,7 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
 struct Problem {
     Heads<const bf16> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
-    int shift;              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
 };
@@ -239,7 +239,7 @@ struct ForwardArgs {
     float* lse;
 };
 
-template <int HS, bool Causal>
+template <int HS>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
     const __grid_constant__ ForwardArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -250,12 +250,12 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const uint32_t q_smem = smem_address(smem);
     const uint32_t k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
 
-    const Work w = work_of_block(p, Causal);
+    const Work w = work_of_block(p, true);
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
-    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;  // the last query sees keys before this
-    const int k_tiles = (k_end + Bc - 1) / Bc;  // ≤ 0: no query of this tile sees a key
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);  // the last query sees keys before this
+    const int k_tiles = (k_end + Bc - 1) / Bc;                  // ≤ 0: no query of this tile sees a key
 
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
@@ -294,7 +294,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
-                    const int visible = (Causal ? min(p.Tk, row + p.shift + 1) : p.Tk) - j * Bc - lane % 4 * 2;
+                    const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - lane % 4 * 2;
 #pragma unroll
                     for (int n = 0; n < Bc / 8; n++)
                         if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
@@ -359,8 +359,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         if (j > 0) load_kv(j - 1);
         cp_async_commit();
         const int k0 = j * Bc;
-        if (Causal && k0 > last_q + p.shift) continue;
-        if (k0 + Bc > p.Tk || (Causal && k0 + Bc - 1 > first_q + p.shift))
+        if (k0 > last_q + p.shift) continue;
+        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q + p.shift)
             step(j, std::true_type{});
         else
             step(j, std::false_type{});
@@ -462,7 +462,7 @@ __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_
     }
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __global__ __launch_bounds__(DqTiles<HS>::Threads,
                              DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -476,12 +476,12 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     float2* stats_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, Causal);
+    if (threadIdx.x == 0) w = work_of_block(p, true);
     __syncthreads();
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16* dout = head_of(args.dout, w, HS);
-    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     const int k_tiles = (k_end + Bc - 1) / Bc;
 
     auto load_kv = [&](int j) {
@@ -564,7 +564,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
-                const int visible = (Causal ? min(p.Tk, row + p.shift + 1) : p.Tk) - j * Bc - sub - lane % 4 * 2;
+                const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - sub - lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < Sub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
@@ -587,8 +587,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 #pragma unroll 1
         for (int sub = 0; sub < Bc; sub += Sub) {
             const int k0 = j * Bc + sub;
-            if (Causal && k0 > last_q + p.shift) continue;
-            if (k0 + Sub > p.Tk || (Causal && k0 + Sub - 1 > first_q + p.shift))
+            if (k0 > last_q + p.shift) continue;
+            if (k0 + Sub > p.Tk || k0 + Sub - 1 > first_q + p.shift)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -611,7 +611,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 #endif
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
                              DkdvTiles<HS>::MinBlocks) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -630,7 +630,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     __syncthreads();
     const int k0 = w.tile * Bc, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_k = k0 + warp_row, last_k = first_k + 16 * M - 1;  // the warp's
-    const int first_tile = Causal ? max(0, k0 - p.shift) / Br : 0;  // the first query that sees key k0 is k0 − shift
+    const int first_tile = max(0, k0 - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
     const int q_tiles = (p.Tq + Br - 1) / Br;
 
     // Queries past Tq arrive as zeros, dO and D too: they add nothing. Keys past Tk fill rows that are never written.
@@ -712,8 +712,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 #pragma unroll 1
         for (int sub = 0; sub < Br; sub += Sub) {
             const int first_q = j * Br + sub;
-            if (Causal && first_q + Sub - 1 + p.shift < first_k) continue;
-            if (Causal && first_q + p.shift < last_k)
+            if (first_q + Sub - 1 + p.shift < first_k) continue;
+            if (first_q + p.shift < last_k)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -756,7 +756,7 @@ Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const He
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
     // Beyond these bounds every query sees all keys, or none.
-    p.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale = s.resolved_scale();
     p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     return p;
@@ -779,30 +779,29 @@ void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threa
     LAUNCH_CHECK("flash_bf16");
 }
 template <int HS>
-void launch_forward(const ForwardArgs& args, bool causal, const Cuda& dev) {
+void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
-    launch(causal ? forward_kernel<HS, true> : forward_kernel<HS, false>, args, ceil_div(args.p.Tq, Tiles::Br),
-           args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    launch(forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
 }
 void launch_forward(const ForwardArgs& args, const BlockShape& s, const Cuda& dev) {
     if (s.HS == 64)
-        launch_forward<64>(args, s.causal, dev);
+        launch_forward<64>(args, dev);
     else
-        launch_forward<128>(args, s.causal, dev);
+        launch_forward<128>(args, dev);
 }
 
 template <int HS>
-void launch_backward(const BackwardArgs& args, bool causal, const Cuda& dev) {
-    launch(causal ? dq_kernel<HS, true> : dq_kernel<HS, false>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk,
-           HS, DqTiles<HS>::Threads, DqTiles<HS>::Smem, dev);
-    launch(causal ? dkdv_kernel<HS, true> : dkdv_kernel<HS, false>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc),
-           args.p.Tq, HS, DkdvTiles<HS>::Threads, DkdvTiles<HS>::Smem, dev);
+void launch_backward(const BackwardArgs& args, const Cuda& dev) {
+    launch(dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
+           DqTiles<HS>::Smem, dev);
+    launch(dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
+           DkdvTiles<HS>::Smem, dev);
 }
 void launch_backward(const BackwardArgs& args, const BlockShape& s, const Cuda& dev) {
     if (s.HS == 64)
-        launch_backward<64>(args, s.causal, dev);
+        launch_backward<64>(args, dev);
     else
-        launch_backward<128>(args, s.causal, dev);
+        launch_backward<128>(args, dev);
 }
 
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {

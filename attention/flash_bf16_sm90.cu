@@ -81,7 +81,7 @@ struct ForwardTiles {
 
 struct Problem {
     int NH, Tq, Tk, heads;    // heads = B·NH
-    int shift;                // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int shift;                // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group, items;  // items = tiles·heads
     int counter;              // which of next_item
     float scale_log2;         // scale·log2(e): the exponentials are powers of 2
@@ -105,12 +105,12 @@ struct Work {
 // Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first, so that the last to
 // finish are short. Tiles are counted from the last query: if 64·Warpgroups does not divide Tq, it is the first, short
 // tile that has warpgroups without queries (q0 < 0), not the longest.
-template <int Br, int Bc, bool Causal>
+template <int Br, int Bc>
 __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
     const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
-    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     return {bh / p.NH, bh % p.NH, q0, max(0, (k_end + Bc - 1) / Bc)};
 }
 
@@ -127,7 +127,7 @@ struct Ring {
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                              1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
                                                     const __grid_constant__ CUtensorMap k_map,
@@ -186,7 +186,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     for (int wg = 0; wg < W; wg++) mbarrier_arrive(q_full(i % 2, wg));
                     break;
                 }
-                w = work_item<Br, Bc, Causal>(p, item);
+                w = work_item<Br, Bc>(p, item);
                 // Asked for early: the answer is needed when this tile's loads are all under way.
                 const int taken = atomicAdd(&next_item[p.counter], 1);
                 if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
@@ -216,10 +216,10 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
             if (w.b < 0) break;
             const int first_q = w.q0 + 64 * wg, end_q = min(first_q + 64, p.Tq);
-            const int k_end = first_q < 0 ? 0 : Causal ? min(p.Tk, end_q + p.shift) : p.Tk;
+            const int k_end = first_q < 0 ? 0 : min(p.Tk, end_q + p.shift);
             // The tiles that some query here sees, and those that all see whole.
             const int my_tiles = max(0, (k_end + Bc - 1) / Bc);
-            const int unmasked = max(0, (Causal ? min(p.Tk, first_q + p.shift + 1) : p.Tk) / Bc);
+            const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
 
             float s[Bc / 8][4], o[HS / 8][4];
             uint32_t p_regs[Bc / 16][4];
@@ -301,7 +301,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 #pragma unroll
                     for (int r = 0; r < 2; r++) {
                         const int query = first_q + 16 * warp + 8 * r + lane / 4;
-                        const int end = (Causal ? min(p.Tk, query + p.shift + 1) : p.Tk) - j * Bc - lane % 4 * 2;
+                        const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
 #pragma unroll
                         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -507,8 +507,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
                       k_map = tensor_map("k", k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       v_map = tensor_map("v", v, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       out_map = Block ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
-    // The block form has one kernel: for it, not causal is a block of queries that come after all keys.
-    const auto kernel = s.causal ? forward_kernel<HS, true, Block> : forward_kernel<HS, Block, Block>;
+    const auto kernel = forward_kernel<HS, Block>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
     kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
                                                                                         p);
@@ -550,7 +549,7 @@ size_t saved_bytes(const AttentionShape&) {
 bool built_for_sm90a() {
     static const bool built = [] {
         cudaFuncAttributes attributes;
-        CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, true, false>));
+        CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, false>));
         return attributes.numRegs > 64;  // an empty body needs a handful
     }();
     return built;

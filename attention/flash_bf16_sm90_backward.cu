@@ -84,7 +84,7 @@ struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
     float *dq_acc, *dk_acc, *dv_acc;        // block form: added into; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH
-    int shift;                              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int q_tiles, k_tiles;
     int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
@@ -192,22 +192,19 @@ struct Work {
     int k_tile, bh;
     int first, last;  // query tiles; last < first if no query sees these keys
 };
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ Work work_of(const Args& args, int number) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
     Work w = {number / args.heads, number % args.heads, 0, args.q_tiles - 1};
-    if (Causal) {
-        const int first_query = max(0, w.k_tile * Bc - args.shift);
-        w.first = first_query / Br;
-        if (first_query >= args.Tq) w.last = w.first - 1;
-    }
+    const int first_query = max(0, w.k_tile * Bc - args.shift);
+    w.first = first_query / Br;
+    if (first_query >= args.Tq) w.last = w.first - 1;
     return w;
 }
 // The last key tile that query tile i sees.
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ int last_k_tile(const Args& args, int i) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    if (!Causal) return args.k_tiles - 1;
     return min(args.k_tiles - 1, (min((i + 1) * Br, args.Tq) - 1 + args.shift) / Bc);
 }
 
@@ -261,7 +258,7 @@ __device__ __forceinline__ void store_tile(const CUtensorMap* map, uint32_t tile
     for (int panel = 0; panel < HS / 64; panel++) tma_store_4d(map, tile + panel * rows * 128, panel * 64, h, t, b);
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
@@ -281,7 +278,7 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
             mbarrier_arrive(kv_full);
             return;
         }
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         const uint32_t kv_stage = control.base + (item & 1) * T::KvBytes;
         mbarrier_arrive_expect(kv_full, 2 * T::KvBytes);
@@ -300,20 +297,20 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     }
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ void usher(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     for (int item = 0, n = 0;; item++) {
         const int number = control.wait_item(smem, item);
         if (number < 0) return;
         mbarrier_arrive(control.kv_empty(item));
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         // Key tile 0 starts a sum where another head's was: that has been read when its last key tile has had its turn.
         const bool inherits = w.k_tile == 0 && w.bh >= args.ring;
         const int* turns = args.turn + static_cast<size_t>(inherits ? w.bh - args.ring : w.bh) * args.q_tiles;
         for (int i = w.last; i >= w.first; i--, n++) {
             mbarrier_wait(control.added(n), n >> 1 & 1 ^ 1);  // tile n − 2 is over: no barrier may run a round ahead
-            const int turn = inherits ? last_k_tile<HS, Causal>(args, i) + 1 : w.k_tile;
+            const int turn = inherits ? last_k_tile<HS>(args, i) + 1 : w.k_tile;
             if (turn > 0)
                 while (load_acquire_gpu(turns + i) < turn) {}
             mbarrier_arrive(control.turn(n));
@@ -321,7 +318,7 @@ __device__ __forceinline__ void usher(const Args& args, const unsigned char* sme
     }
 }
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __device__ __forceinline__ void announcer(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
@@ -329,11 +326,11 @@ __device__ __forceinline__ void announcer(const Args& args, const unsigned char*
         const int number = control.wait_item(smem, item);
         if (number < 0) return;
         mbarrier_arrive(control.kv_empty(item));
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         int* turns = args.turn + static_cast<size_t>(w.bh) * args.q_tiles;
         for (int i = w.last; i >= w.first; i--, n++) {
             mbarrier_wait(control.added(n), n >> 1 & 1);
-            const bool final = w.k_tile == last_k_tile<HS, Causal>(args, i);
+            const bool final = w.k_tile == last_k_tile<HS>(args, i);
             if (!Block && final) {  // the consumers have put the rounded dQ into dO's place
                 store_tile<HS>(&args.dq, control.base + T::Do + (n & 1) * T::QBytes, T::Br, w.bh % args.NH, i * T::Br,
                                w.bh / args.NH);
@@ -346,14 +343,14 @@ __device__ __forceinline__ void announcer(const Args& args, const unsigned char*
     }
 }
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __device__ __forceinline__ void storer(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
         const int number = control.wait_item(smem, item);
         if (number < 0) return;
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         mbarrier_wait(control.kv_done(), item & 1);
         if (!Block) {
@@ -396,7 +393,7 @@ __device__ __forceinline__ size_t fragment_at(const Args& args, int bh, int T, i
     return ((static_cast<size_t>(bh / args.NH) * T + t) * args.NH + bh % args.NH) * HS + threadIdx.x % 4 * 2;
 }
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_constant__ Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using T = Tiles<HS>;
@@ -411,11 +408,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
     if (threadIdx.x < 128) {
         setmaxnreg_dec<24>();
-        grid_wait_dependency();                                // statistics, turns and the ticket are prepare_kernel's
-        if (threadIdx.x == 0) loader<HS, Causal>(args, smem);  // a warp each: lanes of one would wait for one another
-        if (threadIdx.x == 32) usher<HS, Causal>(args, smem);
-        if (threadIdx.x == 64) announcer<HS, Causal, Block>(args, smem);
-        if (threadIdx.x == 96) storer<HS, Causal, Block>(args, smem);
+        grid_wait_dependency();                        // statistics, turns and the ticket are prepare_kernel's
+        if (threadIdx.x == 0) loader<HS>(args, smem);  // a warp each: lanes of one would wait for one another
+        if (threadIdx.x == 32) usher<HS>(args, smem);
+        if (threadIdx.x == 64) announcer<HS, Block>(args, smem);
+        if (threadIdx.x == 96) storer<HS, Block>(args, smem);
     } else {
         setmaxnreg_inc<240>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // known to be uniform
@@ -427,7 +424,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
         for (int item = 0, n = 0;; item++) {
             const int number = __shfl_sync(~0u, control.wait_item(smem, item), 0);
             if (number < 0) break;
-            const Work w = work_of<HS, Causal>(args, number);
+            const Work w = work_of<HS>(args, number);
             const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes,
                            v_smem = base + T::V + (item & 1) * T::KvBytes;
             const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
@@ -472,12 +469,12 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     wgmma_wait<1>();  // Sᵀ; dPᵀ runs on
                     wgmma_hold(s);
                     const int k0 = w.k_tile * Bc, q0 = i * Br;
-                    if ((Causal && q0 + args.shift < k0 + Bc - 1) || k0 + Bc > args.Tk) {
+                    if (q0 + args.shift < k0 + Bc - 1 || k0 + Bc > args.Tk) {
                         const int lane = lane_id();  // a register less in the loop
 #pragma unroll
                         for (int r = 0; r < 2; r++) {
                             const int key = k0 + row + 8 * r + lane / 4;
-                            int hidden = Causal ? key - args.shift - q0 : 0;  // queries before it do not see the key
+                            int hidden = key - args.shift - q0;  // queries before it do not see the key
                             if (key >= args.Tk) hidden = Br;
                             hidden -= lane % 4 * 2;
 #pragma unroll
@@ -559,7 +556,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
                     wgmma_wait<2>();  // dQ
                     wgmma_hold(dq);
-                    const bool final = !Block && w.k_tile == last_k_tile<HS, Causal>(args, i);
+                    const bool final = !Block && w.k_tile == last_k_tile<HS>(args, i);
                     mbarrier_wait(control.turn(n), n >> 1 & 1);
                     float4* sum = reinterpret_cast<float4*>(args.dq_sum) +
                                   (static_cast<size_t>(slot) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
@@ -666,7 +663,7 @@ struct Layout {
 };
 
 template <int HS>
-void launch(PrepareArgs& prepare, Args& args, bool causal, const Cuda& dev) {
+void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     const size_t prepare_blocks = static_cast<size_t>(args.heads) * args.q_tiles;
     const size_t items = static_cast<size_t>(args.heads) * args.k_tiles;
     if (std::max(prepare_blocks, items) > INT_MAX / 2)
@@ -676,10 +673,7 @@ void launch(PrepareArgs& prepare, Args& args, bool causal, const Cuda& dev) {
     prepare.first_ticket = blocks;
     prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    // The block form has one kernel: for it, not causal is a block of queries that come after all keys.
-    const auto kernel = args.dq_acc ? backward_kernel<HS, true, true>
-                        : causal    ? backward_kernel<HS, true, false>
-                                    : backward_kernel<HS, false, false>;
+    const auto kernel = args.dq_acc ? backward_kernel<HS, true> : backward_kernel<HS, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
     cudaLaunchAttribute overlap{};  // starts while prepare_kernel's last blocks run
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -715,9 +709,9 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,           args.stats, args.turn,
                         args.ticket, s.NH,   s.Tq,   layout.q_tiles, 0};
     if (s.HS == 64)
-        launch<64>(prepare, args, s.causal, dev);
+        launch<64>(prepare, args, dev);
     else
-        launch<128>(prepare, args, s.causal, dev);
+        launch<128>(prepare, args, dev);
 }
 
 void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
