@@ -64,26 +64,27 @@ void Cpu::download(void* host, const void* src, size_t bytes) const {
 constexpr int kSlice = 64;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Encoder: out[b,t] = wte[token[b,t]] + wpe[t]
+// Encoder: out[b,t] = wte[token[b,t]] + wpe[position of t]
 
 template <class X>
-void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions) {
 #pragma omp parallel for
     for (size_t n = 0; n < size_t(B) * T; n++) {
         const X* token = wte + size_t(tokens[n]) * C;
-        const X* position = wpe + n % T * C;
+        const X* position = wpe + size_t(positions.of(n % T)) * C;
         for (int c = 0; c < C; c++) out[n * C + c] = token[c] + position[c];
     }
 }
 
 template <class X>
 void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* dout, const int* tokens, int B, int T,
-                      int C) {
+                      int C, const Positions& positions) {
 #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kSlice)
         for (size_t n = 0; n < size_t(B) * T; n++) {
             Acc<X>* dtoken = dwte + size_t(tokens[n]) * C;
-            Acc<X>* dposition = dwpe + n % T * C;
+            Acc<X>* dposition = dwpe + size_t(positions.of(n % T)) * C;
             for (int c = c0; c < std::min(c0 + kSlice, C); c++) {
                 dtoken[c] += dout[n * C + c];
                 dposition[c] += dout[n * C + c];
@@ -609,8 +610,9 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define INSTANTIATE(X)                                                                                                 \
-    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int);                      \
-    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int);                    \
+    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int,                       \
+                                  const Positions&);                                                                   \
+    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&);  \
     template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
     template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
                                              size_t, int);                                                             \

@@ -41,10 +41,12 @@ struct Cpu {
 };
 
 template <class X>
-void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C);
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions = {});
 template <class X>
 void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B, int T,
-                      int C);
+                      int C,
+                      const Positions& positions = {});
 inline size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
 // On the CPU the plan is the token list itself.
 inline size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }

@@ -26,24 +26,43 @@ NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), 
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     job.broadcast(&id, 1);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
+    make_stream();
+    job.also_watch([this] { return asynchronous_error(); });
+}
+
+NcclComm::NcclComm(NcclComm& all, int first, int count)
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), all_(&all) {
+    NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
+    make_stream();
+    job_.also_watch([this] {
+        const std::string error = all_->asynchronous_error();
+        return error.empty() ? asynchronous_error() : error;
+    });
+}
+
+void NcclComm::make_stream() {
     int least = 0, greatest = 0;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
     CUDA_CHECK(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
-    job.also_watch([this]() -> std::string {
-        ncclResult_t error = ncclSuccess;
-        const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
-        if (asked != ncclSuccess) error = asked;
-        if (error == ncclSuccess || error == ncclInProgress) return "";
-        const char* more = ncclGetLastError(comm_);
-        return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
-    });
+}
+
+std::string NcclComm::asynchronous_error() const {
+    ncclResult_t error = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
+    if (asked != ncclSuccess) error = asked;
+    if (error == ncclSuccess || error == ncclInProgress) return "";
+    const char* more = ncclGetLastError(comm_);
+    return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
 }
 
 // Statuses are dropped: a destructor cannot throw.
 NcclComm::~NcclComm() {
-    job_.also_watch(nullptr);
+    if (all_)
+        job_.also_watch([all = all_] { return all->asynchronous_error(); });
+    else
+        job_.also_watch(nullptr);
     if (std::uncaught_exceptions() > 0)
         ncclCommAbort(comm_);
     else
@@ -110,6 +129,8 @@ NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), 
         "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say where it is "
         "with make NCCL_HOME=…, and build again");
 }
+NcclComm::NcclComm(NcclComm& all, int first, int count)
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_) {}
 NcclComm::~NcclComm() = default;
 void NcclComm::fork() {}
 void NcclComm::join() {}

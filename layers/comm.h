@@ -23,6 +23,8 @@ class NcclComm {
   public:
     // Throws Error if this program was built without NCCL, or NCCL cannot connect the ranks.
     NcclComm(const Cuda& dev, Job& job);
+    // Of `count` of all ranks, from `first` on: every rank makes one, with its own part. Has a stream of its own.
+    NcclComm(NcclComm& all, int first, int count);
     ~NcclComm();
     NcclComm(const NcclComm&) = delete;
     NcclComm& operator=(const NcclComm&) = delete;
@@ -55,7 +57,10 @@ class NcclComm {
     ncclComm* comm_ = nullptr;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t ready_ = nullptr, done_ = nullptr;
+    NcclComm* const all_ = nullptr;  // of which this is a part
 
+    void make_stream();
+    std::string asynchronous_error() const;
     void begin_group();
     void end_group();
     void all_gather_bytes(char* x, size_t bytes);

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include <climits>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -47,6 +48,13 @@ struct BlockShape {
     bool causal = true;
     float scale = 0.f;
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
+};
+
+// Where a sequence's rows stand in it: the first `chunk` of them from position `early` on, those behind them from `late`
+// on, as a rank of a ring has them (attention/ring.h). Default: from 0 on.
+struct Positions {
+    int chunk = INT_MAX, early = 0, late = 0;
+    __host__ __device__ int of(int row) const { return row < chunk ? early + row : late + (row - chunk); }
 };
 
 // Part of the flat parameter arena, for the optimizer: `size` elements from `begin` on, decayed or not; and as many again,
