@@ -423,6 +423,50 @@ static void check_regrouped(const std::string& options, int most, double toleran
     CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
     CHECK(close(logged("re" + name, "train", "loss_nats"), logged(name, "train", "loss_nats"), 12, tolerance));
 }
+// --context-parallel: ranks that share sequences, and groups of them, train, validate and resume as one rank does.
+TEST(ranks_share_sequences) {
+    const std::string options = ranks_options() + "-b 2 -d 256 -v 5 -m 5 ";
+    CHECK(run(options + "-x 10 -o " + dir() + "/whole").code == 0);
+    struct Case {
+        int ranks, context, zero;
+    };
+    for (const Case& c : {Case{2, 2, 0}, Case{4, 4, 1}, Case{4, 2, 1}}) {
+        const std::string name = format("shared_%d_%d", c.ranks, c.context), out = dir() + "/" + name;
+        const std::string command = options + format("--gpus %d --context-parallel %d --zero %d -o ", c.ranks,
+                                                     c.context, c.zero) + out;
+        CHECK_RUN(run(command + " -x 6"), 0, format("sequences divided among %d", c.context).c_str());
+        CHECK_RUN(run(command + " -x 10 -y 1"), 0, "step 10/10 | loss");
+        for (const char* key : {"loss_nats", "grad_norm"})
+            CHECK(close(logged(name, "train", key), logged("whole", "train", key), 10, 1e-4));
+        const std::vector<double> val = logged(name, "val", "loss_nats"), whole = logged("whole", "val", "loss_nats");
+        CHECK(val.size() > 2 && close({val.front(), val.back()}, {whole.front(), whole.back()}, 2, 1e-4));
+    }
+    const std::string eval = "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " +
+                             text_file();
+    const double one = number_after(run(eval).out, "val loss ");
+    CHECK_NEAR(number_after(run(eval + " --gpus 4 --context-parallel 2").out, "val loss "), one, 1e-4);
+    CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
+}
+
+TEST(gpus_share_sequences) {
+    const int gpus = two_gpus();
+    const std::string common =
+        "-e tiny -b 2 -t 256 -d 1024 -s 0 -x 20 -v 10 -m 5 -i " + text_file() + " -j " + text_file() + " ";
+    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+        const std::string options = common + "--precision " + precision + " ", one = format("whole_%.4s", precision);
+        const double tolerance = precision[0] == 'f' ? 1e-3 : 2e-2;
+        CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
+        for (const auto& c : {std::pair<int, int>{2, 2}, {4, 4}, {4, 2}}) {
+            if (c.first > gpus) continue;
+            const std::string name = one + format("_%d_%d", c.first, c.second);
+            CHECK_RUN(run(options + format("--gpus %d --context-parallel %d -o ", c.first, c.second) + dir() + "/" + name),
+                      0, "step 20/20");
+            CHECK(close(logged(name, "train", "loss_nats"), logged(one, "train", "loss_nats"), 20, tolerance));
+            CHECK(close(logged(name, "val", "loss_nats"), logged(one, "val", "loss_nats"), 3, tolerance));
+        }
+    }
+}
+
 TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
     check_regrouped(ranks_options(), 4, 1e-4, "grouped");
     CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(dir() + "/regrouped", 12)), 0, "");
@@ -459,6 +503,11 @@ TEST(usage_errors_of_ranks) {
     CHECK_RUN(run(ranks_options() + "--gpus 3"), 2, "B·T·ranks");
     CHECK_RUN(run(ranks_options() + "--gpus 3 -d 96 --zero 1"), 2, "--zero 0");
     CHECK_RUN(run("--device cpu --generate 5 -e x --gpus 2"), 2, "--generate");
+    CHECK_RUN(run(ranks_options() + "--gpus 4 --context-parallel 3"), 2, "use --gpus 6");
+    CHECK_RUN(run(ranks_options() + "--context-parallel 2"), 2, "use --gpus 2");
+    CHECK_RUN(run(ranks_options() + "-t 36 --gpus 4 --context-parallel 4"), 2, "use -t 32");
+    CHECK_RUN(run(ranks_options() + "--gpus 2 --context-parallel 2 --attention naive"), 2, "--attention flash");
+    CHECK_RUN(run(ranks_options() + "--gpus 2 --context-parallel 2 --hellaswag x"), 2, "--hellaswag");
     CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
     CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
     CHECK_RUN(run("--device cpu --gpus 2 -e tiny -i " + dir() + "/nothing.txt"), 1, "nothing.txt");
