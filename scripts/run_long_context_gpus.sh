@@ -6,7 +6,7 @@
 #   model    its 1 024 position embeddings are repeated 256 times; training tells the copies apart
 #   data     python3 data/prepare.py fineweb10B          20 GB of shards; a window holds hundreds of documents
 #   tokens   500 steps · 524 288 tokens = 2.62e8; two sequences a step, one after the other
-#   FLOPs    6·N + 6·L·C·T = 6·325 015 296 + 6·12·768·262 144 = 1.95e9 + 1.45e10 = 1.64e10 a token;  4.31e18 in all.
+#   FLOPs    6·N + 6·L·C·T = 6·325 016 064 + 6·12·768·262 144 = 1.95e9 + 1.45e10 = 1.64e10 a token;  4.31e18 in all.
 #            Attention is nine tenths of the work.
 #   time     GPUS=4: see the table of ring attention in README.md for the rate; 4.31e18 FLOPs at 4 · 400 TFLOP/s are 45 minutes
 #   memory   a GPU has 65 536 of the tokens: what 64 sequences of 1 024 take. --memory says how much
