@@ -590,32 +590,34 @@ TEST(an_error_in_one_ranks_data_ends_the_job) {
     CHECK(contains(r.out, "step 2/4") && contains(r.out, "rank 1 (pid "));
 }
 
-TEST(ranks_that_differ_are_refused) {
+static void check_differing(const std::string& device) {
     const std::string program = std::filesystem::current_path().string() + "/train_gpt2cu";
-    const std::string here = dir() + "/here", there = dir() + "/there";
+    const std::string here = dir() + "/here_" + device, there = dir() + "/there_" + device;
     CHECK(shell("mkdir " + here + " " + there + " && cp " + program + " " + there + "/changed && printf x >>" + there +
                 "/changed")
               .code == 0);
     write_file(here + "/book.txt", std::string(3000, 'a'));
     write_file(there + "/book.txt", std::string(2999, 'a') + "b");
-    const auto both = [&](const std::string& first, const std::string& second, int port) {
-        const std::string options = " --device cpu -e tiny -b 1 -t 32 -x 2 -v 0 -s 0 -i book.txt ";
-        return shell("(cd " + here + " && " + as_rank(0, 2, port) + first + options + ") & (cd " + there + " && " +
-                     as_rank(1, 2, port) + second + options + "); echo one $?; wait $!; echo zero $?");
-    };
-    const int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
+    const std::string options = " --device " + device + " -e tiny -b 1 -t 32 -x 2 -v 0 -s 0 -i book.txt ";
     struct Case {
-        std::string first, second, what;
+        std::string folder, second, what;
     };
-    int at = port;
-    for (const Case& c :
-         {Case{program, there + "/changed", "program: rank 1"}, Case{program, program, "data: rank 1"}}) {
-        const Result r = both(c.first, c.second, at++);
+    int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
+    for (const Case& c : {Case{there, there + "/changed", "program: rank 1"}, Case{there, program, "data: rank 1"},
+                          Case{here, program + " -l 0.5", "--lr: rank 1"}}) {
+        const Result r =
+            shell("(cd " + here + " && " + as_rank(0, 2, port) + program + options + ") & (cd " + c.folder + " && " +
+                  as_rank(1, 2, port) + c.second + options + "); echo one $?; wait $!; echo zero $?");
         CHECK(contains(r.out, "one 1") && contains(r.out, "zero 1") && contains(r.out, c.what));
+        port++;
     }
-    const Result r = shell(as_rank(0, 2, at) + program + " " + ranks_options() + " & " + as_rank(1, 2, at) + program +
-                           " " + ranks_options() + "-l 0.5 ; echo one $?; wait $!; echo zero $?");
-    CHECK(contains(r.out, "--lr: rank 1") && contains(r.out, "has \"0.5\", rank 0 has \"0\""));
+}
+TEST(ranks_that_differ_are_refused) {
+    check_differing("cpu");
+}
+TEST(gpu_ranks_that_differ_are_refused) {
+    two_gpus();
+    check_differing("cuda");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
