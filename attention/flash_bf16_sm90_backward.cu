@@ -227,16 +227,15 @@ struct Control {
     __device__ uint32_t at(int index, int n) const { return base + Tiles<HS>::Control + 8 * (index + (n & 1)); }
 
     __device__ void init() const {
-        constexpr int kWarps = kConsumers / 32;
         for (int s = 0; s < 2; s++) {
             mbarrier_init(kv_full(s), 1);
             mbarrier_init(kv_empty(s), 3);
             mbarrier_init(q_full(s), 1);
-            mbarrier_init(q_empty(s), kWarps + 1);
+            mbarrier_init(q_empty(s), kConsumers + 1);
             mbarrier_init(turn(s), 1);
-            mbarrier_init(added(s), kWarps);
+            mbarrier_init(added(s), kConsumers);
         }
-        mbarrier_init(kv_done(), kWarps);
+        mbarrier_init(kv_done(), kConsumers);
         fence_mbarrier_init();
     }
     // Waits for the item's K and V and gives its number; −1: there are no more.
@@ -589,12 +588,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                         for (int c = 0; c < 8; c++)
                             red_add_v4(reinterpret_cast<float*>(sum + c * 128), dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
                     }
-                    __syncwarp();
-                    if (lane == 0) mbarrier_arrive(control.added(n));
+                    mbarrier_arrive(control.added(n));
 
                     wgmma_wait<1>();  // dK; the next Sᵀ runs on
                     wgmma_hold(dk);
-                    if (lane == 0) mbarrier_arrive(control.q_empty(n));
+                    mbarrier_arrive(control.q_empty(n));
                     n++, i--;
                 } while (i >= w.first);
             }
@@ -623,8 +621,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                 round_tile(dv, 1.f, v_smem, row, Bc);
                 fence_proxy_async();
             }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(control.kv_done());
+            mbarrier_arrive(control.kv_done());
         }
     }
 #endif

@@ -627,14 +627,16 @@ def test_losses_are_compared():
     with scratch() as tmp:
         out = tmp / "losses.jsonl"
         result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x16", "--steps", "3",
-                        "--seeds", "2", "--out", out)
+                        "--seeds", "2", "--gpus", "2", "--out", out)
         assert result.returncode == 0 and "is within the seeds' spread" in result.stdout, result
         naive, flash = (json.loads(line) for line in out.read_text().splitlines())
         assert (naive["attention"], flash["attention"], naive["B"], naive["T"]) == ("naive", "flash", 2, 16)
         assert naive["loss_min"] < naive["loss"] == flash["loss"] < naive["loss_max"] < 12 and naive["ms"] > 0
-        for bad, what in ((("--seeds", "1"), "--seeds"), (("--shapes", "4by4"), "4by4")):
+        for bad, what in ((("--seeds", "1"), "--seeds"), (("--shapes", "4by4"), "4by4"), (("--gpus", "0"), "--gpus")):
             result = script("compare_losses.py", *bad)
             assert result.returncode == 2 and what in result.stderr, result
+        result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x999999", "--gpus", "2")
+        assert result.returncode == 1 and "999999" in result.stderr, result
 
 
 def test_ranks_are_compared_and_timed():
