@@ -51,6 +51,7 @@ class Ring {
     void start(void* memory, Comm* comm) {
         place(memory);
         comm_ = comm;
+        if (zigzag_.ranks > 1) comm_->share(memory, bytes_);
     }
 
     void forward(X* out, A* lse, const X* qkv);

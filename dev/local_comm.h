@@ -38,6 +38,7 @@ class LocalComm {
     void fork() {}
     void join() {}
     void head_start() {}
+    void share(void*, size_t) {}
     template <class Calls>
     void group(Calls calls) {
         calls();

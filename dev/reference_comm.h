@@ -15,6 +15,7 @@ class CpuComm {
     void fork() {}
     void join() {}
     void head_start() {}
+    void share(void*, size_t) {}
     template <class Calls>
     void group(Calls calls) {
         calls();

@@ -123,6 +123,7 @@ void check_ring(const Dev& dev, Comm& comm, int B, int Tc, int NH, int HS, doubl
         check_close(what + "lse", lse.values(), whole.part_of_lse(zigzag, rank), tolerance);
         check_close(what + "dqkv", dqkv.values(), whole.part(whole.dqkv, zigzag, rank, 3 * C), tolerance);
     }
+    comm.share(nullptr, 0);
 }
 
 // Attention in chunks, against the same.

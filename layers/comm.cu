@@ -10,6 +10,8 @@
 // kernels; ncclCommAbort is for the destructor that runs while an Error unwinds.
 #include "layers/comm.h"
 
+#include <cstdlib>
+
 #ifdef HAVE_NCCL
 #include <nccl.h>
 
@@ -31,7 +33,7 @@ NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), 
 }
 
 NcclComm::NcclComm(NcclComm& all, int first, int count)
-    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), all_(&all) {
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), all_(&all), first_(all.first_ + first) {
     NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
     make_stream();
     job_.also_watch([this] {
@@ -92,8 +94,21 @@ static __global__ void wait_kernel(unsigned ns) {
     while (now - start < ns);
 }
 void NcclComm::head_start() {
+    if (copies_) return;  // they need none
     wait_kernel<<<1, 1, 0, dev_.stream>>>(5000);
     LAUNCH_CHECK("wait_kernel");
+}
+
+void NcclComm::share(void* memory, size_t bytes) {
+    if (!memory) {
+        CUDA_CHECK(cudaStreamSynchronize(stream_));
+        job_.barrier();
+        copies_.reset();
+        job_.barrier();  // now the memory may go
+        return;
+    }
+    if (std::getenv("RING_NCCL")) return;
+    copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
 }
 
 void NcclComm::begin_group() {
@@ -116,6 +131,8 @@ void NcclComm::all_gather_bytes(char* x, size_t bytes) {
 }
 
 void NcclComm::send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes) {
+    if (copies_ && copies_->has(send, bytes) && copies_->has(recv, bytes))
+        return copies_->send_recv(stream_, to, send, from, recv, bytes);
     group([&] {
         NCCL_CHECK(ncclSend(send, bytes, ncclChar, to, comm_, stream_));
         NCCL_CHECK(ncclRecv(recv, bytes, ncclChar, from, comm_, stream_));
@@ -135,6 +152,7 @@ NcclComm::~NcclComm() = default;
 void NcclComm::fork() {}
 void NcclComm::join() {}
 void NcclComm::head_start() {}
+void NcclComm::share(void*, size_t) {}
 void NcclComm::begin_group() {}
 void NcclComm::end_group() {}
 void NcclComm::all_reduce(float*, size_t) {}

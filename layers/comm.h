@@ -10,12 +10,14 @@
 //   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
 //   send_recv(to, send, from, recv, n)    to one rank, from one rank: the step of a ring
+//   share(memory, bytes)         what send_recv moves within it goes by the GPUs' copy engines where they reach each other
+//                                (peer_copy.h); all ranks have memory of the same size with the same layout; null: no more
 //
 // Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
 // does it, but its manual does not promise it; dev/test_comm checks.
 #pragma once
 #include "data/job.h"
-#include "layers/cuda.h"
+#include "layers/peer_copy.h"
 
 struct ncclComm;  // NCCL's, of which this header needs only the name
 
@@ -33,6 +35,7 @@ class NcclComm {
     void fork();
     void join();
     void head_start();
+    void share(void* memory, size_t bytes);
     template <class Calls>
     void group(Calls calls) {
         begin_group();
@@ -58,6 +61,8 @@ class NcclComm {
     cudaStream_t stream_ = nullptr;
     cudaEvent_t ready_ = nullptr, done_ = nullptr;
     NcclComm* const all_ = nullptr;  // of which this is a part
+    const int first_ = 0;            // the job's number of rank 0
+    std::unique_ptr<PeerCopies> copies_;
 
     void make_stream();
     std::string asynchronous_error() const;
