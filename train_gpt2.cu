@@ -195,7 +195,6 @@ struct Buffers {
     X* dresidual;    // (N, C) gradient of the residual stream
     X* wide;         // (N, 4C) gradient of fch, then of qkv; where GELU's outputs are kept, theirs is the memory for it
     void* scratch;   // for whoever runs: D, partial sums, pointers
-    void* ring;      // the ring's keys, values and sums
     int* batch;      // tokens, targets and encoder plans of a whole step
 };
 
@@ -270,7 +269,7 @@ class GPT2 {
     const int recompute;
     const Ranks<Dev> ranks;
     const size_t num_parameters;
-    Arena params, grads, adam, acts, buffers;
+    Arena params, grads, adam, acts, buffers, ring_memory;
 
     // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and what backward needs.
     // recompute: what forward does not keep and backward computes again: 1 the outputs of GELU, 2 of layer norms too.
@@ -283,7 +282,7 @@ class GPT2 {
     GPT2(const GPT2&) = delete;
     GPT2& operator=(const GPT2&) = delete;
 
-    std::array<Arena*, 5> arenas() { return {&params, &grads, &adam, &acts, &buffers}; }
+    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
@@ -438,8 +437,9 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                 {"dresidual", x, training ? N * C : 0},
                                 {"wide", x, training && recompute >= 1 ? N * 4 * C : 0},
                                 {"scratch", DType::i32, (scratch + 3) / 4},
-                                {"ring", DType::i32, ring_ ? ring_->bytes() / 4 : 0},
                                 {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
+    // By itself, for other ranks write into it.
+    if (ring_) ring_memory = Arena("ring", {{"ring", DType::i32, ring_->bytes() / 4}});
 }
 
 template <class Dev, class X>
@@ -454,9 +454,8 @@ void GPT2<Dev, X>::allocate() {
                 static_cast<X*>(b.at(4)),
                 static_cast<X*>(b.at(5)),
                 b.at(6),
-                b.at(7),
-                static_cast<int*>(b.at(8))};
-    if (ring_) ring_->start(buffers_.ring, ranks.ring);
+                static_cast<int*>(b.at(7))};
+    if (ring_) ring_->start(ring_memory.base, ranks.ring);
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 

@@ -66,6 +66,7 @@ void sum_rows(const Cuda& dev, Y* dst, size_t dst_stride, const float* a, const 
     on_rows<Add>(dev, dst, dst_stride, a, src_stride, b, src_stride, n, rows);
 }
 
+template void copy_rows(const Cuda&, float*, size_t, const double*, size_t, size_t, size_t);
 template void copy_rows(const Cuda&, float*, size_t, const float*, size_t, size_t, size_t);
 template void copy_rows(const Cuda&, bf16*, size_t, const bf16*, size_t, size_t, size_t);
 template void copy_rows(const Cuda&, bf16*, size_t, const float*, size_t, size_t, size_t);

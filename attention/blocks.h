@@ -5,7 +5,7 @@
 
 // As AttentionKernel's forward_block, backward_block and block_scratch_bytes.
 template <class X>
-void attention_forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const X> q, Heads<const X> k,
+void attention_forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& shape) {
     attention_kernel<X>(dev, Attention::flash, shape.HS).forward_block(dev, o_acc, lse, q, k, v, shape);
 }

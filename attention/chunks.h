@@ -41,6 +41,7 @@ class Chunks {
         take(o_, s_.B * size_t(s_.Tq) * C());
         for (A** p : {&dk_, &dv_}) take(*p, s_.B * size_t(k_chunk_) * C());
         for (A** p : {&lse_, &D_}) take(*p, size_t(s_.B) * s_.NH * s_.Tq);
+        take(running_lse_, size_t(s_.B) * s_.NH * q_chunk_);
         take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, largest)));
         return used;
     }
@@ -53,10 +54,11 @@ class Chunks {
     const BlockShape s_;
     const int q_chunk_, k_chunk_;
     size_t bytes_;
-    A* o_;                // chunk after chunk (B, Tq, NH, HS): the running output of one; then dq of all
-    A *dk_, *dv_;         // (B, Tk, NH, HS) of one chunk
-    A *lse_, *D_;         // chunk after chunk (B, NH, Tq)
-    char* scratch_;       // of the kernels
+    A* o_;                 // chunk after chunk (B, Tq, NH, HS): the running output of one; then dq of all
+    A *dk_, *dv_;          // (B, Tk, NH, HS) of one chunk
+    A *lse_, *D_;          // chunk after chunk (B, NH, Tq)
+    double* running_lse_;  // (B, NH, Tq) of one chunk
+    char* scratch_;        // of the kernels
 
     size_t C() const { return size_t(s_.NH) * s_.HS; }
     size_t o_at(int q0) const { return size_t(q0) * s_.B * C(); }
@@ -78,14 +80,14 @@ class Chunks {
 template <class Dev, class X>
 void Chunks<Dev, X>::forward(X* out, A* lse, const X* qkv) {
     for_each_chunk(s_.Tq, q_chunk_, [&](int q0, int Tq) {
-        attention_clear_state(dev_, o_, lse_, block(q0, Tq, 0, 0));
+        attention_clear_state(dev_, o_, running_lse_, block(q0, Tq, 0, 0));
         for_each_chunk(s_.Tk, k_chunk_, [&](int k0, int Tk) {
             if (sees(q0, Tq, k0))
-                attention_forward_block<X>(dev_, o_, lse_, heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
+                attention_forward_block<X>(dev_, o_, running_lse_, heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
                                            heads(qkv, k0, 2, 3), block(q0, Tq, k0, Tk));
         });
         copy_rows(dev_, out + q0 * C(), s_.Tq * C(), o_, Tq * C(), Tq * C(), s_.B);  // the one rounding
-        copy_rows(dev_, lse + q0, s_.Tq, lse_, Tq, Tq, size_t(s_.B) * s_.NH);
+        copy_rows(dev_, lse + q0, s_.Tq, running_lse_, Tq, Tq, size_t(s_.B) * s_.NH);
     });
 }
 

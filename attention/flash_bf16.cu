@@ -29,6 +29,7 @@
 
 #include "attention/attention.h"
 #include "attention/launch.h"
+#include "attention/merge.cuh"
 #include "attention/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -234,9 +235,10 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 
 struct ForwardArgs {
     Problem p;
-    Heads<bf16> out;  // whole form: written
-    float* o_acc;     // block form: merged into; null otherwise
+    Heads<bf16> out;    // whole form: written
     float* lse;
+    float* o_acc;  // block form: merged into; null otherwise
+    double* lse_acc;
 };
 
 template <int HS>
@@ -380,7 +382,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
-    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const size_t lse_row = static_cast<size_t>(w.bh) * p.Tq;
     const int first_row = first_q + lane / 4;
     if (args.o_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
@@ -390,7 +392,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const float old = lse_rows[row], weight = 1.f / (1.f + expf(old - lse[i][r]));  // σ(lse − old)
+                const auto [weight, merged] = merge(args.lse_acc[lse_row + row], lse[i][r]);
                 float2* acc =
                     reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
                     lane % 4;
@@ -401,7 +403,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                         make_float2(x.x - weight * (x.x - o[i][n][2 * r]), x.y - weight * (x.y - o[i][n][2 * r + 1]));
                 }
                 __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
             }
     } else {
 #pragma unroll
@@ -409,7 +411,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
         store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
     }
 #endif
@@ -813,12 +815,12 @@ void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* q
     launch_forward(args, whole(s), dev);
 }
 
-void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
                    Heads<const bf16> v, const BlockShape& s) {
     ForwardArgs args{};
     args.p = problem(q, k, v, s);
     args.o_acc = o_acc;
-    args.lse = lse;
+    args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
     launch_forward(args, s, dev);
 }

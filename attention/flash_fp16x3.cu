@@ -44,6 +44,7 @@
 
 #include "attention/attention.h"
 #include "attention/launch.h"
+#include "attention/merge.cuh"
 #include "attention/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -430,9 +431,10 @@ constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(
 
 struct ForwardArgs {
     Problem p;
-    Heads<float> out;  // whole form: written
-    float* o_acc;      // block form: merged into; null otherwise
+    Heads<float> out;    // whole form: written
     float* lse;
+    float* o_acc;  // block form: merged into; null otherwise
+    double* lse_acc;
 };
 
 template <int HS>
@@ -612,10 +614,11 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1/2, or NaN
             const float inverse = unseen ? 0.f : 1.f / sum;
             lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
+            l[i][r] = sum;
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
-    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const size_t lse_row = static_cast<size_t>(w.bh) * p.Tq;
     const int q0 = w.tile * Br, first_row = first_query() + lane / 4;
     if (args.o_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
@@ -625,23 +628,24 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const float old = lse_rows[row];
-                const bool heavier = lse[i][r] > old;  // ours; the lighter part's weight is σ(−|lse − old|)
-                const float weight = 1.f / (1.f + expf(fabsf(lse[i][r] - old)));
+                const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
+                const bool heavier = own > old;  // ours; the lighter part's weight is σ(−|own − old|)
+                const Merge merged = merge(heavier ? own : old, heavier ? old : own);
+                const float weight = merged.weight;
                 float2* acc =
                     reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
                     lane % 4;
-                auto merge = [&](float theirs, float ours) {
+                auto blend = [&](float theirs, float ours) {
                     const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
                     return x - weight * (x - y);
                 };
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
                     const float2 x = acc[4 * n];
-                    acc[4 * n] = make_float2(merge(x.x, o[i][n][2 * r]), merge(x.y, o[i][n][2 * r + 1]));
+                    acc[4 * n] = make_float2(blend(x.x, o[i][n][2 * r]), blend(x.y, o[i][n][2 * r + 1]));
                 }
                 __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged.lse;
             }
     } else {
 #pragma unroll
@@ -649,7 +653,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
         store_tile<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0, false);
     }
 #endif
@@ -1091,12 +1095,12 @@ void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float
     launch_forward(args, s.HS, dev);
 }
 
-void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float> q, Heads<const float> k,
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
                    Heads<const float> v, const BlockShape& s) {
     ForwardArgs args{};
     args.p = problem(q, k, v, s);
     args.o_acc = o_acc;
-    args.lse = lse;
+    args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
     launch_forward(args, s.HS, dev);
 }

@@ -27,6 +27,7 @@
 #include <climits>
 
 #include "attention/attention.h"
+#include "attention/merge.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
@@ -200,12 +201,12 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 
 struct ForwardArgs {
     float* out;  // (B,Tq,NH,HS)
-    float* lse;  // (B,NH,Tq)
+    float* lse;  // (B,NH,Tq), written; null: the block form
+    double* lse_acc;  // of the block form: out and lse_acc hold the state of earlier blocks
     Heads<const float> q, k, v;
     int Tq, Tk, NH;
     int shift;  // query i sees the keys j ≤ i + shift
     float scale;
-    bool carry;  // out and lse hold the state of earlier blocks
 };
 
 template <class Tile>
@@ -293,13 +294,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         if (kv_next < kv_end) store<Bc, HS>(kv_smem, kv_stage);
     }
 
-    float* lse = args.lse + static_cast<size_t>(blockIdx.x) * args.Tq;
-    float lse_old[M];
+    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.Tq;
+    const bool carry = args.lse_acc;
+    double lse_old[M];
 #pragma unroll
     for (int i = 0; i < M; i++) {
         l[i] = row_sum(l[i]);
         const int t = q0 + row + i * kLaneRows;
-        lse_old[i] = args.carry && t < args.Tq ? lse[t] : -INFINITY;
+        lse_old[i] = carry && t < args.Tq ? args.lse_acc[lse_row + t] : -INFINITY;
     }
     __syncwarp();  // all lanes of a row have read lse
 
@@ -309,16 +311,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         if (t >= args.Tq) continue;
         float* out = args.out + ((static_cast<size_t>(b) * args.Tq + t) * args.NH + h) * HS + 4 * col;
         const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
-        const float lse_b = l[i] == 0.f ? -INFINITY : m[i] + logf(l[i]);
-
-        // Merge: o ← o − σ(lse_b − lse)(o − o_b). A row to which this block shows no key stays as it is.
-        const float weight = lse_b == -INFINITY ? 0.f : 1.f / (1.f + expf(lse_old[i] - lse_b));
+        // A row to which this block shows no key stays as it is.
+        const auto [weight, lse] = l[i] == 0.f ? Merge{0.f, lse_old[i]} : merge(lse_old[i], m[i] + log_of(l[i]));
 #pragma unroll
         for (int n = 0; n < kOut / 4; n++) {
             float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
             const float* from = &o_regs[i][4 * n];
             float4 o_b{from[0] * inv_l, from[1] * inv_l, from[2] * inv_l, from[3] * inv_l};
-            if (args.carry) {
+            if (carry) {
                 const float4 old = *o;
                 o_b.x = old.x - weight * (old.x - o_b.x);
                 o_b.y = old.y - weight * (old.y - o_b.y);
@@ -327,10 +327,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
             }
             *o = o_b;
         }
-        if (col == 0) {
-            const float hi = fmaxf(lse_old[i], lse_b);
-            lse[t] = hi == -INFINITY ? hi : hi + log1pf(expf(-fabsf(lse_old[i] - lse_b)));
-        }
+        if (col == 0 && carry) args.lse_acc[lse_row + t] = lse;
+        if (col == 0 && !carry) args.lse[lse_row + t] = static_cast<float>(lse);
     }
 }
 
@@ -557,14 +555,14 @@ static void throw_no_tile(const Cuda& dev, const char* what) {
                what, dev.name.c_str()));
 }
 
-static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, Heads<const float> q,
-                        Heads<const float> k, Heads<const float> v, const BlockShape& s, bool carry) {
+static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, double* lse_acc,
+                        Heads<const float> q, Heads<const float> k, Heads<const float> v, const BlockShape& s) {
     check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
     check_aligned(what, "v", v);
     check_aligned(what, "out", out);
-    const ForwardArgs args{out, lse, q, k, v, s.Tq, s.Tk, s.NH, shift_of(s), s.resolved_scale(), carry};
+    const ForwardArgs args{out, lse, lse_acc, q, k, v, s.Tq, s.Tk, s.NH, shift_of(s), s.resolved_scale()};
     const bool launched =
         s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
                    : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
@@ -624,13 +622,13 @@ static Heads<X> part(X* qkv, int which, const AttentionShape& s) {
 }
 
 static void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    forward_any(dev, "flash_fp32 forward", out, lse, part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), whole(s),
-                false);
+    forward_any(dev, "flash_fp32 forward", out, lse, nullptr, part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s),
+                whole(s));
 }
 
-static void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float> q, Heads<const float> k,
+static void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
                           Heads<const float> v, const BlockShape& s) {
-    forward_any(dev, "flash_fp32 forward_block", o_acc, lse, q, k, v, s, true);
+    forward_any(dev, "flash_fp32 forward_block", o_acc, nullptr, lse, q, k, v, s);
 }
 
 static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,

@@ -70,6 +70,7 @@ class Ring {
     A* home_;        // (2: K and V, B, 2Tc, NH, HS): of its own keys by its own queries
     A* o_;           // (2 chunks, B, Tc, NH, HS): running output, then dq
     A* D_;           // (2 chunks, B, NH, Tc)
+    double* lse_;    // as D_: the running one
     char* scratch_;  // of the kernels
 
     size_t place(void* memory) {
@@ -85,6 +86,7 @@ class Ring {
         take(home_, 2 * elements());
         take(o_, elements());
         take(D_, elements() / HS_);
+        take(lse_, elements() / HS_);
         take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, {B_, Tc_, 2 * Tc_, NH_, HS_})));
         return used;
     }
@@ -158,9 +160,9 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
         depart(more, false);
         if (step == 0)
             for (int half = 0; half < 2; half++)
-                attention_clear_state(dev_, o_ + chunk(half), lse + stats(half), {B_, Tc_, Tc_, NH_, HS_});
+                attention_clear_state(dev_, o_ + chunk(half), lse_ + stats(half), {B_, Tc_, Tc_, NH_, HS_});
         for_each_block(step, [&](const Block& b) {
-            attention_forward_block<X>(dev_, o_ + chunk(b.half), lse + stats(b.half), heads(qkv, b.half, 0, 3),
+            attention_forward_block<X>(dev_, o_ + chunk(b.half), lse_ + stats(b.half), heads(qkv, b.half, 0, 3),
                                        keys(qkv, step, 0), keys(qkv, step, 1), b.shape);
         });
         arrive(more, false);
@@ -168,6 +170,7 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
     // The one rounding: chunk by chunk into the rows of out.
     for (int half = 0; half < 2; half++)
         copy_rows(dev_, out + half * Tc_ * C(), 2 * Tc_ * C(), o_ + chunk(half), Tc_ * C(), Tc_ * C(), B_);
+    copy_rows(dev_, lse, 2 * stats(1), lse_, 2 * stats(1), 2 * stats(1), 1);
 }
 
 // The gradients of a rank's keys start their way at the next rank, at step 1, and are home after ranks − 1 hops, the

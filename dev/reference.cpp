@@ -419,15 +419,15 @@ void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout
 // exact for any L and L_b: a set that is nothing beside the other has weight 0 or 1, and an empty one (L = −∞) none.
 
 template <class A>
-void attention_merge(A* o, A* lse, const A* o_b, A lse_b, int HS) {
-    constexpr A nothing = -std::numeric_limits<A>::infinity();
+void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
+    constexpr double nothing = -std::numeric_limits<double>::infinity();
     if (lse_b == nothing) return;
     if (*lse == nothing) {
         std::copy_n(o_b, HS, o);
         *lse = lse_b;
         return;
     }
-    const A weight = 1 / (1 + std::exp(*lse - lse_b));
+    const A weight = static_cast<A>(1 / (1 + std::exp(*lse - lse_b)));
     for (int d = 0; d < HS; d++) o[d] -= weight * (o[d] - o_b[d]);
     *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
 }
@@ -439,7 +439,7 @@ static int keys_seen(const BlockShape& s, int i) {
 }
 
 template <class X>
-void attention_forward_block(const Cpu&, Acc<X>* o_acc, Acc<X>* lse, Heads<const X> q, Heads<const X> k,
+void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& s) {
     using A = Acc<X>;
     const A scale = s.resolved_scale();
@@ -463,7 +463,8 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, Acc<X>* lse, Heads<const
                 }
                 for (int d = 0; d < s.HS; d++) o[d] /= sum;
                 attention_merge(o_acc + ((size_t(b) * s.Tq + i) * s.NH + h) * s.HS,
-                                lse + (size_t(b) * s.NH + h) * s.Tq + i, o, max + std::log(sum), s.HS);
+                                lse + (size_t(b) * s.NH + h) * s.Tq + i, o, double(max) + std::log(double(sum)),
+                                s.HS);
             }
         }
 }
@@ -496,9 +497,9 @@ void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, vo
 }
 
 template <class A>
-void attention_clear_state(const Cpu&, A* o_acc, A* lse, const BlockShape& s) {
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape& s) {
     std::fill_n(o_acc, size_t(s.B) * s.Tq * s.NH * s.HS, A(0));
-    std::fill_n(lse, size_t(s.B) * s.Tq * s.NH, -std::numeric_limits<A>::infinity());
+    std::fill_n(lse, size_t(s.B) * s.Tq * s.NH, -std::numeric_limits<double>::infinity());
 }
 
 template <class X>
@@ -511,7 +512,8 @@ void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int 
 
 template <class Y, class X>
 void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++) std::copy_n(src + r * src_stride, n, dst + r * dst_stride);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = static_cast<Y>(src[r * src_stride + i]);
 }
 
 template <class A>
@@ -629,12 +631,12 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
-    template void attention_forward_block(const Cpu&, X*, X*, Heads<const X>, Heads<const X>, Heads<const X>,          \
+    template void attention_forward_block(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,          \
                                           const BlockShape&);                                                          \
     template void attention_backward_block(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,              \
                                            Heads<const X>, Heads<const X>, const X*, const X*, const BlockShape&);     \
-    template void attention_merge(X*, X*, const X*, X, int);                                                           \
-    template void attention_clear_state(const Cpu&, X*, X*, const BlockShape&);                                        \
+    template void attention_merge(X*, double*, const X*, double, int);                                                 \
+    template void attention_clear_state(const Cpu&, X*, double*, const BlockShape&);                                   \
     template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
     template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
     template void add_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                  \
@@ -646,3 +648,4 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*, int, const AdamW&);
 INSTANTIATE(float)
 INSTANTIATE(double)
+template void copy_rows(const Cpu&, float*, size_t, const double*, size_t, size_t, size_t);

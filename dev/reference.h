@@ -106,7 +106,7 @@ void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const 
 
 // The block form, what attention/attention.h's kernels have: see there. And its helpers.
 template <class X>
-void attention_forward_block(const Cpu&, Acc<X>* o_acc, Acc<X>* lse, Heads<const X> q, Heads<const X> k,
+void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape&);
 template <class X>
 void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
@@ -115,9 +115,9 @@ void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, vo
 template <class X>
 size_t attention_block_scratch_bytes(const Cpu&, const BlockShape&) { return 0; }
 template <class A>  // o (HS) and lse of one row ← those of the keys seen so far and of more keys, o_b and lse_b
-void attention_merge(A* o, A* lse, const A* o_b, A lse_b, int HS);
+void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS);
 template <class A>
-void attention_clear_state(const Cpu&, A* o_acc, A* lse, const BlockShape&);
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape&);
 template <class X>
 void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS);
 // Rows of n elements, src_stride apart in src, dst_stride apart in dst.

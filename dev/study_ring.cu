@@ -21,6 +21,7 @@
 
 #include "attention/blocks.h"
 #include "attention/chunks.h"
+#include "attention/merge.cuh"
 #include "attention/ring.h"
 #include "data/options.h"
 #include "dev/bench.h"
@@ -146,6 +147,7 @@ void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, cons
     const DeviceMemory sums = device_memory(dev, 3 * in.n * sizeof(float));
     const DeviceMemory partial = device_memory(dev, 2 * chunk * C * sizeof(float));
     const DeviceMemory stats = device_memory(dev, 2 * size_t(chunk) * NH * sizeof(float));
+    const DeviceMemory running = device_memory(dev, size_t(chunk) * NH * sizeof(double));
     const DeviceMemory scratch = poisoned(dev, attention_block_scratch_bytes<X>(dev, largest));
     float *dq = as<float>(sums), *dk = dq + in.n, *dv = dk + in.n;
     float *o = as<float>(partial), *lse = as<float>(stats), *D = lse + size_t(chunk) * NH;
@@ -161,9 +163,10 @@ void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, cons
             const X* out = good.out + q0 * C;
             copy_rows(dev, lse, s.Tq, good.lse + q0, T, s.Tq, NH);
             if (own_lse) {
-                attention_clear_state(dev, o, lse, s);
-                attention_forward_block<X>(dev, o, lse, heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3),
-                                           heads(in.qkv, k0, 2, 3), s);
+                attention_clear_state(dev, o, as<double>(running), s);
+                attention_forward_block<X>(dev, o, as<double>(running), heads(in.qkv, q0, 0, 3),
+                                           heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), s);
+                copy_rows(dev, lse, s.Tq, as<double>(running), s.Tq, s.Tq, NH);
                 attention_round<X>(dev, rounded, o, s.Tq * C);
                 out = rounded;
             }
@@ -249,14 +252,15 @@ __global__ void round_trip_kernel(float* x, size_t n) {
     if (i < n) x[i] = __bfloat162float(__float2bfloat16_rn(x[i]));
 }
 // o, lse ← merge with o_b, lse_b: one block a row (t, h).
-__global__ void merge_kernel(float* o, float* lse, const float* o_b, const float* lse_b, int Tq, int NH) {
+__global__ void merge_kernel(float* o, double* lse, const float* o_b, const double* lse_b, int Tq, int NH) {
     const int t = blockIdx.x / NH, h = blockIdx.x % NH;
-    const float a = lse[h * Tq + t], b = lse_b[h * Tq + t];
+    const double a = lse[h * Tq + t], b = lse_b[h * Tq + t];
     const size_t i = size_t(blockIdx.x) * HS + threadIdx.x;
     __syncthreads();
     if (b == -INFINITY) return;
-    o[i] -= 1.f / (1.f + expf(a - b)) * (o[i] - o_b[i]);
-    if (threadIdx.x == 0) lse[h * Tq + t] = fmaxf(a, b) + log1pf(expf(-fabsf(a - b)));
+    const auto [weight, merged] = merge(a, b);
+    o[i] -= weight * (o[i] - o_b[i]);
+    if (threadIdx.x == 0) lse[h * Tq + t] = merged;
 }
 static void round_trip(const Rounding& dev, float* x, size_t n) {
     round_trip_kernel<<<blocks_of(n), kThreads, 0, dev.cuda.stream>>>(x, n);
@@ -264,10 +268,11 @@ static void round_trip(const Rounding& dev, float* x, size_t n) {
 }
 
 template <class X>
-void attention_forward_block(const Rounding& dev, float* o_acc, float* lse, Heads<const X> q, Heads<const X> k,
+void attention_forward_block(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& s) {
     const size_t rows = size_t(s.Tq) * s.NH;
-    float *o = dev.partial, *own_lse = o + rows * HS;
+    float* o = dev.partial;
+    double* own_lse = reinterpret_cast<double*>(o + rows * HS);
     attention_clear_state(dev.cuda, o, own_lse, s);
     attention_forward_block<X>(dev.cuda, o, own_lse, q, k, v, s);
     round_trip(dev, o, rows * HS);

@@ -600,16 +600,19 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     // Forward, and the one rounding at the end.
     std::list<Buffer> lse, o;
     for (Chunk q : q_chunks) {
+        const size_t rows = static_cast<size_t>(q.size) * s.B * s.NH;
         o.emplace_back("o_acc", q.size * row * sizeof(float));
-        lse.emplace_back("lse", static_cast<size_t>(q.size) * s.B * s.NH * sizeof(float));
-        attention_clear_state(gpu(), o.back().as<float>(), lse.back().as<float>(), shape_of(q, {0, s.T}));
+        Buffer running("running lse", rows * sizeof(double));
+        attention_clear_state(gpu(), o.back().as<float>(), running.as<double>(), shape_of(q, {0, s.T}));
         std::vector<Chunk> order = k_chunks;
         std::shuffle(order.begin(), order.end(), rng);
         for (Chunk k : order)
-            kernel.forward_block(gpu(), o.back().as<float>(), lse.back().as<float>(), heads(qkv.as<X>(), 0, q.begin, s),
+            kernel.forward_block(gpu(), o.back().as<float>(), running.as<double>(), heads(qkv.as<X>(), 0, q.begin, s),
                                  heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), shape_of(q, k));
         place(got[Out], o.back().download<float>(q.size * row), q, s);
-        place_rows(got[Lse], lse.back().download<float>(static_cast<size_t>(q.size) * s.B * s.NH), q, s);
+        const std::vector<double> running_host = running.download<double>(rows);
+        lse.emplace_back("lse", std::vector<float>(running_host.begin(), running_host.end()));
+        place_rows(got[Lse], lse.back().download<float>(rows), q, s);
     }
     const std::vector<float> o_all(got[Out].begin(), got[Out].end());
     Buffer o_fp32("o_fp32", o_all), out("out", o_all.size() * sizeof(X));
@@ -692,15 +695,17 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     const size_t C = static_cast<size_t>(s.NH) * HS, rows = static_cast<size_t>(s.B) * s.NH * Tq, n_q = s.B * Tq * C,
                  n_k = s.B * Tk * C;
     const BlockShape shape{s.B, Tq, Tk, s.NH, HS, 0, k_offset};
-    Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float)), lse("lse", rows * sizeof(float));
+    Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float));
+    Buffer running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
     Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", std::vector<float>(n_q, 0.f));
     Buffer dk("dk", std::vector<float>(n_k, 0.f)), dv("dv", std::vector<float>(n_k, 0.f));
     Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
     const Heads<const X> q = heads(qkv.as<X>(), 0, 0, s), k = heads(qkv.as<X>(), 1, 0, s),
                          v = heads(qkv.as<X>(), 2, 0, s);
-    attention_clear_state(gpu(), o.as<float>(), lse.as<float>(), shape);
+    attention_clear_state(gpu(), o.as<float>(), running.as<double>(), shape);
     for (int twice = 0; twice < 2; twice++)  // the second time merges empty with empty
-        kernel.forward_block(gpu(), o.as<float>(), lse.as<float>(), q, k, v, shape);
+        kernel.forward_block(gpu(), o.as<float>(), running.as<double>(), q, k, v, shape);
+    copy_rows(gpu(), lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
     kernel.backward_block(gpu(), dq.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
                           {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
 
