@@ -101,6 +101,7 @@ struct TensorSpec {
     bool decay = false;
     bool matmul = false;  // a matmul's weight
     size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
+    bool by_layer() const { return matmul && layers > 0; }  // how ranks sum and divide it: a layer at a time, or whole
 };
 
 struct Arena {
@@ -206,17 +207,19 @@ struct Buffers {
 // only its share of the summed gradients, keeps optimizer state for that share alone, updates it, and all ranks gather
 // the parameters.
 //
-// The share of rank r: part r of n of every tensor, each layer's separately, so that a layer is summed as soon as
-// backward is through with it. Gradients and state of a share lie back to back.
+// The share of rank r: part r of n of every tensor; of the matmuls' weights, which are nearly everything, part r of each
+// layer's, so that a layer is summed as soon as backward is through with it. Gradients and state of a share lie back to
+// back.
 static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks) {
     std::vector<ParamRange> share;
     size_t at = 0, state = 0;
     for (const TensorSpec& t : params.tensors) {
-        const size_t pieces = std::max(t.layers, 1), size = t.size / ranks, begin = at + rank * size;
+        const size_t pieces = t.by_layer() ? t.layers : 1, stride = t.elements() / pieces;
+        const size_t size = stride / ranks, begin = at + rank * size;
         if (ranks == 1)  // everything: one piece a tensor
             share.push_back({at, t.elements(), t.decay});
         else
-            share.push_back({begin, size, t.decay, pieces, t.size, begin - state});
+            share.push_back({begin, size, t.decay, pieces, stride, begin - state});
         at += t.elements(), state += pieces * size;
     }
     return share;
@@ -557,13 +560,18 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
         A* const none = nullptr;
         X* wide = recompute >= 1 ? buffers_.wide : a.gelu;
+        const auto sum_layer_above = [&] {
+            if (sum_over_ranks && l + 1 < config.L) sum_gradients(l + 1);
+        };
         if (recompute >= 1) {  // the pass over fch makes GELU's output again, which the weights' gradient needs
             matmul_backward<X>(dev, wide, none, none, scratch, dresidual, nullptr, w.fcprojw, N, 4 * C, C);
+            sum_layer_above();
             gelu_backward(dev, wide, g.fcb, a.gelu, scratch, a.fch, wide, N, 4 * C);
             matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C,
                                accumulate);
         } else {
             matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C, accumulate);
+            sum_layer_above();
             gelu_backward<X>(dev, wide, g.fcb, nullptr, scratch, a.fch, wide, N, 4 * C);
         }
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
@@ -576,31 +584,32 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         else
             attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
+        qkv_bias_backward(dev, g.qkvb, scratch, wide, g.attprojb, w.attprojw, N, C);
+        matmul_backward(dev, dln, g.qkvw, none, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
-        if (sum_over_ranks) sum_gradients(l);
     }
+    if (sum_over_ranks) sum_gradients(0);
     encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C, positions());
     if (sum_over_ranks) sum_gradients(kNoLayer);
 }
 
-// Starts adding up over the ranks the gradients of a layer, or of all tensors that are outside the layers.
+// Starts adding up over the ranks the gradients of a layer's matmul weights, or of all that does not go by layer.
 template <class Dev, class X>
 void GPT2<Dev, X>::sum_gradients(int layer) {
     Range range("sum gradients");
     const std::vector<ParamRange> own = share(ranks.rank);
-    const size_t l = std::max(layer, 0);
+    const int l = std::max(layer, 0);
     ranks.comm->fork();
     ranks.comm->group([&] {
         for (size_t i = 0; i < params.tensors.size(); i++) {
             const TensorSpec& t = params.tensors[i];
-            if ((t.layers > 0) != (layer != kNoLayer)) continue;
-            A* g = static_cast<A*>(grads.at(i, layer));
+            if (t.by_layer() != (layer != kNoLayer)) continue;
+            A* g = static_cast<A*>(grads.at(i, l));
             if (ranks.sharded)
                 ranks.comm->reduce_scatter(buffers_.share + own[i].state(l), g, own[i].size);
             else
-                ranks.comm->all_reduce(g, t.size);
+                ranks.comm->all_reduce(g, t.by_layer() ? t.size : t.elements());
         }
     });
 }
@@ -731,10 +740,16 @@ static double normal(uint64_t seed, uint64_t index) {  // Box–Muller
     return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
 }
 
-// From the master's precision to X, on the device.
+// From the master's precision to X, on the device; of the master this rank's share.
 template <class Dev, class X>
 void GPT2<Dev, X>::set_parameters(std::vector<A>& values) {
-    if (master()) dev.upload(master(), values.data(), num_parameters * sizeof(A));
+    if (master()) {
+        std::vector<A> own(num_parameters / shards());
+        for_each_piece(share(ranks.rank), num_parameters, shards(), 1,
+                       [&](size_t at, size_t state, size_t n) { std::copy_n(&values[at], n, &own[state]); });
+        dev.upload(master(), own.data(), own.size() * sizeof(A));
+        dev.sync();
+    }
     if constexpr (has_master) {
         std::vector<X> rounded(num_parameters);
 #pragma omp parallel for

@@ -265,8 +265,9 @@ int run(Cuda& dev, const Options& o) {
     b.layer(
         "gradient norm", {g_(1, kOut), A_(1)}, {f},
         [&](const auto& m) { global_norm(m.dev, m.a(0), m.scratch, m.a(1), m.N); }, parameters);
+    const Tensor squares = {Tensor::A, true, 1, 1e-3, 1e-2};
     b.layer(
-        "adamw", {X_(1), A_(1), A_(1), A_(1, 1e-3), A_(1), g_(1)}, {7 * f + (sizeof(X) < sizeof(float) ? x : 0)},
+        "adamw", {X_(1), A_(1), A_(1), squares, A_(1), g_(1)}, {7 * f + (sizeof(X) < sizeof(float) ? x : 0)},
         [&](const auto& m) {
             const ParamRange range = {0, m.N, true};
             adamw_update(m.dev, m.x(0), m.a(1), m.a(2), m.a(3), m.a(4), m.a(5), &range, 1,

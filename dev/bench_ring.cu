@@ -25,7 +25,7 @@
 struct Options {
     int gpus = 0, tokens = 16384, heads = 12;
     std::string hs = "64", out;
-    bool quick = false, json = false;
+    bool quick = false, blocks = false, json = false;
 };
 
 // A ring in which nothing travels.
@@ -155,6 +155,49 @@ static void validate(const Bench& b, int NH, int HS) {
     b.comm.share(nullptr, 0);
 }
 
+// Every kind of block by itself, as a share of what the unchunked kernel would take for as many pairs of query and key.
+static void run_blocks(const Bench& b) {
+    const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), Tc = b.options.tokens / 2;
+    const size_t C = size_t(NH) * HS, n = Tc * C;
+    const Whole whole(b.dev, b.job.size * b.options.tokens, NH, HS);
+    const double of_pair[2] = {b.measure([&] { whole.forward(b.dev); }).cool, b.measure([&] { whole.backward(b.dev); }).cool};
+    const double pairs = 0.5 * whole.s.T * whole.s.T;
+    const DeviceMemory sums = device_memory(b.dev, 5 * n * sizeof(float)), rows = device_memory(b.dev, 4 * n);
+    const BlockShape most{1, Tc, 2 * Tc, NH, HS};
+    const DeviceMemory scratch = device_memory(b.dev, attention_block_scratch_bytes<bf16>(b.dev, most));
+    float *o = as<float>(sums), *dk = o + n, *lse = as<float>(rows), *D = lse + size_t(Tc) * NH;
+    double* running = reinterpret_cast<double*>(D + size_t(Tc) * NH);
+    const auto heads = [&](const bf16* x, int t0, int part, int parts) {
+        return Heads<const bf16>{x + (t0 * parts + part) * C, 0, parts * C};
+    };
+    fill_normal(b.dev, lse, size_t(Tc) * NH, 1, 0.1f, 10.f);
+    fill_normal(b.dev, D, size_t(Tc) * NH, 2, 0.1f);
+    const struct {
+        const char* name;
+        BlockShape shape;
+        double of_chunk;  // pairs, of Tc²
+    } kinds[] = {{"own late", {1, Tc, 2 * Tc, NH, HS, Tc}, 1.5},
+                 {"own early", {1, Tc, 2 * Tc, NH, HS}, 0.5},
+                 {"2 chunks of keys", {1, Tc, 2 * Tc, NH, HS, 0, 0, false}, 2},
+                 {"1 chunk of keys", {1, Tc, Tc, NH, HS, 0, 0, false}, 1}};
+    for (const auto& kind : kinds) {
+        const double ideal = kind.of_chunk * Tc * Tc / pairs;
+        attention_clear_state(b.dev, o, running, kind.shape);
+        const double forward = b.measure([&] {
+            attention_forward_block<bf16>(b.dev, o, running, heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
+                                          heads(whole.qkv, 0, 2, 3), kind.shape);
+        }).cool;
+        const double backward = b.measure([&] {
+            attention_backward_block<bf16>(b.dev, o, dk, dk + 2 * n, scratch.get(), heads(whole.qkv, 0, 0, 3),
+                                           heads(whole.qkv, 0, 1, 3), heads(whole.qkv, 0, 2, 3), heads(whole.dout, 0, 0, 1),
+                                           lse, D, kind.shape);
+        }).cool;
+        if (b.job.rank == 0)
+            std::printf("  %-16s forward %.3f ms (%.1f %%)  backward %.3f ms (%.1f %%)\n", kind.name, forward,
+                        100 * ideal * of_pair[0] / forward, backward, 100 * ideal * of_pair[1] / backward);
+    }
+}
+
 static void run_bench(const Bench& b) {
     const Options& o = b.options;
     const int N = b.job.size, NH = o.heads, HS = std::atoi(o.hs.c_str()), Tc = o.tokens / 2;
@@ -240,6 +283,7 @@ int main(int argc, char** argv) {
             {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
             {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
             {"--quick", "", Option::Flag, &o.quick, "cool figures only", ""},
+            {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit", ""},
             {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring_speed.jsonl", ""},
             {"--out", "", Option::String, &o.out, "append rows to this file", ""},
         };
@@ -254,7 +298,8 @@ int main(int argc, char** argv) {
         return job.guard([&] {
             Cuda dev(job.local_rank);
             NcclComm comm(dev, job);
-            run_bench(Bench(o, dev, job, comm));
+            const Bench bench(o, dev, job, comm);
+            o.blocks ? run_blocks(bench) : run_bench(bench);
             job.leave();
             return 0;
         });

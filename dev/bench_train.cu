@@ -116,6 +116,12 @@ void matmul_gelu_forward(const Timed& t, X* out, X* pre, const X* inp, const X* 
            [&](const Cuda& dev) { matmul_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC); });
 }
 template <class X>
+void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
+                       size_t N, int C) {
+    t.time("bias gradients of q, k, v", {0, bytes_of<X>(double(N) * C + double(C) * C)},
+           [&](const Cuda& dev) { qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C); });
+}
+template <class X>
 void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC, bool accumulate = true) {
     const X* none = nullptr;

@@ -69,6 +69,12 @@ template <class X>
 void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC, bool accumulate = true);
 inline size_t matmul_scratch_bytes(const Cpu&, int) { return 0; }
+// Adds the sums over all of dqkv, where the GPU knows better.
+template <class X>
+void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*, size_t N, int C) {
+    for (size_t row = 0; row < N; row++)
+        for (int c = 0; c < 3 * C; c++) dqkvb[c] += dqkv[row * 3 * C + c];
+}
 
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);

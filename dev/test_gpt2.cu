@@ -170,11 +170,14 @@ TEST(shares_divide_the_parameters) {
                 CHECK(decayed > n / ranks / 2);
             }
             CHECK(std::count(seen.begin(), seen.end(), 1) == std::ptrdiff_t(n));
-            for (size_t t = 0; t < params.tensors.size(); t++)  // each layer of each tensor in as many equal parts
-                for (int l = 0; l < std::max(params.tensors[t].layers, 1); l++)
+            for (size_t t = 0; t < params.tensors.size();
+                 t++) {  // each layer of a matmul's weight in as many equal parts
+                const TensorSpec& tensor = params.tensors[t];
+                const size_t layers = tensor.by_layer() ? tensor.layers : 1, size = tensor.elements() / layers;
+                for (size_t l = 0; l < layers; l++)
                     for (int r = 0; r < ranks; r++)
-                        CHECK(owner[params.offsets[t] / 4 + l * params.tensors[t].size +
-                                    r * params.tensors[t].size / ranks] == r);
+                        CHECK(owner[params.offsets[t] / 4 + l * size + r * size / ranks] == r);
+            }
         }
     CHECK(!can_shard({16, 100, 128, 1, 2, 128}, 3) && !can_shard({16, 100, 128, 1, 1, 64}, 32));
 }

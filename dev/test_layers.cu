@@ -381,6 +381,37 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
 }
 
 template <class X>
+void check_qkv_bias(size_t N, int C, size_t offset = 0) {
+    const std::string what = label<X>("qkv_bias", N, C, 3 * C);
+    const Values dqkv = normal<X>(N * 3 * C), projw = normal<X>(size_t(C) * C), dprojb = normal<float>(C),
+                 before = normal<float>(3 * C);
+    Values want = before;
+    for (int c = 0; c < C; c++) {
+        for (size_t row = 0; row < N; row++) want[c] += dqkv[row * 3 * C + c];
+        want[2 * C + c] = 0;
+        for (int r = 0; r < C; r++) want[2 * C + c] += dprojb[r] * projw[size_t(r) * C + c];
+    }
+    const Array<X> dqkv_gpu(dqkv, offset), projw_gpu(projw, offset);
+    const Array<float> dprojb_gpu(dprojb);
+    Values first;
+    for (int run = 0; run < 2; run++) {
+        Values start = before;
+        std::fill(start.begin() + 2 * C, start.end(), std::numeric_limits<double>::quiet_NaN());  // written
+        const Array<float> dqkvb(start);
+        qkv_bias_backward<X>(gpu(), dqkvb, scratch_of(matmul_scratch_bytes(gpu(), C)), dqkv_gpu, dprojb_gpu, projw_gpu,
+                             N, C);
+        const Values got = dqkvb.values();
+        if (run == 0) compare(what, first = got, want, kFp32);
+        CHECK(same_bits(got, first));
+    }
+}
+TEST(qkv_bias) {
+    for (const auto& [N, C] : {std::pair{size_t{1}, 1}, {3, 65}, {127, 768}, {5000, 64}, {1000, 1600}})
+        check_qkv_bias<float>(N, C), check_qkv_bias<bf16>(N, C);
+    check_qkv_bias<bf16>(127, 64, 1);
+}
+
+template <class X>
 void check_matmuls() {
     const int shapes[][3] = {{1, 1, 1},     {1, 64, 64},     {3, 7, 5},         {127, 65, 33},     {127, 768, 257},
                              {3, 1600, 64}, {1000, 64, 768}, {1024, 768, 2304}, {256, 1600, 1600}, {2000, 129, 1}};

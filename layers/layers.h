@@ -69,6 +69,16 @@ void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, voi
                      const X* weight, size_t N, int C, int OC, bool accumulate = true);
 size_t matmul_scratch_bytes(const Cuda& dev, int OC);
 
+// The bias gradient of the product that makes q, k and v, from dqkv (N,3C), its gradient, and from projw (C,C) and
+// dprojb (C), weight and bias gradient of the projection behind attention. Two of the three need no sum over dqkv:
+//   dqkvb[0, C)    q's: adds the sum of dq's rows.
+//   dqkvb[C, 2C)   k's: zero, left alone. What is added to all keys alike changes no softmax.
+//   dqkvb[2C, 3C)  v's: written. Rows of P sum to 1, so Σ dv = Σ Pᵀ·dout = Σ dout, and dout = dproj·projw: dprojb·projw.
+// scratch: matmul_scratch_bytes(C).
+template <class X>
+void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
+                       size_t N, int C);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // GELU, tanh form (gelu.cu)
 

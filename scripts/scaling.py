@@ -33,34 +33,35 @@ def gpus_here():
 
 
 def train(a, gpus, zero, *options, on=None):
-    """(device, GiB of a GPU's tensors, losses, ms of each step) of a run. `on`: the one GPU that it sees."""
+    """What a run prints. `on`: the one GPU that it sees."""
+    command = ["./train_gpt2cu", "-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", gpus,
+               "--zero", zero, *(["-i", a.data] if a.data else []), *options]
+    command = [str(word) for word in command]
+    env = os.environ if on is None else {**os.environ, "CUDA_VISIBLE_DEVICES": on}
+    done = subprocess.run(command, cwd=results.ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"scaling.py: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def losses(a, gpus, zero, *options):
     with tempfile.TemporaryDirectory() as folder:
-        command = ["./train_gpt2cu", "-e", a.model, "-t", str(a.tokens), "-v", "0", "-s", "0", "--device", a.device,
-                   "--gpus", str(gpus), "--zero", str(zero), "-o", folder, *map(str, options)]
-        if a.data:
-            command += ["-i", a.data]
-        env = os.environ if on is None else {**os.environ, "CUDA_VISIBLE_DEVICES": on}
-        done = subprocess.run(command, cwd=results.ROOT, env=env, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"scaling.py: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        train(a, gpus, zero, *options, "-o", folder)
         rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
-    steps = [r for r in rows if r["kind"] == "train"]
-    device = next(r["device"] for r in rows if r["kind"] == "run")
-    mib = float(re.search(r"^  total +([\d.]+) MiB", done.stdout, flags=re.M)[1])
-    return device, mib / 1024, [r["loss_nats"] for r in steps], [r["step_ms"] for r in steps]
+        return [r["loss_nats"] for r in rows if r["kind"] == "train"]
 
 
-def usual(ms):
-    """Of steps: when plans are made, connections are open and the GPU is as warm as it will be."""
-    return statistics.median(ms[10:])
+def usual_ms(a, gpus, text):
+    """The median of the steps, once plans are made, connections open and the GPUs as warm as they will be."""
+    tok_s = [float(rate) for rate in re.findall(r"^step .* ([\d.]+) tok/s", text, flags=re.M)]
+    return gpus * a.batch * a.tokens / statistics.median(tok_s[10:]) * 1e3
 
 
 def side_by_side(a, gpus, *options):
     """ms a step of the slowest of so many GPUs, each with a run of its own."""
     names = gpus_here() if a.device == "cuda" else [None] * gpus
     with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
-        runs = pool.map(lambda name: train(a, 1, 0, *options, on=name), names[:gpus])
-        return max(usual(ms) for *_, ms in runs)
+        return max(usual_ms(a, 1, text) for text in pool.map(lambda name: train(a, 1, 0, *options, on=name), names[:gpus]))
 
 
 def main():
@@ -93,13 +94,13 @@ def main():
     rows, same = [], True
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
     strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32"] + (["--no-tf32"] if a.device == "cuda" else [])
-    device, _, one, _ = train(a, 1, 0, *strict)
+    one = losses(a, 1, 0, *strict)
     for n in numbers[1:]:
         for zero in (0, 1):
-            _, _, losses, _ = train(a, n, zero, *strict)
-            apart = max(abs(x - y) / y for x, y in zip(losses, one))
-            same &= len(losses) == len(one) and apart <= 1e-3
-            print(f"{n} GPUs, --zero {zero}: losses of {len(losses)} steps within {apart:.1e} of one GPU's", flush=True)
+            found = losses(a, n, zero, *strict)
+            apart = max(abs(x - y) / y for x, y in zip(found, one))
+            same &= len(found) == len(one) and apart <= 1e-3
+            print(f"{n} GPUs, --zero {zero}: losses of {len(found)} steps within {apart:.1e} of one GPU's", flush=True)
             rows.append({"gpus": n, "zero": zero, "what": "losses", "apart": apart})
     if not same:
         sys.exit("scaling.py: the losses differ by more than 1e-3: not timed")
@@ -110,14 +111,16 @@ def main():
     for n in numbers:
         alone = side_by_side(a, n, *timed) if n > 1 else None
         for zero in (0, 1) if n > 1 else (0,):
-            _, gib, _, ms = train(a, n, zero, *timed)
-            tok_s = n * a.batch * a.tokens / usual(ms) * 1e3
+            text = train(a, n, zero, *timed)
+            device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
+            gib = float(re.search(r"^  total +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
+            ms = usual_ms(a, n, text)
+            tok_s = n * a.batch * a.tokens / ms * 1e3
             single = single or tok_s
-            rows.append({"gpus": n, "zero": zero, "what": "speed", "dtype": a.precision, "B": a.batch, "ms": usual(ms),
-                         "ms_side_by_side": alone or usual(ms), "tok_s": tok_s, "of_linear": tok_s / (n * single),
-                         "gib": gib})
-            print(f"{n:4}  {zero:4}  {usual(ms):9.2f}  {alone or usual(ms):12.2f}  {tok_s:10.0f}  "
-                  f"{100 * tok_s / (n * single):8.1f}%  {gib:5.1f}", flush=True)
+            rows.append({"gpus": n, "zero": zero, "what": "speed", "dtype": a.precision, "B": a.batch, "ms": ms,
+                         "ms_side_by_side": alone or ms, "tok_s": tok_s, "of_linear": tok_s / (n * single), "gib": gib})
+            print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * tok_s / (n * single):8.1f}%  "
+                  f"{gib:5.1f}", flush=True)
     if a.json or a.out:
         common = {"model": a.model, "T": a.tokens}
         print(results.append([results.row("scaling", device, cuda[1] if cuda else "", **common, **r) for r in rows],
