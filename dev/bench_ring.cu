@@ -25,7 +25,13 @@
 struct Options {
     int gpus = 0, tokens = 16384, heads = 12;
     std::string hs = "64", out;
-    bool quick = false, blocks = false, json = false;
+    bool quick = false, blocks = false, nccl = false, json = false;
+};
+
+// As between machines.
+struct ByNccl : NcclComm {
+    using NcclComm::NcclComm;
+    void share(void*, size_t) {}
 };
 
 // A ring in which nothing travels.
@@ -46,14 +52,15 @@ T* as(const DeviceMemory& memory) {
     return static_cast<T*>(memory.get());
 }
 
+template <class Comm>
 struct Bench {
     const Options& options;
     const Cuda& dev;
     Job& job;
-    NcclComm& comm;
+    Comm& comm;
     const DeviceMemory flag;  // of the collective that lets all ranks start together
 
-    Bench(const Options& o, const Cuda& dev, Job& job, NcclComm& comm)
+    Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm)
         : options(o), dev(dev), job(job), comm(comm), flag(device_memory(dev, size_t(job.size) * sizeof(float))) {
         dev.zero(flag.get(), size_t(job.size) * sizeof(float));
     }
@@ -122,13 +129,14 @@ struct Whole {
     }
 };
 
-static void validate(const Bench& b, int NH, int HS) {
+template <class Comm>
+void validate(const Bench<Comm>& b, int NH, int HS) {
     const int N = b.job.size, Tc = 1024;
     const size_t C = size_t(NH) * HS, n = Tc * C;
     const Zigzag zigzag{N};
     const Whole whole(b.dev, 2 * N * Tc, NH, HS);
     const Part part(b.dev, whole.qkv, whole.dout, zigzag, b.job.rank, Tc, C);
-    Ring<Cuda, bf16> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
+    Ring<Cuda, bf16, Comm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
     const DeviceMemory memory = device_memory(b.dev, ring.bytes());
     ring.start(memory.get(), &b.comm);
     whole.forward(b.dev), whole.backward(b.dev);
@@ -156,7 +164,8 @@ static void validate(const Bench& b, int NH, int HS) {
 }
 
 // Every kind of block by itself, as a share of what the unchunked kernel would take for as many pairs of query and key.
-static void run_blocks(const Bench& b) {
+template <class Comm>
+void run_blocks(const Bench<Comm>& b) {
     const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), Tc = b.options.tokens / 2;
     const size_t C = size_t(NH) * HS, n = Tc * C;
     const Whole whole(b.dev, b.job.size * b.options.tokens, NH, HS);
@@ -198,7 +207,8 @@ static void run_blocks(const Bench& b) {
     }
 }
 
-static void run_bench(const Bench& b) {
+template <class Comm>
+void run_bench(const Bench<Comm>& b) {
     const Options& o = b.options;
     const int N = b.job.size, NH = o.heads, HS = std::atoi(o.hs.c_str()), Tc = o.tokens / 2;
     const size_t C = size_t(NH) * HS;
@@ -218,7 +228,7 @@ static void run_bench(const Bench& b) {
         });
     };
     {
-        Ring<Cuda, bf16> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
+        Ring<Cuda, bf16, Comm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
         const DeviceMemory memory = device_memory(b.dev, ring.bytes());
         ring.start(memory.get(), &b.comm);
         time(ring, ring_ms);
@@ -283,6 +293,7 @@ int main(int argc, char** argv) {
             {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
             {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
             {"--quick", "", Option::Flag, &o.quick, "cool figures only", ""},
+            {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines", ""},
             {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit", ""},
             {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring_speed.jsonl", ""},
             {"--out", "", Option::String, &o.out, "append rows to this file", ""},
@@ -297,10 +308,12 @@ int main(int argc, char** argv) {
         Job job(place);
         return job.guard([&] {
             Cuda dev(job.local_rank);
-            NcclComm comm(dev, job);
-            const Bench bench(o, dev, job, comm);
-            o.blocks ? run_blocks(bench) : run_bench(bench);
-            job.leave();
+            const auto with = [&](auto&& comm) {
+                const Bench bench(o, dev, job, comm);
+                o.blocks ? run_blocks(bench) : run_bench(bench);
+                job.leave();
+            };
+            o.nccl ? with(ByNccl(dev, job)) : with(NcclComm(dev, job));
             return 0;
         });
     });

@@ -166,12 +166,26 @@ TEST(nccl_in_a_graph) {
     });
 }
 
-// Every flash kernel that this GPU would choose, against the whole sequence in fp64.
+// As between machines: by NCCL, whether or not the GPUs reach each other's memory.
+struct ByNccl : NcclComm {
+    using NcclComm::NcclComm;
+    void share(void*, size_t) {}
+};
+template <class Comm>
+void check_rings(const Cuda& dev, Comm& comm) {
+    check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
+    check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
+    check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
+}
+// Every flash kernel that this GPU would choose, against the whole sequence in fp64; by copy engines and by NCCL; and two
+// rings of two ranks side by side.
 TEST(nccl_ring_attention) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
-        check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
-        check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
-        check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
+        check_rings(dev, comm);
+        ByNccl by_nccl(comm, 0, comm.size);
+        check_rings(dev, by_nccl);
+        NcclComm pair(comm, comm.rank / 2 * 2, 2);
+        check_rings(dev, pair);
     });
 }
 

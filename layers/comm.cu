@@ -10,8 +10,6 @@
 // kernels; ncclCommAbort is for the destructor that runs while an Error unwinds.
 #include "layers/comm.h"
 
-#include <cstdlib>
-
 #ifdef HAVE_NCCL
 #include <nccl.h>
 
@@ -107,7 +105,6 @@ void NcclComm::share(void* memory, size_t bytes) {
         job_.barrier();  // now the memory may go
         return;
     }
-    if (std::getenv("RING_NCCL")) return;
     copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
 }
 
