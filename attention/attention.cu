@@ -90,8 +90,8 @@ __global__ void fill_kernel(double* x, double value, size_t n) {
 }
 
 void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape& s) {
-    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.Tq;
-    dev.zero(o_acc, rows * s.HS * sizeof(float));
+    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.rows_of_q();
+    if (o_acc) dev.zero(o_acc, rows * s.HS * sizeof(float));
     fill_kernel<<<blocks_for(rows, "attention_clear_state"), kThreads, 0, dev.stream>>>(lse, -INFINITY, rows);
     LAUNCH_CHECK("fill_kernel");
 }

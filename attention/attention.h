@@ -50,11 +50,11 @@ struct AttentionKernel {
     // Reads and updates the running state o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) fp64 (why: merge.cuh) by the stable
     // merge
     //   o ← o − σ(lse_b − lse)(o − o_b);  lse ← logaddexp(lse, lse_b)
-    // where a row that has seen no key yet has lse = −inf and o = 0 and stays so.
+    // where a row that has seen no key yet has lse = −inf. Its o is not read: it is written with the row's first keys.
     void (*forward_block)(const Cuda&, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,
                           const BlockShape&);
-    // Adds into the caller's dq (B,Tq,NH,HS), dk, dv (B,Tk,NH,HS), fp32 and contiguous. lse (B,NH,Tq) is the global one,
-    // D (B,NH,Tq) from attention_D. scratch: block_scratch_bytes(shape).
+    // Adds into the caller's dq (B,Tq,NH,HS), dk, dv (B,Tk,NH,HS), fp32 and contiguous but for q_rows and k_rows. lse
+    // (B,NH,Tq) is the global one, D (B,NH,Tq) from attention_D. scratch: block_scratch_bytes(shape).
     void (*backward_block)(const Cuda&, float* dq, float* dk, float* dv, void* scratch, Heads<const X> q,
                            Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
                            const BlockShape&);
@@ -77,7 +77,8 @@ extern const AttentionKernel<float> naive_fp32, flash_fp32, flash_fp16x3;
 extern const AttentionKernel<bf16> naive_bf16, flash_bf16, flash_bf16_sm90;
 
 // Helpers of the block form (attention.cu).
-void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape&);  // o = 0, lse = −inf
+// lse = −inf, o = 0; o_acc is null where every row will see a key.
+void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape&);
 template <class X>  // writes D (B,NH,T) = rowsum(dout∘out); dout, out (B,T,NH,HS) contiguous
 void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS);
 template <class X>  // writes dst = X(src), n elements: the one rounding, at the end

@@ -82,6 +82,7 @@ struct ForwardTiles {
 
 struct Problem {
     int NH, Tq, Tk, heads;    // heads = B·NH
+    int q_rows;               // of lse and o_acc: see BlockShape
     int shift;                // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group, items;  // items = tiles·heads
     int counter;              // which of next_item
@@ -422,7 +423,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
             }
-            const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.Tq;
+            const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
             const int row = first_q + 16 * warp + lane / 4;
             if constexpr (Block) {
 #pragma unroll
@@ -434,14 +435,18 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     if (merges) {
                         const auto [weight, merged] = merge(old, lse[r]);
                         float2* acc = reinterpret_cast<float2*>(
-                                          p.o_acc + ((static_cast<size_t>(w.b) * p.Tq + t) * p.NH + w.h) * HS) +
+                                          p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
                                       lane % 4;
+                        if (old == -INFINITY)
 #pragma unroll
-                        for (int n = 0; n < HS / 8; n++) {
-                            const float2 x = acc[4 * n];
-                            acc[4 * n] =
-                                make_float2(x.x - weight * (x.x - o[n][2 * r]), x.y - weight * (x.y - o[n][2 * r + 1]));
-                        }
+                            for (int n = 0; n < HS / 8; n++) acc[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+                        else
+#pragma unroll
+                            for (int n = 0; n < HS / 8; n++) {
+                                const float2 x = acc[4 * n];
+                                acc[4 * n] = make_float2(x.x - weight * (x.x - o[n][2 * r]),
+                                                         x.y - weight * (x.y - o[n][2 * r + 1]));
+                            }
                         if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
                     }
                 }
@@ -492,7 +497,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, 
     // wait.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
     // Beyond these bounds every query sees all keys, or none.
     p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);

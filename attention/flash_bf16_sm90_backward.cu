@@ -84,6 +84,8 @@ struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
     float *dq_acc, *dk_acc, *dv_acc;        // block form: added into; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH
+    int q_rows, k_rows;                     // of dq_acc, and of dk_acc and dv_acc: see BlockShape
+    bool write_dkv;
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int q_tiles, k_tiles;
     int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
@@ -102,7 +104,7 @@ struct PrepareArgs {
     const float *lse, *D;  // D: block form only
     float2* stats;
     int *turn, *ticket;
-    int NH, Tq, q_tiles, first_ticket;
+    int NH, Tq, q_rows, q_tiles, first_ticket;
 };
 
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
@@ -154,7 +156,7 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
             const int t = first + i * Rows;
             float2 stats = {INFINITY, 0.f};
             if (t < args.Tq) {
-                const size_t at = static_cast<size_t>(bh) * args.Tq + t;
+                const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
                 const float lse = args.lse[at];
                 if (lse != -INFINITY) stats.x = lse * static_cast<float>(M_LOG2E);
                 stats.y = args.D ? args.D[at] : D[i];
@@ -573,7 +575,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 #pragma unroll
                             for (int r = 0; r < 2; r++) {
                                 const int t = q0 + dq_row + lane / 4 + 8 * r;
-                                float* to = args.dq_acc + fragment_at(args, w.bh, args.Tq, t, HS) + 64 * dq_panel;
+                                float* to = args.dq_acc + fragment_at(args, w.bh, args.q_rows, t, HS) + 64 * dq_panel;
                                 if (t < args.Tq)
 #pragma unroll
                                     for (int c = 0; c < 8; c++)
@@ -604,12 +606,26 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
             wgmma_hold(dk);
             wgmma_hold(dv);
 
-            if (Block) {  // red: it waits for no answer; and no other block adds to these elements
+            if (Block && args.write_dkv) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
-                    const size_t at = fragment_at(args, w.bh, args.Tk, key, HS);
+                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
+                    float2 *to_k = reinterpret_cast<float2*>(args.dk_acc + at),
+                           *to_v = reinterpret_cast<float2*>(args.dv_acc + at);
+#pragma unroll
+                    for (int c = 0; c < HS / 8; c++) {
+                        to_k[4 * c] = make_float2(dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
+                        to_v[4 * c] = make_float2(dv[c][2 * r], dv[c][2 * r + 1]);
+                    }
+                }
+            } else if (Block) {  // red: it waits for no answer; and no other block adds to these elements
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
+                    if (key >= args.Tk) continue;
+                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
 #pragma unroll
                     for (int c = 0; c < HS / 8; c++) {
                         red_add_v2(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
@@ -690,6 +706,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     const Layout layout(s);
     char* at = static_cast<char*>(scratch);
     args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = s.Tq, args.Tk = s.Tk;
+    args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
     // Beyond these bounds every query sees all keys, or none.
     args.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
@@ -704,8 +721,8 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, s.HS, layout.Br);
-    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,           args.stats, args.turn,
-                        args.ticket, s.NH,   s.Tq,   layout.q_tiles, 0};
+    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,          args.stats,     args.turn,
+                        args.ticket, s.NH,   s.Tq,   s.rows_of_q(), layout.q_tiles, 0};
     if (s.HS == 64)
         launch<64>(prepare, args, dev);
     else

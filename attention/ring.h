@@ -18,7 +18,7 @@
 //
 // Written over the seam: the backend's block form (attention/blocks.h, dev/reference.h) is declared before this header.
 // A rank's tensors are those of its 2·Tc tokens in the order (early chunk, late chunk): qkv (B, 2Tc, 3, NH, HS), out
-// and dout (B, 2Tc, NH, HS), dqkv as qkv. lse (2, B, NH, Tc), by chunk.
+// and dout (B, 2Tc, NH, HS), lse (B, NH, 2Tc), dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once
@@ -42,7 +42,7 @@ template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring {
   public:
     using A = Acc<X>;
-    // start() gives it memory of bytes() and the others.
+    // start() gives it memory of bytes(), all of one allocation, and the others.
     Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0)
         : dev_(dev), zigzag_{ranks}, rank_(rank), B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
         bytes_ = place(nullptr);
@@ -66,10 +66,10 @@ class Ring {
     Comm* comm_ = nullptr;
     X* kv_[2];       // (B, 2Tc, 2, NH, HS): at work, and on its way in
     A* dkv_[2];      // (2: K and V, B, 2Tc, NH, HS) of the ranks so far: at work, and on its way in
-    A* own_;         // (2: K and V, B, Tc or 2Tc, NH, HS): this rank's addition to it
-    A* home_;        // (2: K and V, B, 2Tc, NH, HS): of its own keys by its own queries
-    A* o_;           // (2 chunks, B, Tc, NH, HS): running output, then dq
-    A* D_;           // (2 chunks, B, NH, Tc)
+    A* own_;         // the same: this rank's addition to it
+    A* home_;        // the same: of its own keys by its own queries
+    A* o_;           // (B, 2Tc, NH, HS): running output, then dq
+    A* D_;           // (B, NH, 2Tc)
     double* lse_;    // as D_: the running one
     char* scratch_;  // of the kernels
 
@@ -79,50 +79,49 @@ class Ring {
             p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(memory) + used);
             used += (n * sizeof(*p) + 255) / 256 * 256;
         };
-        const bool travels = zigzag_.ranks > 1;
-        for (X*& p : kv_) take(p, travels ? 2 * elements() : 0);
-        for (A*& p : dkv_) take(p, travels ? 2 * elements() : 0);
-        take(own_, travels ? 2 * elements() : 0);
+        const size_t of_travel = zigzag_.ranks > 1 ? 2 * elements() : 0;
+        for (X*& p : kv_) take(p, of_travel);
+        for (A*& p : dkv_) take(p, of_travel);
+        take(own_, of_travel);
         take(home_, 2 * elements());
         take(o_, elements());
         take(D_, elements() / HS_);
         take(lse_, elements() / HS_);
-        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, {B_, Tc_, 2 * Tc_, NH_, HS_})));
+        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
         return used;
     }
 
     size_t C() const { return size_t(NH_) * HS_; }
-    size_t rows() const { return size_t(B_) * Tc_; }                      // of a chunk
-    size_t elements() const { return 2 * rows() * C(); }                  // of both chunks' (B, Tc, NH, HS)
-    size_t chunk(int half) const { return half * rows() * C(); }          // in o_
-    size_t stats(int half) const { return half * rows() * NH_; }          // in lse and D_
-    Heads<const X> heads(const X* x, int half, int part, int parts) const {  // x (B, 2Tc, parts, NH, HS)
+    size_t tokens() const { return size_t(B_) * 2 * Tc_; }
+    size_t elements() const { return tokens() * C(); }
+
+    // Queries [q0, q0 + Tq) of this rank against the first Tk of its own keys, which are neighbours in order: the mask is
+    // that of a sequence of 2Tc tokens. Or of another rank's: there is none.
+    BlockShape own_keys(int q0, int Tq) const {
+        return {B_, Tq, q0 + Tq, NH_, HS_, q0, 0, true, scale_, 2 * Tc_, 2 * Tc_};
+    }
+    BlockShape others_keys(int step) const {
+        const bool earlier = zigzag_.source(rank_, step) < rank_;
+        const int q0 = earlier ? 0 : Tc_, Tk = earlier ? Tc_ : 2 * Tc_;
+        return {B_, 2 * Tc_ - q0, Tk, NH_, HS_, q0, 0, false, scale_, 2 * Tc_, 2 * Tc_};
+    }
+    // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.
+    Heads<const X> heads(const X* x, int t0, int part, int parts) const {
         const size_t token = parts * C();
-        return {x + half * Tc_ * token + part * C(), 2 * Tc_ * token, token};
+        return {x + t0 * token + part * C(), 2 * Tc_ * token, token};
     }
     Heads<const X> keys(const X* qkv, int step, int part) const {  // part 0 K, 1 V
         return step == 0 ? heads(qkv, 0, part + 1, 3) : heads(kv_[0], 0, part, 2);
     }
-
-    // One call of the block form: queries of one chunk against the first one or two chunks of the step's keys.
-    struct Block {
-        int half, chunks;
-        BlockShape shape;
-    };
-    Block block(int half, int chunks, bool causal) const {
-        return {half, chunks, {B_, Tc_, chunks * Tc_, NH_, HS_, half * Tc_, 0, causal, scale_}};
+    void forward_block(const BlockShape& s, int step, const X* qkv) {
+        const int q0 = static_cast<int>(s.q_offset);
+        attention_forward_block<X>(dev_, o_ + q0 * C(), lse_ + q0, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
+                                   keys(qkv, step, 1), s);
     }
-    int chunks_seen(int step) const { return step == 0 || zigzag_.source(rank_, step) > rank_ ? 2 : 1; }
-    // Its own keys are neighbours in order, so that there the mask is that of a sequence of 2Tc tokens.
-    template <class Work>
-    void for_each_block(int step, Work work) {
-        if (step == 0 || chunks_seen(step) == 1) work(block(0, chunks_seen(step), step == 0));
-        work(block(1, chunks_seen(step), step == 0));
-    }
-    void backward_block(const Block& b, int step, A* dkv, size_t dkv_half, const X* dout, const A* lse, const X* qkv) {
-        attention_backward_block<X>(dev_, o_ + chunk(b.half), dkv, dkv + dkv_half, scratch_,
-                                    heads(qkv, b.half, 0, 3), keys(qkv, step, 0), keys(qkv, step, 1),
-                                    heads(dout, b.half, 0, 1), lse + stats(b.half), D_ + stats(b.half), b.shape);
+    void backward_block(const BlockShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
+        const int q0 = static_cast<int>(s.q_offset);
+        attention_backward_block<X>(dev_, o_ + q0 * C(), dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3),
+                                    keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0, s);
     }
 
     // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].
@@ -148,7 +147,7 @@ class Ring {
         if (dkv) std::swap(dkv_[0], dkv_[1]);
     }
     void pack_own_keys(const X* qkv) {
-        if (zigzag_.ranks > 1) copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), 2 * rows());
+        if (zigzag_.ranks > 1) copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), tokens());
     }
 };
 
@@ -158,19 +157,12 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
     for (int step = 0; step < zigzag_.ranks; step++) {
         const bool more = step + 1 < zigzag_.ranks;
         depart(more, false);
-        if (step == 0)
-            for (int half = 0; half < 2; half++)
-                attention_clear_state(dev_, o_ + chunk(half), lse_ + stats(half), {B_, Tc_, Tc_, NH_, HS_});
-        for_each_block(step, [&](const Block& b) {
-            attention_forward_block<X>(dev_, o_ + chunk(b.half), lse_ + stats(b.half), heads(qkv, b.half, 0, 3),
-                                       keys(qkv, step, 0), keys(qkv, step, 1), b.shape);
-        });
+        if (step == 0) attention_clear_state(dev_, static_cast<A*>(nullptr), lse_, own_keys(0, 2 * Tc_));
+        forward_block(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
         arrive(more, false);
     }
-    // The one rounding: chunk by chunk into the rows of out.
-    for (int half = 0; half < 2; half++)
-        copy_rows(dev_, out + half * Tc_ * C(), 2 * Tc_ * C(), o_ + chunk(half), Tc_ * C(), Tc_ * C(), B_);
-    copy_rows(dev_, lse, 2 * stats(1), lse_, 2 * stats(1), 2 * stats(1), 1);
+    copy_rows(dev_, out, elements(), o_, elements(), elements(), 1);  // the one rounding
+    copy_rows(dev_, lse, elements() / HS_, lse_, elements() / HS_, elements() / HS_, 1);
 }
 
 // The gradients of a rank's keys start their way at the next rank, at step 1, and are home after ranks − 1 hops, the
@@ -181,45 +173,39 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
     pack_own_keys(qkv);
     depart(ranks > 1, false);
     dev_.zero(o_, elements() * sizeof(A));
-    dev_.zero(home_, 2 * elements() * sizeof(A));
-    for (int half = 0; half < 2; half++)
-        for (int b = 0; b < B_; b++) {
-            const size_t row = (size_t(b) * 2 + half) * Tc_ * C();
-            attention_D(dev_, D_ + stats(half) + size_t(b) * NH_ * Tc_, dout + row, out + row, 1, Tc_, NH_, HS_);
-        }
-    backward_block(block(1, 2, true), 0, home_, elements(), dout, lse, qkv);
+    attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
+    BlockShape late = own_keys(Tc_, Tc_);
+    late.write_dkv = true;
+    backward_block(late, 0, home_, dout, lse, qkv);
     arrive(ranks > 1, false);
 
     for (int step = 1; step < ranks; step++) {
-        const bool more = step + 1 < ranks, first = step == 1;
+        const bool more = step + 1 < ranks, first = step == 1;  // who is first starts the sum
         depart(more, !first);
-        // The first rank on the way starts the sum; one sequence's early chunk lies as the kernels want it.
-        const size_t seen = chunks_seen(step) * rows() * C();  // elements of dk, and of dv
-        const bool directly = first && (B_ == 1 || chunks_seen(step) == 2);
-        if (first) dev_.zero(dkv_[0], 2 * elements() * sizeof(A));
-        if (!directly) dev_.zero(own_, 2 * seen * sizeof(A));
-        for_each_block(step, [&](const Block& b) {
-            backward_block(b, step, directly ? dkv_[0] : own_, directly ? elements() : seen, dout, lse, qkv);
-        });
+        BlockShape s = others_keys(step);
+        s.write_dkv = true;
+        backward_block(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
         arrive(more, !first);
-        if (!directly)
-            for (int v = 0; v < 2; v++)
-                add_rows(dev_, dkv_[0] + v * elements(), 2 * Tc_ * C(), own_ + v * seen, seen / B_, seen / B_, B_);
+        const size_t seen = s.Tk * C(), sequence = 2 * Tc_ * C();  // elements of dk, and of dv
+        for (int v = 0; v < 2; v++) {
+            A* sum = dkv_[0] + v * elements();
+            if (!first)
+                add_rows(dev_, sum, sequence, own_ + v * elements(), sequence, seen, B_);
+            else if (seen < sequence)
+                for (int b = 0; b < B_; b++) dev_.zero(sum + b * sequence + seen, (sequence - seen) * sizeof(A));
+        }
     }
 
     depart(false, ranks > 1);
-    backward_block(block(0, 2, true), 0, home_, elements(), dout, lse, qkv);
+    backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
     arrive(false, ranks > 1);
-    for (int half = 0; half < 2; half++)
-        for (int b = 0; b < B_; b++)
-            copy_rows(dev_, dqkv + (size_t(b) * 2 + half) * Tc_ * 3 * C(), 3 * C(),
-                      o_ + chunk(half) + size_t(b) * Tc_ * C(), C(), C(), Tc_);
+    copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());
     for (int v = 0; v < 2; v++) {
         X* to = dqkv + (1 + v) * C();
         const A* own = home_ + v * elements();
         if (ranks > 1)
-            sum_rows(dev_, to, 3 * C(), own, dkv_[0] + v * elements(), C(), C(), 2 * rows());
+            sum_rows(dev_, to, 3 * C(), own, dkv_[0] + v * elements(), C(), C(), tokens());
         else
-            copy_rows(dev_, to, 3 * C(), own, C(), C(), 2 * rows());
+            copy_rows(dev_, to, 3 * C(), own, C(), C(), tokens());
     }
 }

@@ -462,8 +462,8 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const
                     axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
                 }
                 for (int d = 0; d < s.HS; d++) o[d] /= sum;
-                attention_merge(o_acc + ((size_t(b) * s.Tq + i) * s.NH + h) * s.HS,
-                                lse + (size_t(b) * s.NH + h) * s.Tq + i, o, double(max) + std::log(double(sum)),
+                attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
+                                lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o, double(max) + std::log(double(sum)),
                                 s.HS);
             }
         }
@@ -475,21 +475,25 @@ void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, vo
                               const BlockShape& s) {
     using A = Acc<X>;
     const A scale = s.resolved_scale();
+    if (s.write_dkv)
+        for (A* x : {dk, dv})
+            for (int b = 0; b < s.B; b++)
+                std::fill_n(x + size_t(b) * s.rows_of_k() * s.NH * s.HS, size_t(s.Tk) * s.NH * s.HS, A(0));
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
             for (int i = 0; i < s.Tq; i++) {
-                const size_t row = (size_t(b) * s.NH + h) * s.Tq + i;
+                const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
                 const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
                 const X* do_i = dout.ptr + b * dout.batch + i * dout.token + h * s.HS;
                 const int keys = keys_seen(s, i);
                 for (int j = 0; j < keys; j++) {
                     const X* k_j = k.ptr + b * k.batch + j * k.token + h * s.HS;
                     const X* v_j = v.ptr + b * v.batch + j * v.token + h * s.HS;
-                    const size_t key = ((size_t(b) * s.Tk + j) * s.NH + h) * s.HS;
+                    const size_t key = ((size_t(b) * s.rows_of_k() + j) * s.NH + h) * s.HS;
                     const A p = std::exp(scale * dot(q_i, k_j, s.HS) - lse[row]);
                     const A ds = scale * p * (dot(do_i, v_j, s.HS) - D[row]);
-                    axpy<X>(dq + ((size_t(b) * s.Tq + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
+                    axpy<X>(dq + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
                     axpy<X>(dk + key, ds, q_i, s.HS);
                     axpy<X>(dv + key, p, do_i, s.HS);
                 }
@@ -498,8 +502,9 @@ void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, vo
 
 template <class A>
 void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape& s) {
-    std::fill_n(o_acc, size_t(s.B) * s.Tq * s.NH * s.HS, A(0));
-    std::fill_n(lse, size_t(s.B) * s.Tq * s.NH, -std::numeric_limits<double>::infinity());
+    const size_t rows = size_t(s.B) * s.rows_of_q() * s.NH;
+    if (o_acc) std::fill_n(o_acc, rows * s.HS, A(0));
+    std::fill_n(lse, rows, -std::numeric_limits<double>::infinity());
 }
 
 template <class X>

@@ -63,11 +63,11 @@ struct Whole {
             }
         return part;
     }
-    std::vector<double> part_of_lse(const Zigzag& zigzag, int rank) const {  // (2 chunks, B, NH, Tc)
+    std::vector<double> part_of_lse(const Zigzag& zigzag, int rank) const {  // (B, NH, 2Tc)
         std::vector<double> part;
         const int Tc = T / (2 * zigzag.ranks);
-        for (int half = 0; half < 2; half++)
-            for (int row = 0; row < B * NH; row++) {
+        for (int row = 0; row < B * NH; row++)
+            for (int half = 0; half < 2; half++) {
                 const auto from = lse.begin() + size_t(row) * T + zigzag.chunk(rank, half) * Tc;
                 part.insert(part.end(), from, from + Tc);
             }

@@ -252,15 +252,15 @@ __global__ void round_trip_kernel(float* x, size_t n) {
     if (i < n) x[i] = __bfloat162float(__float2bfloat16_rn(x[i]));
 }
 // o, lse ← merge with o_b, lse_b: one block a row (t, h).
-__global__ void merge_kernel(float* o, double* lse, const float* o_b, const double* lse_b, int Tq, int NH) {
+__global__ void merge_kernel(float* o, double* lse, const float* o_b, const double* lse_b, int rows, int NH) {
     const int t = blockIdx.x / NH, h = blockIdx.x % NH;
-    const double a = lse[h * Tq + t], b = lse_b[h * Tq + t];
+    const double a = lse[h * rows + t], b = lse_b[h * rows + t];
     const size_t i = size_t(blockIdx.x) * HS + threadIdx.x;
     __syncthreads();
     if (b == -INFINITY) return;
     const auto [weight, merged] = merge(a, b);
-    o[i] -= weight * (o[i] - o_b[i]);
-    if (threadIdx.x == 0) lse[h * Tq + t] = merged;
+    o[i] = a == -INFINITY ? o_b[i] : o[i] - weight * (o[i] - o_b[i]);
+    if (threadIdx.x == 0) lse[h * rows + t] = merged;
 }
 static void round_trip(const Rounding& dev, float* x, size_t n) {
     round_trip_kernel<<<blocks_of(n), kThreads, 0, dev.cuda.stream>>>(x, n);
@@ -270,13 +270,14 @@ static void round_trip(const Rounding& dev, float* x, size_t n) {
 template <class X>
 void attention_forward_block(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& s) {
-    const size_t rows = size_t(s.Tq) * s.NH;
+    const size_t rows = size_t(s.rows_of_q()) * s.NH;  // the block's are the first
     float* o = dev.partial;
     double* own_lse = reinterpret_cast<double*>(o + rows * HS);
     attention_clear_state(dev.cuda, o, own_lse, s);
     attention_forward_block<X>(dev.cuda, o, own_lse, q, k, v, s);
     round_trip(dev, o, rows * HS);
-    merge_kernel<<<static_cast<unsigned>(rows), HS, 0, dev.cuda.stream>>>(o_acc, lse, o, own_lse, s.Tq, s.NH);
+    merge_kernel<<<static_cast<unsigned>(s.Tq * s.NH), HS, 0, dev.cuda.stream>>>(o_acc, lse, o, own_lse, s.rows_of_q(),
+                                                                                 s.NH);
     LAUNCH_CHECK("merge_kernel");
 }
 template <class X>
@@ -285,9 +286,12 @@ void attention_backward_block(const Rounding& dev, float* dq, float* dk, float* 
                               const BlockShape& s) {
     const size_t of_q = size_t(s.Tq) * s.NH * HS, of_k = size_t(s.Tk) * s.NH * HS;
     float *q_part = dev.partial, *k_part = q_part + of_q, *v_part = k_part + of_k;
+    BlockShape alone = s;  // its sums are in memory of their own; B = 1, so that only lse and D have longer rows
+    alone.write_dkv = false;
     dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
-    attention_backward_block<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, s);
+    attention_backward_block<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
     round_trip(dev, q_part, of_q + 2 * of_k);
+    if (s.write_dkv) dev.zero(dk, of_k * sizeof(float)), dev.zero(dv, of_k * sizeof(float));
     add_rows(dev.cuda, dq, of_q, q_part, of_q, of_q, 1);
     add_rows(dev.cuda, dk, of_k, k_part, of_k, of_k, 1);
     add_rows(dev.cuda, dv, of_k, v_part, of_k, of_k, 1);
@@ -320,7 +324,7 @@ void run_rank(const Dev& dev, const Cuda& cuda, LocalComm& comm, const Inputs<X>
         const size_t chunk = zigzag.chunk(comm.rank, half), at = chunk * n;
         copy_rows(cuda, to.out + at, n, out + half * n, n, n, 1);
         copy_rows(cuda, to.dqkv + 3 * at, 3 * n, dqkv + 3 * half * n, 3 * n, 3 * n, 1);
-        copy_rows(cuda, to.lse + chunk * Tc, T, lse + half * n / HS, Tc, Tc, NH);
+        copy_rows(cuda, to.lse + chunk * Tc, T, lse + half * Tc, 2 * Tc, Tc, NH);
     }
     cuda.sync();
 }

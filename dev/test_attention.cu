@@ -542,16 +542,18 @@ Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s)
     return {qkv + begin * 3 * C + part * C, s.T * 3 * C, 3 * C};
 }
 
-// One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T).
-static void place(std::vector<double>& to, const std::vector<float>& from, Chunk c, const AttentionShape& s) {
+// One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T). A chunk's own tensors
+// are `more` rows longer than it.
+static void place(std::vector<double>& to, const std::vector<float>& from, Chunk c, int more, const AttentionShape& s) {
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
     for (int b = 0; b < s.B; b++)
         for (size_t i = 0; i < c.size * C; i++)
-            to[(static_cast<size_t>(b) * s.T + c.begin) * C + i] = from[b * c.size * C + i];
+            to[(static_cast<size_t>(b) * s.T + c.begin) * C + i] = from[b * (c.size + more) * C + i];
 }
-static void place_rows(std::vector<double>& to, const std::vector<float>& from, Chunk c, const AttentionShape& s) {
+static void place_rows(std::vector<double>& to, const std::vector<float>& from, Chunk c, int more,
+                       const AttentionShape& s) {
     for (int bh = 0; bh < s.B * s.NH; bh++)
-        for (int i = 0; i < c.size; i++) to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * c.size + i];
+        for (int i = 0; i < c.size; i++) to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * (c.size + more) + i];
 }
 
 // D by attention_D, on the host, checked against fp64 with the bound of a dot product's rounding error.
@@ -577,10 +579,11 @@ std::vector<float> checked_D(Buffer& out, const Problem<X>& p) {
 }
 
 // Runs the problem chunk by chunk, key chunks in shuffled order as a ring would bring them. Offsets start at
-// `first_position`; gradients are added into accumulators that start as `prefill`·N(0,1).
+// `first_position`; gradients are added into accumulators that start as `prefill`·N(0,1), but dk and dv are written by the
+// first block of a chunk if prefill is 0. Chunks' tensors are `more` rows longer than they.
 template <class X>
 void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_sizes,
-                  const std::vector<int>& k_sizes, long long first_position, float prefill) {
+                  const std::vector<int>& k_sizes, long long first_position, float prefill, int more = 0) {
     const Problem<X>& p = problem<X>(c);
     const AttentionShape& s = c.shape;
     const Result whole = run(kernel, p);
@@ -590,8 +593,8 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     std::normal_distribution<float> normal;
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout);
     auto shape_of = [&](Chunk q, Chunk k) {
-        return BlockShape{s.B,      q.size, k.size, s.NH, s.HS, first_position + q.begin, first_position + k.begin,
-                          s.causal, s.scale};
+        return BlockShape{s.B,      q.size,  k.size,        s.NH,         s.HS, first_position + q.begin, first_position + k.begin,
+                          s.causal, s.scale, q.size + more, k.size + more};
     };
 
     Result got, want = p.ref;
@@ -600,19 +603,19 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     // Forward, and the one rounding at the end.
     std::list<Buffer> lse, o;
     for (Chunk q : q_chunks) {
-        const size_t rows = static_cast<size_t>(q.size) * s.B * s.NH;
-        o.emplace_back("o_acc", q.size * row * sizeof(float));
+        const size_t rows = static_cast<size_t>(q.size + more) * s.B * s.NH;
+        o.emplace_back("o_acc", (q.size + more) * row * sizeof(float));
         Buffer running("running lse", rows * sizeof(double));
-        attention_clear_state(gpu(), o.back().as<float>(), running.as<double>(), shape_of(q, {0, s.T}));
+        attention_clear_state(gpu(), static_cast<float*>(nullptr), running.as<double>(), shape_of(q, {0, s.T}));
         std::vector<Chunk> order = k_chunks;
         std::shuffle(order.begin(), order.end(), rng);
         for (Chunk k : order)
             kernel.forward_block(gpu(), o.back().as<float>(), running.as<double>(), heads(qkv.as<X>(), 0, q.begin, s),
                                  heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), shape_of(q, k));
-        place(got[Out], o.back().download<float>(q.size * row), q, s);
+        place(got[Out], o.back().download<float>((q.size + more) * row), q, more, s);
         const std::vector<double> running_host = running.download<double>(rows);
         lse.emplace_back("lse", std::vector<float>(running_host.begin(), running_host.end()));
-        place_rows(got[Lse], lse.back().download<float>(rows), q, s);
+        place_rows(got[Lse], lse.back().download<float>(rows), q, more, s);
     }
     const std::vector<float> o_all(got[Out].begin(), got[Out].end());
     Buffer o_fp32("o_fp32", o_all), out("out", o_all.size() * sizeof(X));
@@ -625,10 +628,11 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     const std::vector<float> D_all = checked_D<X>(out, p);
     std::list<Buffer> D, dq, dk, dv;
     auto accumulator = [&](const char* name, Chunk chunk, int tensor) {
-        std::vector<float> start(chunk.size * row);
+        std::vector<float> start((chunk.size + more) * row);
         for (float& x : start) x = prefill * normal(rng);
         std::vector<double> start_in_place(p.ref[tensor].size());
-        place(start_in_place, start, chunk, s);
+        place(start_in_place, start, chunk, more, s);
+        if (prefill == 0.f && tensor != Dq) std::fill(start.begin(), start.end(), NAN);
         for (size_t i = 0; i < start_in_place.size(); i++) want[tensor][i] += start_in_place[i];
         return std::pair<const char*, std::vector<float>>(name, start);
     };
@@ -638,7 +642,8 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     for (Chunk q : q_chunks) {
         std::vector<float> D_chunk;
         for (int bh = 0; bh < s.B * s.NH; bh++)
-            for (int i = 0; i < q.size; i++) D_chunk.push_back(D_all[static_cast<size_t>(bh) * s.T + q.begin + i]);
+            for (int i = 0; i < q.size + more; i++)
+                D_chunk.push_back(i < q.size ? D_all[static_cast<size_t>(bh) * s.T + q.begin + i] : NAN);
         D.emplace_back("D", D_chunk);
         emplace(dq, accumulator("dq", q, Dq));
     }
@@ -650,9 +655,12 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     for (size_t i = 0; i < q_chunks.size(); i++)
         for (size_t j = 0; j < k_chunks.size(); j++) pairs.push_back({i, j});
     std::shuffle(pairs.begin(), pairs.end(), rng);
+    std::vector<bool> begun(k_chunks.size());
     for (const auto& [i, j] : pairs) {
         const Chunk q = q_chunks[i], k = k_chunks[j];
-        const BlockShape shape = shape_of(q, k);
+        BlockShape shape = shape_of(q, k);
+        shape.write_dkv = prefill == 0.f && !begun[j];
+        begun[j] = true;
         Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
         const Heads<const X> dout_heads{dout.as<X>() + q.begin * C, s.T * C, C};
         kernel.backward_block(gpu(), std::next(dq.begin(), i)->as<float>(), std::next(dk.begin(), j)->as<float>(),
@@ -661,10 +669,10 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
                               std::next(lse.begin(), i)->as<float>(), std::next(D.begin(), i)->as<float>(), shape);
     }
     for (size_t i = 0; i < q_chunks.size(); i++)
-        place(got[Dq], std::next(dq.begin(), i)->download<float>(q_chunks[i].size * row), q_chunks[i], s);
+        place(got[Dq], std::next(dq.begin(), i)->download<float>((q_chunks[i].size + more) * row), q_chunks[i], more, s);
     for (size_t j = 0; j < k_chunks.size(); j++) {
-        place(got[Dk], std::next(dk.begin(), j)->download<float>(k_chunks[j].size * row), k_chunks[j], s);
-        place(got[Dv], std::next(dv.begin(), j)->download<float>(k_chunks[j].size * row), k_chunks[j], s);
+        place(got[Dk], std::next(dk.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more, s);
+        place(got[Dv], std::next(dv.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more, s);
     }
 
     // As good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of sums, so
@@ -740,6 +748,8 @@ void block(int index) {
             check_blocks(kernel, c, {300}, {300}, 0, 0.f);
             check_blocks(kernel, c, uneven_q, uneven_k, 0, 0.f);
             check_blocks(kernel, c, {100, 100, 100}, {60, 60, 60, 60, 60}, 0, 0.f);
+            check_blocks(kernel, c, uneven_q, uneven_k, 0, 0.f, 9);
+            check_blocks(kernel, c, {100, 200}, uneven_q, 0, 2.f, 100);
             check_blocks(kernel, c, uneven_k, {299, 1}, 1LL << 33, 1.f);
             check_blocks(kernel, c, {1, 2, 297}, uneven_q, 7, 3.f);
         }
