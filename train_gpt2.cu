@@ -328,7 +328,7 @@ class GPT2 {
     A* adam_m() const { return static_cast<A*>(adam.at(0)); }
     A* adam_v() const { return static_cast<A*>(adam.at(1)); }
     A* master() const { return static_cast<A*>(has_master ? adam.at(2) : nullptr); }
-    int sequence() const { return T * ranks.context; }         // tokens of a whole one
+    int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
     std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards()); }
 
@@ -336,7 +336,7 @@ class GPT2 {
     const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
     Buffers<X> buffers_{};
     std::unique_ptr<Ring<Dev, X>> ring_;  // where several ranks share a sequence
-    typename Dev::Graph graph_;  // of train_micro_batches
+    typename Dev::Graph graph_;           // of train_micro_batches
 
     template <class P>
     static Parameters<P> view(const Arena& arena, int l) {
@@ -429,10 +429,10 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
     const int most_alone = ring_ ? 1 : B;  // sequences that attention is given without the ring: samples
-    const size_t scratch =
-        std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
-                  layernorm_scratch_bytes(dev, C), matmul_scratch_bytes(dev, 4 * C), gelu_scratch_bytes(dev, 4 * C),
-                  reduce_scratch_bytes(dev), size_t(256)});
+    const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
+                                     encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
+                                     matmul_scratch_bytes(dev, 4 * C), gelu_scratch_bytes(dev, 4 * C),
+                                     reduce_scratch_bytes(dev), size_t(256)});
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
                                 {"stats", a, num_losses() + 1 + ranks.size},
@@ -1181,8 +1181,7 @@ template <class Dev, class X>
     if (model.training && model.recompute < 2) way_out += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
-                             model.sequence(),
-                             asked.c_str(), way_out.c_str()));
+                             model.sequence(), asked.c_str(), way_out.c_str()));
 }
 
 template <class Dev, class X>

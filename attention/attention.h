@@ -34,7 +34,7 @@ struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
     int min_sm;        // compute capability ×10: runs there and on later ones, but wgmma (90) is of 9.0 alone
     bool runs_on(int sm) const { return min_sm == 90 ? sm == 90 && built_for_sm90a() : sm >= min_sm; }
-    bool flash;        // no T×T buffer
+    bool flash;  // no T×T buffer
 
     // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and scratch for either pass.
     size_t (*saved_bytes)(const AttentionShape&);

@@ -117,7 +117,7 @@ void Chunks<Dev, X>::backward(X* dqkv, const X* dout, const X* out, const A* lse
     });
     for_each_chunk(s_.Tq, q_chunk_, [&](int q0, int Tq) {
         for (int b = 0; b < s_.B; b++)
-            copy_rows(dev_, dqkv + (size_t(b) * s_.Tq + q0) * 3 * C(), 3 * C(), o_ + o_at(q0) + size_t(b) * Tq * C(), C(),
-                      C(), Tq);
+            copy_rows(dev_, dqkv + (size_t(b) * s_.Tq + q0) * 3 * C(), 3 * C(), o_ + o_at(q0) + size_t(b) * Tq * C(),
+                      C(), C(), Tq);
     });
 }

@@ -237,7 +237,7 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 
 struct ForwardArgs {
     Problem p;
-    Heads<bf16> out;    // whole form: written
+    Heads<bf16> out;  // whole form: written
     float* lse;
     float* o_acc;  // block form: merged into; null otherwise
     double* lse_acc;
@@ -396,9 +396,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
                 const double old = args.lse_acc[lse_row + row];
                 const auto [weight, merged] = merge(old, lse[i][r]);
-                float2* acc =
-                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
-                    lane % 4;
+                float2* acc = reinterpret_cast<float2*>(
+                                  args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
+                              lane % 4;
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
                     float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
@@ -649,8 +649,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         load_tile<HS, Br, Threads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
                                    p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8, args.stats + static_cast<size_t>(w.bh) * p.q_rows + row,
-                       row < p.Tq);
+            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8,
+                       args.stats + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
         cp_async_commit();
     };
     load_tile<HS, Bc, Threads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);

@@ -579,7 +579,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                                 if (t < args.Tq)
 #pragma unroll
                                     for (int c = 0; c < 8; c++)
-                                        red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale, dq[c][2 * r + 1] * args.scale);
+                                        red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale,
+                                                   dq[c][2 * r + 1] * args.scale);
                             }
                         } else {
                             round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);

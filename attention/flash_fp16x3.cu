@@ -432,7 +432,7 @@ constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(
 
 struct ForwardArgs {
     Problem p;
-    Heads<float> out;    // whole form: written
+    Heads<float> out;  // whole form: written
     float* lse;
     float* o_acc;  // block form: merged into; null otherwise
     double* lse_acc;
@@ -633,9 +633,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 const bool heavier = own > old;  // ours; the lighter part's weight is σ(−|own − old|)
                 const Merge merged = merge(heavier ? own : old, heavier ? old : own);
                 const float weight = merged.weight;
-                float2* acc =
-                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
-                    lane % 4;
+                float2* acc = reinterpret_cast<float2*>(
+                                  args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
+                              lane % 4;
                 auto blend = [&](float theirs, float ours) {
                     const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
                     return old == -INFINITY ? ours : x - weight * (x - y);

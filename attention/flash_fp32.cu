@@ -200,8 +200,8 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 // Forward
 
 struct ForwardArgs {
-    float* out;  // (B,Tq,NH,HS)
-    float* lse;  // (B,NH,Tq), written; null: the block form
+    float* out;       // (B,Tq,NH,HS)
+    float* lse;       // (B,NH,Tq), written; null: the block form
     double* lse_acc;  // of the block form: out and lse_acc hold the state of earlier blocks
     Heads<const float> q, k, v;
     int Tq, Tk, NH;
@@ -344,7 +344,7 @@ struct BackwardArgs {
     int* key_tiles_added;  // (B·NH, query tiles): how many key tiles are in dq
     int Tq, Tk, NH, heads;
     int q_rows;  // of lse and D: see BlockShape
-    int shift;  // query i sees the keys j ≤ i + shift
+    int shift;   // query i sees the keys j ≤ i + shift
     float scale;
     bool add_dq, add_dkv;  // into dq, dk, dv; else they are written
 };
@@ -564,8 +564,8 @@ static void forward_any(const Cuda& dev, const char* what, float* out, float* ls
     check_aligned(what, "k", k);
     check_aligned(what, "v", v);
     check_aligned(what, "out", out);
-    const ForwardArgs args{out,  lse,           lse_acc,     q,                 k, v, s.Tq, s.Tk,
-                           s.NH, s.rows_of_q(), shift_of(s), s.resolved_scale()};
+    const ForwardArgs args{out,           lse,         lse_acc,           q, k, v, s.Tq, s.Tk, s.NH,
+                           s.rows_of_q(), shift_of(s), s.resolved_scale()};
     const bool launched =
         s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
                    : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);

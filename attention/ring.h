@@ -121,7 +121,8 @@ class Ring {
     void backward_block(const BlockShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
         const int q0 = static_cast<int>(s.q_offset);
         attention_backward_block<X>(dev_, o_ + q0 * C(), dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3),
-                                    keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0, s);
+                                    keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0,
+                                    s);
     }
 
     // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].

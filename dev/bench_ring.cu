@@ -83,7 +83,9 @@ struct Bench {
         const double idle = slowest(cool_ms(dev, [&](int) { start_together(); }));
         Figures ms;
         ms.cool = slowest(cool_ms(dev, together)) - idle;
-        if (!options.quick) ms.sustained = slowest(sustained_ms(dev, [&](int) { launch(); }, ms.cool));
+        if (!options.quick)
+            ms.sustained = slowest(sustained_ms(
+                dev, [&](int) { launch(); }, ms.cool));
         return ms;
     }
 };
@@ -93,8 +95,10 @@ struct Part {
     DeviceMemory memory, stats;
     bf16 *qkv, *dout, *out, *dqkv;
     float* lse;
-    Part(const Cuda& dev, const bf16* qkv_of_all, const bf16* dout_of_all, const Zigzag& zigzag, int rank, int Tc, size_t C)
-        : memory(device_memory(dev, 16 * Tc * C * sizeof(bf16))), stats(device_memory(dev, 2 * Tc * C * sizeof(float))) {
+    Part(const Cuda& dev, const bf16* qkv_of_all, const bf16* dout_of_all, const Zigzag& zigzag, int rank, int Tc,
+         size_t C)
+        : memory(device_memory(dev, 16 * Tc * C * sizeof(bf16))),
+          stats(device_memory(dev, 2 * Tc * C * sizeof(float))) {
         const size_t n = Tc * C;
         qkv = as<bf16>(memory), dout = qkv + 6 * n, out = dout + 2 * n, dqkv = out + 2 * n, lse = as<float>(stats);
         for (int half = 0; half < 2; half++) {
@@ -121,11 +125,12 @@ struct Whole {
         fill_normal(dev, qkv, 4 * n, 1);
     }
     void forward(const Cuda& dev) const {
-        attention_forward<bf16>(dev, Attention::flash, out, as<float>(stats), nullptr, scratch.get(), qkv, 1, s.T, s.NH, s.HS);
+        attention_forward<bf16>(dev, Attention::flash, out, as<float>(stats), nullptr, scratch.get(), qkv, 1, s.T, s.NH,
+                                s.HS);
     }
     void backward(const Cuda& dev) const {
-        attention_backward<bf16>(dev, Attention::flash, dqkv, scratch.get(), dout, out, as<float>(stats), nullptr, qkv, 1,
-                                 s.T, s.NH, s.HS);
+        attention_backward<bf16>(dev, Attention::flash, dqkv, scratch.get(), dout, out, as<float>(stats), nullptr, qkv,
+                                 1, s.T, s.NH, s.HS);
     }
 };
 
@@ -154,8 +159,9 @@ void validate(const Bench<Comm>& b, int NH, int HS) {
                 largest = std::max(largest, std::fabs(double(float(b_[i]))));
             }
             if (!(worst <= 0x1p-7 * largest))
-                throw Error(format("rank %d, half %d: %s differs by %g from the unchunked kernel's, whose largest is %g",
-                                   b.job.rank, half, name, worst, largest));
+                throw Error(
+                    format("rank %d, half %d: %s differs by %g from the unchunked kernel's, whose largest is %g",
+                           b.job.rank, half, name, worst, largest));
         }
     };
     check("out", part.out, whole.out, 1);
@@ -169,7 +175,8 @@ void run_blocks(const Bench<Comm>& b) {
     const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), Tc = b.options.tokens / 2;
     const size_t C = size_t(NH) * HS, n = Tc * C;
     const Whole whole(b.dev, b.job.size * b.options.tokens, NH, HS);
-    const double of_pair[2] = {b.measure([&] { whole.forward(b.dev); }).cool, b.measure([&] { whole.backward(b.dev); }).cool};
+    const double of_pair[2] = {b.measure([&] { whole.forward(b.dev); }).cool,
+                               b.measure([&] { whole.backward(b.dev); }).cool};
     const double pairs = 0.5 * whole.s.T * whole.s.T;
     const DeviceMemory sums = device_memory(b.dev, 5 * n * sizeof(float)), rows = device_memory(b.dev, 4 * n);
     const BlockShape most{1, Tc, 2 * Tc, NH, HS};
@@ -192,15 +199,17 @@ void run_blocks(const Bench<Comm>& b) {
     for (const auto& kind : kinds) {
         const double ideal = kind.of_chunk * Tc * Tc / pairs;
         attention_clear_state(b.dev, o, running, kind.shape);
-        const double forward = b.measure([&] {
-            attention_forward_block<bf16>(b.dev, o, running, heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
-                                          heads(whole.qkv, 0, 2, 3), kind.shape);
-        }).cool;
-        const double backward = b.measure([&] {
-            attention_backward_block<bf16>(b.dev, o, dk, dk + 2 * n, scratch.get(), heads(whole.qkv, 0, 0, 3),
-                                           heads(whole.qkv, 0, 1, 3), heads(whole.qkv, 0, 2, 3), heads(whole.dout, 0, 0, 1),
-                                           lse, D, kind.shape);
-        }).cool;
+        const double forward =
+            b.measure([&] {
+                 attention_forward_block<bf16>(b.dev, o, running, heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
+                                               heads(whole.qkv, 0, 2, 3), kind.shape);
+             }).cool;
+        const double backward =
+            b.measure([&] {
+                 attention_backward_block<bf16>(b.dev, o, dk, dk + 2 * n, scratch.get(), heads(whole.qkv, 0, 0, 3),
+                                                heads(whole.qkv, 0, 1, 3), heads(whole.qkv, 0, 2, 3),
+                                                heads(whole.dout, 0, 0, 1), lse, D, kind.shape);
+             }).cool;
         if (b.job.rank == 0)
             std::printf("  %-16s forward %.3f ms (%.1f %%)  backward %.3f ms (%.1f %%)\n", kind.name, forward,
                         100 * ideal * of_pair[0] / forward, backward, 100 * ideal * of_pair[1] / backward);
@@ -263,18 +272,19 @@ void run_bench(const Bench<Comm>& b) {
     if (b.job.rank > 0) return;
     Log log = results_log(b.dev, "ring_speed", o.out, o.json);
     const char* passes[] = {"forward", "forward+backward"};
-    std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens, NH,
-                HS);
+    std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens,
+                NH, HS);
     for (int pass = 0; pass < 2; pass++) {
         const auto ratio = [&](const Figures& f) {
             return Figures{100 * single[pass].cool / N / f.cool, 100 * single[pass].sustained / N / f.sustained};
         };
         const Figures of = ratio(ring_ms[pass]), of_still = ratio(still[pass]);
-        std::printf("  %-16s single/%d %7.3f/%7.3f  ring %7.3f/%7.3f (%.1f/%.1f %%)  no travel %7.3f/%7.3f (%.1f/%.1f %%)  "
-                    "hop %.3f/%.3f\n",
-                    passes[pass], N, single[pass].cool / N, single[pass].sustained / N, ring_ms[pass].cool,
-                    ring_ms[pass].sustained, of.cool, of.sustained, still[pass].cool, still[pass].sustained, of_still.cool,
-                    of_still.sustained, hop[pass].cool, hop[pass].sustained);
+        std::printf(
+            "  %-16s single/%d %7.3f/%7.3f  ring %7.3f/%7.3f (%.1f/%.1f %%)  no travel %7.3f/%7.3f (%.1f/%.1f %%)  "
+            "hop %.3f/%.3f\n",
+            passes[pass], N, single[pass].cool / N, single[pass].sustained / N, ring_ms[pass].cool,
+            ring_ms[pass].sustained, of.cool, of.sustained, still[pass].cool, still[pass].sustained, of_still.cool,
+            of_still.sustained, hop[pass].cool, hop[pass].sustained);
         Row row = result_row(b.dev, "ring_speed");
         row.add("pass", passes[pass]).add("gpus", N).add("tokens_per_gpu", o.tokens).add("NH", NH).add("HS", HS);
         row.add("single_ms", single[pass].cool / N).add("single_ms_sustained", single[pass].sustained / N);

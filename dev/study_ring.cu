@@ -98,7 +98,8 @@ struct Result {
 
 template <class X>
 void run_whole(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
-    const DeviceMemory scratch = poisoned(dev, attention_scratch_bytes<X>(dev, Attention::flash, 1, in.s.T, in.s.NH, HS));
+    const DeviceMemory scratch =
+        poisoned(dev, attention_scratch_bytes<X>(dev, Attention::flash, 1, in.s.T, in.s.NH, HS));
     attention_forward<X>(dev, Attention::flash, to.out, to.lse, nullptr, scratch.get(), in.qkv, 1, in.s.T, in.s.NH, HS);
     attention_backward<X>(dev, Attention::flash, to.dqkv, scratch.get(), in.dout, to.out, to.lse, nullptr, in.qkv, 1,
                           in.s.T, in.s.NH, HS);
@@ -171,9 +172,9 @@ void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, cons
                 out = rounded;
             }
             attention_D<X>(dev, D, in.dout + q0 * C, out, 1, s.Tq, NH, HS);
-            attention_backward_block<X>(dev, dq + q0 * C, dk + k0 * C, dv + k0 * C, scratch.get(), heads(in.qkv, q0, 0, 3),
-                                        heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), heads(in.dout, q0, 0, 1), lse, D,
-                                        s);
+            attention_backward_block<X>(dev, dq + q0 * C, dk + k0 * C, dv + k0 * C, scratch.get(),
+                                        heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3),
+                                        heads(in.dout, q0, 0, 1), lse, D, s);
         }
     copy_rows(dev, to.out, in.n, good.out, in.n, in.n, 1);
     copy_rows(dev, to.lse, in.rows, good.lse, in.rows, in.rows, 1);
@@ -205,8 +206,8 @@ void study_chunks(Study& study) {
     }
     whole.errors.fetch();
 
-    std::printf("\n%s, T %d in %d chunks of %d: largest difference from the unchunked call\n", name_of(dtype_of<X>()), T,
-                kChunks, chunk);
+    std::printf("\n%s, T %d in %d chunks of %d: largest difference from the unchunked call\n", name_of(dtype_of<X>()),
+                T, kChunks, chunk);
     std::printf("  %5s", "chunk");
     for (const char* name : kNames) std::printf(" %9s", name);
     std::printf("   with the block's own lse: dq, dk, dv   dq into a used sum\n");
@@ -222,7 +223,8 @@ void study_chunks(Study& study) {
             row.add(kNames[tensor], d[i][tensor]);
             study.beyond += !(d[i][tensor] <= 2 * whole.errors.max(tensor) + 1e-6);
         }
-        std::printf("   %9.2e %9.2e %9.2e              %9.2e\n", wrong[i][Dq], wrong[i][Dk], wrong[i][Dv], dirty[i][Dq]);
+        std::printf("   %9.2e %9.2e %9.2e              %9.2e\n", wrong[i][Dq], wrong[i][Dk], wrong[i][Dv],
+                    dirty[i][Dq]);
         row.add("own_lse_dq", wrong[i][Dq]).add("own_lse_dk", wrong[i][Dk]).add("own_lse_dv", wrong[i][Dv]);
         study.log.write(row.add("used_sum_dq", dirty[i][Dq]));
     }

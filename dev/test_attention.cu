@@ -553,7 +553,8 @@ static void place(std::vector<double>& to, const std::vector<float>& from, Chunk
 static void place_rows(std::vector<double>& to, const std::vector<float>& from, Chunk c, int more,
                        const AttentionShape& s) {
     for (int bh = 0; bh < s.B * s.NH; bh++)
-        for (int i = 0; i < c.size; i++) to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * (c.size + more) + i];
+        for (int i = 0; i < c.size; i++)
+            to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * (c.size + more) + i];
 }
 
 // D by attention_D, on the host, checked against fp64 with the bound of a dot product's rounding error.
@@ -593,8 +594,9 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     std::normal_distribution<float> normal;
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout);
     auto shape_of = [&](Chunk q, Chunk k) {
-        return BlockShape{s.B,      q.size,  k.size,        s.NH,         s.HS, first_position + q.begin, first_position + k.begin,
-                          s.causal, s.scale, q.size + more, k.size + more};
+        return BlockShape{
+            s.B,      q.size,  k.size,        s.NH,         s.HS, first_position + q.begin, first_position + k.begin,
+            s.causal, s.scale, q.size + more, k.size + more};
     };
 
     Result got, want = p.ref;
@@ -669,10 +671,13 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
                               std::next(lse.begin(), i)->as<float>(), std::next(D.begin(), i)->as<float>(), shape);
     }
     for (size_t i = 0; i < q_chunks.size(); i++)
-        place(got[Dq], std::next(dq.begin(), i)->download<float>((q_chunks[i].size + more) * row), q_chunks[i], more, s);
+        place(got[Dq], std::next(dq.begin(), i)->download<float>((q_chunks[i].size + more) * row), q_chunks[i], more,
+              s);
     for (size_t j = 0; j < k_chunks.size(); j++) {
-        place(got[Dk], std::next(dk.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more, s);
-        place(got[Dv], std::next(dv.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more, s);
+        place(got[Dk], std::next(dk.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more,
+              s);
+        place(got[Dv], std::next(dv.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more,
+              s);
     }
 
     // As good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of sums, so
@@ -877,7 +882,8 @@ void check_chunks() {
     const Cuda& dev = gpu();
     for (int HS : {64, 128})
         for (bool causal : {true, false})
-            for (const std::pair<int, int>& chunk : {std::pair<int, int>{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}}) {
+            for (const std::pair<int, int>& chunk :
+                 {std::pair<int, int>{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}}) {
                 const Case c{{2, 1000, 3, HS, causal}};
                 const Problem<X>& p = problem<X>(c);
                 const AttentionShape& s = p.c.shape;

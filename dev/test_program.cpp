@@ -439,8 +439,8 @@ TEST(ranks_share_sequences) {
     };
     for (const Case& c : {Case{2, 2, 0}, Case{4, 4, 1}, Case{4, 2, 1}}) {
         const std::string name = format("shared_%d_%d", c.ranks, c.context), out = dir() + "/" + name;
-        const std::string command = options + format("--gpus %d --context-parallel %d --zero %d -o ", c.ranks,
-                                                     c.context, c.zero) + out;
+        const std::string command =
+            options + format("--gpus %d --context-parallel %d --zero %d -o ", c.ranks, c.context, c.zero) + out;
         CHECK_RUN(run(command + " -x 6"), 0, format("sequences divided among %d", c.context).c_str());
         CHECK_RUN(run(command + " -x 10 -y 1"), 0, "step 10/10 | loss");
         for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "whole", "train", key, 10, 1e-4);
@@ -448,8 +448,8 @@ TEST(ranks_share_sequences) {
         CHECK_NEAR(val.front(), whole.front(), 1e-4 * whole.front());
         CHECK_NEAR(val.back(), whole.back(), 1e-4 * whole.back());
     }
-    const std::string eval = "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " +
-                             text_file();
+    const std::string eval =
+        "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " + text_file();
     const double one = number_after(run(eval).out, "val loss ");
     CHECK_NEAR(number_after(run(eval + " --gpus 4 --context-parallel 2").out, "val loss "), one, 1e-4);
     CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
@@ -466,8 +466,9 @@ TEST(gpus_share_sequences) {
         for (const auto& c : {std::pair<int, int>{2, 2}, {4, 4}, {4, 2}}) {
             if (c.first > gpus) continue;
             const std::string name = one + format("_%d_%d", c.first, c.second);
-            CHECK_RUN(run(options + format("--gpus %d --context-parallel %d -o ", c.first, c.second) + dir() + "/" + name),
-                      0, "step 20/20");
+            CHECK_RUN(
+                run(options + format("--gpus %d --context-parallel %d -o ", c.first, c.second) + dir() + "/" + name), 0,
+                "step 20/20");
             check_close(name, one, "train", "loss_nats", 20, tolerance);
             check_close(name, one, "val", "loss_nats", 3, tolerance);
         }

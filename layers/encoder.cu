@@ -218,9 +218,9 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
     LAUNCH_CHECK("token_partials_kernel");
 }
 
-#define INSTANTIATE(X)                                                                             \
+#define INSTANTIATE(X)                                                                                               \
     template void encoder_forward(const Cuda&, X*, const int*, const X*, const X*, int, int, int, const Positions&); \
-    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, int, int, \
+    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, int, int,          \
                                    const Positions&);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

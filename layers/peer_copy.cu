@@ -1,10 +1,10 @@
 // See peer_copy.h. A rank that dies leaves the others' streams waiting for its flag; the job then ends by _exit, as with
 // NCCL.
-#include "layers/peer_copy.h"
-
 #include <unistd.h>
 
 #include <cstring>
+
+#include "layers/peer_copy.h"
 
 // A function of the driver, asked of the runtime so that libcuda stays out of the link.
 template <class Function>
