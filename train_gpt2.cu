@@ -101,7 +101,6 @@ struct TensorSpec {
     bool decay = false;
     bool matmul = false;  // a matmul's weight
     size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
-    bool by_layer() const { return matmul && layers > 0; }  // how ranks sum and divide it: a layer at a time, or whole
 };
 
 struct Arena {
@@ -203,18 +202,27 @@ struct Buffers {
 // Several ranks
 //
 // Data parallel: rank r of n trains on micro-batches r, r + n, … of every step, and gradients are added up over the
-// ranks, layer by layer while backward goes on (the buckets). Sharded (ZeRO-1, Rajbhandari et al. 2020): a rank gets
-// only its share of the summed gradients, keeps optimizer state for that share alone, updates it, and all ranks gather
-// the parameters.
+// ranks. Sharded (ZeRO-1, Rajbhandari et al. 2020): a rank gets only its share of the summed gradients, keeps optimizer
+// state for that share alone, updates it, and all ranks gather the parameters.
 //
-// The share of rank r: part r of n of every tensor; of the matmuls' weights, which are nearly everything, part r of each
-// layer's, so that a layer is summed as soon as backward is through with it. Gradients and state of a share lie back to
-// back.
-static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks) {
+// When gradients are added up: all at once after backward, or, to overlap it, the matmul weights of each layer as soon
+// as backward is through with it (the buckets). Between machines the time to hide is long. On one machine hiding it
+// costs more than it takes: 124M on 4 H200s at B = 64, a step of 105.5 ms without any sums became one of 108.0 with all of
+// them at its end, of 109.4 with each layer's beside the next layer's backward (ZeRO-1: 106.6, 107.0, 108.0). NCCL's blocks
+// hold the multiprocessors that matmuls with one persistent block on each count on, which then need a second wave, and
+// what they draw is missing where the power cap decides the clock. Beside attention's or GELU's backward alone it was
+// 108.8 and 109.8; with fewer blocks for NCCL it was slower still (111 with 4 or 8).
+//
+// The share of rank r: part r of n of every tensor; of one that is summed by layer, part r of each layer's. Gradients and
+// state of a share lie back to back.
+static bool by_layer(const TensorSpec& t, bool overlap) {
+    return overlap && t.matmul && t.layers > 0;
+}
+static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks, bool overlap) {
     std::vector<ParamRange> share;
     size_t at = 0, state = 0;
     for (const TensorSpec& t : params.tensors) {
-        const size_t pieces = t.by_layer() ? t.layers : 1, stride = t.elements() / pieces;
+        const size_t pieces = by_layer(t, overlap) ? t.layers : 1, stride = t.elements() / pieces;
         const size_t size = stride / ranks, begin = at + rank * size;
         if (ranks == 1)  // everything: one piece a tensor
             share.push_back({at, t.elements(), t.decay});
@@ -243,7 +251,7 @@ template <class Dev>
 struct Ranks {
     typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks; of those that share sequences
     int rank = 0, size = 1;
-    bool sharded = false;
+    bool sharded = false, overlap = false;
     int context = 1;                                     // ranks that share a sequence
     int groups() const { return size / context; }        // each with sequences of its own
     int group() const { return rank / context; }         // this rank's
@@ -330,7 +338,7 @@ class GPT2 {
     A* master() const { return static_cast<A*>(has_master ? adam.at(2) : nullptr); }
     int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
-    std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards()); }
+    std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards(), ranks.overlap); }
 
   private:
     const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
@@ -560,18 +568,13 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
         A* const none = nullptr;
         X* wide = recompute >= 1 ? buffers_.wide : a.gelu;
-        const auto sum_layer_above = [&] {
-            if (sum_over_ranks && l + 1 < config.L) sum_gradients(l + 1);
-        };
         if (recompute >= 1) {  // the pass over fch makes GELU's output again, which the weights' gradient needs
             matmul_backward<X>(dev, wide, none, none, scratch, dresidual, nullptr, w.fcprojw, N, 4 * C, C);
-            sum_layer_above();
             gelu_backward(dev, wide, g.fcb, a.gelu, scratch, a.fch, wide, N, 4 * C);
             matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C,
                                accumulate);
         } else {
             matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C, accumulate);
-            sum_layer_above();
             gelu_backward<X>(dev, wide, g.fcb, nullptr, scratch, a.fch, wide, N, 4 * C);
         }
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
@@ -588,13 +591,13 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         matmul_backward(dev, dln, g.qkvw, none, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
+        if (sum_over_ranks && ranks.overlap) sum_gradients(l);
     }
-    if (sum_over_ranks) sum_gradients(0);
     encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C, positions());
     if (sum_over_ranks) sum_gradients(kNoLayer);
 }
 
-// Starts adding up over the ranks the gradients of a layer's matmul weights, or of all that does not go by layer.
+// Starts adding up over the ranks the gradients of a layer, or of all that does not go by layer.
 template <class Dev, class X>
 void GPT2<Dev, X>::sum_gradients(int layer) {
     Range range("sum gradients");
@@ -604,12 +607,12 @@ void GPT2<Dev, X>::sum_gradients(int layer) {
     ranks.comm->group([&] {
         for (size_t i = 0; i < params.tensors.size(); i++) {
             const TensorSpec& t = params.tensors[i];
-            if (t.by_layer() != (layer != kNoLayer)) continue;
+            if (by_layer(t, ranks.overlap) != (layer != kNoLayer)) continue;
             A* g = static_cast<A*>(grads.at(i, l));
             if (ranks.sharded)
                 ranks.comm->reduce_scatter(buffers_.share + own[i].state(l), g, own[i].size);
             else
-                ranks.comm->all_reduce(g, t.by_layer() ? t.size : t.elements());
+                ranks.comm->all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
         }
     });
 }
@@ -1022,7 +1025,7 @@ struct Options {
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;
-    int gpus = 0, zero = -1, context_parallel = 1;
+    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1;
     int generate = 0, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
@@ -1054,6 +1057,9 @@ std::vector<Option> Options::table() {
          "0..1024", "several GPUs"},
         {"--zero", "", O::Int, &zero,
          "1: divide the optimizer's state and its work among the ranks; 0: don't; -1: where channels divide", "-1..1",
+         "several GPUs"},
+        {"--overlap", "", O::Int, &overlap,
+         "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1",
          "several GPUs"},
         {"--context-parallel", "", O::Int, &context_parallel,
          "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024",
@@ -1299,8 +1305,9 @@ void Run<Dev, X>::describe() const {
     std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                 dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "");
     if (job.size > 1)
-        std::printf("ranks              %d, %d on this machine, optimizer %s%s\n", job.size, job.local_size,
-                    model.ranks.sharded ? "divided among them" : "on each",
+        std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n",
+                    job.size, job.local_size, model.ranks.sharded ? "divided among them" : "on each",
+                    model.ranks.overlap ? "beside" : "after",
                     model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
     std::printf("model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n", c.L,
                 c.NH, c.C, c.max_T, c.V, c.Vp);
@@ -1612,7 +1619,8 @@ template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
     resolve_sizes(o, config, on_cpu, job.size);
-    ranks.sharded = o.zero > 0 && job.size > 1;
+    if (o.overlap < 0) o.overlap = job.local_size < job.size;
+    ranks.sharded = o.zero > 0 && job.size > 1, ranks.overlap = o.overlap > 0;
     // The model's tables first: what cannot be is said before data is touched.
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
     GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);

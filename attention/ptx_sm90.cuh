@@ -111,6 +111,10 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32
         "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t smem, uint32_t bytes) {  // joins this thread's bulk group
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
+                 : "memory");
+}
 // Closes this thread's bulk group. #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");

@@ -875,8 +875,8 @@ void check_layer(Attention kind) {
                           r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
     check_result(kernel, p, r.result());
 }
-// Attention in chunks (attention/chunks.h), by the kernel of the layer: as good as the unchunked call, element by element
-// and on the whole, for sizes of chunks that divide T and for those that do not.
+// Attention in chunks (attention/chunks.h), by the kernel of the layer: as good as the unchunked call, plus one fp32 rounding
+// for each merge, for sizes of chunks that divide T and for those that do not.
 template <class X>
 void check_chunks() {
     const Cuda& dev = gpu();
@@ -897,6 +897,7 @@ void check_chunks() {
                 chunks.backward(r.dqkv.template as<X>(), r.dout.template as<X>(), r.out.template as<X>(),
                                 r.lse.template as<float>(), r.qkv.template as<X>());
                 const Result got = r.result();
+                const double merges = (s.T - 1) / std::min(chunk.first, chunk.second) * 0x1p-24;
                 for (int i = 0; i < kTensors; i++) {
                     const auto check = [&](const char* norm, double error, double bound) {
                         if (!(error <= bound))
@@ -905,8 +906,9 @@ void check_chunks() {
                                                 chunk.first, chunk.second, kNames[i], norm, error, bound));
                     };
                     check("L2", l2_error(got[i], p.ref[i]),
-                          1.1 * l2_error(whole[i], p.ref[i]) + 28 * 0x1p-24 * l2_norm(p.ref[i]));
-                    check("max", max_error(got[i], p.ref[i]), 1.1 * max_error(whole[i], p.ref[i]) + p.tiny[i]);
+                          1.1 * l2_error(whole[i], p.ref[i]) + merges * l2_norm(p.ref[i]));
+                    check("max", max_error(got[i], p.ref[i]),
+                          1.1 * max_error(whole[i], p.ref[i]) + p.tiny[i] + merges * max_abs(p.ref[i]));
                 }
             }
 }

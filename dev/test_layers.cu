@@ -563,6 +563,8 @@ void check_classifiers() {
     check_classifier<X>(37, 50257, 50304, 5.0);
     check_classifier<X>(3, 50257, 50257, 5.0);
     check_classifier<X>(3, 257, 384, 1.0, 1);
+    check_classifier<X>(1000, 257, 384, 1.0);   // several rows a block
+    check_classifier<X>(3, 60001, 60032, 1.0);  // two rows fit no SM
 
     // A target outside the vocabulary, padding included, is noticed; the other rows are as they should be.
     const int V = 257, Vp = 384;

@@ -8,9 +8,10 @@
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         chunks and rings: errors, speed          losses    flash's beside naive's
 #   layers       each other layer alone                   train     tokens/s, memory, where the time goes
+#   scaling      tokens/s and losses of several GPUs
 set -e
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study ring layers train memory default torch losses"
+all="bf16 fp32 accuracy study ring layers train memory default torch losses scaling"
 parts= tests=yes
 for part in "$@"; do
     case " $all " in
@@ -19,7 +20,7 @@ for part in "$@"; do
         if [ "$part" = --no-tests ]; then
             tests=
         elif [ "$part" = --help ]; then
-            sed -n '2,10s/^# \{0,1\}//p' "$0"
+            sed -n '2,11s/^# \{0,1\}//p' "$0"
             exit
         else
             echo "measure.sh: $part: expected --no-tests or some of $all" >&2
@@ -66,6 +67,8 @@ for part in $parts; do
         ./dev/bench_train --json --precision bf16 --shapes 1x16384,1x32768,1x65536 || echo "no more lengths" ;;
     default) python3 scripts/default_run.py ;;
     torch) python3 scripts/compare_torch.py --json || echo "no comparison with PyTorch" ;;
+    scaling)
+        if [ "$(nvidia-smi -L | grep -c '^GPU')" -gt 1 ]; then python3 scripts/scaling.py --json; else echo "one GPU"; fi ;;
     losses) python3 scripts/compare_losses.py --json || echo "naive and flash end at different losses" ;;
     esac
 done
