@@ -273,6 +273,8 @@ int run(Cuda& dev, const Options& o) {
             const ParamRange range = {0, m.N, true};
             adamw_update(m.dev, m.x(0), m.a(1), m.a(2), m.a(3), m.a(4), m.a(5), &range, 1,
                          {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.f, 1, 1});
+            if constexpr (std::is_same_v<std::decay_t<decltype(m.dev)>, Cpu>)
+                std::copy_n(m.x(0), m.N, m.a(1));  // the reference keeps no master weights
         },
         parameters);
 
