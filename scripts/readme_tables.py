@@ -257,6 +257,8 @@ def ring_errors(path):
     at = {(r["dtype"], r["carry"], r["ranks"], r["tensor"]): r for r in found}
 
     def cell(r):
+        if r["carry"] == "floor":
+            return f"{r['mean_error']:.2e}, {r['max_error']:.1e}"
         return f"{r['mean_error']:.2e} ({r['mean_ratio']:.2f}), {r['max_error']:.1e} ({r['max_ratio']:.2f})"
     body = [[dtype, carry, str(n) if carry != "floor" else "–", *(cell(at[dtype, carry, n, t]) for t in tensors)]
             for dtype, carry, n in dict.fromkeys(key[:3] for key in at)]
