@@ -1,6 +1,6 @@
 # make train_gpt2cu   the trainer
 # make test           all tests that this machine can run
-# make benches        dev/bench_*, dev/accuracy, dev/study_accumulation
+# make benches        dev/bench_*, dev/accuracy, dev/study_*
 # make profile        the timeline of three steps, for Nsight Systems
 # make archs          every kernel for every architecture (part of make test)
 #
@@ -46,7 +46,7 @@ KERNELS   := $(wildcard attention/*.cu layers/*.cu)
 OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp dev/reference*.cpp))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
-BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation
+BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
 TOOLS     := dev/dump_gradients
 JOBS      ?= $(shell nproc)
 

@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention/blocks.h"
 #include "data/checkpoint.h"
 #include "data/choices.h"
 #include "data/corpus.h"
@@ -42,6 +43,8 @@
 #include "layers/comm.h"
 #include "layers/layers.h"
 #include "layers/peak.h"
+// Over both backends' block forms, so after them.
+#include "attention/ring.h"
 
 // A named stretch of the timeline, for Nsight Systems (make profile), and a sign of life for the ranks that wait.
 struct Range {
@@ -239,12 +242,20 @@ static void for_each_piece(const std::vector<ParamRange>& share, size_t n, int r
             for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
 }
 
+// Context parallel: groups of `context` neighbouring ranks share their sequences, and each rank has two chunks of every
+// one (attention/ring.h). Whatever works on rows alone does not notice; attention goes around the ring. The groups are
+// what data parallel's ranks are without it, and gradients are added up over all ranks as before.
+//
 // What a model needs to know of the others. Default: alone.
 template <class Dev>
 struct Ranks {
-    typename Dev::Comm* comm = nullptr;
+    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks; of those that share sequences
     int rank = 0, size = 1;
     bool sharded = false, overlap = false;
+    int context = 1;                                     // ranks that share a sequence
+    int groups() const { return size / context; }        // each with sequences of its own
+    int group() const { return rank / context; }         // this rank's
+    int context_rank() const { return rank % context; }  // within it
 };
 
 // A tensor of C channels is divided into shares of whole 16-byte vectors.
@@ -264,12 +275,12 @@ class GPT2 {
     const Dev& dev;
     const Config config;
     const Attention attention;
-    const int B, T, micro_steps;
+    const int B, T, micro_steps;  // T: this rank's tokens of a sequence
     const bool training;
     const int recompute;
     const Ranks<Dev> ranks;
     const size_t num_parameters;
-    Arena params, grads, adam, acts, buffers;
+    Arena params, grads, adam, acts, buffers, ring_memory;
 
     // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and what backward needs.
     // recompute: what forward does not keep and backward computes again: 1 the outputs of GELU, 2 of layer norms too.
@@ -282,7 +293,7 @@ class GPT2 {
     GPT2(const GPT2&) = delete;
     GPT2& operator=(const GPT2&) = delete;
 
-    std::array<Arena*, 5> arenas() { return {&params, &grads, &adam, &acts, &buffers}; }
+    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
@@ -297,7 +308,8 @@ class GPT2 {
     size_t batch_ints() const { return 2 * rows_ + encoder_plan_ints(dev, rows_); }  // of one micro-batch
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
-    void forward(const int* tokens, int b, int t);  // device tokens (b, t) → acts.lnf
+    // Device tokens (b, t) → acts.lnf. alone: the tokens are a whole sequence, and no other rank takes part.
+    void forward(const int* tokens, int b, int t, bool alone = false);
     // accumulate: weight gradients are added to what is there; else they are written.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
     void backward(const int* plan, bool accumulate, bool sum_over_ranks);
@@ -324,13 +336,15 @@ class GPT2 {
     A* adam_m() const { return static_cast<A*>(adam.at(0)); }
     A* adam_v() const { return static_cast<A*>(adam.at(1)); }
     A* master() const { return static_cast<A*>(has_master ? adam.at(2) : nullptr); }
+    int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
     std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards(), ranks.overlap); }
 
   private:
     const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
     Buffers<X> buffers_{};
-    typename Dev::Graph graph_;  // of train_micro_batches
+    std::unique_ptr<Ring<Dev, X>> ring_;  // where several ranks share a sequence
+    typename Dev::Graph graph_;           // of train_micro_batches
 
     template <class P>
     static Parameters<P> view(const Arena& arena, int l) {
@@ -340,6 +354,7 @@ class GPT2 {
                 next(), next(), next(), next(), next(), next(), next(), next()};
     }
     std::string count_in(const Arena& arena, size_t i, int l);
+    Positions positions() const;  // of this rank's tokens
     void set_parameters(std::vector<A>& values);
     void sum_gradients(int layer);
     void gather_parameters();
@@ -374,9 +389,11 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
       num_parameters(count_parameters(config)),
       rows_(size_t(B) * T),
       chunk_(classifier_chunk(rows_, config.Vp, dtype_of<X>())) {
-    if (T > config.max_T)
-        throw Error(
-            format("T = %d is beyond the model's %d positions: use -t %d or less", T, config.max_T, config.max_T));
+    if (sequence() > config.max_T)
+        throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
+                           config.max_T));
+    if (ranks.context > 1 && attention != Attention::flash)
+        throw UsageError("--context-parallel needs --attention flash: naive has no block form");
     if (ranks.sharded && !can_shard(config, ranks.size))
         throw UsageError(
             format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
@@ -385,6 +402,9 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     const size_t N = rows_, C = config.C, NH = config.NH, n = num_parameters;
     const DType x = dtype_of<X>(), a = dtype_of<A>();
     const int L = config.L, HS = config.HS();
+
+    if (ranks.context > 1)
+        ring_ = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS);
 
     params = Arena("parameters", parameter_specs(config, x), 1);
     if (training) {
@@ -416,10 +436,11 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                  {"lnf", x, N * C},
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
-    const size_t scratch =
-        std::max({attention_scratch_bytes<X>(dev, attention, B, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
-                  layernorm_scratch_bytes(dev, C), matmul_scratch_bytes(dev, 4 * C), gelu_scratch_bytes(dev, 4 * C),
-                  reduce_scratch_bytes(dev), size_t(256)});
+    const int most_alone = ring_ ? 1 : B;  // sequences that attention is given without the ring: samples
+    const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
+                                     encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
+                                     matmul_scratch_bytes(dev, 4 * C), gelu_scratch_bytes(dev, 4 * C),
+                                     reduce_scratch_bytes(dev), size_t(256)});
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
                                 {"stats", a, num_losses() + 1 + ranks.size},
@@ -428,6 +449,8 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                 {"wide", x, training && recompute >= 1 ? N * 4 * C : 0},
                                 {"scratch", DType::i32, (scratch + 3) / 4},
                                 {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
+    // By itself, for other ranks write into it.
+    if (ring_) ring_memory = Arena("ring", {{"ring", DType::i32, ring_->bytes() / 4}});
 }
 
 template <class Dev, class X>
@@ -443,6 +466,7 @@ void GPT2<Dev, X>::allocate() {
                 static_cast<X*>(b.at(5)),
                 b.at(6),
                 static_cast<int*>(b.at(7))};
+    if (ring_) ring_->start(ring_memory.base, ranks.ring);
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -458,21 +482,24 @@ Activations<X> GPT2<Dev, X>::activations(int l) const {
 // Forward: tokens (b, t) → the final layer norm's output
 
 template <class Dev, class X>
-void GPT2<Dev, X>::forward(const int* tokens, int b, int t) {
+void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     Range range("forward");
     const size_t N = size_t(b) * t;
     const int C = config.C, L = config.L, NH = config.NH, HS = config.HS();
     Activations<X> a = activations(0);
     Parameters<X> w = weights(0);
 
-    encoder_forward(dev, a.encoded, tokens, w.wte, w.wpe, b, t, C);
+    encoder_forward(dev, a.encoded, tokens, w.wte, w.wpe, b, t, C, alone ? Positions{} : positions());
     layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, w.ln1w, w.ln1b, N, C);
     X* residual = a.encoded;
     for (int l = 0; l < L; l++) {
         Range range("layer", l);
         a = activations(l), w = weights(l);
         matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        attention_forward(dev, attention, a.atty, a.lse, a.att, buffers_.scratch, a.qkv, b, t, NH, HS);
+        if (ring_ && !alone)
+            ring_->forward(a.atty, a.lse, a.qkv);
+        else
+            attention_forward(dev, attention, a.atty, a.lse, a.att, buffers_.scratch, a.qkv, b, t, NH, HS);
         matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C);
         residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.residual2, w.ln2w,
                                    w.ln2b, N, C);
@@ -555,7 +582,10 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
                            a.ln2_rstd, N, C);
         matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
-        attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
+        if (ring_)
+            ring_->backward(wide, dln, a.atty, a.lse, a.qkv);
+        else
+            attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
         qkv_bias_backward(dev, g.qkvb, scratch, wide, g.attprojb, w.attprojw, N, C);
         matmul_backward(dev, dln, g.qkvw, none, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
@@ -563,7 +593,7 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
                            a.ln1_rstd, N, C);
         if (sum_over_ranks && ranks.overlap) sum_gradients(l);
     }
-    encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C);
+    encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C, positions());
     if (sum_over_ranks) sum_gradients(kNoLayer);
 }
 
@@ -604,8 +634,28 @@ void GPT2<Dev, X>::gather_parameters() {
 // The step's pieces
 
 template <class Dev, class X>
+Positions GPT2<Dev, X>::positions() const {
+    if (!ring_) return {};
+    const Zigzag zigzag{ranks.context};
+    const int chunk = T / 2;
+    return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
+}
+
+// All ranks of a group read the same sequences; each keeps its own tokens of them.
+template <class Dev, class X>
 void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
-    loader.next(host, host + rows_);
+    if (ring_) {
+        const size_t all = size_t(B) * sequence();
+        std::vector<int> whole(2 * all);
+        loader.next(whole.data(), whole.data() + all);
+        const Positions at = positions();
+        for (int part = 0; part < 2; part++)  // tokens, targets
+            for (int b = 0; b < B; b++)
+                for (int t = 0; t < T; t++)
+                    host[part * rows_ + size_t(b) * T + t] = whole[part * all + size_t(b) * sequence() + at.of(t)];
+    } else {
+        loader.next(host, host + rows_);
+    }
     if (training) encoder_plan(dev, host + 2 * rows_, host, rows_);
 }
 
@@ -793,12 +843,13 @@ std::string GPT2<Dev, X>::first_nonfinite() {
         return "";
     };
     std::string found = search(params, false);
-    for (int i = 0; i < micro_steps && found.empty(); i++) {
+    // Of the ranks of a ring none may stop before the others do.
+    for (int i = 0; i < micro_steps && (found.empty() || ring_); i++) {
         evaluate_micro_batch(i);
-        found = search(acts, false);
-        if (!found.empty()) break;
+        if (found.empty()) found = search(acts, false);
+        if (!found.empty() && !ring_) break;
         train_micro_batch(i);
-        found = search(grads, true);
+        if (found.empty()) found = search(grads, true);
     }
     return found.empty() ? kNoneFound : found;
 }
@@ -820,7 +871,7 @@ std::vector<float> GPT2<Dev, X>::logits_of_last(const std::vector<int>& context)
     std::vector<int> padded(t, 0);
     std::copy(context.end() - used, context.end(), padded.begin());
     dev.upload(buffers_.batch, padded.data(), padded.size() * sizeof(int));
-    forward(buffers_.batch, 1, t);
+    forward(buffers_.batch, 1, t, true);
     matmul_forward<X>(dev, buffers_.logits, activations().lnf + size_t(used - 1) * config.C, weights().wte, nullptr, 1,
                       config.C, config.Vp);
     std::vector<X> row(config.Vp);
@@ -884,8 +935,10 @@ struct Validation {
 
 // Mean loss over the loader's first batches; 0, or more than there are: all whole ones. Each rank has its share of
 // them; their losses are added in the order of the batches, so that the sum does not depend on the number of ranks.
+// Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
 template <class Dev, class X>
 Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& job) {
+    const Ranks<Dev>& ranks = model.ranks;
     Range range("validate");
     loader.reset();
     std::vector<int> host(model.batch_ints());
@@ -893,7 +946,7 @@ Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& 
     if (batches == 0 || batches > all) batches = all;
     std::vector<double> losses(batches);
     for (uint64_t i = 0; i < batches; i++) {
-        if (i % job.size != uint64_t(job.rank)) {
+        if (i % ranks.groups() != uint64_t(ranks.group())) {
             loader.skip(1);
             continue;
         }
@@ -902,7 +955,7 @@ Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& 
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
         model.dev.download(&loss, model.own_stats(), sizeof loss);
-        losses[i] = loss;
+        losses[i] = loss / ranks.context;
     }
     job.sum(losses);
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
@@ -972,7 +1025,7 @@ struct Options {
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;
-    int gpus = 0, zero = -1, overlap = -1;
+    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1;
     int generate = 0, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
@@ -1008,11 +1061,14 @@ std::vector<Option> Options::table() {
         {"--overlap", "", O::Int, &overlap,
          "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1",
          "several GPUs"},
+        {"--context-parallel", "", O::Int, &context_parallel,
+         "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024",
+         "several GPUs"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; 0: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",
          "0..4194304", "batch"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
-         "tokens per update, on all GPUs together, a multiple of B·T·GPUs; 0: B·T·GPUs", "0..", "batch"},
+         "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; 0: that", "0..", "batch"},
         {"--max-steps", "-x", O::Int, &max_steps,
          "steps; -1: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1..", "batch"},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
@@ -1126,11 +1182,12 @@ template <class Dev, class X>
     int b = model.B - 1;
     while (b > 0 && bytes_with(b) > free_bytes) b--;
     std::string way_out =
-        b > 0 ? format("-b %d would fit", b) : "not even -b 1 fits: use a smaller -t or a smaller model";
+        b > 0 ? format("-b %d would fit", b)
+              : "not even -b 1 fits: use a smaller -t, a smaller model, or more GPUs with --context-parallel";
     if (model.training && model.recompute < 2) way_out += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
-                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B, model.T,
-                             asked.c_str(), way_out.c_str()));
+                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
+                             model.sequence(), asked.c_str(), way_out.c_str()));
 }
 
 template <class Dev, class X>
@@ -1186,11 +1243,11 @@ class Run {
     bool prepared = false;
     std::exception_ptr late_error;  // of preparing `next`
     LoaderState position{};
-    void prepare(int* to) {  // of the micro-batches r, r + n, … of the step
+    void prepare(int* to) {  // of the micro-batches r, r + n, … of the step, in group r of n
         for (int i = 0; i < model.micro_steps; i++) {
-            train.skip(job.rank);
+            train.skip(model.ranks.group());
             model.fill_batch(to + i * model.batch_ints(), train);
-            train.skip(job.size - 1 - job.rank);
+            train.skip(model.ranks.groups() - 1 - model.ranks.group());
         }
     }
     void copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const;
@@ -1248,9 +1305,10 @@ void Run<Dev, X>::describe() const {
     std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                 dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "");
     if (job.size > 1)
-        std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward\n", job.size,
-                    job.local_size, model.ranks.sharded ? "divided among them" : "on each",
-                    model.ranks.overlap ? "beside" : "after");
+        std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n",
+                    job.size, job.local_size, model.ranks.sharded ? "divided among them" : "on each",
+                    model.ranks.overlap ? "beside" : "after",
+                    model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
     std::printf("model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n", c.L,
                 c.NH, c.C, c.max_T, c.V, c.Vp);
     std::printf("parameters         %.1f M\n", model.num_parameters / 1e6);
@@ -1273,6 +1331,7 @@ void Run<Dev, X>::open_log() {
     row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
     row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
     row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed).add("gpus", job.size);
+    row.add("context_parallel", model.ranks.context);
     log->write(row.add("floor_nats", data.floor));
 }
 
@@ -1491,25 +1550,30 @@ static Attention attention_of(const Options& o) {
 
 // The defaults that depend on the device, the model and the ranks; then, with the data known, those that depend on its
 // size.
-static void resolve_sizes(Options& o, const Config& config, bool on_cpu, int ranks) {
+static void resolve_sizes(Options& o, const Config& config, bool on_cpu, int all_ranks) {
+    const int context = o.context_parallel, ranks = all_ranks / context;  // those with sequences of their own
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
     if (o.T == 0) o.T = std::min(config.max_T, on_cpu ? 64 : 1024);
+    if (context > 1 && o.T % (2 * context))
+        throw UsageError(format("--tokens %d is not a multiple of 2·%d, the chunks of --context-parallel %d: use -t %d",
+                                o.T, context, context, std::max(1, o.T / (2 * context)) * 2 * context));
     const long long micro_batch = static_cast<long long>(o.B) * o.T;
     if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
         throw UsageError(
             format("B·T = %d·%d is too many tokens for a micro-batch: use a smaller -b with -d", o.B, o.T));
-    const long long all_ranks = micro_batch * ranks;
-    if (all_ranks > INT_MAX)
+    const long long least = micro_batch * ranks;
+    const char* const name = context > 1 ? "groups of ranks" : "ranks";
+    if (least > INT_MAX)
         throw UsageError(
-            format("B·T·ranks = %d·%d·%d is too many tokens for a step: use a smaller -b", o.B, o.T, ranks));
-    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(all_ranks);
+            format("B·T·%s = %d·%d·%d is too many tokens for a step: use a smaller -b", name, o.B, o.T, ranks));
+    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(least);
     if (ranks == 1 && o.tokens_per_step % micro_batch)
         throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
                                 o.T, micro_batch));
-    if (o.tokens_per_step % all_ranks)
-        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T·ranks = %d·%d·%d = %lld",
-                                o.tokens_per_step, o.B, o.T, ranks, all_ranks));
-    if (o.zero < 0) o.zero = ranks > 1 && can_shard(config, ranks);
+    if (o.tokens_per_step % least)
+        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T·%s = %d·%d·%d = %lld", o.tokens_per_step,
+                                name, o.B, o.T, ranks, least));
+    if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(config, all_ranks);
     if (o.lr == 0) o.lr = config.C < 256 ? 2e-3f : 3e-4f;
 }
 static void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
@@ -1552,14 +1616,14 @@ void agree_on_start(const GPT2<Dev, X>& model, const Run<Dev, X>& run, Job& job)
 }
 
 template <class Dev, class X>
-int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, typename Dev::Comm* comm) {
+int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
     resolve_sizes(o, config, on_cpu, job.size);
     if (o.overlap < 0) o.overlap = job.local_size < job.size;
-    const Ranks<Dev> ranks = {comm, job.rank, job.size, o.zero > 0 && job.size > 1, o.overlap > 0};
+    ranks.sharded = o.zero > 0 && job.size > 1, ranks.overlap = o.overlap > 0;
     // The model's tables first: what cannot be is said before data is touched.
-    const int micro_steps = o.tokens_per_step / (o.B * o.T * job.size);
-    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, micro_steps, true, o.recompute, ranks);
+    const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
     const Data data = find_data_together(o, job);
@@ -1600,9 +1664,9 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
 
 // --eval-only: the loss over the whole validation data, and the answers to --hellaswag one by one.
 template <class Dev, class X>
-int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job) {
+int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, const Ranks<Dev>& ranks) {
     resolve_sizes(o, config, std::is_same_v<Dev, Cpu>, job.size);
-    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, 1, false);
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T / ranks.context, 1, false, 0, ranks);
     std::vector<Choice> choices;
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, config.V, o.T);
     std::unique_ptr<Loader> val;
@@ -1661,12 +1725,19 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);
     }
-    if (o.eval_only) return run_evaluate<Dev, X>(dev, o, config, !preset, job);
-    std::unique_ptr<typename Dev::Comm> comm;
+    using Comm = typename Dev::Comm;
+    std::unique_ptr<Comm> comm, ring;
+    Ranks<Dev> ranks;
+    ranks.rank = job.rank, ranks.size = job.size, ranks.context = o.context_parallel;
     job.expect_progress(kStallSeconds);
-    if (job.size > 1 && !o.memory) comm = std::make_unique<typename Dev::Comm>(dev, job);
+    if (job.size > 1 && !o.memory && (!o.eval_only || ranks.context > 1)) {
+        comm = std::make_unique<Comm>(dev, job);
+        if (ranks.context > 1) ring = std::make_unique<Comm>(*comm, ranks.group() * ranks.context, ranks.context);
+    }
+    ranks.comm = comm.get(), ranks.ring = ring.get();
     job.expect_progress(0);
-    return run_train<Dev, X>(dev, o, config, !preset, job, comm.get());
+    if (o.eval_only) return run_evaluate<Dev, X>(dev, o, config, !preset, job, ranks);
+    return run_train<Dev, X>(dev, o, config, !preset, job, ranks);
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
@@ -1734,6 +1805,13 @@ int main(int argc, char** argv) {
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         const Place place = place_from_environment();
+        const int ranks = std::max(o.gpus, place.size);
+        if (ranks % o.context_parallel)
+            throw UsageError(format("--context-parallel %d does not divide the %d %s that train: use --gpus %d",
+                                    o.context_parallel, ranks, ranks == 1 ? "GPU" : "GPUs",
+                                    (ranks / o.context_parallel + 1) * o.context_parallel));
+        if (o.context_parallel > 1 && !o.hellaswag.empty())
+            throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (o.gpus > 0 && o.gpus != place.size)
             throw UsageError(

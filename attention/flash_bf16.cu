@@ -29,6 +29,7 @@
 
 #include "attention/attention.h"
 #include "attention/launch.h"
+#include "attention/merge.cuh"
 #include "attention/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -187,7 +188,8 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
 
 // The same for the block form: adds c into fp32 rows.
 template <int HS, int M>
-__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end) {
+__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
+                                         bool add) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -198,7 +200,7 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
             float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) {
-                const float2 old = p[4 * n];
+                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
                 p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
             }
         }
@@ -211,6 +213,7 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
 struct Problem {
     Heads<const bf16> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
+    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc: see BlockShape
     int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
@@ -235,8 +238,9 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 struct ForwardArgs {
     Problem p;
     Heads<bf16> out;  // whole form: written
-    float* o_acc;     // block form: merged into; null otherwise
     float* lse;
+    float* o_acc;  // block form: merged into; null otherwise
+    double* lse_acc;
 };
 
 template <int HS>
@@ -380,7 +384,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
-    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
     const int first_row = first_q + lane / 4;
     if (args.o_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
@@ -390,18 +394,22 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const float old = lse_rows[row], weight = 1.f / (1.f + expf(old - lse[i][r]));  // σ(lse − old)
-                float2* acc =
-                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
-                    lane % 4;
+                const double old = args.lse_acc[lse_row + row];
+                const auto [weight, merged] = merge(old, lse[i][r]);
+                float2* acc = reinterpret_cast<float2*>(
+                                  args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
+                              lane % 4;
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
-                    const float2 x = acc[4 * n];
-                    acc[4 * n] =
-                        make_float2(x.x - weight * (x.x - o[i][n][2 * r]), x.y - weight * (x.y - o[i][n][2 * r + 1]));
+                    float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
+                    if (old != -INFINITY) {
+                        const float2 y = acc[4 * n];
+                        x = make_float2(y.x - weight * (y.x - x.x), y.y - weight * (y.y - x.y));
+                    }
+                    acc[4 * n] = x;
                 }
                 __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
             }
     } else {
 #pragma unroll
@@ -409,7 +417,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
         store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
     }
 #endif
@@ -425,6 +433,7 @@ struct BackwardArgs {
     float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
     Heads<bf16> dq, dk, dv;           // whole form: written
     float *dq_acc, *dk_acc, *dv_acc;  // block form: added into; null otherwise
+    bool write_dkv;
 };
 
 // The dot product of 8 elements.
@@ -498,7 +507,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     {
         constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
         const int row = warp_row + lane % (16 * M), t = q0 + row;
-        const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(t, p.Tq - 1);
+        const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
         float2 stats = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
         if (args.D) {
             stats.y = args.D[at];
@@ -603,8 +612,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
     if (args.dq_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
-        add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.Tq + q0) * token + w.h * HS, token,
-                     p.Tq - q0);
+        add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.q_rows + q0) * token + w.h * HS, token,
+                     p.Tq - q0, true);
     } else {
         store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0);
     }
@@ -640,8 +649,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         load_tile<HS, Br, Threads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
                                    p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8, args.stats + static_cast<size_t>(w.bh) * p.Tq + row,
-                       row < p.Tq);
+            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8,
+                       args.stats + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
         cp_async_commit();
     };
     load_tile<HS, Bc, Threads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
@@ -730,9 +739,9 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
     if (args.dk_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
-        const size_t at = (static_cast<size_t>(w.b) * p.Tk + k0) * token + w.h * HS;
-        add_tile<HS>(dk, warp_row, args.dk_acc + at, token, p.Tk - k0);
-        add_tile<HS>(dv, warp_row, args.dv_acc + at, token, p.Tk - k0);
+        const size_t at = (static_cast<size_t>(w.b) * p.k_rows + k0) * token + w.h * HS;
+        add_tile<HS>(dk, warp_row, args.dk_acc + at, token, p.Tk - k0, !args.write_dkv);
+        add_tile<HS>(dv, warp_row, args.dv_acc + at, token, p.Tk - k0, !args.write_dkv);
     } else {
         store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
         store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
@@ -755,6 +764,7 @@ Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const He
     Problem p{};
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.q_rows = s.rows_of_q(), p.k_rows = s.rows_of_k();
     // Beyond these bounds every query sees all keys, or none.
     p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale = s.resolved_scale();
@@ -813,12 +823,12 @@ void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* q
     launch_forward(args, whole(s), dev);
 }
 
-void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
                    Heads<const bf16> v, const BlockShape& s) {
     ForwardArgs args{};
     args.p = problem(q, k, v, s);
     args.o_acc = o_acc;
-    args.lse = lse;
+    args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
     launch_forward(args, s, dev);
 }
@@ -846,7 +856,7 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
     args.dout = dout;
     args.lse = lse, args.D = D;
     args.stats = static_cast<float2*>(scratch);
-    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv;
+    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv, args.write_dkv = s.write_dkv;
     check_aligned(kName, "dout", dout);
     check_aligned(kName, "dq", dq);
     check_aligned(kName, "dk", dk);
@@ -856,7 +866,7 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
 }
 
 size_t block_scratch_bytes(const BlockShape& s) {
-    return static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float2);
+    return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * sizeof(float2);
 }
 size_t scratch_bytes(const AttentionShape& s) {
     return block_scratch_bytes(whole(s));

@@ -43,10 +43,10 @@
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
 // prepare_kernel computes {log2(e)·lse, D} and clears turns and ticket; the main kernel starts beside its last blocks.
-// The block form is the same kernel with other ends: it adds dQ, dK and dV to the caller's fp32, dQ in the same order.
+// The block form is the same kernel with other ends: it adds dK and dV, and dQ when it is whole, to the caller's fp32.
 //
 // Writes: dqkv (every element).  Block form: adds into dq, dk, dv.
-// Scratch: {log2(e)·lse, D}, turns, ticket; whole form: the sum of dQ, fp32. All of it is written before it is read.
+// Scratch: {log2(e)·lse, D}, turns, ticket, the sum of dQ, fp32. All of it is written before it is read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
 #include <climits>
@@ -84,6 +84,8 @@ struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
     float *dq_acc, *dk_acc, *dv_acc;        // block form: added into; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH
+    int q_rows, k_rows;                     // of dq_acc, and of dk_acc and dv_acc: see BlockShape
+    bool write_dkv;
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int q_tiles, k_tiles;
     int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
@@ -102,7 +104,7 @@ struct PrepareArgs {
     const float *lse, *D;  // D: block form only
     float2* stats;
     int *turn, *ticket;
-    int NH, Tq, q_tiles, first_ticket;
+    int NH, Tq, q_rows, q_tiles, first_ticket;
 };
 
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
@@ -154,7 +156,7 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
             const int t = first + i * Rows;
             float2 stats = {INFINITY, 0.f};
             if (t < args.Tq) {
-                const size_t at = static_cast<size_t>(bh) * args.Tq + t;
+                const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
                 const float lse = args.lse[at];
                 if (lse != -INFINITY) stats.x = lse * static_cast<float>(M_LOG2E);
                 stats.y = args.D ? args.D[at] : D[i];
@@ -266,7 +268,9 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     tma_prefetch_map(&args.v);
     tma_prefetch_map(&args.dout);
     const int total = args.heads * args.k_tiles;
-    int ticket = blockIdx.x;
+    // Blocks of the block form may start late, where communication has taken their multiprocessors: then nobody shall wait
+    // for a key tile that is theirs.
+    int ticket = args.dq_acc ? atomicAdd(args.ticket, 1) : blockIdx.x;
     Order order;
     for (int item = 0, n = 0;; item++) {
         const uint32_t kv_full = control.kv_full(item);
@@ -555,30 +559,33 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
                     wgmma_wait<2>();  // dQ
                     wgmma_hold(dq);
-                    const bool final = !Block && w.k_tile == last_k_tile<HS>(args, i);
+                    const bool final = w.k_tile == last_k_tile<HS>(args, i);
                     mbarrier_wait(control.turn(n), n >> 1 & 1);
                     float4* sum = reinterpret_cast<float4*>(args.dq_sum) +
                                   (static_cast<size_t>(slot) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
                                   threadIdx.x % 128;
-                    if (Block) {
-#pragma unroll
-                        for (int r = 0; r < 2; r++) {
-                            const int t = q0 + dq_row + lane / 4 + 8 * r;
-                            float* to = args.dq_acc + fragment_at(args, w.bh, args.Tq, t, HS) + 64 * dq_panel;
-                            if (t < args.Tq)
-#pragma unroll
-                                for (int c = 0; c < 8; c++)
-                                    red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale, dq[c][2 * r + 1] * args.scale);
-                        }
-                    } else if (final) {
+                    if (final) {
                         if (w.k_tile > 0)
 #pragma unroll
                             for (int c = 0; c < 8; c++) {
                                 const float4 x = __ldcg(sum + c * 128);
                                 dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
                             }
-                        round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
-                        fence_proxy_async();
+                        if (Block) {
+#pragma unroll
+                            for (int r = 0; r < 2; r++) {
+                                const int t = q0 + dq_row + lane / 4 + 8 * r;
+                                float* to = args.dq_acc + fragment_at(args, w.bh, args.q_rows, t, HS) + 64 * dq_panel;
+                                if (t < args.Tq)
+#pragma unroll
+                                    for (int c = 0; c < 8; c++)
+                                        red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale,
+                                                   dq[c][2 * r + 1] * args.scale);
+                            }
+                        } else {
+                            round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
+                            fence_proxy_async();
+                        }
                     } else if (w.k_tile == 0) {
 #pragma unroll
                         for (int c = 0; c < 8; c++)
@@ -600,19 +607,30 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
             wgmma_hold(dk);
             wgmma_hold(dv);
 
-            if (Block) {
+            if (Block && args.write_dkv) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
-                    const size_t at = fragment_at(args, w.bh, args.Tk, key, HS);
+                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
                     float2 *to_k = reinterpret_cast<float2*>(args.dk_acc + at),
                            *to_v = reinterpret_cast<float2*>(args.dv_acc + at);
 #pragma unroll
                     for (int c = 0; c < HS / 8; c++) {
-                        const float2 x = to_k[4 * c], y = to_v[4 * c];
-                        to_k[4 * c] = make_float2(x.x + dk[c][2 * r] * args.scale, x.y + dk[c][2 * r + 1] * args.scale);
-                        to_v[4 * c] = make_float2(y.x + dv[c][2 * r], y.y + dv[c][2 * r + 1]);
+                        to_k[4 * c] = make_float2(dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
+                        to_v[4 * c] = make_float2(dv[c][2 * r], dv[c][2 * r + 1]);
+                    }
+                }
+            } else if (Block) {  // red: it waits for no answer; and no other block adds to these elements
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
+                    if (key >= args.Tk) continue;
+                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
+#pragma unroll
+                    for (int c = 0; c < HS / 8; c++) {
+                        red_add_v2(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
+                        red_add_v2(args.dv_acc + at + 8 * c, dv[c][2 * r], dv[c][2 * r + 1]);
                     }
                 }
             } else {
@@ -632,11 +650,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-// Scratch: statistics, dQ's sum (whole form), turns, ticket.
+// Scratch: statistics, dQ's sum, turns, ticket.
 struct Layout {
     int Br, q_tiles, k_tiles, group, chunk, ring;
     size_t dq_sum, turn, ticket, bytes;
-    Layout(const BlockShape& s, bool is_whole) {
+    explicit Layout(const BlockShape& s) {
         Br = s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
@@ -650,10 +668,10 @@ struct Layout {
         group = one_group ? heads : std::min(heads, in_work);
         chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
         const long long places = one_group ? (k_tiles + 1LL) * chunk : 2LL * group;
-        ring = is_whole ? static_cast<int>(std::min<long long>(heads, places)) : heads;
+        ring = static_cast<int>(std::min<long long>(heads, places));
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
-        turn = dq_sum + (is_whole ? static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float) : 0);
+        turn = dq_sum + static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float);
         ticket = turn + tiles * sizeof(int);
         bytes = ticket + sizeof(int);
     }
@@ -667,7 +685,7 @@ void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
         throw Error(format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch",
                            std::max(prepare_blocks, items), INT_MAX / 2));
     const int blocks = static_cast<int>(std::min<size_t>(items, dev.num_sms));
-    prepare.first_ticket = blocks;
+    prepare.first_ticket = args.dq_acc ? 0 : blocks;
     prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
     const auto kernel = args.dq_acc ? backward_kernel<HS, true> : backward_kernel<HS, false>;
@@ -686,9 +704,10 @@ struct Inputs {
     const float *lse, *D;
 };
 void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, const Cuda& dev) {
-    const Layout layout(s, !args.dq_acc);
+    const Layout layout(s);
     char* at = static_cast<char*>(scratch);
     args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = s.Tq, args.Tk = s.Tk;
+    args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
     // Beyond these bounds every query sees all keys, or none.
     args.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
@@ -703,8 +722,8 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, s.HS, layout.Br);
-    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,           args.stats, args.turn,
-                        args.ticket, s.NH,   s.Tq,   layout.q_tiles, 0};
+    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,          args.stats,     args.turn,
+                        args.ticket, s.NH,   s.Tq,   s.rows_of_q(), layout.q_tiles, 0};
     if (s.HS == 64)
         launch<64>(prepare, args, dev);
     else
@@ -756,8 +775,8 @@ void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq, float* dk, float
 }
 
 size_t flash_bf16_sm90_block_scratch_bytes(const BlockShape& s) {
-    return Layout(s, false).bytes;
+    return Layout(s).bytes;
 }
 size_t flash_bf16_sm90_scratch_bytes(const AttentionShape& s) {
-    return Layout(whole(s), true).bytes;
+    return Layout(whole(s)).bytes;
 }

@@ -4,19 +4,21 @@
 //
 //   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
 //   forward:   (o, L) ← merge((o, L), block(q, k, v))
-//   backward:  dq += …;  dk and dv travel a step behind their keys, each rank adds to them, and come home after N steps
+//   backward:  dq += …;  dk and dv travel a step behind their keys, and each rank adds to them: home after N − 1 hops
 //
-// What travels does so behind the blocks that a rank works on meanwhile.
+// What travels does so behind the blocks that a rank works on meanwhile. Partial results are fp32 wherever they are, on
+// the way too, and are rounded once: so the error does not grow with N.
 //
 // Zigzag: with a causal mask, contiguous parts would leave the first rank idle while the last works. So the sequence is
 // cut into 2N chunks and rank r holds chunks r and 2N−1−r: an early one, which sees little, and a late one, which sees
 // much. At every step but the first each rank then has exactly two whole pairs of chunks to work on:
 //   keys from an earlier rank s < r: both its chunks of queries see the early chunk s and neither the late one 2N−1−s
 //   keys from a later rank   s > r: its late chunk sees both chunks, its early one neither
+// so that no mask is needed; and at the first step, with its own keys, the mask of an ordinary sequence of two chunks.
 //
 // Written over the seam: the backend's block form (attention/blocks.h, dev/reference.h) is declared before this header.
 // A rank's tensors are those of its 2·Tc tokens in the order (early chunk, late chunk): qkv (B, 2Tc, 3, NH, HS), out
-// and dout (B, 2Tc, NH, HS), dqkv as qkv. lse (2, B, NH, Tc), by chunk.
+// and dout (B, 2Tc, NH, HS), lse (B, NH, 2Tc), dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once
@@ -34,152 +36,177 @@ struct Zigzag {
     static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
 };
 
-// A rank's part in the ring, and its memory: keys and values of two ranks, and fp32 state of its own tokens.
-template <class Dev, class X>
+// A rank's part in the ring: keys and values of two ranks, fp32 state of its own tokens, fp32 gradients of three ranks'
+// keys and values. Comm: the ranks of one sequence, as in layers/comm.h.
+template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring {
   public:
     using A = Acc<X>;
-    Ring(const Dev& dev, typename Dev::Comm& comm, int B, int Tc, int NH, int HS, float scale = 0)
-        : dev_(dev), comm_(comm), zigzag_{comm.size}, B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
-        for (X*& p : kv_) p = alloc<X>(2 * elements());
-        for (A*& p : dkv_) p = alloc<A>(2 * elements());
-        own_ = alloc<A>(2 * elements());
-        o_ = alloc<A>(elements());
-        D_ = alloc<A>(elements() / HS);
-        scratch_ = dev_.alloc(std::max<size_t>(16, attention_block_scratch_bytes<X>(dev, {B, Tc, Tc, NH, HS})));
+    // start() gives it memory of bytes(), all of one allocation, and the others.
+    Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0)
+        : dev_(dev), zigzag_{ranks}, rank_(rank), B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
+        bytes_ = place(nullptr);
     }
-    ~Ring() {
-        for (X* p : kv_) dev_.free(p);
-        for (A* p : dkv_) dev_.free(p);
-        for (A* p : {own_, o_, D_}) dev_.free(p);
-        dev_.free(scratch_);
+    size_t bytes() const { return bytes_; }
+    void start(void* memory, Comm* comm) {
+        place(memory);
+        comm_ = comm;
+        if (zigzag_.ranks > 1) comm_->share(memory, bytes_);
     }
-    Ring(const Ring&) = delete;
-    Ring& operator=(const Ring&) = delete;
 
     void forward(X* out, A* lse, const X* qkv);
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv);
 
   private:
     const Dev& dev_;
-    typename Dev::Comm& comm_;
     const Zigzag zigzag_;
-    const int B_, Tc_, NH_, HS_;
+    const int rank_, B_, Tc_, NH_, HS_;
     const float scale_;
-    X* kv_[2] = {};            // (B, 2Tc, 2, NH, HS): at work, and on its way in
-    A* dkv_[2] = {};           // (2 chunks, 2: K and V, B, Tc, NH, HS): of the ranks so far, and on its way in
-    A* own_ = nullptr;         // the same, of this rank
-    A* o_ = nullptr;           // (2 chunks, B, Tc, NH, HS): running output, then dq
-    A* D_ = nullptr;           // (2 chunks, B, NH, Tc)
-    void* scratch_ = nullptr;  // of the kernels
+    size_t bytes_;
+    Comm* comm_ = nullptr;
+    X* kv_[2];       // (B, 2Tc, 2, NH, HS): at work, and on its way in
+    A* dkv_[2];      // (2: K and V, B, 2Tc, NH, HS) of the ranks so far: at work, and on its way in
+    A* own_;         // the same: this rank's addition to it
+    A* home_;        // the same: of its own keys by its own queries
+    A* o_;           // (B, 2Tc, NH, HS): running output, then dq
+    A* D_;           // (B, NH, 2Tc)
+    double* lse_;    // as D_: the running one
+    char* scratch_;  // of the kernels
+
+    size_t place(void* memory) {
+        size_t used = 0;
+        const auto take = [&](auto*& p, size_t n) {
+            p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(memory) + used);
+            used += (n * sizeof(*p) + 255) / 256 * 256;
+        };
+        const size_t of_travel = zigzag_.ranks > 1 ? 2 * elements() : 0;
+        for (X*& p : kv_) take(p, of_travel);
+        for (A*& p : dkv_) take(p, of_travel);
+        take(own_, of_travel);
+        take(home_, 2 * elements());
+        take(o_, elements());
+        take(D_, elements() / HS_);
+        take(lse_, elements() / HS_);
+        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
+        return used;
+    }
 
     size_t C() const { return size_t(NH_) * HS_; }
-    size_t rows() const { return size_t(B_) * Tc_; }                                  // of a chunk
-    size_t elements() const { return 2 * rows() * C(); }                              // of both chunks' (B, Tc, NH, HS)
-    size_t chunk(int half) const { return half * rows() * C(); }                      // in o_
-    size_t stats(int half) const { return half * rows() * NH_; }                      // in lse and D_
-    size_t gradient(int half, int v) const { return (2 * half + v) * rows() * C(); }  // in dkv_
+    size_t tokens() const { return size_t(B_) * 2 * Tc_; }
+    size_t elements() const { return tokens() * C(); }
 
-    template <class T>
-    T* alloc(size_t n) {
-        return static_cast<T*>(dev_.alloc(n * sizeof(T)));
+    // Queries [q0, q0 + Tq) of this rank against the first Tk of its own keys, which are neighbours in order: the mask is
+    // that of a sequence of 2Tc tokens. Or of another rank's: there is none.
+    BlockShape own_keys(int q0, int Tq) const {
+        return {B_, Tq, q0 + Tq, NH_, HS_, q0, 0, true, scale_, 2 * Tc_, 2 * Tc_};
     }
-    // A chunk of a tensor (B, 2Tc, parts, NH, HS), of which it is part number `part`.
-    Heads<const X> heads(const X* x, int half, int part, int parts) const {
+    BlockShape others_keys(int step) const {
+        const bool earlier = zigzag_.source(rank_, step) < rank_;
+        const int q0 = earlier ? 0 : Tc_, Tk = earlier ? Tc_ : 2 * Tc_;
+        return {B_, 2 * Tc_ - q0, Tk, NH_, HS_, q0, 0, false, scale_, 2 * Tc_, 2 * Tc_};
+    }
+    // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.
+    Heads<const X> heads(const X* x, int t0, int part, int parts) const {
         const size_t token = parts * C();
-        return {x + half * Tc_ * token + part * C(), 2 * Tc_ * token, token};
+        return {x + t0 * token + part * C(), 2 * Tc_ * token, token};
     }
-    BlockShape shape(int q_half, int key_rank, int k_half) const {
-        return {B_,
-                Tc_,
-                Tc_,
-                NH_,
-                HS_,
-                static_cast<long long>(zigzag_.chunk(comm_.rank, q_half)) * Tc_,
-                static_cast<long long>(zigzag_.chunk(key_rank, k_half)) * Tc_,
-                true,
-                scale_};
+    Heads<const X> keys(const X* qkv, int step, int part) const {  // part 0 K, 1 V
+        return step == 0 ? heads(qkv, 0, part + 1, 3) : heads(kv_[0], 0, part, 2);
     }
-    // Calls work(q_half, k_half, shape) for every pair of chunks that a step has.
-    template <class Work>
-    void for_each_pair(int step, Work work) {
-        const int source = zigzag_.source(comm_.rank, step);
-        for (int q = 0; q < 2; q++)
-            for (int k = 0; k < 2; k++)
-                if (Zigzag::sees(zigzag_.chunk(comm_.rank, q), zigzag_.chunk(source, k)))
-                    work(q, k, shape(q, source, k));
+    void forward_block(const BlockShape& s, int step, const X* qkv) {
+        const int q0 = static_cast<int>(s.q_offset);
+        attention_forward_block<X>(dev_, o_ + q0 * C(), lse_ + q0, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
+                                   keys(qkv, step, 1), s);
     }
-    // buffers[0] goes to the next rank while buffers[1] comes from the one before, behind the work that is enqueued
-    // between comm_.fork() and join(). Then what has come is buffers[0].
+    void backward_block(const BlockShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
+        const int q0 = static_cast<int>(s.q_offset);
+        attention_backward_block<X>(dev_, o_ + q0 * C(), dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3),
+                                    keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0,
+                                    s);
+    }
+
+    // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].
     template <class T>
     void pass_on(T* const (&buffers)[2]) {
-        const int next = (comm_.rank + 1) % comm_.size, before = (comm_.rank + comm_.size - 1) % comm_.size;
-        comm_.send_recv(next, buffers[0], before, buffers[1], 2 * elements());
+        const int next = (rank_ + 1) % zigzag_.ranks, before = (rank_ + zigzag_.ranks - 1) % zigzag_.ranks;
+        comm_->send_recv(next, buffers[0], before, buffers[1], 2 * elements());
     }
-    void start_with_own_keys(const X* qkv) {  // K and V out of the packed qkv
-        copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), 2 * rows());
+    // Starts what travels during a step.
+    void depart(bool kv, bool dkv) {
+        if (!kv && !dkv) return;
+        comm_->fork();
+        comm_->group([&] {
+            if (kv) pass_on(kv_);
+            if (dkv) pass_on(dkv_);
+        });
+        comm_->head_start();
+    }
+    void arrive(bool kv, bool dkv) {
+        if (!kv && !dkv) return;
+        comm_->join();
+        if (kv) std::swap(kv_[0], kv_[1]);
+        if (dkv) std::swap(dkv_[0], dkv_[1]);
+    }
+    void pack_own_keys(const X* qkv) {
+        if (zigzag_.ranks > 1) copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), tokens());
     }
 };
 
-template <class Dev, class X>
-void Ring<Dev, X>::forward(X* out, A* lse, const X* qkv) {
-    start_with_own_keys(qkv);
-    for (int half = 0; half < 2; half++)
-        attention_clear_state(dev_, o_ + chunk(half), lse + stats(half), shape(half, comm_.rank, half));
-    for (int step = 0; step < comm_.size; step++) {
-        const bool more = step + 1 < comm_.size;
-        comm_.fork();
-        if (more) pass_on(kv_);
-        for_each_pair(step, [&](int q, int k, const BlockShape& s) {
-            attention_forward_block<X>(dev_, o_ + chunk(q), lse + stats(q), heads(qkv, q, 0, 3), heads(kv_[0], k, 0, 2),
-                                       heads(kv_[0], k, 1, 2), s);
-        });
-        comm_.join();
-        if (more) std::swap(kv_[0], kv_[1]);
+template <class Dev, class X, class Comm>
+void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
+    pack_own_keys(qkv);
+    for (int step = 0; step < zigzag_.ranks; step++) {
+        const bool more = step + 1 < zigzag_.ranks;
+        depart(more, false);
+        if (step == 0) attention_clear_state(dev_, static_cast<A*>(nullptr), lse_, own_keys(0, 2 * Tc_));
+        forward_block(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
+        arrive(more, false);
     }
-    // The one rounding: chunk by chunk into the rows of out.
-    for (int half = 0; half < 2; half++)
-        copy_rows(dev_, out + half * Tc_ * C(), 2 * Tc_ * C(), o_ + chunk(half), Tc_ * C(), Tc_ * C(), B_);
+    copy_rows(dev_, out, elements(), o_, elements(), elements(), 1);  // the one rounding
+    copy_rows(dev_, lse, elements() / HS_, lse_, elements() / HS_, elements() / HS_, 1);
 }
 
-template <class Dev, class X>
-void Ring<Dev, X>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
-    start_with_own_keys(qkv);
+// The gradients of a rank's keys start their way at the next rank, at step 1, and are home after ranks − 1 hops, the
+// last of them behind the queries and keys of its own early chunk, which therefore come last.
+template <class Dev, class X, class Comm>
+void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
+    const int ranks = zigzag_.ranks;
+    pack_own_keys(qkv);
+    depart(ranks > 1, false);
     dev_.zero(o_, elements() * sizeof(A));
-    for (int half = 0; half < 2; half++)
-        for (int b = 0; b < B_; b++) {
-            const size_t row = (size_t(b) * 2 + half) * Tc_ * C();
-            attention_D(dev_, D_ + stats(half) + size_t(b) * NH_ * Tc_, dout + row, out + row, 1, Tc_, NH_, HS_);
+    attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
+    BlockShape late = own_keys(Tc_, Tc_);
+    late.write_dkv = true;
+    backward_block(late, 0, home_, dout, lse, qkv);
+    arrive(ranks > 1, false);
+
+    for (int step = 1; step < ranks; step++) {
+        const bool more = step + 1 < ranks, first = step == 1;  // who is first starts the sum
+        depart(more, !first);
+        BlockShape s = others_keys(step);
+        s.write_dkv = true;
+        backward_block(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
+        arrive(more, !first);
+        const size_t seen = s.Tk * C(), sequence = 2 * Tc_ * C();  // elements of dk, and of dv
+        for (int v = 0; v < 2; v++) {
+            A* sum = dkv_[0] + v * elements();
+            if (!first)
+                add_rows(dev_, sum, sequence, own_ + v * elements(), sequence, seen, B_);
+            else if (seen < sequence)
+                for (int b = 0; b < B_; b++) dev_.zero(sum + b * sequence + seen, (sequence - seen) * sizeof(A));
         }
-    // Meanwhile come the gradients that other ranks have for these keys.
-    for (int step = 0; step < comm_.size; step++) {
-        const bool more = step + 1 < comm_.size;
-        comm_.fork();
-        if (more) pass_on(kv_);
-        if (step > 0) pass_on(dkv_);
-        dev_.zero(own_, 2 * elements() * sizeof(A));
-        for_each_pair(step, [&](int q, int k, const BlockShape& s) {
-            attention_backward_block<X>(dev_, o_ + chunk(q), own_ + gradient(k, 0), own_ + gradient(k, 1), scratch_,
-                                        heads(qkv, q, 0, 3), heads(kv_[0], k, 0, 2), heads(kv_[0], k, 1, 2),
-                                        heads(dout, q, 0, 1), lse + stats(q), D_ + stats(q), s);
-        });
-        comm_.join();
-        if (more) std::swap(kv_[0], kv_[1]);
-        if (step > 0) std::swap(dkv_[0], dkv_[1]);
-        if (step > 0)
-            add_to(dev_, dkv_[0], own_, 2 * elements());
-        else
-            std::swap(dkv_[0], own_);
     }
-    comm_.fork();
-    pass_on(dkv_);  // home
-    comm_.join();
-    std::swap(dkv_[0], dkv_[1]);
-    for (int half = 0; half < 2; half++)
-        for (int b = 0; b < B_; b++) {
-            X* to = dqkv + (size_t(b) * 2 + half) * Tc_ * 3 * C();
-            const A* from[3] = {o_ + chunk(half), dkv_[0] + gradient(half, 0), dkv_[0] + gradient(half, 1)};
-            for (int part = 0; part < 3; part++)
-                copy_rows(dev_, to + part * C(), 3 * C(), from[part] + b * Tc_ * C(), C(), C(), Tc_);
-        }
+
+    depart(false, ranks > 1);
+    backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
+    arrive(false, ranks > 1);
+    copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());
+    for (int v = 0; v < 2; v++) {
+        X* to = dqkv + (1 + v) * C();
+        const A* own = home_ + v * elements();
+        if (ranks > 1)
+            sum_rows(dev_, to, 3 * C(), own, dkv_[0] + v * elements(), C(), C(), tokens());
+        else
+            copy_rows(dev_, to, 3 * C(), own, C(), C(), tokens());
+    }
 }

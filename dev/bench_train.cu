@@ -65,15 +65,16 @@ double bytes_of(double elements) {
 
 // The layer functions again, for Timed: a better match than those for its base.
 template <class X>
-void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions) {
     t.time("encoder forward", {0, bytes_of<X>(2. * B * T * C)},
-           [&](const Cuda& dev) { encoder_forward(dev, out, tokens, wte, wpe, B, T, C); });
+           [&](const Cuda& dev) { encoder_forward(dev, out, tokens, wte, wpe, B, T, C, positions); });
 }
 template <class X>
 void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C) {
+                      int T, int C, const Positions& positions) {
     t.time("encoder backward", {0, bytes_of<X>(2. * B * T * C)},
-           [&](const Cuda& dev) { encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C); });
+           [&](const Cuda& dev) { encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C, positions); });
 }
 template <class X>
 void layernorm_forward(const Timed& t, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,

@@ -10,7 +10,7 @@ void CpuComm::reduce_scatter(A* out, const A* x, size_t n) {
     std::vector<A> parts(size * n);
     std::vector<Transfer> transfers;
     for (int r = 0; r < size; r++)
-        if (r != rank) transfers.push_back({r, x + r * n, n * sizeof(A), parts.data() + r * n, n * sizeof(A)});
+        if (r != rank) transfers.push_back({first_ + r, x + r * n, n * sizeof(A), parts.data() + r * n, n * sizeof(A)});
     job_.exchange(transfers);
     std::copy_n(x + rank * n, n, parts.data() + rank * n);
     std::copy_n(parts.data(), n, out);
@@ -33,7 +33,7 @@ void CpuComm::all_reduce(A* x, size_t n) {
 void CpuComm::all_gather_bytes(char* x, size_t bytes) {
     std::vector<Transfer> transfers;
     for (int r = 0; r < size; r++)
-        if (r != rank) transfers.push_back({r, x + rank * bytes, bytes, x + r * bytes, bytes});
+        if (r != rank) transfers.push_back({first_ + r, x + rank * bytes, bytes, x + r * bytes, bytes});
     job_.exchange(transfers);
 }
 
@@ -41,9 +41,9 @@ void CpuComm::send_recv_bytes(int to, const void* send, int from, void* recv, si
     if (to == rank)
         std::copy_n(static_cast<const char*>(send), bytes, static_cast<char*>(recv));
     else if (to == from)
-        job_.exchange({{to, send, bytes, recv, bytes}});
+        job_.exchange({{first_ + to, send, bytes, recv, bytes}});
     else
-        job_.exchange({{to, send, bytes, nullptr, 0}, {from, nullptr, 0, recv, bytes}});
+        job_.exchange({{first_ + to, send, bytes, nullptr, 0}, {first_ + from, nullptr, 0, recv, bytes}});
 }
 
 template void CpuComm::all_reduce(float*, size_t);

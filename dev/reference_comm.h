@@ -7,10 +7,15 @@
 class CpuComm {
   public:
     CpuComm(const Cpu&, Job& job) : rank(job.rank), size(job.size), job_(job) {}
+    // Of `count` of all ranks, from `first` on.
+    CpuComm(CpuComm& all, int first, int count)
+        : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
     const int rank, size;
 
     void fork() {}
     void join() {}
+    void head_start() {}
+    void share(void*, size_t) {}
     template <class Calls>
     void group(Calls calls) {
         calls();
@@ -31,6 +36,7 @@ class CpuComm {
 
   private:
     Job& job_;
+    const int first_ = 0;  // the job's number of rank 0
     void all_gather_bytes(char* x, size_t bytes);
     void send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes);
 };

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/chunks.h"
 #include "attention/ring.h"
 #include "dev/reference.h"
 #include "dev/test.h"
@@ -62,11 +63,11 @@ struct Whole {
             }
         return part;
     }
-    std::vector<double> part_of_lse(const Zigzag& zigzag, int rank) const {  // (2 chunks, B, NH, Tc)
+    std::vector<double> part_of_lse(const Zigzag& zigzag, int rank) const {  // (B, NH, 2Tc)
         std::vector<double> part;
         const int Tc = T / (2 * zigzag.ranks);
-        for (int half = 0; half < 2; half++)
-            for (int row = 0; row < B * NH; row++) {
+        for (int row = 0; row < B * NH; row++)
+            for (int half = 0; half < 2; half++) {
                 const auto from = lse.begin() + size_t(row) * T + zigzag.chunk(rank, half) * Tc;
                 part.insert(part.end(), from, from + Tc);
             }
@@ -111,7 +112,9 @@ void check_ring(const Dev& dev, Comm& comm, int B, int Tc, int NH, int HS, doubl
         dout(dev, whole.part(whole.dout, zigzag, rank, C));
     Tensor<Dev, X> out(dev, dout.host.size()), dqkv(dev, qkv.host.size());
     Tensor<Dev, Acc<X>> lse(dev, dout.host.size() / HS);
-    Ring<Dev, X> ring(dev, comm, B, Tc, NH, HS);
+    Ring<Dev, X, Comm> ring(dev, rank, comm.size, B, Tc, NH, HS);
+    Tensor<Dev, float> memory(dev, ring.bytes() / sizeof(float));
+    ring.start(memory.ptr, &comm);
     for (int again = 0; again < 2; again++) {  // with the memory of the first time
         ring.forward(out.ptr, lse.ptr, qkv.ptr);
         ring.backward(dqkv.ptr, dout.ptr, out.ptr, lse.ptr, qkv.ptr);
@@ -119,5 +122,25 @@ void check_ring(const Dev& dev, Comm& comm, int B, int Tc, int NH, int HS, doubl
         check_close(what + "out", out.values(), whole.part(whole.out, zigzag, rank, C), tolerance);
         check_close(what + "lse", lse.values(), whole.part_of_lse(zigzag, rank), tolerance);
         check_close(what + "dqkv", dqkv.values(), whole.part(whole.dqkv, zigzag, rank, 3 * C), tolerance);
+    }
+    comm.share(nullptr, 0);
+}
+
+// Attention in chunks, against the same.
+template <class X, class Dev>
+void check_chunks(const Dev& dev, int B, int T, int NH, int HS, int q_chunk, int k_chunk, double tolerance) {
+    const Whole<X> whole(B, T, NH, HS, 1);
+    Tensor<Dev, X> qkv(dev, whole.qkv), dout(dev, whole.dout), out(dev, whole.out.size()), dqkv(dev, whole.qkv.size());
+    Tensor<Dev, Acc<X>> lse(dev, whole.lse.size());
+    Chunks<Dev, X> chunks(dev, {B, T, T, NH, HS}, q_chunk, k_chunk);
+    Tensor<Dev, float> memory(dev, chunks.bytes() / sizeof(float));
+    chunks.place(memory.ptr);
+    for (int again = 0; again < 2; again++) {  // with the memory of the first time
+        chunks.forward(out.ptr, lse.ptr, qkv.ptr);
+        chunks.backward(dqkv.ptr, dout.ptr, out.ptr, lse.ptr, qkv.ptr);
+        const std::string what = format("T %d in chunks of %d queries and %d keys: ", T, q_chunk, k_chunk);
+        check_close(what + "out", out.values(), whole.out, tolerance);
+        check_close(what + "lse", lse.values(), whole.lse, tolerance);
+        check_close(what + "dqkv", dqkv.values(), whole.dqkv, tolerance);
     }
 }

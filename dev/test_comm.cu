@@ -6,6 +6,7 @@
 
 #include "attention/blocks.h"
 #include "data/checkpoint.h"
+#include "dev/local_comm.h"
 #include "dev/ranks.h"
 #include "dev/ring_check.h"
 #include "layers/comm.h"
@@ -166,12 +167,45 @@ TEST(nccl_in_a_graph) {
     });
 }
 
-// Every flash kernel that this GPU would choose, against the whole sequence in fp64.
+// The ring where there is one GPU: its ranks are threads.
+TEST(ring_of_threads) {
+    Processes one;
+    one.start([] {
+        if (Cuda::count() == 0) return 77;
+        const Cuda dev;
+        for (int ranks : {1, 2, 3, 8})
+            on_local_ranks(dev, ranks, [&](LocalComm& comm) {
+                check_ring<float>(dev, comm, 2, 50, 2, 64, 1, 1e-5);
+                check_ring<bf16>(dev, comm, 2, 50, 2, 64, 1, 2e-2);
+                check_ring<bf16>(dev, comm, 1, 64, 1, 128, 3, 2e-2);
+            });
+        return 0;
+    });
+    const int code = one.wait(60)[0];
+    if (code == 77) SKIP("no GPU");
+    if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, one.text().c_str()));
+}
+
+// As between machines: by NCCL, whether or not the GPUs reach each other's memory.
+struct ByNccl : NcclComm {
+    using NcclComm::NcclComm;
+    void share(void*, size_t) {}
+};
+template <class Comm>
+void check_rings(const Cuda& dev, Comm& comm) {
+    check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
+    check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
+    check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
+}
+// Every flash kernel that this GPU would choose, against the whole sequence in fp64; by copy engines and by NCCL; and two
+// rings of two ranks side by side.
 TEST(nccl_ring_attention) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
-        check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
-        check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
-        check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
+        check_rings(dev, comm);
+        ByNccl by_nccl(comm, 0, comm.size);
+        check_rings(dev, by_nccl);
+        NcclComm pair(comm, comm.rank / 2 * 2, 2);
+        check_rings(dev, pair);
     });
 }
 

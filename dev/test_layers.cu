@@ -184,35 +184,36 @@ TEST(device) {
 // Encoder
 
 template <class X>
-void check_encoder(int B, int T, int C, int V, const std::vector<int>& tokens) {
+void check_encoder(int B, int T, int C, int V, const std::vector<int>& tokens, const Positions& at = {}) {
     const Cuda& dev = gpu();
     const size_t N = size_t(B) * T;
     const std::string what = label<X>("encoder", B, T, C);
-    const Values wte = normal<X>(size_t(V) * C), wpe = normal<X>(size_t(T) * C), dout = normal<X>(N * C);
+    const size_t positions = 1 + std::max(at.of(T - 1), at.of(std::min(at.chunk, T) - 1));
+    const Values wte = normal<X>(size_t(V) * C), wpe = normal<X>(positions * C), dout = normal<X>(N * C);
     const Array<int> tokens_gpu(tokens);
 
     Values out(N * C);
-    encoder_forward(cpu(), out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
+    encoder_forward(cpu(), out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C, at);
     const Array<X> out_gpu(N * C);
-    encoder_forward<X>(dev, out_gpu, tokens_gpu, Array<X>(wte), Array<X>(wpe), B, T, C);
+    encoder_forward<X>(dev, out_gpu, tokens_gpu, Array<X>(wte), Array<X>(wpe), B, T, C, at);
     compare(what + " out", out_gpu.values(), out, kOutput<X>);
 
     std::vector<int> plan(encoder_plan_ints(dev, N), -1);
     encoder_plan(dev, plan.data(), tokens.data(), N);
     const Array<int> plan_gpu(plan);
-    Values dwte = normal<float>(size_t(V) * C), dwpe = normal<float>(size_t(T) * C);
+    Values dwte = normal<float>(size_t(V) * C), dwpe = normal<float>(positions * C);
     Array<float> dwte_gpu(dwte), dwpe_gpu(dwpe);
     const Array<X> dout_gpu(dout);
     const auto run = [&] {
         encoder_backward<X>(dev, dwte_gpu, dwpe_gpu, scratch_of(encoder_scratch_bytes(dev, B, T, C)), dout_gpu,
-                            plan_gpu, B, T, C);
+                            plan_gpu, B, T, C, at);
     };
     run();
     const Values first_dwte = dwte_gpu.values(), first_dwpe = dwpe_gpu.values();
     dwte_gpu.set(dwte), dwpe_gpu.set(dwpe);
     run();
     CHECK(same_bits(dwte_gpu.values(), first_dwte) && same_bits(dwpe_gpu.values(), first_dwpe));
-    encoder_backward(cpu(), dwte.data(), dwpe.data(), nullptr, dout.data(), tokens.data(), B, T, C);
+    encoder_backward(cpu(), dwte.data(), dwpe.data(), nullptr, dout.data(), tokens.data(), B, T, C, at);
     compare(what + " dwte", first_dwte, dwte, kFp32);
     compare(what + " dwpe", first_dwpe, dwpe, kFp32);
 }
@@ -230,6 +231,8 @@ void check_encoders() {
     for (int i = 0; i < 33 * 64; i++) pairs[i] = i % 64;  // 33 positions a token: the most partial rows there can be
     check_encoder<X>(16, 256, 64, 4096, different);
     check_encoder<X>(33, 64, 64, 64, pairs);
+    check_encoder<X>(3, 66, 64, 40, tokens_below(40, 198, 3), {33, 33, 7 * 33});  // a rank's two chunks of a sequence
+    check_encoder<X>(2, 6, 65, 40, tokens_below(40, 12, 4), {3, 0, 5});
 }
 TEST(encoder_fp32) {
     check_encoders<float>();

@@ -350,15 +350,18 @@ std::vector<double> logged(const std::string& run, const std::string& kind, cons
         if (contains(line, "\"kind\": \"" + kind + "\"")) values.push_back(number_after(line, "\"" + key + "\": "));
     return values;
 }
+// The largest |a − b|/b; NaN stays.
+double apart(const std::vector<double>& a, const std::vector<double>& b) {
+    double worst = 0;
+    for (size_t i = 0; i < std::min(a.size(), b.size()); i++)
+        if (const double x = std::fabs(a[i] - b[i]) / b[i]; !(x <= worst)) worst = x;
+    return worst;
+}
 // As many such numbers as there must be in both logs, with |a − b| ≤ tolerance·b.
 void check_close(const std::string& run, const std::string& other, const char* kind, const char* key, size_t count,
                  double tolerance) {
     const std::vector<double> a = logged(run, kind, key), b = logged(other, kind, key);
-    double worst = 0;
-    for (size_t i = 0; i < std::min(a.size(), b.size()); i++) {
-        const double apart = std::fabs(a[i] - b[i]) / b[i];
-        if (!(apart <= worst)) worst = apart;
-    }
+    const double worst = apart(a, b);
     if (a.size() != count || b.size() != count || !(worst <= tolerance))
         test::report(__FILE__, __LINE__,
                      format("%s of %s and %s: %zu and %zu of %zu values, apart by up to %.1e, at most %.1e expected",
@@ -434,6 +437,53 @@ static void check_regrouped(const std::string& options, int most, double toleran
     CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
     check_close("re" + name, name, "train", "loss_nats", 12, tolerance);
 }
+// --context-parallel: ranks that share sequences, and groups of them, train, validate and resume as one rank does.
+TEST(ranks_share_sequences) {
+    const std::string options = ranks_options() + "-b 2 -d 256 -v 5 -m 5 ";
+    CHECK(run(options + "-x 10 -o " + dir() + "/whole").code == 0);
+    struct Case {
+        int ranks, context, zero;
+    };
+    for (const Case& c : {Case{2, 2, 0}, Case{4, 4, 1}, Case{4, 2, 1}}) {
+        const std::string name = format("shared_%d_%d", c.ranks, c.context), out = dir() + "/" + name;
+        const std::string command =
+            options + format("--gpus %d --context-parallel %d --zero %d -o ", c.ranks, c.context, c.zero) + out;
+        CHECK_RUN(run(command + " -x 6"), 0, format("sequences divided among %d", c.context).c_str());
+        CHECK_RUN(run(command + " -x 10 -y 1"), 0, "step 10/10 | loss");
+        for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "whole", "train", key, 10, 1e-4);
+        const std::vector<double> val = logged(name, "val", "loss_nats"), whole = logged("whole", "val", "loss_nats");
+        CHECK_NEAR(val.front(), whole.front(), 1e-4 * whole.front());
+        CHECK_NEAR(val.back(), whole.back(), 1e-4 * whole.back());
+    }
+    const std::string eval =
+        "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " + text_file();
+    const double one = number_after(run(eval).out, "val loss ");
+    CHECK_NEAR(number_after(run(eval + " --gpus 4 --context-parallel 2").out, "val loss "), one, 1e-4);
+    CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
+}
+
+// In bf16 a tiny model's losses part soon, whatever is different: by no more than those of another seed do.
+TEST(gpus_share_sequences) {
+    const int gpus = two_gpus();
+    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+        const bool fp32 = precision[0] == 'f';
+        const std::string options =
+                              gpu_options() + "-b 2 -t 256 -d 1024 -x 20 -v 10 -m 5 --precision " + precision + " ",
+                          one = format("whole_%.4s", precision), other_seed = one + "_seed";
+        CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
+        CHECK(run(options + "--seed 2 -o " + dir() + "/" + other_seed).code == 0);
+        for (const auto& c : {std::pair<int, int>{2, 2}, {4, 4}, {4, 2}}) {
+            if (c.first > gpus) continue;
+            const std::string name = one + format("_%d_%d", c.first, c.second);
+            const std::string ranks = format("--gpus %d --context-parallel %d -o ", c.first, c.second);
+            CHECK_RUN(run(options + ranks + dir() + "/" + name), 0, "step 20/20");
+            for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}})
+                check_close(name, one, kind, "loss_nats", count,
+                            fp32 ? 1e-3 : apart(logged(other_seed, kind, "loss_nats"), logged(one, kind, "loss_nats")));
+        }
+    }
+}
+
 TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
     check_regrouped(ranks_options(), 4, 1e-4, "grouped");
     CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(dir() + "/regrouped", 12)), 0, "");
@@ -468,6 +518,11 @@ TEST(usage_errors_of_ranks) {
     CHECK_RUN(run(ranks_options() + "--gpus 3"), 2, "B·T·ranks");
     CHECK_RUN(run(ranks_options() + "--gpus 3 -d 96 --zero 1"), 2, "--zero 0");
     CHECK_RUN(run("--device cpu --generate 5 -e x --gpus 2"), 2, "--generate");
+    CHECK_RUN(run(ranks_options() + "--gpus 4 --context-parallel 3"), 2, "use --gpus 6");
+    CHECK_RUN(run(ranks_options() + "--context-parallel 2"), 2, "use --gpus 2");
+    CHECK_RUN(run(ranks_options() + "-t 36 --gpus 4 --context-parallel 4"), 2, "use -t 32");
+    CHECK_RUN(run(ranks_options() + "--gpus 2 --context-parallel 2 --attention naive"), 2, "--attention flash");
+    CHECK_RUN(run(ranks_options() + "--gpus 2 --context-parallel 2 --hellaswag x"), 2, "--hellaswag");
     CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
     CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
     CHECK_RUN(run("--device cpu --gpus 2 -e tiny -i " + dir() + "/nothing.txt"), 1, "nothing.txt");

@@ -131,6 +131,14 @@ TEST(encoder) {
         check_gradient(what + " wte", wte, dwte - dwte0, loss);
         check_gradient(what + " wpe", wpe, dwpe - dwpe0, loss);
     }
+    // A rank's two chunks of a sequence: rows 0, 1 stand at 2, 3 and rows 2, 3 at 6, 7.
+    const Vec wte = {0}, wpe = {0, 1, 2, 3, 4, 5, 6, 7};
+    const std::vector<int> tokens(8, 0);
+    Vec out = poison(8), dwte(1), dwpe(8);
+    encoder_forward(dev, out.data(), tokens.data(), wte.data(), wpe.data(), 2, 4, 1, {2, 2, 6});
+    CHECK((out == Vec{2, 3, 6, 7, 2, 3, 6, 7}));
+    encoder_backward(dev, dwte.data(), dwpe.data(), nullptr, out.data(), tokens.data(), 2, 4, 1, {2, 2, 6});
+    CHECK((dwpe == Vec{0, 0, 4, 6, 0, 0, 12, 14}));
 }
 
 TEST(layernorm) {

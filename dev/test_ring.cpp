@@ -82,9 +82,10 @@ TEST(merge_of_partial_results) {
         CHECK((merged(7, -far, -2, far) == std::vector<double>{-2, far}));
     }
     CHECK(std::isnan(merged(7, 1, NAN, 1)[0]) && std::isnan(merged(7, 1, 2, NAN)[0]));  // what is broken stays so
-    float o = 7, lse = 90;
+    float o = 7;
+    double lse = 90;
     const float o_b = -2;
-    attention_merge(&o, &lse, &o_b, -90.f, 1);  // exp(180) is infinite in fp32
+    attention_merge(&o, &lse, &o_b, -90., 1);  // exp(180) is infinite in fp32
     CHECK(o == 7 && lse == 90);
 
     // In any order, and with fp32's rounding alone.
@@ -96,13 +97,14 @@ TEST(merge_of_partial_results) {
         double l = 0, sum = 0;
         for (const auto& [value, L] : parts) l += std::exp(L), sum += std::exp(L) * value;
         std::shuffle(parts.begin(), parts.end(), rng);
-        float o32 = 0, lse32 = -std::numeric_limits<float>::infinity();
+        float o32 = 0;
+        double running = -kInf;
         for (const auto& [value, L] : parts) {
             const float o_b32 = float(value);
-            attention_merge(&o32, &lse32, &o_b32, float(L), 1);
+            attention_merge(&o32, &running, &o_b32, L, 1);
         }
         CHECK_NEAR(o32, sum / l, 1e-4);
-        CHECK_NEAR(lse32, std::log(l), 1e-4);
+        CHECK_NEAR(running, std::log(l), 1e-12);
     }
 }
 
@@ -160,6 +162,13 @@ TEST(blocks_make_the_whole) {
         check_close("out", o, want, 1e-14);
     }
     check_close("dqkv", dqkv, whole.dqkv, 1e-13);
+}
+
+TEST(chunks_make_the_whole) {
+    const Cpu cpu(1);
+    for (const auto& [q_chunk, k_chunk] : {std::pair{37, 37}, {8, 8}, {5, 16}, {100, 1}, {1, 100}, {36, 2}})
+        check_chunks<double>(cpu, 2, 37, 3, 16, q_chunk, k_chunk, 1e-13);
+    check_chunks<float>(cpu, 2, 37, 3, 16, 7, 10, 1e-5);
 }
 
 TEST(ring_equals_the_whole_in_fp64) {

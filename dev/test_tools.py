@@ -484,6 +484,41 @@ def test_tables_and_plot_of_the_accumulation_study():
         assert "wgmma, NH 2, HS 64" in text.replace("\n", " ") and "![accumulation](../dev/results/A/accumulation.svg)" in text
 
 
+def ring_rows():
+    """A study of chunks, one of rings up to 2 ranks, and a measured ring of 4 GPUs."""
+    def row(study, dtype="bf16", **fields):
+        return {**{k: v for k, v in attention_row().items() if k in ("commit", "date", "gpu", "driver", "cuda")},
+                "kind": "ring", "study": study, "dtype": dtype, "T": 1024, "NH": 12, "HS": 64, **fields}
+    errors = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1e-3)
+    wrong = {"own_lse_dq": 0.4, "own_lse_dk": 0.3, "own_lse_dv": 0.2, "used_sum_dq": 4.5}
+    found = [row("chunks", chunk=i, chunks=8, **errors, **wrong) for i in range(2)] + [row("unchunked", **errors)]
+    for carry, ranks, ratio in (("floor", 1, 0.6), ("fp32", 1, 1), ("fp32", 2, 1), ("bf16", 1, 1), ("bf16", 2, 1.2)):
+        found += [row("ring", carry=carry, ranks=ranks, tensor=t, mean_error=6e-5 * ratio, max_error=0.01 * ratio,
+                      mean_ratio=ratio, max_ratio=ratio) for t in ("out", "dq", "dk", "dv")]
+    return found
+
+
+def test_tables_and_plot_of_the_ring():
+    need("matplotlib")
+    with scratch() as tmp:
+        (tmp / "dev" / "results").mkdir(parents=True)
+        check_fails(script("plot_ring.py", "--root", tmp), "no rows", "study_ring")
+        write_rows(tmp, "ring", ring_rows())
+        speed = {k: v for k, v in ring_rows()[0].items() if k in ("commit", "date", "gpu", "driver", "cuda", "NH", "HS")}
+        write_rows(tmp, "ring_speed", [{**speed, "pass": "forward", "gpus": 4, "tokens_per_gpu": 16384, "single_ms": 3.0,
+                                        "single_ms_sustained": 3.3, "ms": 3.2, "ms_sustained": 3.4, "still_ms": 3.1,
+                                        "still_ms_sustained": 3.35, "hop_ms": 0.2, "hop_ms_sustained": 0.2}])
+        result = script("plot_ring.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        svg = pathlib.Path(result.stdout.strip())
+        assert svg.name == "ring.svg" and svg.read_bytes().startswith(b"<?xml")
+        _, text = documents_with(tmp, "ring chunks", "ring errors", "ring speed", "plot ring")
+        assert "| bf16 | 1 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 0.40 | 0.30 | 0.20 | 4.50 |" in text
+        assert "| bf16 | bf16 | 2 | 7.20e-05 (1.20), 1.2e-02 (1.20) |" in text and "| bf16 | floor | – |" in text
+        assert "| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / 97.1 % | 96.8 / 98.5 % | 0.20 |" in text
+        assert "![ring](../dev/results/A/ring.svg)" in text
+
+
 def test_point_of_the_accumulation_plot():
     """A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite."""
     need("matplotlib")
@@ -634,7 +669,8 @@ def test_ranks_are_compared_and_timed():
 def run_recipe(recipe, tmp, program, *arguments, **variables):
     """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
     (tmp / "scripts").mkdir(exist_ok=True)
-    shutil.copy(recipe, tmp / "scripts")
+    for file in (recipe, SCRIPTS / "longer_context.py"):
+        shutil.copy(file, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
     write_launcher(tmp / "torchrun")
     write_launcher(tmp / "srun")

@@ -4,17 +4,20 @@
 //
 //   fork()                       what is called from here on waits for the device's work so far …
 //   join()                       … and the device's further work waits for it
+//   head_start()                 the device's further work begins a little later than what was called: see comm.cu
 //   group(calls)                 many calls as one: NCCL starts them together
 //   all_reduce(x, n)             x ← Σ over ranks of x
 //   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
 //   send_recv(to, send, from, recv, n)    to one rank, from one rank: the step of a ring
+//   share(memory, bytes)         what send_recv moves within it goes by the GPUs' copy engines where they reach each other
+//                                (peer_copy.h); all ranks have memory of the same size with the same layout; null: no more
 //
 // Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
 // does it, but its manual does not promise it; dev/test_comm checks.
 #pragma once
 #include "data/job.h"
-#include "layers/cuda.h"
+#include "layers/peer_copy.h"
 
 struct ncclComm;  // NCCL's, of which this header needs only the name
 
@@ -22,6 +25,8 @@ class NcclComm {
   public:
     // Throws Error if this program was built without NCCL, or NCCL cannot connect the ranks.
     NcclComm(const Cuda& dev, Job& job);
+    // Of `count` of all ranks, from `first` on: every rank makes one, with its own part. Has a stream of its own.
+    NcclComm(NcclComm& all, int first, int count);
     ~NcclComm();
     NcclComm(const NcclComm&) = delete;
     NcclComm& operator=(const NcclComm&) = delete;
@@ -29,6 +34,8 @@ class NcclComm {
 
     void fork();
     void join();
+    void head_start();
+    void share(void* memory, size_t bytes);
     template <class Calls>
     void group(Calls calls) {
         begin_group();
@@ -53,7 +60,12 @@ class NcclComm {
     ncclComm* comm_ = nullptr;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t ready_ = nullptr, done_ = nullptr;
+    NcclComm* const all_ = nullptr;  // of which this is a part
+    const int first_ = 0;            // the job's number of rank 0
+    std::unique_ptr<PeerCopies> copies_;
 
+    void make_stream();
+    std::string asynchronous_error() const;
     void begin_group();
     void end_group();
     void all_gather_bytes(char* x, size_t bytes);

@@ -10,17 +10,18 @@
 #include "layers/types.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Encoder (encoder.cu): out = wte[token] + wpe[t]
+// Encoder (encoder.cu): out = wte[token] + wpe[position of t]
 
 // Writes out (B,T,C). tokens (B,T) in [0, V).
 template <class X>
-void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C);
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions = {});
 
 // Adds into dwte (Vp,C) and dwpe (maxT,C). Deterministic. scratch: encoder_scratch_bytes(). plan: device copy of what
 // encoder_plan() wrote for these tokens.
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C);
+                      int T, int C, const Positions& positions = {});
 size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 
 // Host side: ints that a plan for N positions needs, and the plan itself (see kEncoderChunk in types.h).
