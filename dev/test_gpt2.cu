@@ -188,8 +188,9 @@ TEST(shares_of_the_optimizer_are_packed) {
             Config config{};
             CHECK(find_config(name, &config));
             if (!can_shard(config, ranks)) continue;
-            const GPT2<Cpu, float> model(Cpu(1), config, Attention::flash, 1, 64, 1, true, 0,
-                                         {nullptr, 0, ranks, true});
+            Ranks<Cpu> of;
+            of.size = ranks, of.sharded = true;
+            const GPT2<Cpu, float> model(Cpu(1), config, Attention::flash, 1, 64, 1, true, 0, of);
             const size_t own = model.num_parameters / ranks * sizeof(float);
             CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) && model.adam.bytes == 2 * own);
         }
