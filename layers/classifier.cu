@@ -108,14 +108,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-constexpr int kRowThreads = 512, kRowWarps = kRowThreads / kWarp;
+constexpr int kRowThreads = 512;
 constexpr size_t kRowsSmem = 220 << 10;  // of 227 KB
 
 __global__ void __launch_bounds__(kRowThreads + kWarp, 1)
     classifier_rows_kernel(bf16* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss,
                            size_t N, int vocab, int padded) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int V = kVec<bf16>;
+    constexpr int V = kVec<bf16>, kRowWarps = kRowThreads / kWarp;
     extern __shared__ uint4 rows_smem[];  // [2][padded] of bf16
     __shared__ uint64_t full_smem[2], done_smem[2];
     __shared__ Softmax warps_smem[2][kRowWarps];
