@@ -67,7 +67,8 @@ build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE := -x c++
+build/train_gpt2.o build/layers/comm.o build/layers/peer_copy.o build/dev/test_gpt2.o \
+build/dev/dump_gradients.o: LANGUAGE := -x c++
 
 build/dev/reference.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 

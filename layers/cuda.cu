@@ -19,6 +19,17 @@ void cublas_check(cublasStatus_t status, const char* file, int line, const char*
 // Never launched: its attributes can be read only if this binary has code for the device.
 __global__ void probe_kernel() {}
 
+static __global__ void pause_kernel(unsigned ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < ns);
+}
+void Cuda::pause(unsigned ns) const {
+    pause_kernel<<<1, 1, 0, stream>>>(ns);
+    LAUNCH_CHECK("pause_kernel");
+}
+
 int Cuda::count(std::string* why) {
     int n = 0;
     const cudaError_t status = cudaGetDeviceCount(&n);

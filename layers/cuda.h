@@ -41,8 +41,9 @@ struct Cuda {
     void upload(void* dst, const void* host, size_t bytes) const;    // asynchronous if host is pinned
     void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
     void sync() const;
-    void profile(bool on) const;  // marks what Nsight's --capture-range=cudaProfilerApi keeps
-    size_t free_bytes() const;    // device memory that an alloc could still get
+    void pause(unsigned ns) const;  // keeps the stream from going on for so long
+    void profile(bool on) const;    // marks what Nsight's --capture-range=cudaProfilerApi keeps
+    size_t free_bytes() const;      // device memory that an alloc could still get
 
     static constexpr const char* kind = "cuda";
     int device = 0;
