@@ -1,11 +1,12 @@
 # make train_gpt2cu   the trainer
 # make test           all tests that this machine can run
-# make benches        dev/bench_*, dev/accuracy, dev/study_accumulation
+# make benches        dev/bench_*, dev/accuracy, dev/study_*
 # make profile        the timeline of three steps, for Nsight Systems
 # make archs          every kernel for every architecture (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
 # NVCC=…  CXX=…   compilers                  MARCH=…        host instruction set, default native
+# NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
 NVCC  ?= nvcc
 CXX   ?= g++
 MARCH ?= native
@@ -29,11 +30,23 @@ CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
 CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
 LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
+# NCCL, for several GPUs: there if a program that includes nccl.h can be linked.
+NCCL_HOME ?= $(CUDA_HOME)
+NCCL_LIBS := $(foreach d,lib lib64,-L$(NCCL_HOME)/$d -Xlinker -rpath,$(NCCL_HOME)/$d) -Xlinker -l:libnccl.so.2
+NCCL_TEST := printf '%s\n' '\#if __has_include(<nccl.h>)' 'int main() {}' '\#endif' | $(CXX) -x c++ - -o /dev/null \
+             -idirafter $(NCCL_HOME)/include -L$(NCCL_HOME)/lib -L$(NCCL_HOME)/lib64 -l:libnccl.so.2
+ifneq ($(NCCL_HOME),none)
+ifeq ($(shell $(NCCL_TEST) 2>/dev/null && echo yes),yes)
+NCCLFLAGS := -DHAVE_NCCL -Xcompiler -idirafter,$(NCCL_HOME)/include
+LDLIBS    += $(NCCL_LIBS)
+endif
+endif
+
 KERNELS   := $(wildcard attention/*.cu layers/*.cu)
-OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp) dev/reference.cpp)
+OBJECTS   := $(patsubst %.cu,build/%.o,$(KERNELS)) $(patsubst %.cpp,build/%.o,$(wildcard data/*.cpp dev/reference*.cpp))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
-BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation
+BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
 TOOLS     := dev/dump_gradients
 JOBS      ?= $(shell nproc)
 
@@ -59,6 +72,9 @@ build/train_gpt2.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE :=
 build/dev/reference.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
+build/nccl.flags: FLAGS = $(NCCLFLAGS)
+build/layers/comm.o: build/nccl.flags
+build/layers/comm.o build/archs/layers/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
 build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
 build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
 build/%.flags: FORCE

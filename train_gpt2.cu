@@ -22,26 +22,34 @@
 #include <filesystem>
 #include <memory>
 #include <numeric>
+#include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "attention/blocks.h"
 #include "data/checkpoint.h"
 #include "data/choices.h"
 #include "data/corpus.h"
 #include "data/error.h"
+#include "data/file.h"
+#include "data/job.h"
 #include "data/loader.h"
 #include "data/log.h"
 #include "data/options.h"
 #include "data/random.h"
 #include "data/tokenizer.h"
-#include "dev/reference.h"
+#include "dev/reference_comm.h"
+#include "layers/comm.h"
 #include "layers/layers.h"
 #include "layers/peak.h"
+// Over both backends' block forms, so after them.
+#include "attention/ring.h"
 
-// A named stretch of the timeline, for Nsight Systems (make profile).
+// A named stretch of the timeline, for Nsight Systems (make profile), and a sign of life for the ranks that wait.
 struct Range {
-    explicit Range(const char* name) { nvtxRangePushA(name); }
-    Range(const char* name, int i) { nvtxRangePushA(format("%s %d", name, i).c_str()); }
+    explicit Range(const char* name) { nvtxRangePushA(name), Job::progress()++; }
+    Range(const char* name, int i) : Range(format("%s %d", name, i).c_str()) {}
     ~Range() { nvtxRangePop(); }
 };
 
@@ -182,12 +190,78 @@ template <class X>
 struct Buffers {
     X* logits;       // (chunk, Vp): the classifier works through the rows a chunk at a time
     Acc<X>* losses;  // (N)
-    Acc<X>* stats;   // (accumulation steps + 1): mean loss of each micro-batch, then the gradient's norm
+    Acc<X>* stats;   // mean loss of each micro-batch, rank after rank; the gradient's norm; each rank's part of it
+    Acc<X>* share;   // this rank's share of the summed gradients, and a gate, where the optimizer is sharded
     X* dresidual;    // (N, C) gradient of the residual stream
     X* wide;         // (N, 4C) gradient of fch, then of qkv; where GELU's outputs are kept, theirs is the memory for it
     void* scratch;   // for whoever runs: D, partial sums, pointers
     int* batch;      // tokens, targets and encoder plans of a whole step
 };
+
+// =====================================================================================================================
+// Several ranks
+//
+// Data parallel: rank r of n trains on micro-batches r, r + n, … of every step, and gradients are added up over the
+// ranks. Sharded (ZeRO-1, Rajbhandari et al. 2020): a rank gets only its share of the summed gradients, keeps optimizer
+// state for that share alone, updates it, and all ranks gather the parameters.
+//
+// When gradients are added up: all at once after backward, or, to overlap it, the matmul weights of each layer as soon
+// as backward is through with it (the buckets). Between machines the time to hide is long. On one machine hiding it
+// costs more than it takes: 124M on 4 H200s at B = 64, a step of 105.5 ms without any sums became one of 108.0 with all of
+// them at its end, of 109.4 with each layer's beside the next layer's backward (ZeRO-1: 106.6, 107.0, 108.0). Begun with
+// attention's or GELU's backward it was 108.8 and 109.8; with at most 8 blocks for NCCL 111. The likely reasons: NCCL's
+// blocks hold multiprocessors that matmuls of one persistent block on each count on, and what they draw is missing where
+// the power cap decides the clock.
+//
+// The share of rank r: part r of n of every tensor; of one that is summed by layer, part r of each layer's. Gradients and
+// state of a share lie back to back.
+static bool by_layer(const TensorSpec& t, bool overlap) {
+    return overlap && t.matmul && t.layers > 0;
+}
+static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks, bool overlap) {
+    std::vector<ParamRange> share;
+    size_t at = 0, state = 0;
+    for (const TensorSpec& t : params.tensors) {
+        const size_t pieces = by_layer(t, overlap) ? t.layers : 1, stride = t.elements() / pieces;
+        const size_t size = stride / ranks, begin = at + rank * size;
+        if (ranks == 1)  // everything: one piece a tensor
+            share.push_back({at, t.elements(), t.decay});
+        else
+            share.push_back({begin, size, t.decay, pieces, stride, begin - state});
+        at += t.elements(), state += pieces * size;
+    }
+    return share;
+}
+
+// Calls f(place in the whole state, place in the share's state, elements) for every piece of a share of the optimizer's
+// arrays (m, v and perhaps master), which have n elements each in the whole.
+template <class F>
+static void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, size_t arrays, F f) {
+    for (size_t array = 0; array < arrays; array++)
+        for (const ParamRange& r : share)
+            for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
+}
+
+// Context parallel: groups of `context` neighbouring ranks share their sequences, and each rank has two chunks of every
+// one (attention/ring.h). Whatever works on rows alone does not notice; attention goes around the ring. The groups are
+// what data parallel's ranks are without it, and gradients are added up over all ranks as before.
+//
+// What a model needs to know of the others. Default: alone.
+template <class Dev>
+struct Ranks {
+    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks; of those that share sequences
+    int rank = 0, size = 1;
+    bool sharded = false, overlap = false;
+    int context = 1;                                     // ranks that share a sequence
+    int groups() const { return size / context; }        // each with sequences of its own
+    int group() const { return rank / context; }         // this rank's
+    int context_rank() const { return rank % context; }  // within it
+};
+
+// A tensor of C channels is divided into shares of whole 16-byte vectors.
+static bool can_shard(const Config& c, int ranks) {
+    return c.C % (4 * ranks) == 0;
+}
 
 // =====================================================================================================================
 // The model
@@ -201,23 +275,25 @@ class GPT2 {
     const Dev& dev;
     const Config config;
     const Attention attention;
-    const int B, T, micro_steps;
+    const int B, T, micro_steps;  // T: this rank's tokens of a sequence
     const bool training;
     const int recompute;
+    const Ranks<Dev> ranks;
     const size_t num_parameters;
-    Arena params, grads, adam, acts, buffers;
+    Arena params, grads, adam, acts, buffers, ring_memory;
 
     // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and what backward needs.
     // recompute: what forward does not keep and backward computes again: 1 the outputs of GELU, 2 of layer norms too.
+    // micro_steps are this rank's.
     GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
-         int recompute = 0);
+         int recompute = 0, const Ranks<Dev>& ranks = {});
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);
     }
     GPT2(const GPT2&) = delete;
     GPT2& operator=(const GPT2&) = delete;
 
-    std::array<Arena*, 5> arenas() { return {&params, &grads, &adam, &acts, &buffers}; }
+    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
@@ -232,12 +308,13 @@ class GPT2 {
     size_t batch_ints() const { return 2 * rows_ + encoder_plan_ints(dev, rows_); }  // of one micro-batch
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
-    void forward(const int* tokens, int b, int t);  // device tokens (b, t) → acts.lnf
+    // Device tokens (b, t) → acts.lnf. alone: the tokens are a whole sequence, and no other rank takes part.
+    void forward(const int* tokens, int b, int t, bool alone = false);
     // accumulate: weight gradients are added to what is there; else they are written.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
-    void backward(const int* plan, bool accumulate);
+    void backward(const int* plan, bool accumulate, bool sum_over_ranks);
     void clear_gradients();
-    void train_micro_batch(int i);
+    void train_micro_batch(int i, bool sum_over_ranks = false);
     void train_micro_batches();  // all of a step
     void update(const AdamW& hyper);
     void evaluate_micro_batch(int i);
@@ -246,7 +323,9 @@ class GPT2 {
     const int* targets(int i) const { return tokens(i) + rows_; }
     const int* plan(int i) const { return tokens(i) + 2 * rows_; }
     A* stats() const { return buffers_.stats; }
-    A* losses() const { return buffers_.losses; }  // (N) of the last micro-batch
+    size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step, in stats()
+    A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
+    A* losses() const { return buffers_.losses; }                           // (N) of the last micro-batch
 
     std::vector<float> logits_of_last(const std::vector<int>& context);
     std::string first_nonfinite();
@@ -257,12 +336,15 @@ class GPT2 {
     A* adam_m() const { return static_cast<A*>(adam.at(0)); }
     A* adam_v() const { return static_cast<A*>(adam.at(1)); }
     A* master() const { return static_cast<A*>(has_master ? adam.at(2) : nullptr); }
-    std::vector<ParamRange> ranges() const;
+    int sequence() const { return T * ranks.context; }             // tokens of a whole one
+    int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
+    std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards(), ranks.overlap); }
 
   private:
     const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
     Buffers<X> buffers_{};
-    typename Dev::Graph graph_;  // of train_micro_batches
+    std::unique_ptr<Ring<Dev, X>> ring_;  // where several ranks share a sequence
+    typename Dev::Graph graph_;           // of train_micro_batches
 
     template <class P>
     static Parameters<P> view(const Arena& arena, int l) {
@@ -272,7 +354,10 @@ class GPT2 {
                 next(), next(), next(), next(), next(), next(), next(), next()};
     }
     std::string count_in(const Arena& arena, size_t i, int l);
+    Positions positions() const;  // of this rank's tokens
     void set_parameters(std::vector<A>& values);
+    void sum_gradients(int layer);
+    void gather_parameters();
 };
 
 // Rows of logits that exist at once: enough to fill the GPU, little enough that (B·T, Vp) never exists whole.
@@ -287,9 +372,11 @@ static size_t classifier_chunk(size_t rows, int Vp, DType t) {
 // so that the norm's 16-byte loads stay possible.)
 constexpr size_t kGate = 4;
 
+constexpr int kNoLayer = -1;
+
 template <class Dev, class X>
 GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps,
-                   bool training, int recompute)
+                   bool training, int recompute, const Ranks<Dev>& ranks)
     : dev(dev),
       config(config),
       attention(attention),
@@ -298,22 +385,35 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
       micro_steps(micro_steps),
       training(training),
       recompute(recompute),
+      ranks(ranks),
       num_parameters(count_parameters(config)),
       rows_(size_t(B) * T),
       chunk_(classifier_chunk(rows_, config.Vp, dtype_of<X>())) {
-    if (T > config.max_T)
-        throw Error(
-            format("T = %d is beyond the model's %d positions: use -t %d or less", T, config.max_T, config.max_T));
+    if (sequence() > config.max_T)
+        throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
+                           config.max_T));
+    if (ranks.context > 1 && attention != Attention::flash)
+        throw UsageError("--context-parallel needs --attention flash: naive has no block form");
+    if (ranks.sharded && !can_shard(config, ranks.size))
+        throw UsageError(
+            format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
+                   "ranks that divides %d",
+                   config.C, ranks.size, config.C / 4));
     const size_t N = rows_, C = config.C, NH = config.NH, n = num_parameters;
     const DType x = dtype_of<X>(), a = dtype_of<A>();
     const int L = config.L, HS = config.HS();
+
+    if (ranks.context > 1)
+        ring_ = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS);
 
     params = Arena("parameters", parameter_specs(config, x), 1);
     if (training) {
         std::vector<TensorSpec> specs = parameter_specs(config, a);
         specs.push_back({"loss", a, kGate});
         grads = Arena("gradients", specs, 1);
-        adam = Arena("optimizer", {{"m", a, n}, {"v", a, n}, {"master", a, has_master ? n : 0}});
+        const size_t own = n / shards();
+        // Back to back, whatever the number of shards: of their pieces a checkpoint is put together.
+        adam = Arena("optimizer", {{"m", a, own}, {"v", a, own}, {"master", a, has_master ? own : 0}}, 16);
     }
     const size_t saved = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
     const auto kept_below = [&](int level) { return training && recompute < level ? L : TensorSpec::kShared; };
@@ -336,17 +436,21 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                  {"lnf", x, N * C},
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
-    const size_t scratch =
-        std::max({attention_scratch_bytes<X>(dev, attention, B, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
-                  layernorm_scratch_bytes(dev, C), matmul_scratch_bytes(dev, 4 * C),
-                  matmul_gelu_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev), size_t(256)});
+    const int most_alone = ring_ ? 1 : B;  // sequences that attention is given without the ring: samples
+    const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
+                                     encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
+                                     matmul_scratch_bytes(dev, 4 * C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
+                                     reduce_scratch_bytes(dev), size_t(256)});
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
-                                {"stats", a, size_t(micro_steps) + 1},
+                                {"stats", a, num_losses() + 1 + ranks.size},
+                                {"share", a, training && ranks.sharded ? n / ranks.size + kGate : 0},
                                 {"dresidual", x, training ? N * C : 0},
                                 {"wide", x, training && recompute >= 1 ? N * 4 * C : 0},
                                 {"scratch", DType::i32, (scratch + 3) / 4},
                                 {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
+    // By itself, for other ranks write into it.
+    if (ring_) ring_memory = Arena("ring", {{"ring", DType::i32, ring_->bytes() / 4}});
 }
 
 template <class Dev, class X>
@@ -354,9 +458,15 @@ void GPT2<Dev, X>::allocate() {
     for (Arena* a : arenas())
         if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
     const Arena& b = buffers;
-    buffers_ = {static_cast<X*>(b.at(0)),  static_cast<A*>(b.at(1)), static_cast<A*>(b.at(2)),
-                static_cast<X*>(b.at(3)),  static_cast<X*>(b.at(4)), b.at(5),
-                static_cast<int*>(b.at(6))};
+    buffers_ = {static_cast<X*>(b.at(0)),
+                static_cast<A*>(b.at(1)),
+                static_cast<A*>(b.at(2)),
+                static_cast<A*>(b.at(3)),
+                static_cast<X*>(b.at(4)),
+                static_cast<X*>(b.at(5)),
+                b.at(6),
+                static_cast<int*>(b.at(7))};
+    if (ring_) ring_->start(ring_memory.base, ranks.ring);
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -372,21 +482,24 @@ Activations<X> GPT2<Dev, X>::activations(int l) const {
 // Forward: tokens (b, t) → the final layer norm's output
 
 template <class Dev, class X>
-void GPT2<Dev, X>::forward(const int* tokens, int b, int t) {
+void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     Range range("forward");
     const size_t N = size_t(b) * t;
     const int C = config.C, L = config.L, NH = config.NH, HS = config.HS();
     Activations<X> a = activations(0);
     Parameters<X> w = weights(0);
 
-    encoder_forward(dev, a.encoded, tokens, w.wte, w.wpe, b, t, C);
+    encoder_forward(dev, a.encoded, tokens, w.wte, w.wpe, b, t, C, alone ? Positions{} : positions());
     layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, a.encoded, w.ln1w, w.ln1b, N, C);
     X* residual = a.encoded;
     for (int l = 0; l < L; l++) {
         Range range("layer", l);
         a = activations(l), w = weights(l);
         matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        attention_forward(dev, attention, a.atty, a.lse, a.att, buffers_.scratch, a.qkv, b, t, NH, HS);
+        if (ring_ && !alone)
+            ring_->forward(a.atty, a.lse, a.qkv);
+        else
+            attention_forward(dev, attention, a.atty, a.lse, a.att, buffers_.scratch, a.qkv, b, t, NH, HS);
         matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C);
         residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.residual2, w.ln2w,
                                    w.ln2b, N, C);
@@ -415,7 +528,7 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
     const int C = config.C, V = config.V, Vp = config.Vp;
     X* lnf = activations().lnf;
     const X* wte = weights().wte;
-    const A dloss = with_gradient ? A(1) / (A(N) * micro_steps) : A(0);
+    const A dloss = with_gradient ? A(1) / (A(N) * num_losses()) : A(0);
     for (size_t row = 0; row < N; row += chunk_) {
         const size_t n = std::min(chunk_, N - row);
         matmul_forward<X>(dev, buffers_.logits, lnf + row * C, wte, nullptr, n, C, Vp);
@@ -432,7 +545,7 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
 // left its gradient, and keeps using its memory for the gradient of a layer norm's output.
 
 template <class Dev, class X>
-void GPT2<Dev, X>::backward(const int* plan, bool accumulate) {
+void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_ranks) {
     Range range("backward");
     const size_t N = rows_;
     const int C = config.C, NH = config.NH, HS = config.HS();
@@ -468,21 +581,80 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate) {
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
                            a.ln2_rstd, N, C);
         matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
-        attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
+        if (ring_)
+            ring_->backward(wide, dln, a.atty, a.lse, a.qkv);
+        else
+            attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        matmul_backward(dev, dln, g.qkvw, g.qkvb, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
+        qkv_bias_backward(dev, g.qkvb, scratch, wide, g.attprojb, w.attprojw, N, C);
+        matmul_backward(dev, dln, g.qkvw, none, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
+        if (sum_over_ranks && ranks.overlap) sum_gradients(l);
     }
-    encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C);
+    encoder_backward(dev, g.wte, g.wpe, scratch, dresidual, plan, B, T, C, positions());
+    if (sum_over_ranks) sum_gradients(kNoLayer);
+}
+
+// Starts adding up over the ranks the gradients of a layer, or of all that does not go by layer.
+template <class Dev, class X>
+void GPT2<Dev, X>::sum_gradients(int layer) {
+    Range range("sum gradients");
+    const std::vector<ParamRange> own = share(ranks.rank);
+    const int l = std::max(layer, 0);
+    ranks.comm->fork();
+    ranks.comm->group([&] {
+        for (size_t i = 0; i < params.tensors.size(); i++) {
+            const TensorSpec& t = params.tensors[i];
+            if (by_layer(t, ranks.overlap) != (layer != kNoLayer)) continue;
+            A* g = static_cast<A*>(grads.at(i, l));
+            if (ranks.sharded)
+                ranks.comm->reduce_scatter(buffers_.share + own[i].state(l), g, own[i].size);
+            else
+                ranks.comm->all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
+        }
+    });
+}
+
+// The ranks' updated shares of the parameters, to all.
+template <class Dev, class X>
+void GPT2<Dev, X>::gather_parameters() {
+    const std::vector<ParamRange> first = share(0);  // of rank 0: where each tensor's pieces begin
+    ranks.comm->fork();
+    ranks.comm->group([&] {
+        for (const ParamRange& r : first)
+            for (size_t p = 0; p < r.pieces; p++)
+                ranks.comm->all_gather(static_cast<X*>(params.at(0)) + r.piece(p), r.size);
+    });
+    ranks.comm->join();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step's pieces
 
 template <class Dev, class X>
+Positions GPT2<Dev, X>::positions() const {
+    if (!ring_) return {};
+    const Zigzag zigzag{ranks.context};
+    const int chunk = T / 2;
+    return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
+}
+
+// All ranks of a group read the same sequences; each keeps its own tokens of them.
+template <class Dev, class X>
 void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
-    loader.next(host, host + rows_);
+    if (ring_) {
+        const size_t all = size_t(B) * sequence();
+        std::vector<int> whole(2 * all);
+        loader.next(whole.data(), whole.data() + all);
+        const Positions at = positions();
+        for (int part = 0; part < 2; part++)  // tokens, targets
+            for (int b = 0; b < B; b++)
+                for (int t = 0; t < T; t++)
+                    host[part * rows_ + size_t(b) * T + t] = whole[part * all + size_t(b) * sequence() + at.of(t)];
+    } else {
+        loader.next(host, host + rows_);
+    }
     if (training) encoder_plan(dev, host + 2 * rows_, host, rows_);
 }
 
@@ -507,47 +679,52 @@ void GPT2<Dev, X>::clear_gradients() {
 }
 
 template <class Dev, class X>
-void GPT2<Dev, X>::train_micro_batch(int i) {
+void GPT2<Dev, X>::train_micro_batch(int i, bool sum_over_ranks) {
     const bool accumulate = i > 0;
     if (!accumulate) clear_gradients();
     forward(tokens(i), B, T);
-    loss(targets(i), B, T, stats() + i, true, accumulate);
-    backward(plan(i), accumulate);
+    loss(targets(i), B, T, own_stats() + i, true, accumulate);
+    backward(plan(i), accumulate, sum_over_ranks);
 }
 
 template <class Dev, class X>
 void GPT2<Dev, X>::train_micro_batches() {
     Range range("forward and backward");
+    const bool several = ranks.size > 1;
     graph_.run(dev, [&] {
-        for (int i = 0; i < micro_steps; i++) train_micro_batch(i);
+        for (int i = 0; i < micro_steps; i++) train_micro_batch(i, several && i + 1 == micro_steps);
+        if (!several) return;
+        ranks.comm->all_gather(stats(), micro_steps);
+        ranks.comm->join();
     });
 }
 
 template <class Dev, class X>
 void GPT2<Dev, X>::evaluate_micro_batch(int i) {
     forward(tokens(i), B, T);
-    loss(targets(i), B, T, stats() + i, false);
+    loss(targets(i), B, T, own_stats() + i, false);
 }
 
-// Nothing is updated where a loss or the gradient's norm is not finite; the caller sees that in stats[micro_steps].
+// Nothing is updated where a loss or the gradient's norm is not finite; the caller sees that in stats[num_losses()].
+// With a sharded optimizer the norm of all is the norm of the shares' norms.
 template <class Dev, class X>
 void GPT2<Dev, X>::update(const AdamW& hyper) {
     Range range("update");
-    A* norm = stats() + micro_steps;
-    A* gate = static_cast<A*>(grads.at(grads.tensors.size() - 1));
-    reduce_sum(dev, gate, buffers_.scratch, stats(), A(0), micro_steps);
-    global_norm(dev, norm, buffers_.scratch, static_cast<const A*>(grads.at(0)), num_parameters + kGate);
-    const std::vector<ParamRange> r = ranges();
-    adamw_update(dev, static_cast<X*>(params.at(0)), master(), adam_m(), adam_v(), static_cast<const A*>(grads.at(0)),
-                 norm, r.data(), static_cast<int>(r.size()), hyper);
-}
-
-template <class Dev, class X>
-std::vector<ParamRange> GPT2<Dev, X>::ranges() const {
-    std::vector<ParamRange> ranges;
-    for (size_t i = 0; i < params.tensors.size(); i++)
-        ranges.push_back({params.offsets[i] / sizeof(X), params.tensors[i].elements(), params.tensors[i].decay});
-    return ranges;
+    A *norm = stats() + num_losses(), *norms = norm + 1;
+    A* g = ranks.sharded ? buffers_.share : static_cast<A*>(grads.at(0));
+    const size_t own = num_parameters / shards();
+    reduce_sum(dev, g + own, buffers_.scratch, stats(), A(0), num_losses());  // the gate
+    global_norm(dev, ranks.sharded ? norms + ranks.rank : norm, buffers_.scratch, g, own + kGate);
+    if (ranks.sharded) {
+        ranks.comm->fork();
+        ranks.comm->all_gather(norms, 1);
+        ranks.comm->join();
+        global_norm(dev, norm, buffers_.scratch, norms, ranks.size);
+    }
+    const std::vector<ParamRange> r = share(ranks.rank);
+    adamw_update(dev, static_cast<X*>(params.at(0)), master(), adam_m(), adam_v(), g, norm, r.data(),
+                 static_cast<int>(r.size()), hyper);
+    if (ranks.sharded) gather_parameters();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -565,10 +742,16 @@ static double normal(uint64_t seed, uint64_t index) {  // Box–Muller
     return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
 }
 
-// From the master's precision to X, on the device.
+// From the master's precision to X, on the device; of the master this rank's share.
 template <class Dev, class X>
 void GPT2<Dev, X>::set_parameters(std::vector<A>& values) {
-    if (master()) dev.upload(master(), values.data(), num_parameters * sizeof(A));
+    if (master()) {
+        std::vector<A> own(num_parameters / shards());
+        for_each_piece(share(ranks.rank), num_parameters, shards(), 1,
+                       [&](size_t at, size_t state, size_t n) { std::copy_n(&values[at], n, &own[state]); });
+        dev.upload(master(), own.data(), own.size() * sizeof(A));
+        dev.sync();
+    }
     if constexpr (has_master) {
         std::vector<X> rounded(num_parameters);
 #pragma omp parallel for
@@ -633,6 +816,8 @@ std::string GPT2<Dev, X>::count_in(const Arena& arena, size_t i, int l) {
     return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
 }
 
+constexpr char kNoneFound[] = "none on a second run";
+
 // An arena's tensors in the order of computation: what comes before the layers, layer by layer, what comes after them.
 static std::vector<std::pair<size_t, int>> computation_order(const Arena& arena, int layers) {
     size_t first = 0, last = arena.tensors.size();
@@ -657,14 +842,15 @@ std::string GPT2<Dev, X>::first_nonfinite() {
         return "";
     };
     std::string found = search(params, false);
-    for (int i = 0; i < micro_steps && found.empty(); i++) {
+    // Of the ranks of a ring none may stop before the others do.
+    for (int i = 0; i < micro_steps && (found.empty() || ring_); i++) {
         evaluate_micro_batch(i);
-        found = search(acts, false);
-        if (!found.empty()) break;
+        if (found.empty()) found = search(acts, false);
+        if (!found.empty() && !ring_) break;
         train_micro_batch(i);
-        found = search(grads, true);
+        if (found.empty()) found = search(grads, true);
     }
-    return found.empty() ? "none on a second run" : found;
+    return found.empty() ? kNoneFound : found;
 }
 
 // =====================================================================================================================
@@ -684,7 +870,7 @@ std::vector<float> GPT2<Dev, X>::logits_of_last(const std::vector<int>& context)
     std::vector<int> padded(t, 0);
     std::copy(context.end() - used, context.end(), padded.begin());
     dev.upload(buffers_.batch, padded.data(), padded.size() * sizeof(int));
-    forward(buffers_.batch, 1, t);
+    forward(buffers_.batch, 1, t, true);
     matmul_forward<X>(dev, buffers_.logits, activations().lnf + size_t(used - 1) * config.C, weights().wte, nullptr, 1,
                       config.C, config.Vp);
     std::vector<X> row(config.Vp);
@@ -746,30 +932,38 @@ struct Validation {
     uint64_t batches;
 };
 
-// Mean loss over the loader's first batches; 0, or more than there are: all whole ones.
+// Mean loss over the loader's first batches; 0, or more than there are: all whole ones. Each rank has its share of
+// them; their losses are added in the order of the batches, so that the sum does not depend on the number of ranks.
+// Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
 template <class Dev, class X>
-Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches) {
+Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& job) {
+    const Ranks<Dev>& ranks = model.ranks;
     Range range("validate");
     loader.reset();
-    double sum = 0;
     std::vector<int> host(model.batch_ints());
     const uint64_t all = loader.batches_per_epoch();
     if (batches == 0 || batches > all) batches = all;
+    std::vector<double> losses(batches);
     for (uint64_t i = 0; i < batches; i++) {
+        if (i % ranks.groups() != uint64_t(ranks.group())) {
+            loader.skip(1);
+            continue;
+        }
         Acc<X> loss;
         model.fill_batch(host.data(), loader);
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
-        model.dev.download(&loss, model.stats(), sizeof loss);
-        sum += loss;
+        model.dev.download(&loss, model.own_stats(), sizeof loss);
+        losses[i] = loss / ranks.context;
     }
-    return {sum / batches, batches};
+    job.sum(losses);
+    return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
 }
 
 // The model's answer to each question: the ending whose tokens have the lowest mean loss after the context.
 // losses[i][e] is that mean for ending e of choice i.
 template <class Dev, class X>
-std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::vector<Choice>& choices) {
+std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::vector<Choice>& choices, Job& job) {
     Range range("multiple choice");
     const size_t B = model.B, T = model.T, N = B * T;
     std::vector<std::pair<size_t, size_t>> rows;  // choice, ending: a row of a batch each
@@ -781,6 +975,7 @@ std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::v
     std::vector<int> host(model.batch_ints());
     std::vector<Acc<X>> position(N);
     for (size_t first = 0; first < rows.size(); first += B) {
+        if (first / B % job.size != size_t(job.rank)) continue;
         const size_t last = std::min(first + B, rows.size());
         std::fill(host.begin(), host.end(), 0);
         for (size_t r = first; r < last; r++) {
@@ -799,6 +994,8 @@ std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::v
             losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
+    if (job.size > 1)  // what another rank has found is 0 here
+        for (std::vector<double>& of_choice : losses) job.sum(of_choice);
     return losses;
 }
 static int answer(const std::vector<double>& losses) {
@@ -827,6 +1024,7 @@ struct Options {
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;
+    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1;
     int generate = 0, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
@@ -852,11 +1050,24 @@ std::vector<Option> Options::table() {
         {"--recompute", "-r", O::Int, &recompute,
          "memory for time: keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2", "model"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)", "", "model"},
-        {"--batch", "-b", O::Int, &B, "sequences per micro-batch; 0: 8 (CPU: 4)", "0..65536", "batch"},
+        {"--gpus", "", O::Int, &gpus,
+         "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); 0: one, or as "
+         "torchrun, srun or mpirun started us",
+         "0..1024", "several GPUs"},
+        {"--zero", "", O::Int, &zero,
+         "1: divide the optimizer's state and its work among the ranks; 0: don't; -1: where channels divide", "-1..1",
+         "several GPUs"},
+        {"--overlap", "", O::Int, &overlap,
+         "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1",
+         "several GPUs"},
+        {"--context-parallel", "", O::Int, &context_parallel,
+         "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024",
+         "several GPUs"},
+        {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; 0: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",
          "0..4194304", "batch"},
-        {"--tokens-per-step", "-d", O::Int, &tokens_per_step, "tokens per update, a multiple of B·T; 0: B·T", "0..",
-         "batch"},
+        {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
+         "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; 0: that", "0..", "batch"},
         {"--max-steps", "-x", O::Int, &max_steps,
          "steps; -1: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1..", "batch"},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
@@ -921,6 +1132,9 @@ static void on_signal(int signal) {
     std::signal(signal, SIG_DFL);
 }
 
+// A rank that stands still for so long hangs: in a step like those before it; where nobody knows how long it takes.
+constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
+
 // Where the data comes from, and the loss that no model can beat if that is known.
 struct Data {
     std::string train, val;
@@ -960,17 +1174,19 @@ template <class Dev, class X>
     for (const Arena* a : model.arenas())
         if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / kGiB);
     auto bytes_with = [&](int b) {
-        return GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute)
+        return GPT2<Dev, X>(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute,
+                            model.ranks)
             .total_bytes();
     };
     int b = model.B - 1;
     while (b > 0 && bytes_with(b) > free_bytes) b--;
     std::string way_out =
-        b > 0 ? format("-b %d would fit", b) : "not even -b 1 fits: use a smaller -t or a smaller model";
+        b > 0 ? format("-b %d would fit", b)
+              : "not even -b 1 fits: use a smaller -t, a smaller model, or more GPUs with --context-parallel";
     if (model.training && model.recompute < 2) way_out += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
-                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B, model.T,
-                             asked.c_str(), way_out.c_str()));
+                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
+                             model.sequence(), asked.c_str(), way_out.c_str()));
 }
 
 template <class Dev, class X>
@@ -988,7 +1204,7 @@ void allocate_or_explain(GPT2<Dev, X>& model) {
 template <class Dev, class X>
 class Run {
   public:
-    Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Data& data);
+    Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Data& data, Job& job);
     ~Run() { dev.free_host(host); }
 
     void describe() const;
@@ -998,7 +1214,10 @@ class Run {
     void save();     // a checkpoint of this step
     bool restore();  // the newest checkpoint; false if there is none
     bool saved() const { return last_checkpoint == step; }
+    int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, of any rank's
     uint64_t train_tokens() const { return train.num_tokens(); }
+    uint64_t val_identity() const { return val ? val->identity() : 0; }
+    const Identity& run_identity() const { return identity; }
     int step = 0;  // steps done
 
   private:
@@ -1007,13 +1226,14 @@ class Run {
     const Options& o;
     GPT2<Dev, X>& model;
     const Data data;
+    Job& job;
     Loader train;
     std::unique_ptr<Loader> val;
     const Tokenizer tokenizer;
     std::vector<Choice> choices;
     Identity identity;
     std::unique_ptr<Log> log = std::make_unique<Log>();
-    int last_checkpoint = -1;
+    int last_checkpoint = -1, signal = 0;
     double mean_ms = 0;
 
     // Batches of two steps, pinned: one that the GPU works on, one that is prepared meanwhile. `position` is where the
@@ -1022,9 +1242,16 @@ class Run {
     bool prepared = false;
     std::exception_ptr late_error;  // of preparing `next`
     LoaderState position{};
-    void prepare(int* to) {
-        for (int i = 0; i < model.micro_steps; i++) model.fill_batch(to + i * model.batch_ints(), train);
+    void prepare(int* to) {  // of the micro-batches r, r + n, … of the step, in group r of n
+        for (int i = 0; i < model.micro_steps; i++) {
+            train.skip(model.ranks.group());
+            model.fill_batch(to + i * model.batch_ints(), train);
+            train.skip(model.ranks.groups() - 1 - model.ranks.group());
+        }
     }
+    void copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const;
+    std::vector<char> gather_optimizer();
+    void scatter_optimizer(std::vector<char>& whole);
 
     // The parts of a checkpoint beside the model: for reading and for writing.
     struct Counters {
@@ -1034,14 +1261,18 @@ class Run {
     static std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
         return {{"counters", &counters, sizeof counters}, {"optimizer", adam.data(), adam.size()}};
     }
+    void read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params);
+    std::string first_nonfinite();
+    int first_step = 0;  // that this process makes
 };
 
 template <class Dev, class X>
-Run<Dev, X>::Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Data& data)
+Run<Dev, X>::Run(const Dev& dev, const Options& o, GPT2<Dev, X>& model, const Data& data, Job& job)
     : dev(dev),
       o(o),
       model(model),
       data(data),
+      job(job),
       train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed),
       tokenizer(o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer)) {
     const Config& c = model.config;
@@ -1072,6 +1303,11 @@ void Run<Dev, X>::describe() const {
     std::printf("%s", options_settings(settings.table()).c_str());
     std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                 dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "");
+    if (job.size > 1)
+        std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n",
+                    job.size, job.local_size, model.ranks.sharded ? "divided among them" : "on each",
+                    model.ranks.overlap ? "beside" : "after",
+                    model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
     std::printf("model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n", c.L,
                 c.NH, c.C, c.max_T, c.V, c.Vp);
     std::printf("parameters         %.1f M\n", model.num_parameters / 1e6);
@@ -1086,14 +1322,15 @@ void Run<Dev, X>::describe() const {
 // A fresh run's log begins anew, a resumed one's loses the rows that it will write again.
 template <class Dev, class X>
 void Run<Dev, X>::open_log() {
-    if (o.output_dir.empty()) return;
+    if (o.output_dir.empty() || job.rank > 0) return;
     const std::string path = o.output_dir + "/log.jsonl";
     if (o.resume) Log::truncate_after(path, step);
     log = std::make_unique<Log>(path, o.resume);
     Row row("run");
     row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
     row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
-    row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed);
+    row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed).add("gpus", job.size);
+    row.add("context_parallel", model.ranks.context);
     log->write(row.add("floor_nats", data.floor));
 }
 
@@ -1104,6 +1341,8 @@ void Run<Dev, X>::train_step() {
     if (late_error) std::rethrow_exception(late_error);
     if (!prepared) prepare(batch);
     prepared = true;
+    const bool usual = step > first_step + 1;  // the first steps make plans and connections
+    job.expect_progress(usual ? std::max(kStallSeconds, 5 * mean_ms / 1e3) : kLongStallSeconds);
     model.upload(batch, model.micro_steps);
     model.train_micro_batches();
     const double lr = o.learning_rate(step);
@@ -1118,16 +1357,24 @@ void Run<Dev, X>::train_step() {
             late_error = std::current_exception();
         }  // this step's result comes first
     }
+    // Still while the GPU works: a signal to one rank is one to all, at the same step.
+    if (job.size > 1)
+        for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
 
-    std::vector<A> stats(model.micro_steps + 1);
+    std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
-    const double loss = std::accumulate(stats.begin(), stats.end() - 1, 0.0) / model.micro_steps, norm = stats.back();
+    job.expect_progress(kLongStallSeconds);
+    double loss = 0;  // in the order of the data, whoever had it
+    for (int i = 0; i < model.micro_steps; i++)
+        for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
+    loss /= model.num_losses();
+    const double norm = stats.back();
     if (!std::isfinite(loss) || !std::isfinite(norm)) {
         const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
         throw Error(
             format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
                    "good checkpoint: %s; a lower -l or a longer -u may help",
-                   step + 1, loss, norm, model.first_nonfinite().c_str(), last_good.c_str()));
+                   step + 1, loss, norm, first_nonfinite().c_str(), last_good.c_str()));
     }
     if (another) std::swap(batch, next);
     step++;
@@ -1135,7 +1382,7 @@ void Run<Dev, X>::train_step() {
     const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
     mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
     const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
-    const double mfu = peak > 0 ? 100 * tok_s * model.config.flops_per_token(o.T) / (peak * 1e12) : NAN;
+    const double mfu = peak > 0 ? 100 * tok_s * model.config.flops_per_token(o.T) / (job.size * peak * 1e12) : NAN;
     const int eta = static_cast<int>((o.max_steps - step) * mean_ms / 1e3);
     std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n", step,
                 o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a", eta / 60,
@@ -1149,19 +1396,19 @@ template <class Dev, class X>
 void Run<Dev, X>::watch() {
     auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
     if (val && due(o.val_every)) {
-        const double loss = validate(model, *val, o.val_batches).loss;
+        const double loss = validate(model, *val, o.val_batches, job).loss;
         const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
         std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, loss, floor.c_str());
         log->write(Row("val").add("step", step).add("loss_nats", loss).add("floor_nats", data.floor));
     }
     if (!choices.empty() && due(o.val_every)) {
-        const int correct = count_correct(ending_losses(model, choices), choices);
+        const int correct = count_correct(ending_losses(model, choices, job), choices);
         std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
                     100.0 * correct / choices.size());
         Row row("hellaswag");
         log->write(row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size())));
     }
-    if (step > 0 && due(o.sample_every)) {
+    if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
         const Sampling sampling = {o.temperature, o.top_k};
         const std::string text = generate(model, tokenizer, o.prompt, o.sample_length, sampling, mix(o.seed, step));
         std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, text.c_str());
@@ -1169,27 +1416,100 @@ void Run<Dev, X>::watch() {
     }
 }
 
+// Rank r's share of the optimizer's state, from or to its places in the whole.
+template <class Dev, class X>
+void Run<Dev, X>::copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const {
+    const size_t arrays = model.has_master ? 3 : 2;
+    for_each_piece(model.share(r), model.num_parameters, job.size, arrays, [&](size_t at, size_t state, size_t n) {
+        char *in_whole = whole.data() + at * sizeof(A), *in_share = share.data() + state * sizeof(A);
+        std::memcpy(to_whole ? in_whole : in_share, to_whole ? in_share : in_whole, n * sizeof(A));
+    });
+}
+
+// The optimizer's state as one rank would have it, on rank 0: m, v and master, each in the order of the parameters.
+// What a checkpoint holds does not depend on the number of ranks.
+template <class Dev, class X>
+std::vector<char> Run<Dev, X>::gather_optimizer() {
+    std::vector<char> own(model.adam.bytes);
+    dev.download(own.data(), model.adam.base, own.size());
+    if (!model.ranks.sharded) return own;
+    if (job.rank > 0) return job.exchange({{0, own.data(), own.size(), nullptr, 0}}), std::vector<char>();
+    std::vector<char> whole(own.size() * job.size);
+    for (int r = 0; r < job.size; r++) {
+        if (r > 0) job.exchange({{r, nullptr, 0, own.data(), own.size()}});
+        copy_share(r, whole, own, true);
+    }
+    return whole;
+}
+
+// The other way round: from rank 0 to all.
+template <class Dev, class X>
+void Run<Dev, X>::scatter_optimizer(std::vector<char>& whole) {
+    std::vector<char> own(model.adam.bytes);
+    if (!model.ranks.sharded) {
+        own = std::move(whole);
+        own.resize(model.adam.bytes);
+        job.broadcast(own.data(), own.size());
+    } else if (job.rank > 0) {
+        job.exchange({{0, nullptr, 0, own.data(), own.size()}});
+    } else {
+        for (int r = job.size - 1; r >= 0; r--) {  // our own last: it stays
+            copy_share(r, whole, own, false);
+            if (r > 0) job.exchange({{r, own.data(), own.size(), nullptr, 0}});
+        }
+    }
+    dev.upload(model.adam.base, own.data(), own.size());
+    dev.sync();
+}
+
+template <class Dev, class X>
+std::string Run<Dev, X>::first_nonfinite() {
+    const std::vector<std::string> found = job.all_gather(model.first_nonfinite());
+    for (int r = 0; r < job.size; r++)
+        if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
+    return found[0];
+}
+
 template <class Dev, class X>
 void Run<Dev, X>::save() {
     Range range("checkpoint");
-    std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
-    dev.download(adam.data(), model.adam.base, adam.size());
+    job.expect_progress(0);  // a disk may take its time
+    last_checkpoint = step;
+    if (job.rank > 0 && !model.ranks.sharded) return;
+    std::vector<char> adam = gather_optimizer();
+    if (job.rank > 0) return;  // the others wait at the next step
+    std::vector<char> params(model.params.bytes);
     dev.download(params.data(), model.params.base, params.size());
     Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), position};
     write_model(model_path(o.output_dir, step), header_of(model.config, dtype_of<X>()), params.data());
     write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
-    last_checkpoint = step;
     std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
     if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
 }
 
+// Rank 0 reads and sends: the directory need not be there on other machines.
 template <class Dev, class X>
 bool Run<Dev, X>::restore() {
-    const int newest = newest_checkpoint(o.output_dir);
+    int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : -1;
+    job.broadcast(&newest, 1);
     if (newest < 0) return false;
-    const std::string path = model_path(o.output_dir, newest);
-    std::vector<char> adam(model.adam.bytes), params(model.params.bytes);
+    std::vector<char> adam, params(model.params.bytes);
     Counters counters{};
+    if (job.rank == 0) read_checkpoint(newest, counters, adam, params);
+    job.broadcast(&counters, 1);
+    job.broadcast(params.data(), params.size());
+    scatter_optimizer(adam);
+    dev.upload(model.params.base, params.data(), params.size());
+    dev.sync();
+    train.restore(position = counters.train);
+    last_checkpoint = step = first_step = newest;
+    return true;
+}
+
+template <class Dev, class X>
+void Run<Dev, X>::read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params) {
+    const std::string path = model_path(o.output_dir, newest);
+    adam.resize(model.adam.bytes * model.shards());
     read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
     const ModelHeader header = read_model_header(path), mine = header_of(model.config, dtype_of<X>());
     if (std::memcmp(&header, &mine, sizeof header))
@@ -1206,12 +1526,6 @@ bool Run<Dev, X>::restore() {
                    "both to resume from the checkpoint before",
                    path.c_str(), static_cast<unsigned long long>(found),
                    static_cast<unsigned long long>(counters.model_checksum)));
-    dev.upload(model.adam.base, adam.data(), adam.size());
-    dev.upload(model.params.base, params.data(), params.size());
-    dev.sync();
-    train.restore(position = counters.train);
-    last_checkpoint = step = newest;
-    return true;
 }
 
 // Creates the output directory; refuses one with an earlier run in it unless that is to be resumed.
@@ -1233,18 +1547,32 @@ static Attention attention_of(const Options& o) {
     return o.attention == "naive" ? Attention::naive : Attention::flash;
 }
 
-// The defaults that depend on the device and the model; then, with the data known, those that depend on its size.
-static void resolve_sizes(Options& o, const Config& config, bool on_cpu) {
+// The defaults that depend on the device, the model and the ranks; then, with the data known, those that depend on its
+// size.
+static void resolve_sizes(Options& o, const Config& config, bool on_cpu, int all_ranks) {
+    const int context = o.context_parallel, ranks = all_ranks / context;  // those with sequences of their own
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
     if (o.T == 0) o.T = std::min(config.max_T, on_cpu ? 64 : 1024);
+    if (context > 1 && o.T % (2 * context))
+        throw UsageError(format("--tokens %d is not a multiple of 2·%d, the chunks of --context-parallel %d: use -t %d",
+                                o.T, context, context, std::max(1, o.T / (2 * context)) * 2 * context));
     const long long micro_batch = static_cast<long long>(o.B) * o.T;
     if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
         throw UsageError(
             format("B·T = %d·%d is too many tokens for a micro-batch: use a smaller -b with -d", o.B, o.T));
-    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(micro_batch);
-    if (o.tokens_per_step % micro_batch)
+    const long long least = micro_batch * ranks;
+    const char* const name = context > 1 ? "groups of ranks" : "ranks";
+    if (least > INT_MAX)
+        throw UsageError(
+            format("B·T·%s = %d·%d·%d is too many tokens for a step: use a smaller -b", name, o.B, o.T, ranks));
+    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(least);
+    if (ranks == 1 && o.tokens_per_step % micro_batch)
         throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
                                 o.T, micro_batch));
+    if (o.tokens_per_step % least)
+        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T·%s = %d·%d·%d = %lld", o.tokens_per_step,
+                                name, o.B, o.T, ranks, least));
+    if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(config, all_ranks);
     if (o.lr == 0) o.lr = config.C < 256 ? 2e-3f : 3e-4f;
 }
 static void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
@@ -1264,16 +1592,41 @@ void start_weights(GPT2<Dev, X>& model, const Options& o, bool from_file) {
         model.init_random(o.seed);
 }
 
+// The data of the run: on rank 0 first, which may have to write it where the others will find it.
+static Data find_data_together(const Options& o, Job& job) {
+    Data data;
+    if (job.rank == 0) data = find_data(o);
+    job.barrier();
+    if (job.rank > 0) data = find_data(o);
+    return data;
+}
+
+// What must be the same on all ranks beside the arguments, of which more can be seen by now.
 template <class Dev, class X>
-int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) {
+void agree_on_start(const GPT2<Dev, X>& model, const Run<Dev, X>& run, Job& job) {
+    if (job.size == 1) return;
+    std::vector<char> params(model.params.bytes);
+    model.dev.download(params.data(), model.params.base, params.size());
+    std::vector<std::pair<std::string, std::string>> fields = run.run_identity().fields;
+    const auto hex = [](uint64_t x) { return format("%016llx", static_cast<unsigned long long>(x)); };
+    fields.push_back({"validation data", hex(run.val_identity())});
+    fields.push_back({"parameters", hex(checksum64(params.data(), params.size()))});
+    job.agree(fields);
+}
+
+template <class Dev, class X>
+int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
-    resolve_sizes(o, config, on_cpu);
+    resolve_sizes(o, config, on_cpu, job.size);
+    if (o.overlap < 0) o.overlap = job.local_size < job.size;
+    ranks.sharded = o.zero > 0 && job.size > 1, ranks.overlap = o.overlap > 0;
     // The model's tables first: what cannot be is said before data is touched.
-    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, o.tokens_per_step / (o.B * o.T), true, o.recompute);
+    const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
-    if (!o.output_dir.empty()) prepare_output_dir(o);
-    const Data data = find_data(o);
-    Run<Dev, X> run(dev, o, model, data);
+    if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
+    const Data data = find_data_together(o, job);
+    Run<Dev, X> run(dev, o, model, data, job);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
     if (!can_generate(config)) o.sample_every = 0;
     resolve_steps(o, on_cpu, run.train_tokens());
@@ -1285,35 +1638,40 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file) 
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
         if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
     }
+    agree_on_start(model, run, job);
     run.open_log();
     std::signal(SIGINT, on_signal);
     std::signal(SIGTERM, on_signal);
 
-    if (run.step == 0) run.watch();
-    while (run.step < o.max_steps && !g_signal) {
-        if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
-        run.train_step();
-        run.watch();
-        if (o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
-    }
-    if (o.profile) dev.profile(false);
-    if (g_signal)
-        std::printf("interrupted at step %d%s\n", run.step, o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
-    if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
-    return g_signal ? 128 + g_signal : 0;
+    job.guard([&] {
+        if (run.step == 0) run.watch();
+        while (run.step < o.max_steps && !run.interrupted()) {
+            if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
+            run.train_step();
+            run.watch();
+            if (o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
+        }
+        if (o.profile) dev.profile(false);
+        if (run.interrupted())
+            std::printf("interrupted at step %d%s\n", run.step,
+                        o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
+        if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
+        job.leave();
+    });
+    return run.interrupted() ? 128 + run.interrupted() : 0;
 }
 
 // --eval-only: the loss over the whole validation data, and the answers to --hellaswag one by one.
 template <class Dev, class X>
-int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_file) {
-    resolve_sizes(o, config, std::is_same_v<Dev, Cpu>);
-    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T, 1, false);
+int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, const Ranks<Dev>& ranks) {
+    resolve_sizes(o, config, std::is_same_v<Dev, Cpu>, job.size);
+    GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T / ranks.context, 1, false, 0, ranks);
     std::vector<Choice> choices;
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, config.V, o.T);
     std::unique_ptr<Loader> val;
     double floor = NAN;
     if (choices.empty() || !o.val_data.empty()) {
-        const Data data = o.val_data.empty() ? find_data(o) : Data{"", o.val_data};
+        const Data data = o.val_data.empty() ? find_data_together(o, job) : Data{"", o.val_data};
         if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
         val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0);
         floor = data.floor;
@@ -1321,12 +1679,12 @@ int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_fil
     allocate_or_explain(model);
     start_weights(model, o, from_file);
     if (val) {
-        const auto [loss, batches] = validate(model, *val, o.val_batches);
+        const auto [loss, batches] = validate(model, *val, o.val_batches, job);
         std::printf("val loss %.6f over %llu batches of %d x %d tokens%s\n", loss,
                     static_cast<unsigned long long>(batches), o.B, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
-    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+    const std::vector<std::vector<double>> losses = ending_losses(model, choices, job);
     for (size_t i = 0; i < choices.size(); i++) {
         std::printf("question %d | answer %d | label %d | losses", choices[i].index, answer(losses[i]),
                     choices[i].label);
@@ -1336,6 +1694,7 @@ int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_fil
     const int correct = count_correct(losses, choices);
     if (!choices.empty())
         std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
+    job.leave();
     return 0;
 }
 
@@ -1351,7 +1710,7 @@ int run_generate(const Dev& dev, const Options& o, const Config& config) {
 }
 
 template <class Dev, class X>
-int run_with(const Dev& dev, Options& o) {
+int run_with(const Dev& dev, Options& o, Job& job) {
     Config config;
     const bool preset = find_config(o.init, &config);
     if (!preset) {
@@ -1365,8 +1724,19 @@ int run_with(const Dev& dev, Options& o) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);
     }
-    if (o.eval_only) return run_evaluate<Dev, X>(dev, o, config, !preset);
-    return run_train<Dev, X>(dev, o, config, !preset);
+    using Comm = typename Dev::Comm;
+    std::unique_ptr<Comm> comm, ring;
+    Ranks<Dev> ranks;
+    ranks.rank = job.rank, ranks.size = job.size, ranks.context = o.context_parallel;
+    job.expect_progress(kStallSeconds);
+    if (job.size > 1 && !o.memory && (!o.eval_only || ranks.context > 1)) {
+        comm = std::make_unique<Comm>(dev, job);
+        if (ranks.context > 1) ring = std::make_unique<Comm>(*comm, ranks.group() * ranks.context, ranks.context);
+    }
+    ranks.comm = comm.get(), ranks.ring = ring.get();
+    job.expect_progress(0);
+    if (o.eval_only) return run_evaluate<Dev, X>(dev, o, config, !preset, job, ranks);
+    return run_train<Dev, X>(dev, o, config, !preset, job, ranks);
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
@@ -1376,6 +1746,46 @@ static void wait_passively(char** argv) {
     if (std::getenv("OMP_WAIT_POLICY")) return;
     setenv("OMP_WAIT_POLICY", "passive", 1);
     execv("/proc/self/exe", argv);  // returns only if it failed: then we go on as we are
+}
+
+// Meets the other ranks, which must be the same program with the same arguments. Rank 0 alone prints.
+static void meet(Job& job, Options& o) {
+    const InputFile program("/proc/self/exe");
+    std::vector<char> bytes(program.size);
+    program.read(0, bytes.data(), bytes.size());
+    std::vector<std::pair<std::string, std::string>> fields = {
+        {"program", format("%016llx", static_cast<unsigned long long>(checksum64(bytes.data(), bytes.size())))}};
+    std::istringstream settings(options_settings(o.table()));
+    for (std::string line; std::getline(settings, line);) {
+        const size_t end = line.find(' ');
+        fields.push_back({line.substr(0, end), line.substr(std::min(line.find_first_not_of(' ', end), line.size()))});
+    }
+    job.agree(fields);
+    if (job.rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
+}
+
+// The run, on this rank's device. `gpus`: of this machine.
+static int run_on_device(Options& o, Job& job, int gpus) {
+    if (gpus == 0) {
+        if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
+        if (o.init == "auto") o.init = "tiny";
+        const int cores = static_cast<int>(std::thread::hardware_concurrency());
+        return run_with<Cpu, float>(Cpu(std::max(1, cores / job.local_size)), o, job);
+    }
+    // A launcher may show each rank its own GPU alone.
+    const int device = gpus == 1 && job.local_size > 1 && std::getenv("CUDA_VISIBLE_DEVICES") ? 0 : job.local_rank;
+    if (device >= gpus)
+        throw Error(format("rank %d is number %d on this machine, which has %d %s: start fewer ranks", job.rank,
+                           job.local_rank, gpus, gpus == 1 ? "GPU" : "GPUs"));
+    Cuda dev(device);
+    dev.tf32 = !o.no_tf32 && dev.sm >= 80;
+    dev.graphs = !o.no_graph && !o.profile;
+    if (o.init == "auto") o.init = "d12";
+    if (o.precision == "bf16" && dev.sm < 80)
+        throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
+                           dev.name.c_str(), dev.sm / 10, dev.sm % 10));
+    if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
+    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, job) : run_with<Cuda, float>(dev, o, job);
 }
 
 int main(int argc, char** argv) {
@@ -1393,26 +1803,30 @@ int main(int argc, char** argv) {
             throw UsageError("--resume, --checkpoint-every and --keep need a directory: give it with -o");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
+        const Place place = place_from_environment();
+        const int ranks = std::max(o.gpus, place.size);
+        if (ranks % o.context_parallel)
+            throw UsageError(format("--context-parallel %d does not divide the %d %s that train: use --gpus %d",
+                                    o.context_parallel, ranks, ranks == 1 ? "GPU" : "GPUs",
+                                    (ranks / o.context_parallel + 1) * o.context_parallel));
+        if (o.context_parallel > 1 && !o.hellaswag.empty())
+            throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
+        if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
+        if (o.gpus > 0 && o.gpus != place.size)
+            throw UsageError(
+                format("--gpus %d, but the launcher started %d ranks: leave out --gpus", o.gpus, place.size));
+        if (o.generate > 0 && place.size > 1) throw UsageError("--generate runs on one GPU: leave out --gpus");
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
-        if (gpus == 0) {
-            wait_passively(argv);
-            if (o.device == "auto") std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
-            if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
-            if (o.init == "auto") o.init = "tiny";
-            return run_with<Cpu, float>(Cpu(), o);
-        }
-        Cuda dev(0);
-        dev.tf32 = !o.no_tf32 && dev.sm >= 80;
-        dev.graphs = !o.no_graph && !o.profile;
-        if (o.init == "auto") o.init = "d12";
-        if (o.precision == "bf16" && dev.sm < 80)
-            throw Error(
-                format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
-                       dev.name.c_str(), dev.sm / 10, dev.sm % 10));
-        if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
-        return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o) : run_with<Cuda, float>(dev, o);
+        if (gpus == 0) wait_passively(argv);
+        if (gpus == 0 && o.device == "auto" && place.rank == 0)
+            std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
+        Job job(place);
+        return job.guard([&] {
+            if (job.size > 1) meet(job, o);
+            return run_on_device(o, job, gpus);
+        });
     });
 }
 #endif

@@ -84,14 +84,14 @@ static unsigned blocks_for(size_t threads, const char* what) {
     return static_cast<unsigned>(blocks);
 }
 
-__global__ void fill_kernel(float* x, float value, size_t n) {
+__global__ void fill_kernel(double* x, double value, size_t n) {
     const size_t i = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
     if (i < n) x[i] = value;
 }
 
-void attention_clear_state(const Cuda& dev, float* o_acc, float* lse, const BlockShape& s) {
-    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.Tq;
-    dev.zero(o_acc, rows * s.HS * sizeof(float));
+void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape& s) {
+    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.rows_of_q();
+    if (o_acc) dev.zero(o_acc, rows * s.HS * sizeof(float));
     fill_kernel<<<blocks_for(rows, "attention_clear_state"), kThreads, 0, dev.stream>>>(lse, -INFINITY, rows);
     LAUNCH_CHECK("fill_kernel");
 }

@@ -11,7 +11,8 @@
 //
 // Each kernel comes in two forms. The whole form is what a layer calls. The block form runs queries of one block against
 // keys and values of another, each with its global offset, and carries its state in fp32: what chunked and ring
-// attention are made of. Flash kernels allocate nothing of size T². Unsupported shapes throw Error from the launcher.
+// attention are made of (its types, Heads and BlockShape, are in layers/types.h). Flash kernels allocate nothing of size
+// T². Unsupported shapes throw Error from the launcher.
 #pragma once
 #include "layers/cuda.h"
 #include "layers/types.h"
@@ -20,24 +21,6 @@ struct AttentionShape {
     int B, T, NH, HS;
     bool causal = true;
     float scale = 0.f;  // 0: 1/√HS
-    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
-};
-
-// A (B, T, NH, HS) tensor inside a larger one: element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
-// Rows of HS elements are contiguous and 16-byte aligned.
-template <class X>
-struct Heads {
-    X* ptr;
-    size_t batch, token;  // strides in elements
-};
-
-// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. Causal: query i sees key
-// j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
-struct BlockShape {
-    int B, Tq, Tk, NH, HS;
-    long long q_offset = 0, k_offset = 0;
-    bool causal = true;
-    float scale = 0.f;
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
 
@@ -51,7 +34,7 @@ struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
     int min_sm;        // compute capability ×10: runs there and on later ones, but wgmma (90) is of 9.0 alone
     bool runs_on(int sm) const { return min_sm == 90 ? sm == 90 && built_for_sm90a() : sm >= min_sm; }
-    bool flash;        // no T×T buffer
+    bool flash;  // no T×T buffer
 
     // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and scratch for either pass.
     size_t (*saved_bytes)(const AttentionShape&);
@@ -64,13 +47,14 @@ struct AttentionKernel {
                      const X* qkv, const AttentionShape&);
 
     // Block form; null where a kernel has none (naive).
-    // Reads and updates the running state o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) by the stable merge
+    // Reads and updates the running state o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) fp64 (why: merge.cuh) by the stable
+    // merge
     //   o ← o − σ(lse_b − lse)(o − o_b);  lse ← logaddexp(lse, lse_b)
-    // where a row that has seen no key yet has lse = −inf and o = 0 and stays so.
-    void (*forward_block)(const Cuda&, float* o_acc, float* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,
+    // where a row that has seen no key yet has lse = −inf. Its o is not read: it is written with the row's first keys.
+    void (*forward_block)(const Cuda&, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,
                           const BlockShape&);
-    // Adds into the caller's dq (B,Tq,NH,HS), dk, dv (B,Tk,NH,HS), fp32 and contiguous. lse (B,NH,Tq) is the global one,
-    // D (B,NH,Tq) from attention_D. scratch: block_scratch_bytes(shape).
+    // Adds into the caller's dq (B,Tq,NH,HS), dk, dv (B,Tk,NH,HS), fp32 and contiguous but for q_rows and k_rows. lse
+    // (B,NH,Tq) is the global one, D (B,NH,Tq) from attention_D. scratch: block_scratch_bytes(shape).
     void (*backward_block)(const Cuda&, float* dq, float* dk, float* dv, void* scratch, Heads<const X> q,
                            Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
                            const BlockShape&);
@@ -93,7 +77,8 @@ extern const AttentionKernel<float> naive_fp32, flash_fp32, flash_fp16x3;
 extern const AttentionKernel<bf16> naive_bf16, flash_bf16, flash_bf16_sm90;
 
 // Helpers of the block form (attention.cu).
-void attention_clear_state(const Cuda& dev, float* o_acc, float* lse, const BlockShape&);  // o = 0, lse = −inf
+// lse = −inf, o = 0; o_acc is null where every row will see a key.
+void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape&);
 template <class X>  // writes D (B,NH,T) = rowsum(dout∘out); dout, out (B,T,NH,HS) contiguous
 void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS);
 template <class X>  // writes dst = X(src), n elements: the one rounding, at the end

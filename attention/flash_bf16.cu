@@ -29,6 +29,7 @@
 
 #include "attention/attention.h"
 #include "attention/launch.h"
+#include "attention/merge.cuh"
 #include "attention/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -187,7 +188,8 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
 
 // The same for the block form: adds c into fp32 rows.
 template <int HS, int M>
-__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end) {
+__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
+                                         bool add) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -198,7 +200,7 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
             float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) {
-                const float2 old = p[4 * n];
+                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
                 p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
             }
         }
@@ -211,7 +213,8 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
 struct Problem {
     Heads<const bf16> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
-    int shift;              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc: see BlockShape
+    int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
 };
@@ -235,11 +238,12 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 struct ForwardArgs {
     Problem p;
     Heads<bf16> out;  // whole form: written
-    float* o_acc;     // block form: merged into; null otherwise
     float* lse;
+    float* o_acc;  // block form: merged into; null otherwise
+    double* lse_acc;
 };
 
-template <int HS, bool Causal>
+template <int HS>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
     const __grid_constant__ ForwardArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -250,12 +254,12 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const uint32_t q_smem = smem_address(smem);
     const uint32_t k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
 
-    const Work w = work_of_block(p, Causal);
+    const Work w = work_of_block(p, true);
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
-    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;  // the last query sees keys before this
-    const int k_tiles = (k_end + Bc - 1) / Bc;  // ≤ 0: no query of this tile sees a key
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);  // the last query sees keys before this
+    const int k_tiles = (k_end + Bc - 1) / Bc;                  // ≤ 0: no query of this tile sees a key
 
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
@@ -294,7 +298,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
-                    const int visible = (Causal ? min(p.Tk, row + p.shift + 1) : p.Tk) - j * Bc - lane % 4 * 2;
+                    const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - lane % 4 * 2;
 #pragma unroll
                     for (int n = 0; n < Bc / 8; n++)
                         if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
@@ -359,8 +363,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         if (j > 0) load_kv(j - 1);
         cp_async_commit();
         const int k0 = j * Bc;
-        if (Causal && k0 > last_q + p.shift) continue;
-        if (k0 + Bc > p.Tk || (Causal && k0 + Bc - 1 > first_q + p.shift))
+        if (k0 > last_q + p.shift) continue;
+        if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q + p.shift)
             step(j, std::true_type{});
         else
             step(j, std::false_type{});
@@ -380,7 +384,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
-    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
     const int first_row = first_q + lane / 4;
     if (args.o_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
@@ -390,18 +394,22 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const float old = lse_rows[row], weight = 1.f / (1.f + expf(old - lse[i][r]));  // σ(lse − old)
-                float2* acc =
-                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
-                    lane % 4;
+                const double old = args.lse_acc[lse_row + row];
+                const auto [weight, merged] = merge(old, lse[i][r]);
+                float2* acc = reinterpret_cast<float2*>(
+                                  args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
+                              lane % 4;
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
-                    const float2 x = acc[4 * n];
-                    acc[4 * n] =
-                        make_float2(x.x - weight * (x.x - o[i][n][2 * r]), x.y - weight * (x.y - o[i][n][2 * r + 1]));
+                    float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
+                    if (old != -INFINITY) {
+                        const float2 y = acc[4 * n];
+                        x = make_float2(y.x - weight * (y.x - x.x), y.y - weight * (y.y - x.y));
+                    }
+                    acc[4 * n] = x;
                 }
                 __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
             }
     } else {
 #pragma unroll
@@ -409,7 +417,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
         store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
     }
 #endif
@@ -425,6 +433,7 @@ struct BackwardArgs {
     float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
     Heads<bf16> dq, dk, dv;           // whole form: written
     float *dq_acc, *dk_acc, *dv_acc;  // block form: added into; null otherwise
+    bool write_dkv;
 };
 
 // The dot product of 8 elements.
@@ -462,7 +471,7 @@ __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_
     }
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __global__ __launch_bounds__(DqTiles<HS>::Threads,
                              DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -476,12 +485,12 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     float2* stats_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, Causal);
+    if (threadIdx.x == 0) w = work_of_block(p, true);
     __syncthreads();
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16* dout = head_of(args.dout, w, HS);
-    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     const int k_tiles = (k_end + Bc - 1) / Bc;
 
     auto load_kv = [&](int j) {
@@ -498,7 +507,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     {
         constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
         const int row = warp_row + lane % (16 * M), t = q0 + row;
-        const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(t, p.Tq - 1);
+        const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
         float2 stats = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
         if (args.D) {
             stats.y = args.D[at];
@@ -564,7 +573,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
-                const int visible = (Causal ? min(p.Tk, row + p.shift + 1) : p.Tk) - j * Bc - sub - lane % 4 * 2;
+                const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - sub - lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < Sub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
@@ -587,8 +596,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 #pragma unroll 1
         for (int sub = 0; sub < Bc; sub += Sub) {
             const int k0 = j * Bc + sub;
-            if (Causal && k0 > last_q + p.shift) continue;
-            if (k0 + Sub > p.Tk || (Causal && k0 + Sub - 1 > first_q + p.shift))
+            if (k0 > last_q + p.shift) continue;
+            if (k0 + Sub > p.Tk || k0 + Sub - 1 > first_q + p.shift)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -603,15 +612,15 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
     if (args.dq_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
-        add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.Tq + q0) * token + w.h * HS, token,
-                     p.Tq - q0);
+        add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.q_rows + q0) * token + w.h * HS, token,
+                     p.Tq - q0, true);
     } else {
         store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0);
     }
 #endif
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
                              DkdvTiles<HS>::MinBlocks) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -630,7 +639,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     __syncthreads();
     const int k0 = w.tile * Bc, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_k = k0 + warp_row, last_k = first_k + 16 * M - 1;  // the warp's
-    const int first_tile = Causal ? max(0, k0 - p.shift) / Br : 0;  // the first query that sees key k0 is k0 − shift
+    const int first_tile = max(0, k0 - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
     const int q_tiles = (p.Tq + Br - 1) / Br;
 
     // Queries past Tq arrive as zeros, dO and D too: they add nothing. Keys past Tk fill rows that are never written.
@@ -640,8 +649,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         load_tile<HS, Br, Threads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
                                    p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8, args.stats + static_cast<size_t>(w.bh) * p.Tq + row,
-                       row < p.Tq);
+            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8,
+                       args.stats + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
         cp_async_commit();
     };
     load_tile<HS, Bc, Threads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
@@ -712,8 +721,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 #pragma unroll 1
         for (int sub = 0; sub < Br; sub += Sub) {
             const int first_q = j * Br + sub;
-            if (Causal && first_q + Sub - 1 + p.shift < first_k) continue;
-            if (Causal && first_q + p.shift < last_k)
+            if (first_q + Sub - 1 + p.shift < first_k) continue;
+            if (first_q + p.shift < last_k)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -730,9 +739,9 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
     if (args.dk_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
-        const size_t at = (static_cast<size_t>(w.b) * p.Tk + k0) * token + w.h * HS;
-        add_tile<HS>(dk, warp_row, args.dk_acc + at, token, p.Tk - k0);
-        add_tile<HS>(dv, warp_row, args.dv_acc + at, token, p.Tk - k0);
+        const size_t at = (static_cast<size_t>(w.b) * p.k_rows + k0) * token + w.h * HS;
+        add_tile<HS>(dk, warp_row, args.dk_acc + at, token, p.Tk - k0, !args.write_dkv);
+        add_tile<HS>(dv, warp_row, args.dv_acc + at, token, p.Tk - k0, !args.write_dkv);
     } else {
         store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
         store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
@@ -755,8 +764,9 @@ Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const He
     Problem p{};
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.q_rows = s.rows_of_q(), p.k_rows = s.rows_of_k();
     // Beyond these bounds every query sees all keys, or none.
-    p.shift = static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
+    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale = s.resolved_scale();
     p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     return p;
@@ -779,30 +789,29 @@ void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threa
     LAUNCH_CHECK("flash_bf16");
 }
 template <int HS>
-void launch_forward(const ForwardArgs& args, bool causal, const Cuda& dev) {
+void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
-    launch(causal ? forward_kernel<HS, true> : forward_kernel<HS, false>, args, ceil_div(args.p.Tq, Tiles::Br),
-           args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    launch(forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
 }
 void launch_forward(const ForwardArgs& args, const BlockShape& s, const Cuda& dev) {
     if (s.HS == 64)
-        launch_forward<64>(args, s.causal, dev);
+        launch_forward<64>(args, dev);
     else
-        launch_forward<128>(args, s.causal, dev);
+        launch_forward<128>(args, dev);
 }
 
 template <int HS>
-void launch_backward(const BackwardArgs& args, bool causal, const Cuda& dev) {
-    launch(causal ? dq_kernel<HS, true> : dq_kernel<HS, false>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk,
-           HS, DqTiles<HS>::Threads, DqTiles<HS>::Smem, dev);
-    launch(causal ? dkdv_kernel<HS, true> : dkdv_kernel<HS, false>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc),
-           args.p.Tq, HS, DkdvTiles<HS>::Threads, DkdvTiles<HS>::Smem, dev);
+void launch_backward(const BackwardArgs& args, const Cuda& dev) {
+    launch(dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
+           DqTiles<HS>::Smem, dev);
+    launch(dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
+           DkdvTiles<HS>::Smem, dev);
 }
 void launch_backward(const BackwardArgs& args, const BlockShape& s, const Cuda& dev) {
     if (s.HS == 64)
-        launch_backward<64>(args, s.causal, dev);
+        launch_backward<64>(args, dev);
     else
-        launch_backward<128>(args, s.causal, dev);
+        launch_backward<128>(args, dev);
 }
 
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
@@ -814,12 +823,12 @@ void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* q
     launch_forward(args, whole(s), dev);
 }
 
-void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
                    Heads<const bf16> v, const BlockShape& s) {
     ForwardArgs args{};
     args.p = problem(q, k, v, s);
     args.o_acc = o_acc;
-    args.lse = lse;
+    args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
     launch_forward(args, s, dev);
 }
@@ -847,7 +856,7 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
     args.dout = dout;
     args.lse = lse, args.D = D;
     args.stats = static_cast<float2*>(scratch);
-    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv;
+    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv, args.write_dkv = s.write_dkv;
     check_aligned(kName, "dout", dout);
     check_aligned(kName, "dq", dq);
     check_aligned(kName, "dk", dk);
@@ -857,7 +866,7 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
 }
 
 size_t block_scratch_bytes(const BlockShape& s) {
-    return static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float2);
+    return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * sizeof(float2);
 }
 size_t scratch_bytes(const AttentionShape& s) {
     return block_scratch_bytes(whole(s));

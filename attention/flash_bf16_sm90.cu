@@ -47,6 +47,7 @@
 #include "attention/attention.h"
 #include "attention/flash_bf16_sm90.h"
 #include "attention/launch.h"
+#include "attention/merge.cuh"
 #include "attention/ptx_sm90.cuh"
 #include "attention/tensor_map.h"
 
@@ -81,12 +82,14 @@ struct ForwardTiles {
 
 struct Problem {
     int NH, Tq, Tk, heads;    // heads = B·NH
-    int shift;                // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int q_rows;               // of lse and o_acc: see BlockShape
+    int shift;                // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group, items;  // items = tiles·heads
     int counter;              // which of next_item
     float scale_log2;         // scale·log2(e): the exponentials are powers of 2
+    float* lse;               // whole form: written
     float* o_acc;             // block form: merged into
-    float* lse;
+    double* lse_acc;
 };
 
 // Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their lengths differ, and
@@ -105,12 +108,12 @@ struct Work {
 // Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first, so that the last to
 // finish are short. Tiles are counted from the last query: if 64·Warpgroups does not divide Tq, it is the first, short
 // tile that has warpgroups without queries (q0 < 0), not the longest.
-template <int Br, int Bc, bool Causal>
+template <int Br, int Bc>
 __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
     const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
-    const int k_end = Causal ? min(p.Tk, min(q0 + Br, p.Tq) + p.shift) : p.Tk;
+    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
     return {bh / p.NH, bh % p.NH, q0, max(0, (k_end + Bc - 1) / Bc)};
 }
 
@@ -127,7 +130,7 @@ struct Ring {
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                              1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
                                                     const __grid_constant__ CUtensorMap k_map,
@@ -186,7 +189,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     for (int wg = 0; wg < W; wg++) mbarrier_arrive(q_full(i % 2, wg));
                     break;
                 }
-                w = work_item<Br, Bc, Causal>(p, item);
+                w = work_item<Br, Bc>(p, item);
                 // Asked for early: the answer is needed when this tile's loads are all under way.
                 const int taken = atomicAdd(&next_item[p.counter], 1);
                 if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
@@ -216,10 +219,10 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
             if (w.b < 0) break;
             const int first_q = w.q0 + 64 * wg, end_q = min(first_q + 64, p.Tq);
-            const int k_end = first_q < 0 ? 0 : Causal ? min(p.Tk, end_q + p.shift) : p.Tk;
+            const int k_end = first_q < 0 ? 0 : min(p.Tk, end_q + p.shift);
             // The tiles that some query here sees, and those that all see whole.
             const int my_tiles = max(0, (k_end + Bc - 1) / Bc);
-            const int unmasked = max(0, (Causal ? min(p.Tk, first_q + p.shift + 1) : p.Tk) / Bc);
+            const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
 
             float s[Bc / 8][4], o[HS / 8][4];
             uint32_t p_regs[Bc / 16][4];
@@ -301,7 +304,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 #pragma unroll
                     for (int r = 0; r < 2; r++) {
                         const int query = first_q + 16 * warp + 8 * r + lane / 4;
-                        const int end = (Causal ? min(p.Tk, query + p.shift + 1) : p.Tk) - j * Bc - lane % 4 * 2;
+                        const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
 #pragma unroll
                         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -420,34 +423,38 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
             }
-            float* lse_rows = p.lse + (static_cast<size_t>(w.b) * p.NH + w.h) * p.Tq;
+            const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
             const int row = first_q + 16 * warp + lane / 4;
             if constexpr (Block) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int t = row + 8 * r;
                     const bool merges = t < p.Tq && lse[r] != -INFINITY;
-                    const float old = merges ? lse_rows[t] : 0.f;
+                    const double old = merges ? p.lse_acc[lse_row + t] : 0.;
                     __syncwarp();  // the row's four lanes have read its lse
                     if (merges) {
-                        const float weight = 1.f / (1.f + expf(old - lse[r]));  // σ(lse − old)
+                        const auto [weight, merged] = merge(old, lse[r]);
                         float2* acc = reinterpret_cast<float2*>(
-                                          p.o_acc + ((static_cast<size_t>(w.b) * p.Tq + t) * p.NH + w.h) * HS) +
+                                          p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
                                       lane % 4;
+                        if (old == -INFINITY)
 #pragma unroll
-                        for (int n = 0; n < HS / 8; n++) {
-                            const float2 x = acc[4 * n];
-                            acc[4 * n] =
-                                make_float2(x.x - weight * (x.x - o[n][2 * r]), x.y - weight * (x.y - o[n][2 * r + 1]));
-                        }
-                        if (lane % 4 == 0) lse_rows[t] = fmaxf(old, lse[r]) + log1pf(expf(-fabsf(old - lse[r])));
+                            for (int n = 0; n < HS / 8; n++) acc[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+                        else
+#pragma unroll
+                            for (int n = 0; n < HS / 8; n++) {
+                                const float2 x = acc[4 * n];
+                                acc[4 * n] = make_float2(x.x - weight * (x.x - o[n][2 * r]),
+                                                         x.y - weight * (x.y - o[n][2 * r + 1]));
+                            }
+                        if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
                     }
                 }
                 __syncwarp();
             } else {
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) lse_rows[row + 8 * r] = lse[r];
+                    if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) p.lse[lse_row + row + 8 * r] = lse[r];
                 const bool leader = threadIdx.x % 128 == 0;
                 if (leader) bulk_wait_read<0>();
                 named_barrier_sync(1 + wg, 128);  // the last store has left out_smem
@@ -483,20 +490,20 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 constexpr char kName[] = "flash_bf16_sm90";
 
 template <int HS, bool Block>
-void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
+void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, double* lse_acc, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
     using Tiles = ForwardTiles<HS>;
     // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
     // wait.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
     // Beyond these bounds every query sees all keys, or none.
     p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     p.tiles = ceil_div(s.Tq, Tiles::Br);
     p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads));
-    p.o_acc = o_acc, p.lse = lse;
+    p.lse = lse, p.o_acc = o_acc, p.lse_acc = lse_acc;
     const size_t items = static_cast<size_t>(p.tiles) * p.heads;
     if (items > INT_MAX / 2)
         throw Error(format("flash_bf16_sm90: %zu tiles, more than %d: use a smaller batch", items, INT_MAX / 2));
@@ -507,8 +514,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
                       k_map = tensor_map("k", k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       v_map = tensor_map("v", v, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       out_map = Block ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
-    // The block form has one kernel: for it, not causal is a block of queries that come after all keys.
-    const auto kernel = s.causal ? forward_kernel<HS, true, Block> : forward_kernel<HS, Block, Block>;
+    const auto kernel = forward_kernel<HS, Block>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
     kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
                                                                                         p);
@@ -516,7 +522,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
 }
 
 template <bool Block>
-void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, Heads<const bf16> q,
+void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, double* lse_acc, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
     check_shape(kName, s);
     check_aligned(kName, "q", q);
@@ -527,18 +533,18 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* o_acc, float* lse, 
     else
         check_aligned(kName, "out", out);
     if (s.HS == 64)
-        launch_forward<64, Block>(dev, out, o_acc, lse, q, k, v, s);
+        launch_forward<64, Block>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
     else
-        launch_forward<128, Block>(dev, out, o_acc, lse, q, k, v, s);
+        launch_forward<128, Block>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
 }
 
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
-    launch_forward<false>(dev, contiguous(out, s.T, s.NH, s.HS), nullptr, lse, packed(qkv, s, 0), packed(qkv, s, 1),
-                          packed(qkv, s, 2), whole(s));
+    launch_forward<false>(dev, contiguous(out, s.T, s.NH, s.HS), lse, nullptr, nullptr, packed(qkv, s, 0),
+                          packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
 }
-void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const bf16> q, Heads<const bf16> k,
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
                    Heads<const bf16> v, const BlockShape& s) {
-    launch_forward<true>(dev, {}, o_acc, lse, q, k, v, s);
+    launch_forward<true>(dev, {}, nullptr, o_acc, lse, q, k, v, s);
 }
 
 size_t saved_bytes(const AttentionShape&) {
@@ -550,7 +556,7 @@ size_t saved_bytes(const AttentionShape&) {
 bool built_for_sm90a() {
     static const bool built = [] {
         cudaFuncAttributes attributes;
-        CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, true, false>));
+        CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, false>));
         return attributes.numRegs > 64;  // an empty body needs a handful
     }();
     return built;

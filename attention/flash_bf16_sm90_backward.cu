@@ -43,10 +43,10 @@
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
 // prepare_kernel computes {log2(e)·lse, D} and clears turns and ticket; the main kernel starts beside its last blocks.
-// The block form is the same kernel with other ends: it adds dQ, dK and dV to the caller's fp32, dQ in the same order.
+// The block form is the same kernel with other ends: it adds dK and dV, and dQ when it is whole, to the caller's fp32.
 //
 // Writes: dqkv (every element).  Block form: adds into dq, dk, dv.
-// Scratch: {log2(e)·lse, D}, turns, ticket; whole form: the sum of dQ, fp32. All of it is written before it is read.
+// Scratch: {log2(e)·lse, D}, turns, ticket, the sum of dQ, fp32. All of it is written before it is read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
 #include <climits>
@@ -84,7 +84,9 @@ struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
     float *dq_acc, *dk_acc, *dv_acc;        // block form: added into; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH
-    int shift;                              // q_offset − k_offset: causal query i sees keys j ≤ i + shift
+    int q_rows, k_rows;                     // of dq_acc, and of dk_acc and dv_acc: see BlockShape
+    bool write_dkv;
+    int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int q_tiles, k_tiles;
     int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
@@ -102,7 +104,7 @@ struct PrepareArgs {
     const float *lse, *D;  // D: block form only
     float2* stats;
     int *turn, *ticket;
-    int NH, Tq, q_tiles, first_ticket;
+    int NH, Tq, q_rows, q_tiles, first_ticket;
 };
 
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
@@ -154,7 +156,7 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
             const int t = first + i * Rows;
             float2 stats = {INFINITY, 0.f};
             if (t < args.Tq) {
-                const size_t at = static_cast<size_t>(bh) * args.Tq + t;
+                const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
                 const float lse = args.lse[at];
                 if (lse != -INFINITY) stats.x = lse * static_cast<float>(M_LOG2E);
                 stats.y = args.D ? args.D[at] : D[i];
@@ -192,22 +194,19 @@ struct Work {
     int k_tile, bh;
     int first, last;  // query tiles; last < first if no query sees these keys
 };
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ Work work_of(const Args& args, int number) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
     Work w = {number / args.heads, number % args.heads, 0, args.q_tiles - 1};
-    if (Causal) {
-        const int first_query = max(0, w.k_tile * Bc - args.shift);
-        w.first = first_query / Br;
-        if (first_query >= args.Tq) w.last = w.first - 1;
-    }
+    const int first_query = max(0, w.k_tile * Bc - args.shift);
+    w.first = first_query / Br;
+    if (first_query >= args.Tq) w.last = w.first - 1;
     return w;
 }
 // The last key tile that query tile i sees.
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ int last_k_tile(const Args& args, int i) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    if (!Causal) return args.k_tiles - 1;
     return min(args.k_tiles - 1, (min((i + 1) * Br, args.Tq) - 1 + args.shift) / Bc);
 }
 
@@ -230,16 +229,15 @@ struct Control {
     __device__ uint32_t at(int index, int n) const { return base + Tiles<HS>::Control + 8 * (index + (n & 1)); }
 
     __device__ void init() const {
-        constexpr int kWarps = kConsumers / 32;
         for (int s = 0; s < 2; s++) {
             mbarrier_init(kv_full(s), 1);
             mbarrier_init(kv_empty(s), 3);
             mbarrier_init(q_full(s), 1);
-            mbarrier_init(q_empty(s), kWarps + 1);
+            mbarrier_init(q_empty(s), kConsumers + 1);
             mbarrier_init(turn(s), 1);
-            mbarrier_init(added(s), kWarps);
+            mbarrier_init(added(s), kConsumers);
         }
-        mbarrier_init(kv_done(), kWarps);
+        mbarrier_init(kv_done(), kConsumers);
         fence_mbarrier_init();
     }
     // Waits for the item's K and V and gives its number; −1: there are no more.
@@ -261,7 +259,7 @@ __device__ __forceinline__ void store_tile(const CUtensorMap* map, uint32_t tile
     for (int panel = 0; panel < HS / 64; panel++) tma_store_4d(map, tile + panel * rows * 128, panel * 64, h, t, b);
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
@@ -270,7 +268,9 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     tma_prefetch_map(&args.v);
     tma_prefetch_map(&args.dout);
     const int total = args.heads * args.k_tiles;
-    int ticket = blockIdx.x;
+    // Blocks of the block form may start late, where communication has taken their multiprocessors: then nobody shall wait
+    // for a key tile that is theirs.
+    int ticket = args.dq_acc ? atomicAdd(args.ticket, 1) : blockIdx.x;
     Order order;
     for (int item = 0, n = 0;; item++) {
         const uint32_t kv_full = control.kv_full(item);
@@ -281,7 +281,7 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
             mbarrier_arrive(kv_full);
             return;
         }
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         const uint32_t kv_stage = control.base + (item & 1) * T::KvBytes;
         mbarrier_arrive_expect(kv_full, 2 * T::KvBytes);
@@ -300,20 +300,20 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     }
 }
 
-template <int HS, bool Causal>
+template <int HS>
 __device__ __forceinline__ void usher(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     for (int item = 0, n = 0;; item++) {
         const int number = control.wait_item(smem, item);
         if (number < 0) return;
         mbarrier_arrive(control.kv_empty(item));
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         // Key tile 0 starts a sum where another head's was: that has been read when its last key tile has had its turn.
         const bool inherits = w.k_tile == 0 && w.bh >= args.ring;
         const int* turns = args.turn + static_cast<size_t>(inherits ? w.bh - args.ring : w.bh) * args.q_tiles;
         for (int i = w.last; i >= w.first; i--, n++) {
             mbarrier_wait(control.added(n), n >> 1 & 1 ^ 1);  // tile n − 2 is over: no barrier may run a round ahead
-            const int turn = inherits ? last_k_tile<HS, Causal>(args, i) + 1 : w.k_tile;
+            const int turn = inherits ? last_k_tile<HS>(args, i) + 1 : w.k_tile;
             if (turn > 0)
                 while (load_acquire_gpu(turns + i) < turn) {}
             mbarrier_arrive(control.turn(n));
@@ -321,7 +321,7 @@ __device__ __forceinline__ void usher(const Args& args, const unsigned char* sme
     }
 }
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __device__ __forceinline__ void announcer(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
@@ -329,11 +329,11 @@ __device__ __forceinline__ void announcer(const Args& args, const unsigned char*
         const int number = control.wait_item(smem, item);
         if (number < 0) return;
         mbarrier_arrive(control.kv_empty(item));
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         int* turns = args.turn + static_cast<size_t>(w.bh) * args.q_tiles;
         for (int i = w.last; i >= w.first; i--, n++) {
             mbarrier_wait(control.added(n), n >> 1 & 1);
-            const bool final = w.k_tile == last_k_tile<HS, Causal>(args, i);
+            const bool final = w.k_tile == last_k_tile<HS>(args, i);
             if (!Block && final) {  // the consumers have put the rounded dQ into dO's place
                 store_tile<HS>(&args.dq, control.base + T::Do + (n & 1) * T::QBytes, T::Br, w.bh % args.NH, i * T::Br,
                                w.bh / args.NH);
@@ -346,14 +346,14 @@ __device__ __forceinline__ void announcer(const Args& args, const unsigned char*
     }
 }
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __device__ __forceinline__ void storer(const Args& args, const unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
         const int number = control.wait_item(smem, item);
         if (number < 0) return;
-        const Work w = work_of<HS, Causal>(args, number);
+        const Work w = work_of<HS>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         mbarrier_wait(control.kv_done(), item & 1);
         if (!Block) {
@@ -396,7 +396,7 @@ __device__ __forceinline__ size_t fragment_at(const Args& args, int bh, int T, i
     return ((static_cast<size_t>(bh / args.NH) * T + t) * args.NH + bh % args.NH) * HS + threadIdx.x % 4 * 2;
 }
 
-template <int HS, bool Causal, bool Block>
+template <int HS, bool Block>
 __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_constant__ Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using T = Tiles<HS>;
@@ -411,11 +411,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
     if (threadIdx.x < 128) {
         setmaxnreg_dec<24>();
-        grid_wait_dependency();                                // statistics, turns and the ticket are prepare_kernel's
-        if (threadIdx.x == 0) loader<HS, Causal>(args, smem);  // a warp each: lanes of one would wait for one another
-        if (threadIdx.x == 32) usher<HS, Causal>(args, smem);
-        if (threadIdx.x == 64) announcer<HS, Causal, Block>(args, smem);
-        if (threadIdx.x == 96) storer<HS, Causal, Block>(args, smem);
+        grid_wait_dependency();                        // statistics, turns and the ticket are prepare_kernel's
+        if (threadIdx.x == 0) loader<HS>(args, smem);  // a warp each: lanes of one would wait for one another
+        if (threadIdx.x == 32) usher<HS>(args, smem);
+        if (threadIdx.x == 64) announcer<HS, Block>(args, smem);
+        if (threadIdx.x == 96) storer<HS, Block>(args, smem);
     } else {
         setmaxnreg_inc<240>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // known to be uniform
@@ -427,7 +427,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
         for (int item = 0, n = 0;; item++) {
             const int number = __shfl_sync(~0u, control.wait_item(smem, item), 0);
             if (number < 0) break;
-            const Work w = work_of<HS, Causal>(args, number);
+            const Work w = work_of<HS>(args, number);
             const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes,
                            v_smem = base + T::V + (item & 1) * T::KvBytes;
             const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
@@ -472,12 +472,12 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     wgmma_wait<1>();  // Sᵀ; dPᵀ runs on
                     wgmma_hold(s);
                     const int k0 = w.k_tile * Bc, q0 = i * Br;
-                    if ((Causal && q0 + args.shift < k0 + Bc - 1) || k0 + Bc > args.Tk) {
+                    if (q0 + args.shift < k0 + Bc - 1 || k0 + Bc > args.Tk) {
                         const int lane = lane_id();  // a register less in the loop
 #pragma unroll
                         for (int r = 0; r < 2; r++) {
                             const int key = k0 + row + 8 * r + lane / 4;
-                            int hidden = Causal ? key - args.shift - q0 : 0;  // queries before it do not see the key
+                            int hidden = key - args.shift - q0;  // queries before it do not see the key
                             if (key >= args.Tk) hidden = Br;
                             hidden -= lane % 4 * 2;
 #pragma unroll
@@ -559,30 +559,33 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
                     wgmma_wait<2>();  // dQ
                     wgmma_hold(dq);
-                    const bool final = !Block && w.k_tile == last_k_tile<HS, Causal>(args, i);
+                    const bool final = w.k_tile == last_k_tile<HS>(args, i);
                     mbarrier_wait(control.turn(n), n >> 1 & 1);
                     float4* sum = reinterpret_cast<float4*>(args.dq_sum) +
                                   (static_cast<size_t>(slot) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
                                   threadIdx.x % 128;
-                    if (Block) {
-#pragma unroll
-                        for (int r = 0; r < 2; r++) {
-                            const int t = q0 + dq_row + lane / 4 + 8 * r;
-                            float* to = args.dq_acc + fragment_at(args, w.bh, args.Tq, t, HS) + 64 * dq_panel;
-                            if (t < args.Tq)
-#pragma unroll
-                                for (int c = 0; c < 8; c++)
-                                    red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale, dq[c][2 * r + 1] * args.scale);
-                        }
-                    } else if (final) {
+                    if (final) {
                         if (w.k_tile > 0)
 #pragma unroll
                             for (int c = 0; c < 8; c++) {
                                 const float4 x = __ldcg(sum + c * 128);
                                 dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
                             }
-                        round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
-                        fence_proxy_async();
+                        if (Block) {
+#pragma unroll
+                            for (int r = 0; r < 2; r++) {
+                                const int t = q0 + dq_row + lane / 4 + 8 * r;
+                                float* to = args.dq_acc + fragment_at(args, w.bh, args.q_rows, t, HS) + 64 * dq_panel;
+                                if (t < args.Tq)
+#pragma unroll
+                                    for (int c = 0; c < 8; c++)
+                                        red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale,
+                                                   dq[c][2 * r + 1] * args.scale);
+                            }
+                        } else {
+                            round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
+                            fence_proxy_async();
+                        }
                     } else if (w.k_tile == 0) {
 #pragma unroll
                         for (int c = 0; c < 8; c++)
@@ -592,12 +595,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                         for (int c = 0; c < 8; c++)
                             red_add_v4(reinterpret_cast<float*>(sum + c * 128), dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
                     }
-                    __syncwarp();
-                    if (lane == 0) mbarrier_arrive(control.added(n));
+                    mbarrier_arrive(control.added(n));
 
                     wgmma_wait<1>();  // dK; the next Sᵀ runs on
                     wgmma_hold(dk);
-                    if (lane == 0) mbarrier_arrive(control.q_empty(n));
+                    mbarrier_arrive(control.q_empty(n));
                     n++, i--;
                 } while (i >= w.first);
             }
@@ -605,19 +607,30 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
             wgmma_hold(dk);
             wgmma_hold(dv);
 
-            if (Block) {
+            if (Block && args.write_dkv) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
-                    const size_t at = fragment_at(args, w.bh, args.Tk, key, HS);
+                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
                     float2 *to_k = reinterpret_cast<float2*>(args.dk_acc + at),
                            *to_v = reinterpret_cast<float2*>(args.dv_acc + at);
 #pragma unroll
                     for (int c = 0; c < HS / 8; c++) {
-                        const float2 x = to_k[4 * c], y = to_v[4 * c];
-                        to_k[4 * c] = make_float2(x.x + dk[c][2 * r] * args.scale, x.y + dk[c][2 * r + 1] * args.scale);
-                        to_v[4 * c] = make_float2(y.x + dv[c][2 * r], y.y + dv[c][2 * r + 1]);
+                        to_k[4 * c] = make_float2(dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
+                        to_v[4 * c] = make_float2(dv[c][2 * r], dv[c][2 * r + 1]);
+                    }
+                }
+            } else if (Block) {  // red: it waits for no answer; and no other block adds to these elements
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
+                    if (key >= args.Tk) continue;
+                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
+#pragma unroll
+                    for (int c = 0; c < HS / 8; c++) {
+                        red_add_v2(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
+                        red_add_v2(args.dv_acc + at + 8 * c, dv[c][2 * r], dv[c][2 * r + 1]);
                     }
                 }
             } else {
@@ -626,8 +639,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                 round_tile(dv, 1.f, v_smem, row, Bc);
                 fence_proxy_async();
             }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(control.kv_done());
+            mbarrier_arrive(control.kv_done());
         }
     }
 #endif
@@ -638,11 +650,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-// Scratch: statistics, dQ's sum (whole form), turns, ticket.
+// Scratch: statistics, dQ's sum, turns, ticket.
 struct Layout {
     int Br, q_tiles, k_tiles, group, chunk, ring;
     size_t dq_sum, turn, ticket, bytes;
-    Layout(const BlockShape& s, bool is_whole) {
+    explicit Layout(const BlockShape& s) {
         Br = s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
@@ -656,30 +668,27 @@ struct Layout {
         group = one_group ? heads : std::min(heads, in_work);
         chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
         const long long places = one_group ? (k_tiles + 1LL) * chunk : 2LL * group;
-        ring = is_whole ? static_cast<int>(std::min<long long>(heads, places)) : heads;
+        ring = static_cast<int>(std::min<long long>(heads, places));
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
-        turn = dq_sum + (is_whole ? static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float) : 0);
+        turn = dq_sum + static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float);
         ticket = turn + tiles * sizeof(int);
         bytes = ticket + sizeof(int);
     }
 };
 
 template <int HS>
-void launch(PrepareArgs& prepare, Args& args, bool causal, const Cuda& dev) {
+void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     const size_t prepare_blocks = static_cast<size_t>(args.heads) * args.q_tiles;
     const size_t items = static_cast<size_t>(args.heads) * args.k_tiles;
     if (std::max(prepare_blocks, items) > INT_MAX / 2)
         throw Error(format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch",
                            std::max(prepare_blocks, items), INT_MAX / 2));
     const int blocks = static_cast<int>(std::min<size_t>(items, dev.num_sms));
-    prepare.first_ticket = blocks;
+    prepare.first_ticket = args.dq_acc ? 0 : blocks;
     prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    // The block form has one kernel: for it, not causal is a block of queries that come after all keys.
-    const auto kernel = args.dq_acc ? backward_kernel<HS, true, true>
-                        : causal    ? backward_kernel<HS, true, false>
-                                    : backward_kernel<HS, false, false>;
+    const auto kernel = args.dq_acc ? backward_kernel<HS, true> : backward_kernel<HS, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
     cudaLaunchAttribute overlap{};  // starts while prepare_kernel's last blocks run
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -695,9 +704,10 @@ struct Inputs {
     const float *lse, *D;
 };
 void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, const Cuda& dev) {
-    const Layout layout(s, !args.dq_acc);
+    const Layout layout(s);
     char* at = static_cast<char*>(scratch);
     args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = s.Tq, args.Tk = s.Tk;
+    args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
     // Beyond these bounds every query sees all keys, or none.
     args.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
@@ -712,12 +722,12 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, s.HS, layout.Br);
-    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,           args.stats, args.turn,
-                        args.ticket, s.NH,   s.Tq,   layout.q_tiles, 0};
+    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,          args.stats,     args.turn,
+                        args.ticket, s.NH,   s.Tq,   s.rows_of_q(), layout.q_tiles, 0};
     if (s.HS == 64)
-        launch<64>(prepare, args, s.causal, dev);
+        launch<64>(prepare, args, dev);
     else
-        launch<128>(prepare, args, s.causal, dev);
+        launch<128>(prepare, args, dev);
 }
 
 void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
@@ -765,8 +775,8 @@ void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq, float* dk, float
 }
 
 size_t flash_bf16_sm90_block_scratch_bytes(const BlockShape& s) {
-    return Layout(s, false).bytes;
+    return Layout(s).bytes;
 }
 size_t flash_bf16_sm90_scratch_bytes(const AttentionShape& s) {
-    return Layout(whole(s), true).bytes;
+    return Layout(whole(s)).bytes;
 }

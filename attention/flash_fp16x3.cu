@@ -44,6 +44,7 @@
 
 #include "attention/attention.h"
 #include "attention/launch.h"
+#include "attention/merge.cuh"
 #include "attention/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -350,6 +351,7 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], int r
 struct Problem {
     Heads<const float> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
+    int q_rows;             // of lse, D, o_acc and scratch: see BlockShape
     int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
@@ -431,8 +433,9 @@ constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(
 struct ForwardArgs {
     Problem p;
     Heads<float> out;  // whole form: written
-    float* o_acc;      // block form: merged into; null otherwise
     float* lse;
+    float* o_acc;  // block form: merged into; null otherwise
+    double* lse_acc;
 };
 
 template <int HS>
@@ -612,10 +615,11 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1/2, or NaN
             const float inverse = unseen ? 0.f : 1.f / sum;
             lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
+            l[i][r] = sum;
 #pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
-    float* lse_rows = args.lse + static_cast<size_t>(w.bh) * p.Tq;
+    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
     const int q0 = w.tile * Br, first_row = first_query() + lane / 4;
     if (args.o_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
@@ -625,23 +629,24 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const float old = lse_rows[row];
-                const bool heavier = lse[i][r] > old;  // ours; the lighter part's weight is σ(−|lse − old|)
-                const float weight = 1.f / (1.f + expf(fabsf(lse[i][r] - old)));
-                float2* acc =
-                    reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.Tq + row) * token + w.h * HS) +
-                    lane % 4;
-                auto merge = [&](float theirs, float ours) {
+                const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
+                const bool heavier = own > old;  // ours; the lighter part's weight is σ(−|own − old|)
+                const Merge merged = merge(heavier ? own : old, heavier ? old : own);
+                const float weight = merged.weight;
+                float2* acc = reinterpret_cast<float2*>(
+                                  args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
+                              lane % 4;
+                auto blend = [&](float theirs, float ours) {
                     const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
-                    return x - weight * (x - y);
+                    return old == -INFINITY ? ours : x - weight * (x - y);
                 };
 #pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
                     const float2 x = acc[4 * n];
-                    acc[4 * n] = make_float2(merge(x.x, o[i][n][2 * r]), merge(x.y, o[i][n][2 * r + 1]));
+                    acc[4 * n] = make_float2(blend(x.x, o[i][n][2 * r]), blend(x.y, o[i][n][2 * r + 1]));
                 }
                 __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) lse_rows[row] = fmaxf(old, lse[i][r]) + log1pf(expf(-fabsf(old - lse[i][r])));
+                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged.lse;
             }
     } else {
 #pragma unroll
@@ -649,7 +654,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    lse_rows[first_row + 16 * i + 8 * r] = lse[i][r];
+                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
         store_tile<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0, false);
     }
 #endif
@@ -665,7 +670,7 @@ struct BackwardArgs {
     float2* stats;                 // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D times the factor}
     float* factors;                // (B, NH, Tq) of P: what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
-    bool add;  // block form: into dq, dk, dv; whole form: they are written
+    bool add_dq, add_dkv;  // block form: into dq, dk, dv; whole form: they are written
 };
 
 // The largest magnitude of a tile of dS, in bits, and its place in fp16's range.
@@ -732,7 +737,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const size_t at =
-                    static_cast<size_t>(w.bh) * p.Tq + min(first_q() + 16 * i + 8 * r + lane / 4, p.Tq - 1);
+                    static_cast<size_t>(w.bh) * p.q_rows + min(first_q() + 16 * i + 8 * r + lane / 4, p.Tq - 1);
                 const float lse = args.lse[at], *diagonal = d[i][2 * i + r] + 2 * r;
                 lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * kLog2e;
                 D[i][r] =
@@ -853,7 +858,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         for (int r = 0; r < 2; r++) {
             const unsigned thread = thread_again();
             const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
-            const size_t at = static_cast<size_t>(w.bh) * p.Tq + min(t, p.Tq - 1);
+            const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
             float change;  // of log2(e)·lse
             if (whole_row) {
                 float dS, P_excess;
@@ -877,7 +882,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             }
         }
     store_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
-                   p.Tq - w.tile * Br, args.add);
+                   p.Tq - w.tile * Br, args.add_dq);
 #endif
 }
 
@@ -908,7 +913,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         const int row = j * Br + threadIdx.x;
         q_do.copy(head_of(p.q, w, HS), p.q.token, head_of(args.dout, w, HS), args.dout.token, j * Br, p.Tq);
         if (threadIdx.x < Br) {
-            const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
+            const size_t at = static_cast<size_t>(w.bh) * p.q_rows + row;
             const uint32_t stage = smem_address(stats_smem), i = (j & 1) * Br + threadIdx.x;
             cp_async_8(stage + i * 8, args.stats + at, row < p.Tq);
             cp_async_4(stage + 16 * Br + i * 4, args.factors + at, row < p.Tq);
@@ -1006,8 +1011,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 #pragma unroll
             for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
     const int k0 = w.tile * Bc;
-    store_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add);
-    store_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add);
+    store_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add_dkv);
+    store_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add_dkv);
 #endif
 }
 
@@ -1024,7 +1029,7 @@ Problem problem(const Heads<const float>& q, const Heads<const float>& k, const 
     check_aligned(kName, "v", v);
     Problem p{};
     p.q = q, p.k = k, p.v = v;
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
     // Beyond these bounds every query sees all keys, or none.
     p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
@@ -1075,7 +1080,7 @@ void launch_backward(BackwardArgs args, int HS, const Cuda& dev) {
     check_aligned(kName, "dk", args.dk);
     check_aligned(kName, "dv", args.dv);
     check_aligned(kName, "scratch", args.stats);
-    args.factors = reinterpret_cast<float*>(args.stats + static_cast<size_t>(args.p.heads) * args.p.Tq);
+    args.factors = reinterpret_cast<float*>(args.stats + static_cast<size_t>(args.p.heads) * args.p.q_rows);
     if (HS == 64)
         launch_backward<64>(args, dev);
     else
@@ -1091,12 +1096,12 @@ void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float
     launch_forward(args, s.HS, dev);
 }
 
-void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float> q, Heads<const float> k,
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
                    Heads<const float> v, const BlockShape& s) {
     ForwardArgs args{};
     args.p = problem(q, k, v, s);
     args.o_acc = o_acc;
-    args.lse = lse;
+    args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
     launch_forward(args, s.HS, dev);
 }
@@ -1121,14 +1126,14 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
     args.dout = dout;
     args.lse = lse, args.D = D;
     args.stats = static_cast<float2*>(scratch);
-    args.dq = contiguous(dq, s.Tq, s.NH, s.HS), args.dk = contiguous(dk, s.Tk, s.NH, s.HS);
-    args.dv = contiguous(dv, s.Tk, s.NH, s.HS);
-    args.add = true;
+    args.dq = contiguous(dq, s.rows_of_q(), s.NH, s.HS), args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS);
+    args.dv = contiguous(dv, s.rows_of_k(), s.NH, s.HS);
+    args.add_dq = true, args.add_dkv = !s.write_dkv;
     launch_backward(args, s.HS, dev);
 }
 
 size_t block_scratch_bytes(const BlockShape& s) {
-    return static_cast<size_t>(s.B) * s.NH * s.Tq * (sizeof(float2) + sizeof(float));
+    return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * (sizeof(float2) + sizeof(float));
 }
 size_t scratch_bytes(const AttentionShape& s) {
     return block_scratch_bytes(whole(s));

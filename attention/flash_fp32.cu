@@ -27,6 +27,7 @@
 #include <climits>
 
 #include "attention/attention.h"
+#include "attention/merge.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
@@ -199,13 +200,14 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 // Forward
 
 struct ForwardArgs {
-    float* out;  // (B,Tq,NH,HS)
-    float* lse;  // (B,NH,Tq)
+    float* out;       // (B,Tq,NH,HS)
+    float* lse;       // (B,NH,Tq), written; null: the block form
+    double* lse_acc;  // of the block form: out and lse_acc hold the state of earlier blocks
     Heads<const float> q, k, v;
     int Tq, Tk, NH;
-    int shift;  // query i sees the keys j ≤ i + shift
+    int q_rows;  // of out and lse: see BlockShape
+    int shift;   // query i sees the keys j ≤ i + shift
     float scale;
-    bool carry;  // out and lse hold the state of earlier blocks
 };
 
 template <class Tile>
@@ -293,13 +295,14 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         if (kv_next < kv_end) store<Bc, HS>(kv_smem, kv_stage);
     }
 
-    float* lse = args.lse + static_cast<size_t>(blockIdx.x) * args.Tq;
-    float lse_old[M];
+    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
+    const bool carry = args.lse_acc;
+    double lse_old[M];
 #pragma unroll
     for (int i = 0; i < M; i++) {
         l[i] = row_sum(l[i]);
         const int t = q0 + row + i * kLaneRows;
-        lse_old[i] = args.carry && t < args.Tq ? lse[t] : -INFINITY;
+        lse_old[i] = carry && t < args.Tq ? args.lse_acc[lse_row + t] : -INFINITY;
     }
     __syncwarp();  // all lanes of a row have read lse
 
@@ -307,18 +310,16 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     for (int i = 0; i < M; i++) {
         const int t = q0 + row + i * kLaneRows;
         if (t >= args.Tq) continue;
-        float* out = args.out + ((static_cast<size_t>(b) * args.Tq + t) * args.NH + h) * HS + 4 * col;
+        float* out = args.out + ((static_cast<size_t>(b) * args.q_rows + t) * args.NH + h) * HS + 4 * col;
         const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
-        const float lse_b = l[i] == 0.f ? -INFINITY : m[i] + logf(l[i]);
-
-        // Merge: o ← o − σ(lse_b − lse)(o − o_b). A row to which this block shows no key stays as it is.
-        const float weight = lse_b == -INFINITY ? 0.f : 1.f / (1.f + expf(lse_old[i] - lse_b));
+        // A row to which this block shows no key stays as it is.
+        const auto [weight, lse] = l[i] == 0.f ? Merge{0.f, lse_old[i]} : merge(lse_old[i], m[i] + log_of(l[i]));
 #pragma unroll
         for (int n = 0; n < kOut / 4; n++) {
             float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
             const float* from = &o_regs[i][4 * n];
             float4 o_b{from[0] * inv_l, from[1] * inv_l, from[2] * inv_l, from[3] * inv_l};
-            if (args.carry) {
+            if (carry && lse_old[i] != -INFINITY) {
                 const float4 old = *o;
                 o_b.x = old.x - weight * (old.x - o_b.x);
                 o_b.y = old.y - weight * (old.y - o_b.y);
@@ -327,10 +328,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
             }
             *o = o_b;
         }
-        if (col == 0) {
-            const float hi = fmaxf(lse_old[i], lse_b);
-            lse[t] = hi == -INFINITY ? hi : hi + log1pf(expf(-fabsf(lse_old[i] - lse_b)));
-        }
+        if (col == 0 && carry) args.lse_acc[lse_row + t] = lse;
+        if (col == 0 && !carry) args.lse[lse_row + t] = static_cast<float>(lse);
     }
 }
 
@@ -344,9 +343,10 @@ struct BackwardArgs {
     int* ticket;           // the next block's number
     int* key_tiles_added;  // (B·NH, query tiles): how many key tiles are in dq
     int Tq, Tk, NH, heads;
-    int shift;  // query i sees the keys j ≤ i + shift
+    int q_rows;  // of lse and D: see BlockShape
+    int shift;   // query i sees the keys j ≤ i + shift
     float scale;
-    bool carry;  // add into dq, dk, dv; else write
+    bool add_dq, add_dkv;  // into dq, dk, dv; else they are written
 };
 
 __device__ static void add4(float* to, const float* x, bool add, float factor = 1.f) {
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 
     const int query_tiles = (args.Tq + Br - 1) / Br;
     const int first_query_tile = max(0, kv0 - args.shift) / Br;  // the first that sees a key of this tile
-    if (first_query_tile >= query_tiles) return;
+    if (first_query_tile >= query_tiles && args.add_dkv) return;
 
     const int keys = min(Bc, args.Tk - kv0);
     {
@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 #pragma unroll
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
-            const size_t at = static_cast<size_t>(bh) * args.Tq + t;
+            const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
             lse[i] = t < args.Tq ? args.lse[at] : INFINITY;
             D[i] = t < args.Tq ? args.D[at] : 0.f;
             if (lse[i] == -INFINITY) lse[i] = INFINITY;  // the row saw no key at all: P = 0
@@ -479,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             float* dq = args.dq.ptr + b * args.dq.batch + t * args.dq.token + h * HS + 4 * col;
 #pragma unroll
             for (int n = 0; n < kOut / 4; n++)
-                add4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], args.carry || key_tile > 0, args.scale);
+                add4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], args.add_dq || key_tile > 0, args.scale);
         }
         if (tile > first_query_tile) load_queries(tile - 1);
         __threadfence();
@@ -495,8 +495,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         float* dv = args.dv.ptr + b * args.dv.batch + t * args.dv.token + h * HS + 4 * col;
 #pragma unroll
         for (int n = 0; n < kOut / 4; n++) {
-            add4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n], args.carry);
-            add4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n], args.carry);
+            add4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n], args.add_dkv);
+            add4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n], args.add_dkv);
         }
     }
 }
@@ -557,14 +557,15 @@ static void throw_no_tile(const Cuda& dev, const char* what) {
                what, dev.name.c_str()));
 }
 
-static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, Heads<const float> q,
-                        Heads<const float> k, Heads<const float> v, const BlockShape& s, bool carry) {
+static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, double* lse_acc,
+                        Heads<const float> q, Heads<const float> k, Heads<const float> v, const BlockShape& s) {
     check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
     check_aligned(what, "v", v);
     check_aligned(what, "out", out);
-    const ForwardArgs args{out, lse, q, k, v, s.Tq, s.Tk, s.NH, shift_of(s), s.resolved_scale(), carry};
+    const ForwardArgs args{out,           lse,         lse_acc,           q, k, v, s.Tq, s.Tk, s.NH,
+                           s.rows_of_q(), shift_of(s), s.resolved_scale()};
     const bool launched =
         s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
                    : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
@@ -590,7 +591,7 @@ static bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
 
 static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Heads<float> dk, Heads<float> dv,
                          int* scratch, Heads<const float> q, Heads<const float> k, Heads<const float> v,
-                         Heads<const float> dout, const float* lse, const float* D, const BlockShape& s, bool carry) {
+                         Heads<const float> dout, const float* lse, const float* D, const BlockShape& s, bool add) {
     check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
@@ -606,7 +607,8 @@ static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Hea
     args.lse = lse, args.D = D;
     args.ticket = scratch, args.key_tiles_added = scratch + 1;
     args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.heads = s.B * s.NH;
-    args.shift = shift_of(s), args.scale = s.resolved_scale(), args.carry = carry;
+    args.shift = shift_of(s), args.scale = s.resolved_scale();
+    args.q_rows = s.rows_of_q(), args.add_dq = add, args.add_dkv = add && !s.write_dkv;
     const bool launched = s.HS == 64
                               ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
                               : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args);
@@ -624,13 +626,13 @@ static Heads<X> part(X* qkv, int which, const AttentionShape& s) {
 }
 
 static void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    forward_any(dev, "flash_fp32 forward", out, lse, part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), whole(s),
-                false);
+    forward_any(dev, "flash_fp32 forward", out, lse, nullptr, part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s),
+                whole(s));
 }
 
-static void forward_block(const Cuda& dev, float* o_acc, float* lse, Heads<const float> q, Heads<const float> k,
+static void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
                           Heads<const float> v, const BlockShape& s) {
-    forward_any(dev, "flash_fp32 forward_block", o_acc, lse, q, k, v, s, true);
+    forward_any(dev, "flash_fp32 forward_block", o_acc, nullptr, lse, q, k, v, s);
 }
 
 static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
@@ -647,8 +649,8 @@ static void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, voi
                            Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
                            const float* D, const BlockShape& s) {
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    backward_any(dev, "flash_fp32 backward_block", {dq, C * s.Tq, C}, {dk, C * s.Tk, C}, {dv, C * s.Tk, C},
-                 static_cast<int*>(scratch), q, k, v, dout, lse, D, s, true);
+    backward_any(dev, "flash_fp32 backward_block", {dq, C * s.rows_of_q(), C}, {dk, C * s.rows_of_k(), C},
+                 {dv, C * s.rows_of_k(), C}, static_cast<int*>(scratch), q, k, v, dout, lse, D, s, true);
 }
 
 static size_t saved_bytes(const AttentionShape&) {

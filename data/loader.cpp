@@ -228,6 +228,12 @@ void Loader::next(int* inputs, int* targets) {
     m.state.batches++;
 }
 
+void Loader::skip(uint64_t batches) {
+    Impl& m = *impl_;
+    for (uint64_t i = 0; i < batches * m.B; i++) m.advance();
+    m.state.batches += batches;
+}
+
 void Loader::reset() {
     restore({});
 }

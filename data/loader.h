@@ -28,6 +28,7 @@ class Loader {
 
     // inputs and targets (B,T); targets are inputs shifted by one.
     void next(int* inputs, int* targets);
+    void skip(uint64_t batches);  // as next, without reading them
     void reset();  // back to the first batch of epoch 0
 
     LoaderState state() const;

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/blocks.h"
 #include "data/options.h"
 #include "dev/bench.h"
 #include "dev/bounds.h"
@@ -245,6 +246,7 @@ void check_masked(Study& study, const AttentionKernel<X>& kernel, int HS, int T,
     const size_t C = size_t(s.NH) * HS, n = T * C, rows = size_t(s.NH) * T;
     const DeviceMemory inputs = device_memory(dev, 4 * n * sizeof(X)), state = device_memory(dev, n * sizeof(float));
     const DeviceMemory lse = device_memory(dev, rows * sizeof(float)), D = device_memory(dev, rows * sizeof(float));
+    const DeviceMemory running = device_memory(dev, rows * sizeof(double));
     const DeviceMemory gradients = device_memory(dev, 3 * n * sizeof(float));
     const DeviceMemory scratch = poisoned(dev, kernel.block_scratch_bytes(s));
     X* qkv = static_cast<X*>(inputs.get());
@@ -253,9 +255,11 @@ void check_masked(Study& study, const AttentionKernel<X>& kernel, int HS, int T,
     fill_normal(dev, qkv, 4 * n, 1);
     fill_normal(dev, static_cast<float*>(D.get()), rows, 2);
     dev.zero(dqkv, 3 * n * sizeof(float));
-    attention_clear_state(dev, o, lse_ptr, s);
+    double* const running_lse = static_cast<double*>(running.get());
+    attention_clear_state(dev, o, running_lse, s);
     const auto part = [&](int i) { return Heads<const X>{qkv + i * C, 3 * n, 3 * C}; };
-    for (int twice = 0; twice < 2; twice++) kernel.forward_block(dev, o, lse_ptr, part(0), part(1), part(2), s);
+    for (int twice = 0; twice < 2; twice++) kernel.forward_block(dev, o, running_lse, part(0), part(1), part(2), s);
+    copy_rows(dev, lse_ptr, rows, running_lse, rows, rows, 1);
     kernel.backward_block(dev, dqkv, dqkv + n, dqkv + 2 * n, scratch.get(), part(0), part(1), part(2),
                           {qkv + 3 * n, n, C}, lse_ptr, static_cast<const float*>(D.get()), s);
 

@@ -32,6 +32,7 @@ struct Tensor {
     size_t columns;
     double scale = 1;  // of its normal values; 0: an output, NaN before the call
     double shift = 0;
+    size_t same_as = ~size_t{0};  // the tensor whose values these are, in another type
 };
 
 // A call's tensors on one backend.
@@ -102,7 +103,7 @@ struct Memory {
     void* normal(size_t size, const Tensor& t) {
         Y* p = static_cast<Y*>(poisoned(size * sizeof(Y)));
         if constexpr (!std::is_same_v<Dev, Cpu>)
-            if (t.scale != 0) fill_normal(dev, p, size, tensors.size() + 1, t.scale, t.shift);
+            if (t.scale != 0) fill_normal(dev, p, size, std::min(tensors.size(), t.same_as) + 1, t.scale, t.shift);
         return p;
     }
 };
@@ -265,12 +266,15 @@ int run(Cuda& dev, const Options& o) {
     b.layer(
         "gradient norm", {g_(1, kOut), A_(1)}, {f},
         [&](const auto& m) { global_norm(m.dev, m.a(0), m.scratch, m.a(1), m.N); }, parameters);
+    const Tensor master = {Tensor::A, true, 1, 1, 0, 0}, squares = {Tensor::A, true, 1, 1e-3, 1e-2};
     b.layer(
-        "adamw", {X_(1), A_(1), A_(1), A_(1, 1e-3), A_(1), g_(1)}, {7 * f + (sizeof(X) < sizeof(float) ? x : 0)},
+        "adamw", {X_(1), master, A_(1), squares, A_(1), g_(1)}, {7 * f + (sizeof(X) < sizeof(float) ? x : 0)},
         [&](const auto& m) {
             const ParamRange range = {0, m.N, true};
             adamw_update(m.dev, m.x(0), m.a(1), m.a(2), m.a(3), m.a(4), m.a(5), &range, 1,
                          {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.f, 1, 1});
+            if constexpr (std::is_same_v<std::decay_t<decltype(m.dev)>, Cpu>)
+                std::copy_n(m.x(0), m.N, m.a(1));  // the reference keeps no master weights
         },
         parameters);
 

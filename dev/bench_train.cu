@@ -65,15 +65,16 @@ double bytes_of(double elements) {
 
 // The layer functions again, for Timed: a better match than those for its base.
 template <class X>
-void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions) {
     t.time("encoder forward", {0, bytes_of<X>(2. * B * T * C)},
-           [&](const Cuda& dev) { encoder_forward(dev, out, tokens, wte, wpe, B, T, C); });
+           [&](const Cuda& dev) { encoder_forward(dev, out, tokens, wte, wpe, B, T, C, positions); });
 }
 template <class X>
 void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C) {
+                      int T, int C, const Positions& positions) {
     t.time("encoder backward", {0, bytes_of<X>(2. * B * T * C)},
-           [&](const Cuda& dev) { encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C); });
+           [&](const Cuda& dev) { encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C, positions); });
 }
 template <class X>
 void layernorm_forward(const Timed& t, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
@@ -113,6 +114,12 @@ void matmul_gelu_forward(const Timed& t, X* out, X* pre, const X* inp, const X* 
                          int OC) {
     t.time(shape_name("forward, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>(double(N) * OC)),
            [&](const Cuda& dev) { matmul_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC); });
+}
+template <class X>
+void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
+                       size_t N, int C) {
+    t.time("bias gradients of q, k, v", {0, bytes_of<X>(double(N) * C + double(C) * C)},
+           [&](const Cuda& dev) { qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C); });
 }
 template <class X>
 void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,

@@ -1,6 +1,7 @@
 """The test harness of the Python scripts, dev/test.h's twin: functions named test_… of the calling file run in order, raise
 Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An optional argument selects by name."""
 import inspect
+import os
 import sys
 import time
 import traceback
@@ -40,3 +41,12 @@ def main():
         print(f"{result} {name[5:]} ({time.time() - start:.1f} s){why}", flush=True)
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(1 if failed else 0)
+
+
+def write_launcher(path):
+    """A program that starts what follows ./train_gpt2cu on its command line as two ranks, as torchrun and srun do."""
+    with open(path, "w", encoding="utf-8") as f:
+        f.write("#!/bin/sh\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n"
+                "for r in 1 0; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} "
+                f"MASTER_PORT={20000 + os.getpid() % 12000} \"$@\" & done\nwait $!\n")
+    os.chmod(path, 0o755)

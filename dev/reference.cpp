@@ -64,26 +64,27 @@ void Cpu::download(void* host, const void* src, size_t bytes) const {
 constexpr int kSlice = 64;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Encoder: out[b,t] = wte[token[b,t]] + wpe[t]
+// Encoder: out[b,t] = wte[token[b,t]] + wpe[position of t]
 
 template <class X>
-void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions) {
 #pragma omp parallel for
     for (size_t n = 0; n < size_t(B) * T; n++) {
         const X* token = wte + size_t(tokens[n]) * C;
-        const X* position = wpe + n % T * C;
+        const X* position = wpe + size_t(positions.of(n % T)) * C;
         for (int c = 0; c < C; c++) out[n * C + c] = token[c] + position[c];
     }
 }
 
 template <class X>
 void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* dout, const int* tokens, int B, int T,
-                      int C) {
+                      int C, const Positions& positions) {
 #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kSlice)
         for (size_t n = 0; n < size_t(B) * T; n++) {
             Acc<X>* dtoken = dwte + size_t(tokens[n]) * C;
-            Acc<X>* dposition = dwpe + n % T * C;
+            Acc<X>* dposition = dwpe + size_t(positions.of(n % T)) * C;
             for (int c = c0; c < std::min(c0 + kSlice, C); c++) {
                 dtoken[c] += dout[n * C + c];
                 dposition[c] += dout[n * C + c];
@@ -412,6 +413,127 @@ void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The block form of attention. Two sets of keys that a query has seen, with outputs o, o_b and L = log Σ exp S over
+// each:
+//   σ = 1/(1 + exp(L − L_b));  o ← o − σ(o − o_b);  L ← log(exp L + exp L_b)
+// exact for any L and L_b: a set that is nothing beside the other has weight 0 or 1, and an empty one (L = −∞) none.
+
+template <class A>
+void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
+    constexpr double nothing = -std::numeric_limits<double>::infinity();
+    if (lse_b == nothing) return;
+    if (*lse == nothing) {
+        std::copy_n(o_b, HS, o);
+        *lse = lse_b;
+        return;
+    }
+    const A weight = static_cast<A>(1 / (1 + std::exp(*lse - lse_b)));
+    for (int d = 0; d < HS; d++) o[d] -= weight * (o[d] - o_b[d]);
+    *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
+}
+
+// How many of a block's keys its query i sees: the first ones.
+static int keys_seen(const BlockShape& s, int i) {
+    if (!s.causal) return s.Tk;
+    return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
+}
+
+template <class X>
+void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                             Heads<const X> v, const BlockShape& s) {
+    using A = Acc<X>;
+    const A scale = s.resolved_scale();
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++) {
+            std::vector<A> p(s.Tk);
+            for (int i = 0; i < s.Tq; i++) {
+                const int keys = keys_seen(s, i);
+                if (keys == 0) continue;
+                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
+                A max = -std::numeric_limits<A>::infinity(), sum = 0, o[kMaxHeadSize] = {};
+                for (int j = 0; j < keys; j++) {
+                    p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
+                    max = std::max(max, p[j]);
+                }
+                for (int j = 0; j < keys; j++) {
+                    p[j] = std::exp(p[j] - max);
+                    sum += p[j];
+                    axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
+                }
+                for (int d = 0; d < s.HS; d++) o[d] /= sum;
+                attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
+                                lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o, double(max) + std::log(double(sum)),
+                                s.HS);
+            }
+        }
+}
+
+template <class X>
+void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q, Heads<const X> k,
+                              Heads<const X> v, Heads<const X> dout, const Acc<X>* lse, const Acc<X>* D,
+                              const BlockShape& s) {
+    using A = Acc<X>;
+    const A scale = s.resolved_scale();
+    if (s.write_dkv)
+        for (A* x : {dk, dv})
+            for (int b = 0; b < s.B; b++)
+                std::fill_n(x + size_t(b) * s.rows_of_k() * s.NH * s.HS, size_t(s.Tk) * s.NH * s.HS, A(0));
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
+            for (int i = 0; i < s.Tq; i++) {
+                const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
+                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
+                const X* do_i = dout.ptr + b * dout.batch + i * dout.token + h * s.HS;
+                const int keys = keys_seen(s, i);
+                for (int j = 0; j < keys; j++) {
+                    const X* k_j = k.ptr + b * k.batch + j * k.token + h * s.HS;
+                    const X* v_j = v.ptr + b * v.batch + j * v.token + h * s.HS;
+                    const size_t key = ((size_t(b) * s.rows_of_k() + j) * s.NH + h) * s.HS;
+                    const A p = std::exp(scale * dot(q_i, k_j, s.HS) - lse[row]);
+                    const A ds = scale * p * (dot(do_i, v_j, s.HS) - D[row]);
+                    axpy<X>(dq + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
+                    axpy<X>(dk + key, ds, q_i, s.HS);
+                    axpy<X>(dv + key, p, do_i, s.HS);
+                }
+            }
+}
+
+template <class A>
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape& s) {
+    const size_t rows = size_t(s.B) * s.rows_of_q() * s.NH;
+    if (o_acc) std::fill_n(o_acc, rows * s.HS, A(0));
+    std::fill_n(lse, rows, -std::numeric_limits<double>::infinity());
+}
+
+template <class X>
+void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
+    for (size_t row = 0; row < size_t(B) * T * NH; row++) {
+        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
+        D[(b * NH + h) * T + t] = dot(dout + row * HS, out + row * HS, HS);
+    }
+}
+
+template <class Y, class X>
+void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = static_cast<Y>(src[r * src_stride + i]);
+}
+
+template <class A>
+void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] += src[r * src_stride + i];
+}
+
+template <class Y, class A>
+void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = a[r * src_stride + i] + b[r * src_stride + i];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx = dloss·(softmax(x) − onehot)
 
 template <class X>
@@ -477,13 +599,17 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     const A correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
     for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {
         const A decay = range->decay ? hyper.weight_decay : 0;
+        for (size_t piece = 0; piece < range->pieces; piece++) {
+            const size_t begin = range->piece(piece), state = range->state(piece);
 #pragma omp parallel for
-        for (size_t i = range->begin; i < range->begin + range->size; i++) {
-            const A g = clip * grads[i];
-            m[i] = beta1 * m[i] + (1 - beta1) * g;
-            v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-            const A m_hat = m[i] / correction1, v_hat = v[i] / correction2;
-            params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
+            for (size_t k = 0; k < range->size; k++) {
+                const size_t i = begin + k, s = state + k;
+                const A g = clip * grads[s];
+                m[s] = beta1 * m[s] + (1 - beta1) * g;
+                v[s] = beta2 * v[s] + (1 - beta2) * g * g;
+                const A m_hat = m[s] / correction1, v_hat = v[s] / correction2;
+                params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
+            }
         }
     }
 }
@@ -491,8 +617,9 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define INSTANTIATE(X)                                                                                                 \
-    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int);                      \
-    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int);                    \
+    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int,                       \
+                                  const Positions&);                                                                   \
+    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&);  \
     template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
     template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
                                              size_t, int);                                                             \
@@ -509,6 +636,16 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
+    template void attention_forward_block(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,          \
+                                          const BlockShape&);                                                          \
+    template void attention_backward_block(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,              \
+                                           Heads<const X>, Heads<const X>, const X*, const X*, const BlockShape&);     \
+    template void attention_merge(X*, double*, const X*, double, int);                                                 \
+    template void attention_clear_state(const Cpu&, X*, double*, const BlockShape&);                                   \
+    template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
+    template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
+    template void add_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                  \
+    template void sum_rows(const Cpu&, X*, size_t, const X*, const X*, size_t, size_t, size_t);                        \
     template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
     template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
     template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \
@@ -516,3 +653,4 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*, int, const AdamW&);
 INSTANTIATE(float)
 INSTANTIATE(double)
+template void copy_rows(const Cpu&, float*, size_t, const double*, size_t, size_t, size_t);

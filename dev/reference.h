@@ -11,7 +11,10 @@
 
 #include "layers/types.h"
 
+class CpuComm;  // dev/reference_comm.h
+
 struct Cpu {
+    using Comm = CpuComm;
     struct Graph {  // as CudaGraph, with nothing to gain
         template <class Work>
         void run(const Cpu&, Work work) {
@@ -38,10 +41,12 @@ struct Cpu {
 };
 
 template <class X>
-void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C);
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions = {});
 template <class X>
 void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B, int T,
-                      int C);
+                      int C,
+                      const Positions& positions = {});
 inline size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
 // On the CPU the plan is the token list itself.
 inline size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }
@@ -64,6 +69,12 @@ template <class X>
 void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC, bool accumulate = true);
 inline size_t matmul_scratch_bytes(const Cpu&, int) { return 0; }
+// Adds the sums over all of dqkv, where the GPU knows better.
+template <class X>
+void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*, size_t N, int C) {
+    for (size_t row = 0; row < N; row++)
+        for (int c = 0; c < 3 * C; c++) dqkvb[c] += dqkv[row * 3 * C + c];
+}
 
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
@@ -105,6 +116,30 @@ void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int
 template <class X>
 void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
                         int NH, int HS, bool causal, Acc<X> scale);
+
+// The block form, what attention/attention.h's kernels have: see there. And its helpers.
+template <class X>
+void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                             Heads<const X> v, const BlockShape&);
+template <class X>
+void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
+                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
+                              const Acc<X>* D, const BlockShape&);
+template <class X>
+size_t attention_block_scratch_bytes(const Cpu&, const BlockShape&) { return 0; }
+template <class A>  // o (HS) and lse of one row ← those of the keys seen so far and of more keys, o_b and lse_b
+void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS);
+template <class A>
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape&);
+template <class X>
+void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS);
+// Rows of n elements, src_stride apart in src, dst_stride apart in dst.
+template <class Y, class X>  // dst ← src
+void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows);
+template <class A>  // dst ← dst + src
+void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows);
+template <class Y, class A>  // dst ← a + b
+void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows);
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);

@@ -27,6 +27,8 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/blocks.h"
+#include "attention/chunks.h"
 #include "dev/bounds.h"
 #include "dev/reference.h"
 #include "dev/test.h"
@@ -540,16 +542,19 @@ Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s)
     return {qkv + begin * 3 * C + part * C, s.T * 3 * C, 3 * C};
 }
 
-// One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T).
-static void place(std::vector<double>& to, const std::vector<float>& from, Chunk c, const AttentionShape& s) {
+// One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T). A chunk's own tensors
+// are `more` rows longer than it.
+static void place(std::vector<double>& to, const std::vector<float>& from, Chunk c, int more, const AttentionShape& s) {
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
     for (int b = 0; b < s.B; b++)
         for (size_t i = 0; i < c.size * C; i++)
-            to[(static_cast<size_t>(b) * s.T + c.begin) * C + i] = from[b * c.size * C + i];
+            to[(static_cast<size_t>(b) * s.T + c.begin) * C + i] = from[b * (c.size + more) * C + i];
 }
-static void place_rows(std::vector<double>& to, const std::vector<float>& from, Chunk c, const AttentionShape& s) {
+static void place_rows(std::vector<double>& to, const std::vector<float>& from, Chunk c, int more,
+                       const AttentionShape& s) {
     for (int bh = 0; bh < s.B * s.NH; bh++)
-        for (int i = 0; i < c.size; i++) to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * c.size + i];
+        for (int i = 0; i < c.size; i++)
+            to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * (c.size + more) + i];
 }
 
 // D by attention_D, on the host, checked against fp64 with the bound of a dot product's rounding error.
@@ -575,10 +580,11 @@ std::vector<float> checked_D(Buffer& out, const Problem<X>& p) {
 }
 
 // Runs the problem chunk by chunk, key chunks in shuffled order as a ring would bring them. Offsets start at
-// `first_position`; gradients are added into accumulators that start as `prefill`·N(0,1).
+// `first_position`; gradients are added into accumulators that start as `prefill`·N(0,1), but dk and dv are written by the
+// first block of a chunk if prefill is 0. Chunks' tensors are `more` rows longer than they.
 template <class X>
 void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_sizes,
-                  const std::vector<int>& k_sizes, long long first_position, float prefill) {
+                  const std::vector<int>& k_sizes, long long first_position, float prefill, int more = 0) {
     const Problem<X>& p = problem<X>(c);
     const AttentionShape& s = c.shape;
     const Result whole = run(kernel, p);
@@ -588,8 +594,9 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     std::normal_distribution<float> normal;
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout);
     auto shape_of = [&](Chunk q, Chunk k) {
-        return BlockShape{s.B,      q.size, k.size, s.NH, s.HS, first_position + q.begin, first_position + k.begin,
-                          s.causal, s.scale};
+        return BlockShape{
+            s.B,      q.size,  k.size,        s.NH,         s.HS, first_position + q.begin, first_position + k.begin,
+            s.causal, s.scale, q.size + more, k.size + more};
     };
 
     Result got, want = p.ref;
@@ -598,16 +605,19 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     // Forward, and the one rounding at the end.
     std::list<Buffer> lse, o;
     for (Chunk q : q_chunks) {
-        o.emplace_back("o_acc", q.size * row * sizeof(float));
-        lse.emplace_back("lse", static_cast<size_t>(q.size) * s.B * s.NH * sizeof(float));
-        attention_clear_state(gpu(), o.back().as<float>(), lse.back().as<float>(), shape_of(q, {0, s.T}));
+        const size_t rows = static_cast<size_t>(q.size + more) * s.B * s.NH;
+        o.emplace_back("o_acc", (q.size + more) * row * sizeof(float));
+        Buffer running("running lse", rows * sizeof(double));
+        attention_clear_state(gpu(), static_cast<float*>(nullptr), running.as<double>(), shape_of(q, {0, s.T}));
         std::vector<Chunk> order = k_chunks;
         std::shuffle(order.begin(), order.end(), rng);
         for (Chunk k : order)
-            kernel.forward_block(gpu(), o.back().as<float>(), lse.back().as<float>(), heads(qkv.as<X>(), 0, q.begin, s),
+            kernel.forward_block(gpu(), o.back().as<float>(), running.as<double>(), heads(qkv.as<X>(), 0, q.begin, s),
                                  heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), shape_of(q, k));
-        place(got[Out], o.back().download<float>(q.size * row), q, s);
-        place_rows(got[Lse], lse.back().download<float>(static_cast<size_t>(q.size) * s.B * s.NH), q, s);
+        place(got[Out], o.back().download<float>((q.size + more) * row), q, more, s);
+        const std::vector<double> running_host = running.download<double>(rows);
+        lse.emplace_back("lse", std::vector<float>(running_host.begin(), running_host.end()));
+        place_rows(got[Lse], lse.back().download<float>(rows), q, more, s);
     }
     const std::vector<float> o_all(got[Out].begin(), got[Out].end());
     Buffer o_fp32("o_fp32", o_all), out("out", o_all.size() * sizeof(X));
@@ -620,10 +630,11 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     const std::vector<float> D_all = checked_D<X>(out, p);
     std::list<Buffer> D, dq, dk, dv;
     auto accumulator = [&](const char* name, Chunk chunk, int tensor) {
-        std::vector<float> start(chunk.size * row);
+        std::vector<float> start((chunk.size + more) * row);
         for (float& x : start) x = prefill * normal(rng);
         std::vector<double> start_in_place(p.ref[tensor].size());
-        place(start_in_place, start, chunk, s);
+        place(start_in_place, start, chunk, more, s);
+        if (prefill == 0.f && tensor != Dq) std::fill(start.begin(), start.end(), NAN);
         for (size_t i = 0; i < start_in_place.size(); i++) want[tensor][i] += start_in_place[i];
         return std::pair<const char*, std::vector<float>>(name, start);
     };
@@ -633,7 +644,8 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     for (Chunk q : q_chunks) {
         std::vector<float> D_chunk;
         for (int bh = 0; bh < s.B * s.NH; bh++)
-            for (int i = 0; i < q.size; i++) D_chunk.push_back(D_all[static_cast<size_t>(bh) * s.T + q.begin + i]);
+            for (int i = 0; i < q.size + more; i++)
+                D_chunk.push_back(i < q.size ? D_all[static_cast<size_t>(bh) * s.T + q.begin + i] : NAN);
         D.emplace_back("D", D_chunk);
         emplace(dq, accumulator("dq", q, Dq));
     }
@@ -645,9 +657,12 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     for (size_t i = 0; i < q_chunks.size(); i++)
         for (size_t j = 0; j < k_chunks.size(); j++) pairs.push_back({i, j});
     std::shuffle(pairs.begin(), pairs.end(), rng);
+    std::vector<bool> begun(k_chunks.size());
     for (const auto& [i, j] : pairs) {
         const Chunk q = q_chunks[i], k = k_chunks[j];
-        const BlockShape shape = shape_of(q, k);
+        BlockShape shape = shape_of(q, k);
+        shape.write_dkv = prefill == 0.f && !begun[j];
+        begun[j] = true;
         Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
         const Heads<const X> dout_heads{dout.as<X>() + q.begin * C, s.T * C, C};
         kernel.backward_block(gpu(), std::next(dq.begin(), i)->as<float>(), std::next(dk.begin(), j)->as<float>(),
@@ -656,10 +671,13 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
                               std::next(lse.begin(), i)->as<float>(), std::next(D.begin(), i)->as<float>(), shape);
     }
     for (size_t i = 0; i < q_chunks.size(); i++)
-        place(got[Dq], std::next(dq.begin(), i)->download<float>(q_chunks[i].size * row), q_chunks[i], s);
+        place(got[Dq], std::next(dq.begin(), i)->download<float>((q_chunks[i].size + more) * row), q_chunks[i], more,
+              s);
     for (size_t j = 0; j < k_chunks.size(); j++) {
-        place(got[Dk], std::next(dk.begin(), j)->download<float>(k_chunks[j].size * row), k_chunks[j], s);
-        place(got[Dv], std::next(dv.begin(), j)->download<float>(k_chunks[j].size * row), k_chunks[j], s);
+        place(got[Dk], std::next(dk.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more,
+              s);
+        place(got[Dv], std::next(dv.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more,
+              s);
     }
 
     // As good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of sums, so
@@ -690,15 +708,17 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     const size_t C = static_cast<size_t>(s.NH) * HS, rows = static_cast<size_t>(s.B) * s.NH * Tq, n_q = s.B * Tq * C,
                  n_k = s.B * Tk * C;
     const BlockShape shape{s.B, Tq, Tk, s.NH, HS, 0, k_offset};
-    Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float)), lse("lse", rows * sizeof(float));
+    Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float));
+    Buffer running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
     Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", std::vector<float>(n_q, 0.f));
     Buffer dk("dk", std::vector<float>(n_k, 0.f)), dv("dv", std::vector<float>(n_k, 0.f));
     Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
     const Heads<const X> q = heads(qkv.as<X>(), 0, 0, s), k = heads(qkv.as<X>(), 1, 0, s),
                          v = heads(qkv.as<X>(), 2, 0, s);
-    attention_clear_state(gpu(), o.as<float>(), lse.as<float>(), shape);
+    attention_clear_state(gpu(), o.as<float>(), running.as<double>(), shape);
     for (int twice = 0; twice < 2; twice++)  // the second time merges empty with empty
-        kernel.forward_block(gpu(), o.as<float>(), lse.as<float>(), q, k, v, shape);
+        kernel.forward_block(gpu(), o.as<float>(), running.as<double>(), q, k, v, shape);
+    copy_rows(gpu(), lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
     kernel.backward_block(gpu(), dq.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
                           {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
 
@@ -733,6 +753,8 @@ void block(int index) {
             check_blocks(kernel, c, {300}, {300}, 0, 0.f);
             check_blocks(kernel, c, uneven_q, uneven_k, 0, 0.f);
             check_blocks(kernel, c, {100, 100, 100}, {60, 60, 60, 60, 60}, 0, 0.f);
+            check_blocks(kernel, c, uneven_q, uneven_k, 0, 0.f, 9);
+            check_blocks(kernel, c, {100, 200}, uneven_q, 0, 2.f, 100);
             check_blocks(kernel, c, uneven_k, {299, 1}, 1LL << 33, 1.f);
             check_blocks(kernel, c, {1, 2, 297}, uneven_q, 7, 3.f);
         }
@@ -853,6 +875,50 @@ void check_layer(Attention kind) {
                           r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
     check_result(kernel, p, r.result());
 }
+// Attention in chunks (attention/chunks.h), by the kernel of the layer: as good as the unchunked call, plus one fp32 rounding
+// for each merge, for sizes of chunks that divide T and for those that do not.
+template <class X>
+void check_chunks() {
+    const Cuda& dev = gpu();
+    for (int HS : {64, 128})
+        for (bool causal : {true, false})
+            for (const std::pair<int, int>& chunk :
+                 {std::pair<int, int>{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}}) {
+                const Case c{{2, 1000, 3, HS, causal}};
+                const Problem<X>& p = problem<X>(c);
+                const AttentionShape& s = p.c.shape;
+                const Result whole = run(attention_kernel<X>(dev, Attention::flash, HS), p);
+                Run<X> r(attention_kernel<X>(dev, Attention::flash, HS), p);
+                Chunks<Cuda, X> chunks(dev, {s.B, s.T, s.T, s.NH, HS, 0, 0, causal}, chunk.first, chunk.second);
+                Buffer memory("memory of chunks", chunks.bytes());
+                chunks.place(memory.data());
+                chunks.forward(r.out.template as<X>(), r.lse.template as<float>(), r.qkv.template as<X>());
+                memory.poison();
+                chunks.backward(r.dqkv.template as<X>(), r.dout.template as<X>(), r.out.template as<X>(),
+                                r.lse.template as<float>(), r.qkv.template as<X>());
+                const Result got = r.result();
+                const double merges = (s.T - 1) / std::min(chunk.first, chunk.second) * 0x1p-24;
+                for (int i = 0; i < kTensors; i++) {
+                    const auto check = [&](const char* norm, double error, double bound) {
+                        if (!(error <= bound))
+                            test::report(__FILE__, __LINE__,
+                                         format("%s in chunks of %d x %d: %s: %s error %.3g > %.3g", c.text().c_str(),
+                                                chunk.first, chunk.second, kNames[i], norm, error, bound));
+                    };
+                    check("L2", l2_error(got[i], p.ref[i]),
+                          1.1 * l2_error(whole[i], p.ref[i]) + merges * l2_norm(p.ref[i]));
+                    check("max", max_error(got[i], p.ref[i]),
+                          1.1 * max_error(whole[i], p.ref[i]) + p.tiny[i] + merges * max_abs(p.ref[i]));
+                }
+            }
+}
+TEST(chunks_fp32) {
+    check_chunks<float>();
+}
+TEST(chunks_bf16) {
+    check_chunks<bf16>();
+}
+
 TEST(layer_naive_fp32) {
     check_layer<float>(Attention::naive);
 }

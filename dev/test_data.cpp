@@ -931,6 +931,28 @@ TEST(loader_restore_at_every_point) {
         }
 }
 
+// Ranks that each read their share of the batches, and skip the others', see the one stream between them.
+TEST(loader_skip) {
+    const Shards shards;
+    for (const uint64_t ranks : {1, 2, 3}) {
+        Loader whole(shards.pattern, 4, 4, 50257, true, 3);
+        std::vector<std::unique_ptr<Loader>> loaders;
+        for (uint64_t r = 0; r < ranks; r++)
+            loaders.push_back(std::make_unique<Loader>(shards.pattern, 4, 4, 50257, true, 3));
+        for (int step = 0; step < 12; step++) {  // into the next epochs
+            for (uint64_t r = 0; r < ranks; r++) {
+                loaders[r]->skip(r);
+                CHECK(next(*loaders[r], 4, 4) == next(whole, 4, 4));
+                loaders[r]->skip(ranks - 1 - r);
+            }
+            for (const auto& l : loaders) {
+                const LoaderState a = l->state(), b = whole.state();
+                CHECK(a.epoch == b.epoch && a.window == b.window && a.batches == b.batches);
+            }
+        }
+    }
+}
+
 TEST(loader_text) {
     const TempDir dir;
     const char bytes[] = "naïve €5 – 😀\0\n\r\t\x7F\xFF\xC3";

@@ -143,6 +143,80 @@ TEST(parameter_count_of_presets) {
     }
 }
 
+// Every parameter belongs to one rank, and a rank's state has each of its elements once, back to back, in whole
+// vectors.
+TEST(shares_divide_the_parameters) {
+    for (const bool overlap : {false, true})
+        for (int ranks : {1, 2, 8}) {
+            Config config{};
+            CHECK(find_config("d12", &config) && can_shard(config, ranks));
+            config.L = 2, config.Vp = 256, config.max_T = 16;  // little enough to count
+            const Arena params("parameters", parameter_specs(config, DType::f32), 1);
+            const size_t n = count_parameters(config);
+            std::vector<int> owner(n, -1), seen(n);
+            for (int r = 0; r < ranks; r++) {
+                std::vector<int> state(n / ranks);
+                size_t decayed = 0;
+                for (const ParamRange& range : share_of(params, r, ranks, overlap))
+                    for (size_t p = 0; p < range.pieces; p++)
+                        for (size_t k = 0; k < range.size; k++) {
+                            const size_t i = range.piece(p) + k, s = range.state(p) + k;
+                            if (i >= n || s >= n / ranks) throw Error("outside");
+                            owner[i] = r, seen[i]++, state[s]++;
+                            if (k % 4 == 0 && (i % 4 || s % 4) && ranks > 1) throw Error("off a vector");
+                            decayed += range.decay;
+                        }
+                CHECK(std::count(state.begin(), state.end(), 1) == std::ptrdiff_t(n / ranks));
+                CHECK(decayed > n / ranks / 2);
+            }
+            CHECK(std::count(seen.begin(), seen.end(), 1) == std::ptrdiff_t(n));
+            for (size_t t = 0; t < params.tensors.size(); t++) {  // or each of its layers, in as many equal parts
+                const TensorSpec& tensor = params.tensors[t];
+                const size_t layers = by_layer(tensor, overlap) ? tensor.layers : 1, size = tensor.elements() / layers;
+                for (size_t l = 0; l < layers; l++)
+                    for (int r = 0; r < ranks; r++)
+                        CHECK(owner[params.offsets[t] / 4 + l * size + r * size / ranks] == r);
+            }
+        }
+    CHECK(!can_shard({16, 100, 128, 1, 2, 128}, 3) && !can_shard({16, 100, 128, 1, 1, 64}, 32));
+}
+
+// A share's m and v lie as for_each_piece() counts them, without a gap: 64 floats do not always divide a share.
+TEST(shares_of_the_optimizer_are_packed) {
+    for (const char* name : {"tiny", "d12", "d36", "d48"})
+        for (int ranks : {1, 2, 4, 8}) {
+            Config config{};
+            CHECK(find_config(name, &config));
+            if (!can_shard(config, ranks)) continue;
+            Ranks<Cpu> of;
+            of.size = ranks, of.sharded = true;
+            const GPT2<Cpu, float> model(Cpu(1), config, Attention::flash, 1, 64, 1, true, 0, of);
+            const size_t own = model.num_parameters / ranks * sizeof(float);
+            CHECK(model.adam.offsets == (std::vector<size_t>{0, own, 2 * own}) && model.adam.bytes == 2 * own);
+        }
+}
+
+// m, v and master of all ranks, put together and taken apart again.
+TEST(shares_of_the_optimizer_make_a_whole) {
+    const Config config = kSmall;
+    const Arena params("parameters", parameter_specs(config, DType::f32), 1);
+    const size_t n = count_parameters(config), ranks = 4;
+    std::vector<int> whole(3 * n, -1), again(3 * n / ranks);
+    for (size_t r = 0; r < ranks; r++)
+        for_each_piece(share_of(params, r, ranks, true), n, ranks, 3, [&](size_t at, size_t state, size_t size) {
+            for (size_t k = 0; k < size; k++) whole[at + k] = static_cast<int>(r * 3 * n / ranks + state + k);
+        });
+    std::vector<int> sorted = whole;
+    std::sort(sorted.begin(), sorted.end());
+    for (size_t i = 0; i < sorted.size(); i++)
+        if (sorted[i] != int(i)) throw Error("not every element once");
+    for (size_t array = 0; array < 3; array++)  // m stays m
+        for (size_t i = 0; i < n; i++) {
+            const size_t in_share = whole[array * n + i] % (3 * n / ranks);
+            if (in_share / (n / ranks) != array) throw Error("of another array");
+        }
+}
+
 TEST(schedules) {
     Options o;
     o.lr = 1.f, o.final_lr = 0.1f, o.warmup = 10, o.max_steps = 110;
@@ -376,7 +450,8 @@ TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
         choices[i].context = make_tokens(1 + 3 * i, kSmall.V, 20 + i);
         for (int e = 0; e < 4; e++) choices[i].endings.push_back(make_tokens(1 + (i + e) % 5, kSmall.V, 30 * i + e));
     }
-    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
+    Job alone;
+    const std::vector<std::vector<double>> losses = ending_losses(model, choices, alone);
     for (size_t i = 0; i < choices.size(); i++)
         for (size_t e = 0; e < 4; e++) {
             std::vector<int> text = choices[i].context;

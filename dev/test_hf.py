@@ -489,17 +489,21 @@ def test_gradients_cpu():
     compare("cpu", "flash", V=256, C=128, B=1, T=1)
 
 
-def test_gradients_cuda():
+def need_cuda():
     need("numpy", "torch", "transformers")
     import torch
     if not torch.cuda.is_available():
         raise Skip("no GPU")
+
+
+def test_gradients_cuda():
+    need_cuda()
     for attention in ("flash", "naive"):
         compare("cuda", attention, V=257, C=128)
         compare("cuda", attention, V=50257, C=128)
 
 
-def test_hellaswag_cpu(V=257, P=48):
+def check_hellaswag(*device, V=257, P=48):
     """--hellaswag question by question: the loss of each ending and the answer are those of the exported model."""
     need("numpy", "torch", "transformers")
     import numpy as np
@@ -530,8 +534,8 @@ def test_hellaswag_cpu(V=257, P=48):
         converts("import", "hf", "model.bin")
         converts("export", "model.bin", "exported")
         model = AutoModelForCausalLM.from_pretrained("exported").double().eval()
-        command = [TRAINER, "--device", "cpu", "--precision", "fp32", "-e", "model.bin", "--eval-only",
-                   "--hellaswag", "questions.bin", "-b", "3", "-t", str(P)]
+        command = [TRAINER, "--precision", "fp32", "-e", "model.bin", "--eval-only", "--hellaswag", "questions.bin", "-b",
+                   "3", "-t", str(P), *device]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("question ")]
@@ -551,6 +555,15 @@ def test_hellaswag_cpu(V=257, P=48):
         assert all(abs(g - w) <= 1e-4 * w for g, w in zip(got, want, strict=True)), (line, want)
         correct += best == label
     assert f"hellaswag {correct} of {len(questions)}," in done.stdout, done.stdout
+
+
+def test_hellaswag_cpu():
+    check_hellaswag("--device", "cpu")
+
+
+def test_hellaswag_cuda():
+    need_cuda()
+    check_hellaswag("--device", "cuda", "--no-tf32")
 
 
 if __name__ == "__main__":

@@ -184,35 +184,36 @@ TEST(device) {
 // Encoder
 
 template <class X>
-void check_encoder(int B, int T, int C, int V, const std::vector<int>& tokens) {
+void check_encoder(int B, int T, int C, int V, const std::vector<int>& tokens, const Positions& at = {}) {
     const Cuda& dev = gpu();
     const size_t N = size_t(B) * T;
     const std::string what = label<X>("encoder", B, T, C);
-    const Values wte = normal<X>(size_t(V) * C), wpe = normal<X>(size_t(T) * C), dout = normal<X>(N * C);
+    const size_t positions = 1 + std::max(at.of(T - 1), at.of(std::min(at.chunk, T) - 1));
+    const Values wte = normal<X>(size_t(V) * C), wpe = normal<X>(positions * C), dout = normal<X>(N * C);
     const Array<int> tokens_gpu(tokens);
 
     Values out(N * C);
-    encoder_forward(cpu(), out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
+    encoder_forward(cpu(), out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C, at);
     const Array<X> out_gpu(N * C);
-    encoder_forward<X>(dev, out_gpu, tokens_gpu, Array<X>(wte), Array<X>(wpe), B, T, C);
+    encoder_forward<X>(dev, out_gpu, tokens_gpu, Array<X>(wte), Array<X>(wpe), B, T, C, at);
     compare(what + " out", out_gpu.values(), out, kOutput<X>);
 
     std::vector<int> plan(encoder_plan_ints(dev, N), -1);
     encoder_plan(dev, plan.data(), tokens.data(), N);
     const Array<int> plan_gpu(plan);
-    Values dwte = normal<float>(size_t(V) * C), dwpe = normal<float>(size_t(T) * C);
+    Values dwte = normal<float>(size_t(V) * C), dwpe = normal<float>(positions * C);
     Array<float> dwte_gpu(dwte), dwpe_gpu(dwpe);
     const Array<X> dout_gpu(dout);
     const auto run = [&] {
         encoder_backward<X>(dev, dwte_gpu, dwpe_gpu, scratch_of(encoder_scratch_bytes(dev, B, T, C)), dout_gpu,
-                            plan_gpu, B, T, C);
+                            plan_gpu, B, T, C, at);
     };
     run();
     const Values first_dwte = dwte_gpu.values(), first_dwpe = dwpe_gpu.values();
     dwte_gpu.set(dwte), dwpe_gpu.set(dwpe);
     run();
     CHECK(same_bits(dwte_gpu.values(), first_dwte) && same_bits(dwpe_gpu.values(), first_dwpe));
-    encoder_backward(cpu(), dwte.data(), dwpe.data(), nullptr, dout.data(), tokens.data(), B, T, C);
+    encoder_backward(cpu(), dwte.data(), dwpe.data(), nullptr, dout.data(), tokens.data(), B, T, C, at);
     compare(what + " dwte", first_dwte, dwte, kFp32);
     compare(what + " dwpe", first_dwpe, dwpe, kFp32);
 }
@@ -230,6 +231,8 @@ void check_encoders() {
     for (int i = 0; i < 33 * 64; i++) pairs[i] = i % 64;  // 33 positions a token: the most partial rows there can be
     check_encoder<X>(16, 256, 64, 4096, different);
     check_encoder<X>(33, 64, 64, 64, pairs);
+    check_encoder<X>(3, 66, 64, 40, tokens_below(40, 198, 3), {33, 33, 7 * 33});  // a rank's two chunks of a sequence
+    check_encoder<X>(2, 6, 65, 40, tokens_below(40, 12, 4), {3, 0, 5});
 }
 TEST(encoder_fp32) {
     check_encoders<float>();
@@ -378,6 +381,37 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
     compare(what + " dinp", first[0], dinp, output);
     compare(what + " dweight", first[1], dweight, product);
     compare(what + " dbias", first[2], dbias, kFp32);
+}
+
+template <class X>
+void check_qkv_bias(size_t N, int C, size_t offset = 0) {
+    const std::string what = label<X>("qkv_bias", N, C, 3 * C);
+    const Values dqkv = normal<X>(N * 3 * C), projw = normal<X>(size_t(C) * C), dprojb = normal<float>(C),
+                 before = normal<float>(3 * C);
+    Values want = before;
+    for (int c = 0; c < C; c++) {
+        for (size_t row = 0; row < N; row++) want[c] += dqkv[row * 3 * C + c];
+        want[2 * C + c] = 0;
+        for (int r = 0; r < C; r++) want[2 * C + c] += dprojb[r] * projw[size_t(r) * C + c];
+    }
+    const Array<X> dqkv_gpu(dqkv, offset), projw_gpu(projw, offset);
+    const Array<float> dprojb_gpu(dprojb);
+    Values first;
+    for (int run = 0; run < 2; run++) {
+        Values start = before;
+        std::fill(start.begin() + 2 * C, start.end(), std::numeric_limits<double>::quiet_NaN());  // written
+        const Array<float> dqkvb(start);
+        qkv_bias_backward<X>(gpu(), dqkvb, scratch_of(matmul_scratch_bytes(gpu(), C)), dqkv_gpu, dprojb_gpu, projw_gpu,
+                             N, C);
+        const Values got = dqkvb.values();
+        if (run == 0) compare(what, first = got, want, kFp32);
+        CHECK(same_bits(got, first));
+    }
+}
+TEST(qkv_bias) {
+    for (const auto& [N, C] : {std::pair{size_t{1}, 1}, {3, 65}, {127, 768}, {5000, 64}, {1000, 1600}})
+        check_qkv_bias<float>(N, C), check_qkv_bias<bf16>(N, C);
+    check_qkv_bias<bf16>(127, 64, 1);
 }
 
 template <class X>
@@ -569,6 +603,8 @@ void check_classifiers() {
     check_classifier<X>(37, 50257, 50304, 5.0);
     check_classifier<X>(3, 50257, 50257, 5.0);
     check_classifier<X>(3, 257, 384, 1.0, 1);
+    check_classifier<X>(1000, 257, 384, 1.0);   // several rows a block
+    check_classifier<X>(3, 60001, 60032, 1.0);  // two rows fit no SM
 
     // A target outside the vocabulary, padding included, is noticed; the other rows are as they should be.
     const int V = 257, Vp = 384;
@@ -688,6 +724,37 @@ TEST(adamw_against_reference) {
     }
 }
 
+// Four ranks that update their shares write the bits that one writes for all, stochastic rounding included.
+TEST(adamw_shares) {
+    const Cuda& dev = gpu();
+    const size_t piece = 1000, n = 3 * 4 * piece + 4096, own = n / 4;
+    const Values start = normal<bf16>(n), g = normal<float>(n);
+    const Array<float> g_gpu(g), norm(Values{30.0});
+    Array<float> master(start), m(n), v(n), fp32(start), fp32_shared(start);
+    Array<bf16> params(start), shared(start);
+    const ParamRange all[] = {{0, 3 * 4 * piece, true}, {3 * 4 * piece, 4096, false}};
+    m.set(Values(n, 0.0)), v.set(Values(n, 0.0));
+    adamw_update<bf16>(dev, params, master, m, v, g_gpu, norm, all, 2, hyper(2));
+    m.set(Values(n, 0.0)), v.set(Values(n, 0.0));
+    adamw_update<float>(dev, fp32, nullptr, m, v, g_gpu, norm, all, 2, hyper(2));
+    for (size_t r = 0; r < 4; r++) {
+        const ParamRange share[] = {{r * piece, piece, true, 3, 4 * piece, r * piece},
+                                    {3 * 4 * piece + r * 1024, 1024, false, 1, 4096, 9 * piece + r * 1024}};
+        Values own_start(own), own_g(own);
+        for (const ParamRange& range : share)
+            for (size_t p = 0; p < range.pieces; p++)
+                for (size_t k = 0; k < range.size; k++) {
+                    own_start[range.state(p) + k] = start[range.piece(p) + k];
+                    own_g[range.state(p) + k] = g[range.piece(p) + k];
+                }
+        Array<float> own_master(own_start), own_grads(own_g), own_m(Values(own, 0.0)), own_v(Values(own, 0.0));
+        adamw_update<bf16>(dev, shared, own_master, own_m, own_v, own_grads, norm, share, 2, hyper(2));
+        own_m.set(Values(own, 0.0)), own_v.set(Values(own, 0.0));
+        adamw_update<float>(dev, fp32_shared, nullptr, own_m, own_v, own_grads, norm, share, 2, hyper(2));
+    }
+    CHECK(same_bits(shared.values(), params.values()) && same_bits(fp32_shared.values(), fp32.values()));
+}
+
 TEST(adamw_broken_norm) {
     const Cuda& dev = gpu();
     for (const double norm : {double(NAN), double(INFINITY)}) {
@@ -749,6 +816,8 @@ TEST(adamw_errors) {
     CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 33, hyper(1)), "33 parameter ranges");
     CHECK_ERROR(adamw_update<float>(dev, x + 1, nullptr, x, x, x, x, ranges.data(), 1, hyper(1)), "aligned");
     CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 1, hyper(0)), "step 0");
+    const ParamRange odd = {0, 6, true, 2, 12, 0};
+    CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, &odd, 1, hyper(1)), "pieces of 6 elements");
 }
 
 }  // namespace

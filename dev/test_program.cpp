@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <sstream>
 
 #include "data/checkpoint.h"
@@ -16,6 +17,7 @@
 #include "data/corpus.h"
 #include "data/tokenizer.h"
 #include "dev/test.h"
+#include "layers/cuda.h"
 
 namespace {
 
@@ -51,7 +53,7 @@ void write_file(const std::string& path, const std::string& text) {
 
 Result shell(const std::string& command) {
     Result r{-1, ""};
-    FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+    FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
     char buffer[4096];
     for (size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;) r.out.append(buffer, n);
     const int status = pclose(pipe);
@@ -318,6 +320,324 @@ TEST(overfits_one_batch) {
     const Result r = run(tiny() + "-a 1 -x 80 -l 0.003 -b 1 -t 32");
     CHECK(number_after(r.out, "step 80/80 | loss ") < 1.5);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several ranks: processes on the CPU, GPUs where there are at least two
+
+namespace {
+
+std::string ranks_options() {
+    return "--device cpu -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 0 -i " + text_file() + " -j " + text_file() +
+           " ";
+}
+
+// The same on GPUs, of which there must be at least two: how many to use, 2 or 4.
+std::string gpu_options() {
+    return "--device cuda -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 6 -l 1e-3 -i " + text_file() + " -j " +
+           text_file() + " ";
+}
+int two_gpus() {
+    const int gpus = Cuda::count();
+    if (gpus < 2) SKIP("%d GPUs", gpus);
+    return gpus < 4 ? 2 : 4;
+}
+
+// A number of every row of a kind in a run's log.
+std::vector<double> logged(const std::string& run, const std::string& kind, const std::string& key) {
+    std::vector<double> values;
+    std::istringstream log(read_file(dir() + "/" + run + "/log.jsonl"));
+    for (std::string line; std::getline(log, line);)
+        if (contains(line, "\"kind\": \"" + kind + "\"")) values.push_back(number_after(line, "\"" + key + "\": "));
+    return values;
+}
+// The largest |a − b|/b; NaN stays.
+double apart(const std::vector<double>& a, const std::vector<double>& b) {
+    double worst = 0;
+    for (size_t i = 0; i < std::min(a.size(), b.size()); i++)
+        if (const double x = std::fabs(a[i] - b[i]) / b[i]; !(x <= worst)) worst = x;
+    return worst;
+}
+// As many such numbers as there must be in both logs, with |a − b| ≤ tolerance·b.
+void check_close(const std::string& run, const std::string& other, const char* kind, const char* key, size_t count,
+                 double tolerance) {
+    const std::vector<double> a = logged(run, kind, key), b = logged(other, kind, key);
+    const double worst = apart(a, b);
+    if (a.size() != count || b.size() != count || !(worst <= tolerance))
+        test::report(__FILE__, __LINE__,
+                     format("%s of %s and %s: %zu and %zu of %zu values, apart by up to %.1e, at most %.1e expected",
+                            key, run.c_str(), other.c_str(), a.size(), b.size(), count, worst, tolerance));
+}
+
+// `command` in the background, its output in `output`; when a line matches `sign`, `action` is run, with $! the process
+// and $(ranks) those of its ranks. Ends with "code " and its exit code.
+Result shell_with_action(const std::string& command, const std::string& output, const std::string& sign,
+                         const std::string& action) {
+    return shell("ranks() { pgrep -P $!; }; " + command + " >" + output + " 2>&1 & for i in $(seq 600); do grep -qs '" +
+                 sign + "' " + output + " && break; kill -0 $! 2>/dev/null || break; sleep 0.1; done; " + action +
+                 "; wait $!; echo code $?");
+}
+
+// A shell's prefix that makes the program behind it rank `rank` of `size`.
+std::string as_rank(int rank, int size, int port) {
+    return format("MASTER_ADDR=127.0.0.1 MASTER_PORT=%d RANK=%d WORLD_SIZE=%d ", port, rank, size);
+}
+
+}  // namespace
+
+TEST(ranks_train_as_one) {
+    CHECK(run(ranks_options() + "-x 10 -v 5 -m 5 -o " + dir() + "/one").code == 0);
+    struct Case {
+        int ranks, zero, overlap;
+    };
+    for (const Case& c : {Case{2, 0, 0}, Case{2, 0, 1}, Case{2, 1, 1}, Case{4, 1, 0}}) {
+        const std::string name = format("ranks_%d_%d_%d", c.ranks, c.zero, c.overlap);
+        const Result r =
+            run(ranks_options() +
+                format("-x 10 -v 5 -m 5 --gpus %d --zero %d --overlap %d -o ", c.ranks, c.zero, c.overlap) + dir() +
+                "/" + name);
+        CHECK_RUN(r, 0, "step 10/10 | loss");
+        CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
+        const size_t at = r.out.find("step 1/10");
+        CHECK(at != std::string::npos && r.out.find("step 1/10", at + 1) == std::string::npos);  // one of them prints
+        for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "one", "train", key, 10, 1e-4);
+        check_close(name, "one", "val", "loss_nats", 3, 1e-4);
+        CHECK(logged(name, "val", "loss_nats")[0] == logged("one", "val", "loss_nats")[0]);  // before any update
+        CHECK(read_file(state_path(dir() + "/" + name, 10)).size() == read_file(state_path(dir() + "/one", 10)).size());
+    }
+    // Three cannot divide 128 channels: the optimizer is then on each.
+    const Result three = run(ranks_options() + "-d 96 -x 2 -v 0 --gpus 3");
+    CHECK(three.code == 0 && contains(three.out, "optimizer on each") && contains(three.out, "step 2/2"));
+}
+
+TEST(gpus_train_as_one) {
+    const int gpus = two_gpus();
+    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+        const std::string options = gpu_options() + "-x 20 -v 10 -m 5 --precision " + precision + " ",
+                          one = format("gpu_%.4s", precision);
+        const double tolerance = precision[0] == 'f' ? 1e-3 : 2e-2;
+        CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
+        for (int ranks = 2; ranks <= gpus; ranks *= 2)
+            for (int choice : precision[0] == 'f' ? std::vector<int>{0, 1, 2, 3} : std::vector<int>{1, 2}) {
+                const std::string name = one + format("_%d_%d", ranks, choice);
+                CHECK_RUN(run(options + format("--gpus %d --zero %d --overlap %d -o ", ranks, choice / 2, choice % 2) +
+                              dir() + "/" + name),
+                          0, "step 20/20");
+                check_close(name, one, "train", "loss_nats", 20, tolerance);
+                check_close(name, one, "val", "loss_nats", 3, tolerance);
+            }
+    }
+}
+
+// Saved on `most` ranks, resumed on one, then on two: losses as those of one rank that went on.
+static void check_regrouped(const std::string& options, int most, double tolerance, const std::string& name) {
+    const std::string out = dir() + "/re" + name;
+    CHECK(run(options + "-v 0 -x 12 -o " + dir() + "/" + name).code == 0);
+    CHECK_RUN(run(options + format("-v 0 -x 4 --gpus %d -o ", most) + out), 0, "divided among them");
+    CHECK_RUN(run(options + "-v 0 -x 8 -y 1 -o " + out), 0, "resumed at step 4");
+    CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
+    check_close("re" + name, name, "train", "loss_nats", 12, tolerance);
+}
+// --context-parallel: ranks that share sequences, and groups of them, train, validate and resume as one rank does.
+TEST(ranks_share_sequences) {
+    const std::string options = ranks_options() + "-b 2 -d 256 -v 5 -m 5 ";
+    CHECK(run(options + "-x 10 -o " + dir() + "/whole").code == 0);
+    struct Case {
+        int ranks, context, zero;
+    };
+    for (const Case& c : {Case{2, 2, 0}, Case{4, 4, 1}, Case{4, 2, 1}}) {
+        const std::string name = format("shared_%d_%d", c.ranks, c.context), out = dir() + "/" + name;
+        const std::string command =
+            options + format("--gpus %d --context-parallel %d --zero %d -o ", c.ranks, c.context, c.zero) + out;
+        CHECK_RUN(run(command + " -x 6"), 0, format("sequences divided among %d", c.context).c_str());
+        CHECK_RUN(run(command + " -x 10 -y 1"), 0, "step 10/10 | loss");
+        for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "whole", "train", key, 10, 1e-4);
+        const std::vector<double> val = logged(name, "val", "loss_nats"), whole = logged("whole", "val", "loss_nats");
+        CHECK_NEAR(val.front(), whole.front(), 1e-4 * whole.front());
+        CHECK_NEAR(val.back(), whole.back(), 1e-4 * whole.back());
+    }
+    const std::string eval =
+        "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " + text_file();
+    const double one = number_after(run(eval).out, "val loss ");
+    CHECK_NEAR(number_after(run(eval + " --gpus 4 --context-parallel 2").out, "val loss "), one, 1e-4);
+    CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
+}
+
+// In bf16 a tiny model's losses part soon, whatever is different: by no more than those of another seed do.
+TEST(gpus_share_sequences) {
+    const int gpus = two_gpus();
+    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+        const bool fp32 = precision[0] == 'f';
+        const std::string options =
+                              gpu_options() + "-b 2 -t 256 -d 1024 -x 20 -v 10 -m 5 --precision " + precision + " ",
+                          one = format("whole_%.4s", precision), other_seed = one + "_seed";
+        CHECK(run(options + "-o " + dir() + "/" + one).code == 0);
+        CHECK(run(options + "--seed 2 -o " + dir() + "/" + other_seed).code == 0);
+        for (const auto& c : {std::pair<int, int>{2, 2}, {4, 4}, {4, 2}}) {
+            if (c.first > gpus) continue;
+            const std::string name = one + format("_%d_%d", c.first, c.second);
+            const std::string ranks = format("--gpus %d --context-parallel %d -o ", c.first, c.second);
+            CHECK_RUN(run(options + ranks + dir() + "/" + name), 0, "step 20/20");
+            for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}})
+                check_close(name, one, kind, "loss_nats", count,
+                            fp32 ? 1e-3 : apart(logged(other_seed, kind, "loss_nats"), logged(one, kind, "loss_nats")));
+        }
+    }
+}
+
+TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
+    check_regrouped(ranks_options(), 4, 1e-4, "grouped");
+    CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(dir() + "/regrouped", 12)), 0, "");
+}
+TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
+    check_regrouped(gpu_options() + "--precision bf16 ", two_gpus(), 2e-2, "gpu_grouped");
+}
+TEST(resume_is_bit_exact_with_ranks) {
+    check_resume("--device cpu -e tiny -b 1 -t 32 -d 128 -v 0 -s 0 --gpus 2 -i " + text_file() + " ", "ranks");
+}
+
+TEST(ranks_evaluate_as_one) {
+    const std::string out = dir() + "/evaluate_ranks";
+    run(tiny() + "-b 8 -x 10 -o " + out);
+    std::vector<Choice> choices;
+    for (int i = 0; i < 5; i++) {
+        const std::string text = write_story(5, 300 + i).text;
+        choices.push_back({i,
+                           0,
+                           encode_bytes(text.substr(0, 30)),
+                           {encode_bytes(text.substr(30, 20)), encode_bytes("QXZ#J"), encode_bytes("shall we?")}});
+    }
+    write_choices(dir() + "/few.bin", choices);
+    const std::string command = "--device cpu --eval-only -b 2 -t 64 -e " + model_path(out, 10) + " -j " + text_file() +
+                                " -m 20 --hellaswag " + dir() + "/few.bin ";
+    const Result one = run(command), three = run(command + "--gpus 3");
+    CHECK(one.code == 0 && contains(one.out, "val loss") && contains(one.out, "hellaswag"));
+    CHECK(three.out == one.out);
+}
+
+TEST(usage_errors_of_ranks) {
+    CHECK_RUN(run(ranks_options() + "--gpus 3"), 2, "B·T·ranks");
+    CHECK_RUN(run(ranks_options() + "--gpus 3 -d 96 --zero 1"), 2, "--zero 0");
+    CHECK_RUN(run("--device cpu --generate 5 -e x --gpus 2"), 2, "--generate");
+    CHECK_RUN(run(ranks_options() + "--gpus 4 --context-parallel 3"), 2, "use --gpus 6");
+    CHECK_RUN(run(ranks_options() + "--context-parallel 2"), 2, "use --gpus 2");
+    CHECK_RUN(run(ranks_options() + "-t 36 --gpus 4 --context-parallel 4"), 2, "use -t 32");
+    CHECK_RUN(run(ranks_options() + "--gpus 2 --context-parallel 2 --attention naive"), 2, "--attention flash");
+    CHECK_RUN(run(ranks_options() + "--gpus 2 --context-parallel 2 --hellaswag x"), 2, "--hellaswag");
+    CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
+    CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");
+    CHECK_RUN(run("--device cpu --gpus 2 -e tiny -i " + dir() + "/nothing.txt"), 1, "nothing.txt");
+}
+
+// While checkpoints are written without a pause; whatever was cut off, what is left is whole.
+static void check_killed(const std::string& options, int ranks, const std::string& name) {
+    for (const char* victim : {"head -n 1", "tail -n 1"}) {
+        const std::string out = dir() + "/" + name + std::string(victim, 4), output = out + ".txt";
+        const Result r = shell_with_action(
+            "./train_gpt2cu " + options + format("-v 0 -x 1000000 -n 1 -nk 3 --gpus %d -o ", ranks) + out, output,
+            "^step 5/", "echo rank $(ranks | " + std::string(victim) + "); kill -9 $(ranks | " + victim + ")");
+        CHECK(contains(r.out, "code 137"));
+        const int pid = static_cast<int>(number_after(r.out, "rank "));
+        const std::string text = read_file(output);  // at once: not because it was silent
+        CHECK(contains(text, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : ranks - 1, pid)) &&
+              contains(text, ") died: "));
+        CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
+        const int step = newest_checkpoint(out);
+        CHECK_RUN(run(options + format("-v 0 -x %d -y 1 -o ", step + 1) + out), 0,
+                  format("resumed at step %d", step).c_str());
+    }
+}
+TEST(a_killed_rank_ends_the_job) {
+    check_killed(ranks_options() + "-d 96 ", 3, "killed_");
+}
+TEST(a_killed_gpu_rank_ends_the_job) {
+    check_killed(gpu_options(), two_gpus(), "gpu_killed_");
+}
+
+TEST(a_killed_parent_takes_its_ranks_along) {
+    const std::string output = dir() + "/orphans.txt";
+    const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
+                                       "^step 3/", "echo $(ranks) >" + output + ".pids; kill -9 $!");
+    CHECK(contains(r.out, "code 137"));
+    CHECK(shell("wc -w <" + output + ".pids").out == "2\n");
+    // Gone, or a zombie that waits for a parent to take note.
+    const std::string living = "for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
+    for (int i = 0; i < 100 && !shell(living).out.empty(); i++) usleep(100000);
+    CHECK(shell(living).out.empty());
+}
+
+// On the CPU, and on GPUs where there are two, at the same time: the silence lasts 20 s.
+TEST(a_stopped_rank_ends_the_job) {
+    std::vector<std::pair<std::string, std::string>> cases = {{ranks_options(), dir() + "/stopped.txt"}};
+    if (Cuda::count() >= 2) cases.push_back({gpu_options(), dir() + "/gpu_stopped.txt"});
+    const auto start = std::chrono::steady_clock::now();
+    std::vector<std::future<Result>> runs;
+    for (const auto& [options, output] : cases)
+        runs.push_back(std::async(std::launch::async, shell_with_action,
+                                  "./train_gpt2cu " + options + "-v 0 -x 1000000 --gpus 2", output, "^step 3/",
+                                  "kill -STOP $(ranks | tail -n 1)"));
+    for (size_t i = 0; i < cases.size(); i++) {
+        CHECK(contains(runs[i].get().out, "code 1\n"));
+        const std::string text = read_file(cases[i].second);
+        CHECK(contains(text, "rank 1 (pid ") && contains(text, "silent for 20 s"));
+    }
+    CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 60);
+}
+
+TEST(an_interrupt_reaches_all_ranks) {
+    const std::string out = dir() + "/interrupt_ranks", output = out + ".txt";
+    for (const char* whom : {"$!", "$(ranks | tail -n 1)"}) {  // the parent, or one of the ranks alone
+        const Result r =
+            shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 -y 1 --gpus 2 -o " + out, output,
+                              "^step [0-9]*3/", std::string("kill -s TERM ") + whom);
+        CHECK(contains(r.out, "code 143"));
+        CHECK(contains(read_file(output), "interrupted at step") && contains(read_file(output), "checkpoint"));
+    }
+}
+
+TEST(an_error_in_one_ranks_data_ends_the_job) {
+    std::vector<int32_t> header(256);
+    header[0] = 20240520, header[1] = 1, header[2] = 8 * 64 + 1;
+    std::vector<uint16_t> tokens(header[2], 7);
+    tokens[5 * 64 + 10] = 9999;  // in the sixth window: the third of rank 1
+    const std::string path = dir() + "/late_ranks.bin";
+    write_file(path, std::string(reinterpret_cast<char*>(header.data()), 1024) +
+                         std::string(reinterpret_cast<char*>(tokens.data()), tokens.size() * 2));
+    const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " + path);
+    CHECK_RUN(r, 1, "9999");
+    CHECK(contains(r.out, "step 2/4") && contains(r.out, "rank 1 (pid "));
+}
+
+static void check_differing(const std::string& device) {
+    const std::string program = std::filesystem::current_path().string() + "/train_gpt2cu";
+    const std::string here = dir() + "/here_" + device, there = dir() + "/there_" + device;
+    CHECK(shell("mkdir " + here + " " + there + " && cp " + program + " " + there + "/changed && printf x >>" + there +
+                "/changed")
+              .code == 0);
+    write_file(here + "/book.txt", std::string(3000, 'a'));
+    write_file(there + "/book.txt", std::string(2999, 'a') + "b");
+    const std::string options = " --device " + device + " -e tiny -b 1 -t 32 -x 2 -v 0 -s 0 -i book.txt ";
+    struct Case {
+        std::string folder, second, what;
+    };
+    int port = 20000 + getpid() % 12000;  // below those that Linux gives to connections
+    for (const Case& c : {Case{there, there + "/changed", "program: rank 1"}, Case{there, program, "data: rank 1"},
+                          Case{here, program + " -l 0.5", "--lr: rank 1"}}) {
+        const Result r =
+            shell("(cd " + here + " && " + as_rank(0, 2, port) + program + options + ") & (cd " + c.folder + " && " +
+                  as_rank(1, 2, port) + c.second + options + "); echo one $?; wait $!; echo zero $?");
+        CHECK(contains(r.out, "one 1") && contains(r.out, "zero 1") && contains(r.out, c.what));
+        port++;
+    }
+}
+TEST(ranks_that_differ_are_refused) {
+    check_differing("cpu");
+}
+TEST(gpu_ranks_that_differ_are_refused) {
+    two_gpus();
+    check_differing("cuda");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 
 // The floor is the corpus's entropy: a validation loss below it would mean that validation data leaked into training.
 TEST(default_corpus_without_gpu_stays_above_the_floor) {

@@ -7,7 +7,7 @@ import struct
 import subprocess
 import tempfile
 
-from harness import Skip, main
+from harness import Skip, main, write_launcher
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = "--device cpu -e tiny -b 2 -t 64 -x 2 -v 0 -s 0".split()  # an option given twice has its last value
@@ -23,7 +23,7 @@ def commands(path):
         blocks = re.findall(r"^```\n(.*?)^```", f.read(), flags=re.S | re.M)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [part for part in parts if re.match(r"(make|python3|\./\S+|scripts/\S+)( |$)", part)]
+    return [part for part in parts if re.match(r"(make|python3|torchrun|\./\S+|scripts/\S+)( |$)", part)]
 
 
 def write_shard(path, tokens):
@@ -78,6 +78,20 @@ def test_trainer_commands_of_the_readme():
             words[at + 1] = "fp32"
         done = run(words + small)
         assert done.returncode == 0, f"{command}\n{done.stdout[-500:]}{done.stderr}"
+
+
+def test_launchers_of_the_readme():
+    """With a launcher of two ranks in torchrun's place."""
+    if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
+        raise Skip("train_gpt2cu is not built")
+    work = Workplace()
+    write_launcher(os.path.join(work.folder.name, "torchrun"))
+    found = [c for c in commands("README.md") if c.startswith("torchrun")]
+    assert found
+    for command in found:
+        done = run([*shlex.split(command), *SMALL, "-i", work.names["book.txt"]],
+                   env={**os.environ, "PATH": f"{work.folder.name}:{os.environ['PATH']}"})
+        assert done.returncode == 0 and "ranks              2" in done.stdout, f"{command}\n{done.stdout[-500:]}{done.stderr}"
 
 
 def test_make_targets_of_the_readme_exist():

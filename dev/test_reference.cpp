@@ -131,6 +131,14 @@ TEST(encoder) {
         check_gradient(what + " wte", wte, dwte - dwte0, loss);
         check_gradient(what + " wpe", wpe, dwpe - dwpe0, loss);
     }
+    // A rank's two chunks of a sequence: rows 0, 1 stand at 2, 3 and rows 2, 3 at 6, 7.
+    const Vec wte = {0}, wpe = {0, 1, 2, 3, 4, 5, 6, 7};
+    const std::vector<int> tokens(8, 0);
+    Vec out = poison(8), dwte(1), dwpe(8);
+    encoder_forward(dev, out.data(), tokens.data(), wte.data(), wpe.data(), 2, 4, 1, {2, 2, 6});
+    CHECK((out == Vec{2, 3, 6, 7, 2, 3, 6, 7}));
+    encoder_backward(dev, dwte.data(), dwpe.data(), nullptr, out.data(), tokens.data(), 2, 4, 1, {2, 2, 6});
+    CHECK((dwpe == Vec{0, 0, 4, 6, 0, 0, 12, 14}));
 }
 
 TEST(layernorm) {
@@ -530,6 +538,30 @@ static void check_adamw(float max_norm, double tol) {
         adamw_update<X>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &bad, ranges.data(), 3, hyper);
         CHECK(same_bits(params, params0) && same_bits(m, m0) && same_bits(v, v0));
     }
+}
+
+// Shares of a tensor in three pieces and of one in one, each with a state of its own: as one update of everything.
+TEST(adamw_shares) {
+    const size_t n = 3 * 40 + 24, ranks = 4;
+    const AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, 1.f, 3, 0};
+    const Vec start = randn(n), grads = randn(n);
+    const double norm = ::norm(grads);
+    Vec params = start, m(n, 0.5), v(n, 0.25), shared = start;
+    const ParamRange all[] = {{0, 120, true}, {120, 24, false}};
+    adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &norm, all, 2, hyper);
+    for (size_t r = 0; r < ranks; r++) {
+        const ParamRange own[] = {{r * 10, 10, true, 3, 40, r * 10}, {120 + r * 6, 6, false, 1, 24, 90 + r * 6}};
+        Vec own_grads(36), own_m(36, 0.5), own_v(36, 0.25);
+        for (const ParamRange& range : own)
+            for (size_t p = 0; p < range.pieces; p++)
+                std::copy_n(&grads[range.piece(p)], range.size, &own_grads[range.state(p)]);
+        adamw_update<double>(dev, shared.data(), nullptr, own_m.data(), own_v.data(), own_grads.data(), &norm, own, 2,
+                             hyper);
+        for (const ParamRange& range : own)
+            for (size_t p = 0; p < range.pieces; p++)
+                CHECK(std::equal(&m[range.piece(p)], &m[range.piece(p)] + range.size, &own_m[range.state(p)]));
+    }
+    CHECK(same_bits(shared, params));
 }
 
 TEST(adamw) {

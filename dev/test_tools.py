@@ -18,7 +18,7 @@ import tempfile
 import time
 import types
 
-from harness import Skip, main, need
+from harness import Skip, main, need, write_launcher
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -34,7 +34,7 @@ def scratch():
 
 def run(*command, cwd=ROOT, **variables):
     # Under `make test` the outer make's options would reach an inner one.
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B")}
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B", "GPUS")}
     return subprocess.run([str(c) for c in command], cwd=cwd, env={**env, **variables}, capture_output=True, text=True)
 
 
@@ -232,7 +232,7 @@ def test_the_peer_is_gpt2_and_trains():
 
 def test_help():
     for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
-                 "compare_losses.py", "default_run.py", "../dev/peers.py", "../dev/peers_train.py"):
+                 "compare_losses.py", "scaling.py", "default_run.py", "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -484,6 +484,41 @@ def test_tables_and_plot_of_the_accumulation_study():
         assert "wgmma, NH 2, HS 64" in text.replace("\n", " ") and "![accumulation](../dev/results/A/accumulation.svg)" in text
 
 
+def ring_rows():
+    """A study of chunks, one of rings up to 2 ranks, and a measured ring of 4 GPUs."""
+    def row(study, dtype="bf16", **fields):
+        return {**{k: v for k, v in attention_row().items() if k in ("commit", "date", "gpu", "driver", "cuda")},
+                "kind": "ring", "study": study, "dtype": dtype, "T": 1024, "NH": 12, "HS": 64, **fields}
+    errors = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1e-3)
+    wrong = {"own_lse_dq": 0.4, "own_lse_dk": 0.3, "own_lse_dv": 0.2, "used_sum_dq": 4.5}
+    found = [row("chunks", chunk=i, chunks=8, **errors, **wrong) for i in range(2)] + [row("unchunked", **errors)]
+    for carry, ranks, ratio in (("floor", 1, 0.6), ("fp32", 1, 1), ("fp32", 2, 1), ("bf16", 1, 1), ("bf16", 2, 1.2)):
+        found += [row("ring", carry=carry, ranks=ranks, tensor=t, mean_error=6e-5 * ratio, max_error=0.01 * ratio,
+                      mean_ratio=ratio, max_ratio=ratio) for t in ("out", "dq", "dk", "dv")]
+    return found
+
+
+def test_tables_and_plot_of_the_ring():
+    need("matplotlib")
+    with scratch() as tmp:
+        (tmp / "dev" / "results").mkdir(parents=True)
+        check_fails(script("plot_ring.py", "--root", tmp), "no rows", "study_ring")
+        write_rows(tmp, "ring", ring_rows())
+        speed = {k: v for k, v in ring_rows()[0].items() if k in ("commit", "date", "gpu", "driver", "cuda", "NH", "HS")}
+        write_rows(tmp, "ring_speed", [{**speed, "pass": "forward", "gpus": 4, "tokens_per_gpu": 16384, "single_ms": 3.0,
+                                        "single_ms_sustained": 3.3, "ms": 3.2, "ms_sustained": 3.4, "still_ms": 3.1,
+                                        "still_ms_sustained": 3.35, "hop_ms": 0.2, "hop_ms_sustained": 0.2}])
+        result = script("plot_ring.py", "--root", tmp)
+        assert result.returncode == 0, result.stderr
+        svg = pathlib.Path(result.stdout.strip())
+        assert svg.name == "ring.svg" and svg.read_bytes().startswith(b"<?xml")
+        _, text = documents_with(tmp, "ring chunks", "ring errors", "ring speed", "plot ring")
+        assert "| bf16 | 1 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 0.40 | 0.30 | 0.20 | 4.50 |" in text
+        assert "| bf16 | bf16 | 2 | 7.20e-05 (1.20), 1.2e-02 (1.20) |" in text and "| bf16 | floor | – |" in text
+        assert "| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / 97.1 % | 96.8 / 98.5 % | 0.20 |" in text
+        assert "![ring](../dev/results/A/ring.svg)" in text
+
+
 def test_point_of_the_accumulation_plot():
     """A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite."""
     need("matplotlib")
@@ -592,21 +627,57 @@ def test_losses_are_compared():
     with scratch() as tmp:
         out = tmp / "losses.jsonl"
         result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x16", "--steps", "3",
-                        "--seeds", "2", "--out", out)
+                        "--seeds", "2", "--gpus", "2", "--out", out)
         assert result.returncode == 0 and "is within the seeds' spread" in result.stdout, result
         naive, flash = (json.loads(line) for line in out.read_text().splitlines())
         assert (naive["attention"], flash["attention"], naive["B"], naive["T"]) == ("naive", "flash", 2, 16)
         assert naive["loss_min"] < naive["loss"] == flash["loss"] < naive["loss_max"] < 12 and naive["ms"] > 0
-        for bad, what in ((("--seeds", "1"), "--seeds"), (("--shapes", "4by4"), "4by4")):
+        for bad, what in ((("--seeds", "1"), "--seeds"), (("--shapes", "4by4"), "4by4"), (("--gpus", "0"), "--gpus")):
             result = script("compare_losses.py", *bad)
             assert result.returncode == 2 and what in result.stderr, result
+        result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x999999", "--gpus", "2")
+        assert result.returncode == 1 and "999999" in result.stderr, result
+
+
+def test_ranks_are_compared_and_timed():
+    trainer()
+    with scratch() as tmp:
+        text, out = tmp / "text.txt", tmp / "scaling.jsonl"
+        text.write_text("".join(f"{i} ships sailed to port {i * 7 % 31}.\n" for i in range(300)))
+        result = script("scaling.py", "--device", "cpu", "--model", "tiny", "--batch", "1", "--tokens", "16", "--steps", "12",
+                        "--gpus", "1,2", "--data", text, "--out", out)
+        assert result.returncode == 0 and "2 GPUs, --zero 1: losses of 20 steps" in result.stdout, result
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(r["what"], r["gpus"], r["zero"]) for r in rows] == [
+            ("losses", 2, 0), ("losses", 2, 1), ("speed", 1, 0), ("speed", 2, 0), ("speed", 2, 1)], rows
+        assert all(r["apart"] < 1e-4 for r in rows[:2]) and rows[2]["of_linear"] == 1 and rows[4]["tok_s"] > 0
+        assert rows[2]["ms_side_by_side"] == rows[2]["ms"] and rows[3]["ms_side_by_side"] > 0
+        assert rows[3]["gib"] > rows[4]["gib"] > 0, rows  # half the optimizer's state
+        (tmp / "attention").mkdir()
+        (tmp / "attention" / "README.md").write_text("")
+        (tmp / "README.md").write_text("<!-- table: scaling -->\n\n<!-- end -->\n")
+        (tmp / "dev" / "results" / "A").mkdir(parents=True)
+        shutil.copy(out, tmp / "dev" / "results" / "A" / "scaling.jsonl")
+        result = script("readme_tables.py", "--root", tmp)
+        table = (tmp / "README.md").read_text()
+        assert result.returncode == 0 and table.count("\n| 2 | ") == 2 and "\n| 1 | – | " in table, (result, table)
+        for bad in (("--gpus", "2,4"), ("--steps", "5")):
+            result = script("scaling.py", *bad)
+            assert result.returncode == 2 and bad[0] in result.stderr, result
 
 
 def run_recipe(recipe, tmp, program, *arguments, **variables):
     """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
     (tmp / "scripts").mkdir(exist_ok=True)
-    shutil.copy(recipe, tmp / "scripts")
+    for file in (recipe, SCRIPTS / "longer_context.py"):
+        shutil.copy(file, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
+    write_launcher(tmp / "torchrun")
+    write_launcher(tmp / "srun")
+    executable(tmp / "scontrol", "#!/bin/sh\necho 127.0.0.1; echo elsewhere\n")
+    if re.search("_(gpus|torchrun|slurm)", recipe.name):
+        variables = {"CUDA_VISIBLE_DEVICES": "", "SLURM_SUBMIT_DIR": str(tmp), "SLURM_JOB_NODELIST": "[1-2]",
+                     "SLURM_JOB_ID": "7", **variables}
     (tmp / "train_gpt2cu").unlink(missing_ok=True)
     (tmp / "train_gpt2cu").symlink_to(program)
     return run(tmp / "scripts" / recipe.name, *arguments, cwd="/", PATH=f"{tmp}:{os.environ['PATH']}", **variables)
@@ -624,7 +695,7 @@ def long_context_start(path):
 def test_recipes_use_options_that_exist():
     known = set(re.findall(r"(?<=[ ,])-{1,2}[a-z][a-z0-9-]*", run(trainer(), "--help").stdout))
     for recipe in RECIPES:
-        command = recipe.read_text().split("exec ./train_gpt2cu", 1)[1]
+        command = re.search(r"^exec .*?\./train_gpt2cu(.*)", recipe.read_text(), flags=re.S | re.M)[1]
         used = set(re.findall(r"(?<=\s)-{1,2}[a-z][a-z-]*", command))
         assert len(used) > 10 and used <= known, (recipe.name, used - known)
 
@@ -659,8 +730,8 @@ def test_recipes_arithmetic():
         time, unit = re.search(r"time +([\d.]+) (\w+)", text).groups()
         seconds = float(time) * {"minutes": 60, "hours": 3600, "days": 86400}[unit]
         assert abs(steps * per_step / rate / seconds - 1) < 0.02, recipe.name
-        mfu = int(re.search(r"which is (\d+) %", text)[1]) / 100
-        assert abs(rate * float(flops) / 989e12 - mfu) < 0.01, recipe.name
+        mfu, gpus = re.search(r"which is (\d+) % of (?:an|the (\d+) · 989)", text).groups()
+        assert abs(rate * float(flops) / (int(gpus or 1) * 989e12) - int(mfu) / 100) < 0.01, recipe.name
 
 
 def test_long_context_repeats_the_position_embeddings():

@@ -9,11 +9,12 @@
 // with a probability equal to the fraction that truncation would drop, so its expectation is the master. A
 // counter-based hash of (seed, step, index) supplies the random bits: no state, and the same bits on every run.
 //
-// One launch updates all ranges; each knows the block at which it begins. A thread updates four consecutive elements,
-// 16 bytes of every fp32 stream. Bound by memory: 28 (fp32) or 30 (bf16) bytes an element.
+// One launch updates all ranges and their pieces; each range knows the block at which it begins. A thread updates four
+// consecutive elements, 16 bytes of every fp32 stream. Bound by memory: 28 (fp32) or 30 (bf16) bytes an element.
 //
 // Writes: params.  Updates in place: master, m, v.  A norm that is NaN or inf leaves all of them as they were.
-// Limits: 32 ranges; params 4·sizeof(X)-aligned, the fp32 arrays 16-byte aligned; a range may begin anywhere.
+// Limits: 32 ranges; params 4·sizeof(X)-aligned, the fp32 arrays 16-byte aligned; a range may begin anywhere, but the
+// size and stride of several pieces, and what is skipped, are multiples of 4.
 #include <algorithm>
 #include <cmath>
 
@@ -28,8 +29,8 @@ constexpr int kV = 4;  // elements of a thread
 // Everything the kernel needs besides pointers, passed by value.
 struct Plan {
     struct Range {
-        size_t begin, end;
-        unsigned first_block;
+        size_t begin, size, stride, skipped;
+        unsigned first_block, blocks;  // blocks of a piece
         float decay;
     } ranges[kMaxRanges];
     int num_ranges;
@@ -51,16 +52,18 @@ __device__ inline float update(float p, float& m, float& v, float g, float decay
     return p - plan.lr * (m_hat / (sqrtf(v_hat) + plan.eps) + decay * p);
 }
 
-// V elements from index i on: V = 4, or 1 for the elements of a group that belong to the range's neighbours.
+// V elements from parameter i on, whose state is at s: V = 4, or 1 for the elements of a group that belong to the
+// range's neighbours.
 template <int V, class X>
-__device__ inline void update_elements(size_t i, X* params, float* master, float* m, float* v, const float* grads,
-                                       float clip, float decay, const Plan& plan) {
-    auto p4 = load<V>(master + i), m4 = load<V>(m + i), v4 = load<V>(v + i);
-    const auto g4 = load<V>(grads + i);
+__device__ inline void update_elements(size_t i, size_t s, X* params, float* master, float* m, float* v,
+                                       const float* grads, float clip, float decay, const Plan& plan) {
+    const size_t at = std::is_same_v<X, float> ? i : s;  // of the master
+    auto p4 = load<V>(master + at), m4 = load<V>(m + s), v4 = load<V>(v + s);
+    const auto g4 = load<V>(grads + s);
     for (int k = 0; k < V; k++) p4.x[k] = update(p4[k], m4.x[k], v4.x[k], clip * g4[k], decay, plan);
-    store(master + i, p4);
-    store(m + i, m4);
-    store(v + i, v4);
+    store(master + at, p4);
+    store(m + s, m4);
+    store(v + s, v4);
     if constexpr (std::is_same_v<X, bf16>) {
         const uint64_t random = mix64(plan.key + i / kV * kGolden);  // 16 bits for each of the group's elements
         Vec<bf16, V> rounded;
@@ -81,18 +84,23 @@ __global__ void __launch_bounds__(kThreads)
 
     int r = plan.num_ranges - 1;
     while (blockIdx.x < plan.ranges[r].first_block) r--;
-    const size_t begin = plan.ranges[r].begin, end = plan.ranges[r].end;
-    const float decay = plan.ranges[r].decay;
+    const Plan::Range& range = plan.ranges[r];
+    unsigned block = blockIdx.x - range.first_block, piece = 0;
+    if (block >= range.blocks) piece = block / range.blocks, block %= range.blocks;  // one GPU never divides
+    const size_t begin = range.begin + piece * range.stride, end = begin + range.size;
+    const size_t skipped = range.skipped + piece * (range.stride - range.size);
+    const float decay = range.decay;
 
-    // Groups of kV are aligned in the arena, not in the range.
-    const size_t group =
-        begin / kV + static_cast<size_t>(blockIdx.x - plan.ranges[r].first_block) * kThreads + threadIdx.x;
-    const size_t i = group * kV;
+    // Groups of kV are aligned in the arena, not in the range. What is skipped is counted in groups: with s = i − skipped
+    // nvcc 13.0 no longer sees that 16 bytes can be stored at once.
+    const size_t group = begin / kV + static_cast<size_t>(block) * kThreads + threadIdx.x;
+    const size_t i = group * kV, s = (group - skipped / kV) * kV;
     if (i >= begin && i + kV <= end) {
-        update_elements<kV>(i, params, master, m, v, grads, clip, decay, plan);
+        update_elements<kV>(i, s, params, master, m, v, grads, clip, decay, plan);
     } else {
-        for (size_t k = i; k < i + kV; k++)
-            if (k >= begin && k < end) update_elements<1>(k, params, master, m, v, grads, clip, decay, plan);
+        for (size_t k = 0; k < kV; k++)
+            if (i + k >= begin && i + k < end)
+                update_elements<1>(i + k, s + k, params, master, m, v, grads, clip, decay, plan);
     }
 }
 
@@ -112,11 +120,17 @@ void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v,
     Plan plan = {};
     unsigned blocks = 0;
     for (int r = 0; r < num_ranges; r++) {
-        if (ranges[r].size == 0) continue;
-        const size_t begin = ranges[r].begin, end = begin + ranges[r].size;
-        plan.ranges[plan.num_ranges++] = {begin, end, blocks, ranges[r].decay ? hyper.weight_decay : 0.f};
-        const size_t groups = (end + kV - 1) / kV - begin / kV;
-        blocks += ceil_div(groups, kThreads);
+        const ParamRange& p = ranges[r];
+        if (p.size == 0 || p.pieces == 0) continue;
+        if (p.skipped % kV != 0 || (p.pieces > 1 && (p.size % kV != 0 || p.stride % kV != 0 || p.stride < p.size)))
+            throw Error(format("adamw_update: pieces of %zu elements, %zu apart, %zu skipped: expected multiples of %d",
+                               p.size, p.stride, p.skipped, kV));
+        const size_t groups = (p.begin + p.size + kV - 1) / kV - p.begin / kV;
+        const unsigned blocks_of_piece = ceil_div(groups, kThreads);
+        const size_t stride = p.pieces > 1 ? p.stride : p.size;
+        plan.ranges[plan.num_ranges++] = {
+            p.begin, p.size, stride, p.skipped, blocks, blocks_of_piece, p.decay ? hyper.weight_decay : 0.f};
+        blocks += blocks_of_piece * static_cast<unsigned>(p.pieces);
     }
     if (blocks == 0) return;
     plan.lr = hyper.lr, plan.beta1 = hyper.beta1, plan.beta2 = hyper.beta2;

@@ -20,9 +20,11 @@ struct OutOfMemory : Error {
 struct cublasContext;  // what a cublasHandle_t points to; cublas.h has the rest
 struct cublasLtContext;
 class CudaGraph;
+class NcclComm;  // layers/comm.h
 
 struct Cuda {
     using Graph = CudaGraph;
+    using Comm = NcclComm;
     explicit Cuda(int device = 0);  // throws Error if there is no such device
     ~Cuda();
     Cuda(const Cuda&) = delete;

@@ -1,7 +1,9 @@
 // Encoder: token and position embeddings.
 //
-//   out[b,t] = wte[token[b,t]] + wpe[t]
-//   dwte[v] += Σ_{(b,t): token[b,t] = v} dout[b,t];   dwpe[t] += Σ_b dout[b,t]
+//   out[b,t] = wte[token[b,t]] + wpe[p(t)]
+//   dwte[v] += Σ_{(b,t): token[b,t] = v} dout[b,t];   dwpe[p(t)] += Σ_b dout[b,t]
+//
+// p(t) = t, but for a rank that has only some of a sequence's tokens.
 //
 // The scatter into dwte is the interesting part. Atomics would add in a different order on every run, and a common
 // token would make thousands of blocks queue for one row. Instead the host sorts positions by token (a counting sort;
@@ -47,11 +49,11 @@ struct PlanLayout {
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens, const X* __restrict__ wte,
-                           const X* __restrict__ wpe, size_t N, int T, int C) {
+                           const X* __restrict__ wpe, size_t N, int T, int C, Positions positions) {
     const size_t row = static_cast<size_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
     if (row >= N) return;
     const X* token = wte + static_cast<size_t>(tokens[row]) * C;
-    const X* position = wpe + (row % T) * C;
+    const X* position = wpe + static_cast<size_t>(positions.of(static_cast<int>(row % T))) * C;
     for (int c = threadIdx.x % kWarp * V; c < C; c += kWarp * V) {
         const auto x = load<V>(token + c), y = load<V>(position + c);
         Vec<float, V> sum;
@@ -63,7 +65,8 @@ __global__ void __launch_bounds__(kThreads)
 // dwpe: a thread owns V columns of one position and adds over the batch.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC) {
+    position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC, int C,
+                             Positions positions) {
     const size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
     if (i >= TC) return;
     Vec<float, V> sum = {};
@@ -72,9 +75,10 @@ __global__ void __launch_bounds__(kThreads)
         const auto dy = load<V>(dout + b * TC + i);
         for (int k = 0; k < V; k++) sum.x[k] += dy[k];
     }
-    auto total = load<V>(dwpe + i);
+    float* to = dwpe + static_cast<size_t>(positions.of(static_cast<int>(i / C))) * C + i % C;
+    auto total = load<V>(to);
     for (int k = 0; k < V; k++) total.x[k] += sum[k];
-    store(dwpe + i, total);
+    store(to, total);
 }
 
 // Pass 1. Blocks walk over chunks; a thread owns V columns.
@@ -133,12 +137,13 @@ __global__ void __launch_bounds__(kThreads)
 // ---------------------------------------------------------------------------------------------------------------------
 
 template <class X>
-void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions) {
     const size_t N = static_cast<size_t>(B) * T;
     if (N == 0) return;
     const auto kernel =
         vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>> : encoder_forward_kernel<X, 1>;
-    kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C);
+    kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C, positions);
     LAUNCH_CHECK("encoder_forward_kernel");
 }
 
@@ -188,7 +193,7 @@ void encoder_plan(const Cuda&, int* plan, const int* tokens, size_t N) {
 
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C) {
+                      int T, int C, const Positions& where) {
     const size_t N = static_cast<size_t>(B) * T, TC = static_cast<size_t>(T) * C;
     if (N == 0) return;
     const PlanLayout at(N);
@@ -197,7 +202,7 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
     const int V = vector ? kVec<X> : 1;
 
     const auto positions = vector ? position_backward_kernel<X, kVec<X>> : position_backward_kernel<X, 1>;
-    positions<<<ceil_div(TC, kThreads * V), kThreads, 0, dev.stream>>>(dwpe, dout, B, TC);
+    positions<<<ceil_div(TC, kThreads * V), kThreads, 0, dev.stream>>>(dwpe, dout, B, TC, C, where);
     LAUNCH_CHECK("position_backward_kernel");
 
     const int threads = std::min<int>(kThreads, ceil_div(C, V * kWarp) * kWarp);
@@ -213,8 +218,9 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
     LAUNCH_CHECK("token_partials_kernel");
 }
 
-#define INSTANTIATE(X)                                                                             \
-    template void encoder_forward(const Cuda&, X*, const int*, const X*, const X*, int, int, int); \
-    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, int, int);
+#define INSTANTIATE(X)                                                                                               \
+    template void encoder_forward(const Cuda&, X*, const int*, const X*, const X*, int, int, int, const Positions&); \
+    template void encoder_backward(const Cuda&, float*, float*, void*, const X*, const int*, int, int, int,          \
+                                   const Positions&);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -10,17 +10,18 @@
 #include "layers/types.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Encoder (encoder.cu): out = wte[token] + wpe[t]
+// Encoder (encoder.cu): out = wte[token] + wpe[position of t]
 
 // Writes out (B,T,C). tokens (B,T) in [0, V).
 template <class X>
-void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C);
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions = {});
 
 // Adds into dwte (Vp,C) and dwpe (maxT,C). Deterministic. scratch: encoder_scratch_bytes(). plan: device copy of what
 // encoder_plan() wrote for these tokens.
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C);
+                      int T, int C, const Positions& positions = {});
 size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 
 // Host side: ints that a plan for N positions needs, and the plan itself (see kEncoderChunk in types.h).
@@ -76,6 +77,16 @@ void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, voi
                           const X* weight, const X* pre, size_t N, int C, int OC);
 size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
 
+// The bias gradient of the product that makes q, k and v, from dqkv (N,3C), its gradient, and from projw (C,C) and
+// dprojb (C), weight and bias gradient of the projection behind attention. Two of the three need no sum over dqkv:
+//   dqkvb[0, C)    q's: adds the sum of dq's rows.
+//   dqkvb[C, 2C)   k's: zero, left alone. What is added to all keys alike changes no softmax.
+//   dqkvb[2C, 3C)  v's: written. Rows of P sum to 1, so Σ dv = Σ Pᵀ·dout = Σ dout, and dout = dproj·projw: dprojb·projw.
+// scratch: matmul_scratch_bytes(C).
+template <class X>
+void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
+                       size_t N, int C);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // GELU, tanh form (gelu.cu)
 
@@ -130,7 +141,8 @@ template <class X>
 size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n);
 
 // One AdamW step (Loshchilov & Hutter 2019, Algorithm 2) over all ranges in one launch. Updates master, m and v, and writes
-// params: rounded stochastically if X is bf16; for X = float params is the master itself and `master` is ignored.
+// params: rounded stochastically if X is bf16; for X = float params is the master itself and `master` is ignored. The random
+// bits depend on an element's place in params alone: ranks that update their shares write what one would for all.
 // norm: device, one float, the gradient's global norm; if it is not finite nothing is updated.
 template <class X>
 void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads, const float* norm,

@@ -221,7 +221,7 @@ constexpr int kWarps = kThreads / kWarp;
 
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC) {
+    bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC, int stride) {
     __shared__ float sum_smem[kWarps][V][kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int c = (blockIdx.x * kWarp + lane) * V;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads)
     if (c < OC) {
 #pragma unroll 4
         for (size_t row = static_cast<size_t>(blockIdx.y) * kWarps + warp; row < N; row += size_t{gridDim.y} * kWarps) {
-            const auto dy = load<V>(dout + row * OC + c);
+            const auto dy = load<V>(dout + row * stride + c);
             for (int i = 0; i < V; i++) sum[i] += dy[i];
         }
     }
@@ -242,6 +242,25 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns: warp w adds rows w, w + 32, …, then the warps' sums are
+// added in order.
+template <class X>
+__global__ void __launch_bounds__(1024)
+    row_times_matrix_kernel(float* __restrict__ out, const float* __restrict__ x, const X* __restrict__ weight, int C) {
+    __shared__ float sum_smem[kWarp][kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, c = blockIdx.x * kWarp + lane;
+    float sum = 0.f;
+    if (c < C) {
+#pragma unroll 8
+        for (int r = warp; r < C; r += kWarp) sum += x[r] * to_float(weight[static_cast<size_t>(r) * C + c]);
+    }
+    sum_smem[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || c >= C) return;
+    for (int w = 1; w < kWarp; w++) sum += sum_smem[w][lane];
+    out[c] = sum;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 static void check_sizes(int C, int OC) {
@@ -249,14 +268,14 @@ static void check_sizes(int C, int OC) {
 }
 
 template <class X>
-static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC) {
+static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC, int stride) {
     if (N == 0) return;
-    const bool vector = vectorises<X>(OC, dout);
+    const bool vector = vectorises<X>(OC, dout) && vectorises<X>(stride, dout);
     const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
     const int slices = column_sum_slices(dev, OC, N);
     const dim3 grid(ceil_div(OC, kWarp * (vector ? kVec<X> : 1)), slices);
     float* partials = static_cast<float*>(scratch);
-    kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC);
+    kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC, stride);
     LAUNCH_CHECK("bias_backward_kernel");
     add_partials(dev, {dbias}, partials, slices, OC);
 }
@@ -293,11 +312,20 @@ template <class X>
 void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
                      const X* weight, size_t N, int C, int OC, bool accumulate) {
     check_sizes(C, OC);
-    if (dbias) bias_backward(dev, dbias, scratch, dout, N, OC);
+    if (dbias) bias_backward(dev, dbias, scratch, dout, N, OC, OC);
     if (dweight)
         multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, accumulate},
                            {dweight, inp, dout});
     if (dinp) multiply<X>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
+}
+
+template <class X>
+void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
+                       size_t N, int C) {
+    check_sizes(C, 3 * C);
+    bias_backward(dev, dqkvb, scratch, dqkv, N, C, 3 * C);
+    row_times_matrix_kernel<<<ceil_div(C, kWarp), 1024, 0, dev.stream>>>(dqkvb + 2 * C, dprojb, projw, C);
+    LAUNCH_CHECK("row_times_matrix_kernel");
 }
 
 size_t matmul_scratch_bytes(const Cuda& dev, int OC) {
@@ -326,6 +354,7 @@ size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
     template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int,  \
                                   int, bool);                                                                         \
     template void matmul_gelu_backward(const Cuda&, X*, float*, X*, void*, const X*, const X*, const X*, size_t, int, \
-                                       int);
+                                       int);                                                                          \
+    template void qkv_bias_backward(const Cuda&, float*, void*, const X*, const float*, const X*, size_t, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include <climits>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -30,10 +32,47 @@ constexpr const char* name_of(DType t) {
 // What --attention chooses. The kernel itself (flash_fp32, flash_bf16, …) follows from X and the GPU.
 enum class Attention { flash, naive };
 
-// One tensor of the flat parameter arena, for the optimizer: elements [begin, begin + size), decayed or not.
+// A (B, T, NH, HS) tensor inside a larger one: element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
+// Rows of HS elements are contiguous and 16-byte aligned.
+template <class X>
+struct Heads {
+    X* ptr;
+    size_t batch, token;  // strides in elements
+};
+
+// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. Causal: query i sees key
+// j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
+//
+// The tokens may be some of longer tensors': in the running output and in dq sequences are q_rows tokens apart, in dk and dv
+// k_rows, and in lse and D heads are q_rows apart. 0: Tq, Tk.
+struct BlockShape {
+    int B, Tq, Tk, NH, HS;
+    long long q_offset = 0, k_offset = 0;
+    bool causal = true;
+    float scale = 0.f;
+    int q_rows = 0, k_rows = 0;
+    bool write_dkv = false;  // backward writes dk and dv, instead of adding to them
+    int rows_of_q() const { return q_rows ? q_rows : Tq; }
+    int rows_of_k() const { return k_rows ? k_rows : Tk; }
+    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
+};
+
+// Where a sequence's rows stand in it: the first `chunk` of them from position `early` on, those behind them from `late`
+// on, as a rank of a ring has them (attention/ring.h). Default: from 0 on.
+struct Positions {
+    int chunk = INT_MAX, early = 0, late = 0;
+    __host__ __device__ int of(int row) const { return row < chunk ? early + row : late + (row - chunk); }
+};
+
+// Part of the flat parameter arena, for the optimizer: `size` elements from `begin` on, decayed or not; and as many again,
+// `pieces` in all, each `stride` after the one before it. Gradients and optimizer state of a rank that updates only its
+// share lie back to back: `skipped` elements of the arena before `begin` are not in them.
 struct ParamRange {
     size_t begin, size;
     bool decay;
+    size_t pieces = 1, stride = 0, skipped = 0;
+    size_t piece(size_t p) const { return begin + p * stride; }          // in the arena
+    size_t state(size_t p) const { return begin - skipped + p * size; }  // in gradients, m, v and master
 };
 
 struct AdamW {

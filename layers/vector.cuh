@@ -15,6 +15,9 @@ constexpr unsigned kFullMask = 0xffffffffu;
 __device__ inline float to_float(float x) {
     return x;
 }
+__device__ inline float to_float(double x) {
+    return static_cast<float>(x);
+}
 __device__ inline float to_float(bf16 x) {
     return __bfloat162float(x);
 }

@@ -9,8 +9,11 @@ is that of the validation after the last step, the time a step's mean after the 
 loss lies outside the losses that naive's seeds gave. In fp32, matmuls use TF32, naive attention's among them.
 """
 import argparse
+import concurrent.futures
 import json
+import os
 import pathlib
+import queue
 import re
 import statistics
 import subprocess
@@ -20,15 +23,18 @@ import tempfile
 import results
 
 
-def train(a, attention, B, T, seed):
-    """(device, mean ms, final loss) of a run."""
+def train(a, attention, B, T, seed, gpus):
+    """(device, mean ms, final loss) of a run on a GPU that is taken from `gpus` for as long."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["./train_gpt2cu", "-e", a.model, "-b", str(B), "-t", str(T), "-x", str(a.steps), "-v", str(a.steps),
                    "-s", "0", "--seed", str(seed), "--precision", a.precision, "--attention", attention, "--device",
                    a.device, "-o", folder] + (["--no-tf32"] if a.no_tf32 else [])
-        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
+        gpu = gpus.get()
+        env = os.environ if gpu is None else dict(os.environ, CUDA_VISIBLE_DEVICES=gpu)
+        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, env=env)
+        gpus.put(gpu)
         if done.returncode:
-            sys.exit(f"compare_losses.py: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
         rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
         ms = [r["step_ms"] for r in rows if r["kind"] == "train"][a.steps // 10:]
         device = next(r["device"] for r in rows if r["kind"] == "run")
@@ -44,6 +50,7 @@ def main():
     arg.add_argument("--steps", type=int, default=400)
     arg.add_argument("--seeds", type=int, default=3, help="how many")
     arg.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arg.add_argument("--gpus", type=int, default=1, help="so many runs side by side, each on a GPU of its own")
     arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/losses.jsonl")
     arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
@@ -51,30 +58,45 @@ def main():
         arg.error(f'--shapes: "{a.shapes}" is no list of BxT such as 4x1024,16x1024')
     if a.seeds < 2:
         arg.error("--seeds: a spread needs two at least")
+    if a.gpus < 1:
+        arg.error("--gpus: expected at least 1")
     if not (results.ROOT / "train_gpt2cu").exists():
         sys.exit("compare_losses.py: there is no ./train_gpt2cu: make train_gpt2cu")
     cuda = re.search(r"release ([\d.]+)", results.output_of("nvcc", "--version"))
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus, pool = queue.Queue(), concurrent.futures.ThreadPoolExecutor(a.gpus)
+    for i in range(a.gpus):
+        gpus.put(None if a.gpus == 1 else visible[i] if i < len(visible) and visible[i] else str(i))
+    shapes = [tuple(map(int, shape.split("x"))) for shape in a.shapes.split(",")]
+    started = {(B, T, attention): [pool.submit(train, a, attention, B, T, seed, gpus) for seed in range(1, a.seeds + 1)]
+               for B, T in shapes for attention in ("naive", "flash")}
+
     rows, all_within = [], True
     print("   B     T  attention  ms a step     mean loss  of the seeds")
-    for B, T in (map(int, shape.split("x")) for shape in a.shapes.split(",")):
-        losses = {}
-        for attention in ("naive", "flash"):
-            runs = [train(a, attention, B, T, seed) for seed in range(1, a.seeds + 1)]
-            ms = statistics.mean(run[1] for run in runs)
-            found = losses[attention] = [run[2] for run in runs]
-            rows.append(results.row("losses", runs[0][0], cuda[1] if cuda else "", model=a.model, dtype=a.precision,
-                                    tf32=a.precision == "fp32" and not a.no_tf32, B=B, T=T, steps=a.steps,
-                                    attention=attention, seeds=a.seeds, ms=ms, loss=statistics.mean(found),
-                                    loss_min=min(found), loss_max=max(found)))
-            print(f"{B:4} {T:5}  {attention:9}  {ms:9.2f}  {statistics.mean(found):12.5f}  "
-                  f"{', '.join(f'{loss:.5f}' for loss in found)}", flush=True)
-        flash, naive = statistics.mean(losses["flash"]), losses["naive"]
-        within = min(naive) <= flash <= max(naive)
-        all_within &= within
-        apart = max(abs(f - n) for f, n in zip(losses["flash"], naive))
-        print(f"flash's mean final loss is {'within' if within else 'OUTSIDE'} the seeds' spread of naive's "
-              f"({min(naive):.5f} to {max(naive):.5f}); of one seed they differ by {apart:.1e} at most", flush=True)
+    try:
+        for B, T in shapes:
+            losses = {}
+            for attention in ("naive", "flash"):
+                runs = [run.result() for run in started[B, T, attention]]
+                ms = statistics.mean(run[1] for run in runs)
+                found = losses[attention] = [run[2] for run in runs]
+                rows.append(results.row("losses", runs[0][0], cuda[1] if cuda else "", model=a.model, dtype=a.precision,
+                                        tf32=a.precision == "fp32" and not a.no_tf32, B=B, T=T, steps=a.steps,
+                                        attention=attention, seeds=a.seeds, ms=ms, loss=statistics.mean(found),
+                                        loss_min=min(found), loss_max=max(found)))
+                print(f"{B:4} {T:5}  {attention:9}  {ms:9.2f}  {statistics.mean(found):12.5f}  "
+                      f"{', '.join(f'{loss:.5f}' for loss in found)}", flush=True)
+            flash, naive = statistics.mean(losses["flash"]), losses["naive"]
+            within = min(naive) <= flash <= max(naive)
+            all_within &= within
+            apart = max(abs(f - n) for f, n in zip(losses["flash"], naive))
+            print(f"flash's mean final loss is {'within' if within else 'OUTSIDE'} the seeds' spread of naive's "
+                  f"({min(naive):.5f} to {max(naive):.5f}); of one seed they differ by {apart:.1e} at most", flush=True)
+    except RuntimeError as e:
+        sys.exit(f"compare_losses.py: {e}")
+    finally:
+        pool.shutdown(cancel_futures=True)  # a run failed, or Ctrl-C: no other starts
     if a.json or a.out:
         print(results.append(rows, "losses", a.out))
     sys.exit(0 if all_within else 1)

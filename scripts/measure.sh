@@ -6,11 +6,12 @@
 #   bf16, fp32   attention: our kernels and PyTorch's     memory    the step by T
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
-#   layers       each other layer alone                   losses    flash's beside naive's
-#   train        tokens/s, memory, where the time goes
+#   ring         chunks and rings: errors, speed          losses    flash's beside naive's
+#   layers       each other layer alone                   train     tokens/s, memory, where the time goes
+#   scaling      tokens/s and losses of several GPUs
 set -e
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study layers train memory default torch losses"
+all="bf16 fp32 accuracy study ring layers train memory default torch losses scaling"
 parts= tests=yes
 for part in "$@"; do
     case " $all " in
@@ -19,7 +20,7 @@ for part in "$@"; do
         if [ "$part" = --no-tests ]; then
             tests=
         elif [ "$part" = --help ]; then
-            sed -n '2,10s/^# \{0,1\}//p' "$0"
+            sed -n '2,11s/^# \{0,1\}//p' "$0"
             exit
         else
             echo "measure.sh: $part: expected --no-tests or some of $all" >&2
@@ -49,6 +50,12 @@ for part in $parts; do
     accuracy)
         for hs in 64 128; do ./dev/accuracy --json --hs $hs || echo "errors beyond their bounds"; done ;;
     study) ./dev/study_accumulation --json || echo "errors beyond what is allowed" ;;
+    ring)
+        ./dev/study_ring --json || echo "errors grow with the number of ranks"
+        gpus=$(nvidia-smi -L | wc -l)
+        for hs in "12 64" "32 128"; do
+            [ "$gpus" -lt 2 ] || ./dev/bench_ring --json --gpus "$gpus" --heads "${hs% *}" --hs "${hs#* }"
+        done ;;
     layers) ./dev/bench_layers --json ;;
     train)
         $training --json --shapes 4x1024,8x1024,16x1024,64x1024
@@ -60,8 +67,10 @@ for part in $parts; do
         ./dev/bench_train --json --precision bf16 --shapes 1x16384,1x32768,1x65536 || echo "no more lengths" ;;
     default) python3 scripts/default_run.py ;;
     torch) python3 scripts/compare_torch.py --json || echo "no comparison with PyTorch" ;;
+    scaling)
+        if [ "$(nvidia-smi -L | grep -c '^GPU')" -gt 1 ]; then python3 scripts/scaling.py --json; else echo "one GPU"; fi ;;
     losses) python3 scripts/compare_losses.py --json || echo "naive and flash end at different losses" ;;
     esac
 done
-for what in attention accumulation memory; do python3 scripts/plot_$what.py || echo "no plots of $what"; done
+for what in attention accumulation ring memory; do python3 scripts/plot_$what.py || echo "no plots of $what"; done
 python3 scripts/readme_tables.py

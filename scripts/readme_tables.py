@@ -19,7 +19,8 @@ DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant"]
+        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
+        "chunk", "tokens_per_gpu"]
 DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
@@ -217,6 +218,71 @@ def train(path):
     return table(title, found, header, body)
 
 
+def scaling(path):
+    """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
+    found = rows(path)
+    speed = sorted((r for r in found if r["what"] == "speed"), key=lambda r: (r["model"], r["B"], r["gpus"], r["zero"]))
+    if not speed:
+        return None
+    apart = {(r["model"], r["gpus"], r["zero"]): r["apart"] for r in found if r["what"] == "losses"}
+    same, varying = shared(speed, ["model", "dtype", "B", "T"])
+    body = [[str(r["gpus"]), str(r["zero"]) if r["gpus"] > 1 else "–", *(str(r[field]) for field in varying),
+             f"{r['tok_s'] / 1e3:.0f}k", f"{100 * r['of_linear']:.1f} %", f"{r['ms']:.2f}", f"{r['ms_side_by_side']:.2f}",
+             f"{r['gib']:.1f}", f"{apart[key]:.0e}" if (key := (r["model"], r["gpus"], r["zero"])) in apart else "–"]
+            for r in speed]
+    header = ["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step", "ms side by side", "GiB a GPU", "losses apart"]
+    title = (f"Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know nothing "
+             f"of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a step's "
+             f"loss from one GPU's at the same global batch, strict fp32, 20 steps")
+    return table(title, found, header, body)
+
+
+def ring_chunks(path):
+    found = rows(path, study="chunks")
+    own = {r["dtype"]: r for r in rows(path, study="unchunked")}
+    wrong = ["own_lse_dq", "own_lse_dk", "own_lse_dv", "used_sum_dq"]
+    body = []
+    for dtype in dict.fromkeys(r["dtype"] for r in found):
+        body += [[dtype, str(r["chunk"]), *(f"{r[t]:.1e}" for t in TENSORS), *(f"{r[w]:.2f}" for w in wrong)]
+                 for r in found if r["dtype"] == dtype]
+        body.append([dtype, "all, fp64", *(f"{own[dtype][t]:.1e}" for t in TENSORS), *([""] * len(wrong))])
+    header = ["dtype", "chunk", *TENSORS, "own lse: dq", "dk", "dv", "used sum: dq"]
+    title = (f"Largest difference from the unchunked call, chunk by chunk, causal, {shared(found, ['T', 'NH', 'HS'])[0]}, 8 by "
+             f"8 chunks; behind them the unchunked call's own from fp64. On the right two mistakes: the block's own lse and "
+             f"D, and a sum of dq that was not cleared")
+    return table(title, found, header, body)
+
+
+def ring_errors(path):
+    found = rows(path, study="ring")
+    tensors = ["out", "dq", "dk", "dv"]
+    at = {(r["dtype"], r["carry"], r["ranks"], r["tensor"]): r for r in found}
+
+    def cell(r):
+        if r["carry"] == "floor":
+            return f"{r['mean_error']:.2e}, {r['max_error']:.1e}"
+        return f"{r['mean_error']:.2e} ({r['mean_ratio']:.2f}), {r['max_error']:.1e} ({r['max_ratio']:.2f})"
+    body = [[dtype, carry, str(n) if carry != "floor" else "–", *(cell(at[dtype, carry, n, t]) for t in tensors)]
+            for dtype, carry, n in dict.fromkeys(key[:3] for key in at)]
+    title = (f"Ring attention against fp64 by number of ranks, causal, {shared(found, ['T', 'NH', 'HS'])[0]}, N(0,1): mean and "
+             f"largest absolute error (multiples of one rank's); floor: fp64's result, rounded")
+    return table(title, found, ["dtype", "carry", "ranks", *tensors], body)
+
+
+def ring_speed(path):
+    found = sorted(rows(path), key=lambda r: (r["HS"], r["gpus"], r["pass"]))
+
+    def share(r, ms):
+        at_length = [f"{100 * r['single_ms' + p] / r[ms + p]:.1f}" for p in ("", "_sustained") if r.get(ms + p)]
+        return " / ".join(at_length) + " %"
+    body = [[str(r["gpus"]), f"{r['NH']}, {r['HS']}", r["pass"], f"{r['single_ms']:.2f}", f"{r['ms']:.2f}", share(r, "ms"),
+             share(r, "still_ms"), f"{r['hop_ms']:.2f}"] for r in found]
+    header = ["GPUs", "NH, HS", "pass", "one GPU's time / GPUs, ms", "ring, ms", "of one GPU's rate", "nothing sent", "a hop, ms"]
+    title = (f"Ring attention, bf16, causal, B 1, {found[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool / sustained. "
+             f"Nothing sent: the ring's blocks without its travel. A hop: a step's travel by itself")
+    return table(title, found, header, body)
+
+
 def breakdown(path):
     """A table for each step that was taken apart, its longest call first."""
     steps = {}
@@ -283,12 +349,14 @@ TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf
           "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32")),
           "ladder": ("attention.jsonl", ladder), "accuracy": ("accuracy.jsonl", accuracy),
           "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train),
-          "breakdown": ("breakdown.jsonl", breakdown), "torch": ("torch.jsonl", torch),
+          "breakdown": ("breakdown.jsonl", breakdown), "scaling": ("scaling.jsonl", scaling), "torch": ("torch.jsonl", torch),
           "default run": ("default_run.jsonl", default_run),
           "accumulation speed": ("accumulation.jsonl", accumulation_speed),
           "accumulation errors": ("accumulation.jsonl", accumulation_errors),
           "plot accumulation": ("accumulation.svg", None), "plot attention bf16": ("attention_bf16.svg", None),
           "plot attention fp32": ("attention_fp32.svg", None),
+          "ring chunks": ("ring.jsonl", ring_chunks), "ring errors": ("ring.jsonl", ring_errors),
+          "ring speed": ("ring_speed.jsonl", ring_speed), "plot ring": ("ring.svg", None),
           "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
 
 

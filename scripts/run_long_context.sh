@@ -19,23 +19,7 @@ out=log_long_context
 T=16384
 make train_gpt2cu
 mkdir -p $out
-[ -e $out/start.bin ] || python3 - "$from" $out/start.bin $T <<'END'
-import os, struct, sys
-source, target, T = sys.argv[1], sys.argv[2], int(sys.argv[3])
-try:
-    data = open(source, "rb").read()
-except OSError as e:
-    sys.exit(f"run_long_context.sh: {e}: give a checkpoint, a model_….bin of a 124M run")
-header = list(struct.unpack_from("<256i", data))
-max_T, C, Vp, size = header[2], header[6], header[7], {3: 4, 5: 2}[header[1]]
-wpe = 1024 + Vp * C * size
-rest = wpe + max_T * C * size
-header[2] = T
-with open(target + ".part", "wb") as f:
-    f.write(struct.pack("<256i", *header) + data[1024:wpe])
-    f.write((data[wpe:rest] * -(-T // max_T))[:T * C * size] + data[rest:])
-os.rename(target + ".part", target)
-END
+[ -e $out/start.bin ] || python3 scripts/longer_context.py "$from" $out/start.bin $T
 exec ./train_gpt2cu -e $out/start.bin -i 'data/cache/fineweb10B/train_*.bin' -j 'data/cache/fineweb10B/val_*.bin' \
     --tokenizer data/cache/fineweb10B/gpt2_tokenizer.bin \
     -b "${B:-4}" -t $T -d 524288 -x 1000 -l 1e-4 -u 100 -q 0 -c 0.1 -k cosine \

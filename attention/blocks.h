@@ -1,0 +1,32 @@
+// The block form of attention as calls of the seam, CUDA side: what attention/chunks.h and attention/ring.h are written
+// over. dev/reference.h has the same for the CPU. The kernel is the one that the layer's flash attention has on this GPU.
+#pragma once
+#include "attention/attention.h"
+
+// As AttentionKernel's forward_block, backward_block and block_scratch_bytes.
+template <class X>
+void attention_forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                             Heads<const X> v, const BlockShape& shape) {
+    attention_kernel<X>(dev, Attention::flash, shape.HS).forward_block(dev, o_acc, lse, q, k, v, shape);
+}
+template <class X>
+void attention_backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const X> q,
+                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
+                              const BlockShape& shape) {
+    const AttentionKernel<X>& kernel = attention_kernel<X>(dev, Attention::flash, shape.HS);
+    kernel.backward_block(dev, dq, dk, dv, scratch, q, k, v, dout, lse, D, shape);
+}
+template <class X>
+size_t attention_block_scratch_bytes(const Cuda& dev, const BlockShape& shape) {
+    return attention_kernel<X>(dev, Attention::flash, shape.HS).block_scratch_bytes(shape);
+}
+
+// Rows of n elements, src_stride apart in src, dst_stride apart in dst; rounded to the type of dst.
+template <class Y, class X>  // dst ← src
+void copy_rows(const Cuda& dev, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows);
+// dst ← dst + src
+void add_rows(const Cuda& dev, float* dst, size_t dst_stride, const float* src, size_t src_stride, size_t n,
+              size_t rows);
+template <class Y>  // dst ← a + b
+void sum_rows(const Cuda& dev, Y* dst, size_t dst_stride, const float* a, const float* b, size_t src_stride, size_t n,
+              size_t rows);

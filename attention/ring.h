@@ -1,0 +1,212 @@
+// Ring attention (Liu et al. 2023): one sequence over N ranks, each with T/N of its tokens. Keys and values travel
+// around the ring; at every stop a rank runs its queries against them by the block form and merges the result in fp32,
+// so that no rank ever holds more than two ranks' keys.
+//
+//   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
+//   forward:   (o, L) ← merge((o, L), block(q, k, v))
+//   backward:  dq += …;  dk and dv travel a step behind their keys, and each rank adds to them: home after N − 1 hops
+//
+// What travels does so behind the blocks that a rank works on meanwhile. Partial results are fp32 wherever they are, on
+// the way too, and are rounded once: so the error does not grow with N.
+//
+// Zigzag: with a causal mask, contiguous parts would leave the first rank idle while the last works. So the sequence is
+// cut into 2N chunks and rank r holds chunks r and 2N−1−r: an early one, which sees little, and a late one, which sees
+// much. At every step but the first each rank then has exactly two whole pairs of chunks to work on:
+//   keys from an earlier rank s < r: both its chunks of queries see the early chunk s and neither the late one 2N−1−s
+//   keys from a later rank   s > r: its late chunk sees both chunks, its early one neither
+// so that no mask is needed; and at the first step, with its own keys, the mask of an ordinary sequence of two chunks.
+//
+// Written over the seam: the backend's block form (attention/blocks.h, dev/reference.h) is declared before this header.
+// A rank's tensors are those of its 2·Tc tokens in the order (early chunk, late chunk): qkv (B, 2Tc, 3, NH, HS), out
+// and dout (B, 2Tc, NH, HS), lse (B, NH, 2Tc), dqkv as qkv.
+//
+// Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
+#pragma once
+#include <algorithm>
+
+#include "layers/types.h"
+
+// Which rank has what of the sequence.
+struct Zigzag {
+    int ranks;
+    int chunk(int rank, int half) const { return half == 0 ? rank : 2 * ranks - 1 - rank; }
+    int owner(int chunk) const { return std::min(chunk, 2 * ranks - 1 - chunk); }
+    int source(int rank, int step) const { return (rank - step + ranks) % ranks; }  // of the keys at a step
+    // Do queries of one chunk see keys of another: all, some (it is the same chunk), or none?
+    static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
+};
+
+// A rank's part in the ring: keys and values of two ranks, fp32 state of its own tokens, fp32 gradients of three ranks'
+// keys and values. Comm: the ranks of one sequence, as in layers/comm.h.
+template <class Dev, class X, class Comm = typename Dev::Comm>
+class Ring {
+  public:
+    using A = Acc<X>;
+    // start() gives it memory of bytes(), all of one allocation, and the others.
+    Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0)
+        : dev_(dev), zigzag_{ranks}, rank_(rank), B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
+        bytes_ = place(nullptr);
+    }
+    size_t bytes() const { return bytes_; }
+    void start(void* memory, Comm* comm) {
+        place(memory);
+        comm_ = comm;
+        if (zigzag_.ranks > 1) comm_->share(memory, bytes_);
+    }
+
+    void forward(X* out, A* lse, const X* qkv);
+    void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv);
+
+  private:
+    const Dev& dev_;
+    const Zigzag zigzag_;
+    const int rank_, B_, Tc_, NH_, HS_;
+    const float scale_;
+    size_t bytes_;
+    Comm* comm_ = nullptr;
+    X* kv_[2];       // (B, 2Tc, 2, NH, HS): at work, and on its way in
+    A* dkv_[2];      // (2: K and V, B, 2Tc, NH, HS) of the ranks so far: at work, and on its way in
+    A* own_;         // the same: this rank's addition to it
+    A* home_;        // the same: of its own keys by its own queries
+    A* o_;           // (B, 2Tc, NH, HS): running output, then dq
+    A* D_;           // (B, NH, 2Tc)
+    double* lse_;    // as D_: the running one
+    char* scratch_;  // of the kernels
+
+    size_t place(void* memory) {
+        size_t used = 0;
+        const auto take = [&](auto*& p, size_t n) {
+            p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(memory) + used);
+            used += (n * sizeof(*p) + 255) / 256 * 256;
+        };
+        const size_t of_travel = zigzag_.ranks > 1 ? 2 * elements() : 0;
+        for (X*& p : kv_) take(p, of_travel);
+        for (A*& p : dkv_) take(p, of_travel);
+        take(own_, of_travel);
+        take(home_, 2 * elements());
+        take(o_, elements());
+        take(D_, elements() / HS_);
+        take(lse_, elements() / HS_);
+        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
+        return used;
+    }
+
+    size_t C() const { return size_t(NH_) * HS_; }
+    size_t tokens() const { return size_t(B_) * 2 * Tc_; }
+    size_t elements() const { return tokens() * C(); }
+
+    // Queries [q0, q0 + Tq) of this rank against the first Tk of its own keys, which are neighbours in order: the mask is
+    // that of a sequence of 2Tc tokens. Or of another rank's: there is none.
+    BlockShape own_keys(int q0, int Tq) const {
+        return {B_, Tq, q0 + Tq, NH_, HS_, q0, 0, true, scale_, 2 * Tc_, 2 * Tc_};
+    }
+    BlockShape others_keys(int step) const {
+        const bool earlier = zigzag_.source(rank_, step) < rank_;
+        const int q0 = earlier ? 0 : Tc_, Tk = earlier ? Tc_ : 2 * Tc_;
+        return {B_, 2 * Tc_ - q0, Tk, NH_, HS_, q0, 0, false, scale_, 2 * Tc_, 2 * Tc_};
+    }
+    // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.
+    Heads<const X> heads(const X* x, int t0, int part, int parts) const {
+        const size_t token = parts * C();
+        return {x + t0 * token + part * C(), 2 * Tc_ * token, token};
+    }
+    Heads<const X> keys(const X* qkv, int step, int part) const {  // part 0 K, 1 V
+        return step == 0 ? heads(qkv, 0, part + 1, 3) : heads(kv_[0], 0, part, 2);
+    }
+    void forward_block(const BlockShape& s, int step, const X* qkv) {
+        const int q0 = static_cast<int>(s.q_offset);
+        attention_forward_block<X>(dev_, o_ + q0 * C(), lse_ + q0, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
+                                   keys(qkv, step, 1), s);
+    }
+    void backward_block(const BlockShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
+        const int q0 = static_cast<int>(s.q_offset);
+        attention_backward_block<X>(dev_, o_ + q0 * C(), dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3),
+                                    keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0,
+                                    s);
+    }
+
+    // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].
+    template <class T>
+    void pass_on(T* const (&buffers)[2]) {
+        const int next = (rank_ + 1) % zigzag_.ranks, before = (rank_ + zigzag_.ranks - 1) % zigzag_.ranks;
+        comm_->send_recv(next, buffers[0], before, buffers[1], 2 * elements());
+    }
+    // Starts what travels during a step.
+    void depart(bool kv, bool dkv) {
+        if (!kv && !dkv) return;
+        comm_->fork();
+        comm_->group([&] {
+            if (kv) pass_on(kv_);
+            if (dkv) pass_on(dkv_);
+        });
+        comm_->head_start();
+    }
+    void arrive(bool kv, bool dkv) {
+        if (!kv && !dkv) return;
+        comm_->join();
+        if (kv) std::swap(kv_[0], kv_[1]);
+        if (dkv) std::swap(dkv_[0], dkv_[1]);
+    }
+    void pack_own_keys(const X* qkv) {
+        if (zigzag_.ranks > 1) copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), tokens());
+    }
+};
+
+template <class Dev, class X, class Comm>
+void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
+    pack_own_keys(qkv);
+    for (int step = 0; step < zigzag_.ranks; step++) {
+        const bool more = step + 1 < zigzag_.ranks;
+        depart(more, false);
+        if (step == 0) attention_clear_state(dev_, static_cast<A*>(nullptr), lse_, own_keys(0, 2 * Tc_));
+        forward_block(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
+        arrive(more, false);
+    }
+    copy_rows(dev_, out, elements(), o_, elements(), elements(), 1);  // the one rounding
+    copy_rows(dev_, lse, elements() / HS_, lse_, elements() / HS_, elements() / HS_, 1);
+}
+
+// The gradients of a rank's keys start their way at the next rank, at step 1, and are home after ranks − 1 hops, the
+// last of them behind the queries and keys of its own early chunk, which therefore come last.
+template <class Dev, class X, class Comm>
+void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
+    const int ranks = zigzag_.ranks;
+    pack_own_keys(qkv);
+    depart(ranks > 1, false);
+    dev_.zero(o_, elements() * sizeof(A));
+    attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
+    BlockShape late = own_keys(Tc_, Tc_);
+    late.write_dkv = true;
+    backward_block(late, 0, home_, dout, lse, qkv);
+    arrive(ranks > 1, false);
+
+    for (int step = 1; step < ranks; step++) {
+        const bool more = step + 1 < ranks, first = step == 1;  // who is first starts the sum
+        depart(more, !first);
+        BlockShape s = others_keys(step);
+        s.write_dkv = true;
+        backward_block(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
+        arrive(more, !first);
+        const size_t seen = s.Tk * C(), sequence = 2 * Tc_ * C();  // elements of dk, and of dv
+        for (int v = 0; v < 2; v++) {
+            A* sum = dkv_[0] + v * elements();
+            if (!first)
+                add_rows(dev_, sum, sequence, own_ + v * elements(), sequence, seen, B_);
+            else if (seen < sequence)
+                for (int b = 0; b < B_; b++) dev_.zero(sum + b * sequence + seen, (sequence - seen) * sizeof(A));
+        }
+    }
+
+    depart(false, ranks > 1);
+    backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
+    arrive(false, ranks > 1);
+    copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());
+    for (int v = 0; v < 2; v++) {
+        X* to = dqkv + (1 + v) * C();
+        const A* own = home_ + v * elements();
+        if (ranks > 1)
+            sum_rows(dev_, to, 3 * C(), own, dkv_[0] + v * elements(), C(), C(), tokens());
+        else
+            copy_rows(dev_, to, 3 * C(), own, C(), C(), tokens());
+    }
+}

@@ -1,0 +1,330 @@
+// Ring attention's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
+//
+//   single     the attention kernel of one GPU at all tokens, divided by N: what the ring would take if it were free
+//   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
+//   no travel  the same blocks, but nothing is sent: what cutting into blocks costs; the rest is travel that shows
+//   hop        a step's travel alone: K and V (forward), and with dK and dV in fp32 (backward)
+//
+// One process a GPU, as in the trainer. Validated first: every rank's chunks against the unchunked kernel of one GPU, at
+// 2048 tokens a GPU, relative to the largest value. Protocols: dev/bench.h.
+//
+// Run: ./dev/bench_ring --help
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "attention/blocks.h"
+#include "attention/ring.h"
+#include "data/job.h"
+#include "data/options.h"
+#include "dev/bench.h"
+#include "layers/comm.h"
+#include "layers/layers.h"
+
+struct Options {
+    int gpus = 0, tokens = 16384, heads = 12;
+    std::string hs = "64", out;
+    bool quick = false, blocks = false, nccl = false, json = false;
+};
+
+// As between machines.
+struct ByNccl : NcclComm {
+    using NcclComm::NcclComm;
+    void share(void*, size_t) {}
+};
+
+// A ring in which nothing travels.
+struct NoComm {
+    int rank, size;
+    void fork() {}
+    void join() {}
+    void head_start() {}
+    void share(void*, size_t) {}
+    template <class Calls>
+    void group(Calls) {}
+    template <class X>
+    void send_recv(int, const X*, int, X*, size_t) {}
+};
+
+template <class T>
+T* as(const DeviceMemory& memory) {
+    return static_cast<T*>(memory.get());
+}
+
+template <class Comm>
+struct Bench {
+    const Options& options;
+    const Cuda& dev;
+    Job& job;
+    Comm& comm;
+    const DeviceMemory flag;  // of the collective that lets all ranks start together
+
+    Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm)
+        : options(o), dev(dev), job(job), comm(comm), flag(device_memory(dev, size_t(job.size) * sizeof(float))) {
+        dev.zero(flag.get(), size_t(job.size) * sizeof(float));
+    }
+    void start_together() const {
+        comm.fork();
+        comm.all_gather(as<float>(flag), 1);
+        comm.join();
+    }
+    double slowest(double ms) const {
+        const std::vector<double> all = job.all_gather(ms);
+        return *std::max_element(all.begin(), all.end());
+    }
+    template <class Launch>
+    Figures measure(Launch launch) const {
+        const auto together = [&](int) {
+            start_together();
+            launch();
+        };
+        // The collective's own time is part of no figure: it is measured alone and taken off.
+        const double idle = slowest(cool_ms(dev, [&](int) { start_together(); }));
+        Figures ms;
+        ms.cool = slowest(cool_ms(dev, together)) - idle;
+        if (!options.quick)
+            ms.sustained = slowest(sustained_ms(
+                dev, [&](int) { launch(); }, ms.cool));
+        return ms;
+    }
+};
+
+// What a rank keeps of the inputs of a sequence of T tokens: its chunks'.
+struct Part {
+    DeviceMemory memory, stats;
+    bf16 *qkv, *dout, *out, *dqkv;
+    float* lse;
+    Part(const Cuda& dev, const bf16* qkv_of_all, const bf16* dout_of_all, const Zigzag& zigzag, int rank, int Tc,
+         size_t C)
+        : memory(device_memory(dev, 16 * Tc * C * sizeof(bf16))),
+          stats(device_memory(dev, 2 * Tc * C * sizeof(float))) {
+        const size_t n = Tc * C;
+        qkv = as<bf16>(memory), dout = qkv + 6 * n, out = dout + 2 * n, dqkv = out + 2 * n, lse = as<float>(stats);
+        for (int half = 0; half < 2; half++) {
+            const size_t at = zigzag.chunk(rank, half) * n;
+            copy_rows(dev, qkv + 3 * half * n, 3 * n, qkv_of_all + 3 * at, 3 * n, 3 * n, 1);
+            copy_rows(dev, dout + half * n, n, dout_of_all + at, n, n, 1);
+        }
+    }
+};
+
+// The unchunked kernel over a whole sequence.
+struct Whole {
+    AttentionShape s;
+    size_t n;
+    DeviceMemory memory, stats, scratch;
+    bf16 *qkv, *dout, *out, *dqkv;
+    Whole(const Cuda& dev, int T, int NH, int HS)
+        : s{1, T, NH, HS},
+          n(size_t(T) * NH * HS),
+          memory(device_memory(dev, 8 * n * sizeof(bf16))),
+          stats(device_memory(dev, n / HS * sizeof(float))),
+          scratch(device_memory(dev, attention_scratch_bytes<bf16>(dev, Attention::flash, 1, T, NH, HS))) {
+        qkv = as<bf16>(memory), dout = qkv + 3 * n, out = dout + n, dqkv = out + n;
+        fill_normal(dev, qkv, 4 * n, 1);
+    }
+    void forward(const Cuda& dev) const {
+        attention_forward<bf16>(dev, Attention::flash, out, as<float>(stats), nullptr, scratch.get(), qkv, 1, s.T, s.NH,
+                                s.HS);
+    }
+    void backward(const Cuda& dev) const {
+        attention_backward<bf16>(dev, Attention::flash, dqkv, scratch.get(), dout, out, as<float>(stats), nullptr, qkv,
+                                 1, s.T, s.NH, s.HS);
+    }
+};
+
+template <class Comm>
+void validate(const Bench<Comm>& b, int NH, int HS) {
+    const int N = b.job.size, Tc = 1024;
+    const size_t C = size_t(NH) * HS, n = Tc * C;
+    const Zigzag zigzag{N};
+    const Whole whole(b.dev, 2 * N * Tc, NH, HS);
+    const Part part(b.dev, whole.qkv, whole.dout, zigzag, b.job.rank, Tc, C);
+    Ring<Cuda, bf16, Comm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
+    const DeviceMemory memory = device_memory(b.dev, ring.bytes());
+    ring.start(memory.get(), &b.comm);
+    whole.forward(b.dev), whole.backward(b.dev);
+    ring.forward(part.out, part.lse, part.qkv);
+    ring.backward(part.dqkv, part.dout, part.out, part.lse, part.qkv);
+    const auto check = [&](const char* name, const bf16* got, const bf16* want, size_t width) {
+        std::vector<bf16> a(width * n), b_(width * n);
+        for (int half = 0; half < 2; half++) {
+            b.dev.download(a.data(), got + half * width * n, a.size() * sizeof(bf16));
+            b.dev.download(b_.data(), want + zigzag.chunk(b.job.rank, half) * width * n, b_.size() * sizeof(bf16));
+            double worst = 0, largest = 0;
+            for (size_t i = 0; i < a.size(); i++) {
+                const double d = std::fabs(double(float(a[i])) - float(b_[i]));
+                if (!(d <= worst)) worst = d;
+                largest = std::max(largest, std::fabs(double(float(b_[i]))));
+            }
+            if (!(worst <= 0x1p-7 * largest))
+                throw Error(
+                    format("rank %d, half %d: %s differs by %g from the unchunked kernel's, whose largest is %g",
+                           b.job.rank, half, name, worst, largest));
+        }
+    };
+    check("out", part.out, whole.out, 1);
+    check("dqkv", part.dqkv, whole.dqkv, 3);
+    b.comm.share(nullptr, 0);
+}
+
+// Every kind of block by itself, as a share of what the unchunked kernel would take for as many pairs of query and key.
+template <class Comm>
+void run_blocks(const Bench<Comm>& b) {
+    const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), Tc = b.options.tokens / 2;
+    const size_t C = size_t(NH) * HS, n = Tc * C;
+    const Whole whole(b.dev, b.job.size * b.options.tokens, NH, HS);
+    const double of_pair[2] = {b.measure([&] { whole.forward(b.dev); }).cool,
+                               b.measure([&] { whole.backward(b.dev); }).cool};
+    const double pairs = 0.5 * whole.s.T * whole.s.T;
+    const DeviceMemory sums = device_memory(b.dev, 5 * n * sizeof(float)), rows = device_memory(b.dev, 4 * n);
+    const BlockShape most{1, Tc, 2 * Tc, NH, HS};
+    const DeviceMemory scratch = device_memory(b.dev, attention_block_scratch_bytes<bf16>(b.dev, most));
+    float *o = as<float>(sums), *dk = o + n, *lse = as<float>(rows), *D = lse + size_t(Tc) * NH;
+    double* running = reinterpret_cast<double*>(D + size_t(Tc) * NH);
+    const auto heads = [&](const bf16* x, int t0, int part, int parts) {
+        return Heads<const bf16>{x + (t0 * parts + part) * C, 0, parts * C};
+    };
+    fill_normal(b.dev, lse, size_t(Tc) * NH, 1, 0.1f, 10.f);
+    fill_normal(b.dev, D, size_t(Tc) * NH, 2, 0.1f);
+    const struct {
+        const char* name;
+        BlockShape shape;
+        double of_chunk;  // pairs, of Tc²
+    } kinds[] = {{"own late", {1, Tc, 2 * Tc, NH, HS, Tc}, 1.5},
+                 {"own early", {1, Tc, 2 * Tc, NH, HS}, 0.5},
+                 {"2 chunks of keys", {1, Tc, 2 * Tc, NH, HS, 0, 0, false}, 2},
+                 {"1 chunk of keys", {1, Tc, Tc, NH, HS, 0, 0, false}, 1}};
+    for (const auto& kind : kinds) {
+        const double ideal = kind.of_chunk * Tc * Tc / pairs;
+        attention_clear_state(b.dev, o, running, kind.shape);
+        const double forward =
+            b.measure([&] {
+                 attention_forward_block<bf16>(b.dev, o, running, heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
+                                               heads(whole.qkv, 0, 2, 3), kind.shape);
+             }).cool;
+        const double backward =
+            b.measure([&] {
+                 attention_backward_block<bf16>(b.dev, o, dk, dk + 2 * n, scratch.get(), heads(whole.qkv, 0, 0, 3),
+                                                heads(whole.qkv, 0, 1, 3), heads(whole.qkv, 0, 2, 3),
+                                                heads(whole.dout, 0, 0, 1), lse, D, kind.shape);
+             }).cool;
+        if (b.job.rank == 0)
+            std::printf("  %-16s forward %.3f ms (%.1f %%)  backward %.3f ms (%.1f %%)\n", kind.name, forward,
+                        100 * ideal * of_pair[0] / forward, backward, 100 * ideal * of_pair[1] / backward);
+    }
+}
+
+template <class Comm>
+void run_bench(const Bench<Comm>& b) {
+    const Options& o = b.options;
+    const int N = b.job.size, NH = o.heads, HS = std::atoi(o.hs.c_str()), Tc = o.tokens / 2;
+    const size_t C = size_t(NH) * HS;
+    const Zigzag zigzag{N};
+    validate(b, NH, HS);
+    Figures single[2], ring_ms[2], still[2], hop[2];
+    const Whole whole(b.dev, N * o.tokens, NH, HS);
+    const auto both = [&](auto& x) { x.forward(b.dev), x.backward(b.dev); };
+    single[0] = b.measure([&] { whole.forward(b.dev); });
+    single[1] = b.measure([&] { both(whole); });
+    const Part part(b.dev, whole.qkv, whole.dout, zigzag, b.job.rank, Tc, C);
+    const auto time = [&](auto& ring, Figures* ms) {
+        ms[0] = b.measure([&] { ring.forward(part.out, part.lse, part.qkv); });
+        ms[1] = b.measure([&] {
+            ring.forward(part.out, part.lse, part.qkv);
+            ring.backward(part.dqkv, part.dout, part.out, part.lse, part.qkv);
+        });
+    };
+    {
+        Ring<Cuda, bf16, Comm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
+        const DeviceMemory memory = device_memory(b.dev, ring.bytes());
+        ring.start(memory.get(), &b.comm);
+        time(ring, ring_ms);
+        b.comm.share(nullptr, 0);
+    }
+    {
+        NoComm none{b.job.rank, N};
+        Ring<Cuda, bf16, NoComm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
+        const DeviceMemory memory = device_memory(b.dev, ring.bytes());
+        b.dev.zero(memory.get(), ring.bytes());
+        ring.start(memory.get(), &none);
+        time(ring, still);
+    }
+    {
+        const size_t n = 4 * Tc * C;  // K and V
+        const DeviceMemory memory = device_memory(b.dev, 2 * n * (sizeof(bf16) + sizeof(float)));
+        b.comm.share(memory.get(), 2 * n * (sizeof(bf16) + sizeof(float)));
+        bf16* kv = as<bf16>(memory);
+        float* dkv = reinterpret_cast<float*>(kv + 2 * n);
+        const int next = (b.job.rank + 1) % N, before = (b.job.rank + N - 1) % N;
+        for (int pass = 0; pass < 2; pass++)
+            hop[pass] = b.measure([&] {
+                b.comm.fork();
+                b.comm.group([&] {
+                    b.comm.send_recv(next, kv, before, kv + n, n);
+                    if (pass == 1) b.comm.send_recv(next, dkv, before, dkv + n, n);
+                });
+                b.comm.join();
+            });
+        b.comm.share(nullptr, 0);
+    }
+    if (b.job.rank > 0) return;
+    Log log = results_log(b.dev, "ring_speed", o.out, o.json);
+    const char* passes[] = {"forward", "forward+backward"};
+    std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens,
+                NH, HS);
+    for (int pass = 0; pass < 2; pass++) {
+        const auto ratio = [&](const Figures& f) {
+            return Figures{100 * single[pass].cool / N / f.cool, 100 * single[pass].sustained / N / f.sustained};
+        };
+        const Figures of = ratio(ring_ms[pass]), of_still = ratio(still[pass]);
+        std::printf(
+            "  %-16s single/%d %7.3f/%7.3f  ring %7.3f/%7.3f (%.1f/%.1f %%)  no travel %7.3f/%7.3f (%.1f/%.1f %%)  "
+            "hop %.3f/%.3f\n",
+            passes[pass], N, single[pass].cool / N, single[pass].sustained / N, ring_ms[pass].cool,
+            ring_ms[pass].sustained, of.cool, of.sustained, still[pass].cool, still[pass].sustained, of_still.cool,
+            of_still.sustained, hop[pass].cool, hop[pass].sustained);
+        Row row = result_row(b.dev, "ring_speed");
+        row.add("pass", passes[pass]).add("gpus", N).add("tokens_per_gpu", o.tokens).add("NH", NH).add("HS", HS);
+        row.add("single_ms", single[pass].cool / N).add("single_ms_sustained", single[pass].sustained / N);
+        row.add("ms", ring_ms[pass].cool).add("ms_sustained", ring_ms[pass].sustained);
+        row.add("still_ms", still[pass].cool).add("still_ms_sustained", still[pass].sustained);
+        log.write(row.add("hop_ms", hop[pass].cool).add("hop_ms_sustained", hop[pass].sustained));
+    }
+}
+
+int main(int argc, char** argv) {
+    return run_program("bench_ring", [&] {
+        Options o;
+        std::vector<Option> table = {
+            {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
+            {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
+            {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+            {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+            {"--quick", "", Option::Flag, &o.quick, "cool figures only", ""},
+            {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines", ""},
+            {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit", ""},
+            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring_speed.jsonl", ""},
+            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
+        };
+        if (parse_options(argc, argv, table)) {
+            std::fputs(options_help("bench_ring", "Ring attention's speed.", table).c_str(), stdout);
+            return 0;
+        }
+        const Place place = place_from_environment();
+        if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
+        if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
+        Job job(place);
+        return job.guard([&] {
+            Cuda dev(job.local_rank);
+            const auto with = [&](auto&& comm) {
+                const Bench bench(o, dev, job, comm);
+                o.blocks ? run_blocks(bench) : run_bench(bench);
+                job.leave();
+            };
+            o.nccl ? with(ByNccl(dev, job)) : with(NcclComm(dev, job));
+            return 0;
+        });
+    });
+}

@@ -1,0 +1,52 @@
+// The collectives on the CPU. Each is one exchange of bytes, and sums in between.
+#include "dev/reference_comm.h"
+
+#include <algorithm>
+#include <vector>
+
+// Every rank sends part r of its x to rank r and adds up, in the order of ranks, what it gets of its own part.
+template <class A>
+void CpuComm::reduce_scatter(A* out, const A* x, size_t n) {
+    std::vector<A> parts(size * n);
+    std::vector<Transfer> transfers;
+    for (int r = 0; r < size; r++)
+        if (r != rank) transfers.push_back({first_ + r, x + r * n, n * sizeof(A), parts.data() + r * n, n * sizeof(A)});
+    job_.exchange(transfers);
+    std::copy_n(x + rank * n, n, parts.data() + rank * n);
+    std::copy_n(parts.data(), n, out);
+    for (int r = 1; r < size; r++)
+        for (size_t i = 0; i < n; i++) out[i] += parts[r * n + i];
+}
+
+// The parts are rounded up to the same length, which the end of x may not fill.
+template <class A>
+void CpuComm::all_reduce(A* x, size_t n) {
+    const size_t part = (n + size - 1) / size;
+    std::vector<A> padded(part * size), sum(part);
+    std::copy_n(x, n, padded.data());
+    reduce_scatter(sum.data(), padded.data(), part);
+    std::copy_n(sum.data(), part, padded.data() + rank * part);
+    all_gather(padded.data(), part);
+    std::copy_n(padded.data(), n, x);
+}
+
+void CpuComm::all_gather_bytes(char* x, size_t bytes) {
+    std::vector<Transfer> transfers;
+    for (int r = 0; r < size; r++)
+        if (r != rank) transfers.push_back({first_ + r, x + rank * bytes, bytes, x + r * bytes, bytes});
+    job_.exchange(transfers);
+}
+
+void CpuComm::send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes) {
+    if (to == rank)
+        std::copy_n(static_cast<const char*>(send), bytes, static_cast<char*>(recv));
+    else if (to == from)
+        job_.exchange({{first_ + to, send, bytes, recv, bytes}});
+    else
+        job_.exchange({{first_ + to, send, bytes, nullptr, 0}, {first_ + from, nullptr, 0, recv, bytes}});
+}
+
+template void CpuComm::all_reduce(float*, size_t);
+template void CpuComm::all_reduce(double*, size_t);
+template void CpuComm::reduce_scatter(float*, const float*, size_t);
+template void CpuComm::reduce_scatter(double*, const double*, size_t);

@@ -1,0 +1,42 @@
+// The collectives of the seam, CPU side: see layers/comm.h for what each means. Over the job's connections, on the
+// calling thread; sums are taken in the order of ranks, so that every run and every rank has the same bits.
+#pragma once
+#include "data/job.h"
+#include "dev/reference.h"
+
+class CpuComm {
+  public:
+    CpuComm(const Cpu&, Job& job) : rank(job.rank), size(job.size), job_(job) {}
+    // Of `count` of all ranks, from `first` on.
+    CpuComm(CpuComm& all, int first, int count)
+        : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
+    const int rank, size;
+
+    void fork() {}
+    void join() {}
+    void head_start() {}
+    void share(void*, size_t) {}
+    template <class Calls>
+    void group(Calls calls) {
+        calls();
+    }
+
+    template <class A>
+    void all_reduce(A* x, size_t n);
+    template <class A>
+    void reduce_scatter(A* out, const A* x, size_t n);
+    template <class X>
+    void all_gather(X* x, size_t n) {
+        all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
+    }
+    template <class X>
+    void send_recv(int to, const X* send, int from, X* recv, size_t n) {
+        send_recv_bytes(to, send, from, recv, n * sizeof(X));
+    }
+
+  private:
+    Job& job_;
+    const int first_ = 0;  // the job's number of rank 0
+    void all_gather_bytes(char* x, size_t bytes);
+    void send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes);
+};

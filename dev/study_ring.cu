@@ -1,0 +1,431 @@
+// What chunks and rings do to attention's errors: a study. Causal, N(0,1), HS 64.
+//
+//   chunks   attention in 8 x 8 chunks on one GPU (attention/chunks.h) beside the unchunked call: the largest difference
+//            of out, lse, dq, dk, dv in each chunk. Beside it two ways to get it wrong: a block's backward with the lse
+//            and D of its own keys alone, and a sum of dq that still holds what the memory was used for before.
+//   ring     the ring of the trainer (attention/ring.h) over N ranks, simulated by threads on one GPU, beside fp64: mean
+//            and largest error of out, dq, dk, dv. Three ways to carry partial results: fp32 (ours); bf16, where every
+//            block's out, dq, dk, dv are rounded before they are merged, as a ring over a library's attention does; and
+//            the floor, fp64's result rounded once.
+//
+// Exit code 1 if N ranks have more than 1.02 times the mean error of one, or more than 1.1 times its largest error, or if
+// a chunk differs from the unchunked call by more than the unchunked call from fp64 twice over.
+//
+// Run: ./dev/study_ring --help
+#include <array>
+#include <cstdio>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention/blocks.h"
+#include "attention/chunks.h"
+#include "attention/merge.cuh"
+#include "attention/ring.h"
+#include "data/options.h"
+#include "dev/bench.h"
+#include "dev/local_comm.h"
+#include "dev/oracle.cuh"
+#include "layers/layers.h"
+
+struct Options {
+    int tokens = 8192, chunk_tokens = 1024, heads = 12;
+    std::string dtype = "all", out;
+    bool json = false, help = false;
+};
+static Options parse(int argc, char** argv) {
+    Options o;
+    std::vector<Option> table = {
+        {"--tokens", "", Option::Int, &o.tokens, "T of the ring, a multiple of 32", "32..65536"},
+        {"--chunk-tokens", "", Option::Int, &o.chunk_tokens, "T of the chunks", "8..65536"},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
+        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring.jsonl", ""},
+        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
+    };
+    o.help = parse_options(argc, argv, table);
+    if (o.help)
+        std::fputs(options_help("study_ring", "Errors of attention in chunks and over a ring.", table).c_str(), stdout);
+    if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
+    return o;
+}
+
+constexpr int HS = 64;
+constexpr int kRanks[] = {1, 2, 4, 8, 16};
+
+struct Study {
+    const Cuda& dev;
+    const Options& options;
+    Log& log;
+    int beyond = 0;  // figures beyond their bounds
+};
+
+template <class T>
+T* as(const DeviceMemory& memory) {
+    return static_cast<T*>(memory.get());
+}
+
+// Inputs, the same for all, and what some way of computing attention wrote.
+template <class X>
+struct Inputs {
+    AttentionShape s;
+    size_t n, rows;  // elements of out, of lse
+    DeviceMemory memory;
+    X *qkv, *dout;
+    Inputs(const Cuda& dev, int T, int NH)
+        : s{1, T, NH, HS}, n(size_t(T) * NH * HS), rows(size_t(T) * NH), memory(device_memory(dev, 4 * n * sizeof(X))) {
+        qkv = as<X>(memory), dout = qkv + 3 * n;
+        fill_normal(dev, qkv, 4 * n, T);
+    }
+};
+template <class X>
+struct Result {
+    std::string carry;
+    int ranks;
+    DeviceMemory memory[3];
+    X *out, *dqkv;
+    float* lse;
+    Errors errors;
+    Result(const Cuda& dev, const std::string& carry, int ranks, const Inputs<X>& in)
+        : carry(carry), ranks(ranks), errors(dev, in.s) {
+        memory[0] = poisoned(dev, in.n * sizeof(X));
+        memory[1] = poisoned(dev, 3 * in.n * sizeof(X));
+        memory[2] = poisoned(dev, in.rows * sizeof(float));
+        out = as<X>(memory[0]), dqkv = as<X>(memory[1]), lse = as<float>(memory[2]);
+    }
+};
+
+template <class X>
+void run_whole(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
+    const DeviceMemory scratch =
+        poisoned(dev, attention_scratch_bytes<X>(dev, Attention::flash, 1, in.s.T, in.s.NH, HS));
+    attention_forward<X>(dev, Attention::flash, to.out, to.lse, nullptr, scratch.get(), in.qkv, 1, in.s.T, in.s.NH, HS);
+    attention_backward<X>(dev, Attention::flash, to.dqkv, scratch.get(), in.dout, to.out, to.lse, nullptr, in.qkv, 1,
+                          in.s.T, in.s.NH, HS);
+    dev.sync();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Chunks
+
+constexpr int kChunks = 8;
+
+using Differences = std::array<std::array<double, kTensors>, kChunks>;
+
+template <class X>
+std::vector<float> download(const Cuda& dev, const X* from, size_t n) {
+    std::vector<X> raw(n);
+    dev.download(raw.data(), from, n * sizeof(X));
+    return std::vector<float>(raw.begin(), raw.end());
+}
+
+// max|a − b| of each chunk; NaN stays.
+template <class X>
+Differences differences(const Cuda& dev, const Inputs<X>& in, const Result<X>& a, const Result<X>& b) {
+    Differences largest{};
+    const size_t C = size_t(in.s.NH) * HS, chunk = (in.s.T + kChunks - 1) / kChunks;
+    const auto note = [&](int tensor, size_t t, float x, float y) {
+        double& m = largest[t / chunk][tensor];
+        const double d = std::fabs(double(x) - y);
+        if (!(d <= m)) m = d;
+    };
+    const std::vector<float> out_a = download(dev, a.out, in.n), out_b = download(dev, b.out, in.n);
+    const std::vector<float> lse_a = download(dev, a.lse, in.rows), lse_b = download(dev, b.lse, in.rows);
+    const std::vector<float> dqkv_a = download(dev, a.dqkv, 3 * in.n), dqkv_b = download(dev, b.dqkv, 3 * in.n);
+    for (size_t i = 0; i < in.n; i++) note(Out, i / C, out_a[i], out_b[i]);
+    for (size_t i = 0; i < in.rows; i++) note(Lse, i % in.s.T, lse_a[i], lse_b[i]);
+    for (size_t i = 0; i < 3 * in.n; i++) note(Dq + i / C % 3, i / C / 3, dqkv_a[i], dqkv_b[i]);
+    return largest;
+}
+
+// The two mistakes, each by itself: what Chunks::backward does, but for them.
+template <class X>
+void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, const Result<X>& to, bool own_lse) {
+    const int T = in.s.T, NH = in.s.NH, chunk = (T + kChunks - 1) / kChunks;
+    const size_t C = size_t(NH) * HS;
+    const BlockShape largest{1, chunk, chunk, NH, HS};
+    const DeviceMemory sums = device_memory(dev, 3 * in.n * sizeof(float));
+    const DeviceMemory partial = device_memory(dev, 2 * chunk * C * sizeof(float));
+    const DeviceMemory stats = device_memory(dev, 2 * size_t(chunk) * NH * sizeof(float));
+    const DeviceMemory running = device_memory(dev, size_t(chunk) * NH * sizeof(double));
+    const DeviceMemory scratch = poisoned(dev, attention_block_scratch_bytes<X>(dev, largest));
+    float *dq = as<float>(sums), *dk = dq + in.n, *dv = dk + in.n;
+    float *o = as<float>(partial), *lse = as<float>(stats), *D = lse + size_t(chunk) * NH;
+    X* rounded = reinterpret_cast<X*>(o + chunk * C);
+    dev.zero(dq, 3 * in.n * sizeof(float));
+    if (!own_lse) fill_normal(dev, dq, in.n, 7);  // what the memory was used for before
+    const auto heads = [&](const X* x, int t0, int part, int parts) {
+        return Heads<const X>{x + (size_t(t0) * parts + part) * C, size_t(T) * parts * C, parts * C};
+    };
+    for (int q0 = 0; q0 < T; q0 += chunk)
+        for (int k0 = 0; k0 <= q0; k0 += chunk) {
+            const BlockShape s{1, std::min(chunk, T - q0), std::min(chunk, T - k0), NH, HS, q0, k0};
+            const X* out = good.out + q0 * C;
+            copy_rows(dev, lse, s.Tq, good.lse + q0, T, s.Tq, NH);
+            if (own_lse) {
+                attention_clear_state(dev, o, as<double>(running), s);
+                attention_forward_block<X>(dev, o, as<double>(running), heads(in.qkv, q0, 0, 3),
+                                           heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), s);
+                copy_rows(dev, lse, s.Tq, as<double>(running), s.Tq, s.Tq, NH);
+                attention_round<X>(dev, rounded, o, s.Tq * C);
+                out = rounded;
+            }
+            attention_D<X>(dev, D, in.dout + q0 * C, out, 1, s.Tq, NH, HS);
+            attention_backward_block<X>(dev, dq + q0 * C, dk + k0 * C, dv + k0 * C, scratch.get(),
+                                        heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3),
+                                        heads(in.dout, q0, 0, 1), lse, D, s);
+        }
+    copy_rows(dev, to.out, in.n, good.out, in.n, in.n, 1);
+    copy_rows(dev, to.lse, in.rows, good.lse, in.rows, in.rows, 1);
+    for (int part = 0; part < 3; part++) copy_rows(dev, to.dqkv + part * C, 3 * C, dq + part * in.n, C, C, T);
+}
+
+template <class X>
+void study_chunks(Study& study) {
+    const Cuda& dev = study.dev;
+    const Inputs<X> in(dev, study.options.chunk_tokens, study.options.heads);
+    const int T = in.s.T, chunk = (T + kChunks - 1) / kChunks;
+    Result<X> whole(dev, "whole", 1, in), chunked(dev, "chunks", 1, in), own_lse(dev, "own_lse", 1, in),
+        used(dev, "used_sum", 1, in);
+    run_whole(dev, in, whole);
+    Chunks<Cuda, X> chunks(dev, {1, T, T, in.s.NH, HS}, chunk, chunk);
+    const DeviceMemory memory = poisoned(dev, chunks.bytes());
+    chunks.place(memory.get());
+    chunks.forward(chunked.out, chunked.lse, in.qkv);
+    chunks.backward(chunked.dqkv, in.dout, chunked.out, chunked.lse, in.qkv);
+    run_wrong(dev, in, chunked, own_lse, true);
+    run_wrong(dev, in, chunked, used, false);
+
+    // How far the unchunked call itself is from fp64: chunks may differ from it by that much each way.
+    Oracle oracle(dev, T, HS);
+    for (int h = 0; h < in.s.NH; h++) {
+        gather(dev, oracle, in.qkv, in.dout, in.s, 0, h);
+        oracle.run(true, in.s.resolved_scale());
+        whole.errors.add(oracle, whole.out, whole.lse, whole.dqkv, 0, h);
+    }
+    whole.errors.fetch();
+
+    std::printf("\n%s, T %d in %d chunks of %d: largest difference from the unchunked call\n", name_of(dtype_of<X>()),
+                T, kChunks, chunk);
+    std::printf("  %5s", "chunk");
+    for (const char* name : kNames) std::printf(" %9s", name);
+    std::printf("   with the block's own lse: dq, dk, dv   dq into a used sum\n");
+    const Differences d = differences(dev, in, chunked, whole), wrong = differences(dev, in, own_lse, whole),
+                      dirty = differences(dev, in, used, whole);
+    for (int i = 0; i < kChunks; i++) {
+        std::printf("  %5d", i);
+        Row row = result_row(dev, "ring");
+        row.add("study", "chunks").add("dtype", name_of(dtype_of<X>())).add("T", T).add("NH", in.s.NH).add("HS", HS);
+        row.add("chunks", kChunks).add("chunk", i);
+        for (int tensor = 0; tensor < kTensors; tensor++) {
+            std::printf(" %9.2e", d[i][tensor]);
+            row.add(kNames[tensor], d[i][tensor]);
+            study.beyond += !(d[i][tensor] <= 2 * whole.errors.max(tensor) + 1e-6);
+        }
+        std::printf("   %9.2e %9.2e %9.2e              %9.2e\n", wrong[i][Dq], wrong[i][Dk], wrong[i][Dv],
+                    dirty[i][Dq]);
+        row.add("own_lse_dq", wrong[i][Dq]).add("own_lse_dk", wrong[i][Dk]).add("own_lse_dv", wrong[i][Dv]);
+        study.log.write(row.add("used_sum_dq", dirty[i][Dq]));
+    }
+    std::printf("  %5s", "fp64");
+    for (int tensor = 0; tensor < kTensors; tensor++) std::printf(" %9.2e", whole.errors.max(tensor));
+    std::printf("   the unchunked call's own largest error\n");
+    Row row = result_row(dev, "ring");
+    row.add("study", "unchunked").add("dtype", name_of(dtype_of<X>())).add("T", T).add("NH", in.s.NH).add("HS", HS);
+    for (int tensor = 0; tensor < kTensors; tensor++) row.add(kNames[tensor], whole.errors.max(tensor));
+    study.log.write(row);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The ring
+
+// The backend of a ring over a library's bf16 attention: the same calls, but what a block gives is rounded before it is
+// merged or added.
+struct Rounding {
+    const Cuda& cuda;
+    float* partial;  // three blocks' results
+    operator const Cuda&() const { return cuda; }
+    void zero(void* p, size_t bytes) const { cuda.zero(p, bytes); }
+};
+
+__global__ void round_trip_kernel(float* x, size_t n) {
+    const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
+    if (i < n) x[i] = __bfloat162float(__float2bfloat16_rn(x[i]));
+}
+// o, lse ← merge with o_b, lse_b: one block a row (t, h).
+__global__ void merge_kernel(float* o, double* lse, const float* o_b, const double* lse_b, int rows, int NH) {
+    const int t = blockIdx.x / NH, h = blockIdx.x % NH;
+    const double a = lse[h * rows + t], b = lse_b[h * rows + t];
+    const size_t i = size_t(blockIdx.x) * HS + threadIdx.x;
+    __syncthreads();
+    if (b == -INFINITY) return;
+    const auto [weight, merged] = merge(a, b);
+    o[i] = a == -INFINITY ? o_b[i] : o[i] - weight * (o[i] - o_b[i]);
+    if (threadIdx.x == 0) lse[h * rows + t] = merged;
+}
+static void round_trip(const Rounding& dev, float* x, size_t n) {
+    round_trip_kernel<<<blocks_of(n), kThreads, 0, dev.cuda.stream>>>(x, n);
+    LAUNCH_CHECK("round_trip_kernel");
+}
+
+template <class X>
+void attention_forward_block(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                             Heads<const X> v, const BlockShape& s) {
+    const size_t rows = size_t(s.rows_of_q()) * s.NH;  // the block's are the first
+    float* o = dev.partial;
+    double* own_lse = reinterpret_cast<double*>(o + rows * HS);
+    attention_clear_state(dev.cuda, o, own_lse, s);
+    attention_forward_block<X>(dev.cuda, o, own_lse, q, k, v, s);
+    round_trip(dev, o, rows * HS);
+    merge_kernel<<<static_cast<unsigned>(s.Tq * s.NH), HS, 0, dev.cuda.stream>>>(o_acc, lse, o, own_lse, s.rows_of_q(),
+                                                                                 s.NH);
+    LAUNCH_CHECK("merge_kernel");
+}
+template <class X>
+void attention_backward_block(const Rounding& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const X> q,
+                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
+                              const BlockShape& s) {
+    const size_t of_q = size_t(s.Tq) * s.NH * HS, of_k = size_t(s.Tk) * s.NH * HS;
+    float *q_part = dev.partial, *k_part = q_part + of_q, *v_part = k_part + of_k;
+    BlockShape alone = s;  // its sums are in memory of their own; B = 1, so that only lse and D have longer rows
+    alone.write_dkv = false;
+    dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
+    attention_backward_block<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
+    round_trip(dev, q_part, of_q + 2 * of_k);
+    if (s.write_dkv) dev.zero(dk, of_k * sizeof(float)), dev.zero(dv, of_k * sizeof(float));
+    add_rows(dev.cuda, dq, of_q, q_part, of_q, of_q, 1);
+    add_rows(dev.cuda, dk, of_k, k_part, of_k, of_k, 1);
+    add_rows(dev.cuda, dv, of_k, v_part, of_k, of_k, 1);
+}
+template <class X>
+size_t attention_block_scratch_bytes(const Rounding& dev, const BlockShape& s) {
+    return attention_block_scratch_bytes<X>(dev.cuda, s);
+}
+
+// A rank's part of the sequence through the ring, and its results to their places.
+template <class X, class Dev>
+void run_rank(const Dev& dev, const Cuda& cuda, LocalComm& comm, const Inputs<X>& in, const Result<X>& to) {
+    const Zigzag zigzag{to.ranks};
+    const int T = in.s.T, NH = in.s.NH, Tc = T / (2 * to.ranks);
+    const size_t C = size_t(NH) * HS, n = Tc * C;
+    const DeviceMemory tensors = poisoned(cuda, 16 * n * sizeof(X)), stats = poisoned(cuda, 2 * n / HS * sizeof(float));
+    X *qkv = as<X>(tensors), *dout = qkv + 6 * n, *out = dout + 2 * n, *dqkv = out + 2 * n;
+    float* lse = as<float>(stats);
+    for (int half = 0; half < 2; half++) {
+        const size_t at = zigzag.chunk(comm.rank, half) * n;
+        copy_rows(cuda, qkv + 3 * half * n, 3 * n, in.qkv + 3 * at, 3 * n, 3 * n, 1);
+        copy_rows(cuda, dout + half * n, n, in.dout + at, n, n, 1);
+    }
+    Ring<Dev, X, LocalComm> ring(dev, comm.rank, comm.size, 1, Tc, NH, HS);
+    const DeviceMemory memory = poisoned(cuda, ring.bytes());
+    ring.start(memory.get(), &comm);
+    ring.forward(out, lse, qkv);
+    ring.backward(dqkv, dout, out, lse, qkv);
+    for (int half = 0; half < 2; half++) {
+        const size_t chunk = zigzag.chunk(comm.rank, half), at = chunk * n;
+        copy_rows(cuda, to.out + at, n, out + half * n, n, n, 1);
+        copy_rows(cuda, to.dqkv + 3 * at, 3 * n, dqkv + 3 * half * n, 3 * n, 3 * n, 1);
+        copy_rows(cuda, to.lse + chunk * Tc, T, lse + half * Tc, 2 * Tc, Tc, NH);
+    }
+    cuda.sync();
+}
+template <class X>
+void run_ring(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
+    on_local_ranks(dev, to.ranks, [&](LocalComm& comm) {
+        if (to.carry == "fp32") return run_rank<X>(dev, dev, comm, in, to);
+        const DeviceMemory partial = poisoned(dev, 4 * in.n / to.ranks * sizeof(float));
+        run_rank<X>(Rounding{dev, as<float>(partial)}, dev, comm, in, to);
+    });
+}
+
+// The floor: what fp64 has worked out of head h, rounded once.
+template <class X>
+__global__ void scatter_kernel(X* to, size_t stride, const double* from, int T, int n) {
+    const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
+    if (i < size_t(T) * n) to[i / n * stride + i % n] = static_cast<X>(static_cast<float>(from[i]));
+}
+template <class X>
+void round_oracle(const Cuda& dev, const Oracle& oracle, const Inputs<X>& in, const Result<X>& to, int h) {
+    const size_t C = size_t(in.s.NH) * HS;
+    const int T = in.s.T;
+    const unsigned blocks = blocks_of(size_t(T) * HS);
+    scatter_kernel<<<blocks, kThreads, 0, dev.stream>>>(to.out + h * HS, C, oracle.results[Out], T, HS);
+    scatter_kernel<<<blocks_of(T), kThreads, 0, dev.stream>>>(to.lse + size_t(h) * T, 1, oracle.results[Lse], T, 1);
+    for (int part = 0; part < 3; part++)
+        scatter_kernel<<<blocks, kThreads, 0, dev.stream>>>(to.dqkv + part * C + h * HS, 3 * C,
+                                                            oracle.results[Dq + part], T, HS);
+    LAUNCH_CHECK("scatter_kernel");
+}
+
+template <class X>
+void study_rings(Study& study) {
+    const Cuda& dev = study.dev;
+    const Inputs<X> in(dev, study.options.tokens, study.options.heads);
+    std::list<Result<X>> results;
+    results.emplace_back(dev, "floor", 1, in);
+    for (int ranks : kRanks) results.emplace_back(dev, "fp32", ranks, in);
+    if (std::is_same_v<X, bf16>)
+        for (int ranks : kRanks) results.emplace_back(dev, "bf16", ranks, in);
+    for (const Result<X>& r : results)
+        if (r.carry != "floor") run_ring(dev, in, r);
+    Oracle oracle(dev, in.s.T, HS);
+    for (int h = 0; h < in.s.NH; h++) {
+        gather(dev, oracle, in.qkv, in.dout, in.s, 0, h);
+        oracle.run(true, in.s.resolved_scale());
+        round_oracle(dev, oracle, in, results.front(), h);
+        for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, r.dqkv, 0, h);
+    }
+    for (Result<X>& r : results) r.errors.fetch();
+
+    std::printf("\n%s, T %d, %d heads: error against fp64, mean and largest, and as multiples of N = 1's\n",
+                name_of(dtype_of<X>()), in.s.T, in.s.NH);
+    std::printf("  %-5s %2s", "carry", "N");
+    for (int tensor : {Out, Dq, Dk, Dv}) std::printf(" | %-28s", kNames[tensor]);
+    std::printf("\n");
+    const Result<X>* one = nullptr;
+    for (const Result<X>& r : results) {
+        if (r.ranks == 1) one = &r;
+        std::printf("  %-5s %2d", r.carry.c_str(), r.ranks);
+        bool flat = true;
+        for (int tensor : {Out, Dq, Dk, Dv}) {
+            const double mean = r.errors.mean(tensor), max = r.errors.max(tensor);
+            const double mean_ratio = mean / one->errors.mean(tensor), max_ratio = max / one->errors.max(tensor);
+            flat &= mean_ratio <= 1.02 && max_ratio <= 1.1;
+            std::printf(" | %8.2e %8.2e %4.2f %4.2f", mean, max, mean_ratio, max_ratio);
+            Row row = result_row(dev, "ring");
+            row.add("study", "ring").add("dtype", name_of(dtype_of<X>())).add("T", in.s.T).add("NH", in.s.NH);
+            row.add("HS", HS).add("carry", r.carry).add("ranks", r.ranks).add("tensor", kNames[tensor]);
+            row.add("mean_error", mean).add("max_error", max).add("mean_ratio", mean_ratio);
+            study.log.write(row.add("max_ratio", max_ratio));
+        }
+        const bool bound = r.carry == "fp32";
+        study.beyond += bound && !flat;
+        std::printf("%s\n", bound && !flat ? "  GROWS" : "");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static int run(const Options& options) {
+    std::string why;
+    if (Cuda::count(&why) == 0) throw Error("study_ring needs a GPU: " + why);
+    Cuda dev;
+    dev.tf32 = false;
+    Log log = results_log(dev, "ring", options.out, options.json);
+    Study study{dev, options, log};
+    const bool fp32 = options.dtype != "bf16", bf = options.dtype != "fp32";
+    if (fp32) study_chunks<float>(study);
+    if (bf) study_chunks<bf16>(study);
+    if (fp32) study_rings<float>(study);
+    if (bf) study_rings<bf16>(study);
+    if (study.beyond) std::fprintf(stderr, "study_ring: %d figures beyond their bounds\n", study.beyond);
+    return study.beyond ? 1 : 0;
+}
+
+int main(int argc, char** argv) {
+    return run_program("study_ring", [&] {
+        const Options options = parse(argc, argv);
+        return options.help ? 0 : run(options);
+    });
+}

@@ -1,0 +1,233 @@
+// The collectives over NCCL, a forked process for each GPU: values, streams, CUDA graphs, and a rank that dies while
+// the others' GPUs wait for it. Needs two GPUs and NCCL. (dev/test_job.cpp has the CPU's.)
+//
+// Run: ./dev/test_comm [part of a test's name]
+#include <algorithm>
+
+#include "attention/blocks.h"
+#include "data/checkpoint.h"
+#include "dev/local_comm.h"
+#include "dev/ranks.h"
+#include "dev/ring_check.h"
+#include "layers/comm.h"
+
+namespace {
+
+// Asked in a process of its own: CUDA does not survive a fork.
+int gpus() {
+    static const int count = [] {
+        Processes one;
+        one.start([] { return std::min(Cuda::count(), 100); });
+        return one.wait()[0];
+    }();
+    if (count < 2) SKIP("%d GPUs", count);
+    return std::min(count, 4);
+}
+
+// Two to four ranks, each with its GPU.
+template <class F>
+void on_gpus(F body) {
+    const int most = gpus();
+    for (int size = 2; size <= most; size *= 2) {
+        Ranks ranks(size,
+                    [=](Job& job) {
+                        Cuda dev(job.rank);
+                        NcclComm comm(dev, job);
+                        body(dev, comm, job);
+                        job.leave();
+                        return 0;
+                    },
+                    {60, 20});
+        const std::vector<int> codes = ranks.wait(100);
+        if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
+        for (int code : codes)
+            if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, ranks.text().c_str()));
+    }
+}
+
+// Integers, so that sums are exact in any order.
+float value(int rank, size_t i) {
+    return static_cast<float>((i * 7 + rank * 13) % 101);
+}
+float sum_of_values(int size, size_t i) {
+    float sum = 0;
+    for (int r = 0; r < size; r++) sum += value(r, i);
+    return sum;
+}
+
+// Device memory with x(i) in it.
+struct Floats {
+    const Cuda& dev;
+    size_t n;
+    float* ptr;
+    template <class F>
+    Floats(const Cuda& dev, size_t n, F x) : dev(dev), n(n), ptr(static_cast<float*>(dev.alloc(n * sizeof(float)))) {
+        set(x);
+    }
+    ~Floats() { dev.free(ptr); }
+    Floats(const Floats&) = delete;
+    template <class F>
+    void set(F x) {
+        std::vector<float> host(n);
+        for (size_t i = 0; i < n; i++) host[i] = x(i);
+        dev.upload(ptr, host.data(), n * sizeof(float));
+        dev.sync();
+    }
+    template <class F>
+    bool equal(F x) const {
+        std::vector<float> host(n);
+        dev.download(host.data(), ptr, n * sizeof(float));
+        for (size_t i = 0; i < n; i++)
+            if (!(host[i] == x(i))) return false;
+        return true;
+    }
+};
+
+}  // namespace
+
+TEST(nccl_collectives) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+        const int size = comm.size, rank = comm.rank;
+        for (const size_t n : {4, 1000, 1 << 20}) {
+            Floats reduced(dev, n, [=](size_t i) { return value(rank, i); });
+            Floats parts(dev, size * n, [=](size_t i) { return value(rank, i); }),
+                own(dev, n, [](size_t) { return NAN; });
+            Floats all(dev, size * n, [=](size_t i) { return i / n == size_t(rank) ? value(rank, i) : NAN; });
+            Floats sent(dev, n, [=](size_t i) { return value(rank, i); }), got(dev, n, [](size_t) { return NAN; });
+            comm.fork();
+            comm.group([&] {
+                comm.all_reduce(reduced.ptr, n);
+                comm.reduce_scatter(own.ptr, parts.ptr, n);
+                comm.all_gather(all.ptr, n);
+            });
+            comm.send_recv((rank + 1) % size, sent.ptr, (rank + size - 1) % size, got.ptr, n);
+            comm.join();
+            CHECK(reduced.equal([=](size_t i) { return sum_of_values(size, i); }));
+            CHECK(own.equal([=](size_t i) { return sum_of_values(size, rank * n + i); }));
+            CHECK(all.equal([=](size_t i) { return value(static_cast<int>(i / n), i); }));
+            CHECK(got.equal([=](size_t i) { return value((rank + size - 1) % size, i); }));
+        }
+    });
+}
+
+// Values whose sums round: ranks that each update all parameters would drift apart if theirs were not the same bits.
+TEST(nccl_sums_have_the_same_bits) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
+        const auto fraction = [rank = comm.rank](size_t i) { return 1.f / (3.f + value(rank, i)); };
+        for (const size_t n : {4, 1000, 1 << 20}) {
+            Floats x(dev, n, fraction);
+            std::vector<float> host(n);
+            uint64_t first = 0;
+            for (int again = 0; again < 3; again++) {
+                x.set(fraction);
+                comm.fork();
+                comm.all_reduce(x.ptr, n);
+                comm.join();
+                dev.download(host.data(), x.ptr, n * sizeof(float));
+                const uint64_t bits = checksum64(host.data(), n * sizeof(float));
+                if (again == 0) first = bits;
+                CHECK(bits == first);
+                for (uint64_t of_rank : job.all_gather(bits)) CHECK(of_rank == bits);
+            }
+        }
+    });
+}
+
+// The order of streams: what is summed is what the device wrote before fork(), and it reads sums after join(). The same
+// as a CUDA graph, replayed, with calls outside the graph in between.
+TEST(nccl_in_a_graph) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+        const size_t n = 1 << 20;
+        const int size = comm.size, rank = comm.rank;
+        Floats from(dev, n, [](size_t) { return 0.f; }), x(dev, n, [](size_t) { return NAN; });
+        Floats y(dev, n, [](size_t) { return NAN; });
+        CudaGraph graph;
+        for (int step = 0; step < 5; step++) {
+            from.set([=](size_t i) { return value(rank + step, i); });
+            graph.run(dev, [&] {
+                CUDA_CHECK(cudaMemcpyAsync(x.ptr, from.ptr, n * sizeof(float), cudaMemcpyDeviceToDevice, dev.stream));
+                for (int bucket = 0; bucket < 4; bucket++) {
+                    comm.fork();
+                    comm.all_reduce(x.ptr + bucket * n / 4, n / 4);
+                }
+                comm.join();
+                CUDA_CHECK(cudaMemcpyAsync(y.ptr, x.ptr, n * sizeof(float), cudaMemcpyDeviceToDevice, dev.stream));
+            });
+            comm.fork();
+            comm.all_reduce(x.ptr, n);
+            comm.join();
+            const auto sum = [=](size_t i) {
+                float total = 0;
+                for (int r = 0; r < size; r++) total += value(r + step, i);
+                return total;
+            };
+            CHECK(y.equal(sum));
+            CHECK(x.equal([=](size_t i) { return size * sum(i); }));
+        }
+    });
+}
+
+// The ring where there is one GPU: its ranks are threads.
+TEST(ring_of_threads) {
+    Processes one;
+    one.start([] {
+        if (Cuda::count() == 0) return 77;
+        const Cuda dev;
+        for (int ranks : {1, 2, 3, 8})
+            on_local_ranks(dev, ranks, [&](LocalComm& comm) {
+                check_ring<float>(dev, comm, 2, 50, 2, 64, 1, 1e-5);
+                check_ring<bf16>(dev, comm, 2, 50, 2, 64, 1, 2e-2);
+                check_ring<bf16>(dev, comm, 1, 64, 1, 128, 3, 2e-2);
+            });
+        return 0;
+    });
+    const int code = one.wait(60)[0];
+    if (code == 77) SKIP("no GPU");
+    if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, one.text().c_str()));
+}
+
+// As between machines: by NCCL, whether or not the GPUs reach each other's memory.
+struct ByNccl : NcclComm {
+    using NcclComm::NcclComm;
+    void share(void*, size_t) {}
+};
+template <class Comm>
+void check_rings(const Cuda& dev, Comm& comm) {
+    check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
+    check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
+    check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
+}
+// Every flash kernel that this GPU would choose, against the whole sequence in fp64; by copy engines and by NCCL; and two
+// rings of two ranks side by side.
+TEST(nccl_ring_attention) {
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+        check_rings(dev, comm);
+        ByNccl by_nccl(comm, 0, comm.size);
+        check_rings(dev, by_nccl);
+        NcclComm pair(comm, comm.rank / 2 * 2, 2);
+        check_rings(dev, pair);
+    });
+}
+
+TEST(nccl_death_of_a_rank) {
+    gpus();
+    Ranks ranks(2,
+                [](Job& job) {
+                    Cuda dev(job.rank);
+                    NcclComm comm(dev, job);
+                    Floats x(dev, 1 << 20, [](size_t) { return 1.f; });
+                    if (job.rank == 1) raise(SIGKILL);
+                    comm.fork();
+                    comm.all_reduce(x.ptr, x.n);
+                    comm.join();
+                    dev.sync();  // for ever
+                    return 0;
+                },
+                {60, 20});
+    const std::vector<int> codes = ranks.wait(60);
+    if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
+    CHECK((codes == std::vector<int>{1, 137}));
+    CHECK(contains(ranks.text(), "rank 1 (pid "));
+}
+
+TEST_MAIN

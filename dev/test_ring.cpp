@@ -1,0 +1,185 @@
+// Ring attention on the CPU: who has what of the sequence, the merge of partial results, the block form against the
+// whole, and the ring itself, over processes, against attention that was never split, in fp64.
+//
+// Run: ./dev/test_ring [part of a test's name]
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <set>
+
+#include "dev/ranks.h"
+#include "dev/reference_comm.h"
+#include "dev/ring_check.h"
+
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// The check of every rank of a job.
+template <class X>
+void check_job(int ranks, int B, int Tc, int NH, int HS, double q_sigma, double tolerance) {
+    Ranks job(ranks, [=](Job& job) {
+        const Cpu cpu(1);
+        CpuComm comm(cpu, job);
+        check_ring<X>(cpu, comm, B, Tc, NH, HS, q_sigma, tolerance);
+        job.leave();
+        return 0;
+    });
+    CHECK_ENDED_WELL(job);
+}
+
+}  // namespace
+
+TEST(zigzag_divides_the_sequence) {
+    for (int N : {1, 2, 3, 4, 8, 16}) {
+        const Zigzag zigzag{N};
+        std::set<int> chunks;
+        for (int r = 0; r < N; r++)
+            for (int half = 0; half < 2; half++) {
+                chunks.insert(zigzag.chunk(r, half));
+                CHECK(zigzag.owner(zigzag.chunk(r, half)) == r);
+            }
+        CHECK(chunks.size() == size_t(2 * N) && *chunks.begin() == 0 && *chunks.rbegin() == 2 * N - 1);
+
+        size_t pairs = 0;
+        for (int r = 0; r < N; r++) {
+            std::set<int> sources;
+            for (int step = 0; step < N; step++) {
+                const int source = zigzag.source(r, step);
+                sources.insert(source);
+                // The keys that a rank has at a step are those that the rank before had at the step before.
+                if (step > 0) CHECK(zigzag.source((r + N - 1) % N, step - 1) == source);
+                int work = 0;
+                for (int q : {0, 1})
+                    for (int k : {0, 1}) work += Zigzag::sees(zigzag.chunk(r, q), zigzag.chunk(source, k));
+                CHECK(work == (step == 0 ? 3 : 2));  // the same on every rank; two of the three are half masked
+                pairs += work;
+            }
+            CHECK(sources.size() == size_t(N) && zigzag.source(r, 0) == r);
+        }
+        CHECK(pairs == size_t(2 * N) * (2 * N + 1) / 2);  // all that a causal mask leaves, once
+    }
+}
+
+TEST(merge_of_partial_results) {
+    const auto merged = [](double o, double lse, double o_b, double lse_b) {
+        std::vector<double> result = {o, lse};
+        attention_merge(&result[0], &result[1], &o_b, lse_b, 1);
+        return result;
+    };
+    for (double x : {-3.0, 0.0, 2.5})
+        for (double y : {-1.0, 0.5, 4.0}) {
+            const double l = std::exp(x), l_b = std::exp(y);
+            const std::vector<double> r = merged(7, x, -2, y);
+            CHECK_NEAR(r[0], (7 * l - 2 * l_b) / (l + l_b), 1e-14);
+            CHECK_NEAR(r[1], std::log(l + l_b), 1e-14);
+        }
+    CHECK((merged(7, -kInf, -2, 3) == std::vector<double>{-2, 3}));        // the first keys of a row
+    CHECK((merged(7, 3, NAN, -kInf) == std::vector<double>{7, 3}));        // no keys
+    CHECK((merged(0, -kInf, 0, -kInf) == std::vector<double>{0, -kInf}));  // none at all
+    for (double far : {800.0, 1e5, 1e300}) {                               // exp of it is infinite
+        CHECK((merged(7, far, -2, -far) == std::vector<double>{7, far}));
+        CHECK((merged(7, -far, -2, far) == std::vector<double>{-2, far}));
+    }
+    CHECK(std::isnan(merged(7, 1, NAN, 1)[0]) && std::isnan(merged(7, 1, 2, NAN)[0]));  // what is broken stays so
+    float o = 7;
+    double lse = 90;
+    const float o_b = -2;
+    attention_merge(&o, &lse, &o_b, -90., 1);  // exp(180) is infinite in fp32
+    CHECK(o == 7 && lse == 90);
+
+    // In any order, and with fp32's rounding alone.
+    std::mt19937 rng(5);
+    std::normal_distribution<double> distribution(0, 20);
+    for (int trial = 0; trial < 100; trial++) {
+        std::vector<std::pair<double, double>> parts;
+        for (int i = 0; i < 8; i++) parts.push_back({distribution(rng), float(distribution(rng))});
+        double l = 0, sum = 0;
+        for (const auto& [value, L] : parts) l += std::exp(L), sum += std::exp(L) * value;
+        std::shuffle(parts.begin(), parts.end(), rng);
+        float o32 = 0;
+        double running = -kInf;
+        for (const auto& [value, L] : parts) {
+            const float o_b32 = float(value);
+            attention_merge(&o32, &running, &o_b32, L, 1);
+        }
+        CHECK_NEAR(o32, sum / l, 1e-4);
+        CHECK_NEAR(running, std::log(l), 1e-12);
+    }
+}
+
+// Chunks of queries against chunks of keys, later keys first, blocks among them that the mask hides whole.
+TEST(blocks_make_the_whole) {
+    const int B = 2, T = 37, NH = 3, HS = 16, C = NH * HS;
+    const Whole<double> whole(B, T, NH, HS, 4);
+    const Cpu cpu(1);
+    const std::vector<int> cuts = {0, 5, 6, 20, T};
+    const double* qkv = whole.qkv.data();
+    const auto heads = [&](const double* x, int begin, int part, int parts) {
+        return Heads<const double>{x + size_t(begin) * parts * C + part * C, size_t(T) * parts * C, size_t(parts) * C};
+    };
+    std::vector<double> D(size_t(B) * NH * T), dqkv(whole.dqkv.size());
+    attention_D(cpu, D.data(), whole.dout.data(), whole.out.data(), B, T, NH, HS);
+    for (size_t i = 0; i + 1 < cuts.size(); i++) {
+        const int q0 = cuts[i], Tq = cuts[i + 1] - q0;
+        const BlockShape clear = {B, Tq, 1, NH, HS};
+        std::vector<double> o(size_t(B) * Tq * C, NAN), lse(size_t(B) * NH * Tq, NAN), dq(o.size()), rows_lse, rows_D;
+        attention_clear_state(cpu, o.data(), lse.data(), clear);
+        for (size_t j = cuts.size() - 1; j-- > 0;) {
+            const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
+            attention_forward_block<double>(cpu, o.data(), lse.data(), heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
+                                            heads(qkv, k0, 2, 3),
+                                            {B, Tq, Tk, NH, HS, q0 + (1LL << 40), k0 + (1LL << 40)});
+            if (j > i) CHECK(lse[0] == -kInf && o[0] == 0);  // nothing seen yet
+        }
+        for (int row = 0; row < B * NH; row++)
+            for (int t = 0; t < Tq; t++) {
+                rows_lse.push_back(whole.lse[row * T + q0 + t]);
+                rows_D.push_back(D[row * T + q0 + t]);
+            }
+        check_close("lse", lse, rows_lse, 1e-14);
+        for (size_t j = 0; j + 1 < cuts.size(); j++) {
+            const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
+            std::vector<double> dk(size_t(B) * Tk * C), dv(dk.size());
+            attention_backward_block<double>(cpu, dq.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
+                                             heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
+                                             heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(),
+                                             {B, Tq, Tk, NH, HS, q0, k0});
+            for (int b = 0; b < B; b++)
+                for (int t = 0; t < Tk; t++)
+                    for (int c = 0; c < C; c++) {
+                        dqkv[((size_t(b) * T + k0 + t) * 3 + 1) * C + c] += dk[(size_t(b) * Tk + t) * C + c];
+                        dqkv[((size_t(b) * T + k0 + t) * 3 + 2) * C + c] += dv[(size_t(b) * Tk + t) * C + c];
+                    }
+        }
+        std::vector<double> want;
+        for (int b = 0; b < B; b++)
+            for (int t = 0; t < Tq; t++)
+                for (int c = 0; c < C; c++) {
+                    want.push_back(whole.out[(size_t(b) * T + q0 + t) * C + c]);
+                    dqkv[(size_t(b) * T + q0 + t) * 3 * C + c] = dq[(size_t(b) * Tq + t) * C + c];
+                }
+        check_close("out", o, want, 1e-14);
+    }
+    check_close("dqkv", dqkv, whole.dqkv, 1e-13);
+}
+
+TEST(chunks_make_the_whole) {
+    const Cpu cpu(1);
+    for (const auto& [q_chunk, k_chunk] : {std::pair{37, 37}, {8, 8}, {5, 16}, {100, 1}, {1, 100}, {36, 2}})
+        check_chunks<double>(cpu, 2, 37, 3, 16, q_chunk, k_chunk, 1e-13);
+    check_chunks<float>(cpu, 2, 37, 3, 16, 7, 10, 1e-5);
+}
+
+TEST(ring_equals_the_whole_in_fp64) {
+    for (int ranks : {1, 2, 3, 4})
+        for (int Tc : {1, 7, 16}) check_job<double>(ranks, 2, Tc, 2, 32, 1, 1e-13);
+    check_job<double>(4, 1, 5, 1, 64, 40, 1e-12);  // one key has nearly all the weight
+}
+
+TEST(ring_in_fp32) {
+    check_job<float>(2, 2, 16, 2, 64, 1, 1e-5);
+    check_job<float>(4, 1, 33, 2, 64, 5, 1e-5);
+}
+
+TEST_MAIN

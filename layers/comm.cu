@@ -1,0 +1,160 @@
+// Collectives over NCCL; without it (the Makefile finds no nccl.h) one constructor that says so.
+//
+// NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
+// still queue. An event orders it after the compute stream and another the compute stream after it; both become edges
+// when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator: ncclCommDestroy
+// waits for it.
+//
+// A collective whose other ranks are gone never ends. NCCL notices some failures by itself: the job's watching thread
+// asks for its asynchronous error every second. Whatever the reason, the process then leaves by _exit, which ends its
+// kernels; ncclCommAbort is for the destructor that runs while an Error unwinds.
+#include "layers/comm.h"
+
+#ifdef HAVE_NCCL
+#include <nccl.h>
+
+static void nccl_check(ncclResult_t status, const char* file, int line, const char* what) {
+    if (status == ncclSuccess) return;
+    const char* more = ncclGetLastError(nullptr);
+    throw Error(format("%s:%d: NCCL: %s in %s: %s (NCCL_DEBUG=INFO says more)", file, line, ncclGetErrorString(status),
+                       what, more ? more : ""));
+}
+#define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
+
+NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
+    ncclUniqueId id = {};  // random: no other job's ranks can know it
+    if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
+    job.broadcast(&id, 1);
+    NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
+    make_stream();
+    job.also_watch([this] { return asynchronous_error(); });
+}
+
+NcclComm::NcclComm(NcclComm& all, int first, int count)
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), all_(&all), first_(all.first_ + first) {
+    NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
+    make_stream();
+    job_.also_watch([this] {
+        const std::string error = all_->asynchronous_error();
+        return error.empty() ? asynchronous_error() : error;
+    });
+}
+
+void NcclComm::make_stream() {
+    int least = 0, greatest = 0;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+    CUDA_CHECK(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
+}
+
+std::string NcclComm::asynchronous_error() const {
+    ncclResult_t error = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
+    if (asked != ncclSuccess) error = asked;
+    if (error == ncclSuccess || error == ncclInProgress) return "";
+    const char* more = ncclGetLastError(comm_);
+    return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
+}
+
+// Statuses are dropped: a destructor cannot throw.
+NcclComm::~NcclComm() {
+    if (all_)
+        job_.also_watch([all = all_] { return all->asynchronous_error(); });
+    else
+        job_.also_watch(nullptr);
+    if (std::uncaught_exceptions() > 0)
+        ncclCommAbort(comm_);
+    else
+        ncclCommDestroy(comm_);
+    cudaEventDestroy(ready_);
+    cudaEventDestroy(done_);
+    cudaStreamDestroy(stream_);
+}
+
+void NcclComm::fork() {
+    CUDA_CHECK(cudaEventRecord(ready_, dev_.stream));
+    CUDA_CHECK(cudaStreamWaitEvent(stream_, ready_, 0));
+}
+
+void NcclComm::join() {
+    CUDA_CHECK(cudaEventRecord(done_, stream_));
+    CUDA_CHECK(cudaStreamWaitEvent(dev_.stream, done_, 0));
+}
+
+// A kernel that fills the GPU and stays until its work is done, as attention's does, keeps NCCL's blocks waiting if it
+// comes first, for no block gives way to one of higher priority. Both may begin when the same work before them ends, and
+// NCCL's are an event later: so the others wait, for about as long as a launch takes.
+static __global__ void wait_kernel(unsigned ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < ns);
+}
+void NcclComm::head_start() {
+    if (copies_) return;  // they need none
+    wait_kernel<<<1, 1, 0, dev_.stream>>>(5000);
+    LAUNCH_CHECK("wait_kernel");
+}
+
+void NcclComm::share(void* memory, size_t bytes) {
+    if (!memory) {
+        CUDA_CHECK(cudaStreamSynchronize(stream_));
+        job_.barrier();
+        copies_.reset();
+        job_.barrier();  // now the memory may go
+        return;
+    }
+    copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
+}
+
+void NcclComm::begin_group() {
+    NCCL_CHECK(ncclGroupStart());
+}
+void NcclComm::end_group() {
+    NCCL_CHECK(ncclGroupEnd());
+}
+
+void NcclComm::all_reduce(float* x, size_t n) {
+    NCCL_CHECK(ncclAllReduce(x, x, n, ncclFloat, ncclSum, comm_, stream_));
+}
+
+void NcclComm::reduce_scatter(float* out, const float* x, size_t n) {
+    NCCL_CHECK(ncclReduceScatter(x, out, n, ncclFloat, ncclSum, comm_, stream_));
+}
+
+void NcclComm::all_gather_bytes(char* x, size_t bytes) {
+    NCCL_CHECK(ncclAllGather(x + rank * bytes, x, bytes, ncclChar, comm_, stream_));
+}
+
+void NcclComm::send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes) {
+    if (copies_ && copies_->has(send, bytes) && copies_->has(recv, bytes))
+        return copies_->send_recv(stream_, to, send, from, recv, bytes);
+    group([&] {
+        NCCL_CHECK(ncclSend(send, bytes, ncclChar, to, comm_, stream_));
+        NCCL_CHECK(ncclRecv(recv, bytes, ncclChar, from, comm_, stream_));
+    });
+}
+
+#else
+
+NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
+    throw Error(
+        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say where it is "
+        "with make NCCL_HOME=…, and build again");
+}
+NcclComm::NcclComm(NcclComm& all, int first, int count)
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_) {}
+NcclComm::~NcclComm() = default;
+void NcclComm::fork() {}
+void NcclComm::join() {}
+void NcclComm::head_start() {}
+void NcclComm::share(void*, size_t) {}
+void NcclComm::begin_group() {}
+void NcclComm::end_group() {}
+void NcclComm::all_reduce(float*, size_t) {}
+void NcclComm::reduce_scatter(float*, const float*, size_t) {}
+void NcclComm::all_gather_bytes(char*, size_t) {}
+void NcclComm::send_recv_bytes(int, const void*, int, void*, size_t) {}
+
+#endif

@@ -1,0 +1,73 @@
+// The collectives of the seam, CUDA side: NCCL on a stream of its own, so that gradients are added up over the ranks
+// while backward goes on. dev/reference_comm.h has the same list for the CPU. Rank r of `size` ranks makes the same
+// calls in the same order as all others; x and out are device memory.
+//
+//   fork()                       what is called from here on waits for the device's work so far …
+//   join()                       … and the device's further work waits for it
+//   head_start()                 the device's further work begins a little later than what was called: see comm.cu
+//   group(calls)                 many calls as one: NCCL starts them together
+//   all_reduce(x, n)             x ← Σ over ranks of x
+//   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
+//   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
+//   send_recv(to, send, from, recv, n)    to one rank, from one rank: the step of a ring
+//   share(memory, bytes)         what send_recv moves within it goes by the GPUs' copy engines where they reach each other
+//                                (peer_copy.h); all ranks have memory of the same size with the same layout; null: no more
+//
+// Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
+// does it, but its manual does not promise it; dev/test_comm checks.
+#pragma once
+#include "data/job.h"
+#include "layers/peer_copy.h"
+
+struct ncclComm;  // NCCL's, of which this header needs only the name
+
+class NcclComm {
+  public:
+    // Throws Error if this program was built without NCCL, or NCCL cannot connect the ranks.
+    NcclComm(const Cuda& dev, Job& job);
+    // Of `count` of all ranks, from `first` on: every rank makes one, with its own part. Has a stream of its own.
+    NcclComm(NcclComm& all, int first, int count);
+    ~NcclComm();
+    NcclComm(const NcclComm&) = delete;
+    NcclComm& operator=(const NcclComm&) = delete;
+    const int rank, size;
+
+    void fork();
+    void join();
+    void head_start();
+    void share(void* memory, size_t bytes);
+    template <class Calls>
+    void group(Calls calls) {
+        begin_group();
+        calls();
+        end_group();
+    }
+
+    void all_reduce(float* x, size_t n);
+    void reduce_scatter(float* out, const float* x, size_t n);
+    template <class X>
+    void all_gather(X* x, size_t n) {
+        all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
+    }
+    template <class X>
+    void send_recv(int to, const X* send, int from, X* recv, size_t n) {
+        send_recv_bytes(to, send, from, recv, n * sizeof(X));
+    }
+
+  private:
+    const Cuda& dev_;
+    Job& job_;
+    ncclComm* comm_ = nullptr;
+    cudaStream_t stream_ = nullptr;
+    cudaEvent_t ready_ = nullptr, done_ = nullptr;
+    NcclComm* const all_ = nullptr;  // of which this is a part
+    const int first_ = 0;            // the job's number of rank 0
+    std::unique_ptr<PeerCopies> copies_;
+
+    void make_stream();
+    std::string asynchronous_error() const;
+    void begin_group();
+    void end_group();
+    void all_gather_bytes(char* x, size_t bytes);
+    void send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes);
+};

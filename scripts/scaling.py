@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Trains on 1, 2, 4, … GPUs: the same losses at one global batch, and tokens per second at one batch a GPU.
+
+    make train_gpt2cu && python3 scripts/scaling.py             # up to all GPUs of this machine, or --gpus 1,2,4
+    python3 scripts/scaling.py --model d24 --batch 32 --json
+
+Losses: strict fp32, 20 steps of B·T tokens for the largest number of GPUs, so that fewer make more micro-batches of the
+same data; every step's loss within 1e-3 of one GPU's, relative. Speed (weak scaling): each GPU has B·T tokens a step,
+the median of the steps after the first ten, and its ratio to so many times one GPU's. Beside it the same GPUs with a
+run of its own on each, all at once: the slowest is what the step would take if the ranks had nothing to say to each
+other. Both without and with a sharded optimizer (ZeRO-1). Exit code 1 if losses differ; then nothing is timed.
+"""
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import results
+
+
+def gpus_here():
+    """The names of this machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible.split(",")
+    return re.findall(r"^GPU (\d+)", results.output_of("nvidia-smi", "-L"), flags=re.M)
+
+
+def train(a, gpus, zero, *options, on=None):
+    """What a run prints. `on`: the one GPU that it sees."""
+    command = ["./train_gpt2cu", "-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", gpus,
+               "--zero", zero, *(["-i", a.data] if a.data else []), *options]
+    command = [str(word) for word in command]
+    env = os.environ if on is None else {**os.environ, "CUDA_VISIBLE_DEVICES": on}
+    done = subprocess.run(command, cwd=results.ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"scaling.py: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def losses(a, gpus, zero, *options):
+    """What a run prints, and its losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = train(a, gpus, zero, *options, "-o", folder)
+        rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
+    return text, [r["loss_nats"] for r in rows if r["kind"] == "train"]
+
+
+def usual_ms(a, gpus, text):
+    """The median of the steps, once plans are made, connections open and the GPUs as warm as they will be."""
+    tok_s = [float(rate) for rate in re.findall(r"^step .* ([\d.]+) tok/s", text, flags=re.M)]
+    return gpus * a.batch * a.tokens / statistics.median(tok_s[10:]) * 1e3
+
+
+def side_by_side(a, gpus, *options):
+    """ms a step of the slowest of so many GPUs, each with a run of its own."""
+    names = gpus_here() if a.device == "cuda" else [None] * gpus
+    with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
+        return max(usual_ms(a, 1, text) for text in pool.map(lambda name: train(a, 1, 0, *options, on=name), names[:gpus]))
+
+
+def main():
+    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg.add_argument("--gpus", help="numbers of GPUs, from 1 on (default: 1,2,4,… up to this machine's)")
+    arg.add_argument("--model", default="d12")
+    arg.add_argument("--batch", type=int, default=64, help="sequences per GPU when timed (default: %(default)s)")
+    arg.add_argument("--tokens", type=int, default=1024, help="per sequence (default: %(default)s)")
+    arg.add_argument("--steps", type=int, default=40, help="of a run that is timed (default: %(default)s)")
+    arg.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="when timed (default: %(default)s)")
+    arg.add_argument("--data", help="train on this instead of the built-in corpus")
+    arg.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/scaling.jsonl")
+    arg.add_argument("--out", help="append rows to this file")
+    a = arg.parse_args()
+    if not (results.ROOT / "train_gpt2cu").exists():
+        sys.exit("scaling.py: there is no ./train_gpt2cu: make train_gpt2cu")
+    if a.gpus is None:
+        here = len(gpus_here())
+        a.gpus = ",".join(str(2 ** i) for i in range(10) if 2 ** i <= here) or "1"
+    if not re.fullmatch(r"1(,\d+)*", a.gpus):
+        arg.error(f'--gpus: "{a.gpus}" is no list that begins with 1, such as 1,2,4')
+    numbers = [int(n) for n in a.gpus.split(",")]
+    if a.steps < 11:
+        arg.error("--steps: the first ten are not counted")
+    if a.device == "cpu":
+        a.precision = "fp32"
+    cuda = re.search(r"release ([\d.]+)", results.output_of("nvcc", "--version"))
+
+    def record(text, **fields):
+        """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
+        if a.json or a.out:
+            device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
+            common = {"model": a.model, "T": a.tokens}
+            results.append([results.row("scaling", device, cuda[1] if cuda else "", **common, **fields)], "scaling", a.out)
+
+    same = True
+    batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
+    strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32"] + (["--no-tf32"] if a.device == "cuda" else [])
+    _, one = losses(a, 1, 0, *strict)
+    for n in numbers[1:]:
+        for zero in (0, 1):
+            text, found = losses(a, n, zero, *strict)
+            apart = max(abs(x - y) / y for x, y in zip(found, one))
+            same &= len(found) == len(one) and apart <= 1e-3
+            print(f"{n} GPUs, --zero {zero}: losses of {len(found)} steps within {apart:.1e} of one GPU's", flush=True)
+            record(text, gpus=n, zero=zero, what="losses", apart=apart)
+    if not same:
+        sys.exit("scaling.py: the losses differ by more than 1e-3: not timed")
+
+    print("gpus  zero  ms a step  side by side       tok/s  of linear    GiB", flush=True)
+    timed = ["-b", a.batch, "-x", a.steps, "--precision", a.precision]
+    single = None
+    for n in numbers:
+        alone = side_by_side(a, n, *timed) if n > 1 else None
+        for zero in (0, 1) if n > 1 else (0,):
+            text = train(a, n, zero, *timed)
+            gib = float(re.search(r"^  total +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
+            ms = usual_ms(a, n, text)
+            tok_s = n * a.batch * a.tokens / ms * 1e3
+            single = single or tok_s
+            print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * tok_s / (n * single):8.1f}%  "
+                  f"{gib:5.1f}", flush=True)
+            record(text, gpus=n, zero=zero, what="speed", dtype=a.precision, B=a.batch, ms=ms, ms_side_by_side=alone or ms,
+                   tok_s=tok_s, of_linear=tok_s / (n * single), gib=gib)
+
+
+if __name__ == "__main__":
+    main()
