@@ -439,7 +439,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     const int most_alone = ring_ ? 1 : B;  // sequences that attention is given without the ring: samples
     const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
                                      encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
-                                     matmul_scratch_bytes(dev, 4 * C), gelu_scratch_bytes(dev, 4 * C),
+                                     matmul_scratch_bytes(dev, 4 * C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
                                      reduce_scratch_bytes(dev), size_t(256)});
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
@@ -568,15 +568,14 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
         A* const none = nullptr;
         X* wide = recompute >= 1 ? buffers_.wide : a.gelu;
-        if (recompute >= 1) {  // the pass over fch makes GELU's output again, which the weights' gradient needs
-            matmul_backward<X>(dev, wide, none, none, scratch, dresidual, nullptr, w.fcprojw, N, 4 * C, C);
-            gelu_backward(dev, wide, g.fcb, a.gelu, scratch, a.fch, wide, N, 4 * C);
+        auto fcproj_weight_gradient = [&] {
             matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C,
                                accumulate);
-        } else {
-            matmul_backward(dev, wide, g.fcprojw, none, scratch, dresidual, a.gelu, w.fcprojw, N, 4 * C, C, accumulate);
-            gelu_backward<X>(dev, wide, g.fcb, nullptr, scratch, a.fch, wide, N, 4 * C);
-        }
+        };
+        if (recompute == 0) fcproj_weight_gradient();  // before fch's gradient takes the place of GELU's output
+        matmul_gelu_backward(dev, wide, g.fcb, recompute >= 1 ? a.gelu : nullptr, scratch, dresidual, w.fcprojw, a.fch,
+                             N, 4 * C, C);
+        if (recompute >= 1) fcproj_weight_gradient();  // of the output that the pass over fch made again
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
         matmul_backward(dev, dln, g.fcw, none, scratch, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,

@@ -93,6 +93,12 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
+// 1/x to 1 ulp; 0 where that is subnormal. #floating-point-instructions-rcp
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
 // 2^x to 2 ulp, without exp2f's care for subnormal results; 2^−inf = 0. #floating-point-instructions-ex2
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

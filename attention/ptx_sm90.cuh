@@ -48,6 +48,24 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
+// Arrives at the same barrier of block `rank` of the cluster, whose shared memory is laid out as ours. It orders nothing
+// but this thread's use of that memory: a release of cluster scope would wait for all its stores.
+// #data-movement-and-conversion-instructions-mapa
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+// All threads of the cluster's blocks meet. #parallel-synchronization-and-communication-instructions-barrier-cluster
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+}
+
 // Named barriers, 1 to 15 (0 is __syncthreads), among `threads` of the block.
 // #parallel-synchronization-and-communication-instructions-bar
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
@@ -111,9 +129,20 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32
         "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* dst, uint32_t smem, uint32_t bytes) {  // joins this thread's bulk group
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t smem,
+                                           uint32_t bytes) {  // joins this thread's bulk group
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
                  : "memory");
+}
+// The same box to the same place in every block of the cluster whose bit is set in `blocks`; the bytes count on the
+// barrier at that place in each.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, int c3, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+        : "memory");
 }
 // Closes this thread's bulk group. #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void bulk_commit() {
@@ -248,13 +277,17 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
                    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_R64  WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "      \
                    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_R128 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "      \
+                   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "        \
+                   "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "          \
+                   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // clang-format on
 
 // d (+)= A · B with both in shared memory, `a` and `b` descriptors; B is N×16 (not transposed: rows are n). The N of
 // the instruction is 8 times that of d. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool accumulate) {
-    static_assert(N == 8 || N == 16);
+    static_assert(N == 8 || N == 16 || N == 32);
     if constexpr (N == 8)
         asm volatile(
             "{\n"
@@ -264,6 +297,16 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
             "}, %32, %33, p, 1, 1, %35, %36;\n"
             "}\n"
             : WGMMA_D8(0)
+            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+    else if constexpr (N == 32)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %130, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_R128
+            "}, %128, %129, p, 1, 1, %131, %132;\n"
+            "}\n"
+            : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
     else
         asm volatile(
@@ -371,3 +414,4 @@ __device__ __forceinline__ void wgmma_rs_f16(uint32_t (&d)[8][2], const uint32_t
 #undef WGMMA_R16
 #undef WGMMA_R32
 #undef WGMMA_R64
+#undef WGMMA_R128

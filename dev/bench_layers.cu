@@ -163,7 +163,7 @@ class Bench {
         const int rows = static_cast<int>(std::max(N_, kValidatedRows)), C = o_.C;
         return std::max({encoder_scratch_bytes(dev_, 1, rows, C), layernorm_scratch_bytes(dev_, C),
                          matmul_scratch_bytes(dev_, 4 * C), gelu_scratch_bytes(dev_, 4 * C),
-                         reduce_scratch_bytes(dev_)});
+                         matmul_gelu_scratch_bytes(dev_, rows, 4 * C, C), reduce_scratch_bytes(dev_)});
     }
     void measure_ceilings() {
         copy_ = copy_rate(dev_, o_.quick), gemm_ = gemm_tflops<X>(dev_, o_.quick);
@@ -309,6 +309,11 @@ int run(Cuda& dev, const Options& o) {
             {X_(4 * C, kOut), X_(4 * C, kOut), X_(C), w_(size_t(4) * C * C, 1 / std::sqrt(C)), w_(4 * C)},
             {9 * x * C, 4 * x * C * C, 8. * C * C},
             [&](const auto& m) { matmul_gelu_forward(m.dev, m.x(0), m.x(1), m.x(2), m.x(3), m.x(4), m.N, C, 4 * C); });
+    b.layer(format("matmul %d to %d input gradient, gelu backward and again", 4 * C, C),
+            {X_(4 * C, kOut), g_(4 * C), X_(4 * C, kOut), X_(C), w_(size_t(4) * C * C, 1 / std::sqrt(C)), X_(4 * C)},
+            {13 * x * C, 4 * x * C * C, 8. * C * C}, [&](const auto& m) {
+                matmul_gelu_backward(m.dev, m.x(0), m.a(1), m.x(2), m.scratch, m.x(3), m.x(4), m.x(5), m.N, 4 * C, C);
+            });
     b.layer("bias gradient", {g_(3 * C), X_(3 * C)}, {3 * x * C}, [&](const auto& m) {
         matmul_backward(m.dev, no(m.x(1)), no(m.a(0)), m.a(0), m.scratch, m.x(1), no(m.x(1)), no(m.x(1)), m.N, C,
                         3 * C);

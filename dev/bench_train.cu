@@ -140,10 +140,12 @@ void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void
         });
 }
 template <class X>
-void gelu_backward(const Timed& t, X* dinp, float* dinp_sum, X* out, void* scratch, const X* inp, const X* dout,
-                   size_t N, int C) {
-    t.time(out ? "gelu backward, gelu again" : "gelu backward", {0, bytes_of<X>((out ? 4. : 3.) * N * C)},
-           [&](const Cuda& dev) { gelu_backward(dev, dinp, dinp_sum, out, scratch, inp, dout, N, C); });
+void matmul_gelu_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
+                          const X* weight, const X* pre, size_t N, int C, int OC) {
+    t.time(shape_name(out ? "input gradient, gelu backward and again" : "input gradient, gelu backward", C, OC),
+           product<X>(N, C, OC, bytes_of<X>((out ? 2. : 1.) * N * C)), [&](const Cuda& dev) {
+               matmul_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
+           });
 }
 template <class X>
 void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,

@@ -89,6 +89,13 @@ void matmul_gelu_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* 
     matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
     gelu_forward(dev, out, pre, N * OC);
 }
+template <class X>
+void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, void* scratch, const X* dout,
+                          const X* weight, const X* pre, size_t N, int C, int OC) {
+    matmul_backward<X>(dev, dpre, nullptr, nullptr, scratch, dout, nullptr, weight, N, C, OC);
+    gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
+}
+inline size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
 
 // Attention has one form here, row by row with no T×T buffer; `kind` is ignored. HS is any size ≤ 256.
 template <class X>

@@ -449,11 +449,48 @@ void check_matmul_gelu(size_t N, int C, int OC, size_t offset = 0) {
     compare(what + " pre", pre_gpu.values(), pre, output);
     compare(what + " out", out_gpu.values(), out, output);
 }
+// dpre = (dout·weight)∘gelu'(pre), its sum over rows, and gelu(pre) again; C is pre's width.
+template <class X>
+void check_matmul_gelu_backward(size_t N, int C, int OC, size_t offset = 0) {
+    const Cuda& dev = gpu();
+    const std::string what = label<X>("matmul_gelu_backward", N, C, OC);
+    const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : kTf32, output = 2 * std::max(product, kOutput<X>);
+    const Values dout = normal<X>(N * OC), weight = normal<X>(size_t(OC) * C, 1 / std::sqrt(OC)),
+                 pre = normal<X>(N * C, 2.0);
+    const Array<X> dout_gpu(dout, offset), weight_gpu(weight, offset), pre_gpu(pre, offset);
+    Values dpre(N * C), out(N * C), sum = normal<float>(C);
+    const Array<X> dpre_gpu(N * C, offset), out_gpu(N * C, offset), dpre_alone(N * C, offset);
+    const Array<float> sum_gpu(sum), sum_alone(sum);
+    const auto run = [&](X* dpre, float* sum, X* out) {
+        matmul_gelu_backward<X>(dev, dpre, sum, out, scratch_of(matmul_gelu_scratch_bytes(dev, N, C, OC)), dout_gpu,
+                                weight_gpu, pre_gpu, N, C, OC);
+    };
+    run(dpre_gpu, sum_gpu, out_gpu);
+    run(dpre_alone, sum_alone, nullptr);
+    CHECK(same_bits(dpre_alone.values(), dpre_gpu.values()) && same_bits(sum_alone.values(), sum_gpu.values()));
+    matmul_gelu_backward<double>(cpu(), dpre.data(), Values(C).data(), out.data(), nullptr, dout.data(), weight.data(),
+                                 pre.data(), N, C, OC);
+    compare(what + " dpre", dpre_gpu.values(), dpre, output);
+    compare(what + " out", out_gpu.values(), out, kOutput<X>);
+    const Values got = dpre_gpu.values();
+    for (size_t i = 0; i < N * C; i++) sum[i % C] += got[i];
+    compare(what + " dpre_sum", sum_gpu.values(), sum, kFp32);
+    const Array<X> fresh(N * C, offset);  // what backward makes again has the bits of a GELU of its own
+    gelu_forward<X>(dev, fresh, pre_gpu, N * C);
+    CHECK(same_bits(out_gpu.values(), fresh.values()));
+}
 template <class X>
 void check_matmul_gelus() {
-    const int shapes[][3] = {{1, 8, 8}, {3, 7, 5}, {127, 65, 33}, {127, 768, 264}, {1000, 64, 768}, {1024, 768, 3072}};
-    for (const auto& [N, C, OC] : shapes) check_matmul_gelu<X>(N, C, OC);
-    check_matmul_gelu<X>(127, 64, 64, 1);
+    // From the seventh on for matmul_sm90: one row, odd numbers of rows, one chunk of K, more tiles than blocks, d48.
+    const int shapes[][3] = {{1, 8, 8},        {3, 7, 5},         {127, 65, 33},    {127, 768, 264},
+                             {1000, 64, 768},  {1024, 768, 3072}, {1, 768, 256},    {129, 192, 512},
+                             {1000, 768, 256}, {20001, 64, 256},  {9000, 128, 512}, {129, 1600, 6400}};
+    for (const auto& [N, C, OC] : shapes) {
+        check_matmul_gelu<X>(N, C, OC);
+        check_matmul_gelu_backward<X>(N, OC, C);
+    }
+    check_matmul_gelu<X>(127, 64, 256, 1);
+    check_matmul_gelu_backward<X>(127, 256, 64, 1);
 }
 TEST(matmul_gelu_fp32) {
     check_matmul_gelus<float>();
@@ -464,6 +501,9 @@ TEST(matmul_gelu_bf16) {
 }
 TEST(matmul_errors) {
     CHECK_ERROR(matmul_forward<float>(gpu(), nullptr, nullptr, nullptr, nullptr, 1, 0, 1), "C = 0");
+    CHECK_ERROR(
+        matmul_gelu_backward<bf16>(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1, 0),
+        "OC = 0");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

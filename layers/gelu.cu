@@ -10,19 +10,12 @@
 // bias gradient of the matmul before it, and if asked gelu(inp), for who did not keep it.
 //
 // Writes: out, dinp, every element.  Adds into: dinp_sum.  Limits: any size and alignment.
+#include "layers/gelu.cuh"
 #include "layers/layers.h"
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-
-// 2u = x·(a + b x²)
-constexpr float kA = 1.5957691216057308f;  // 2·√(2/π)
-constexpr float kB = kA * 0.044715f;
-
-__device__ inline float gelu_sigmoid(float x) {
-    return __fdividef(1.f, 1.f + __expf(-x * (kA + kB * x * x)));
-}
 
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads) gelu_forward_kernel(X* out, const X* inp, size_t n) {
@@ -52,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
             for (int k = 0; k < V; k++) {
                 const float s = gelu_sigmoid(x[k]);
                 y.x[k] = x[k] * s;
-                dx.x[k] = dy[k] * (s + y.x[k] * (1.f - s) * (kA + 3.f * kB * x[k] * x[k]));
+                dx.x[k] = dy[k] * gelu_derivative(x[k], s, y.x[k]);
             }
             const Vec<X, V> stored = round_to<X>(dx);
             store(dinp + row * C + c, stored);

@@ -69,6 +69,14 @@ void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, voi
                      const X* weight, size_t N, int C, int OC, bool accumulate = true);
 size_t matmul_scratch_bytes(const Cuda& dev, int OC);
 
+// What a linear layer of gelu(pre) hands back to pre: writes dpre (N,C) = (dout (N,OC)·weight (OC,C))∘gelu'(pre), adds
+// its sum over rows into dpre_sum (C), and writes out (N,C) = gelu(pre) (null: not wanted). Deterministic.
+// scratch: matmul_gelu_scratch_bytes().
+template <class X>
+void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
+                          const X* weight, const X* pre, size_t N, int C, int OC);
+size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
+
 // The bias gradient of the product that makes q, k and v, from dqkv (N,3C), its gradient, and from projw (C,C) and
 // dprojb (C), weight and bias gradient of the projection behind attention. Two of the three need no sum over dqkv:
 //   dqkvb[0, C)    q's: adds the sum of dq's rows.

@@ -5,6 +5,8 @@
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
 //   dbias += Σ_rows dout          two stages of our own, in a fixed order
 //
+// A product with a GELU behind it or before it is matmul_sm90.cu's on Hopper, if the shape allows.
+//
 // cuBLAS is column-major: our row-major (rows, cols) is its (cols, rows) with leading dimension cols. So it is asked
 // for the transposed product, outᵀ = weight·inpᵀ and so on, where every operand is what lies in memory or its
 // transpose.
@@ -22,6 +24,7 @@
 
 #include "layers/cublas.h"
 #include "layers/layers.h"
+#include "layers/matmul_sm90.h"
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
@@ -294,6 +297,9 @@ template <class X>
 void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
                          int OC) {
     check_sizes(C, OC);
+    if constexpr (std::is_same_v<X, bf16>)
+        if (matmul_sm90_takes(dev, C, OC, {out, pre, inp, weight, bias}))
+            return matmul_sm90_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC);
     if (gelu_in_epilogue(OC, out, pre)) {
         multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, Epilogue::gelu}, {out, weight, inp, bias, pre});
     } else {
@@ -326,11 +332,29 @@ size_t matmul_scratch_bytes(const Cuda& dev, int OC) {
     return column_sum_bytes(dev, OC);
 }
 
-#define INSTANTIATE(X)                                                                                               \
-    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                   \
-    template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);          \
-    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int, \
-                                  int, bool);                                                                        \
+template <class X>
+void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
+                          const X* weight, const X* pre, size_t N, int C, int OC) {
+    check_sizes(C, OC);
+    if constexpr (std::is_same_v<X, bf16>)
+        if (matmul_sm90_takes(dev, OC, C, {dpre, out, scratch, dout, weight, pre}))
+            return matmul_sm90_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, OC, C);
+    matmul_backward<X>(dev, dpre, nullptr, nullptr, scratch, dout, nullptr, weight, N, C, OC);
+    gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
+}
+
+size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
+    const size_t fused = matmul_sm90_takes(dev, OC, C, {}) ? matmul_sm90_scratch_bytes(N, C) : 0;
+    return std::max(fused, gelu_scratch_bytes(dev, C));
+}
+
+#define INSTANTIATE(X)                                                                                                \
+    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                    \
+    template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);           \
+    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int,  \
+                                  int, bool);                                                                         \
+    template void matmul_gelu_backward(const Cuda&, X*, float*, X*, void*, const X*, const X*, const X*, size_t, int, \
+                                       int);                                                                          \
     template void qkv_bias_backward(const Cuda&, float*, void*, const X*, const float*, const X*, size_t, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

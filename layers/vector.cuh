@@ -71,6 +71,19 @@ __device__ inline void store(X* p, const Vec<X, N>& v) {
     for (int i = 0; i < kWords; i++) reinterpret_cast<Word*>(p)[i] = words[i];
 }
 
+// All of them as floats: one instruction a value, where v[i] takes two for every other bf16.
+template <int N>
+__device__ inline Vec<float, N> to_float(const Vec<bf16, N>& v) {
+    unsigned pairs[N / 2];
+    memcpy(pairs, &v, sizeof v);
+    Vec<float, N> r;
+    for (int i = 0; i < N; i += 2) {
+        r.x[i] = __uint_as_float(pairs[i / 2] << 16);
+        r.x[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    }
+    return r;
+}
+
 // Rounds to nearest.
 template <class X, int N>
 __device__ inline Vec<X, N> round_to(const Vec<float, N>& v) {

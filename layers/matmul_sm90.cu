@@ -1,0 +1,363 @@
+// Matmul with a GELU behind it or before it, bf16: wgmma + TMA + mbarrier, warp-specialised, clusters of two (sm_90a).
+//
+//   forward    pre = A·B + bias,        out = gelu(pre)      A = inp (N,K),   B = weightᵀ (K,OC)
+//   backward   dpre = (A·B)∘gelu'(pre), out = gelu(pre)      A = dout (N,K),  B = weight (K,OC)
+//              dpre_sum += Σ_rows dpre
+//
+// Why: GPT-2's K is short (768) and these products are wide (3072), so what is done with a tile after its product is a
+// good part of the work. A pass of its own reads and writes (N, 3072) twice more; cuBLASLt's epilogue with GELU runs at
+// 70 % of its rate without, and the one with GELU's derivative has only slow algorithms.
+//
+// The idea: a tile is done by two kinds of warps. Those that multiply round it to bf16, leave it in shared memory and go
+// on with the next tile at once; others take it from there, a row at a time, 16 bytes a lane, while tensor cores work.
+//
+//   8 MMA warps       tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
+//   3 epilogue warps  tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
+//   1 producer        TMA, three chunks ahead
+//
+// A block has tiles of 128 × 256: 64 rows for each of two warpgroups, 128 accumulators a thread. With three warpgroups a
+// thread may have 168 registers, and m64n256k16 wants 154: there is no room for a fourth. Two blocks are a cluster;
+// their tiles lie one below the other and share B, of which each loads half and sends it to both. Clusters take all
+// columns of a pair of tiles' rows before the next rows: so A is read from memory once, and B stays in L2.
+//
+//   operand   where                             layout
+//   A         shared memory, ring of 3 stages   rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
+//   B         shared memory, the same stages    forward: as A, a row is one of OC; backward: panels of 64 of OC, a row
+//                                               is one of K, transposed by wgmma
+//   sums      registers                         accumulator of m64n256k16
+//   D         shared memory, 128 rows           rows of 512 bytes, 16-byte piece c of row r at c ^ (r % 8)
+//
+//   barrier      who arrives                         who waits
+//   full[3]      TMA: own A, both halves of B        the MMA warps
+//   empty[3]     the MMA warps of both blocks        the producer: its half of B goes to both
+//   d_full[8]    an MMA warp: its 16 rows of D       the epilogue warps
+//   d_empty[8]   two epilogue warps, 8 rows each     that MMA warp, a tile later
+//
+// The epilogue has 8 rows of pre on the way in registers, those of its next turn. Column sums stay with their threads for
+// a tile; each warp's are a row of partials, which add_partials adds in a fixed order: deterministic.
+//
+// What was tried (ms, N = 65536, 768 to 3072, sustained, backward with GELU again / forward; cuBLASLt and a kernel: 0.87
+// / 0.67; what is here: 0.76 / 0.60):
+//   the products alone 0.44; with D written 0.46 / 0.47; with the arithmetic but no global memory 0.56 / 0.52. Tensor
+//     cores are busy 98 %, 92 %, 69 % and 60 % of the time at 1.6 GHz: this is as much the power cap's as the pipeline's
+//   no cluster: 0.81 / 0.62, B's bytes from L2 twice; TMA prefetch of the next A: no difference
+//   the epilogue in the MMA warps, two rows between the chunks of the next tile: 0.79 / 0.62. ptxas makes wgmma wait for
+//     loads under way (of pre) and for whatever arithmetic it finds to put between two of them
+//   pre prefetched into L2 a tile ahead: 0.80, and pre crosses the memory bus twice
+//   stores marked streaming: 0.5 % less; a release of cluster scope for `empty`: a MEMBAR.GPU in every chunk
+//   128 columns of B resident in shared memory, A streaming: 0.91 / 0.79, too few bytes on the way
+//
+// Writes: pre, out, dpre, every element.  Adds into: dpre_sum.
+// Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0; any N.
+// Run: ./dev/bench_layers --layer gelu
+#include <algorithm>
+
+#include "attention/attention.h"  // built_for_sm90a
+#include "attention/ptx_sm90.cuh"
+#include "attention/tensor_map.h"
+#include "layers/gelu.cuh"
+#include "layers/matmul_sm90.h"
+#include "layers/partials.cuh"
+#include "layers/vector.cuh"
+
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+#endif
+
+namespace {
+
+constexpr int kCluster = 2;                              // blocks
+constexpr int kRows = 128, kColumns = 256, kChunk = 64;  // a block's tile, and the step along K
+constexpr int kStages = 3;                               // as many as fit
+constexpr int kMmaWarps = 8, kEpilogueWarps = 3, kThreadsOfBlock = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
+constexpr int kTurn = 8, kTurns = kRows / kTurn;  // rows that an epilogue warp takes at a time
+constexpr int kAtOnce = 4;                        // rows whose arithmetic is interleaved
+// Shared memory: stages of A and B, D, barriers. 208 KB.
+constexpr int kABytes = kRows * kChunk * 2, kBBytes = kColumns * kChunk * 2, kStageBytes = kABytes + kBBytes;
+constexpr int kDRowBytes = kColumns * 2, kOffsetD = kStages * kStageBytes;
+constexpr int kOffsetBarriers = kOffsetD + kRows * kDRowBytes;
+constexpr int kSmem = kOffsetBarriers + 2 * (kStages + kMmaWarps) * 8;
+static_assert(kSmem <= 227 * 1024);
+
+struct Problem {
+    int N, OC, chunks;
+    int columns, items;  // tiles beside each other; items = pairs of tiles, what a cluster takes at a time
+    const bf16* bias;    // forward
+    const bf16* pre_in;  // backward
+    bf16 *pre, *out, *dpre;
+    float* partials;  // (tiles below each other, kEpilogueWarps, OC)
+};
+
+// A place in the ring of stages. The phase is the parity that a consumer waits for; the producer waits for the other.
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+};
+
+// One predicated instruction, where a branch would keep the rows around it from being interleaved.
+__device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 8>& v) {
+    uint4 w;
+    memcpy(&w, &v, sizeof w);
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %0, 0;\n"
+        "@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n"
+        "}\n" ::"r"(int{wanted}),
+        "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
+}
+
+// Again: backward writes out too.
+template <bool Backward, bool Again>
+__global__ void __launch_bounds__(kThreadsOfBlock, 1)
+    matmul_gelu_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                       const __grid_constant__ Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const uint32_t base = smem_address(smem), barriers = base + kOffsetBarriers;
+    auto a_smem = [&](int stage) { return base + stage * kStageBytes; };
+    auto b_smem = [&](int stage) { return base + stage * kStageBytes + kABytes; };
+    auto full = [&](int stage) { return barriers + stage * 8; };
+    auto empty = [&](int stage) { return barriers + (kStages + stage) * 8; };
+    auto d_full = [&](int mma_warp) { return barriers + (2 * kStages + mma_warp) * 8; };
+    auto d_empty = [&](int mma_warp) { return barriers + (2 * kStages + kMmaWarps + mma_warp) * 8; };
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; i++) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), kCluster * kMmaWarps);
+        }
+        for (int i = 0; i < kMmaWarps; i++) {
+            mbarrier_init(d_full(i), 1);
+            mbarrier_init(d_empty(i), kRows / kMmaWarps / kTurn);
+        }
+        fence_mbarrier_init();
+    }
+    cluster_sync();
+
+    const int rank = blockIdx.x % kCluster, first = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+    auto row_of = [&](int item) { return (item / p.columns * kCluster + rank) * kRows; };
+    auto column_of = [&](int item) { return item % p.columns * kColumns; };
+    // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they could part.
+    const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
+
+    if (warp == kMmaWarps + kEpilogueWarps) {  // the producer
+        if (lane == 0) {
+            Ring ring;
+            for (int item = first; item < p.items; item += clusters) {
+                const int row = row_of(item), column = column_of(item);
+                for (int k = 0; k < p.chunks; k++, ring.advance()) {
+                    const uint32_t barrier = full(ring.stage), b = b_smem(ring.stage);
+                    mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
+                    mbarrier_arrive_expect(barrier, kStageBytes);
+                    tma_load_4d(a_smem(ring.stage), &a_map, barrier, 0, k, row, 0);
+                    constexpr uint16_t both = (1 << kCluster) - 1;
+                    constexpr int half = kColumns / kCluster;
+                    const int mine = rank * half;  // the first column of this block's half of B
+                    if constexpr (Backward) {
+#pragma unroll
+                        for (int c = 0; c < half; c += 64)
+                            tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
+                                                  (column + mine + c) / 64, k * kChunk, 0, both);
+                    } else {
+                        tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k, column + mine, 0, both);
+                    }
+                }
+            }
+        }
+    } else if (warp < kMmaWarps) {
+        auto release = [&](int stage) {  // lanes 0 and 1: to either block's producer
+            if (lane < kCluster) mbarrier_arrive_cluster(empty(stage), lane);
+        };
+        Ring ring;
+        uint32_t d_phase = 1;
+        for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
+            float d[kColumns / 8][4];
+            int previous = 0;
+            for (int k = 0; k < p.chunks; k++) {
+                mbarrier_wait(full(ring.stage), ring.phase);
+                const uint64_t a = wgmma_descriptor(a_smem(ring.stage) + warp / 4 * 64 * kChunk * 2),
+                               b = wgmma_descriptor(b_smem(ring.stage), Backward ? 64 * kChunk * 2 : 16);
+                wgmma_fence();
+#pragma unroll
+                for (int kk = 0; kk < kChunk / 16; kk++)
+                    wgmma_ss<false, Backward>(d, wgmma_advance(a, kk * 32),
+                                              wgmma_advance(b, kk * (Backward ? 16 * 128 : 32)), k > 0 || kk > 0);
+                wgmma_commit();
+                if (k > 0) {
+                    wgmma_wait<1>();
+                    release(previous);
+                }
+                previous = ring.stage;
+                ring.advance();
+            }
+            wgmma_wait<0>();
+            wgmma_hold(d);
+            release(previous);
+
+            const bf16* bias = p.bias + column_of(item) + lane % 4 * 2;
+            const uint32_t d_row = base + kOffsetD + (warp * 16 + lane % 16) * kDRowBytes;
+            mbarrier_wait(d_empty(warp), d_phase);
+#pragma unroll
+            for (int n = 0; n < kColumns / 8; n += 2) {
+                uint32_t packed[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float left = d[n + i / 2][i % 2 * 2], right = d[n + i / 2][i % 2 * 2 + 1];
+                    if constexpr (!Backward) {
+                        const auto b = load<2>(bias + 8 * (n + i / 2));
+                        left += b[0], right += b[1];
+                    }
+                    packed[i] = pack_bf16(left, right);
+                }
+                stmatrix_x4(d_row + (((n + lane / 16) ^ lane % 8) << 4), packed);
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(d_full(warp));
+        }
+    } else {
+        const int epilogue_warp = warp - kMmaWarps;
+        Vec<bf16, 8> x[kTurn];  // rows of pre: those of the next turn, as soon as they are not needed for this one
+        auto fetch = [&](int item, int row) {
+            return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
+        };
+        // Turns go round: 16 of them by 3 warps, so that each has 5 or 6 of a tile.
+        int turn = epilogue_warp;
+        if constexpr (Backward) {
+#pragma unroll
+            for (int i = 0; i < kTurn; i++) x[i] = fetch(first, row_of(first) + turn * kTurn + i);
+        }
+        uint32_t d_phase = 0;
+        for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= kTurns) {
+            const int column = column_of(item) + lane * 8;
+            Vec<float, 8> sum = {};
+#pragma unroll 1
+            for (; turn < kTurns; turn += kEpilogueWarps) {
+                const int mma_warp = turn * kTurn / 16, row = row_of(item) + turn * kTurn;
+                const int next_turn = turn + kEpilogueWarps;
+                const int next_item = next_turn < kTurns ? item : min(item + clusters, p.items - 1);
+                const int next_row = row_of(next_item) + next_turn % kTurns * kTurn;
+                const unsigned char* d_smem = smem + kOffsetD + turn * kTurn * kDRowBytes;
+                const size_t at = static_cast<size_t>(row) * p.OC + column;
+                mbarrier_wait(d_full(mma_warp), d_phase);
+#pragma unroll
+                for (int g = 0; g < kTurn; g += kAtOnce) {
+                    // The branch also keeps the compiler from using all of x at the beginning, when it has just left.
+                    if (row + g < p.N) {
+#pragma unroll
+                        for (int i = g; i < g + kAtOnce; i++) {
+                            const Vec<bf16, 8> d =
+                                load<8>(reinterpret_cast<const bf16*>(d_smem + i * kDRowBytes + ((lane ^ i) << 4)));
+                            const Vec<float, 8> d_float = to_float(d);
+                            Vec<bf16, 8> stored = d;  // forward: pre
+                            Vec<float, 8> y;
+                            if constexpr (Backward) {
+                                const Vec<float, 8> v = to_float(x[i]);
+                                Vec<float, 8> dx;
+#pragma unroll
+                                for (int k = 0; k < 8; k++) {
+                                    const float s = gelu_sigmoid(v[k]);
+                                    y.x[k] = v[k] * s;
+                                    dx.x[k] = d_float[k] * gelu_derivative(v[k], s, y.x[k]);
+                                }
+                                stored = round_to<bf16>(dx);
+                                const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
+#pragma unroll
+                                for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
+                            } else {
+#pragma unroll
+                                for (int k = 0; k < 8; k++) y.x[k] = d_float[k] * gelu_sigmoid(d_float[k]);
+                            }
+                            const bool inside = row + i < p.N;
+                            store_if(inside, (Backward ? p.dpre : p.pre) + at + static_cast<size_t>(i) * p.OC, stored);
+                            if (Again) store_if(inside, p.out + at + static_cast<size_t>(i) * p.OC, round_to<bf16>(y));
+                        }
+                    }
+                    if constexpr (Backward) {
+#pragma unroll
+                        for (int i = g; i < g + kAtOnce; i++) x[i] = fetch(next_item, next_row + i);
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(d_empty(mma_warp));
+            }
+            if constexpr (Backward) {
+                const size_t row = static_cast<size_t>(row_of(item) / kRows) * kEpilogueWarps + epilogue_warp;
+                store(p.partials + row * p.OC + column, sum);
+            }
+        }
+    }
+    cluster_sync();  // the other block's arrivals and its half of B may still be on the way here
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// x (rows, columns) for boxes of 64 columns by `box_rows` rows, with coordinates (0, column / 64, row, 0).
+CUtensorMap matrix_map(const char* name, const bf16* x, size_t rows, int columns, int box_rows) {
+    return tensor_map(name, Heads<const bf16>{x, rows * columns, size_t(columns)}, 1, static_cast<int>(rows),
+                      columns / 64, 64, box_rows);
+}
+
+template <bool Backward, bool Again>
+void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, int K) {
+    p.N = static_cast<int>(N);
+    p.chunks = K / kChunk;
+    p.columns = p.OC / kColumns;
+    p.items = static_cast<int>(ceil_div(N, kRows * kCluster)) * p.columns;
+    const CUtensorMap a_map = matrix_map("A", a, N, K, kRows),
+                      b_map = Backward ? matrix_map("B", b, K, p.OC, kChunk)
+                                       : matrix_map("B", b, p.OC, K, kColumns / kCluster);
+    const auto kernel = matmul_gelu_kernel<Backward, Again>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = kCluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = kCluster, config.blockDim = kThreadsOfBlock, config.dynamicSmemBytes = kSmem;
+    config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
+    // A cluster needs SMs that lie together, of which there may be fewer than half of all.
+    static const int most = [&] {
+        int clusters = 0;
+        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+        return std::max(clusters, 1);
+    }();
+    config.gridDim = kCluster * std::min(p.items, most);
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, static_cast<const Problem&>(p)));
+}
+
+int partial_rows(size_t N) {
+    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * kEpilogueWarps;
+}
+
+}  // namespace
+
+bool matmul_sm90_takes(const Cuda& dev, int K, int OC, std::initializer_list<const void*> pointers) {
+    return dev.sm == 90 && built_for_sm90a() && K % kChunk == 0 && OC % kColumns == 0 &&
+           std::all_of(pointers.begin(), pointers.end(),
+                       [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
+}
+
+void matmul_sm90_gelu_forward(const Cuda& dev, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
+                              const bf16* bias, size_t N, int K, int OC) {
+    if (N == 0) return;
+    Problem p{};
+    p.OC = OC, p.bias = bias, p.pre = pre, p.out = out;
+    launch<false, true>(dev, p, N, inp, weight, K);
+}
+
+size_t matmul_sm90_scratch_bytes(size_t N, int OC) {
+    return static_cast<size_t>(partial_rows(N)) * OC * sizeof(float);
+}
+
+void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf16* out, void* scratch, const bf16* dout,
+                               const bf16* weight, const bf16* pre, size_t N, int K, int OC) {
+    if (N == 0) return;
+    Problem p{};
+    p.OC = OC, p.pre_in = pre, p.dpre = dpre, p.out = out, p.partials = static_cast<float*>(scratch);
+    out ? launch<true, true>(dev, p, N, dout, weight, K) : launch<true, false>(dev, p, N, dout, weight, K);
+    add_partials(dev, {dpre_sum}, p.partials, partial_rows(N), OC);
+}
