@@ -127,7 +127,7 @@ class Bench {
         const size_t N = rows ? rows : N_;
         const double error = relative_error(tensors, call);
         if (!(error <= (std::is_same_v<X, bf16> ? 6e-3 : dev_.tf32 ? 2e-3 : 1e-5))) {
-            std::printf("%-36s | WRONG: relative error %.2e against fp64\n", name.c_str(), error);
+            std::printf("%-40s | WRONG: relative error %.2e against fp64\n", name.c_str(), error);
             wrong++;
             return;
         }
@@ -137,7 +137,7 @@ class Bench {
         const double bytes = work.bytes_per_row * N + work.bytes, flops = work.flops_per_row * N;
         Row row = result_row(dev_, "layers").add("layer", name).add("dtype", o_.dtype).add("rows", (long long)N);
         row.add("C", o_.C).add("ms", ms.cool).add("ms_sustained", ms.sustained);
-        std::printf("%-36s | ", name.c_str());
+        std::printf("%-40s | ", name.c_str());
         const auto cells = [&](const char* suffix, double ms, double copy, double gemm) {
             const double tb_s = bytes / ms * 1e-9, tflops = flops / ms * 1e-9;
             std::printf("%8.4f %6.2f %6.1f ", ms, tb_s, 1e14 * tb_s / copy);
@@ -170,7 +170,7 @@ class Bench {
         std::printf("%s, %s, B %d, T %d, C %d; copy %.2f / %.2f TB/s, GEMM %.0f / %.0f TFLOP/s (cool / sustained)\n",
                     dev_.name.c_str(), o_.dtype.c_str(), o_.B, o_.T, o_.C, copy_.cool * 1e-12, copy_.sustained * 1e-12,
                     gemm_.cool, gemm_.sustained);
-        std::printf("%-36s | %8s %6s %6s %7s %6s | %8s %6s %6s %7s %6s | error\n", "layer", "cool ms", "TB/s", "%copy",
+        std::printf("%-40s | %8s %6s %6s %7s %6s | %8s %6s %6s %7s %6s | error\n", "layer", "cool ms", "TB/s", "%copy",
                     "TFLOP/s", "%GEMM", "sust. ms", "TB/s", "%copy", "TFLOP/s", "%GEMM");
     }
 
@@ -309,7 +309,7 @@ int run(Cuda& dev, const Options& o) {
             {X_(4 * C, kOut), X_(4 * C, kOut), X_(C), w_(size_t(4) * C * C, 1 / std::sqrt(C)), w_(4 * C)},
             {9 * x * C, 4 * x * C * C, 8. * C * C},
             [&](const auto& m) { matmul_gelu_forward(m.dev, m.x(0), m.x(1), m.x(2), m.x(3), m.x(4), m.N, C, 4 * C); });
-    b.layer(format("matmul %d to %d input gradient, gelu backward and again", 4 * C, C),
+    b.layer(format("matmul %d to %d input gradient, gelu", 4 * C, C),
             {X_(4 * C, kOut), g_(4 * C), X_(4 * C, kOut), X_(C), w_(size_t(4) * C * C, 1 / std::sqrt(C)), X_(4 * C)},
             {13 * x * C, 4 * x * C * C, 8. * C * C}, [&](const auto& m) {
                 matmul_gelu_backward(m.dev, m.x(0), m.a(1), m.x(2), m.scratch, m.x(3), m.x(4), m.x(5), m.N, 4 * C, C);

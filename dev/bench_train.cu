@@ -142,10 +142,9 @@ void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void
 template <class X>
 void matmul_gelu_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
                           const X* weight, const X* pre, size_t N, int C, int OC) {
-    t.time(shape_name(out ? "input gradient, gelu backward and again" : "input gradient, gelu backward", C, OC),
-           product<X>(N, C, OC, bytes_of<X>((out ? 2. : 1.) * N * C)), [&](const Cuda& dev) {
-               matmul_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
-           });
+    t.time(
+        shape_name("input gradient, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>((out ? 2. : 1.) * N * C)),
+        [&](const Cuda& dev) { matmul_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC); });
 }
 template <class X>
 void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,

@@ -36,16 +36,17 @@
 // The epilogue has 8 rows of pre on the way in registers, those of its next turn. Column sums stay with their threads for
 // a tile; each warp's are a row of partials, which add_partials adds in a fixed order: deterministic.
 //
-// What was tried (ms, N = 65536, 768 to 3072, sustained, backward with GELU again / forward; cuBLASLt and a kernel: 0.87
-// / 0.67; what is here: 0.76 / 0.60):
-//   the products alone 0.44; with D written 0.46 / 0.47; with the arithmetic but no global memory 0.56 / 0.52. Tensor
-//     cores are busy 98 %, 92 %, 69 % and 60 % of the time at 1.6 GHz: this is as much the power cap's as the pipeline's
-//   no cluster: 0.81 / 0.62, B's bytes from L2 twice; TMA prefetch of the next A: no difference
-//   the epilogue in the MMA warps, two rows between the chunks of the next tile: 0.79 / 0.62. ptxas makes wgmma wait for
-//     loads under way (of pre) and for whatever arithmetic it finds to put between two of them
-//   pre prefetched into L2 a tile ahead: 0.80, and pre crosses the memory bus twice
-//   stores marked streaming: 0.5 % less; a release of cluster scope for `empty`: a MEMBAR.GPU in every chunk
-//   128 columns of B resident in shared memory, A streaming: 0.91 / 0.79, too few bytes on the way
+// What bounds it (one H200, N = 65536, 768 to 3072, ms sustained, backward with GELU again / forward; cuBLASLt and a
+// kernel 0.84 to 0.87 / 0.66): the products alone 0.44 / 0.43, with D written 0.45 / 0.47, with the arithmetic too 0.56 /
+// 0.52, all of it 0.76 / 0.60. Tensor cores are busy 97 % of the products' time, 52 % / 70 % of the whole, at 1.6 to 1.7
+// GHz of 1.98 in both: the power cap has its share. Tried, beside that in the same job:
+//   no cluster                                    0.81 / 0.62 for 0.80 / 0.61, though B comes twice from L2
+//   TMA prefetch of the next tile's A into L2     0.80 / 0.62 for 0.80 / 0.61
+//   streaming stores                              0.76 / 0.60 for 0.76 / 0.60
+//   the epilogue in the MMA warps, two rows       0.75 / 0.64 for 0.78 / 0.61: ptxas lets wgmma wait for loads of pre
+//     between chunks of the next tile               that are under way, and puts arithmetic between two of them
+//   that, pre prefetched into L2 a tile ahead     0.81 for 0.75: pre crosses the memory bus twice
+//   128 columns of B resident, A streaming        0.91 / 0.79: too few bytes on the way
 //
 // Writes: pre, out, dpre, every element.  Adds into: dpre_sum.
 // Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0; any N.
