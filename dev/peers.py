@@ -185,7 +185,12 @@ def main():
     warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
     torch.manual_seed(1)
 
+    def record(found):
+        """What came before a run that fails, or is ended, stays."""
+        return results.append(found, "attention", a.out) if (a.json or a.out) and found else None
+
     rows = our_rows(a)
+    path = record(rows)
     shapes = list(dict.fromkeys((r["dtype"], r["B"], r["T"]) for r in rows))
     print(f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {a.heads}, HS {a.hs}, "
           f"{'not causal' if a.no_causal else 'causal'}")
@@ -198,7 +203,7 @@ def main():
             except RuntimeError as e:  # also PyTorch's out of memory
                 print(f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}")
             torch.cuda.empty_cache()
-        rows += [r for r in found if r["kernel"] in BACKENDS]
+        path = record([r for r in found if r["kernel"] in BACKENDS]) or path
         for pas, r in itertools.product(("fwd", "bwd"), found):
             if r["pass"] != pas:
                 continue
@@ -210,8 +215,8 @@ def main():
                 ratio = f"{ms / ours:9.2f}" if ms and ours and r["kernel"] in BACKENDS else f"{'':9}"
                 line += f" | {ms:8.4f} {rate:6.1f} {ratio}" if ms else f" | {'-':>8} {'-':>6} {ratio}"
             print(line + f" | {r['relative_error']:.1e}", flush=True)
-    if a.json or a.out:
-        print(results.append(rows, "attention", a.out))
+    if path:
+        print(path)
 
 
 if __name__ == "__main__":
