@@ -4,14 +4,8 @@
 #include "data/job.h"
 #include "dev/reference.h"
 
-class CpuComm {
-  public:
-    CpuComm(const Cpu&, Job& job) : rank(job.rank), size(job.size), job_(job) {}
-    // Of `count` of all ranks, from `first` on.
-    CpuComm(CpuComm& all, int first, int count)
-        : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
-    const int rank, size;
-
+// What ranks whose calls run one after the other need not do.
+struct CallsInOrder {
     void fork() {}
     void join() {}
     void head_start() {}
@@ -20,6 +14,15 @@ class CpuComm {
     void group(Calls calls) {
         calls();
     }
+};
+
+class CpuComm : public CallsInOrder {
+  public:
+    CpuComm(const Cpu&, Job& job) : rank(job.rank), size(job.size), job_(job) {}
+    // Of `count` of all ranks, from `first` on.
+    CpuComm(CpuComm& all, int first, int count)
+        : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
+    const int rank, size;
 
     template <class A>
     void all_reduce(A* x, size_t n);

@@ -464,18 +464,23 @@ def accumulation_rows():
     return found
 
 
+def plotted(plot, tmp):
+    """The SVG that the script scripts/plot_<plot>.py writes."""
+    result = script(f"plot_{plot}.py", "--root", tmp)
+    assert result.returncode == 0, result.stderr
+    svg = pathlib.Path(result.stdout.strip())
+    assert svg.name == f"{plot}.svg" and svg.read_bytes().startswith(b"<?xml")
+    return svg
+
+
 def test_tables_and_plot_of_the_accumulation_study():
     need("matplotlib")
     with scratch() as tmp:
         (tmp / "dev" / "results").mkdir(parents=True)
         check_fails(script("plot_accumulation.py", "--root", tmp), "no rows", "study_accumulation")
         write_rows(tmp, "accumulation", accumulation_rows())
-        result = script("plot_accumulation.py", "--root", tmp)
-        assert result.returncode == 0, result.stderr
-        svg = pathlib.Path(result.stdout.strip())
-        first = svg.read_bytes()
-        assert svg.name == "accumulation.svg" and first.startswith(b"<?xml")
-        assert script("plot_accumulation.py", "--root", tmp).returncode == 0 and svg.read_bytes() == first
+        first = plotted("accumulation", tmp).read_bytes()
+        assert plotted("accumulation", tmp).read_bytes() == first
         _, text = documents_with(tmp, "accumulation speed", "accumulation errors", "plot accumulation")
         assert "| dtype | variant | mma.sync 4, 1024 | mma.sync 4, 4096 | wgmma 4, 1024 | wgmma 4, 4096 |" in text
         assert "| fp16 | pv16 | 1324 | 4396 | 1324 | 4396 |" in text and "pv16+shift | 1324" not in text
@@ -508,10 +513,7 @@ def test_tables_and_plot_of_the_ring():
         write_rows(tmp, "ring_speed", [{**speed, "pass": "forward", "gpus": 4, "tokens_per_gpu": 16384, "single_ms": 3.0,
                                         "single_ms_sustained": 3.3, "ms": 3.2, "ms_sustained": 3.4, "still_ms": 3.1,
                                         "still_ms_sustained": 3.35, "hop_ms": 0.2, "hop_ms_sustained": 0.2}])
-        result = script("plot_ring.py", "--root", tmp)
-        assert result.returncode == 0, result.stderr
-        svg = pathlib.Path(result.stdout.strip())
-        assert svg.name == "ring.svg" and svg.read_bytes().startswith(b"<?xml")
+        plotted("ring", tmp)
         _, text = documents_with(tmp, "ring chunks", "ring errors", "ring speed", "plot ring")
         assert "| bf16 | 1 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 0.40 | 0.30 | 0.20 | 4.50 |" in text
         assert "| bf16 | bf16 | 2 | 7.20e-05 (1.20), 1.2e-02 (1.20) |" in text and "| bf16 | floor | – |" in text
