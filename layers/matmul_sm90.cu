@@ -13,12 +13,16 @@
 //
 //   8 MMA warps       tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
 //   3 epilogue warps  tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
+//   (backward: 7)
 //   1 producer        TMA, three chunks ahead
 //
-// A block has tiles of 128 × 256: 64 rows for each of two warpgroups, 128 accumulators a thread. With three warpgroups a
-// thread may have 168 registers, and m64n256k16 wants 154: there is no room for a fourth. Two blocks are a cluster;
-// their tiles lie one below the other and share B, of which each loads half and sends it to both. Clusters take all
-// columns of a pair of tiles' rows before the next rows: so A is read from memory once, and B stays in L2.
+// A block has tiles of 128 × 256: 64 rows for each of two warpgroups, 128 accumulators a thread. Forward's third
+// warpgroup leaves a thread 168 registers, of which m64n256k16 wants 154. Backward has twice the work and traffic in its
+// epilogue and a fourth warpgroup for it: setmaxnreg divides the registers, but ptxas still allows no instruction more
+// than the 128 of an equal share, so that 256 columns are two products of m64n128k16, at a cost that forward would not
+// get back. Two blocks are a cluster; their tiles lie one below the other and share B, of which each loads half and
+// sends it to both. Clusters take all columns of a pair of tiles' rows before the next rows: so A is read from memory
+// once, and B stays in L2.
 //
 //   operand   where                             layout
 //   A         shared memory, ring of 3 stages   rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
@@ -30,16 +34,16 @@
 //   barrier      who arrives                         who waits
 //   full[3]      TMA: own A, both halves of B        the MMA warps
 //   empty[3]     the MMA warps of both blocks        the producer: its half of B goes to both
-//   d_full[8]    an MMA warp: its 16 rows of D       the epilogue warps
-//   d_empty[8]   two epilogue warps, 8 rows each     that MMA warp, a tile later
+//   d_full[2]    4 MMA warps: their 64 rows of D     the epilogue warps
+//   d_empty[8]   two epilogue warps, 8 rows each     the MMA warp of these rows, a tile later
 //
 // The epilogue has 8 rows of pre on the way in registers, those of its next turn. Column sums stay with their threads for
 // a tile; each warp's are a row of partials, which add_partials adds in a fixed order: deterministic.
 //
 // What bounds it (one H200, N = 65536, 768 to 3072, ms sustained, backward with GELU again / forward; cuBLASLt and a
-// kernel 0.84 to 0.87 / 0.66): the products alone 0.44 / 0.43, with D written 0.45 / 0.47, with the arithmetic too 0.56 /
-// 0.52, all of it 0.76 / 0.60. Tensor cores are busy 97 % of the products' time, 52 % / 70 % of the whole, at 1.6 to 1.7
-// GHz of 1.98 in both: the power cap has its share. Tried, beside that in the same job:
+// kernel 0.84 to 0.87 / 0.66), with three epilogue warps in both: the products alone 0.44 / 0.43, with D written 0.45 /
+// 0.47, with the arithmetic too 0.56 / 0.52, all of it 0.76 / 0.60. Tensor cores are busy 97 % of the products' time, 52 % /
+// 70 % of the whole, at 1.6 to 1.7 GHz of 1.98 in both: the power cap has its share. Tried, beside that in the same job:
 //   no cluster                                    0.81 / 0.62 for 0.80 / 0.61, though B comes twice from L2
 //   TMA prefetch of the next tile's A into L2     0.80 / 0.62 for 0.80 / 0.61
 //   streaming stores                              0.76 / 0.60 for 0.76 / 0.60
@@ -47,6 +51,9 @@
 //     between chunks of the next tile               that are under way, and puts arithmetic between two of them
 //   that, pre prefetched into L2 a tile ahead     0.81 for 0.75: pre crosses the memory bus twice
 //   128 columns of B resident, A streaming        0.91 / 0.79: too few bytes on the way
+//   7 epilogue warps                              0.71 / 0.61 for 0.74 / 0.60: so now in backward
+//   that, clusters of four                        0.74 / 0.64 for 0.72 / 0.61, though less comes from L2
+//   the products alone for qkv and projections    cold 0.35 for cuBLASLt's 0.32 (768 to 2304), 0.13 for 0.11 (768)
 //
 // Writes: pre, out, dpre, every element.  Adds into: dpre_sum.
 // Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0; any N.
@@ -70,14 +77,25 @@ namespace {
 constexpr int kCluster = 2;                              // blocks
 constexpr int kRows = 128, kColumns = 256, kChunk = 64;  // a block's tile, and the step along K
 constexpr int kStages = 3;                               // as many as fit
-constexpr int kMmaWarps = 8, kEpilogueWarps = 3, kThreadsOfBlock = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
-constexpr int kTurn = 8, kTurns = kRows / kTurn;  // rows that an epilogue warp takes at a time
-constexpr int kAtOnce = 4;                        // rows whose arithmetic is interleaved
+constexpr int kMmaWarps = 8, kGroupWarps = 4, kGroups = kMmaWarps / kGroupWarps;  // kGroups warpgroups multiply
+
+// A block's other warps, and what follows from their number.
+template <bool Backward>
+struct Shape {
+    static constexpr int kEpilogueWarps = Backward ? 7 : 3;
+    static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
+    static constexpr int kParts = Backward ? 2 : 1;          // of the columns, an instruction each
+    static constexpr int kTurn = 8, kTurns = kRows / kTurn;  // rows that an epilogue warp takes at a time
+    static constexpr int kAtOnce = Backward ? 2 : 4;         // rows whose arithmetic is interleaved
+    // d_full has a phase a tile, of which an epilogue warp may miss none.
+    static_assert(kEpilogueWarps <= kTurns / kGroups);
+};
+constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // backward
 // Shared memory: stages of A and B, D, barriers. 208 KB.
 constexpr int kABytes = kRows * kChunk * 2, kBBytes = kColumns * kChunk * 2, kStageBytes = kABytes + kBBytes;
 constexpr int kDRowBytes = kColumns * 2, kOffsetD = kStages * kStageBytes;
 constexpr int kOffsetBarriers = kOffsetD + kRows * kDRowBytes;
-constexpr int kSmem = kOffsetBarriers + 2 * (kStages + kMmaWarps) * 8;
+constexpr int kSmem = kOffsetBarriers + (2 * kStages + kGroups + kMmaWarps) * 8;
 static_assert(kSmem <= 227 * 1024);
 
 struct Problem {
@@ -113,28 +131,27 @@ __device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 
 
 // Again: backward writes out too.
 template <bool Backward, bool Again>
-__global__ void __launch_bounds__(kThreadsOfBlock, 1)
+__global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
     matmul_gelu_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                        const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using S = Shape<Backward>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32_t base = smem_address(smem), barriers = base + kOffsetBarriers;
     auto a_smem = [&](int stage) { return base + stage * kStageBytes; };
     auto b_smem = [&](int stage) { return base + stage * kStageBytes + kABytes; };
     auto full = [&](int stage) { return barriers + stage * 8; };
     auto empty = [&](int stage) { return barriers + (kStages + stage) * 8; };
-    auto d_full = [&](int mma_warp) { return barriers + (2 * kStages + mma_warp) * 8; };
-    auto d_empty = [&](int mma_warp) { return barriers + (2 * kStages + kMmaWarps + mma_warp) * 8; };
+    auto d_full = [&](int group) { return barriers + (2 * kStages + group) * 8; };
+    auto d_empty = [&](int mma_warp) { return barriers + (2 * kStages + kGroups + mma_warp) * 8; };
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; i++) {
             mbarrier_init(full(i), 1);
             mbarrier_init(empty(i), kCluster * kMmaWarps);
         }
-        for (int i = 0; i < kMmaWarps; i++) {
-            mbarrier_init(d_full(i), 1);
-            mbarrier_init(d_empty(i), kRows / kMmaWarps / kTurn);
-        }
+        for (int i = 0; i < kGroups; i++) mbarrier_init(d_full(i), kGroupWarps);
+        for (int i = 0; i < kMmaWarps; i++) mbarrier_init(d_empty(i), kRows / kMmaWarps / S::kTurn);
         fence_mbarrier_init();
     }
     cluster_sync();
@@ -145,48 +162,30 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1)
     // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they could part.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
 
-    if (warp == kMmaWarps + kEpilogueWarps) {  // the producer
-        if (lane == 0) {
-            Ring ring;
-            for (int item = first; item < p.items; item += clusters) {
-                const int row = row_of(item), column = column_of(item);
-                for (int k = 0; k < p.chunks; k++, ring.advance()) {
-                    const uint32_t barrier = full(ring.stage), b = b_smem(ring.stage);
-                    mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
-                    mbarrier_arrive_expect(barrier, kStageBytes);
-                    tma_load_4d(a_smem(ring.stage), &a_map, barrier, 0, k, row, 0);
-                    constexpr uint16_t both = (1 << kCluster) - 1;
-                    constexpr int half = kColumns / kCluster;
-                    const int mine = rank * half;  // the first column of this block's half of B
-                    if constexpr (Backward) {
-#pragma unroll
-                        for (int c = 0; c < half; c += 64)
-                            tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
-                                                  (column + mine + c) / 64, k * kChunk, 0, both);
-                    } else {
-                        tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k, column + mine, 0, both);
-                    }
-                }
-            }
-        }
-    } else if (warp < kMmaWarps) {
+    if (warp < kMmaWarps) {
+        if constexpr (Backward) setmaxnreg_inc<kMmaRegisters>();
         auto release = [&](int stage) {  // lanes 0 and 1: to either block's producer
             if (lane < kCluster) mbarrier_arrive_cluster(empty(stage), lane);
         };
         Ring ring;
         uint32_t d_phase = 1;
         for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
-            float d[kColumns / 8][4];
+            constexpr int kPart = kColumns / 8 / S::kParts;
+            float d[S::kParts][kPart][4];
             int previous = 0;
             for (int k = 0; k < p.chunks; k++) {
                 mbarrier_wait(full(ring.stage), ring.phase);
-                const uint64_t a = wgmma_descriptor(a_smem(ring.stage) + warp / 4 * 64 * kChunk * 2),
+                const uint64_t a = wgmma_descriptor(a_smem(ring.stage) + warp / kGroupWarps * 64 * kChunk * 2),
                                b = wgmma_descriptor(b_smem(ring.stage), Backward ? 64 * kChunk * 2 : 16);
                 wgmma_fence();
 #pragma unroll
                 for (int kk = 0; kk < kChunk / 16; kk++)
-                    wgmma_ss<false, Backward>(d, wgmma_advance(a, kk * 32),
-                                              wgmma_advance(b, kk * (Backward ? 16 * 128 : 32)), k > 0 || kk > 0);
+#pragma unroll
+                    for (int h = 0; h < S::kParts; h++)
+                        wgmma_ss<false, Backward>(
+                            d[h], wgmma_advance(a, kk * 32),
+                            wgmma_advance(b, h * kBBytes / S::kParts + kk * (Backward ? 16 * 128 : 32)),
+                            k > 0 || kk > 0);
                 wgmma_commit();
                 if (k > 0) {
                     wgmma_wait<1>();
@@ -196,7 +195,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1)
                 ring.advance();
             }
             wgmma_wait<0>();
-            wgmma_hold(d);
+#pragma unroll
+            for (int h = 0; h < S::kParts; h++) wgmma_hold(d[h]);
             release(previous);
 
             const bf16* bias = p.bias + column_of(item) + lane % 4 * 2;
@@ -207,7 +207,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1)
                 uint32_t packed[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    float left = d[n + i / 2][i % 2 * 2], right = d[n + i / 2][i % 2 * 2 + 1];
+                    float left = d[n / kPart][n % kPart + i / 2][i % 2 * 2],
+                          right = d[n / kPart][n % kPart + i / 2][i % 2 * 2 + 1];
                     if constexpr (!Backward) {
                         const auto b = load<2>(bias + 8 * (n + i / 2));
                         left += b[0], right += b[1];
@@ -217,77 +218,108 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1)
                 stmatrix_x4(d_row + (((n + lane / 16) ^ lane % 8) << 4), packed);
             }
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(d_full(warp));
+            if (lane == 0) mbarrier_arrive(d_full(warp / kGroupWarps));
         }
     } else {
-        const int epilogue_warp = warp - kMmaWarps;
-        Vec<bf16, 8> x[kTurn];  // rows of pre: those of the next turn, as soon as they are not needed for this one
-        auto fetch = [&](int item, int row) {
-            return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
-        };
-        // Turns go round: 16 of them by 3 warps, so that each has 5 or 6 of a tile.
-        int turn = epilogue_warp;
-        if constexpr (Backward) {
+        if constexpr (Backward) setmaxnreg_dec<kOtherRegisters>();
+        if (warp == kMmaWarps + S::kEpilogueWarps) {  // the producer
+            if (lane == 0) {
+                Ring ring;
+                for (int item = first; item < p.items; item += clusters) {
+                    const int row = row_of(item), column = column_of(item);
+                    for (int k = 0; k < p.chunks; k++, ring.advance()) {
+                        const uint32_t barrier = full(ring.stage), b = b_smem(ring.stage);
+                        mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
+                        mbarrier_arrive_expect(barrier, kStageBytes);
+                        tma_load_4d(a_smem(ring.stage), &a_map, barrier, 0, k, row, 0);
+                        constexpr uint16_t both = (1 << kCluster) - 1;
+                        constexpr int half = kColumns / kCluster;
+                        const int mine = rank * half;  // the first column of this block's half of B
+                        if constexpr (Backward) {
 #pragma unroll
-            for (int i = 0; i < kTurn; i++) x[i] = fetch(first, row_of(first) + turn * kTurn + i);
-        }
-        uint32_t d_phase = 0;
-        for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= kTurns) {
-            const int column = column_of(item) + lane * 8;
-            Vec<float, 8> sum = {};
-#pragma unroll 1
-            for (; turn < kTurns; turn += kEpilogueWarps) {
-                const int mma_warp = turn * kTurn / 16, row = row_of(item) + turn * kTurn;
-                const int next_turn = turn + kEpilogueWarps;
-                const int next_item = next_turn < kTurns ? item : min(item + clusters, p.items - 1);
-                const int next_row = row_of(next_item) + next_turn % kTurns * kTurn;
-                const unsigned char* d_smem = smem + kOffsetD + turn * kTurn * kDRowBytes;
-                const size_t at = static_cast<size_t>(row) * p.OC + column;
-                mbarrier_wait(d_full(mma_warp), d_phase);
-#pragma unroll
-                for (int g = 0; g < kTurn; g += kAtOnce) {
-                    // The branch also keeps the compiler from using all of x at the beginning, when it has just left.
-                    if (row + g < p.N) {
-#pragma unroll
-                        for (int i = g; i < g + kAtOnce; i++) {
-                            const Vec<bf16, 8> d =
-                                load<8>(reinterpret_cast<const bf16*>(d_smem + i * kDRowBytes + ((lane ^ i) << 4)));
-                            const Vec<float, 8> d_float = to_float(d);
-                            Vec<bf16, 8> stored = d;  // forward: pre
-                            Vec<float, 8> y;
-                            if constexpr (Backward) {
-                                const Vec<float, 8> v = to_float(x[i]);
-                                Vec<float, 8> dx;
-#pragma unroll
-                                for (int k = 0; k < 8; k++) {
-                                    const float s = gelu_sigmoid(v[k]);
-                                    y.x[k] = v[k] * s;
-                                    dx.x[k] = d_float[k] * gelu_derivative(v[k], s, y.x[k]);
-                                }
-                                stored = round_to<bf16>(dx);
-                                const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
-#pragma unroll
-                                for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
-                            } else {
-#pragma unroll
-                                for (int k = 0; k < 8; k++) y.x[k] = d_float[k] * gelu_sigmoid(d_float[k]);
-                            }
-                            const bool inside = row + i < p.N;
-                            store_if(inside, (Backward ? p.dpre : p.pre) + at + static_cast<size_t>(i) * p.OC, stored);
-                            if (Again) store_if(inside, p.out + at + static_cast<size_t>(i) * p.OC, round_to<bf16>(y));
+                            for (int c = 0; c < half; c += 64)
+                                tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
+                                                      (column + mine + c) / 64, k * kChunk, 0, both);
+                        } else {
+                            tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k, column + mine, 0, both);
                         }
                     }
-                    if constexpr (Backward) {
-#pragma unroll
-                        for (int i = g; i < g + kAtOnce; i++) x[i] = fetch(next_item, next_row + i);
-                    }
                 }
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(d_empty(mma_warp));
             }
+        } else {
+            const int epilogue_warp = warp - kMmaWarps;
+            Vec<bf16, 8>
+                x[S::kTurn];  // rows of pre: those of the next turn, as soon as they are not needed for this one
+            auto fetch = [&](int item, int row) {
+                return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
+            };
+            // Turns go round: 16 of them by 3 warps, so that each has 5 or 6 of a tile.
+            int turn = epilogue_warp;
             if constexpr (Backward) {
-                const size_t row = static_cast<size_t>(row_of(item) / kRows) * kEpilogueWarps + epilogue_warp;
-                store(p.partials + row * p.OC + column, sum);
+#pragma unroll
+                for (int i = 0; i < S::kTurn; i++) x[i] = fetch(first, row_of(first) + turn * S::kTurn + i);
+            }
+            uint32_t d_phase = 0;
+            for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= S::kTurns) {
+                const int column = column_of(item) + lane * 8;
+                Vec<float, 8> sum = {};
+#pragma unroll 1
+                for (; turn < S::kTurns; turn += S::kEpilogueWarps) {
+                    const int mma_warp = turn * S::kTurn / (kRows / kMmaWarps), row = row_of(item) + turn * S::kTurn;
+                    const int next_turn = turn + S::kEpilogueWarps;
+                    const int next_item = next_turn < S::kTurns ? item : min(item + clusters, p.items - 1);
+                    const int next_row = row_of(next_item) + next_turn % S::kTurns * S::kTurn;
+                    const unsigned char* d_smem = smem + kOffsetD + turn * S::kTurn * kDRowBytes;
+                    const size_t at = static_cast<size_t>(row) * p.OC + column;
+                    mbarrier_wait(d_full(mma_warp / kGroupWarps), d_phase);
+#pragma unroll
+                    for (int g = 0; g < S::kTurn; g += S::kAtOnce) {
+                        // The branch also keeps the compiler from using all of x at the beginning, when it has just
+                        // left.
+                        if (row + g < p.N) {
+#pragma unroll
+                            for (int i = g; i < g + S::kAtOnce; i++) {
+                                const Vec<bf16, 8> d = load<8>(reinterpret_cast<const bf16*>(
+                                    d_smem + i * kDRowBytes + ((lane ^ (turn * S::kTurn % 8 + i)) << 4)));
+                                const Vec<float, 8> d_float = to_float(d);
+                                Vec<bf16, 8> stored = d;  // forward: pre
+                                Vec<float, 8> y;
+                                if constexpr (Backward) {
+                                    const Vec<float, 8> v = to_float(x[i]);
+                                    Vec<float, 8> dx;
+#pragma unroll
+                                    for (int k = 0; k < 8; k++) {
+                                        const float s = gelu_sigmoid(v[k]);
+                                        y.x[k] = v[k] * s;
+                                        dx.x[k] = d_float[k] * gelu_derivative(v[k], s, y.x[k]);
+                                    }
+                                    stored = round_to<bf16>(dx);
+                                    const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
+#pragma unroll
+                                    for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
+                                } else {
+#pragma unroll
+                                    for (int k = 0; k < 8; k++) y.x[k] = d_float[k] * gelu_sigmoid(d_float[k]);
+                                }
+                                const bool inside = row + i < p.N;
+                                store_if(inside, (Backward ? p.dpre : p.pre) + at + static_cast<size_t>(i) * p.OC,
+                                         stored);
+                                if (Again)
+                                    store_if(inside, p.out + at + static_cast<size_t>(i) * p.OC, round_to<bf16>(y));
+                            }
+                        }
+                        if constexpr (Backward) {
+#pragma unroll
+                            for (int i = g; i < g + S::kAtOnce; i++) x[i] = fetch(next_item, next_row + i);
+                        }
+                    }
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(d_empty(mma_warp));
+                }
+                if constexpr (Backward) {
+                    const size_t row = static_cast<size_t>(row_of(item) / kRows) * S::kEpilogueWarps + epilogue_warp;
+                    store(p.partials + row * p.OC + column, sum);
+                }
             }
         }
     }
@@ -318,7 +350,7 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = kCluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = kCluster, config.blockDim = kThreadsOfBlock, config.dynamicSmemBytes = kSmem;
+    config.gridDim = kCluster, config.blockDim = Shape<Backward>::kThreads, config.dynamicSmemBytes = kSmem;
     config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
     // A cluster needs SMs that lie together, of which there may be fewer than half of all.
     static const int most = [&] {
@@ -331,7 +363,7 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
 }
 
 int partial_rows(size_t N) {
-    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * kEpilogueWarps;
+    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * Shape<true>::kEpilogueWarps;
 }
 
 }  // namespace
