@@ -759,18 +759,20 @@ def test_runner_of_the_tests():
                 "bad": "#!/bin/sh\necho 1 passed, 2 failed, 0 skipped; exit 1\n",
                 "dies": "#!/bin/sh\necho boom; exit 139\n",
                 "lies": "#!/bin/sh\necho 3 passed, 0 failed, 0 skipped; exit 3\n",
+                "gpu": "#!/bin/sh\necho 5 passed, 0 failed, 0 skipped\n", "gpu.cu": "",
                 "python.py": "print('2 passed, 0 failed, 0 skipped')\n",
                 "slow.py": "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)\n"}
     with scratch() as tmp:
         for name, text in programs.items():
             executable(tmp / name, text)
-        runner, few = ROOT / "dev" / "run_tests.sh", ["good", "bad", "dies", "lies", "python.py"]
-        for cores in 2, 8:
+        runner, few = ROOT / "dev" / "run_tests.sh", ["good", "bad", "dies", "lies", "gpu", "python.py"]
+        many = ["gpu", "good", "bad", "dies", "lies", "python.py"]  # what has a .cu file first, the others beside it
+        for cores, order in (2, few), (16, many):
             executable(tmp / "nproc", f"#!/bin/sh\necho {cores}\n")
             path = {"PATH": f"{tmp}:{os.environ['PATH']}"}
             result = run(runner, "true", *few, cwd=tmp, **path)
-            assert result.returncode == 1 and result.stdout.splitlines()[-1] == "7 passed, 4 failed, 1 skipped", result
-            assert [line[3:] for line in result.stdout.splitlines() if line.startswith("== ")][:5] == few, result.stdout
+            assert result.returncode == 1 and result.stdout.splitlines()[-1] == "12 passed, 4 failed, 1 skipped", result
+            assert [line[3:] for line in result.stdout.splitlines() if line.startswith("== ")][:6] == order, result.stdout
             assert run(runner, "true", "good", "python.py", cwd=tmp, **path).returncode == 0
 
             (tmp / "pid").unlink(missing_ok=True)
