@@ -28,17 +28,18 @@
 //   A         shared memory, ring of 3 stages   rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
 //   B         shared memory, the same stages    forward: as A, a row is one of OC; backward: panels of 64 of OC, a row
 //                                               is one of K, transposed by wgmma
-//   sums      registers                         accumulator of m64n256k16
+//   sums      registers                         accumulator of m64n256k16, backward two of m64n128k16
 //   D         shared memory, 128 rows           rows of 512 bytes, 16-byte piece c of row r at c ^ (r % 8)
 //
 //   barrier      who arrives                         who waits
-//   full[3]      TMA: own A, both halves of B        the MMA warps
+//   full[3]      the producer; bytes: A, halves of B the MMA warps
 //   empty[3]     the MMA warps of both blocks        the producer: its half of B goes to both
 //   d_full[2]    4 MMA warps: their 64 rows of D     the epilogue warps
 //   d_empty[8]   two epilogue warps, 8 rows each     the MMA warp of these rows, a tile later
 //
-// The epilogue has 8 rows of pre on the way in registers, those of its next turn. Column sums stay with their threads for
-// a tile; each warp's are a row of partials, which add_partials adds in a fixed order: deterministic.
+// Backward's epilogue has 8 rows of pre on the way in registers, those of its next turn. Column sums stay with their
+// threads for a tile; each warp's are a row of partials, which add_partials adds in order: deterministic for a number of
+// clusters, by which warps take their turns.
 //
 // What bounds it (one H200, N = 65536, 768 to 3072, ms sustained, backward with GELU again / forward; cuBLASLt and a
 // kernel 0.84 to 0.87 / 0.66), with three epilogue warps in both: the products alone 0.44 / 0.43, with D written 0.45 /
@@ -129,7 +130,7 @@ __device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 
         "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
 }
 
-// Again: backward writes out too.
+// Again: backward writes out too, as forward always does.
 template <bool Backward, bool Again>
 __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
     matmul_gelu_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
             auto fetch = [&](int item, int row) {
                 return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
             };
-            // Turns go round: 16 of them by 3 warps, so that each has 5 or 6 of a tile.
+            // Turns go round from tile to tile: 16 of them by 3 (7) warps, so that each has 5 or 6 (2 or 3) of a tile.
             int turn = epilogue_warp;
             if constexpr (Backward) {
 #pragma unroll
@@ -323,7 +324,7 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
             }
         }
     }
-    cluster_sync();  // the other block's arrivals and its half of B may still be on the way here
+    cluster_sync();  // the other block's arrivals may still be on the way here
 #endif
 }
 

@@ -5,7 +5,7 @@
 
 #include "layers/cuda.h"
 
-// K inner dimension, OC columns of the result; pointers: all of the call's tensors of bf16.
+// K inner dimension, OC columns of the result; pointers: all that the call reads and writes.
 bool matmul_sm90_takes(const Cuda& dev, int K, int OC, std::initializer_list<const void*> pointers);
 
 // Writes pre (N,OC) = inp (N,K)·weight (OC,K)ᵀ + bias, out = gelu(pre).
