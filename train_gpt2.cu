@@ -437,10 +437,10 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
     const int most_alone = ring_ ? 1 : B;  // sequences that attention is given without the ring: samples
-    const size_t scratch = std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
-                                     encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C),
-                                     matmul_scratch_bytes(dev, 4 * C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
-                                     reduce_scratch_bytes(dev), size_t(256)});
+    const size_t scratch =
+        std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
+                  encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C),
+                  matmul_gelu_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev), size_t(256)});
     buffers = Arena("buffers", {{"logits", x, chunk_ * config.Vp},
                                 {"losses", a, N},
                                 {"stats", a, num_losses() + 1 + ranks.size},
@@ -534,8 +534,8 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
         matmul_forward<X>(dev, buffers_.logits, lnf + row * C, wte, nullptr, n, C, Vp);
         classifier(dev, buffers_.logits, buffers_.losses + row, targets + row, dloss, n, V, Vp);
         if (with_gradient)
-            matmul_backward<X>(dev, lnf + row * C, gradients().wte, nullptr, buffers_.scratch, buffers_.logits,
-                               lnf + row * C, wte, n, C, Vp, accumulate || row > 0);
+            matmul_backward<X>(dev, lnf + row * C, gradients().wte, buffers_.logits, lnf + row * C, wte, n, C, Vp,
+                               accumulate || row > 0);
     }
     reduce_sum(dev, mean_loss, buffers_.scratch, buffers_.losses, A(1) / A(N), N);
 }
@@ -566,28 +566,26 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         a = activations(l), w = weights(l), g = gradients(l);
         const X* residual = l ? activations(l - 1).residual3 : a.encoded;
         A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
-        A* const none = nullptr;
         X* wide = recompute >= 1 ? buffers_.wide : a.gelu;
         auto fcproj_weight_gradient = [&] {
-            matmul_backward<X>(dev, nullptr, g.fcprojw, none, scratch, dresidual, a.gelu, nullptr, N, 4 * C, C,
-                               accumulate);
+            matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.gelu, nullptr, N, 4 * C, C, accumulate);
         };
         if (recompute == 0) fcproj_weight_gradient();  // before fch's gradient takes the place of GELU's output
         matmul_gelu_backward(dev, wide, g.fcb, recompute >= 1 ? a.gelu : nullptr, scratch, dresidual, w.fcprojw, a.fch,
                              N, 4 * C, C);
         if (recompute >= 1) fcproj_weight_gradient();  // of the output that the pass over fch made again
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
-        matmul_backward(dev, dln, g.fcw, none, scratch, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
+        matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
                            a.ln2_rstd, N, C);
-        matmul_backward(dev, dln, g.attprojw, none, scratch, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
+        matmul_backward(dev, dln, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
         if (ring_)
             ring_->backward(wide, dln, a.atty, a.lse, a.qkv);
         else
             attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
         qkv_bias_backward(dev, g.qkvb, scratch, wide, g.attprojb, w.attprojw, N, C);
-        matmul_backward(dev, dln, g.qkvw, none, scratch, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
+        matmul_backward(dev, dln, g.qkvw, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
         if (sum_over_ranks && ranks.overlap) sum_gradients(l);

@@ -162,7 +162,7 @@ class Bench {
     size_t scratch_bytes() const {  // enough for every layer
         const int rows = static_cast<int>(std::max(N_, kValidatedRows)), C = o_.C;
         return std::max({encoder_scratch_bytes(dev_, 1, rows, C), layernorm_scratch_bytes(dev_, C),
-                         matmul_scratch_bytes(dev_, 4 * C), gelu_scratch_bytes(dev_, 4 * C),
+                         qkv_bias_scratch_bytes(dev_, C), gelu_scratch_bytes(dev_, 4 * C),
                          matmul_gelu_scratch_bytes(dev_, rows, 4 * C, C), reduce_scratch_bytes(dev_)});
     }
     void measure_ceilings() {
@@ -287,17 +287,11 @@ int run(Cuda& dev, const Options& o) {
             [=](const auto& m) { matmul_forward(m.dev, m.x(0), m.x(1), m.x(2), m.x(3), m.N, C, OC); }, rows);
         b.layer(
             name + "weight gradient", {g_(size_t(OC) * C), X_(OC), X_(C)}, {moved, 2 * f * C * OC, flops},
-            [=](const auto& m) {
-                matmul_backward(m.dev, no(m.x(1)), m.a(0), no(m.a(0)), m.scratch, m.x(1), m.x(2), no(m.x(1)), m.N, C,
-                                OC);
-            },
+            [=](const auto& m) { matmul_backward(m.dev, no(m.x(1)), m.a(0), m.x(1), m.x(2), no(m.x(1)), m.N, C, OC); },
             rows);
         b.layer(
             name + "input gradient", {X_(C, kOut), X_(OC), w}, {moved, weight, flops},
-            [=](const auto& m) {
-                matmul_backward(m.dev, m.x(0), no(m.a(0)), no(m.a(0)), m.scratch, m.x(1), no(m.x(1)), m.x(2), m.N, C,
-                                OC);
-            },
+            [=](const auto& m) { matmul_backward(m.dev, m.x(0), nullptr, m.x(1), no(m.x(1)), m.x(2), m.N, C, OC); },
             rows);
     };
     matmuls(C, 3 * C, 0);
@@ -314,10 +308,16 @@ int run(Cuda& dev, const Options& o) {
             {13 * x * C, 4 * x * C * C, 8. * C * C}, [&](const auto& m) {
                 matmul_gelu_backward(m.dev, m.x(0), m.a(1), m.x(2), m.scratch, m.x(3), m.x(4), m.x(5), m.N, 4 * C, C);
             });
-    b.layer("bias gradient", {g_(3 * C), X_(3 * C)}, {3 * x * C}, [&](const auto& m) {
-        matmul_backward(m.dev, no(m.x(1)), no(m.a(0)), m.a(0), m.scratch, m.x(1), no(m.x(1)), no(m.x(1)), m.N, C,
-                        3 * C);
-    });
+    const Tensor start = {Tensor::A, false, size_t(3) * C, 1, 0, 0};  // the first tensor's values before the call
+    b.layer("bias gradients of q, k, v", {g_(3 * C), X_(3 * C), g_(C), w_(size_t(C) * C, 1 / std::sqrt(C)), start},
+            {x * C, x * C * C}, [&](const auto& m) {
+                qkv_bias_backward(m.dev, m.a(0), m.scratch, m.x(1), m.a(2), m.x(3), m.N, C);
+                if constexpr (std::is_same_v<std::decay_t<decltype(m.dev)>, Cpu>) {
+                    // The reference added up dk and dv. That is what the GPU has for attention's, not for random ones.
+                    std::copy_n(m.a(4) + C, C, m.a(0) + C);
+                    matmul_backward<double>(m.dev, m.a(0) + 2 * C, nullptr, m.a(2), nullptr, m.x(3), 1, C, C);
+                }
+            });
     if (b.measured == 0) throw UsageError("--layer: no layer's name contains \"" + o.layer + "\"");
     if (b.wrong) std::fprintf(stderr, "bench_layers: %d wrong results\n", b.wrong);
     return b.wrong ? 1 : 0;

@@ -122,22 +122,16 @@ void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqk
            [&](const Cuda& dev) { qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C); });
 }
 template <class X>
-void matmul_backward(const Timed& t, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate = true) {
-    const X* none = nullptr;
-    if (dbias)
-        t.time("bias gradients", {0, bytes_of<X>(double(N) * OC)}, [&](const Cuda& dev) {
-            matmul_backward<X>(dev, nullptr, nullptr, dbias, scratch, dout, none, none, N, C, OC);
-        });
+void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
+                     int C, int OC, bool accumulate = true) {
     if (dweight)
         t.time(shape_name("weight gradient", C, OC),
                product<X>(N, C, OC, double(C) * OC * ((accumulate ? 8 : 4) - sizeof(X))), [&](const Cuda& dev) {
-                   matmul_backward<X>(dev, nullptr, dweight, nullptr, scratch, dout, inp, none, N, C, OC, accumulate);
+                   matmul_backward<X>(dev, nullptr, dweight, dout, inp, nullptr, N, C, OC, accumulate);
                });
     if (dinp)
-        t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC, 0), [&](const Cuda& dev) {
-            matmul_backward<X>(dev, dinp, nullptr, nullptr, scratch, dout, none, weight, N, C, OC);
-        });
+        t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC, 0),
+               [&](const Cuda& dev) { matmul_backward<X>(dev, dinp, nullptr, dout, nullptr, weight, N, C, OC); });
 }
 template <class X>
 void matmul_gelu_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,

@@ -179,7 +179,7 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Matmul: out = inp·weightᵀ + bias;  dinp = dout·weight, dweight = doutᵀ·inp, dbias = Σ_n dout
+// Matmul: out = inp·weightᵀ + bias;  dinp = dout·weight, dweight = doutᵀ·inp
 
 // A matrix read through strides: element (i, j) is p[i·row + j·col]. Transposing swaps the strides.
 template <class X>
@@ -252,15 +252,14 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
 }
 
 template <class X>
-void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void*, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate) {
+void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
+                     int C, int OC, bool accumulate) {
     if (dweight && !accumulate) dev.zero(dweight, size_t(OC) * C * sizeof(Acc<X>));
     if (dweight) add_product<X>(dweight, {dout, 1, size_t(OC)}, {inp, size_t(C), 1}, OC, C, N);
     if (dinp) {
         dev.zero(dinp, N * C * sizeof(X));
         add_product<X>(dinp, {dout, size_t(OC), 1}, {weight, size_t(C), 1}, N, C, OC);
     }
-    if (dbias) add_rows(dbias, dout, N, OC);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -626,8 +625,7 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,        \
                                      const X*, size_t, int);                                                           \
     template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int);                      \
-    template void matmul_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, const X*, size_t, int, int,       \
-                                  bool);                                                                               \
+    template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);           \
     template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \
     template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \
     template void attention_forward(const Cpu&, Attention, X*, X*, X*, void*, const X*, int, int, int, int);           \

@@ -66,15 +66,15 @@ inline size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
 template <class X>
 void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
 template <class X>
-void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
-inline size_t matmul_scratch_bytes(const Cpu&, int) { return 0; }
+void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
+                     int C, int OC, bool accumulate = true);
 // Adds the sums over all of dqkv, where the GPU knows better.
 template <class X>
 void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*, size_t N, int C) {
     for (size_t row = 0; row < N; row++)
         for (int c = 0; c < 3 * C; c++) dqkvb[c] += dqkv[row * 3 * C + c];
 }
+inline size_t qkv_bias_scratch_bytes(const Cpu&, int) { return 0; }
 
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
@@ -92,7 +92,7 @@ void matmul_gelu_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* 
 template <class X>
 void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, void* scratch, const X* dout,
                           const X* weight, const X* pre, size_t N, int C, int OC) {
-    matmul_backward<X>(dev, dpre, nullptr, nullptr, scratch, dout, nullptr, weight, N, C, OC);
+    matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 inline size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }

@@ -216,9 +216,8 @@ template <class X>
 static void check_matmul(int N, int C, int OC, bool with_bias, double tol) {
     const std::string what = format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC);
     const std::vector<X> inp = randn<X>(N * C), weight = randn<X>(OC * C), bias = randn<X>(OC), dout = randn<X>(N * OC);
-    std::vector<X> out = poison<X>(N * OC), dinp = poison<X>(N * C);
-    std::vector<X> dweight = randn<X>(OC * C), dbias = randn<X>(OC);
-    Vec out_(N * OC), dinp_(N * C), dweight_(dweight.begin(), dweight.end()), dbias_(dbias.begin(), dbias.end());
+    std::vector<X> out = poison<X>(N * OC), dinp = poison<X>(N * C), dweight = randn<X>(OC * C);
+    Vec out_(N * OC), dinp_(N * C), dweight_(dweight.begin(), dweight.end());
     for (int n = 0; n < N; n++)
         for (int o = 0; o < OC; o++) {
             double sum = with_bias ? bias[o] : 0;
@@ -228,25 +227,21 @@ static void check_matmul(int N, int C, int OC, bool with_bias, double tol) {
                 dweight_[o * C + c] += double(dout[n * OC + o]) * inp[n * C + c];
             }
             out_[n * OC + o] = sum;
-            dbias_[o] += dout[n * OC + o];
         }
     const std::vector<X> dweight0 = dweight;
     matmul_forward(dev, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
-    matmul_backward(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, dout.data(), inp.data(), weight.data(), N,
-                    C, OC);
+    matmul_backward(dev, dinp.data(), dweight.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
     check_close(what + " out", out, out_, tol);
     check_close(what + " dinp", dinp, dinp_, tol);
     check_close(what + " dweight", dweight, dweight_, tol);
-    check_close(what + " dbias", dbias, dbias_, tol);
 
-    std::vector<X> alone = dweight0;  // without dinp and dbias
-    matmul_backward<X>(dev, nullptr, alone.data(), nullptr, nullptr, dout.data(), inp.data(), weight.data(), N, C, OC);
+    std::vector<X> alone = dweight0;  // without dinp
+    matmul_backward<X>(dev, nullptr, alone.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
     CHECK(same_bits(alone, dweight));
 
     std::vector<X> written(alone.size(), NAN), added(alone.size(), X(0));  // written is added to nothing
-    matmul_backward<X>(dev, nullptr, written.data(), nullptr, nullptr, dout.data(), inp.data(), weight.data(), N, C, OC,
-                       false);
-    matmul_backward<X>(dev, nullptr, added.data(), nullptr, nullptr, dout.data(), inp.data(), weight.data(), N, C, OC);
+    matmul_backward<X>(dev, nullptr, written.data(), dout.data(), inp.data(), weight.data(), N, C, OC, false);
+    matmul_backward<X>(dev, nullptr, added.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
     CHECK(same_bits(written, added));
 }
 
@@ -268,26 +263,19 @@ TEST(matmul) {
 }
 
 TEST(matmul_gradient) {
-    for (auto [N, C, OC] : {std::array{1, 1, 1}, {5, 7, 11}, {33, 20, 26}})
-        for (bool with_bias : {true, false}) {
-            const std::string what = format("matmul N=%d C=%d OC=%d bias=%d", N, C, OC, with_bias);
-            Vec inp = randn(N * C), weight = randn(OC * C), bias = randn(OC), dout = randn(N * OC),
-                out = poison(N * OC);
-            const auto loss = [&] {
-                matmul_forward(dev, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
-                return dot(out, dout);
-            };
-            const Vec dweight0 = randn(OC * C), dbias0 = randn(OC);
-            Vec dinp = poison(N * C), dweight = dweight0, dbias = dbias0;
-            matmul_backward(dev, dinp.data(), dweight.data(), with_bias ? dbias.data() : nullptr, nullptr, dout.data(),
-                            inp.data(), weight.data(), N, C, OC);
-            check_gradient(what + " inp", inp, dinp, loss);
-            check_gradient(what + " weight", weight, dweight - dweight0, loss);
-            if (with_bias)
-                check_gradient(what + " bias", bias, dbias - dbias0, loss);
-            else
-                CHECK(same_bits(dbias, dbias0));
-        }
+    for (auto [N, C, OC] : {std::array{1, 1, 1}, {5, 7, 11}, {33, 20, 26}}) {
+        const std::string what = format("matmul N=%d C=%d OC=%d", N, C, OC);
+        Vec inp = randn(N * C), weight = randn(OC * C), bias = randn(OC), dout = randn(N * OC), out = poison(N * OC);
+        const auto loss = [&] {
+            matmul_forward(dev, out.data(), inp.data(), weight.data(), bias.data(), N, C, OC);
+            return dot(out, dout);
+        };
+        const Vec dweight0 = randn(OC * C);
+        Vec dinp = poison(N * C), dweight = dweight0;
+        matmul_backward(dev, dinp.data(), dweight.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
+        check_gradient(what + " inp", inp, dinp, loss);
+        check_gradient(what + " weight", weight, dweight - dweight0, loss);
+    }
 }
 
 TEST(gelu) {
@@ -394,6 +382,55 @@ TEST(attention_of_a_layer) {  // is the causal one with scale 1/√HS
     CHECK_ERROR(attention_forward<double>(dev, Attention::flash, out.data(), lse.data(), nullptr, nullptr, qkv.data(),
                                           1, 1, 1, 257),
                 "head size 257");
+}
+
+// A matmul's bias has its gradient from another layer's backward: here as in the trainer, behind q, k, v's product,
+// attention, its projection, the residual's layer norm and the first half of the MLP.
+TEST(bias_gradients) {
+    const int B = 2, T = 9, NH = 2, HS = 5, C = NH * HS, N = B * T;
+    const Vec inp = randn(N * C), qkvw = randn(3 * C * C, 0.3), projw = randn(C * C, 0.3), lnw = randn(C, 1, 1),
+              lnb = randn(C), fcw = randn(4 * C * C, 0.3), fcprojw = randn(C * 4 * C, 0.3), dout = randn(N * C);
+    Vec qkvb = randn(3 * C), projb = randn(C), fcb = randn(4 * C);
+    Vec qkv = poison(N * 3 * C), atty = poison(N * C), lse = poison(B * NH * T), proj = poison(N * C),
+        ln = poison(N * C), residual = poison(N * C), mean = poison(N), rstd = poison(N), fch = poison(N * 4 * C),
+        gelu = fch, out = ln;
+    const auto loss = [&] {
+        matmul_forward(dev, qkv.data(), inp.data(), qkvw.data(), qkvb.data(), N, C, 3 * C);
+        attention_forward<double>(dev, Attention::flash, atty.data(), lse.data(), nullptr, nullptr, qkv.data(), B, T,
+                                  NH, HS);
+        matmul_forward(dev, proj.data(), atty.data(), projw.data(), projb.data(), N, C, C);
+        residual_layernorm_forward(dev, residual.data(), ln.data(), mean.data(), rstd.data(), inp.data(), proj.data(),
+                                   lnw.data(), lnb.data(), N, C);
+        matmul_gelu_forward(dev, gelu.data(), fch.data(), ln.data(), fcw.data(), fcb.data(), N, C, 4 * C);
+        matmul_forward<double>(dev, out.data(), gelu.data(), fcprojw.data(), nullptr, N, 4 * C, C);
+        return dot(out, dout);
+    };
+    loss();
+
+    const Vec dqkvb0 = randn(3 * C), dprojb0 = randn(C), dfcb0 = randn(4 * C);
+    Vec dqkvb = dqkvb0, dprojb = dprojb0, dfcb = dfcb0, dlnw(C), dlnb(C);
+    Vec dwide = poison(N * 4 * C), dln = poison(N * C), dresidual(N * C), datty = poison(N * C),
+        dqkv = poison(N * 3 * C);
+    matmul_gelu_backward<double>(dev, dwide.data(), dfcb.data(), nullptr, nullptr, dout.data(), fcprojw.data(),
+                                 fch.data(), N, 4 * C, C);
+    matmul_backward<double>(dev, dln.data(), nullptr, dwide.data(), nullptr, fcw.data(), N, C, 4 * C);
+    layernorm_backward(dev, dresidual.data(), dlnw.data(), dlnb.data(), dprojb.data(), nullptr, dln.data(),
+                       residual.data(), lnw.data(), mean.data(), rstd.data(), N, C);
+    matmul_backward<double>(dev, datty.data(), nullptr, dresidual.data(), nullptr, projw.data(), N, C, C);
+    attention_backward<double>(dev, Attention::flash, dqkv.data(), nullptr, datty.data(), atty.data(), lse.data(),
+                               nullptr, qkv.data(), B, T, NH, HS);
+    qkv_bias_backward<double>(dev, dqkvb.data(), nullptr, dqkv.data(), nullptr, nullptr, N, C);
+    dqkvb = dqkvb - dqkvb0, dprojb = dprojb - dprojb0, dfcb = dfcb - dfcb0;
+    check_gradient("qkvb", qkvb, dqkvb, loss);
+    check_gradient("projb", projb, dprojb, loss);
+    check_gradient("fcb", fcb, dfcb, loss);
+
+    for (int c = 0; c < C; c++) {  // what the GPU has in place of two thirds of the sums
+        double v = 0;
+        for (int r = 0; r < C; r++) v += dprojb[r] * projw[r * C + c];
+        CHECK_NEAR(dqkvb[C + c], 0, 1e-12);
+        CHECK_NEAR(dqkvb[2 * C + c], v, 1e-12);
+    }
 }
 
 TEST(attention_large_scores) {
@@ -610,12 +647,12 @@ static std::vector<std::pair<const char*, std::vector<X>>> every_layer(const Cpu
 
     std::vector<X> qkv = poison<X>(N * OC), dbig = in(size_t(OC) * C), dbig_bias = in(OC);
     matmul_forward(dev, qkv.data(), inp.data(), big.data(), big_bias.data(), N, C, OC);
-    matmul_backward(dev, dinp.data(), dbig.data(), dbig_bias.data(), nullptr, big_dout.data(), inp.data(), big.data(),
-                    N, C, OC);
+    matmul_backward(dev, dinp.data(), dbig.data(), big_dout.data(), inp.data(), big.data(), N, C, OC);
+    qkv_bias_backward<X>(dev, dbig_bias.data(), nullptr, big_dout.data(), nullptr, nullptr, N, C);
     keep("matmul out", qkv);
     keep("matmul dinp", dinp);
     keep("matmul dweight", dbig);
-    keep("matmul dbias", dbig_bias);
+    keep("qkv dbias", dbig_bias);
 
     gelu_forward(dev, out.data(), inp.data(), N * C);
     gelu_backward<X>(dev, dinp.data(), std::vector<X>(C).data(), nullptr, nullptr, inp.data(), dout.data(), N, C);

@@ -62,12 +62,12 @@ template <class X>
 void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
                          int OC);
 
-// Adds into dbias (OC) and dweight (OC,C), which is written if !accumulate, then writes dinp (N,C), which may be inp.
-// Null: not computed. Deterministic. scratch: matmul_scratch_bytes().
+// Adds into dweight (OC,C), or writes it if !accumulate, then writes dinp (N,C), which may be inp. Null: not computed.
+// Deterministic. The bias's gradient, the sum of dout's rows, comes from what made dout: layernorm_backward's dinp_sum,
+// matmul_gelu_backward's dpre_sum, qkv_bias_backward.
 template <class X>
-void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
-size_t matmul_scratch_bytes(const Cuda& dev, int OC);
+void matmul_backward(const Cuda& dev, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
+                     int C, int OC, bool accumulate = true);
 
 // What a linear layer of gelu(pre) hands back to pre: writes dpre (N,C) = (dout (N,OC)·weight (OC,C))∘gelu'(pre), adds
 // its sum over rows into dpre_sum (C), and writes out (N,C) = gelu(pre) (null: not wanted). Deterministic.
@@ -82,10 +82,11 @@ size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
 //   dqkvb[0, C)    q's: adds the sum of dq's rows.
 //   dqkvb[C, 2C)   k's: zero, left alone. What is added to all keys alike changes no softmax.
 //   dqkvb[2C, 3C)  v's: written. Rows of P sum to 1, so Σ dv = Σ Pᵀ·dout = Σ dout, and dout = dproj·projw: dprojb·projw.
-// scratch: matmul_scratch_bytes(C).
+// scratch: qkv_bias_scratch_bytes().
 template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
                        size_t N, int C);
+size_t qkv_bias_scratch_bytes(const Cuda& dev, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // GELU, tanh form (gelu.cu)

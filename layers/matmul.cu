@@ -1,11 +1,11 @@
-// Matmul through cuBLASLt: the three products of a linear layer, and the sum of its bias gradient.
+// Matmul through cuBLASLt: the three products of a linear layer. And the bias gradient of q, k and v.
 //
 //   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
 //   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
-//   dbias += Σ_rows dout          two stages of our own, in a fixed order
 //
-// A product with a GELU behind it or before it is matmul_sm90.cu's on Hopper, if the shape allows.
+// A product with a GELU behind it or before it is matmul_sm90.cu's on Hopper, if the shape allows. The bias
+// gradient, derived in layers.h, has kernels of our own, which add in a fixed order.
 //
 // cuBLAS is column-major: our row-major (rows, cols) is its (cols, rows) with leading dimension cols. So it is asked
 // for the transposed product, outᵀ = weight·inpᵀ and so on, where every operand is what lies in memory or its
@@ -215,7 +215,7 @@ static void multiply(const Cuda& dev, const Product& product, const Operands& o)
     CUBLAS_CHECK(plan.run(dev, plan.algorithm, o.d, o, product.accumulate));
 }
 
-// Bias gradient, stage 1. A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows.
+// q's bias gradient, stage 1. A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows.
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
@@ -242,23 +242,13 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns: warp w adds rows w, w + 32, …, then the warps' sums are
-// added in order.
+// out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns.
 template <class X>
 __global__ void __launch_bounds__(1024)
     row_times_matrix_kernel(float* __restrict__ out, const float* __restrict__ x, const X* __restrict__ weight, int C) {
-    __shared__ float sum_smem[kWarp][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, c = blockIdx.x * kWarp + lane;
-    float sum = 0.f;
-    if (c < C) {
-#pragma unroll 8
-        for (int r = warp; r < C; r += kWarp) sum += x[r] * to_float(weight[static_cast<size_t>(r) * C + c]);
-    }
-    sum_smem[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || c >= C) return;
-    for (int w = 1; w < kWarp; w++) sum += sum_smem[w][lane];
-    out[c] = sum;
+    const int c = blockIdx.x * kWarp + threadIdx.x % kWarp;
+    const float sum = sum_of_warps(c < C ? C : 0, [=](int r) { return x[r] * to_float(weight[size_t(r) * C + c]); });
+    if (threadIdx.x < kWarp && c < C) out[c] = sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -309,10 +299,9 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
 }
 
 template <class X>
-void matmul_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, void* scratch, const X* dout, const X* inp,
-                     const X* weight, size_t N, int C, int OC, bool accumulate) {
+void matmul_backward(const Cuda& dev, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
+                     int C, int OC, bool accumulate) {
     check_sizes(C, OC);
-    if (dbias) bias_backward(dev, dbias, scratch, dout, N, OC, OC);
     if (dweight)
         multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, accumulate},
                            {dweight, inp, dout});
@@ -328,8 +317,8 @@ void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dq
     LAUNCH_CHECK("row_times_matrix_kernel");
 }
 
-size_t matmul_scratch_bytes(const Cuda& dev, int OC) {
-    return column_sum_bytes(dev, OC);
+size_t qkv_bias_scratch_bytes(const Cuda& dev, int C) {
+    return column_sum_bytes(dev, C);
 }
 
 template <class X>
@@ -339,7 +328,7 @@ void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, voi
     if constexpr (std::is_same_v<X, bf16>)
         if (matmul_sm90_takes(dev, OC, C, {dpre, out, scratch, dout, weight, pre}))
             return matmul_sm90_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, OC, C);
-    matmul_backward<X>(dev, dpre, nullptr, nullptr, scratch, dout, nullptr, weight, N, C, OC);
+    matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
@@ -351,8 +340,7 @@ size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
 #define INSTANTIATE(X)                                                                                                \
     template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                    \
     template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);           \
-    template void matmul_backward(const Cuda&, X*, float*, float*, void*, const X*, const X*, const X*, size_t, int,  \
-                                  int, bool);                                                                         \
+    template void matmul_backward(const Cuda&, X*, float*, const X*, const X*, const X*, size_t, int, int, bool);     \
     template void matmul_gelu_backward(const Cuda&, X*, float*, X*, void*, const X*, const X*, const X*, size_t, int, \
                                        int);                                                                          \
     template void qkv_bias_backward(const Cuda&, float*, void*, const X*, const float*, const X*, size_t, int);

@@ -11,27 +11,32 @@ struct Outputs {
     float* out[3];  // null: not wanted
 };
 
-// outputs.out[y][c] += Σ_p partials[p·stride + y·n + c] for c < n, y = blockIdx.y.
-// A block owns 32 columns: warp w adds rows w, w + 32, …, then the warps' sums are added in order. 32 warps, each with
-// several loads in flight, because there are few columns.
-__global__ static void __launch_bounds__(1024)
-    add_partials_kernel(Outputs outputs, const float* __restrict__ partials, int count, size_t stride, int n) {
+// Σ_r term(r) for r < count, by a block of 32 warps, for each lane's column: warp w adds rows w, w + 32, …, then the
+// warps' sums are added in order, in warp 0 alone. 32 warps, each with several loads in flight, because there are few
+// columns.
+template <class Term>
+__device__ static float sum_of_warps(int count, Term term) {
     __shared__ float sum_smem[kWarp][kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int c = blockIdx.x * kWarp + lane;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int r = warp; r < count; r += kWarp) sum += term(r);
+    sum_smem[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0)
+        for (int w = 1; w < kWarp; w++) sum += sum_smem[w][lane];
+    return sum;
+}
+
+// outputs.out[y][c] += Σ_p partials[p·stride + y·n + c] for c < n, y = blockIdx.y. A block owns 32 columns.
+__global__ static void __launch_bounds__(1024)
+    add_partials_kernel(Outputs outputs, const float* __restrict__ partials, int count, size_t stride, int n) {
+    const int c = blockIdx.x * kWarp + threadIdx.x % kWarp;
     float* out = outputs.out[blockIdx.y];
     if (!out) return;
     partials += blockIdx.y * n;
-    float sum = 0.f;
-    if (c < n) {
-#pragma unroll 8
-        for (int p = warp; p < count; p += kWarp) sum += partials[p * stride + c];
-    }
-    sum_smem[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || c >= n) return;
-    for (int w = 1; w < kWarp; w++) sum += sum_smem[w][lane];
-    out[c] += sum;
+    const float sum = sum_of_warps(c < n ? count : 0, [=](int p) { return partials[p * stride + c]; });
+    if (threadIdx.x < kWarp && c < n) out[c] += sum;
 }
 
 // partials: (count, number of outputs, n). Null outputs are skipped.
