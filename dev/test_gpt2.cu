@@ -42,12 +42,17 @@ std::vector<Acc<X>> download(GPT2<Dev, X>& model, const void* from, size_t n) {
     return host;
 }
 
+void poison(const Cpu&, const Arena& a) {
+    std::memset(a.base, 0xff, a.bytes);
+}
+void poison(const Cuda& dev, const Arena& a) {
+    CUDA_CHECK(cudaMemsetAsync(a.base, 0xff, a.bytes, dev.stream));
+}
+
 // Mean loss of the step's micro-batches, leaving their gradients where NaN stood before.
 template <class Dev, class X>
 double loss_and_gradient(GPT2<Dev, X>& model) {
-    const std::vector<char> poison(model.grads.bytes, '\xff');
-    model.dev.upload(model.grads.base, poison.data(), poison.size());
-    model.dev.sync();
+    poison(model.dev, model.grads);
     model.train_micro_batches();
     double sum = 0;
     for (Acc<X> v : download(model, model.stats(), model.micro_steps)) sum += v;
@@ -106,11 +111,7 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
     for (size_t i = 0; i < weights.size(); i++)
         static_cast<double*>(reference.params.at(0))[i] = static_cast<float>(weights[i]);
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
-    for (Arena* a : {&model.acts}) {  // poison: nothing may be read that this step did not write
-        const std::vector<unsigned char> nan(a->bytes, 0xFF);
-        dev.upload(a->base, nan.data(), nan.size());
-        dev.sync();
-    }
+    poison(dev, model.acts);  // nothing may be read that this step did not write
     upload_batches(reference, stream, 0), upload_batches(model, stream, 0);
     const double want = loss_and_gradient(reference), got = loss_and_gradient(model);
     CHECK_NEAR(got, want, bound * want);
@@ -261,7 +262,7 @@ TEST(recompute_changes_memory_not_gradients) {
         GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, B, T, 2, true, level);
         model.allocate();
         model.init_random(7);
-        std::memset(model.acts.base, 0xFF, model.acts.bytes);
+        poison(cpu, model.acts);
         upload_batches(model, stream, 0);
         loss_and_gradient(model);
         const double* g = static_cast<double*>(model.grads.at(0));
