@@ -95,6 +95,21 @@ def test_plot_formats_and_several_runs():
         check_fails(script("plot.py", a, "-o", tmp / "no/such/out.png"), "No such file")
 
 
+def test_full_disk_leaves_what_was_there():
+    """A limit on the size of files stands for the disk."""
+    need("matplotlib", "tensorboard")
+    with scratch() as tmp:
+        log = write_log(tmp / "run", steps=400)
+        for name, *to in (("plot.py", "-o", tmp / "out.png"), ("plot.py", "-o", tmp / "out.svg"), ("tensorboard.py",)):
+            command = [sys.executable, SCRIPTS / name, log, *to]
+            made = run(*command)
+            assert made.returncode == 0, made.stderr
+            target = pathlib.Path(made.stdout.strip())
+            before = {path: path.read_bytes() for path in tmp.rglob("*") if path.is_file()}
+            check_fails(run("sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command), str(target), "cannot write: File too large")
+            assert {path: path.read_bytes() for path in tmp.rglob("*") if path.is_file()} == before
+
+
 def test_log_shorter_than_a_smoothing_window():
     need("matplotlib")
     with scratch() as tmp:

@@ -5,8 +5,10 @@
     python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot; PNG, SVG or PDF by the name's end
 """
 import argparse
+import contextlib
 import json
 import math
+import os
 import pathlib
 import sys
 
@@ -55,6 +57,19 @@ def read_log(run):
     if not rows["train"] and not rows["val"]:
         raise LogError(f"{path}: no steps yet")
     return rows
+
+
+@contextlib.contextmanager
+def whole(path):
+    """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
+    part = path.with_name(f"{path.name[:3]}.{os.getpid()}.part")  # nothing that TensorBoard would read
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as e:
+        raise LogError(f"{path}: cannot write: {e.strerror or e}; make room or choose another place") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def smooth(values, width):
@@ -147,7 +162,8 @@ def plot(runs, names, out, width, title):
     loss.legend(handles=handles, loc="upper right", framealpha=0.9, edgecolor=GRID)
     if title:
         figure.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
-    figure.savefig(out, dpi=150)
+    with whole(out) as part:
+        figure.savefig(part, dpi=150, format=out.suffix[1:])
     plt.close(figure)
 
 

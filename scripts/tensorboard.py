@@ -9,8 +9,9 @@ import math
 import os
 import pathlib
 import sys
+import time
 
-from plot import LogError, read_log
+from plot import LogError, read_log, whole
 
 # This folder is where Python looks first, and there `import tensorboard` would find this very file.
 sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
@@ -47,16 +48,20 @@ def events(rows, end):
 
 def write(run, folder):
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     rows = read_log(run)
     path = run / "log.jsonl" if run.is_dir() else run
-    for old in folder.glob("events.out.tfevents.*"):
-        old.unlink()
-    writer = EventFileWriter(str(folder))
-    for wall_time, step, summary in events(rows, os.path.getmtime(path)):
-        writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
-    writer.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    old = set(folder.glob("events.out.tfevents.*"))
+    new = folder / f"events.out.tfevents.{int(time.time())}.{os.uname().nodename}.{os.getpid()}"
+    with whole(new) as part, open(part, "wb") as file:
+        writer = RecordWriter(file)
+        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        for wall_time, step, summary in events(rows, os.path.getmtime(path)):
+            writer.write(Event(wall_time=wall_time, step=step, summary=summary).SerializeToString())
+    for path in old - {new}:
+        path.unlink()
 
 
 def main():
