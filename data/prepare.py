@@ -364,9 +364,13 @@ def prepare(args):
 
 def tokens(text):
     """An option's number of tokens, 1e8 as well as 100000000."""
-    if not 1 <= float(text) < 1e15:
-        raise ValueError
-    return int(float(text))
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number < 1e15:
+        raise argparse.ArgumentTypeError(f"expected a number of tokens from 1, such as 1e8, found {text}")
+    return int(number)
 
 
 def main():

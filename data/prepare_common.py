@@ -73,7 +73,7 @@ def write_file(path, content):
     commit(file, part, path)
 
 
-def fetch(url, start=0):
+def fetch(url, start=0, instead="give a local file instead"):
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         return urllib.request.urlopen(request, timeout=60)
@@ -81,10 +81,10 @@ def fetch(url, start=0):
         if isinstance(error, urllib.error.HTTPError) and error.code == 416:
             return None  # nothing lies beyond `start`
         reason = getattr(error, "reason", error)
-        raise Fail(f"{url}: cannot download: {reason}; check the network, or give a local file instead") from None
+        raise Fail(f"{url}: cannot download: {reason}; check the network, or {instead}") from None
 
 
-def download(url, path, sha256):
+def download(url, path, sha256, **advice):
     """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on."""
     if path.exists():
         if sha256 and sha256_of(path) != sha256:
@@ -92,7 +92,7 @@ def download(url, path, sha256):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    response = fetch(url, part.stat().st_size if part.exists() else 0)
+    response = fetch(url, part.stat().st_size if part.exists() else 0, **advice)
     with open(part, "ab" if response is None or response.status == 206 else "wb") as file:
         if response is not None:
             length = response.headers.get("Content-Length")
@@ -149,7 +149,7 @@ def load_ranks(paths, extra_sha256):
         places = [(RANKS_HOST + url, cache / hashlib.sha1((RANKS_HOST + url).encode()).hexdigest(), sha256)
                   for url, sha256 in RANKS_SHA256.items()]
         cached = [path for _, path, _ in places if path.exists()]
-        paths = cached[:1] or [download(*places[0])]
+        paths = cached[:1] or [download(*places[0], instead="give GPT-2's vocab.bpe with --ranks")]
     accepted = list(extra_sha256) + list(RANKS_SHA256.values())
     found = []
     for path in paths:

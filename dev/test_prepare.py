@@ -475,7 +475,8 @@ def test_no_network():
             "HTTPS_PROXY": "http://127.0.0.1:1", "TIKTOKEN_CACHE_DIR": str(scratch / "no_cache")}
     fails("fineweb10B", *options, says=["cannot download", "check the network"], environment=away)
     fails("tinyshakespeare", *options, says=["input.txt: cannot download"], environment=away)
-    fails(written("a.txt", "text"), "-o", out, says=["vocab.bpe: cannot download"], environment=away)
+    fails(written("a.txt", "text"), "-o", out, says=["vocab.bpe: cannot download", "vocab.bpe with --ranks"],
+          environment=away)
     options[1] = out / "hellaswag.bin"
     fails("val", *options, says=["hellaswag_val.jsonl: cannot download"], environment=away, script=HELLASWAG)
 
@@ -574,8 +575,9 @@ def test_usage():
     fails(says=["usage", "SOURCE"], code=2)
     fails("book.pdf", says=["book.pdf: expected one of tinyshakespeare"], code=2)
     fails("tinystories", "a.txt", says=["tinystories cannot be mixed"], code=2)
-    fails("a.txt", "--shard-tokens", "0", says=["--shard-tokens"], code=2)
+    fails("a.txt", "--shard-tokens", "0", says=["--shard-tokens: expected a number", "found 0"], code=2)
     fails("a.txt", "--max-tokens", "inf", says=["--max-tokens"], code=2)
+    fails("a.txt", "--val-tokens", "some", says=["--val-tokens: expected a number", "found some"], code=2)
     fails("a.txt", "--shard-tokens", "3e9", says=["--shard-tokens below 2^31"], code=2)
     fails("a.txt", "--jobs", "0", says=["--jobs from 1"], code=2)
     fails("a.csv", script=HELLASWAG, says=["a.csv: expected val"], code=2)
