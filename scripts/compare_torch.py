@@ -22,7 +22,8 @@ try:
     import torch
     import torch.nn.functional as F
 except ImportError as e:
-    sys.exit(f"compare_torch.py needs PyTorch and numpy: {e}")
+    if not {"-h", "--help"} & set(sys.argv):  # help needs neither
+        sys.exit(f"compare_torch.py needs PyTorch and numpy: {e}")
 
 SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024)}
 MAX_T, V, VP = 1024, 50257, 50304

@@ -25,13 +25,15 @@ import sys
 try:
     import numpy as np
 except ImportError as e:
-    sys.exit(f"hf.py: needs numpy ({e}); pip install -r scripts/requirements.txt")
+    if not {"-h", "--help"} & set(sys.argv):
+        sys.exit(f"hf.py: needs numpy ({e}); pip install -r scripts/requirements.txt")
+    np = None  # help needs none
 
 MAGIC, HEADER_INTS = 20240326, 256
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
 PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in our header from index 2, then padded V
-STORAGE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # numpy has no bf16: its bits
+STORAGE = np and {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # no bf16 there: its bits
 
 
 class Error(Exception):
