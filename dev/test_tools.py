@@ -768,6 +768,22 @@ def test_long_context_repeats_the_position_embeddings():
         assert result.returncode == 1 and "nowhere.bin" in result.stderr and "checkpoint" in result.stderr, result
 
 
+def test_long_context_of_bad_checkpoints():
+    with scratch() as tmp:
+        long_context_start(tmp / "model.bin")
+        (tmp / "short.bin").write_bytes((tmp / "model.bin").read_bytes()[:300])
+        (tmp / "text.bin").write_bytes(b"GPT-2" * 1000)
+        command = [sys.executable, SCRIPTS / "longer_context.py", tmp / "model.bin", tmp / "out.bin", "2048"]
+        for result, *says in (
+                (script("longer_context.py", tmp / "short.bin", tmp / "out.bin", "2048"), "short.bin: not a whole", "300 bytes"),
+                (script("longer_context.py", tmp / "text.bin", tmp / "out.bin", "2048"), "text.bin: not a whole"),
+                (script("longer_context.py", tmp / "model.bin", tmp / "out.bin", "1000"), "at least the 1024 positions"),
+                (script("longer_context.py", tmp / "model.bin", tmp / "none" / "out.bin", "2048"), "none/out.bin: cannot write"),
+                (run("sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command), "out.bin: cannot write", "too large")):
+            check_fails(result, *says)
+        assert not list(tmp.glob("out.bin*"))
+
+
 def test_runner_of_the_tests():
     """dev/run_tests.sh with few cores and with many: what it counts, and that Ctrl-C leaves nothing behind."""
     programs = {"good": "#!/bin/sh\necho 3 passed, 0 failed, 1 skipped\n",

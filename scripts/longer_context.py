@@ -14,15 +14,27 @@ arg.add_argument("target")
 arg.add_argument("T", type=int, help="positions that it gets")
 a = arg.parse_args()
 try:
-    data = open(a.source, "rb").read()
+    with open(a.source, "rb") as f:
+        data = f.read()
 except OSError as e:
     sys.exit(f"longer_context.py: {e}: give a checkpoint, a model_….bin of a run")
-header = list(struct.unpack_from("<256i", data))
-max_T, C, Vp, size = header[2], header[6], header[7], {3: 4, 5: 2}[header[1]]
+magic, version, max_T, V, L, NH, C, Vp = struct.unpack_from("<8i", data.ljust(1024, b"\0"))
+size = {3: 4, 5: 2}.get(version, 0)
 wpe = 1024 + Vp * C * size  # behind the header and wte
 rest = wpe + max_T * C * size
-header[2] = a.T
-with open(a.target + ".part", "wb") as f:
-    f.write(struct.pack("<256i", *header) + data[1024:wpe])
-    f.write((data[wpe:rest] * -(-a.T // max_T))[:a.T * C * size] + data[rest:])
-os.rename(a.target + ".part", a.target)
+expected = rest + (L * (12 * C * C + 13 * C) + 2 * C) * size
+if magic != 20240326 or not size or len(data) != expected:
+    sys.exit(f"longer_context.py: {a.source}: not a whole checkpoint: found magic {magic}, version {version}, {len(data)} "
+             "bytes; give a model_….bin of a run")
+if a.T < max_T:
+    sys.exit(f"longer_context.py: T: expected at least the {max_T} positions of {a.source}, found {a.T}")
+part = a.target + ".part"
+try:
+    with open(part, "wb") as f:
+        f.write(data[:8] + struct.pack("<i", a.T) + data[12:wpe])
+        f.write((data[wpe:rest] * -(-a.T // max_T))[:a.T * C * size] + data[rest:])
+    os.replace(part, a.target)
+except OSError as e:
+    if os.path.exists(part):
+        os.unlink(part)
+    sys.exit(f"longer_context.py: {a.target}: cannot write: {e.strerror}; make room or choose another place")
