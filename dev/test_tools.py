@@ -749,6 +749,29 @@ def test_recipes_arithmetic():
         assert abs(steps * per_step / rate / seconds - 1) < 0.02, recipe.name
         mfu, gpus = re.search(r"which is (\d+) % of (?:an|the (\d+) · 989)", text).groups()
         assert abs(rate * float(flops) / (int(gpus or 1) * 989e12) - int(mfu) / 100) < 0.01, recipe.name
+        for n, hours in re.findall(r"^#   (\d) GPUs +([\d.]+) hours, [\d.]+ GiB each", text, re.M):
+            expected = steps * per_step / (rate / int(gpus or 1) * int(n) * 0.96) / 3600
+            assert abs(expected - float(hours)) < max(0.051, 0.01 * expected), (recipe.name, n, expected)
+        assert "long" in recipe.name or gpus or re.findall(r"^#   (\d) GPUs", text, re.M) == ["4", "8"], recipe.name
+
+
+def test_recipes_are_what_was_measured():
+    """Where an H200's step has been measured as the recipe runs it, rate and memory are not far from that."""
+    rows = [json.loads(line) for line in (ROOT / "dev/results/NVIDIA-H200/train.jsonl").read_text().splitlines()]
+    measured = {(row["model"], row["B"], row["T"]): row for row in rows if row["kernel"] == "train_gpt2cu" and
+                (row["dtype"], row["attention"], row.get("recompute"), row["gpus"]) == ("bf16", "flash", 1, 1)}
+    compared = 0
+    for name, model, T in (("124M", "d12", 1024), ("350M", "d24", 1024), ("long_context", "d12", 16384)):
+        text = next(recipe for recipe in RECIPES if recipe.stem.endswith(name)).read_text()
+        rate = int(re.search(r"([\d ]+) tokens/s", text)[1].replace(" ", ""))
+        for (other, B, other_T), row in measured.items():
+            if (other, other_T) == (model, T) and B in (1, 64):
+                assert abs(rate / row["tok_s"] - 1) < 0.2, (name, row)
+            at = re.search(rf"([\d.]+)(?: GiB of tensors)? at B={B}\b|B={B} scripts\S+ needs ([\d.]+)", text)
+            if (other, other_T) == (model, T) and at:
+                assert 0 < row["mem_gib"] - float(at[1] or at[2]) < 1.5, (name, row)  # the row's is the whole device's
+                compared += 1
+    assert compared >= 4, compared
 
 
 def test_long_context_repeats_the_position_embeddings():
