@@ -52,7 +52,7 @@ BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accum
 TOOLS     := dev/dump_gradients
 JOBS      ?= $(shell nproc)
 
-.PHONY: all test archs benches profile clean help FORCE
+.PHONY: all test archs benches profile have-nsys clean help FORCE
 all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
@@ -102,13 +102,13 @@ build/archs/layers/%.o: layers/%.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
 
-# The timeline of three steps with its NVTX ranges: open profile.nsys-rep in Nsight Systems. For one kernel's counters:
-# ncu --profile-from-start off --kernel-name regex:forward_kernel ./train_gpt2cu --profile 1 -v 0 -s 0
+# The timeline of three steps with its NVTX ranges (README: how to open it, and ncu for one kernel's counters).
 profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
-profile: train_gpt2cu
-	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
+profile: have-nsys train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
+have-nsys:
+	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
 
 clean:
 	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(TOOLS)

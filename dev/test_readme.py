@@ -23,7 +23,7 @@ def commands(path):
         blocks = re.findall(r"^```\n(.*?)^```", f.read(), flags=re.S | re.M)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [part for part in parts if re.match(r"(make|python3|torchrun|\./\S+|scripts/\S+)( |$)", part)]
+    return [part for part in parts if re.match(r"(make|python3|torchrun|ncu|\./\S+|scripts/\S+)( |$)", part)]
 
 
 def write_shard(path, tokens):
@@ -94,6 +94,20 @@ def test_launchers_of_the_readme():
         assert done.returncode == 0 and "ranks              2" in done.stdout, f"{command}\n{done.stdout[-500:]}{done.stderr}"
 
 
+def test_profilers_commands_of_the_readme():
+    """What ncu is to start runs, where it needs no GPU; nsys is started by make profile."""
+    if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
+        raise Skip("train_gpt2cu is not built")
+    work = Workplace()
+    found = [shlex.split(command) for command in commands("README.md") if command.startswith("ncu")]
+    programs = [words[next(i for i, word in enumerate(words) if word.startswith("./")):] for words in found]
+    assert {words[0] for words in programs} == {"./train_gpt2cu", "./dev/bench_attention"}, programs
+    for words in programs:
+        if words[0] == "./train_gpt2cu":
+            done = run([*words[:1], *SMALL, *words[1:], "-i", work.names["book.txt"]])
+            assert done.returncode == 0, f"{words}\n{done.stderr}"
+
+
 def test_make_targets_of_the_readme_exist():
     with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as f:
         makefile = f.read()
@@ -124,6 +138,7 @@ def test_scripts_of_the_readme_have_help():
 def test_options_of_measuring_programs_exist():
     for command in commands("README.md") + commands("attention/README.md"):
         words = shlex.split(command)
+        words = words[next((i for i, word in enumerate(words) if word.startswith("./dev/")), 0):]  # without ncu and its own
         if not re.match(r"\./dev/(bench_|accuracy|study_)", words[0]) or not os.access(os.path.join(ROOT, words[0]), os.X_OK):
             continue
         done = run([words[0], "--help"])

@@ -628,6 +628,19 @@ def test_arch_overrides_the_probe():
     assert gencode("echo 8.6", "ARCH=75 90a") == f"{arch('75')} {arch('90a')}"
 
 
+def test_profile_without_nsys_builds_nothing():
+    with scratch() as tmp:
+        for name in ("make", "sh", "grep", "tr", "sort", "find", "nproc", "sed"):  # a PATH without nsys and compilers
+            (tmp / name).symlink_to(shutil.which(name))
+        result = run("make", "profile", PATH=str(tmp))
+        assert result.returncode == 2 and "needs nsys (Nsight Systems)" in result.stderr, result
+        assert "train_gpt2cu" not in result.stdout, result.stdout
+        (tmp / "nsys").symlink_to(shutil.which("true"))
+        result = run("make", "-n", "profile", PATH=f"{tmp}:{os.environ['PATH']}")
+        assert "-lineinfo" in result.stdout or not shutil.which("nvcc"), result
+        assert re.search(r"nsys profile .*\n? *\./train_gpt2cu --profile 3", result.stdout.replace("\\\n", "")), result
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Training recipes, and the comparison of losses
 
