@@ -225,6 +225,9 @@ def test_config_that_is_not_gpt2():
         with open("hf/config.json", "w") as f:
             f.write('{"model_type": ')
         refuses("config.json: damaged (get the file again)", "import", "hf", "b.bin")
+        with open("hf/config.json", "w") as f:
+            f.write(100000 * "[")
+        refuses("config.json: damaged (get the file again): ", "import", "hf", "b.bin")
         os.unlink("hf/config.json")
         refuses("config.json: cannot read: No such file", "import", "hf", "b.bin")
 
@@ -259,6 +262,8 @@ def test_tensors_that_are_not_gpt2s():
         refuses("tensor wte.weight: expected shape (258, 32)", "import", "hf", "b.bin")
         edit_json("hf/config.json", vocab_size=257, n_layer=1)
         refuses("GPT-2 as config.json describes it has none", "import", "hf", "b.bin")
+        edit_json("hf/config.json", n_layer=10**9)
+        refuses("tensor h.999999999.ln_1.weight is missing", "import", "hf", "b.bin")
         edit_json("hf/config.json", n_layer=2)
         append(file, "score.weight", bytes(64), "F32", [16])
         refuses("tensor score.weight: GPT-2 as config", "import", "hf", "b.bin")
@@ -266,6 +271,8 @@ def test_tensors_that_are_not_gpt2s():
             f.write(good)
         append(file, "lm_head.weight", bytes(4 * 257 * 32), "F32", [257, 32])
         refuses("only tied embeddings", "import", "hf", "b.bin")
+        os.rename(file, "hf/pytorch_model.bin")
+        refuses("hf: no model.safetensors", "import", "hf", "b.bin")
 
 
 def test_damaged_safetensors():
@@ -290,6 +297,7 @@ def test_damaged_safetensors():
             bad("the header claims", raw)
         bad("header: JSONDecodeError", good[:8] + b"?" + good[9:])
         bad("header: UnicodeDecodeError", good[:10] + b"\xff" + good[11:])
+        bad("header: ", (100000).to_bytes(8, "little") + 100000 * b"[" + good)
         bad("header: ", (2).to_bytes(8, "little") + b"[]" + good)
         bad("expected", good[:-1])
         bad("expected", good + b"1")
@@ -315,7 +323,8 @@ def test_bad_checkpoints():
         shutil.copy("good.bin", "bad.bin")
         for index, value, message in ((0, 20240520, "expected magic"), (1, 4, "expected magic"),
                                       (3, -1, "damaged header"), (7, 128, "damaged header"),
-                                      (5, 3, "damaged header"), (4, 3, "damaged (get the file again): expected")):
+                                      (5, 3, "damaged header"), (4, 2**31 - 1, "damaged header"),
+                                      (4, 3, "damaged (get the file again): expected")):
             header = np.frombuffer(good[:1024], np.int32).copy()
             header[index] = value
             bad(message, header.tobytes() + good[1024:])

@@ -124,7 +124,7 @@ def read_safetensors(path):
         entries = sorted((*e["data_offsets"], name, str(e["dtype"]), tuple(e["shape"])) for name, e in header.items())
         if not all(type(n) is int and n >= 0 for begin, end, _, _, shape in entries for n in (begin, end, *shape)):
             raise ValueError("a size or an offset is not a natural number")
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise Error(f"{damaged}header: {type(e).__name__}: {e}") from None
     data, position, found = data[8 + length:], 0, {}
     for begin, end, name, dtype, shape in entries:  # back to back from the first byte of the data to the last
@@ -160,7 +160,7 @@ def read_json(path):
     with open(path, encoding="utf-8") as f:
         try:
             return dict(json.load(f))
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise Error(f"{path}: damaged (get the file again): {e}") from None
 
 
@@ -171,7 +171,7 @@ def read_config(folder):
         raise Error(f"{path}: model_type: expected gpt2, found {config.get('model_type')}; only GPT-2 can be read")
     for key in SIZES:
         if type(config.get(key)) is not int or config[key] < 1:
-            raise Error(f"{path}: {key}: expected a positive integer, found {config.get(key)}; get the file again")
+            raise Error(f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; get the file again")
     if config["n_embd"] % config["n_head"]:
         raise Error(f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}")
     # What would make it another model; a missing key means the library's default, which is the first here.
@@ -196,8 +196,14 @@ def read_tensors(folder, config):
         if not isinstance(weight_map, dict):
             raise Error(f"{index}: damaged (get the file again): no weight_map")
         files = [os.path.join(folder, file) for file in sorted({str(file) for file in weight_map.values()})]
+    elif not os.path.exists(path):
+        raise Error(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, and "
+                    "its save_pretrained writes this one")
     found = {name.removeprefix("transformer."): tensor
              for file in files for name, tensor in read_file(file, read_safetensors).items()}
+    last = f"h.{config['n_layer'] - 1}.ln_1.weight"
+    if last not in found:  # said before a list of as many layers as a damaged config.json has
+        raise Error(f"{folder}: tensor {last} is missing")
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
         shape = shape[::-1] if is_conv1d(name) else shape
@@ -251,12 +257,13 @@ def read_model(path):
                     "give a model checkpoint of this program or of llm.c")
     config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
     padding = int(header[7]) - config["vocab_size"]
-    if min(config.values()) < 1 or padding < 0 or config["n_embd"] % config["n_head"]:
+    size = os.path.getsize(path)
+    if min(config.values()) < 1 or padding < 0 or config["n_embd"] % config["n_head"] or config["n_layer"] > size:
         raise Error(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
     expected = header.nbytes + count * STORAGE[dtype].itemsize
-    if os.path.getsize(path) != expected:
-        raise Error(f"{path}: damaged (get the file again): expected {expected} bytes, found {os.path.getsize(path)}")
+    if size != expected:
+        raise Error(f"{path}: damaged (get the file again): expected {expected} bytes, found {size}")
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
 
 
