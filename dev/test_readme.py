@@ -42,7 +42,14 @@ class Workplace:
             f.write("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
         for name in ("train_1", "train_2", "val_1"):
             write_shard(f"{at}/{name}.bin", [i * 7 % 250 for i in range(5000)])
-        self.names = {"book.txt": f"{at}/book.txt", "data/train_*.bin": f"{at}/train_*.bin", "data/val_*.bin": f"{at}/val_*.bin",
+        with open(f"{at}/tokenizer.bin", "wb") as f:  # of single bytes
+            f.write(struct.pack("<256I", 20240328, 2, 257, 256, *[0] * 252))
+            f.write(b"".join(bytes([1, byte]) for byte in range(256)) + b"\x0d<|endoftext|>")
+        with open(f"{at}/questions.bin", "wb") as f:  # one, with two endings
+            question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)
+            f.write(struct.pack("<256i", 20240522, 1, 1, len(question), *[0] * 252) + question)
+        self.names = {"gpt2.bin": f"{at}/run1/model_00000002.bin", "gpt2_tokenizer.bin": f"{at}/tokenizer.bin",
+                      "hellaswag_val.bin": f"{at}/questions.bin", "book.txt": f"{at}/book.txt", "data/train_*.bin": f"{at}/train_*.bin", "data/val_*.bin": f"{at}/val_*.bin",
                       "run1": f"{at}/run1", "run2": f"{at}/run2", "gpt2_124M_bf16.bin": f"{at}/run1/model_00000002.bin"}
 
     def place(self, word):
