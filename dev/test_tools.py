@@ -741,6 +741,7 @@ def test_recipes_pass_the_trainers_checks():
                     arguments = [tmp / "model.bin"]
                 result = run_recipe(recipe, tmp, trainer(), *arguments, B=batch)
                 assert result.returncode == 1 and "data/cache/fineweb" in result.stderr, (recipe.name, batch, result)
+                assert "data/prepare.py" in result.stderr, result.stderr
 
 
 def test_recipes_arithmetic():
