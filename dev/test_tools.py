@@ -155,6 +155,13 @@ def test_benchmarks_say_what_is_wrong():
         assert result.returncode == 1 and "GPU" in result.stderr, result
 
 
+def test_scripts_without_the_trainer():
+    with scratch() as tmp:
+        shutil.copytree(SCRIPTS, tmp / "scripts")
+        for name in ("default_run.py", "compare_losses.py", "scaling.py"):
+            check_fails(run(sys.executable, tmp / "scripts" / name), f"{name}: there is no ./train_gpt2cu: make")
+
+
 def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")

@@ -20,8 +20,10 @@ def main():
     arg.add_argument("--log", type=pathlib.Path, metavar="RUN", help="a folder with the log.jsonl of such a run")
     a = arg.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = a.log or pathlib.Path(folder)
-        if not a.log and subprocess.run([str(results.ROOT / "train_gpt2cu"), "-o", folder], cwd=results.ROOT).returncode:
+        run, trainer = a.log or pathlib.Path(folder), results.ROOT / "train_gpt2cu"
+        if not a.log and not trainer.exists():
+            sys.exit("default_run.py: there is no ./train_gpt2cu: make train_gpt2cu")
+        if not a.log and subprocess.run([str(trainer), "-o", folder], cwd=results.ROOT).returncode:
             sys.exit("default_run.py: ./train_gpt2cu failed")
         try:
             rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
