@@ -49,7 +49,8 @@ class Workplace:
             question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)
             f.write(struct.pack("<256i", 20240522, 1, 1, len(question), *[0] * 252) + question)
         self.names = {"gpt2.bin": f"{at}/run1/model_00000002.bin", "gpt2_tokenizer.bin": f"{at}/tokenizer.bin",
-                      "hellaswag_val.bin": f"{at}/questions.bin", "book.txt": f"{at}/book.txt", "data/train_*.bin": f"{at}/train_*.bin", "data/val_*.bin": f"{at}/val_*.bin",
+                      "hellaswag_val.bin": f"{at}/questions.bin", "book.txt": f"{at}/book.txt",
+                      "data/train_*.bin": f"{at}/train_*.bin", "data/val_*.bin": f"{at}/val_*.bin",
                       "run1": f"{at}/run1", "run2": f"{at}/run2", "gpt2_124M_bf16.bin": f"{at}/run1/model_00000002.bin"}
 
     def place(self, word):
