@@ -218,6 +218,29 @@ TEST(shares_of_the_optimizer_make_a_whole) {
         }
 }
 
+// With the optimizer sharded a step sums gradients into a buffer of its own, behind which the gate stands: of what was
+// there before, nothing is read.
+TEST(a_sharded_step_reads_only_what_it_wrote) {
+    const Cpu cpu;
+    Job alone;
+    CpuComm comm(cpu, alone);
+    Ranks<Cpu> ranks;
+    ranks.comm = &comm, ranks.sharded = true;
+    const std::vector<int> stream = make_tokens(2 * 20 + 1, kSmall.V, 3);
+    const auto parameters_after_a_step = [&](bool sharded) {
+        GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 2, 20, 1, true, 0, sharded ? ranks : Ranks<Cpu>{});
+        model.allocate();
+        poison(cpu, model.buffers);
+        model.init_random(7);
+        upload_batches(model, stream, 0);
+        model.train_micro_batch(0, sharded);
+        model.update(hyper(1e-3, 1));
+        CHECK(std::isfinite(model.stats()[model.num_losses()]));
+        return std::vector<char>(model.params.base, model.params.base + model.params.bytes);
+    };
+    CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
+}
+
 TEST(schedules) {
     Options o;
     o.lr = 1.f, o.final_lr = 0.1f, o.warmup = 10, o.max_steps = 110;
