@@ -134,7 +134,7 @@ __device__ __forceinline__ void bulk_store(void* dst, uint32_t smem,
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
                  : "memory");
 }
-// The same box to the same place in every block of the cluster whose bit is set in `blocks`; the bytes count on the
+// tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`; the bytes count on the
 // barrier at that place in each.
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
                                                       int c1, int c2, int c3, uint16_t blocks) {

@@ -2,7 +2,7 @@
 //
 // Inputs are random and rounded to X first, so that both sides compute from the same numbers. What a layer writes
 // starts as NaN, and so does scratch; what it adds into starts as random values, which the reference adds to as well.
-// Layers with sums over rows run twice and must give the same bits.
+// Sums over rows, of values around 1 that may cancel, are held to that size; they are made twice, with the same bits.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -303,7 +303,7 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     run(nullptr);
     CHECK(same_bits(dinp_gpu.values(), first[0]));
     for (size_t i = 0; i < N * C; i++) dsum[i % C] += first[0][i];
-    compare(what + " dinp_sum", dsum_gpu.values(), dsum, kFp32, 1.0);  // of values around 1, which may cancel
+    compare(what + " dinp_sum", dsum_gpu.values(), dsum, kFp32, 1.0);
     CHECK(same_bits(dweight_gpu.values(), first[1]) && same_bits(dbias_gpu.values(), first[2]));
     layernorm_backward(cpu(), dinp.data(), dweight.data(), dbias.data(), nullptr, nullptr, dout.data(), a.data(),
                        weight.data(), mean_gpu.values().data(), rstd_gpu.values().data(), N, C);
@@ -316,12 +316,15 @@ template <class X>
 void check_layernorms() {
     for (size_t N : {1, 3, 127})
         for (int C : {1, 7, 64, 65, 768, 1600}) check_layernorm<X>(N, C);
-    check_layernorm<X>(5000, 768);
-    check_layernorm<X>(5000, 1024);
+    for (int C : {65, 512, 768, 1024, 1600}) check_layernorm<X>(5000, C);
+    check_layernorm<X>(20001, 768);  // warps take enough rows to use a stage three times
+    check_layernorm<X>(13, 1024);
+    check_layernorm<X>(300, 8192);
     check_layernorm<X>(40, 3000);
     check_layernorm<X>(40, 8192);
     check_layernorm<X>(40, 8191);
     check_layernorm<X>(127, 768, 1);  // pointers that are not 16-byte aligned
+    check_layernorm<X>(5000, 1024, 1);
     CHECK_ERROR(layernorm_scratch_bytes(gpu(), 8193), "C = 8193");
 }
 TEST(layernorm_fp32) {
@@ -397,7 +400,7 @@ void check_qkv_bias(size_t N, int C, size_t offset = 0) {
         qkv_bias_backward<X>(gpu(), dqkvb, scratch_of(qkv_bias_scratch_bytes(gpu(), C)), dqkv_gpu, dprojb_gpu,
                              projw_gpu, N, C);
         const Values got = dqkvb.values();
-        if (run == 0) compare(what, first = got, want, kFp32);
+        if (run == 0) compare(what, first = got, want, kFp32, 1.0);
         CHECK(same_bits(got, first));
     }
 }
@@ -467,7 +470,7 @@ void check_matmul_gelu_backward(size_t N, int C, int OC, size_t offset = 0) {
     compare(what + " out", out_gpu.values(), out, kOutput<X>);
     const Values got = dpre_gpu.values();
     for (size_t i = 0; i < N * C; i++) sum[i % C] += got[i];
-    compare(what + " dpre_sum", sum_gpu.values(), sum, kFp32);
+    compare(what + " dpre_sum", sum_gpu.values(), sum, kFp32, 1.0);
     const Array<X> fresh(N * C, offset);  // what backward makes again has the bits of a GELU of its own
     gelu_forward<X>(dev, fresh, pre_gpu, N * C);
     CHECK(same_bits(out_gpu.values(), fresh.values()));
@@ -532,7 +535,7 @@ void check_gelu(size_t N, int C, size_t offset = 0) {
     }
     compare(what + " dinp", got, dinp, kOutput<X>);
     for (size_t i = 0; i < n; i++) sum[i % C] += got[i];
-    compare(what + " dinp_sum", sum_gpu.values(), sum, kFp32);
+    compare(what + " dinp_sum", sum_gpu.values(), sum, kFp32, 1.0);
 
     const Array<X> again(n, offset);  // in place, with the output again
     backward(dout_gpu, again_sum_gpu, again, dout_gpu);
@@ -589,6 +592,9 @@ template <class X>
 void check_classifiers() {
     check_classifier<X>(1, 1, 1, 1.0);
     check_classifier<X>(3, 5, 7, 1.0);
+    check_classifier<X>(3, 5, 8, 1.0);  // no whole vector
+    check_classifier<X>(127, 263, 264, 1.0);
+    check_classifier<X>(300, 260, 384, 1.0);
     check_classifier<X>(127, 257, 384, 1.0);
     check_classifier<X>(127, 257, 257, 5.0);
     check_classifier<X>(3, 384, 384, 1.0);
@@ -596,7 +602,9 @@ void check_classifiers() {
     check_classifier<X>(37, 50257, 50304, 5.0);
     check_classifier<X>(3, 50257, 50257, 5.0);
     check_classifier<X>(3, 257, 384, 1.0, 1);
-    check_classifier<X>(1000, 257, 384, 1.0);   // several rows a block
+    check_classifier<X>(1000, 257, 384, 1.0);  // several rows a block
+    check_classifier<X>(265, 257, 384, 1.0);   // two, and in one three
+    check_classifier<X>(300, 50257, 50304, 1.0);
     check_classifier<X>(3, 60001, 60032, 1.0);  // two rows fit no SM
 
     // A target outside the vocabulary, padding included, is noticed; the other rows are as they should be.
