@@ -711,7 +711,7 @@ void GPT2<Dev, X>::update(const AdamW& hyper) {
     A *norm = stats() + num_losses(), *norms = norm + 1;
     A* g = ranks.sharded ? buffers_.share : static_cast<A*>(grads.at(0));
     const size_t own = num_parameters / shards();
-    if (ranks.sharded) dev.zero(g + own, kGate * sizeof(A));  // else clear_gradients() did it
+    if (ranks.sharded) dev.zero(g + own, kGate * sizeof(A));                  // else clear_gradients() did it
     reduce_sum(dev, g + own, buffers_.scratch, stats(), A(0), num_losses());  // the gate
     global_norm(dev, ranks.sharded ? norms + ranks.rank : norm, buffers_.scratch, g, own + kGate);
     if (ranks.sharded) {

@@ -416,6 +416,7 @@ void check_matmuls() {
                              {3, 1600, 64}, {1000, 64, 768}, {1024, 768, 2304}, {256, 1600, 1600}, {2000, 129, 1}};
     for (const auto& [N, C, OC] : shapes) check_matmul<X>(N, C, OC);
     check_matmul<X>(127, 64, 64, 1);  // pointers aligned to one element only
+    check_matmul<X>(2048, 512, 512, 1);  // large enough for algorithms to race
 }
 TEST(matmul_tf32) {
     check_matmuls<float>();

@@ -90,13 +90,13 @@ static int alignment(const void* p) {
 constexpr int kCandidates = 8;
 constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
 
-// sum += a hash of (i, words[i]) over all i: integers, so that the order does not matter.
+// sum += a hash of (i, words[i]) over all i where that is not 0: integers, so that the order does not matter.
 __global__ void checksum_kernel(unsigned long long* sum, const unsigned* words, size_t n) {
     unsigned long long mine = 0;
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
         unsigned long long z = words[i] + 0x9e3779b97f4a7c15ull * (i + 1);
         z = (z ^ (z >> 31)) * 0xbf58476d1ce4e5b9ull;
-        mine += z ^ (z >> 29);
+        if (words[i]) mine += z ^ (z >> 29);
     }
     atomicAdd(sum, mine);
 }
@@ -111,11 +111,16 @@ static unsigned long long checksum(const Cuda& dev, const void* x, size_t bytes)
 }
 
 // The fastest of the candidates that agree with the first; runs on the call's own operands and leaves D as the call
-// itself will, but for a product that accumulates, whose D is replaced by temporary memory (without it, no race).
-static cublasLtMatmulAlgo_t race(const Cuda& dev, MatmulPlan& plan, const Product& p, const Operands& o, size_t bytes,
+// itself will, but for a product that accumulates, whose D is replaced by temporary memory. No race without that memory,
+// and none where one operand is all 0, as weights may be at first: there everyone agrees, whatever it will do later.
+static cublasLtMatmulAlgo_t race(const Cuda& dev, MatmulPlan& plan, const PlanKey& key, const Operands& o,
                                  const cublasLtMatmulHeuristicResult_t* candidates, int count) {
+    const Product& p = key.product;
+    const size_t bytes = p.rows * p.cols * size_of(key.out), in = size_of(key.in);
     int fastest = 0;
     if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops) return candidates[0].algo;
+    if (std::min({key.align_a, key.align_b, key.align_d}) < 4) return candidates[0].algo;  // checksum() reads words
+    if (!checksum(dev, o.a, p.rows * p.k * in) || !checksum(dev, o.b, p.k * p.cols * in)) return candidates[0].algo;
     void* d = o.d;
     if (p.accumulate) {
         if (dev.free_bytes() < 2 * bytes) return candidates[0].algo;
@@ -196,7 +201,7 @@ static MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const Operands&
                    "bytes) on %s%s",
                    name_of(key.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d, dev.name.c_str(),
                    key.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32" : ""));
-    plan.algorithm = race(dev, plan, p, o, p.rows * p.cols * size_of(key.out), candidates, found);
+    plan.algorithm = race(dev, plan, key, o, candidates, found);
     return plan;
 }
 
