@@ -1,4 +1,4 @@
-// The CUDA backend's device: see cuda.h. Nothing here runs in the training step except upload, download and zero.
+// The CUDA backend's device: see cuda.h.
 #include <cuda_profiler_api.h>
 
 #include "layers/cublas.h"

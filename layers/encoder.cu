@@ -19,7 +19,7 @@
 // The launches depend on N alone, never on the plan's content, so that they can be captured in a CUDA graph. Bound by
 // memory: backward reads dout twice (once for wte, once for wpe).
 //
-// Limits: any B, T, C.
+// Limits: any C; B·T fits an int.
 #include <algorithm>
 #include <vector>
 

@@ -5,7 +5,7 @@
 //   gelu'(x) = σ(2u) + x·σ(2u)·(1 − σ(2u))·2u',   u' = √(2/π)·(1 + 3·0.044715 x²)
 //
 // The sigmoid form needs one exponential and one reciprocal, and does not cancel for negative x, so the fast hardware
-// versions of both (relative error about 1e-6) are accurate enough. Bound by memory: 2 streams forward, 3 backward.
+// versions of both (relative error about 1e-6) are accurate enough. Bound by memory: 2 streams forward, 3 or 4 backward.
 // Backward also makes what others would have to read dinp or inp again for: the sum of dinp over rows, which is the
 // bias gradient of the matmul before it, and if asked gelu(inp), for who did not keep it.
 //
