@@ -706,7 +706,7 @@ def test_ranks_are_compared_and_timed():
 def run_recipe(recipe, tmp, program, *arguments, **variables):
     """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
     (tmp / "scripts").mkdir(exist_ok=True)
-    for file in (recipe, SCRIPTS / "longer_context.py"):
+    for file in (recipe, SCRIPTS / "longer_context.py", SCRIPTS / "plot.py"):
         shutil.copy(file, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
     write_launcher(tmp / "torchrun")

@@ -4,9 +4,11 @@
     python3 scripts/longer_context.py log_gpt2_124M/model_00019073.bin start.bin 16384
 """
 import argparse
-import os
+import pathlib
 import struct
 import sys
+
+from plot import LogError, whole
 
 arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arg.add_argument("source", help="a checkpoint, a model_….bin")
@@ -28,13 +30,9 @@ if magic != 20240326 or not size or len(data) != expected:
              "bytes; give a model_….bin of a run")
 if a.T < max_T:
     sys.exit(f"longer_context.py: T: expected at least the {max_T} positions of {a.source}, found {a.T}")
-part = a.target + ".part"
 try:
-    with open(part, "wb") as f:
+    with whole(pathlib.Path(a.target)) as part, open(part, "wb") as f:
         f.write(data[:8] + struct.pack("<i", a.T) + data[12:wpe])
         f.write((data[wpe:rest] * -(-a.T // max_T))[:a.T * C * size] + data[rest:])
-    os.replace(part, a.target)
-except OSError as e:
-    if os.path.exists(part):
-        os.unlink(part)
-    sys.exit(f"longer_context.py: {a.target}: cannot write: {e.strerror}; make room or choose another place")
+except LogError as e:
+    sys.exit(f"longer_context.py: {e}")
