@@ -1,11 +1,12 @@
 #!/bin/sh
 # run_tests.sh "command that compiles for all architectures" program...   (a program that ends in .py is run by python3)
 # Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped. Those in Python come last. With 16
-# cores or more they, and those that no GPU is for, run side by side while the others have the GPU to themselves.
+# cores or more they, and those that no GPU is for, run side by side, beside the others.
 archs=$1; shift
+beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the others
 # The reference's small models gain nothing from more threads than that, and those of 64 cores mostly wait for each other.
 [ "$(nproc)" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
-passed=0 failed=0 skipped=0 last=
+passed=0 failed=0 skipped=0 first= last=
 logs=$(mktemp -d); trap 'rm -rf "$logs"' EXIT; trap 'exit 143' TERM
 trap 'trap "" TERM; kill 0; exit 130' INT  # what runs in the background ignores Ctrl-C
 
@@ -36,26 +37,18 @@ report() {
     passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
 }
 
-# may_wait program: whether its turn is at the end, or beside the others.
-may_wait() {
-    case $1 in
-    *.py) true ;;
-    */test_program) false ;;  # it trains on all GPUs
-    *) [ "$(nproc)" -ge 16 ] && [ ! -e "$1.cu" ] ;;
+for program in "$@"; do
+    case $program in
+    *.py) last="$last $program" ;;
+    */test_program) first="$first $program" ;;  # it trains on all GPUs
+    *) if [ "$beside" ] && [ ! -e "$program.cu" ]; then last="$last $program"; else first="$first $program"; fi ;;
     esac
-}
-for program in "$@"; do
-    if may_wait "$program"; then
-        last="$last $program"
-        [ "$(nproc)" -lt 16 ] || run "$program" &
-    fi
 done
-for program in "$@"; do
-    may_wait "$program" || { run "$program"; report "$program"; }
-done
+[ -z "$beside" ] || for program in $last; do run "$program" & done
+for program in $first; do run "$program"; report "$program"; done
 wait
 for program in $last; do
-    [ "$(nproc)" -ge 16 ] || run "$program"
+    [ "$beside" ] || run "$program"
     report "$program"
 done
 echo "== every kernel for every architecture, no warnings, no spills in attention"
