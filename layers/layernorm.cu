@@ -11,12 +11,13 @@
 //
 // Backward: the sums over rows want a thread that stays on its columns, the sums over a row want all columns at once.
 // So a warp (rows kernel) or a block (general kernel, 8 columns a thread) spans a whole row and walks over rows; the
-// column sums stay in registers until the end and leave as one partial row a block and sum, which a second kernel adds in a
-// fixed order: the result has the same bits on every run. The warp needs no barrier, but three sums of all of its
+// column sums stay in registers until the end and leave as a partial row a block and sum, which a second kernel adds in
+// a fixed order: the result has the same bits on every run. The warp needs no barrier, but three sums of all of its
 // columns leave registers for 12 to 16 warps an SM, too few to hide the way to memory: so the TMA unit of sm_90 fetches
-// the next row into shared memory while a warp is at one. Bound by memory: reads dout, inp and dinp, writes dinp. The sum of dinp is
-// for the projection whose output the residual stream took just before this layer norm read it: dinp is then the
-// gradient of that output, and its sum over rows the gradient of the projection's bias, for no extra trip to memory.
+// the next row into shared memory while a warp is at one. Bound by memory: reads dout, inp and dinp, writes dinp. The
+// sum of dinp is for the projection whose output the residual stream took just before this layer norm read it: dinp is
+// then the gradient of that output, and its sum over rows the gradient of the projection's bias, for no extra trip to
+// memory.
 //
 // Limits: C ≤ 8192; any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>

@@ -43,8 +43,9 @@
 //
 // What bounds it (one H200, N = 65536, 768 to 3072, ms sustained, backward with GELU again / forward; cuBLASLt and a
 // kernel 0.84 to 0.87 / 0.66), with three epilogue warps in both: the products alone 0.44 / 0.43, with D written 0.45 /
-// 0.47, with the arithmetic too 0.56 / 0.52, all of it 0.76 / 0.60. Tensor cores are busy 97 % of the products' time, 52 % /
-// 70 % of the whole, at 1.6 to 1.7 GHz of 1.98 in both: the power cap has its share. Tried, beside that in the same job:
+// 0.47, with the arithmetic too 0.56 / 0.52, all of it 0.76 / 0.60. Tensor cores are busy 97 % of the products' time,
+// 52 % / 70 % of the whole, at 1.6 to 1.7 GHz of 1.98 in both: the power cap has its share. Tried, beside that in the
+// same job:
 //   no cluster                                    0.81 / 0.62 for 0.80 / 0.61, though B comes twice from L2
 //   TMA prefetch of the next tile's A into L2     0.80 / 0.62 for 0.80 / 0.61
 //   streaming stores                              0.76 / 0.60 for 0.76 / 0.60
