@@ -13,8 +13,8 @@
 //
 // A plan (descriptors and the algorithm) is made at the first call with a shape and kept for the life of the process.
 // cuBLASLt's heuristic proposes several algorithms, and its first is up to 20 % slower than its best, so they race on
-// the call's own operands. Only those take part whose result equals the first one's bit for bit: who wins depends on
-// the moment, what comes out does not. Split-K algorithms may reduce through the workspace in fp32, which is in order.
+// the call's own operands. Only those take part whose result equals the first one's bit for bit, with beta = 1 too if the
+// call has it: who wins depends on the moment, what comes out does not. Split-K algorithms may reduce through the workspace in fp32, which is in order.
 //
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
 // Limits: any N, C, OC; odd sizes are slow.
@@ -134,6 +134,8 @@ static cublasLtMatmulAlgo_t race(const Cuda& dev, MatmulPlan& plan, const PlanKe
     float best = INFINITY;
     for (int i = 0; i < count; i++) {
         if (plan.run(dev, candidates[i].algo, d, o, false) != CUBLAS_STATUS_SUCCESS) continue;
+        // D is A·B now. Those who split K may add it before their parts or behind them.
+        if (p.accumulate) CUBLAS_CHECK(plan.run(dev, candidates[i].algo, d, o, true));
         const unsigned long long got = checksum(dev, d, bytes);
         if (i == 0) expected = got;
         if (got != expected) continue;
