@@ -50,7 +50,8 @@ def executable(path, text):
 def write_log(folder, steps=100, floor=1.1, mfu=40.0):
     """A log such as ./train_gpt2cu -o writes, of a loss that falls from 11 to 2."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"kind": "run", "device": "NVIDIA H200", "tokens_per_step": 8192, "steps": steps, "floor_nats": floor}]
+    rows = [{"kind": "run", "device": "NVIDIA H200", "tokens_per_step": 8192, "steps": steps, "floor_nats": floor,
+             "B": 8, "T": 1024, "precision": "bf16"}]
     for step in range(1, steps + 1):
         rows.append({"kind": "train", "step": step, "loss_nats": 2 + 9 * math.exp(-step / 10), "grad_norm": 1.0,
                      "lr": 3e-4, "step_ms": 20.0, "tokens_per_s": 4e5, "mfu_percent": mfu})
@@ -417,7 +418,20 @@ def test_samples_of_the_default_run():
         assert "6500 steps of 8·1024 tokens" in text and "older" not in text and "![" not in text  # there is no plot
         assert "*Step 1300, validation loss 0.476:* The badger hummed. The" in text and "…" in text
         assert "*Step 6500, validation loss 0.161:* The end." in text
-        check_fails(script("default_run.py", "--log", tmp), "log.jsonl", "default_run.py")
+
+
+def test_rows_of_the_default_run():
+    with scratch() as tmp:
+        shutil.copytree(SCRIPTS, tmp / "scripts")
+        log = write_log(tmp / "log") / "log.jsonl"
+        executable(tmp / "train_gpt2cu", f'#!/bin/sh\n[ "$#" = 2 ] && [ "$1" = -o ] && cp {log} "$2"\n')
+        run(sys.executable, tmp / "scripts" / "default_run.py", COMMIT="abc")  # its plot needs matplotlib
+        rows = (tmp / "dev" / "results" / "NVIDIA-H200" / "default_run.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [50, 100], rows
+        row = json.loads(rows[0])
+        assert (row["commit"], row["val_loss_nats"], row["text"], row["dtype"]) == ("abc", 2.25, "Once\nupon a time", "bf16")
+        executable(tmp / "train_gpt2cu", "#!/bin/sh\nexit 1\n")
+        check_fails(run(sys.executable, tmp / "scripts" / "default_run.py"), "default_run.py: ./train_gpt2cu failed")
 
 
 def test_table_of_a_breakdown():
