@@ -4,6 +4,7 @@
 //   extremes     zeros; a NaN reaches what depends on it
 //   determinism  the same bytes from every run
 //   block        chunked queries and keys in any order equal the whole; masked blocks; accumulators are added into
+//   few blocks   a little of that, for compute-sanitizer
 //   limits       what a kernel does not support gives an Error, never a wrong result
 //   big          tensors of more than 2³¹ elements
 //
@@ -768,6 +769,17 @@ void block(int index) {
     }
 }
 
+// So little that it ends under compute-sanitizer: racecheck of `block` with flash_fp16x3 takes longer than four minutes.
+template <class X>
+void few_blocks(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
+    for (int HS : {64, 128}) {
+        check_blocks(kernel, {{1, 200, 2, HS, true}, Input::normal}, {130, 70}, {71, 129}, 0, 0.f);
+        check_masked_blocks(kernel, HS, 130, 200, 1);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Limits
 
@@ -952,6 +964,7 @@ void add_tests() {
     add("extremes", [] { extremes<X>(Index); });
     add("determinism", [] { determinism<X>(Index); });
     add("block", [] { block<X>(Index); });
+    add("few blocks", [] { few_blocks<X>(Index); });
     add("limits", [] { limits<X>(Index); });
     add("big", [] { big<X>(Index); });
 }
