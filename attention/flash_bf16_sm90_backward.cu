@@ -34,7 +34,7 @@
 //   storer     writes dK and dV out of K's and V's place in shared memory
 // The other two are the consumers. Who waits for whom (mbarriers; [2]: one for each stage):
 //   kv_full[2]   consumers, usher, announcer, storer   ← loader: K, V and the item's number are there
-//   kv_empty[2]  loader      ← storer: dK and dV have left; usher, announcer: the number has been read
+//   kv_empty[2]  loader      ← storer: dK and dV have left; usher, announcer, consumers: the number has been read
 //   q_full[2]    consumers   ← loader: Q, dO and statistics are there
 //   q_empty[2]   loader      ← consumers: dK is done; announcer: dQ has left dO's place
 //   turn[2]      consumers   ← usher: dQ may be added
@@ -231,7 +231,7 @@ struct Control {
     __device__ void init() const {
         for (int s = 0; s < 2; s++) {
             mbarrier_init(kv_full(s), 1);
-            mbarrier_init(kv_empty(s), 3);
+            mbarrier_init(kv_empty(s), 3 + kConsumers);
             mbarrier_init(q_full(s), 1);
             mbarrier_init(q_empty(s), kConsumers + 1);
             mbarrier_init(turn(s), 1);
@@ -427,6 +427,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
         for (int item = 0, n = 0;; item++) {
             const int number = __shfl_sync(~0u, control.wait_item(smem, item), 0);
             if (number < 0) break;
+            mbarrier_arrive(control.kv_empty(item));
             const Work w = work_of<HS>(args, number);
             const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes,
                            v_smem = base + T::V + (item & 1) * T::KvBytes;
