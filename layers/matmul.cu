@@ -13,8 +13,9 @@
 //
 // A plan (descriptors and the algorithm) is made at the first call with a shape and kept for the life of the process.
 // cuBLASLt's heuristic proposes several algorithms, and its first is up to 20 % slower than its best, so they race on
-// the call's own operands. Only those take part whose result equals the first one's bit for bit, with beta = 1 too if the
-// call has it: who wins depends on the moment, what comes out does not. Split-K algorithms may reduce through the workspace in fp32, which is in order.
+// the call's own operands. Only those take part whose result equals the first one's bit for bit, with beta = 1 too if
+// the call has it: who wins depends on the moment, what comes out does not. Split-K algorithms may reduce through the
+// workspace in fp32, which is in order.
 //
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
 // Limits: any N, C, OC; odd sizes are slow.
