@@ -865,14 +865,37 @@ def test_runner_of_the_tests():
             assert [line[3:] for line in result.stdout.splitlines() if line.startswith("== ")][:6] == order, result.stdout
             assert run(runner, "true", "good", "python.py", cwd=tmp, **path).returncode == 0
 
-            (tmp / "pid").unlink(missing_ok=True)
-            process = subprocess.Popen([runner, "true", "slow.py"], cwd=tmp, env={**os.environ, **path},
-                                       stdout=subprocess.DEVNULL, start_new_session=True,
-                                       preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-            wait_for(lambda: (tmp / "pid").exists() and (tmp / "pid").read_text().endswith(" "))
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait(30)
-            wait_for(lambda: not runs((tmp / "pid").read_text().strip()))
+            interrupt_and_wait(runner, "true", "slow.py", pid=tmp / "pid", cwd=tmp, **path)
+
+
+def test_sanitizer_of_the_kernels():
+    """scripts/sanitize.sh with a stand-in for compute-sanitizer: what it runs, its exit code, and Ctrl-C."""
+    with scratch() as tmp:
+        (tmp / "scripts").mkdir()
+        sanitize = shutil.copy(SCRIPTS / "sanitize.sh", tmp / "scripts")
+        executable(tmp / "make", "#!/bin/sh\n")
+        executable(tmp / "compute-sanitizer", '#!/bin/sh\necho "$2 $6" >>ran\necho "========= ERROR SUMMARY: 0 errors"\n'
+                   'case "$2 $6" in "synccheck bad"*) exit 1 ;; *slow) printf "$$ " >pid; exec sleep 60 ;; esac\n')
+        path = {"PATH": f"{tmp}:{os.environ['PATH']}"}
+        result = run(sanitize, **path)
+        ran = (tmp / "ran").read_text().splitlines()
+        assert result.returncode == 0 and result.stdout.count("\n") == len(ran) == 22, (result, ran)
+        assert "racecheck flash_fp16x3 fp32 few blocks" in ran and "memcheck flash_fp16x3 fp32 block" in ran, ran
+        result = run(sanitize, "good", "bad one", **path)
+        assert result.returncode == 1 and "synccheck  bad one: FAILED" in result.stdout, result
+        assert result.stdout.count("0 errors") == 8 and result.stdout.count("FAILED") == 1, result
+        interrupt_and_wait(sanitize, "slow", pid=tmp / "pid", cwd=tmp, **path)
+
+
+def interrupt_and_wait(*command, pid, cwd, **variables):
+    """Ctrl-C once a process has written its number to the file `pid`, and then waits until there is no such process."""
+    pid.unlink(missing_ok=True)
+    process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **variables}, stdout=subprocess.DEVNULL,
+                               start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    wait_for(lambda: pid.exists() and pid.read_text().endswith(" "))
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(30)
+    wait_for(lambda: not runs(pid.read_text().strip()))
 
 
 def runs(pid):
