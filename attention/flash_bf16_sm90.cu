@@ -28,7 +28,7 @@
 //
 //   barrier           who arrives                 who waits
 //   q_full[2][W]      TMA                         the warpgroup: its queries and its Work are there
-//   q_empty[2][W]     the warpgroup's 4 warps     the producer: their last product with Q is done
+//   q_empty[2][W]     the warpgroup's threads     the producer: Work has been read, the last product with Q is done
 //   k_full, v_full    TMA                         all consumers
 //   k_empty, v_empty  every consumer warp         the producer
 //
@@ -157,7 +157,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * W; i++) {
             mbarrier_init(q_full(0, i), 1);
-            mbarrier_init(q_empty(0, i), 4);
+            mbarrier_init(q_empty(0, i), 128);
         }
         for (int i = 0; i < Stages; i++) {
             mbarrier_init(k_full(i), 1);
@@ -401,14 +401,14 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 l[0] = l_tile[0], l[1] = l_tile[1];
                 for (j--; j >= unmasked; j--) step(j, std::true_type{});
                 for (; j >= 0; j--) step(j, std::false_type{});
-                release(q_empty(i % 2, wg));
+                mbarrier_arrive(q_empty(i % 2, wg));
                 multiply_pv(ring.stage);
                 wgmma_wait<0>();
                 wgmma_hold(o);
                 release(v_empty(ring.stage));
                 ring.advance();
             } else {
-                release(q_empty(i % 2, wg));
+                mbarrier_arrive(q_empty(i % 2, wg));
             }
 
             float lse[2];

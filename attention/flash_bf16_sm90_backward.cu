@@ -39,7 +39,7 @@
 //   q_empty[2]   loader      ← consumers: dK is done; announcer: dQ has left dO's place
 //   turn[2]      consumers   ← usher: dQ may be added
 //   added[2]     announcer; usher, 2 tiles later   ← consumers: dQ has left the registers
-//   kv_done      storer      ← consumers: dK and dV are in K's and V's place
+//   kv_done[2]   storer      ← consumers: dK and dV are in K's and V's place
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
 // prepare_kernel computes {log2(e)·lse, D} and clears turns and ticket; the main kernel starts beside its last blocks.
@@ -223,21 +223,21 @@ struct Control {
     __device__ uint32_t q_empty(int n) const { return at(6, n); }
     __device__ uint32_t turn(int n) const { return at(8, n); }
     __device__ uint32_t added(int n) const { return at(10, n); }
-    __device__ uint32_t kv_done() const { return at(12, 0); }
-    static constexpr int Numbers = Tiles<HS>::Control + 13 * 8;  // int[2], in the keeping of kv_full and kv_empty
+    __device__ uint32_t kv_done(int n) const { return at(12, n); }
+    static constexpr int Numbers = Tiles<HS>::Control + 14 * 8;  // int[2], in the keeping of kv_full and kv_empty
 
     __device__ uint32_t at(int index, int n) const { return base + Tiles<HS>::Control + 8 * (index + (n & 1)); }
 
     __device__ void init() const {
         for (int s = 0; s < 2; s++) {
             mbarrier_init(kv_full(s), 1);
-            mbarrier_init(kv_empty(s), 3 + kConsumers);
+            mbarrier_init(kv_empty(s), 3);
             mbarrier_init(q_full(s), 1);
             mbarrier_init(q_empty(s), kConsumers + 1);
             mbarrier_init(turn(s), 1);
             mbarrier_init(added(s), kConsumers);
+            mbarrier_init(kv_done(s), kConsumers);
         }
-        mbarrier_init(kv_done(), kConsumers);
         fence_mbarrier_init();
     }
     // Waits for the item's K and V and gives its number; −1: there are no more.
@@ -355,7 +355,7 @@ __device__ __forceinline__ void storer(const Args& args, const unsigned char* sm
         if (number < 0) return;
         const Work w = work_of<HS>(args, number);
         const int b = w.bh / args.NH, h = w.bh % args.NH;
-        mbarrier_wait(control.kv_done(), item & 1);
+        mbarrier_wait(control.kv_done(item), item >> 1 & 1);
         if (!Block) {
             const uint32_t kv_stage = control.base + (item & 1) * T::KvBytes;
             store_tile<HS>(&args.dk, kv_stage + T::K, T::Bc, h, w.k_tile * T::Bc, b);
@@ -427,7 +427,6 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
         for (int item = 0, n = 0;; item++) {
             const int number = __shfl_sync(~0u, control.wait_item(smem, item), 0);
             if (number < 0) break;
-            mbarrier_arrive(control.kv_empty(item));
             const Work w = work_of<HS>(args, number);
             const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes,
                            v_smem = base + T::V + (item & 1) * T::KvBytes;
@@ -640,7 +639,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                 round_tile(dv, 1.f, v_smem, row, Bc);
                 fence_proxy_async();
             }
-            mbarrier_arrive(control.kv_done());
+            mbarrier_arrive(control.kv_done(item));
         }
     }
 #endif
