@@ -4,7 +4,8 @@
 //
 //   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
 //   forward:   (o, L) ← merge((o, L), block(q, k, v))
-//   backward:  dq += …;  dk and dv travel a step behind their keys, and each rank adds to them: home after N − 1 hops
+//   backward:  dq += …;  dk and dv travel a step behind their keys, and each rank adds to them: home after N − 1 hops;
+//              those of a late chunk (see below) only from the first rank that sees it
 //
 // What travels does so behind the blocks that a rank works on meanwhile. Partial results are fp32 wherever they are, on
 // the way too, and are rounded once: so the error does not grow with N.
@@ -34,6 +35,8 @@ struct Zigzag {
     int source(int rank, int step) const { return (rank - step + ranks) % ranks; }  // of the keys at a step
     // Do queries of one chunk see keys of another: all, some (it is the same chunk), or none?
     static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
+    // Is a rank's late chunk of keys seen by any that its gradients pass on their way, `rank` the last of them?
+    static bool late_seen(int source, int rank) { return rank < source; }
 };
 
 // A rank's part in the ring: keys and values of two ranks, fp32 state of its own tokens, fp32 gradients of three ranks'
@@ -125,19 +128,27 @@ class Ring {
                                     s);
     }
 
+    int next() const { return (rank_ + 1) % zigzag_.ranks; }
+    int before() const { return zigzag_.source(rank_, 1); }
+    // Elements of dk, and of dv, of a sequence that have a sum when `rank` has added its part: those of the keys of `step`.
+    size_t seen(int rank, int step) const {
+        return (Zigzag::late_seen(zigzag_.source(rank, step), rank) ? 2 : 1) * Tc_ * C();
+    }
     // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].
-    template <class T>
-    void pass_on(T* const (&buffers)[2]) {
-        const int next = (rank_ + 1) % zigzag_.ranks, before = (rank_ + zigzag_.ranks - 1) % zigzag_.ranks;
-        comm_->send_recv(next, buffers[0], before, buffers[1], 2 * elements());
+    void pass_on_kv() { comm_->send_recv(next(), kv_[0], 2 * elements(), before(), kv_[1], 2 * elements()); }
+    void pass_on_dkv(int step) {  // of the keys of the step before
+        const size_t sequence = 2 * Tc_ * C();
+        for (size_t at = 0; at < 2 * elements(); at += sequence)
+            comm_->send_recv(next(), dkv_[0] + at, seen(rank_, step - 1), before(), dkv_[1] + at,
+                             seen(before(), step - 1));
     }
     // Starts what travels during a step.
-    void depart(bool kv, bool dkv) {
+    void depart(int step, bool kv, bool dkv) {
         if (!kv && !dkv) return;
         comm_->fork();
         comm_->group([&] {
-            if (kv) pass_on(kv_);
-            if (dkv) pass_on(dkv_);
+            if (kv) pass_on_kv();
+            if (dkv) pass_on_dkv(step);
         });
         comm_->head_start();
     }
@@ -157,7 +168,7 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
     pack_own_keys(qkv);
     for (int step = 0; step < zigzag_.ranks; step++) {
         const bool more = step + 1 < zigzag_.ranks;
-        depart(more, false);
+        depart(step, more, false);
         if (step == 0) attention_clear_state(dev_, static_cast<A*>(nullptr), lse_, own_keys(0, 2 * Tc_));
         forward_block(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
         arrive(more, false);
@@ -172,7 +183,7 @@ template <class Dev, class X, class Comm>
 void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
     const int ranks = zigzag_.ranks;
     pack_own_keys(qkv);
-    depart(ranks > 1, false);
+    depart(0, ranks > 1, false);
     dev_.zero(o_, elements() * sizeof(A));
     attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
     BlockShape late = own_keys(Tc_, Tc_);
@@ -182,31 +193,31 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
 
     for (int step = 1; step < ranks; step++) {
         const bool more = step + 1 < ranks, first = step == 1;  // who is first starts the sum
-        depart(more, !first);
+        depart(step, more, !first);
         BlockShape s = others_keys(step);
         s.write_dkv = true;
         backward_block(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
         arrive(more, !first);
-        const size_t seen = s.Tk * C(), sequence = 2 * Tc_ * C();  // elements of dk, and of dv
+        if (first) continue;
+        const size_t sequence = 2 * Tc_ * C(), own = seen(rank_, step), come = seen(before(), step - 1);
         for (int v = 0; v < 2; v++) {
-            A* sum = dkv_[0] + v * elements();
-            if (!first)
-                add_rows(dev_, sum, sequence, own_ + v * elements(), sequence, seen, B_);
-            else if (seen < sequence)
-                for (int b = 0; b < B_; b++) dev_.zero(sum + b * sequence + seen, (sequence - seen) * sizeof(A));
+            A *to = dkv_[0] + v * elements(), *from = own_ + v * elements();
+            add_rows(dev_, to, sequence, from, sequence, come, B_);
+            if (own > come) copy_rows(dev_, to + come, sequence, from + come, sequence, own - come, B_);
         }
     }
 
-    depart(false, ranks > 1);
+    depart(ranks, false, ranks > 1);
     backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
     arrive(false, ranks > 1);
     copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());
-    for (int v = 0; v < 2; v++) {
-        X* to = dqkv + (1 + v) * C();
-        const A* own = home_ + v * elements();
-        if (ranks > 1)
-            sum_rows(dev_, to, 3 * C(), own, dkv_[0] + v * elements(), C(), C(), tokens());
-        else
-            copy_rows(dev_, to, 3 * C(), own, C(), C(), tokens());
-    }
+    const size_t come = ranks > 1 ? seen(before(), ranks - 1) / C() : 0;  // tokens of a sequence
+    for (int b = 0; b < B_; b++)
+        for (int v = 0; v < 2; v++) {
+            const size_t token = b * 2 * Tc_, at = v * elements() + token * C();
+            X* to = dqkv + (3 * token + 1 + v) * C();
+            if (come > 0) sum_rows(dev_, to, 3 * C(), home_ + at, dkv_[0] + at, C(), C(), come);
+            if (come < 2 * size_t(Tc_))
+                copy_rows(dev_, to + come * 3 * C(), 3 * C(), home_ + at + come * C(), C(), C(), 2 * Tc_ - come);
+        }
 }

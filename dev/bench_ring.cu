@@ -44,7 +44,7 @@ struct NoComm {
     template <class Calls>
     void group(Calls) {}
     template <class X>
-    void send_recv(int, const X*, int, X*, size_t) {}
+    void send_recv(int, const X*, size_t, int, X*, size_t) {}
 };
 
 template <class T>
@@ -262,8 +262,8 @@ void run_bench(const Bench<Comm>& b) {
             hop[pass] = b.measure([&] {
                 b.comm.fork();
                 b.comm.group([&] {
-                    b.comm.send_recv(next, kv, before, kv + n, n);
-                    if (pass == 1) b.comm.send_recv(next, dkv, before, dkv + n, n);
+                    b.comm.send_recv(next, kv, n, before, kv + n, n);
+                    if (pass == 1) b.comm.send_recv(next, dkv, n, before, dkv + n, n);
                 });
                 b.comm.join();
             });

@@ -37,10 +37,10 @@ class LocalComm : public CallsInOrder {
     const int rank, size;
 
     template <class X>
-    void send_recv(int, const X* send, int from, X* recv, size_t n) {
+    void send_recv(int, const X* send, size_t, int from, X* recv, size_t m) {
         shared_.sent[rank] = send;
         shared_.barrier();  // everyone's work on what it sends is enqueued
-        CUDA_CHECK(cudaMemcpyAsync(recv, shared_.sent[from], n * sizeof(X), cudaMemcpyDeviceToDevice, dev_.stream));
+        CUDA_CHECK(cudaMemcpyAsync(recv, shared_.sent[from], m * sizeof(X), cudaMemcpyDeviceToDevice, dev_.stream));
         shared_.barrier();  // and here the copies are
     }
 

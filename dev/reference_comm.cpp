@@ -37,13 +37,13 @@ void CpuComm::all_gather_bytes(char* x, size_t bytes) {
     job_.exchange(transfers);
 }
 
-void CpuComm::send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes) {
+void CpuComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in) {
     if (to == rank)
-        std::copy_n(static_cast<const char*>(send), bytes, static_cast<char*>(recv));
+        std::copy_n(static_cast<const char*>(send), bytes_out, static_cast<char*>(recv));
     else if (to == from)
-        job_.exchange({{first_ + to, send, bytes, recv, bytes}});
+        job_.exchange({{first_ + to, send, bytes_out, recv, bytes_in}});
     else
-        job_.exchange({{first_ + to, send, bytes, nullptr, 0}, {first_ + from, nullptr, 0, recv, bytes}});
+        job_.exchange({{first_ + to, send, bytes_out, nullptr, 0}, {first_ + from, nullptr, 0, recv, bytes_in}});
 }
 
 template void CpuComm::all_reduce(float*, size_t);

@@ -33,13 +33,13 @@ class CpuComm : public CallsInOrder {
         all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
     }
     template <class X>
-    void send_recv(int to, const X* send, int from, X* recv, size_t n) {
-        send_recv_bytes(to, send, from, recv, n * sizeof(X));
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
+        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
     }
 
   private:
     Job& job_;
     const int first_ = 0;  // the job's number of rank 0
     void all_gather_bytes(char* x, size_t bytes);
-    void send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes);
+    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
 };

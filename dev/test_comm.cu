@@ -93,19 +93,21 @@ TEST(nccl_collectives) {
             Floats parts(dev, size * n, [=](size_t i) { return value(rank, i); }),
                 own(dev, n, [](size_t) { return NAN; });
             Floats all(dev, size * n, [=](size_t i) { return i / n == size_t(rank) ? value(rank, i) : NAN; });
-            Floats sent(dev, n, [=](size_t i) { return value(rank, i); }), got(dev, n, [](size_t) { return NAN; });
+            Floats sent(dev, n, [=](size_t i) { return value(rank, i); }), got(dev, n, [](size_t) { return -1; });
             comm.fork();
             comm.group([&] {
                 comm.all_reduce(reduced.ptr, n);
                 comm.reduce_scatter(own.ptr, parts.ptr, n);
                 comm.all_gather(all.ptr, n);
             });
-            comm.send_recv((rank + 1) % size, sent.ptr, (rank + size - 1) % size, got.ptr, n);
+            const int before = (rank + size - 1) % size;
+            const auto sent_by = [=](int r) { return n / (1 + r % 2); };
+            comm.send_recv((rank + 1) % size, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
             comm.join();
             CHECK(reduced.equal([=](size_t i) { return sum_of_values(size, i); }));
             CHECK(own.equal([=](size_t i) { return sum_of_values(size, rank * n + i); }));
             CHECK(all.equal([=](size_t i) { return value(static_cast<int>(i / n), i); }));
-            CHECK(got.equal([=](size_t i) { return value((rank + size - 1) % size, i); }));
+            CHECK(got.equal([=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
         }
     });
 }

@@ -56,6 +56,12 @@ TEST(zigzag_divides_the_sequence) {
                 pairs += work;
             }
             CHECK(sources.size() == size_t(N) && zigzag.source(r, 0) == r);
+            bool late_seen = false;  // its gradients' way: r + 1, r + 2, …
+            for (int i = 1; i < N; i++) {
+                const int at = (r + i) % N;
+                for (int q : {0, 1}) late_seen |= Zigzag::sees(zigzag.chunk(at, q), zigzag.chunk(r, 1));
+                CHECK(Zigzag::late_seen(r, at) == late_seen);
+            }
         }
         CHECK(pairs == size_t(2 * N) * (2 * N + 1) / 2);  // all that a causal mask leaves, once
     }

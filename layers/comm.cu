@@ -120,12 +120,12 @@ void NcclComm::all_gather_bytes(char* x, size_t bytes) {
     NCCL_CHECK(ncclAllGather(x + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
 
-void NcclComm::send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes) {
-    if (copies_ && copies_->has(send, bytes) && copies_->has(recv, bytes))
-        return copies_->send_recv(stream_, to, send, from, recv, bytes);
+void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in) {
+    if (copies_ && copies_->has(send, bytes_out) && copies_->has(recv, bytes_in))
+        return copies_->send_recv(stream_, to, send, bytes_out, from, recv);
     group([&] {
-        NCCL_CHECK(ncclSend(send, bytes, ncclChar, to, comm_, stream_));
-        NCCL_CHECK(ncclRecv(recv, bytes, ncclChar, from, comm_, stream_));
+        NCCL_CHECK(ncclSend(send, bytes_out, ncclChar, to, comm_, stream_));
+        NCCL_CHECK(ncclRecv(recv, bytes_in, ncclChar, from, comm_, stream_));
     });
 }
 
@@ -148,6 +148,6 @@ void NcclComm::end_group() {}
 void NcclComm::all_reduce(float*, size_t) {}
 void NcclComm::reduce_scatter(float*, const float*, size_t) {}
 void NcclComm::all_gather_bytes(char*, size_t) {}
-void NcclComm::send_recv_bytes(int, const void*, int, void*, size_t) {}
+void NcclComm::send_recv_bytes(int, const void*, size_t, int, void*, size_t) {}
 
 #endif

@@ -9,7 +9,7 @@
 //   all_reduce(x, n)             x ← Σ over ranks of x
 //   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
-//   send_recv(to, send, from, recv, n)    to one rank, from one rank: the step of a ring
+//   send_recv(to, send, n, from, recv, m) n elements to one rank, m from one rank: the step of a ring
 //   share(memory, bytes)         what send_recv moves within it goes by the GPUs' copy engines where they reach each other
 //                                (peer_copy.h); all ranks have memory of the same size with the same layout; null: no more
 //
@@ -50,8 +50,8 @@ class NcclComm {
         all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
     }
     template <class X>
-    void send_recv(int to, const X* send, int from, X* recv, size_t n) {
-        send_recv_bytes(to, send, from, recv, n * sizeof(X));
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
+        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
     }
 
   private:
@@ -69,5 +69,5 @@ class NcclComm {
     void begin_group();
     void end_group();
     void all_gather_bytes(char* x, size_t bytes);
-    void send_recv_bytes(int to, const void* send, int from, void* recv, size_t bytes);
+    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
 };

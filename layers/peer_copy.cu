@@ -93,7 +93,7 @@ void PeerCopies::wait(cudaStream_t stream, int rank, int which) const {
     driver_check(write(stream, flag, 0, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
 }
 
-void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, int from, void* recv, size_t bytes) const {
+void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const {
     say(stream, from, kFree);
     wait(stream, to, kFree);
     char* const target = regions_[to] + (static_cast<char*>(recv) - own_);

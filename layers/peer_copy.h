@@ -29,8 +29,9 @@ class PeerCopies {
         const char* x = static_cast<const char*>(p);
         return x >= own_ && x + bytes <= own_ + bytes_;
     }
-    // To one rank, from one rank, on the stream; every rank has the same `recv` in its own region.
-    void send_recv(cudaStream_t stream, int to, const void* send, int from, void* recv, size_t bytes) const;
+    // `bytes` to one rank, and what that one sends from another, on the stream; every rank has the same `recv` in its own
+    // region.
+    void send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const;
 
   private:
     explicit PeerCopies(const Cuda& dev) : dev_(dev) {}
