@@ -29,8 +29,8 @@ class PeerCopies {
         const char* x = static_cast<const char*>(p);
         return x >= own_ && x + bytes <= own_ + bytes_;
     }
-    // `bytes` to one rank, and what that one sends from another, on the stream; every rank has the same `recv` in its own
-    // region.
+    // On the stream: `bytes` to one rank, and from one rank what it sends. All ranks have the same `recv`, in their own
+    // regions.
     void send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const;
 
   private:
