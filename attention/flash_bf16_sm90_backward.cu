@@ -34,7 +34,7 @@
 //   storer     writes dK and dV out of K's and V's place in shared memory
 // The other two are the consumers. Who waits for whom (mbarriers; [2]: one for each stage):
 //   kv_full[2]   consumers, usher, announcer, storer   ← loader: K, V and the item's number are there
-//   kv_empty[2]  loader      ← storer: dK and dV have left; usher, announcer, consumers: the number has been read
+//   kv_empty[2]  loader      ← storer: dK and dV have left; usher, announcer: the number has been read
 //   q_full[2]    consumers   ← loader: Q, dO and statistics are there
 //   q_empty[2]   loader      ← consumers: dK is done; announcer: dQ has left dO's place
 //   turn[2]      consumers   ← usher: dQ may be added

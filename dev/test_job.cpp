@@ -67,7 +67,7 @@ void check_collectives(Job& job) {
             CHECK(std::equal(all.begin() + r * n, all.begin() + (r + 1) * n, values<A>(r, n).begin()));
 
         const int next = (rank + 1) % size, before = (rank + size - 1) % size;
-        const auto sent_by = [&](int r) { return n / (1 + r % 2); };
+        const auto sent_by = [&](int r) { return n - r % 2 * (n / 2); };
         std::vector<A> got(sent_by(before), A(NAN));
         comm.send_recv(next, values<A>(rank, n).data(), sent_by(rank), before, got.data(), got.size());
         CHECK(std::equal(got.begin(), got.end(), values<A>(before, n).begin()));

@@ -279,7 +279,7 @@ def ring_speed(path):
              share(r, "still_ms"), f"{r['hop_ms']:.2f}"] for r in found]
     header = ["GPUs", "NH, HS", "pass", "one GPU's time / GPUs, ms", "ring, ms", "of one GPU's rate", "nothing sent", "a hop, ms"]
     title = (f"Ring attention, bf16, causal, B 1, {found[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool / sustained. "
-             f"Nothing sent: the ring's blocks without its travel. A hop: a step's travel by itself")
+             f"Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by itself")
     return table(title, found, header, body)
 
 

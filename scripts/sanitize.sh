@@ -1,6 +1,6 @@
 #!/bin/sh
 # sanitize.sh [test…]   Runs compute-sanitizer's four tools over dev/test_attention and ends with 1 if one finds anything.
-# Default: the trainer's attention in both precisions, whole and in blocks; some minutes on an H200. A test is a part of
+# Default: the trainer's attention in both precisions, whole and in blocks; about a minute on an H200. A test is a part of
 # its name, as for dev/test_attention.
 if [ "$1" = --help ]; then
     sed -n '2,4s/^# \{0,1\}//p' "$0"
