@@ -43,7 +43,8 @@
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
 // prepare_kernel computes {log2(e)·lse, D} and clears turns and ticket; the main kernel starts beside its last blocks.
-// The block form is the same kernel with other ends: it adds dK and dV, and dQ when it is whole, to the caller's fp32.
+// The block form is the same kernel with other ends: it adds dK and dV to the caller's fp32, and leaves dQ's sum to
+// add_dq_kernel. Without a mask the last key tile would do that for all queries, as the last item that is handed out.
 //
 // Writes: dqkv (every element).  Block form: adds into dq, dk, dv.
 // Scratch: {log2(e)·lse, D}, turns, ticket, the sum of dQ, fp32. All of it is written before it is read.
@@ -88,7 +89,7 @@ struct Args {
     bool write_dkv;
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int q_tiles, k_tiles;
-    int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum
+    int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum, in the block form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float2* stats;            // (heads, q_tiles·Br) {log2(e)·lse, or +inf for a row that sees no key; D}
     float* dq_sum;            // (ring, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
@@ -559,7 +560,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
                     wgmma_wait<2>();  // dQ
                     wgmma_hold(dq);
-                    const bool final = w.k_tile == last_k_tile<HS>(args, i);
+                    const bool final = !Block && w.k_tile == last_k_tile<HS>(args, i);
                     mbarrier_wait(control.turn(n), n >> 1 & 1);
                     float4* sum = reinterpret_cast<float4*>(args.dq_sum) +
                                   (static_cast<size_t>(slot) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
@@ -571,21 +572,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                                 const float4 x = __ldcg(sum + c * 128);
                                 dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
                             }
-                        if (Block) {
-#pragma unroll
-                            for (int r = 0; r < 2; r++) {
-                                const int t = q0 + dq_row + lane / 4 + 8 * r;
-                                float* to = args.dq_acc + fragment_at(args, w.bh, args.q_rows, t, HS) + 64 * dq_panel;
-                                if (t < args.Tq)
-#pragma unroll
-                                    for (int c = 0; c < 8; c++)
-                                        red_add_v2(to + 8 * c, dq[c][2 * r] * args.scale,
-                                                   dq[c][2 * r + 1] * args.scale);
-                            }
-                        } else {
-                            round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
-                            fence_proxy_async();
-                        }
+                        round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
+                        fence_proxy_async();
                     } else if (w.k_tile == 0) {
 #pragma unroll
                         for (int c = 0; c < 8; c++)
@@ -646,6 +634,43 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// After the main kernel's block form: scale·(the sum of dQ) into the caller's rows. A block has a warpgroup's part of a
+// query tile, and its threads what that one's had. Blocks of all heads of a row run together: their rows are neighbours.
+
+template <int HS>
+__global__ __launch_bounds__(128) void add_dq_kernel(const __grid_constant__ Args args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int Br = Tiles<HS>::Br;
+    const int wg = blockIdx.x % 2, bh = blockIdx.x / 2 % args.heads, i = blockIdx.x / 2 / args.heads;
+    if (min((i + 1) * Br, args.Tq) - 1 + args.shift < 0) return;  // no key is seen: there is no sum
+    const int row = i * Br + (HS == 64 ? 64 * wg : 0) + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) +
+                        (static_cast<size_t>(bh) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 + threadIdx.x;
+    float2* to[2];
+    float2 y[2][8];
+    float4 x[8];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        to[r] = reinterpret_cast<float2*>(args.dq_acc + fragment_at(args, bh, args.q_rows, row + 8 * r, HS) +
+                                          (HS == 128 ? 64 * wg : 0));
+        if (row + 8 * r < args.Tq)
+#pragma unroll
+            for (int c = 0; c < 8; c++) y[r][c] = to[r][4 * c];
+    }
+    grid_wait_dependency();  // the sum is the main kernel's
+#pragma unroll
+    for (int c = 0; c < 8; c++) x[c] = __ldcs(sum + c * 128);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        if (row + 8 * r < args.Tq)
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                to[r][4 * c] = make_float2(y[r][c].x + args.scale * (r == 0 ? x[c].x : x[c].z),
+                                           y[r][c].y + args.scale * (r == 0 ? x[c].y : x[c].w));
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
 constexpr char kName[] = "flash_bf16_sm90";
@@ -654,7 +679,7 @@ constexpr char kName[] = "flash_bf16_sm90";
 struct Layout {
     int Br, q_tiles, k_tiles, group, chunk, ring;
     size_t dq_sum, turn, ticket, bytes;
-    explicit Layout(const BlockShape& s) {
+    Layout(const BlockShape& s, bool block) {
         Br = s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
@@ -668,7 +693,7 @@ struct Layout {
         group = one_group ? heads : std::min(heads, in_work);
         chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
         const long long places = one_group ? (k_tiles + 1LL) * chunk : 2LL * group;
-        ring = static_cast<int>(std::min<long long>(heads, places));
+        ring = block ? heads : static_cast<int>(std::min<long long>(heads, places));
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
         turn = dq_sum + static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float);
@@ -690,13 +715,16 @@ void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
     const auto kernel = args.dq_acc ? backward_kernel<HS, true> : backward_kernel<HS, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
-    cudaLaunchAttribute overlap{};  // starts while prepare_kernel's last blocks run
+    cudaLaunchAttribute overlap{};  // starts while the last blocks of the kernel before run
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = blocks, config.blockDim = kThreads, config.dynamicSmemBytes = Tiles<HS>::Smem;
     config.stream = dev.stream, config.attrs = &overlap, config.numAttrs = 1;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+    if (!args.dq_acc) return;
+    config.gridDim = static_cast<unsigned>(2 * prepare_blocks), config.blockDim = 128, config.dynamicSmemBytes = 0;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, add_dq_kernel<HS>, args));
 }
 
 struct Inputs {
@@ -704,7 +732,7 @@ struct Inputs {
     const float *lse, *D;
 };
 void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, const Cuda& dev) {
-    const Layout layout(s);
+    const Layout layout(s, args.dq_acc != nullptr);
     char* at = static_cast<char*>(scratch);
     args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = s.Tq, args.Tk = s.Tk;
     args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
@@ -775,8 +803,8 @@ void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq, float* dk, float
 }
 
 size_t flash_bf16_sm90_block_scratch_bytes(const BlockShape& s) {
-    return Layout(s).bytes;
+    return Layout(s, true).bytes;
 }
 size_t flash_bf16_sm90_scratch_bytes(const AttentionShape& s) {
-    return Layout(whole(s)).bytes;
+    return Layout(whole(s), false).bytes;
 }
