@@ -685,10 +685,11 @@ struct Layout {
         const int heads = s.B * s.NH;
         // As many heads in work at a time as fit into L2 with what streams by, but so many that key tiles of one need
         // not queue. Long ones do not fit: there, blocks that walk a head one after the other must stay so close that
-        // they find in L2 what the first has fetched, which many chunks would undo.
-        constexpr size_t kBytesInWork = 40 << 20, kMinHeads = 48, kShort = 1 << 20;
+        // they find in L2 what the first has fetched, which many chunks would undo, and many heads.
+        constexpr size_t kInL2 = 40 << 20, kBeyond = 96 << 20, kShort = 1 << 20;
         const size_t streamed = static_cast<size_t>(s.Tq) * s.HS * (2 + 2 + 4);  // Q, dO, dQ of a head
-        const int in_work = static_cast<int>(std::max(kMinHeads, kBytesInWork / streamed));
+        const size_t most = std::max<size_t>(12, kBeyond / streamed);
+        const int in_work = static_cast<int>(std::min(most, std::max<size_t>(48, kInL2 / streamed)));
         const bool one_group = heads > in_work && streamed <= kShort;  // the heads in work are those of k_tiles chunks
         group = one_group ? heads : std::min(heads, in_work);
         chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
