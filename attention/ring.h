@@ -35,8 +35,9 @@ struct Zigzag {
     int source(int rank, int step) const { return (rank - step + ranks) % ranks; }  // of the keys at a step
     // Do queries of one chunk see keys of another: all, some (it is the same chunk), or none?
     static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
-    // Is a rank's late chunk of keys seen by any that its gradients pass on their way, `rank` the last of them?
-    static bool late_seen(int source, int rank) { return rank < source; }
+    // How many chunks of another rank's keys do a rank's queries see? The early one, or both: and who sees the late one
+    // comes last on the way of its gradients, so that before, nobody has added to them, and afterwards, everybody does.
+    int seen(int rank, int step) const { return sees(chunk(rank, 1), chunk(source(rank, step), 1)) ? 2 : 1; }
 };
 
 // A rank's part in the ring: keys and values of two ranks, fp32 state of its own tokens, fp32 gradients of three ranks'
@@ -61,6 +62,7 @@ class Ring {
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv);
 
   private:
+    enum class Pass { forward, backward };
     const Dev& dev_;
     const Zigzag zigzag_;
     const int rank_, B_, Tc_, NH_, HS_;
@@ -104,9 +106,8 @@ class Ring {
         return {B_, Tq, q0 + Tq, NH_, HS_, q0, 0, true, scale_, 2 * Tc_, 2 * Tc_};
     }
     BlockShape others_keys(int step) const {
-        const bool earlier = zigzag_.source(rank_, step) < rank_;
-        const int q0 = earlier ? 0 : Tc_, Tk = earlier ? Tc_ : 2 * Tc_;
-        return {B_, 2 * Tc_ - q0, Tk, NH_, HS_, q0, 0, false, scale_, 2 * Tc_, 2 * Tc_};
+        const int seen = zigzag_.seen(rank_, step), Tq = (3 - seen) * Tc_;
+        return {B_, Tq, seen * Tc_, NH_, HS_, 2 * Tc_ - Tq, 0, false, scale_, 2 * Tc_, 2 * Tc_};
     }
     // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.
     Heads<const X> heads(const X* x, int t0, int part, int parts) const {
@@ -130,48 +131,51 @@ class Ring {
 
     int next() const { return (rank_ + 1) % zigzag_.ranks; }
     int before() const { return zigzag_.source(rank_, 1); }
-    // Elements of dk, and of dv, of a sequence that have a sum when `rank` has added its part: those of the keys of `step`.
-    size_t seen(int rank, int step) const {
-        return (Zigzag::late_seen(zigzag_.source(rank, step), rank) ? 2 : 1) * Tc_ * C();
-    }
+    // Elements of dk, and of dv, of a sequence that have a sum when a rank has added its part: those of the keys of `step`.
+    size_t summed(int rank, int step) const { return zigzag_.seen(rank, step) * Tc_ * C(); }
     // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].
-    void pass_on_kv() { comm_->send_recv(next(), kv_[0], 2 * elements(), before(), kv_[1], 2 * elements()); }
+    void pass_on_kv(int step, const X* qkv) {
+        if (step == 0)  // its own
+            comm_->send_recv_rows(next(), kv_[0], qkv + C(), 3 * C(), 2 * C(), tokens(), before(), kv_[1]);
+        else
+            comm_->send_recv(next(), kv_[0], 2 * elements(), before(), kv_[1], 2 * elements());
+    }
     void pass_on_dkv(int step) {  // of the keys of the step before
         const size_t sequence = 2 * Tc_ * C();
         for (size_t at = 0; at < 2 * elements(); at += sequence)
-            comm_->send_recv(next(), dkv_[0] + at, seen(rank_, step - 1), before(), dkv_[1] + at,
-                             seen(before(), step - 1));
+            comm_->send_recv(next(), dkv_[0] + at, summed(rank_, step - 1), before(), dkv_[1] + at,
+                             summed(before(), step - 1));
     }
-    // Starts what travels during a step.
-    void depart(int step, bool kv, bool dkv) {
+    // What travels during a step: keys and values up to the last but one; in backward, gradients of the step before's
+    // from the third on, and once more after the last.
+    bool kv_travels(int step) const { return step + 1 < zigzag_.ranks; }
+    bool dkv_travels(int step, Pass pass) const { return pass == Pass::backward && step > 1; }
+    void depart(int step, Pass pass, const X* qkv) {
+        const bool kv = kv_travels(step), dkv = dkv_travels(step, pass);
         if (!kv && !dkv) return;
         comm_->fork();
         comm_->group([&] {
-            if (kv) pass_on_kv();
+            if (kv) pass_on_kv(step, qkv);
             if (dkv) pass_on_dkv(step);
         });
         comm_->head_start();
     }
-    void arrive(bool kv, bool dkv) {
+    void arrive(int step, Pass pass) {
+        const bool kv = kv_travels(step), dkv = dkv_travels(step, pass);
         if (!kv && !dkv) return;
         comm_->join();
         if (kv) std::swap(kv_[0], kv_[1]);
         if (dkv) std::swap(dkv_[0], dkv_[1]);
     }
-    void pack_own_keys(const X* qkv) {
-        if (zigzag_.ranks > 1) copy_rows(dev_, kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), tokens());
-    }
 };
 
 template <class Dev, class X, class Comm>
 void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
-    pack_own_keys(qkv);
     for (int step = 0; step < zigzag_.ranks; step++) {
-        const bool more = step + 1 < zigzag_.ranks;
-        depart(step, more, false);
+        depart(step, Pass::forward, qkv);
         if (step == 0) attention_clear_state(dev_, static_cast<A*>(nullptr), lse_, own_keys(0, 2 * Tc_));
         forward_block(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
-        arrive(more, false);
+        arrive(step, Pass::forward);
     }
     copy_rows(dev_, out, elements(), o_, elements(), elements(), 1);  // the one rounding
     copy_rows(dev_, lse, elements() / HS_, lse_, elements() / HS_, elements() / HS_, 1);
@@ -182,36 +186,32 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
 template <class Dev, class X, class Comm>
 void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
     const int ranks = zigzag_.ranks;
-    pack_own_keys(qkv);
-    depart(0, ranks > 1, false);
+    depart(0, Pass::backward, qkv);
     dev_.zero(o_, elements() * sizeof(A));
     attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
     BlockShape late = own_keys(Tc_, Tc_);
     late.write_dkv = true;
     backward_block(late, 0, home_, dout, lse, qkv);
-    arrive(ranks > 1, false);
+    arrive(0, Pass::backward);
 
     for (int step = 1; step < ranks; step++) {
-        const bool more = step + 1 < ranks, first = step == 1;  // who is first starts the sum
-        depart(step, more, !first);
+        const bool first = step == 1;  // starts the sum
+        depart(step, Pass::backward, qkv);
         BlockShape s = others_keys(step);
         s.write_dkv = true;
         backward_block(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
-        arrive(more, !first);
+        arrive(step, Pass::backward);
         if (first) continue;
-        const size_t sequence = 2 * Tc_ * C(), own = seen(rank_, step), come = seen(before(), step - 1);
-        for (int v = 0; v < 2; v++) {
-            A *to = dkv_[0] + v * elements(), *from = own_ + v * elements();
-            add_rows(dev_, to, sequence, from, sequence, come, B_);
-            if (own > come) copy_rows(dev_, to + come, sequence, from + come, sequence, own - come, B_);
-        }
+        const size_t sequence = 2 * Tc_ * C(), own = s.Tk * C(), come = summed(before(), step - 1);
+        add_rows(dev_, dkv_[0], sequence, own_, sequence, come, 2 * B_);
+        if (own > come) copy_rows(dev_, dkv_[0] + come, sequence, own_ + come, sequence, own - come, 2 * B_);
     }
 
-    depart(ranks, false, ranks > 1);
+    depart(ranks, Pass::backward, qkv);
     backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
-    arrive(false, ranks > 1);
-    copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());
-    const size_t come = ranks > 1 ? seen(before(), ranks - 1) / C() : 0;  // tokens of a sequence
+    copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());  // while the last gradients come
+    arrive(ranks, Pass::backward);
+    const size_t come = ranks > 1 ? summed(before(), ranks - 1) / C() : 0;  // tokens of a sequence
     for (int b = 0; b < B_; b++)
         for (int v = 0; v < 2; v++) {
             const size_t token = b * 2 * Tc_, at = v * elements() + token * C();

@@ -43,6 +43,12 @@ class LocalComm : public CallsInOrder {
         CUDA_CHECK(cudaMemcpyAsync(recv, shared_.sent[from], m * sizeof(X), cudaMemcpyDeviceToDevice, dev_.stream));
         shared_.barrier();  // and here the copies are
     }
+    template <class X>
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+        CUDA_CHECK(cudaMemcpy2DAsync(packed, n * sizeof(X), send, stride * sizeof(X), n * sizeof(X), rows,
+                                     cudaMemcpyDeviceToDevice, dev_.stream));
+        send_recv(to, packed, rows * n, from, recv, rows * n);
+    }
 
   private:
     const Cuda& dev_;

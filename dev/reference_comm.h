@@ -1,6 +1,8 @@
 // The collectives of the seam, CPU side: see layers/comm.h for what each means. Over the job's connections, on the
 // calling thread; sums are taken in the order of ranks, so that every run and every rank has the same bits.
 #pragma once
+#include <algorithm>
+
 #include "data/job.h"
 #include "dev/reference.h"
 
@@ -35,6 +37,11 @@ class CpuComm : public CallsInOrder {
     template <class X>
     void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
         send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
+    }
+    template <class X>
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+        for (size_t r = 0; r < rows; r++) std::copy_n(send + r * stride, n, packed + r * n);
+        send_recv(to, packed, rows * n, from, recv, rows * n);
     }
 
   private:

@@ -104,6 +104,11 @@ TEST(nccl_collectives) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
             comm.send_recv((rank + 1) % size, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
             comm.join();
+            Floats packed(dev, n / 2, [](size_t) { return NAN; }), rows(dev, n / 2, [](size_t) { return NAN; });
+            comm.fork();
+            comm.send_recv_rows((rank + 1) % size, packed.ptr, sent.ptr, 4, 2, n / 4, before, rows.ptr);
+            comm.join();
+            CHECK(rows.equal([=](size_t i) { return value(before, i / 2 * 4 + i % 2); }));
             CHECK(reduced.equal([=](size_t i) { return sum_of_values(size, i); }));
             CHECK(own.equal([=](size_t i) { return sum_of_values(size, rank * n + i); }));
             CHECK(all.equal([=](size_t i) { return value(static_cast<int>(i / n), i); }));

@@ -71,6 +71,11 @@ void check_collectives(Job& job) {
         std::vector<A> got(sent_by(before), A(NAN));
         comm.send_recv(next, values<A>(rank, n).data(), sent_by(rank), before, got.data(), got.size());
         CHECK(std::equal(got.begin(), got.end(), values<A>(before, n).begin()));
+
+        const std::vector<A> mine = values<A>(rank, 3 * n), theirs = values<A>(before, 3 * n);
+        std::vector<A> packed(2 * n, A(NAN)), rows(2 * n, A(NAN));  // two of every three elements
+        comm.send_recv_rows(next, packed.data(), mine.data(), 3, 2, n, before, rows.data());
+        for (size_t i = 0; i < rows.size(); i++) CHECK(rows[i] == theirs[i / 2 * 3 + i % 2]);
     }
 }
 

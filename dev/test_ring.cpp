@@ -56,11 +56,15 @@ TEST(zigzag_divides_the_sequence) {
                 pairs += work;
             }
             CHECK(sources.size() == size_t(N) && zigzag.source(r, 0) == r);
-            bool late_seen = false;  // its gradients' way: r + 1, r + 2, …
-            for (int i = 1; i < N; i++) {
-                const int at = (r + i) % N;
-                for (int q : {0, 1}) late_seen |= Zigzag::sees(zigzag.chunk(at, q), zigzag.chunk(r, 1));
-                CHECK(Zigzag::late_seen(r, at) == late_seen);
+            int added = 1;  // to so many chunks of its gradients, on their way: r + 1, r + 2, …
+            for (int step = 1; step < N; step++) {
+                const int at = (r + step) % N;
+                int seen = 0;
+                for (int k : {0, 1})
+                    seen += Zigzag::sees(zigzag.chunk(at, 0), zigzag.chunk(r, k)) ||
+                            Zigzag::sees(zigzag.chunk(at, 1), zigzag.chunk(r, k));
+                added = std::max(added, seen);
+                CHECK(zigzag.seen(at, step) == seen && seen == added);
             }
         }
         CHECK(pairs == size_t(2 * N) * (2 * N + 1) / 2);  // all that a causal mask leaves, once

@@ -10,6 +10,8 @@
 //   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
 //   send_recv(to, send, n, from, recv, m) n elements to one rank, m from one rank: the step of a ring
+//   send_recv_rows(to, packed, send, stride, n, rows, from, recv) rows of n elements, `stride` apart, to one rank, where
+//                                they come without gaps, and as many from one rank; packed: rows·n, to close gaps in
 //   share(memory, bytes)         what send_recv moves within it goes by the GPUs' copy engines where they reach each other
 //                                (peer_copy.h); all ranks have memory of the same size with the same layout; null: no more
 //
@@ -53,6 +55,10 @@ class NcclComm {
     void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
         send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
     }
+    template <class X>
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+        send_recv_rows_bytes(to, packed, send, stride * sizeof(X), n * sizeof(X), rows, from, recv);
+    }
 
   private:
     const Cuda& dev_;
@@ -70,4 +76,6 @@ class NcclComm {
     void end_group();
     void all_gather_bytes(char* x, size_t bytes);
     void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
+    void send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
+                              int from, void* recv);
 };

@@ -93,11 +93,15 @@ void PeerCopies::wait(cudaStream_t stream, int rank, int which) const {
     driver_check(write(stream, flag, 0, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
 }
 
-void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const {
+void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows,
+                           int from, void* recv) const {
     say(stream, from, kFree);
     wait(stream, to, kFree);
     char* const target = regions_[to] + (static_cast<char*>(recv) - own_);
-    CUDA_CHECK(cudaMemcpyAsync(target, send, bytes, cudaMemcpyDeviceToDevice, stream));
+    if (rows == 1)
+        CUDA_CHECK(cudaMemcpyAsync(target, send, bytes, cudaMemcpyDeviceToDevice, stream));
+    else
+        CUDA_CHECK(cudaMemcpy2DAsync(target, bytes, send, stride, bytes, rows, cudaMemcpyDeviceToDevice, stream));
     say(stream, to, kThere);
     wait(stream, from, kThere);
 }

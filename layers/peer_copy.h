@@ -29,9 +29,10 @@ class PeerCopies {
         const char* x = static_cast<const char*>(p);
         return x >= own_ && x + bytes <= own_ + bytes_;
     }
-    // On the stream: `bytes` to one rank, and from one rank what it sends. All ranks have the same `recv`, in their own
-    // regions.
-    void send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const;
+    // On the stream: rows of `bytes`, `stride` bytes apart, to one rank, where they are without gaps, and from one rank
+    // what it sends. All ranks have the same `recv`, in their own regions; `send` may be anywhere.
+    void send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows, int from,
+                   void* recv) const;
 
   private:
     explicit PeerCopies(const Cuda& dev) : dev_(dev) {}
