@@ -55,6 +55,8 @@
 //   128 columns of B resident, A streaming        0.91 / 0.79: too few bytes on the way
 //   7 epilogue warps                              0.71 / 0.61 for 0.74 / 0.60: so now in backward
 //   that, clusters of four                        0.74 / 0.64 for 0.72 / 0.61, though less comes from L2
+//   the last stage given back before the wait     0.72 / 0.61 for 0.72 / 0.61 (cool 0.600 / 0.500 for 0.612 / 0.500):
+//     for operands, not behind the next products    predicted 0.66 / 0.58, from three stages on the way, not two
 //   the products alone for qkv and projections    cold 0.35 for cuBLASLt's 0.32 (768 to 2304), 0.13 for 0.11 (768)
 //
 // Writes: pre, out, dpre, every element.  Adds into: dpre_sum.
