@@ -261,7 +261,7 @@ def test_the_peer_is_gpt2_and_trains():
 
 def test_help():
     for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
-                 "compare_losses.py", "scaling.py", "default_run.py", "../dev/peers.py", "../dev/peers_train.py"):
+                 "compare_losses.py", "scaling.py", "default_run.py", "trace_ring.py", "../dev/peers.py", "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -506,12 +506,12 @@ def accumulation_rows():
     return found
 
 
-def plotted(plot, tmp):
-    """The SVG that the script scripts/plot_<plot>.py writes."""
+def plotted(plot, tmp, name=None):
+    """The SVG, <plot>.svg or <name>.svg, that the script scripts/plot_<plot>.py writes."""
     result = script(f"plot_{plot}.py", "--root", tmp)
     assert result.returncode == 0, result.stderr
     svg = pathlib.Path(result.stdout.strip())
-    assert svg.name == f"{plot}.svg" and svg.read_bytes().startswith(b"<?xml")
+    assert svg.name == f"{name or plot}.svg" and svg.read_bytes().startswith(b"<?xml")
     return svg
 
 
@@ -561,6 +561,42 @@ def test_tables_and_plot_of_the_ring():
         assert "| bf16 | bf16 | 2 | 7.20e-05 (1.20), 1.2e-02 (1.20) |" in text and "| bf16 | floor | – |" in text
         assert "| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / 97.1 % | 96.8 / 98.5 % | 0.20 |" in text
         assert "![ring](../dev/results/A/ring.svg)" in text
+
+
+def trace_of_a_gpu(gpu):
+    """As dev/trace.so writes it: a layer's attention, forward and backward, a copy half behind each."""
+    def event(kind, name, start, duration, ranges):
+        return {"name": name, "cat": kind, "ph": "X", "pid": gpu, "tid": "stream 7", "ts": start, "dur": duration,
+                "args": {"gpu": -1 if kind == "range" else gpu, "range": ranges}}
+    events = [event("range", "step 5", 0, 9000, "")]
+    for at, way in ((1000, "forward"), (5000, "backward")):
+        inside = f"step 5 / forward and backward / {way} / layer 6"
+        events += [event("kernel", f"{way}_kernel<64, true>", at, 700, inside),
+                   event("copy", "copy 50331648 bytes to another GPU", at + 600, 200, inside),
+                   event("copy", "copy 50331648 bytes", at, 150, inside),
+                   event("kernel", f"{way}_kernel<64, true>", at, 700, inside.replace("6", "7"))]
+    return {"traceEvents": events}
+
+
+def test_timeline_of_a_ring():
+    need("matplotlib")
+    with scratch() as tmp:
+        shutil.copytree(SCRIPTS, tmp / "scripts")
+        ring = tmp / "scripts" / "trace_ring.py"
+        check_fails(run(sys.executable, ring), "there is no ./train_gpt2cu")
+        for gpu in (0, 1):
+            (tmp / f"gpu{gpu}").write_text(json.dumps(trace_of_a_gpu(gpu)))
+        executable(tmp / "train_gpt2cu", '#!/bin/sh\nfor i in 0 1; do cp gpu$i "$TRACE.10$i.json"; done\n')
+        check_fails(run(sys.executable, ring), "there is no ./dev/trace.so")
+        (tmp / "dev").mkdir()
+        (tmp / "dev" / "trace.so").touch()
+        result = run(sys.executable, ring, "--json")
+        assert "GPU 1, backward: 0.20 ms of travel, 50 % of it behind kernels" in result.stdout, result
+        plotted("ring", tmp, "ring_timeline")
+        check_fails(run(sys.executable, ring, "--gpus", "4"), "traces of 2 GPUs, not 4")
+        check_fails(run(sys.executable, ring, "--layer", "8"), "no blocks of forward in layer 8")
+        executable(tmp / "train_gpt2cu", "#!/bin/sh\necho boom >&2\nexit 1\n")
+        check_fails(run(sys.executable, ring), "ended with 1", "boom")
 
 
 def test_point_of_the_accumulation_plot():

@@ -3,6 +3,7 @@
 
     ring.svg   bf16: mean and largest error of out, dq, dk, dv against fp64, partial results carried in fp32 and in bf16,
                and fp64's result rounded once, as multiples of the error of one rank
+    ring_timeline.svg   one layer's attention on each GPU: the blocks, and what travels meanwhile (scripts/trace_ring.py)
 
     python3 scripts/plot_ring.py   # every GPU that has rows; then scripts/readme_tables.py shows it
 """
@@ -39,6 +40,29 @@ def plot_ring(plt, found):
     return figure
 
 
+def plot_timeline(plt, found):
+    if not found:
+        return None
+    found = [r for r in found if r["gpus"] == max(r["gpus"] for r in found)]
+    ranks = range(found[0]["gpus"])
+    figure, panels = plt.subplots(2, 1, figsize=(11, 1.6 + 1.1 * len(ranks)), layout="constrained")
+    for axes, way in zip(panels, ("forward", "backward")):
+        for rank, e in ((r["rank"], e) for r in found if r["pass"] == way for e in r["events"]):
+            copy, block = e["what"] == "copy", e["name"].startswith(f"{way}_kernel")
+            axes.broken_barh([(e["start_ms"], e["ms"])], (2 * rank + copy - 0.4, 0.8), edgecolor="white", lw=0.5,
+                             facecolors=COLOURS[1] if copy else COLOURS[0] if block else GREY)
+        axes.set_yticks(range(2 * len(ranks)), [f"GPU {rank}{what}" for rank in ranks for what in ("", ", travel")])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{way}: ms")
+    marks = [plt.Rectangle((0, 0), 1, 1, color=c, label=t) for c, t in
+             ((COLOURS[0], "attention, a block"), (GREY, "other kernels"), (COLOURS[1], "copies to the next GPU"))]
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("Ring of {gpus}, {tokens_per_gpu} tokens each, one layer of GPT-2 124M, {gpu}".format(**found[0]),
+                    x=0.01, ha="left")
+    return figure
+
+
 if __name__ == "__main__":
-    result_plots.main(__doc__, ["ring"], lambda plt, found: {"ring": plot_ring(plt, found["ring"])},
+    result_plots.main(__doc__, ["ring", "ring_timeline"], lambda plt, found: {
+        "ring": plot_ring(plt, found["ring"]), "ring_timeline": plot_timeline(plt, found["ring_timeline"])},
                       "./dev/study_ring --json")

@@ -20,7 +20,7 @@ WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
-        "chunk", "tokens_per_gpu"]
+        "chunk", "tokens_per_gpu", "rank"]
 DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
@@ -357,6 +357,7 @@ TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf
           "plot attention fp32": ("attention_fp32.svg", None),
           "ring chunks": ("ring.jsonl", ring_chunks), "ring errors": ("ring.jsonl", ring_errors),
           "ring speed": ("ring_speed.jsonl", ring_speed), "plot ring": ("ring.svg", None),
+          "plot ring timeline": ("ring_timeline.svg", None),
           "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
 
 

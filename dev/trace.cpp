@@ -1,0 +1,196 @@
+// The timeline of a program where there is no Nsight Systems: kernels, copies and NVTX ranges from cudaProfilerStart on to its
+// end, by CUPTI, as JSON for https://ui.perfetto.dev. CUDA loads it into a program that is told so:
+//
+//   make dev/trace.so && CUDA_INJECTION64_PATH=dev/trace.so ./train_gpt2cu --profile 1 -v 0 -s 0
+//
+// Writes: trace.<process>.json in the current folder, or $TRACE.<process>.json, one file a process; microseconds of one clock
+// for all processes of a machine. Errors end nothing: they are said on stderr, and there is no file.
+#include <cupti.h>
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#if CUPTI_API_VERSION < 130000
+#error "dev/trace.cpp needs the CUPTI of CUDA 13 or later"
+#endif
+
+namespace {
+
+struct Event {
+    std::string name;
+    const char* kind;
+    uint64_t start, end;   // ns
+    uint32_t gpu, stream;  // of ranges: -1, thread
+    uint32_t correlation;  // with the call that launched it
+};
+struct Call {
+    uint64_t start;
+    uint32_t thread;
+};
+
+std::mutex mutex;
+std::vector<Event> events;
+std::map<uint32_t, Event> open_ranges;  // by marker
+std::map<uint32_t, Call> calls;         // by correlation
+
+bool good(CUptiResult status, const char* what) {
+    if (status == CUPTI_SUCCESS) return true;
+    const char* text = "?";
+    cuptiGetResultString(status, &text);
+    std::fprintf(stderr, "trace.so: %s: %s\n", what, text);
+    return false;
+}
+
+// void (anonymous namespace)::backward_kernel<64, true>(Args) → backward_kernel<64, true>
+std::string short_name(const char* mangled) {
+    int status = 0;
+    char* demangled = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+    std::string name = demangled ? demangled : mangled ? mangled : "?";
+    std::free(demangled);
+    for (const std::string& drop : {std::string("void "), std::string("(anonymous namespace)::")})
+        for (size_t at; (at = name.find(drop)) != std::string::npos;) name.erase(at, drop.size());
+    return name.substr(0, name.find('('));
+}
+
+template <class Record>
+void add(const Record* r, const std::string& name, const char* kind) {
+    events.push_back({name, kind, r->start, r->end, r->deviceId, r->streamId, r->correlationId});
+}
+
+void read(CUpti_Activity* record) {
+    switch (record->kind) {
+        case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
+            const auto* r = reinterpret_cast<CUpti_ActivityKernel10*>(record);
+            return add(r, short_name(r->name), "kernel");
+        }
+        case CUPTI_ACTIVITY_KIND_MEMCPY: {
+            const auto* r = reinterpret_cast<CUpti_ActivityMemcpy6*>(record);
+            return add(r, "copy " + std::to_string(r->bytes) + " bytes", "copy");
+        }
+        case CUPTI_ACTIVITY_KIND_MEMCPY2: {
+            const auto* r = reinterpret_cast<CUpti_ActivityMemcpyPtoP4*>(record);
+            return add(r, "copy " + std::to_string(r->bytes) + " bytes to another GPU", "copy");
+        }
+        case CUPTI_ACTIVITY_KIND_MEMSET: {
+            const auto* r = reinterpret_cast<CUpti_ActivityMemset4*>(record);
+            return add(r, "set " + std::to_string(r->bytes) + " bytes", "set");
+        }
+        case CUPTI_ACTIVITY_KIND_RUNTIME:
+        case CUPTI_ACTIVITY_KIND_DRIVER: {
+            const auto* r = reinterpret_cast<CUpti_ActivityAPI*>(record);
+            calls[r->correlationId] = {r->start, r->threadId};
+            return;
+        }
+        case CUPTI_ACTIVITY_KIND_MARKER: {
+            const auto* r = reinterpret_cast<CUpti_ActivityMarker2*>(record);
+            if (r->flags & CUPTI_ACTIVITY_FLAG_MARKER_START) {
+                open_ranges[r->id] = {r->name ? r->name : "?", "range", r->timestamp, 0, UINT32_MAX,
+                                      r->objectId.pt.threadId, 0};
+            } else if (const auto range = open_ranges.find(r->id);
+                       (r->flags & CUPTI_ACTIVITY_FLAG_MARKER_END) && range != open_ranges.end()) {
+                range->second.end = r->timestamp;
+                events.push_back(range->second);
+                open_ranges.erase(range);
+            }
+            return;
+        }
+        default:
+            return;
+    }
+}
+
+void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
+    *size = 1 << 20, *max_records = 0;
+    *buffer = static_cast<uint8_t*>(std::aligned_alloc(8, *size));
+}
+void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t valid) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    CUpti_Activity* record = nullptr;
+    while (cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) read(record);
+    std::free(buffer);
+}
+
+void CUPTIAPI on_call(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* data) {
+    if (static_cast<const CUpti_CallbackData*>(data)->callbackSite != CUPTI_API_EXIT) return;
+    for (const CUpti_ActivityKind kind :
+         {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
+          CUPTI_ACTIVITY_KIND_MEMSET, CUPTI_ACTIVITY_KIND_MARKER, CUPTI_ACTIVITY_KIND_RUNTIME,
+          CUPTI_ACTIVITY_KIND_DRIVER})
+        good(cuptiActivityEnable(kind), "cuptiActivityEnable");
+}
+
+std::string quoted(const std::string& text) {
+    std::string q = "\"";
+    for (char c : text) {
+        if (c == '"' || c == '\\') q += '\\';
+        q += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
+    }
+    return q + '"';
+}
+
+// The ranges in which the work was launched, the outermost first.
+std::string ranges_of(const Event& event, const std::vector<const Event*>& ranges) {
+    const auto call = calls.find(event.correlation);
+    if (call == calls.end()) return "";
+    std::string path;
+    for (const Event* range : ranges)
+        if (range->stream == call->second.thread && range->start <= call->second.start &&
+            call->second.start < range->end)
+            path += (path.empty() ? "" : " / ") + range->name;
+    return path;
+}
+
+void write_trace() {
+    good(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED), "cuptiActivityFlushAll");
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (events.empty()) return;
+    std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.start < b.start; });
+    std::vector<const Event*> ranges;
+    for (const Event& event : events)
+        if (std::string(event.kind) == "range") ranges.push_back(&event);
+
+    const char* prefix = std::getenv("TRACE");
+    const std::string path = std::string(prefix ? prefix : "trace") + "." + std::to_string(getpid()) + ".json";
+    std::FILE* file = std::fopen(path.c_str(), "w");
+    if (!file) return std::perror(path.c_str());
+    std::fprintf(file, "{\"traceEvents\": [");
+    const char* separator = "\n";
+    for (const Event& event : events) {
+        const bool range = event.gpu == UINT32_MAX;
+        std::fprintf(file,
+                     "%s{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": \"%s %u\", \"ts\": %.3f, "
+                     "\"dur\": %.3f, \"args\": {\"gpu\": %d, \"range\": %s}}",
+                     separator, quoted(event.name).c_str(), event.kind, int(getpid()), range ? "thread" : "stream",
+                     event.stream, event.start * 1e-3, (event.end - event.start) * 1e-3, range ? -1 : int(event.gpu),
+                     range ? "\"\"" : quoted(ranges_of(event, ranges)).c_str());
+        separator = ",\n";
+    }
+    std::fprintf(file, "\n]}\n");
+    if (std::fclose(file)) return std::perror(path.c_str());
+    std::fprintf(stderr, "%s: open it at https://ui.perfetto.dev\n", path.c_str());
+}
+
+}  // namespace
+
+// CUDA's first call in the process comes here.
+extern "C" int InitializeInjection() {
+    Dl_info cupti;
+    if (dladdr(reinterpret_cast<void*>(cuptiSubscribe), &cupti))
+        setenv("NVTX_INJECTION64_PATH", cupti.dli_fname, 0);  // where NVTX finds who records its ranges
+    CUpti_SubscriberHandle subscriber;
+    if (good(cuptiSubscribe(&subscriber, on_call, nullptr), "cuptiSubscribe") &&
+        good(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuProfilerStart),
+             "cuptiEnableCallback") &&
+        good(cuptiActivityRegisterCallbacks(give_buffer, take_buffer), "cuptiActivityRegisterCallbacks"))
+        std::atexit(write_trace);
+    return 1;
+}
