@@ -115,7 +115,7 @@ have-nsys:
 	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
 
 clean:
-	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(TOOLS)
+	rm -rf build train_gpt2cu dev/trace.so $(TESTS) $(BENCHES) $(TOOLS)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 

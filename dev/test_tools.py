@@ -599,6 +599,23 @@ def test_timeline_of_a_ring():
         check_fails(run(sys.executable, ring), "ended with 1", "boom")
 
 
+def test_timeline_of_a_training_step():
+    built = run("make", "dev/trace.so")
+    if built.returncode and "cupti" in built.stderr:
+        raise Skip("needs CUPTI, of the CUDA Toolkit")
+    assert built.returncode == 0, built.stderr
+    with scratch() as tmp:
+        result = run("./train_gpt2cu", "-e", "tiny", "-b", "1", "--profile", "1", "-v", "0", "-s", "0",
+                     CUDA_INJECTION64_PATH=str(ROOT / "dev" / "trace.so"), TRACE=str(tmp / "trace"))
+        assert result.returncode == 0, result.stderr
+        if "using the CPU" in result.stderr:
+            raise Skip("no GPU")
+        (path,) = tmp.glob("trace.*.json")
+        kernels = [e for e in json.loads(path.read_text())["traceEvents"] if e["cat"] == "kernel"]
+        for way in ("forward", "backward"):
+            assert any(e["args"]["range"].endswith(f"{way} / layer 3") and e["dur"] > 0 for e in kernels), result.stderr
+
+
 def test_point_of_the_accumulation_plot():
     """A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite."""
     need("matplotlib")
