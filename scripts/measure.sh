@@ -55,7 +55,8 @@ for part in $parts; do
         gpus=$(nvidia-smi -L | wc -l)
         for hs in "12 64" "32 128"; do
             [ "$gpus" -lt 2 ] || ./dev/bench_ring --json --gpus "$gpus" --heads "${hs% *}" --hs "${hs#* }"
-        done ;;
+        done
+        if [ "$gpus" -gt 1 ] && make dev/trace.so >/dev/null; then python3 scripts/trace_ring.py --json --gpus "$gpus"; fi ;;
     layers) ./dev/bench_layers --json ;;
     train)
         $training --json --shapes 4x1024,8x1024,16x1024,64x1024
