@@ -107,7 +107,7 @@ profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Com
 profile: have-nsys train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
-# The same as JSON, where there is no Nsight Systems.
+# Where there is no Nsight Systems: CUDA_INJECTION64_PATH=dev/trace.so ./train_gpt2cu --profile 3 -v 0 -s 0
 dev/trace.so: dev/trace.cpp build/cxx.flags
 	$(CXX) $(filter-out -M%,$(CXXFLAGS)) -shared -fPIC -I$(CUDA_HOME)/extras/CUPTI/include -o $@ $< \
 	    $(foreach d,extras/CUPTI/lib64 lib64 lib,-L$(CUDA_HOME)/$d -Wl,-rpath,$(CUDA_HOME)/$d) -lcupti

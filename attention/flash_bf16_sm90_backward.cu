@@ -25,7 +25,7 @@
 // last back, and passing on a turn takes most of a tile's time: items of a head that start together queue. So heads go
 // in chunks, and while a chunk has key tile j, the chunk before it has j + 1, and so on (Order). Only who takes which
 // ticket varies from run to run. The sum lies in the order of the registers, 16 bytes a thread, and only for the heads
-// in work: a new head takes the place of one that is done.
+// in work: a new head takes the place of one that is done (block form: each head has its own).
 //
 // There is one block an SM, and it takes items until there are none. Of its first warpgroup work four threads:
 //   loader     takes tickets and starts all loads: the next item's K and V, the next tile's Q, dO and {lse, D}
@@ -686,10 +686,12 @@ struct Layout {
         // As many heads in work at a time as fit into L2 with what streams by, but so many that key tiles of one need
         // not queue. Long ones do not fit: there, blocks that walk a head one after the other must stay so close that
         // they find in L2 what the first has fetched, which many chunks would undo, and many heads.
-        constexpr size_t kInL2 = 40 << 20, kBeyond = 96 << 20, kShort = 1 << 20;
+        constexpr size_t kBytesInL2 = 40 << 20, kHeads = 48;     // more heads than that only while they fit
+        constexpr size_t kMostBytes = 96 << 20, kFewHeads = 12;  // fewer where they stream more than that
+        constexpr size_t kShort = 1 << 20;
         const size_t streamed = static_cast<size_t>(s.Tq) * s.HS * (2 + 2 + 4);  // Q, dO, dQ of a head
-        const size_t most = std::max<size_t>(12, kBeyond / streamed);
-        const int in_work = static_cast<int>(std::min(most, std::max<size_t>(48, kInL2 / streamed)));
+        const int in_work = static_cast<int>(
+            std::min(std::max(kHeads, kBytesInL2 / streamed), std::max(kFewHeads, kMostBytes / streamed)));
         const bool one_group = heads > in_work && streamed <= kShort;  // the heads in work are those of k_tiles chunks
         group = one_group ? heads : std::min(heads, in_work);
         chunk = one_group ? ceil_div(in_work, k_tiles) : s.HS == 64 && k_tiles >= 16 ? ceil_div(group, 4) : group;
@@ -716,7 +718,7 @@ void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
     const auto kernel = args.dq_acc ? backward_kernel<HS, true> : backward_kernel<HS, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
-    cudaLaunchAttribute overlap{};  // starts while the last blocks of the kernel before run
+    cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks; add_dq_kernel at once after the last
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};

@@ -106,7 +106,7 @@ class Ring {
         return {B_, Tq, q0 + Tq, NH_, HS_, q0, 0, true, scale_, 2 * Tc_, 2 * Tc_};
     }
     BlockShape others_keys(int step) const {
-        const int seen = zigzag_.seen(rank_, step), Tq = (3 - seen) * Tc_;
+        const int seen = zigzag_.seen(rank_, step), Tq = seen == 2 ? Tc_ : 2 * Tc_;
         return {B_, Tq, seen * Tc_, NH_, HS_, 2 * Tc_ - Tq, 0, false, scale_, 2 * Tc_, 2 * Tc_};
     }
     // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.

@@ -7,6 +7,7 @@
 //   few blocks   a little of that, for compute-sanitizer
 //   limits       what a kernel does not support gives an Error, never a wrong result
 //   big          tensors of more than 2³¹ elements
+//   groups       more heads than are in work at a time
 //
 // The rule is that of dev/bounds.h: an error of at most k times naive's.
 // naive itself, the yardstick, is held to a relative L2 error.
@@ -841,14 +842,12 @@ void limits(int index) {
     }
 }
 
-// More than 2³¹ elements of qkv: one sequence B times over, of which the first two and the last are looked at.
+// One sequence B times over, of which some are looked at.
 template <class X>
-void big(int index) {
-    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
-    const Case c{{1, 65, 25, 64, true}};
+void check_many(const AttentionKernel<X>& kernel, const Case& c, size_t B, const std::vector<size_t>& looked_at) {
     const Problem<X>& p = problem<X>(c);
     AttentionShape s = c.shape;
-    const size_t n = p.dout.size(), rows = static_cast<size_t>(s.NH) * s.T, B = (size_t{1} << 31) / (3 * n) + 2;
+    const size_t n = p.dout.size(), rows = static_cast<size_t>(s.NH) * s.T;
     s.B = static_cast<int>(B);
     const size_t bytes = 8 * B * n * sizeof(X) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
     if (bytes > gpu().total_bytes / 10 * 8)
@@ -870,13 +869,25 @@ void big(int index) {
     scratch.poison();
     kernel.backward(gpu(), dqkv.as<X>(), scratch.data(), dout.as<X>(), out.as<X>(), lse.as<float>(), att.as<X>(),
                     qkv.as<X>(), s);
-    for (size_t b : {size_t{0}, size_t{1}, B - 1}) {
+    for (size_t b : looked_at) {
         Result got;
         got[Out] = as_double(out.download<X>(n, b * n));
         got[Lse] = as_double(lse.download<float>(rows, b * rows));
         split(got, as_double(dqkv.download<X>(3 * n, b * 3 * n)), static_cast<size_t>(s.NH) * s.HS);
         check_result(kernel, p, got);
     }
+}
+// More than 2³¹ elements of qkv.
+template <class X>
+void big(int index) {
+    const Case c{{1, 65, 25, 64, true}};
+    const size_t B = (size_t{1} << 31) / (3 * 65 * 25 * 64) + 2;
+    check_many(kernel_for_this_gpu<X>(index), c, B, {0, 1, B - 1});
+}
+// So many heads, so long, that flash_bf16_sm90 takes them in groups and gives a place in dQ's sum a second time.
+template <class X>
+void groups(int index) {
+    check_many(kernel_for_this_gpu<X>(index), {{1, 1040, 25, 128, true}}, 5, {0, 1, 2, 3, 4});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -983,6 +994,7 @@ void add_tests() {
     add("few blocks", [] { few_blocks<X>(Index); });
     add("limits", [] { limits<X>(Index); });
     add("big", [] { big<X>(Index); });
+    add("groups", [] { groups<X>(Index); });
 }
 template <int... Index>
 void add_all_tests(std::integer_sequence<int, Index...>) {

@@ -617,6 +617,17 @@ void check_classifiers() {
     CHECK(std::isnan(got[0]) && std::isnan(got[1]) && std::isnan(got[2]) && std::isfinite(got[3]));
     CHECK(std::isnan(dlogits[5]) && std::isfinite(dlogits[3 * Vp + 5]));
     CHECK_ERROR(classifier<X>(gpu(), logits, losses, nullptr, 1.f, 4, Vp + 1, Vp), "V = 385");
+
+    // A logit that is NaN or +∞ is noticed in its row, wherever it stands; −∞ is a probability of zero.
+    for (int at : {0, 100, V - 1}) {
+        Values broken = normal<X>(4 * Vp);
+        broken[at] = NAN, broken[Vp + at] = INFINITY, broken[2 * Vp + at] = -INFINITY;
+        const Array<X> broken_gpu(broken);
+        classifier<X>(gpu(), broken_gpu, losses, Array<int>(std::vector<int>{7, 7, 7, 7}), 1.f, 4, V, Vp);
+        const Values loss = losses.values(), gradient = broken_gpu.values();
+        CHECK(!std::isfinite(loss[0]) && !std::isfinite(loss[1]) && std::isfinite(loss[2]) && std::isfinite(loss[3]));
+        CHECK(std::isnan(gradient[5]) && gradient[2 * Vp + at] == 0.0 && std::isfinite(gradient[3 * Vp + 5]));
+    }
 }
 TEST(classifier_fp32) {
     check_classifiers<float>();

@@ -261,7 +261,8 @@ def test_the_peer_is_gpt2_and_trains():
 
 def test_help():
     for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
-                 "compare_losses.py", "scaling.py", "default_run.py", "trace_ring.py", "../dev/peers.py", "../dev/peers_train.py"):
+                 "compare_losses.py", "scaling.py", "default_run.py", "trace_ring.py", "../dev/peers.py",
+                 "../dev/peers_train.py"):
         result = script(name, "--help")
         assert result.returncode == 0 and "usage" in result.stdout, name
 
@@ -601,8 +602,8 @@ def test_timeline_of_a_ring():
 
 def test_timeline_of_a_training_step():
     built = run("make", "dev/trace.so")
-    if built.returncode and "cupti" in built.stderr:
-        raise Skip("needs CUPTI, of the CUDA Toolkit")
+    if built.returncode and "cupti" in built.stderr.lower():
+        raise Skip("needs CUPTI of CUDA 13")
     assert built.returncode == 0, built.stderr
     with scratch() as tmp:
         result = run("./train_gpt2cu", "-e", "tiny", "-b", "1", "--profile", "1", "-v", "0", "-s", "0",

@@ -3,14 +3,16 @@
 //
 //   make dev/trace.so && CUDA_INJECTION64_PATH=dev/trace.so ./train_gpt2cu --profile 1 -v 0 -s 0
 //
-// Writes: trace.<process>.json in the current folder, or $TRACE.<process>.json, one file a process; microseconds of one clock
-// for all processes of a machine. Errors end nothing: they are said on stderr, and there is no file.
+// Writes: trace.<process>.json in the current folder, or $TRACE.<process>.json, one file a process; microseconds of one
+// clock for all processes of a machine. A stream whose kernels overlap has a second line, as the viewer wants. Errors end
+// nothing: they are said on stderr.
 #include <cupti.h>
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -41,6 +43,8 @@ std::mutex mutex;
 std::vector<Event> events;
 std::map<uint32_t, Event> open_ranges;  // by marker
 std::map<uint32_t, Call> calls;         // by correlation
+std::atomic<bool> started;
+size_t dropped = 0;
 
 bool good(CUptiResult status, const char* what) {
     if (status == CUPTI_SUCCESS) return true;
@@ -112,8 +116,10 @@ void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
     *size = 1 << 20, *max_records = 0;
     *buffer = static_cast<uint8_t*>(std::aligned_alloc(8, *size));
 }
-void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t valid) {
+void CUPTIAPI take_buffer(CUcontext context, uint32_t stream, uint8_t* buffer, size_t, size_t valid) {
     const std::lock_guard<std::mutex> lock(mutex);
+    size_t lost = 0;
+    if (cuptiActivityGetNumDroppedRecords(context, stream, &lost) == CUPTI_SUCCESS) dropped += lost;
     CUpti_Activity* record = nullptr;
     while (cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) read(record);
     std::free(buffer);
@@ -121,6 +127,7 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t v
 
 void CUPTIAPI on_call(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* data) {
     if (static_cast<const CUpti_CallbackData*>(data)->callbackSite != CUPTI_API_EXIT) return;
+    started = true;
     for (const CUpti_ActivityKind kind :
          {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
           CUPTI_ACTIVITY_KIND_MEMSET, CUPTI_ACTIVITY_KIND_MARKER, CUPTI_ACTIVITY_KIND_RUNTIME,
@@ -152,8 +159,15 @@ std::string ranges_of(const Event& event, const std::vector<const Event*>& range
 void write_trace() {
     good(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED), "cuptiActivityFlushAll");
     const std::lock_guard<std::mutex> lock(mutex);
-    if (events.empty()) return;
-    std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.start < b.start; });
+    if (dropped) std::fprintf(stderr, "trace.so: CUPTI lost %zu records: the timeline has gaps\n", dropped);
+    if (events.empty()) {
+        std::fprintf(stderr, "trace.so: nothing to write: %s\n",
+                     started ? "nothing was recorded" : "the program never called cudaProfilerStart (--profile N)");
+        return;
+    }
+    std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) {
+        return a.start != b.start ? a.start < b.start : a.end > b.end;  // of ranges, the outer one first
+    });
     std::vector<const Event*> ranges;
     for (const Event& event : events)
         if (std::string(event.kind) == "range") ranges.push_back(&event);
@@ -164,13 +178,26 @@ void write_trace() {
     if (!file) return std::perror(path.c_str());
     std::fprintf(file, "{\"traceEvents\": [");
     const char* separator = "\n";
+    std::map<std::pair<uint32_t, uint32_t>, std::vector<uint64_t>> ends;  // of (gpu, stream)'s lines
+    constexpr uint64_t kOrigin = 1'000'000'000'000'000;                   // or a double has no digits left for ns
     for (const Event& event : events) {
         const bool range = event.gpu == UINT32_MAX;
+        std::string line = (range ? "thread " : "stream ") + std::to_string(event.stream);
+        if (!range) {
+            std::vector<uint64_t>& lines = ends[{event.gpu, event.stream}];
+            const auto place =
+                std::find_if(lines.begin(), lines.end(), [&](uint64_t end) { return end <= event.start; });
+            if (place != lines.begin()) line += ", " + std::to_string(place - lines.begin() + 1);
+            if (place == lines.end())
+                lines.push_back(event.end);
+            else
+                *place = event.end;
+        }
         std::fprintf(file,
-                     "%s{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": \"%s %u\", \"ts\": %.3f, "
+                     "%s{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": \"%s\", \"ts\": %.3f, "
                      "\"dur\": %.3f, \"args\": {\"gpu\": %d, \"range\": %s}}",
-                     separator, quoted(event.name).c_str(), event.kind, int(getpid()), range ? "thread" : "stream",
-                     event.stream, event.start * 1e-3, (event.end - event.start) * 1e-3, range ? -1 : int(event.gpu),
+                     separator, quoted(event.name).c_str(), event.kind, int(getpid()), line.c_str(),
+                     event.start % kOrigin * 1e-3, (event.end - event.start) * 1e-3, range ? -1 : int(event.gpu),
                      range ? "\"\"" : quoted(ranges_of(event, ranges)).c_str());
         separator = ",\n";
     }

@@ -56,7 +56,9 @@ for part in $parts; do
         for hs in "12 64" "32 128"; do
             [ "$gpus" -lt 2 ] || ./dev/bench_ring --json --gpus "$gpus" --heads "${hs% *}" --hs "${hs#* }"
         done
-        if [ "$gpus" -gt 1 ] && make dev/trace.so >/dev/null; then python3 scripts/trace_ring.py --json --gpus "$gpus"; fi ;;
+        if [ "$gpus" -gt 1 ]; then
+            make dev/trace.so >/dev/null && python3 scripts/trace_ring.py --json --gpus "$gpus" || echo "no timeline"
+        fi ;;
     layers) ./dev/bench_layers --json ;;
     train)
         $training --json --shapes 4x1024,8x1024,16x1024,64x1024

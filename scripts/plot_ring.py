@@ -43,7 +43,9 @@ def plot_ring(plt, found):
 def plot_timeline(plt, found):
     if not found:
         return None
-    found = [r for r in found if r["gpus"] == max(r["gpus"] for r in found)]
+    most = max(r["gpus"] for r in found)
+    newest = max((r for r in found if r["gpus"] == most), key=lambda r: r["date"])
+    found = [r for r in found if all(r[f] == newest[f] for f in ("gpus", "tokens_per_gpu", "layer"))]
     ranks = range(found[0]["gpus"])
     figure, panels = plt.subplots(2, 1, figsize=(11, 1.6 + 1.1 * len(ranks)), layout="constrained")
     for axes, way in zip(panels, ("forward", "backward")):
