@@ -16,6 +16,7 @@ import argparse
 import array
 import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -80,6 +81,17 @@ def start_worker(ranks):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # Pool workers outlive a parent that was killed, waiting for work forever: leave with it.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+@contextlib.contextmanager
+def workers(jobs, ranks):
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, initializer=start_worker, initargs=(ranks,))
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # waiting for workers that a signal hit can last for ever
+        raise
+    pool.shutdown()
 
 
 def encode(texts):
@@ -342,8 +354,7 @@ def prepare(args):
 
     if not manifest["complete"]:
         writer = Shards(directory, manifest)
-        with progress(total=total_bytes, unit="B", desc="tokenising") as bar, concurrent.futures.ProcessPoolExecutor(
-                args.jobs, initializer=start_worker, initargs=(ranks,)) as pool:
+        with progress(total=total_bytes, unit="B", desc="tokenising") as bar, workers(args.jobs, ranks) as pool:
             for place, (data, documents, empty) in in_order(pool, batches(), 3 * args.jobs):
                 if not writer.write(data, dict(place, **counts)):
                     break

@@ -2,6 +2,7 @@
 checked and go on where they broke off, and GPT-2's byte pair encoding from whichever form of its ranks is at hand."""
 import base64
 import concurrent.futures
+import contextlib
 import errno
 import hashlib
 import http.client
@@ -216,5 +217,7 @@ def run(main, args):
         message = "a worker was killed, for lack of memory perhaps; try fewer --jobs, what is finished is kept"
     except KeyboardInterrupt:
         message = "interrupted; run again to go on, what is finished is kept"
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
-    sys.exit(1)
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(1)  # sys.exit would wait for what is left of a pool of workers; they leave with this process

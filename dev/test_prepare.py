@@ -318,7 +318,7 @@ def test_killed_run_goes_on_byte_for_byte():
 
 
 def test_ctrl_c_and_a_killed_worker_end_in_one_line():
-    path = write_documents(".jsonl", some_documents(16000), "stopped")
+    path = write_documents(".jsonl", some_documents(64000), "stopped")  # far from done when the first shard is
     options = [path, "-o", scratch / "stopped", *ranks_options(), "--shard-tokens", 20000, "--jobs", 2]
     for says in ("prepare.py: interrupted; run again", "prepare.py: a worker was killed"):
         process = start(*options, start_new_session=True)
