@@ -146,8 +146,8 @@ class Ring {
             comm_->send_recv(next(), dkv_[0] + at, summed(rank_, step - 1), before(), dkv_[1] + at,
                              summed(before(), step - 1));
     }
-    // What travels during a step: keys and values up to the last but one; in backward, gradients of the step before's
-    // from the third on, and once more after the last.
+    // What travels during a step: keys and values, but not in the last one; in backward, from the third step on and once
+    // more after the last, the gradients of the keys of the step before.
     bool kv_travels(int step) const { return step + 1 < zigzag_.ranks; }
     bool dkv_travels(int step, Pass pass) const { return pass == Pass::backward && step > 1; }
     void depart(int step, Pass pass, const X* qkv) {

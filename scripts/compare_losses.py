@@ -62,7 +62,7 @@ def main():
         arg.error("--gpus: expected at least 1")
     if not (results.ROOT / "train_gpt2cu").exists():
         sys.exit("compare_losses.py: there is no ./train_gpt2cu: make train_gpt2cu")
-    cuda = re.search(r"release ([\d.]+)", results.output_of("nvcc", "--version"))
+    cuda = results.toolkit()
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus, pool = queue.Queue(), concurrent.futures.ThreadPoolExecutor(a.gpus)
@@ -81,7 +81,7 @@ def main():
                 runs = [run.result() for run in started[B, T, attention]]
                 ms = statistics.mean(run[1] for run in runs)
                 found = losses[attention] = [run[2] for run in runs]
-                rows.append(results.row("losses", runs[0][0], cuda[1] if cuda else "", model=a.model, dtype=a.precision,
+                rows.append(results.row("losses", runs[0][0], cuda, model=a.model, dtype=a.precision,
                                         tf32=a.precision == "fp32" and not a.no_tf32, B=B, T=T, steps=a.steps,
                                         attention=attention, seeds=a.seeds, ms=ms, loss=statistics.mean(found),
                                         loss_min=min(found), loss_max=max(found)))

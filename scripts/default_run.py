@@ -6,7 +6,6 @@
 import argparse
 import json
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,7 @@ def main():
         rows = [json.loads(line) for line in pathlib.Path(run, "log.jsonl").read_text().splitlines()]
         about = next(r for r in rows if r["kind"] == "run")
         losses = {r["step"]: r["loss_nats"] for r in rows if r["kind"] == "val"}
-        cuda = re.search(r"release ([\d.]+)", results.output_of("nvcc", "--version"))
-        row = results.row("default_run", about["device"], cuda[1] if cuda else "", steps=about["steps"], B=about["B"],
+        row = results.row("default_run", about["device"], results.toolkit(), steps=about["steps"], B=about["B"],
                           T=about["T"], dtype=about["precision"], floor_nats=about["floor_nats"])
         path = results.append([{**row, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
                                for r in rows if r["kind"] == "sample" and r["step"] in losses], "default_run")

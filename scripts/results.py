@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,12 @@ def output_of(*command):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def toolkit():
+    """The version of nvcc, "13.0"; empty without one."""
+    release = re.search(r"release ([\d.]+)", output_of("nvcc", "--version"))
+    return release[1] if release else ""
 
 
 def torch_with_gpu(script):

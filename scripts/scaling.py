@@ -90,14 +90,14 @@ def main():
         arg.error("--steps: the first ten are not counted")
     if a.device == "cpu":
         a.precision = "fp32"
-    cuda = re.search(r"release ([\d.]+)", results.output_of("nvcc", "--version"))
+    cuda = results.toolkit()
 
     def record(text, **fields):
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
         if a.json or a.out:
             device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
             common = {"model": a.model, "T": a.tokens}
-            results.append([results.row("scaling", device, cuda[1] if cuda else "", **common, **fields)], "scaling", a.out)
+            results.append([results.row("scaling", device, cuda, **common, **fields)], "scaling", a.out)
 
     same = True
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -76,12 +75,12 @@ def main():
     a = arg.parse_args()
     by_gpu = trace(a)
     name = results.output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0") or "GPU"
-    cuda = re.search(r"release ([0-9.]+)", results.output_of("nvcc", "--version"))
+    cuda = results.toolkit()
     rows = []
     for way in ("forward", "backward"):
-        first = min(e["ts"] for events in by_gpu.values() for e in attention(events, way, a.layer))
-        for gpu, events in sorted(by_gpu.items()):
-            events = attention(events, way, a.layer)
+        inside = {gpu: attention(events, way, a.layer) for gpu, events in sorted(by_gpu.items())}
+        first = min(e["ts"] for events in inside.values() for e in events)
+        for gpu, events in inside.items():
             kernels = [e for e in events if e["cat"] == "kernel"]
             copies = [e for e in events if e["name"].endswith("to another GPU")]
             travel, hidden = sum(c["dur"] for c in copies), behind(copies, kernels)
@@ -91,7 +90,7 @@ def main():
                    "travel_ms": travel * 1e-3, "hidden_ms": hidden * 1e-3,
                    "events": [{"what": e["cat"], "name": e["name"], "start_ms": round((e["ts"] - first) * 1e-3, 4),
                                "ms": round(e["dur"] * 1e-3, 4)} for e in kernels + copies]}
-            rows.append(results.row("ring_timeline", name, cuda[1] if cuda else "", **row))
+            rows.append(results.row("ring_timeline", name, cuda, **row))
     if a.json or a.out:
         print(results.append(rows, "ring_timeline", a.out))
 
