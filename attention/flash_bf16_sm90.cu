@@ -494,7 +494,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, 
                     Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
     using Tiles = ForwardTiles<HS>;
     // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
-    // wait.
+    // wait. And all groups alike: a small last one begins its long tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
@@ -502,7 +502,8 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, 
     p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
     p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     p.tiles = ceil_div(s.Tq, Tiles::Br);
-    p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads));
+    const size_t most = std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);
+    p.group = ceil_div(p.heads, ceil_div(p.heads, static_cast<int>(most)));
     p.lse = lse, p.o_acc = o_acc, p.lse_acc = lse_acc;
     const size_t items = static_cast<size_t>(p.tiles) * p.heads;
     if (items > INT_MAX / 2)
