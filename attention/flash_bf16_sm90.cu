@@ -426,29 +426,31 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
             const int row = first_q + 16 * warp + lane / 4;
             if constexpr (Block) {
+                double old[2];
+                bool sees[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // both loads before what waits for them
+                    sees[r] = row + 8 * r < p.Tq && lse[r] != -INFINITY;
+                    old[r] = sees[r] ? p.lse_acc[lse_row + row + 8 * r] : 0.;
+                }
+                __syncwarp();  // the rows' four lanes have read their lse
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
+                    if (!sees[r]) continue;
                     const int t = row + 8 * r;
-                    const bool merges = t < p.Tq && lse[r] != -INFINITY;
-                    const double old = merges ? p.lse_acc[lse_row + t] : 0.;
-                    __syncwarp();  // the row's four lanes have read its lse
-                    if (merges) {
-                        const auto [weight, merged] = merge(old, lse[r]);
-                        float2* acc = reinterpret_cast<float2*>(
-                                          p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
-                                      lane % 4;
-                        if (old == -INFINITY)
+                    float2* acc = reinterpret_cast<float2*>(
+                                      p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
+                                  lane % 4;
+                    const bool first = old[r] == -INFINITY;
+                    float2 x[HS / 8];
 #pragma unroll
-                            for (int n = 0; n < HS / 8; n++) acc[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
-                        else
+                    for (int n = 0; n < HS / 8; n++) x[n] = first ? make_float2(0.f, 0.f) : acc[4 * n];
+                    const auto [weight, merged] = merge(old[r], lse[r]);  // first: its weight is 1
 #pragma unroll
-                            for (int n = 0; n < HS / 8; n++) {
-                                const float2 x = acc[4 * n];
-                                acc[4 * n] = make_float2(x.x - weight * (x.x - o[n][2 * r]),
-                                                         x.y - weight * (x.y - o[n][2 * r + 1]));
-                            }
-                        if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
-                    }
+                    for (int n = 0; n < HS / 8; n++)
+                        acc[4 * n] = make_float2(x[n].x - weight * (x[n].x - o[n][2 * r]),
+                                                 x[n].y - weight * (x[n].y - o[n][2 * r + 1]));
+                    if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
                 }
                 __syncwarp();
             } else {
