@@ -3,22 +3,30 @@
 #pragma once
 #include "attention/attention.h"
 
-// As AttentionKernel's forward_block, backward_block and block_scratch_bytes.
+// As the fields of AttentionKernel.
 template <class X>
 void attention_forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& shape) {
     attention_kernel<X>(dev, Attention::flash, shape.HS).forward_block(dev, o_acc, lse, q, k, v, shape);
 }
 template <class X>
-void attention_backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const X> q,
+void attention_backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
                               Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
                               const BlockShape& shape) {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, Attention::flash, shape.HS);
-    kernel.backward_block(dev, dq, dk, dv, scratch, q, k, v, dout, lse, D, shape);
+    kernel.backward_block(dev, dq_sum, dk, dv, scratch, q, k, v, dout, lse, D, shape);
 }
 template <class X>
 size_t attention_block_scratch_bytes(const Cuda& dev, const BlockShape& shape) {
     return attention_kernel<X>(dev, Attention::flash, shape.HS).block_scratch_bytes(shape);
+}
+template <class X>
+size_t attention_dq_sum_bytes(const Cuda& dev, const BlockShape& shape) {
+    return attention_kernel<X>(dev, Attention::flash, shape.HS).dq_sum_bytes(shape);
+}
+template <class X>
+void attention_write_dq(const Cuda& dev, Heads<X> dq, const float* dq_sum, const BlockShape& shape) {
+    attention_kernel<X>(dev, Attention::flash, shape.HS).write_dq(dev, dq, dq_sum, shape);
 }
 
 // Rows of n elements, src_stride apart in src, dst_stride apart in dst; rounded to the type of dst.

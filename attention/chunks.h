@@ -6,6 +6,7 @@
 //              out = X(o), lse = L
 //   backward   D = rowsum(dO∘O), of whole rows;  dq ← 0
 //              for each chunk of keys:  dk, dv ← 0;  for each chunk of queries: dq, dk, dv += block(lse, D)
+//              dq is a sum in the kernel's own order until it is whole (dq_sum, attention/attention.h)
 //
 // The rule that makes chunks add up: P = exp(S − lse) and dS = P∘(dP − D) are those of the whole row only with the whole
 // row's lse and D. Given the lse of its own keys alone, a block computes the gradients of another function. And every sum
@@ -37,12 +38,12 @@ class Chunks {
             p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(memory) + used);
             used += (n * sizeof(*p) + 255) / 256 * 256;
         };
-        const BlockShape largest = block(0, q_chunk_, 0, k_chunk_);
-        take(o_, s_.B * size_t(s_.Tq) * C());
-        for (A** p : {&dk_, &dv_}) take(*p, s_.B * size_t(k_chunk_) * C());
-        for (A** p : {&lse_, &D_}) take(*p, size_t(s_.B) * s_.NH * s_.Tq);
+        take(o_, s_.B * size_t(q_chunk_) * C());
         take(running_lse_, size_t(s_.B) * s_.NH * q_chunk_);
-        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, largest)));
+        take(dq_sum_, dq_sum_bytes() / sizeof(A));
+        for (A** p : {&dk_, &dv_}) take(*p, s_.B * size_t(k_chunk_) * C());
+        take(D_, size_t(s_.B) * s_.NH * s_.Tq);
+        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, of_all(0, s_.Tq, 0, k_chunk_))));
         return used;
     }
 
@@ -54,17 +55,23 @@ class Chunks {
     const BlockShape s_;
     const int q_chunk_, k_chunk_;
     size_t bytes_;
-    A* o_;                 // chunk after chunk (B, Tq, NH, HS): the running output of one; then dq of all
-    A *dk_, *dv_;          // (B, Tk, NH, HS) of one chunk
-    A *lse_, *D_;          // chunk after chunk (B, NH, Tq)
+    A* o_;                 // (B, Tq, NH, HS) of one chunk: the running output
     double* running_lse_;  // (B, NH, Tq) of one chunk
+    A* dq_sum_;            // of all queries
+    A *dk_, *dv_;          // (B, Tk, NH, HS) of one chunk
+    A* D_;                 // (B, NH, T)
     char* scratch_;        // of the kernels
 
+    size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, s_); }
     size_t C() const { return size_t(s_.NH) * s_.HS; }
-    size_t o_at(int q0) const { return size_t(q0) * s_.B * C(); }
-    size_t stats_at(int q0) const { return size_t(q0) * s_.B * s_.NH; }
+    // Tensors of the queries are those of the chunk, or of all.
     BlockShape block(int q0, int Tq, int k0, int Tk) const {
         return {s_.B, Tq, Tk, s_.NH, s_.HS, q0, k0, s_.causal, s_.scale};
+    }
+    BlockShape of_all(int q0, int Tq, int k0, int Tk) const {
+        BlockShape s = block(q0, Tq, k0, Tk);
+        s.q_rows = s_.Tq, s.q_begin = q0;
+        return s;
     }
     // Part 0, 1, 2 of several of x (B, T, parts, NH, HS), from token t0 on.
     Heads<const X> heads(const X* x, int t0, int part, int parts) const {
@@ -93,21 +100,15 @@ void Chunks<Dev, X>::forward(X* out, A* lse, const X* qkv) {
 
 template <class Dev, class X>
 void Chunks<Dev, X>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
-    for_each_chunk(s_.Tq, q_chunk_, [&](int q0, int Tq) {
-        copy_rows(dev_, lse_ + stats_at(q0), Tq, lse + q0, s_.Tq, Tq, size_t(s_.B) * s_.NH);
-        for (int b = 0; b < s_.B; b++) {
-            const size_t row = (size_t(b) * s_.Tq + q0) * C();
-            attention_D(dev_, D_ + stats_at(q0) + size_t(b) * s_.NH * Tq, dout + row, out + row, 1, Tq, s_.NH, s_.HS);
-        }
-    });
-    dev_.zero(o_, s_.B * size_t(s_.Tq) * C() * sizeof(A));
+    attention_D(dev_, D_, dout, out, s_.B, s_.Tq, s_.NH, s_.HS);
+    dev_.zero(dq_sum_, dq_sum_bytes());
     for_each_chunk(s_.Tk, k_chunk_, [&](int k0, int Tk) {
         for (A* p : {dk_, dv_}) dev_.zero(p, s_.B * size_t(Tk) * C() * sizeof(A));
         for_each_chunk(s_.Tq, q_chunk_, [&](int q0, int Tq) {
             if (sees(q0, Tq, k0))
-                attention_backward_block<X>(dev_, o_ + o_at(q0), dk_, dv_, scratch_, heads(qkv, q0, 0, 3),
-                                            heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3), heads(dout, q0, 0, 1),
-                                            lse_ + stats_at(q0), D_ + stats_at(q0), block(q0, Tq, k0, Tk));
+                attention_backward_block<X>(dev_, dq_sum_, dk_, dv_, scratch_, heads(qkv, q0, 0, 3),
+                                            heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3), heads(dout, q0, 0, 1), lse + q0,
+                                            D_ + q0, of_all(q0, Tq, k0, Tk));
         });
         for (int b = 0; b < s_.B; b++) {
             X* to = dqkv + (size_t(b) * s_.Tk + k0) * 3 * C();
@@ -115,9 +116,5 @@ void Chunks<Dev, X>::backward(X* dqkv, const X* dout, const X* out, const A* lse
             copy_rows(dev_, to + 2 * C(), 3 * C(), dv_ + size_t(b) * Tk * C(), C(), C(), Tk);
         }
     });
-    for_each_chunk(s_.Tq, q_chunk_, [&](int q0, int Tq) {
-        for (int b = 0; b < s_.B; b++)
-            copy_rows(dev_, dqkv + (size_t(b) * s_.Tq + q0) * 3 * C(), 3 * C(), o_ + o_at(q0) + size_t(b) * Tq * C(),
-                      C(), C(), Tq);
-    });
+    attention_write_dq(dev_, Heads<X>{dqkv, s_.Tq * 3 * C(), 3 * C()}, dq_sum_, s_);
 }

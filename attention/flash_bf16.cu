@@ -848,7 +848,7 @@ void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, cons
     launch_backward(args, whole(s), dev);
 }
 
-void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const bf16> q,
+void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
                     const BlockShape& s) {
     BackwardArgs args{};
@@ -856,9 +856,10 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
     args.dout = dout;
     args.lse = lse, args.D = D;
     args.stats = static_cast<float2*>(scratch);
-    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv, args.write_dkv = s.write_dkv;
+    args.dq_acc = dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS, args.dk_acc = dk, args.dv_acc = dv,
+    args.write_dkv = s.write_dkv;
     check_aligned(kName, "dout", dout);
-    check_aligned(kName, "dq", dq);
+    check_aligned(kName, "dq_sum", dq_sum);
     check_aligned(kName, "dk", dk);
     check_aligned(kName, "dv", dv);
     check_aligned(kName, "scratch", scratch);
@@ -877,5 +878,7 @@ size_t saved_bytes(const AttentionShape&) {
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_bf16 = {"flash_bf16", 80,       true,          saved_bytes,    scratch_bytes,
-                                          forward,      backward, forward_block, backward_block, block_scratch_bytes};
+const AttentionKernel<bf16> flash_bf16 = {
+    "flash_bf16",  80,           true,          saved_bytes,    scratch_bytes,
+    forward,       backward,     forward_block, backward_block, block_scratch_bytes,
+    dq_rows_bytes, write_dq_rows};

@@ -574,4 +574,6 @@ const AttentionKernel<bf16> flash_bf16_sm90 = {"flash_bf16_sm90",
                                                flash_bf16_sm90_backward,
                                                forward_block,
                                                flash_bf16_sm90_backward_block,
-                                               flash_bf16_sm90_block_scratch_bytes};
+                                               flash_bf16_sm90_block_scratch_bytes,
+                                               flash_bf16_sm90_dq_sum_bytes,
+                                               flash_bf16_sm90_write_dq};

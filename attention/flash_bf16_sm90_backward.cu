@@ -43,11 +43,13 @@
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
 // prepare_kernel computes {log2(e)·lse, D} and clears turns and ticket; the main kernel starts beside its last blocks.
-// The block form is the same kernel with other ends: it adds dK and dV to the caller's fp32, and leaves dQ's sum to
-// add_dq_kernel. Without a mask the last key tile would do that for all queries, as the last item that is handed out.
+// The block form is the same kernel with other ends: it adds dK and dV to the caller's fp32, and dQ to the caller's sum,
+// which is in the order of the registers too, from block to block, until write_dq_kernel rounds it. The query tiles are
+// those of the sum: the first of a block may begin with queries that are not the block's, rows of zeros.
 //
-// Writes: dqkv (every element).  Block form: adds into dq, dk, dv.
-// Scratch: {log2(e)·lse, D}, turns, ticket, the sum of dQ, fp32. All of it is written before it is read.
+// Writes: dqkv (every element).  Block form: adds into dq_sum, dk, dv.
+// Scratch: {log2(e)·lse, D}, turns, ticket, and in the whole form the sum of dQ, fp32. All of it is written before it is
+// read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
 #include <climits>
@@ -83,16 +85,17 @@ struct Tiles {
 
 struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
-    float *dq_acc, *dk_acc, *dv_acc;        // block form: added into; null otherwise
-    int NH, heads, Tq, Tk;                  // heads = B·NH
-    int q_rows, k_rows;                     // of dq_acc, and of dk_acc and dv_acc: see BlockShape
+    float *dk_acc, *dv_acc;                 // block form: added into; null otherwise
+    int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
+    int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see BlockShape
     bool write_dkv;
-    int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
+    int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
     int q_tiles, k_tiles;
     int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum, in the block form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float2* stats;            // (heads, q_tiles·Br) {log2(e)·lse, or +inf for a row that sees no key; D}
-    float* dq_sum;            // (ring, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    float* dq_sum;            // (ring, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    int sum_tiles;            // query tiles of a head in dq_sum, which points to the first of the block's
     int* turn;                // (heads, q_tiles): how many key tiles have added to dQ, so the one whose turn it is
     int* ticket;              // the next item
 };
@@ -105,7 +108,7 @@ struct PrepareArgs {
     const float *lse, *D;  // D: block form only
     float2* stats;
     int *turn, *ticket;
-    int NH, Tq, q_rows, q_tiles, first_ticket;
+    int NH, Tq, before, q_rows, q_tiles, first_ticket;
 };
 
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
@@ -140,7 +143,7 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
         uint4 x[Passes], y[Passes];
 #pragma unroll
         for (int i = 0; i < Passes; i++) {
-            const size_t t = min(first + i * Rows, args.Tq - 1);
+            const size_t t = min(first + i * Rows, args.Tq - 1);  // whole form: from 0 on
             x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token);
             y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token);
         }
@@ -156,8 +159,8 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
         for (int i = 0; i < Passes; i++) {
             const int t = first + i * Rows;
             float2 stats = {INFINITY, 0.f};
-            if (t < args.Tq) {
-                const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
+            if (t >= args.before && t < args.Tq) {
+                const size_t at = static_cast<size_t>(bh) * args.q_rows + t - args.before;
                 const float lse = args.lse[at];
                 if (lse != -INFINITY) stats.x = lse * static_cast<float>(M_LOG2E);
                 stats.y = args.D ? args.D[at] : D[i];
@@ -260,7 +263,7 @@ __device__ __forceinline__ void store_tile(const CUtensorMap* map, uint32_t tile
     for (int panel = 0; panel < HS / 64; panel++) tma_store_4d(map, tile + panel * rows * 128, panel * 64, h, t, b);
 }
 
-template <int HS>
+template <int HS, bool Block>
 __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     const Control<HS> control{smem_address(smem)};
     using T = Tiles<HS>;
@@ -271,7 +274,7 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     const int total = args.heads * args.k_tiles;
     // Blocks of the block form may start late, where communication has taken their multiprocessors: then nobody shall wait
     // for a key tile that is theirs.
-    int ticket = args.dq_acc ? atomicAdd(args.ticket, 1) : blockIdx.x;
+    int ticket = Block ? atomicAdd(args.ticket, 1) : blockIdx.x;
     Order order;
     for (int item = 0, n = 0;; item++) {
         const uint32_t kv_full = control.kv_full(item);
@@ -292,8 +295,10 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
             const uint32_t q_full = control.q_full(n), q_stage = control.base + (n & 1) * T::QBytes;
             mbarrier_wait(control.q_empty(n), n >> 1 & 1 ^ 1);
             mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::StatsBytes);
-            load_tile<HS>(q_stage + T::Q, &args.q, q_full, T::Br, h, i * T::Br, b);
-            load_tile<HS>(q_stage + T::Do, &args.dout, q_full, T::Br, h, i * T::Br, b);
+            const int t =
+                i * T::Br - (Block ? args.before : 0);  // rows before 0 are zeros, as are those behind the last
+            load_tile<HS>(q_stage + T::Q, &args.q, q_full, T::Br, h, t, b);
+            load_tile<HS>(q_stage + T::Do, &args.dout, q_full, T::Br, h, t, b);
             bulk_load(control.base + T::Stats + (n & 1) * T::StatsBytes,
                       args.stats + (static_cast<size_t>(w.bh) * args.q_tiles + i) * T::Br, T::StatsBytes, q_full);
         }
@@ -392,9 +397,9 @@ __device__ __forceinline__ void round_tile(const float (&c)[N][4], float factor,
     }
 }
 
-// Element (row lane/4, column 2·(lane % 4)) of a warp's 16×8 tiles in a contiguous (B, T, NH, HS).
-__device__ __forceinline__ size_t fragment_at(const Args& args, int bh, int T, int t, int HS) {
-    return ((static_cast<size_t>(bh / args.NH) * T + t) * args.NH + bh % args.NH) * HS + threadIdx.x % 4 * 2;
+// Element (row lane/4, column 2·(lane % 4)) of a warp's 16×8 tiles in dk_acc and dv_acc.
+__device__ __forceinline__ size_t fragment_at(const Args& args, int bh, int t, int HS) {
+    return ((static_cast<size_t>(bh / args.NH) * args.k_rows + t) * args.NH + bh % args.NH) * HS + threadIdx.x % 4 * 2;
 }
 
 template <int HS, bool Block>
@@ -412,8 +417,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
     if (threadIdx.x < 128) {
         setmaxnreg_dec<24>();
-        grid_wait_dependency();                        // statistics, turns and the ticket are prepare_kernel's
-        if (threadIdx.x == 0) loader<HS>(args, smem);  // a warp each: lanes of one would wait for one another
+        grid_wait_dependency();                               // statistics, turns and the ticket are prepare_kernel's
+        if (threadIdx.x == 0) loader<HS, Block>(args, smem);  // a warp each: lanes of one would wait for one another
         if (threadIdx.x == 32) usher<HS>(args, smem);
         if (threadIdx.x == 64) announcer<HS, Block>(args, smem);
         if (threadIdx.x == 96) storer<HS, Block>(args, smem);
@@ -563,7 +568,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     const bool final = !Block && w.k_tile == last_k_tile<HS>(args, i);
                     mbarrier_wait(control.turn(n), n >> 1 & 1);
                     float4* sum = reinterpret_cast<float4*>(args.dq_sum) +
-                                  (static_cast<size_t>(slot) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 +
+                                  (static_cast<size_t>(slot) * args.sum_tiles + i) * (Br * HS / 4) + wg * 1024 +
                                   threadIdx.x % 128;
                     if (final) {
                         if (w.k_tile > 0)
@@ -574,7 +579,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                             }
                         round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
                         fence_proxy_async();
-                    } else if (w.k_tile == 0) {
+                    } else if (!Block && w.k_tile == 0) {
 #pragma unroll
                         for (int c = 0; c < 8; c++)
                             __stcg(sum + c * 128, make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]));
@@ -600,7 +605,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
-                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
+                    const size_t at = fragment_at(args, w.bh, key, HS);
                     float2 *to_k = reinterpret_cast<float2*>(args.dk_acc + at),
                            *to_v = reinterpret_cast<float2*>(args.dv_acc + at);
 #pragma unroll
@@ -614,7 +619,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
-                    const size_t at = fragment_at(args, w.bh, args.k_rows, key, HS);
+                    const size_t at = fragment_at(args, w.bh, key, HS);
 #pragma unroll
                     for (int c = 0; c < HS / 8; c++) {
                         red_add_v2(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
@@ -634,39 +639,41 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// After the main kernel's block form: scale·(the sum of dQ) into the caller's rows. A block has a warpgroup's part of a
-// query tile, and its threads what that one's had. Blocks of all heads of a row run together: their rows are neighbours.
+// After the last block: scale·(the sum of dQ), rounded, into rows. A block has a warpgroup's part of a query tile; a thread
+// what four neighbours had of two rows and 8 columns: 16 bytes of each row.
+
+struct WriteArgs {
+    Heads<bf16> dq;
+    const float* dq_sum;
+    int NH, heads, T, tiles;
+    float scale;
+};
 
 template <int HS>
-__global__ __launch_bounds__(128) void add_dq_kernel(const __grid_constant__ Args args) {
+__global__ __launch_bounds__(256) void write_dq_kernel(const WriteArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int Br = Tiles<HS>::Br;
+    // Blocks of all heads of a row run together: their rows are neighbours.
     const int wg = blockIdx.x % 2, bh = blockIdx.x / 2 % args.heads, i = blockIdx.x / 2 / args.heads;
-    if (min((i + 1) * Br, args.Tq) - 1 + args.shift < 0) return;  // no key is seen: there is no sum
-    const int row = i * Br + (HS == 64 ? 64 * wg : 0) + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const int c = threadIdx.x % 8, quad = threadIdx.x / 8;
     const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) +
-                        (static_cast<size_t>(bh) * args.q_tiles + i) * (Br * HS / 4) + wg * 1024 + threadIdx.x;
-    float2* to[2];
-    float2 y[2][8];
-    float4 x[8];
+                        (static_cast<size_t>(bh) * args.tiles + i) * (Br * HS / 4) + wg * 1024 + c * 128 + quad * 4;
+    uint32_t rows[2][4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float4 x = sum[j];
+        rows[0][j] = pack_bf16(args.scale * x.x, args.scale * x.y);
+        rows[1][j] = pack_bf16(args.scale * x.z, args.scale * x.w);
+    }
+    const int first = i * Br + (HS == 64 ? 64 * wg : 0) + quad / 8 * 16 + quad % 8;
+    bf16* dq = args.dq.ptr + bh / args.NH * args.dq.batch + bh % args.NH * HS + (HS == 128 ? 64 * wg : 0) + 8 * c;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        to[r] = reinterpret_cast<float2*>(args.dq_acc + fragment_at(args, bh, args.q_rows, row + 8 * r, HS) +
-                                          (HS == 128 ? 64 * wg : 0));
-        if (row + 8 * r < args.Tq)
-#pragma unroll
-            for (int c = 0; c < 8; c++) y[r][c] = to[r][4 * c];
+        const size_t t = first + 8 * r;
+        if (t < args.T)
+            *reinterpret_cast<uint4*>(dq + t * args.dq.token) =
+                make_uint4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]);
     }
-    grid_wait_dependency();  // the sum is the main kernel's
-#pragma unroll
-    for (int c = 0; c < 8; c++) x[c] = __ldcs(sum + c * 128);
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-        if (row + 8 * r < args.Tq)
-#pragma unroll
-            for (int c = 0; c < 8; c++)
-                to[r][4 * c] = make_float2(y[r][c].x + args.scale * (r == 0 ? x[c].x : x[c].z),
-                                           y[r][c].y + args.scale * (r == 0 ? x[c].y : x[c].w));
 #endif
 }
 
@@ -675,13 +682,24 @@ __global__ __launch_bounds__(128) void add_dq_kernel(const __grid_constant__ Arg
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-// Scratch: statistics, dQ's sum, turns, ticket.
+template <class F>  // f(std::integral_constant<int, HS>)
+void with_head_size(int HS, F f) {
+    if (HS == 64)
+        f(std::integral_constant<int, 64>{});
+    else
+        f(std::integral_constant<int, 128>{});
+}
+int rows_of_tile(int HS) {
+    return HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
+}
+
+// Scratch: statistics, dQ's sum (whole form), turns, ticket.
 struct Layout {
-    int Br, q_tiles, k_tiles, group, chunk, ring;
+    int Br, before, q_tiles, k_tiles, group, chunk, ring;
     size_t dq_sum, turn, ticket, bytes;
     Layout(const BlockShape& s, bool block) {
-        Br = s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
-        q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
+        Br = rows_of_tile(s.HS), before = block ? s.q_begin % Br : 0;
+        q_tiles = ceil_div(before + s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
         // As many heads in work at a time as fit into L2 with what streams by, but so many that key tiles of one need
         // not queue. Long ones do not fit: there, blocks that walk a head one after the other must stay so close that
@@ -699,7 +717,7 @@ struct Layout {
         ring = block ? heads : static_cast<int>(std::min<long long>(heads, places));
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
-        turn = dq_sum + static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float);
+        turn = dq_sum + (block ? 0 : static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float));
         ticket = turn + tiles * sizeof(int);
         bytes = ticket + sizeof(int);
     }
@@ -713,21 +731,19 @@ void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
         throw Error(format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch",
                            std::max(prepare_blocks, items), INT_MAX / 2));
     const int blocks = static_cast<int>(std::min<size_t>(items, dev.num_sms));
-    prepare.first_ticket = args.dq_acc ? 0 : blocks;
+    const bool block = args.dk_acc != nullptr;
+    prepare.first_ticket = block ? 0 : blocks;
     prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    const auto kernel = args.dq_acc ? backward_kernel<HS, true> : backward_kernel<HS, false>;
+    const auto kernel = block ? backward_kernel<HS, true> : backward_kernel<HS, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
-    cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks; add_dq_kernel at once after the last
+    cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = blocks, config.blockDim = kThreads, config.dynamicSmemBytes = Tiles<HS>::Smem;
     config.stream = dev.stream, config.attrs = &overlap, config.numAttrs = 1;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-    if (!args.dq_acc) return;
-    config.gridDim = static_cast<unsigned>(2 * prepare_blocks), config.blockDim = 128, config.dynamicSmemBytes = 0;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, add_dq_kernel<HS>, args));
 }
 
 struct Inputs {
@@ -735,30 +751,34 @@ struct Inputs {
     const float *lse, *D;
 };
 void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, const Cuda& dev) {
-    const Layout layout(s, args.dq_acc != nullptr);
+    const bool block = args.dk_acc != nullptr;
+    const Layout layout(s, block);
     char* at = static_cast<char*>(scratch);
-    args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = s.Tq, args.Tk = s.Tk;
+    args.NH = s.NH, args.heads = s.B * s.NH, args.before = layout.before, args.Tq = layout.before + s.Tq,
+    args.Tk = s.Tk;
     args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
     // Beyond these bounds every query sees all keys, or none.
     args.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
+    args.shift -= layout.before;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
     args.group = layout.group, args.chunk = layout.chunk, args.ring = layout.ring;
     args.scale = s.resolved_scale();
     args.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     args.stats = reinterpret_cast<float2*>(at);
-    args.dq_sum = reinterpret_cast<float*>(at + layout.dq_sum);
+    args.sum_tiles = block ? ceil_div(s.rows_of_q(), layout.Br) : layout.q_tiles;
+    if (block)
+        args.dq_sum += static_cast<size_t>(s.q_begin / layout.Br) * layout.Br * s.HS;
+    else
+        args.dq_sum = reinterpret_cast<float*>(at + layout.dq_sum);
     args.turn = reinterpret_cast<int*>(at + layout.turn);
     args.ticket = reinterpret_cast<int*>(at + layout.ticket);
     args.q = tensor_map("q", in.q, s.B, s.Tq, s.NH, s.HS, layout.Br);
     args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, s.HS, layout.Br);
-    PrepareArgs prepare{in.dout,     in.out, in.lse, in.D,          args.stats,     args.turn,
-                        args.ticket, s.NH,   s.Tq,   s.rows_of_q(), layout.q_tiles, 0};
-    if (s.HS == 64)
-        launch<64>(prepare, args, dev);
-    else
-        launch<128>(prepare, args, dev);
+    PrepareArgs prepare{in.dout, in.out,  in.lse,        in.D,          args.stats,     args.turn, args.ticket,
+                        s.NH,    args.Tq, layout.before, s.rows_of_q(), layout.q_tiles, 0};
+    with_head_size(s.HS, [&](auto HS) { launch<HS>(prepare, args, dev); });
 }
 
 void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
@@ -786,23 +806,42 @@ void flash_bf16_sm90_backward(const Cuda& dev, bf16* dqkv, void* scratch, const 
     const Heads<bf16> dq = packed(dqkv, s, 0), dk = packed(dqkv, s, 1), dv = packed(dqkv, s, 2);
     check_aligned(kName, "out", in.out);
     check_aligned(kName, "dqkv", dq);
-    args.dq = tensor_map("dq", dq, s.B, s.T, s.NH, s.HS, s.HS == 64 ? Tiles<64>::Br : Tiles<128>::Br);
+    args.dq = tensor_map("dq", dq, s.B, s.T, s.NH, s.HS, rows_of_tile(s.HS));
     args.dk = tensor_map("dk", dk, s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
     args.dv = tensor_map("dv", dv, s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
     launch(in, args, scratch, whole(s), dev);
 }
 
-void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch,
+void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch,
                                     Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
                                     Heads<const bf16> dout, const float* lse, const float* D, const BlockShape& s) {
     const Inputs in{q, k, v, dout, {}, lse, D};
     check_problem(in, s, scratch);
     Args args{};
-    args.dq_acc = dq, args.dk_acc = dk, args.dv_acc = dv;
-    check_aligned(kName, "dq", dq);
+    args.dq_sum = dq_sum, args.dk_acc = dk, args.dv_acc = dv;
+    check_aligned(kName, "dq_sum", dq_sum);
     check_aligned(kName, "dk", dk);
     check_aligned(kName, "dv", dv);
     launch(in, args, scratch, s, dev);
+}
+
+size_t flash_bf16_sm90_dq_sum_bytes(const BlockShape& s) {
+    const int Br = rows_of_tile(s.HS);
+    return static_cast<size_t>(s.B) * s.NH * ceil_div(s.rows_of_q(), Br) * Br * s.HS * sizeof(float);
+}
+void flash_bf16_sm90_write_dq(const Cuda& dev, Heads<bf16> dq, const float* dq_sum, const BlockShape& s) {
+    check_shape(kName, s);
+    check_aligned(kName, "dq", dq);
+    check_aligned(kName, "dq_sum", dq_sum);
+    const int heads = s.B * s.NH, T = s.rows_of_q(), tiles = ceil_div(T, rows_of_tile(s.HS));
+    const size_t blocks = 2 * static_cast<size_t>(heads) * tiles;
+    if (blocks > INT_MAX)
+        throw Error(
+            format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
+    const WriteArgs args{dq, dq_sum, s.NH, heads, T, tiles, s.resolved_scale()};
+    with_head_size(s.HS,
+                   [&](auto HS) { write_dq_kernel<HS><<<static_cast<unsigned>(blocks), 256, 0, dev.stream>>>(args); });
+    LAUNCH_CHECK("flash_bf16_sm90 write_dq_kernel");
 }
 
 size_t flash_bf16_sm90_block_scratch_bytes(const BlockShape& s) {

@@ -1118,7 +1118,7 @@ void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, co
     launch_backward(args, s.HS, dev);
 }
 
-void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const float> q,
+void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
                     Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
                     const float* D, const BlockShape& s) {
     BackwardArgs args{};
@@ -1126,7 +1126,8 @@ void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scra
     args.dout = dout;
     args.lse = lse, args.D = D;
     args.stats = static_cast<float2*>(scratch);
-    args.dq = contiguous(dq, s.rows_of_q(), s.NH, s.HS), args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS);
+    args.dq = contiguous(dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS, s.rows_of_q(), s.NH, s.HS);
+    args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS);
     args.dv = contiguous(dv, s.rows_of_k(), s.NH, s.HS);
     args.add_dq = true, args.add_dkv = !s.write_dkv;
     launch_backward(args, s.HS, dev);
@@ -1145,5 +1146,6 @@ size_t saved_bytes(const AttentionShape&) {
 }  // namespace
 
 const AttentionKernel<float> flash_fp16x3 = {
-    "flash_fp16x3", 80,       true,          saved_bytes,    scratch_bytes,
-    forward,        backward, forward_block, backward_block, block_scratch_bytes};
+    "flash_fp16x3", 80,           true,          saved_bytes,    scratch_bytes,
+    forward,        backward,     forward_block, backward_block, block_scratch_bytes,
+    dq_rows_bytes,  write_dq_rows};

@@ -645,12 +645,13 @@ static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* d
                  part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), {dout, C * s.T, C}, lse, D, whole(s), false);
 }
 
-static void backward_block(const Cuda& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const float> q,
+static void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
                            Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
                            const float* D, const BlockShape& s) {
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    backward_any(dev, "flash_fp32 backward_block", {dq, C * s.rows_of_q(), C}, {dk, C * s.rows_of_k(), C},
-                 {dv, C * s.rows_of_k(), C}, static_cast<int*>(scratch), q, k, v, dout, lse, D, s, true);
+    backward_any(dev, "flash_fp32 backward_block", {dq_sum + s.q_begin * C, C * s.rows_of_q(), C},
+                 {dk, C * s.rows_of_k(), C}, {dv, C * s.rows_of_k(), C}, static_cast<int*>(scratch), q, k, v, dout, lse,
+                 D, s, true);
 }
 
 static size_t saved_bytes(const AttentionShape&) {
@@ -663,5 +664,6 @@ static size_t scratch_bytes(const AttentionShape& s) {
     return static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
 }
 
-const AttentionKernel<float> flash_fp32{"flash_fp32", 70,       true,          saved_bytes,    scratch_bytes,
-                                        forward,      backward, forward_block, backward_block, block_scratch_bytes};
+const AttentionKernel<float> flash_fp32{"flash_fp32",  70,           true,          saved_bytes,    scratch_bytes,
+                                        forward,       backward,     forward_block, backward_block, block_scratch_bytes,
+                                        dq_rows_bytes, write_dq_rows};

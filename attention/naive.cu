@@ -255,7 +255,7 @@ static void backward(const Cuda& dev, X* dqkv, void* scratch, const X* dout, con
 }
 
 template <class X>
-constexpr AttentionKernel<X> kNaive = {"naive",    70,          false,   saved_bytes<X>, scratch_bytes<X>,
-                                       forward<X>, backward<X>, nullptr, nullptr,        nullptr};
+constexpr AttentionKernel<X> kNaive = {"naive",     70,      false,   saved_bytes<X>, scratch_bytes<X>, forward<X>,
+                                       backward<X>, nullptr, nullptr, nullptr,        nullptr,          nullptr};
 const AttentionKernel<float> naive_fp32 = kNaive<float>;
 const AttentionKernel<bf16> naive_bf16 = kNaive<bf16>;

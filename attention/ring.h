@@ -73,7 +73,7 @@ class Ring {
     A* dkv_[2];      // (2: K and V, B, 2Tc, NH, HS) of the ranks so far: at work, and on its way in
     A* own_;         // the same: this rank's addition to it
     A* home_;        // the same: of its own keys by its own queries
-    A* o_;           // (B, 2Tc, NH, HS): running output, then dq
+    A* o_;           // (B, 2Tc, NH, HS): running output; in backward dq_sum of all queries (attention/attention.h)
     A* D_;           // (B, NH, 2Tc)
     double* lse_;    // as D_: the running one
     char* scratch_;  // of the kernels
@@ -89,25 +89,29 @@ class Ring {
         for (A*& p : dkv_) take(p, of_travel);
         take(own_, of_travel);
         take(home_, 2 * elements());
-        take(o_, elements());
+        take(o_, std::max(elements(), dq_sum_bytes() / sizeof(A)));
         take(D_, elements() / HS_);
         take(lse_, elements() / HS_);
         take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
         return used;
     }
 
+    size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, own_keys(0, 2 * Tc_)); }
     size_t C() const { return size_t(NH_) * HS_; }
     size_t tokens() const { return size_t(B_) * 2 * Tc_; }
     size_t elements() const { return tokens() * C(); }
 
     // Queries [q0, q0 + Tq) of this rank against the first Tk of its own keys, which are neighbours in order: the mask is
     // that of a sequence of 2Tc tokens. Or of another rank's: there is none.
-    BlockShape own_keys(int q0, int Tq) const {
-        return {B_, Tq, q0 + Tq, NH_, HS_, q0, 0, true, scale_, 2 * Tc_, 2 * Tc_};
-    }
+    BlockShape own_keys(int q0, int Tq) const { return block(q0, Tq, q0 + Tq, true); }
     BlockShape others_keys(int step) const {
         const int seen = zigzag_.seen(rank_, step), Tq = seen == 2 ? Tc_ : 2 * Tc_;
-        return {B_, Tq, seen * Tc_, NH_, HS_, 2 * Tc_ - Tq, 0, false, scale_, 2 * Tc_, 2 * Tc_};
+        return block(2 * Tc_ - Tq, Tq, seen * Tc_, false);
+    }
+    BlockShape block(int q0, int Tq, int Tk, bool causal) const {
+        BlockShape s{B_, Tq, Tk, NH_, HS_, q0, 0, causal, scale_, 2 * Tc_, 2 * Tc_};
+        s.q_begin = q0;
+        return s;
     }
     // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.
     Heads<const X> heads(const X* x, int t0, int part, int parts) const {
@@ -118,15 +122,14 @@ class Ring {
         return step == 0 ? heads(qkv, 0, part + 1, 3) : heads(kv_[0], 0, part, 2);
     }
     void forward_block(const BlockShape& s, int step, const X* qkv) {
-        const int q0 = static_cast<int>(s.q_offset);
+        const int q0 = s.q_begin;
         attention_forward_block<X>(dev_, o_ + q0 * C(), lse_ + q0, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
                                    keys(qkv, step, 1), s);
     }
     void backward_block(const BlockShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
-        const int q0 = static_cast<int>(s.q_offset);
-        attention_backward_block<X>(dev_, o_ + q0 * C(), dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3),
-                                    keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0,
-                                    s);
+        const int q0 = s.q_begin;
+        attention_backward_block<X>(dev_, o_, dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
+                                    keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0, s);
     }
 
     int next() const { return (rank_ + 1) % zigzag_.ranks; }
@@ -187,7 +190,7 @@ template <class Dev, class X, class Comm>
 void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
     const int ranks = zigzag_.ranks;
     depart(0, Pass::backward, qkv);
-    dev_.zero(o_, elements() * sizeof(A));
+    dev_.zero(o_, dq_sum_bytes());
     attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
     BlockShape late = own_keys(Tc_, Tc_);
     late.write_dkv = true;
@@ -209,7 +212,8 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
 
     depart(ranks, Pass::backward, qkv);
     backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
-    copy_rows(dev_, dqkv, 3 * C(), o_, C(), C(), tokens());  // while the last gradients come
+    // While the last gradients come.
+    attention_write_dq(dev_, Heads<X>{dqkv, 2 * Tc_ * 3 * C(), 3 * C()}, o_, own_keys(0, 2 * Tc_));
     arrive(ranks, Pass::backward);
     const size_t come = ranks > 1 ? summed(before(), ranks - 1) / C() : 0;  // tokens of a sequence
     for (int b = 0; b < B_; b++)

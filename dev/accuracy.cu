@@ -247,34 +247,39 @@ void check_masked(Study& study, const AttentionKernel<X>& kernel, int HS, int T,
     const DeviceMemory inputs = device_memory(dev, 4 * n * sizeof(X)), state = device_memory(dev, n * sizeof(float));
     const DeviceMemory lse = device_memory(dev, rows * sizeof(float)), D = device_memory(dev, rows * sizeof(float));
     const DeviceMemory running = device_memory(dev, rows * sizeof(double));
-    const DeviceMemory gradients = device_memory(dev, 3 * n * sizeof(float));
+    const DeviceMemory gradients = device_memory(dev, 2 * n * sizeof(float)), dq = device_memory(dev, n * sizeof(X));
+    const DeviceMemory dq_sum = device_memory(dev, kernel.dq_sum_bytes(s));
     const DeviceMemory scratch = poisoned(dev, kernel.block_scratch_bytes(s));
     X* qkv = static_cast<X*>(inputs.get());
     float *o = static_cast<float*>(state.get()), *lse_ptr = static_cast<float*>(lse.get());
-    float* dqkv = static_cast<float*>(gradients.get());
+    float *dk = static_cast<float*>(gradients.get()), *sum = static_cast<float*>(dq_sum.get());
     fill_normal(dev, qkv, 4 * n, 1);
     fill_normal(dev, static_cast<float*>(D.get()), rows, 2);
-    dev.zero(dqkv, 3 * n * sizeof(float));
+    dev.zero(dk, 2 * n * sizeof(float));
+    dev.zero(sum, kernel.dq_sum_bytes(s));
     double* const running_lse = static_cast<double*>(running.get());
     attention_clear_state(dev, o, running_lse, s);
     const auto part = [&](int i) { return Heads<const X>{qkv + i * C, 3 * n, 3 * C}; };
     for (int twice = 0; twice < 2; twice++) kernel.forward_block(dev, o, running_lse, part(0), part(1), part(2), s);
     copy_rows(dev, lse_ptr, rows, running_lse, rows, rows, 1);
-    kernel.backward_block(dev, dqkv, dqkv + n, dqkv + 2 * n, scratch.get(), part(0), part(1), part(2),
-                          {qkv + 3 * n, n, C}, lse_ptr, static_cast<const float*>(D.get()), s);
+    kernel.backward_block(dev, sum, dk, dk + n, scratch.get(), part(0), part(1), part(2), {qkv + 3 * n, n, C}, lse_ptr,
+                          static_cast<const float*>(D.get()), s);
+    kernel.write_dq(dev, {static_cast<X*>(dq.get()), n, C}, sum, s);
 
-    std::vector<float> host_o(n), host_lse(rows), host_dqkv(3 * n);
+    std::vector<float> host_o(n), host_lse(rows), host_dkv(2 * n);
+    std::vector<X> host_dq(n);
     dev.download(host_o.data(), o, n * sizeof(float));
     dev.download(host_lse.data(), lse_ptr, rows * sizeof(float));
-    dev.download(host_dqkv.data(), dqkv, 3 * n * sizeof(float));
+    dev.download(host_dq.data(), dq.get(), n * sizeof(X));
+    dev.download(host_dkv.data(), dk, 2 * n * sizeof(float));
     size_t wrong = 0;
     for (size_t i = 0; i < rows; i++)
         wrong += !(static_cast<int>(i % T) < k_offset ? host_lse[i] == -INFINITY : std::isfinite(host_lse[i]));
     for (size_t i = 0; i < n; i++) {
         const bool empty = static_cast<int>(i / C) < k_offset;
-        for (float x : {host_o[i], host_dqkv[i]}) wrong += !(empty ? x == 0.f : std::isfinite(x));
+        for (float x : {host_o[i], float(host_dq[i])}) wrong += !(empty ? x == 0.f : std::isfinite(x));
     }
-    for (size_t i = n; i < 3 * n; i++) wrong += !std::isfinite(host_dqkv[i]);
+    for (float x : host_dkv) wrong += !std::isfinite(x);
     std::printf("%-14s %s %d queries against %d keys from position %d on: %s\n", kernel.name, name_of(dtype_of<X>()), T,
                 T, k_offset, wrong ? format("%zu elements WRONG", wrong).c_str() : "ok");
     study.beyond += wrong > 0;

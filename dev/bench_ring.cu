@@ -180,8 +180,9 @@ void run_blocks(const Bench<Comm>& b) {
     const double of_pair[2] = {b.measure([&] { whole.forward(b.dev); }).cool,
                                b.measure([&] { whole.backward(b.dev); }).cool};
     const double pairs = 0.5 * whole.s.T * whole.s.T;
-    const DeviceMemory sums = device_memory(b.dev, 5 * n * sizeof(float)), rows = device_memory(b.dev, 4 * n);
     const BlockShape most{1, Tc, 2 * Tc, NH, HS};
+    const DeviceMemory sums = device_memory(b.dev, 5 * n * sizeof(float)), rows = device_memory(b.dev, 4 * n);
+    const DeviceMemory dq_sum = device_memory(b.dev, attention_dq_sum_bytes<bf16>(b.dev, most));
     const DeviceMemory scratch = device_memory(b.dev, attention_block_scratch_bytes<bf16>(b.dev, most));
     float *o = as<float>(sums), *dk = o + n, *lse = as<float>(rows), *D = lse + size_t(Tc) * NH;
     double* running = reinterpret_cast<double*>(D + size_t(Tc) * NH);
@@ -206,12 +207,12 @@ void run_blocks(const Bench<Comm>& b) {
                  attention_forward_block<bf16>(b.dev, o, running, heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
                                                heads(whole.qkv, 0, 2, 3), kind.shape);
              }).cool;
-        const double backward =
-            b.measure([&] {
-                 attention_backward_block<bf16>(b.dev, o, dk, dk + 2 * n, scratch.get(), heads(whole.qkv, 0, 0, 3),
-                                                heads(whole.qkv, 0, 1, 3), heads(whole.qkv, 0, 2, 3),
-                                                heads(whole.dout, 0, 0, 1), lse, D, kind.shape);
-             }).cool;
+        const double backward = b.measure([&] {
+                                     attention_backward_block<bf16>(
+                                         b.dev, as<float>(dq_sum), dk, dk + 2 * n, scratch.get(),
+                                         heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
+                                         heads(whole.qkv, 0, 2, 3), heads(whole.dout, 0, 0, 1), lse, D, kind.shape);
+                                 }).cool;
         if (b.job.rank == 0)
             std::printf("  %-16s forward %.3f ms (%.1f %%)  backward %.3f ms (%.1f %%)\n", kind.name, forward,
                         100 * ideal * of_pair[0] / forward, backward, 100 * ideal * of_pair[1] / backward);

@@ -462,16 +462,16 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const
                 }
                 for (int d = 0; d < s.HS; d++) o[d] /= sum;
                 attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
-                                lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o, double(max) + std::log(double(sum)),
-                                s.HS);
+                                lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o,
+                                double(max) + std::log(double(sum)), s.HS);
             }
         }
 }
 
 template <class X>
-void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q, Heads<const X> k,
-                              Heads<const X> v, Heads<const X> dout, const Acc<X>* lse, const Acc<X>* D,
-                              const BlockShape& s) {
+void attention_backward_block(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q,
+                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
+                              const Acc<X>* D, const BlockShape& s) {
     using A = Acc<X>;
     const A scale = s.resolved_scale();
     if (s.write_dkv)
@@ -492,11 +492,17 @@ void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, vo
                     const size_t key = ((size_t(b) * s.rows_of_k() + j) * s.NH + h) * s.HS;
                     const A p = std::exp(scale * dot(q_i, k_j, s.HS) - lse[row]);
                     const A ds = scale * p * (dot(do_i, v_j, s.HS) - D[row]);
-                    axpy<X>(dq + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
+                    axpy<X>(dq_sum + ((size_t(b) * s.rows_of_q() + s.q_begin + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
                     axpy<X>(dk + key, ds, q_i, s.HS);
                     axpy<X>(dv + key, p, do_i, s.HS);
                 }
             }
+}
+
+template <class X>
+void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const BlockShape& s) {
+    const size_t C = size_t(s.NH) * s.HS, rows = s.rows_of_q();
+    for (int b = 0; b < s.B; b++) copy_rows(cpu, dq.ptr + b * dq.batch, dq.token, dq_sum + b * rows * C, C, C, rows);
 }
 
 template <class A>
@@ -616,8 +622,7 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define INSTANTIATE(X)                                                                                                 \
-    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int,                       \
-                                  const Positions&);                                                                   \
+    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int, const Positions&);    \
     template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&);  \
     template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
     template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
@@ -634,10 +639,11 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
-    template void attention_forward_block(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,          \
+    template void attention_forward_block(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,     \
                                           const BlockShape&);                                                          \
     template void attention_backward_block(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,              \
                                            Heads<const X>, Heads<const X>, const X*, const X*, const BlockShape&);     \
+    template void attention_write_dq(const Cpu&, Heads<X>, const X*, const BlockShape&);                               \
     template void attention_merge(X*, double*, const X*, double, int);                                                 \
     template void attention_clear_state(const Cpu&, X*, double*, const BlockShape&);                                   \
     template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \

@@ -122,11 +122,17 @@ template <class X>
 void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape&);
 template <class X>
-void attention_backward_block(const Cpu&, Acc<X>* dq, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
+void attention_backward_block(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
                               Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
                               const Acc<X>* D, const BlockShape&);
 template <class X>
 size_t attention_block_scratch_bytes(const Cpu&, const BlockShape&) { return 0; }
+template <class X>
+size_t attention_dq_sum_bytes(const Cpu&, const BlockShape& s) {
+    return size_t(s.B) * s.rows_of_q() * s.NH * s.HS * sizeof(Acc<X>);
+}
+template <class X>
+void attention_write_dq(const Cpu&, Heads<X> dq, const Acc<X>* dq_sum, const BlockShape&);
 template <class A>  // o (HS) and lse of one row ← those of the keys seen so far and of more keys, o_b and lse_b
 void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS);
 template <class A>

@@ -144,41 +144,49 @@ template <class X>
 void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, const Result<X>& to, bool own_lse) {
     const int T = in.s.T, NH = in.s.NH, chunk = (T + kChunks - 1) / kChunks;
     const size_t C = size_t(NH) * HS;
-    const BlockShape largest{1, chunk, chunk, NH, HS};
-    const DeviceMemory sums = device_memory(dev, 3 * in.n * sizeof(float));
+    BlockShape largest{1, chunk, chunk, NH, HS};
+    largest.q_rows = T, largest.q_begin = 127;  // of a tile: what comes before it
+    const BlockShape all{1, T, T, NH, HS};
+    const DeviceMemory sums = device_memory(dev, 2 * in.n * sizeof(float));
+    const DeviceMemory dq_sum = device_memory(dev, attention_dq_sum_bytes<X>(dev, all));
     const DeviceMemory partial = device_memory(dev, 2 * chunk * C * sizeof(float));
-    const DeviceMemory stats = device_memory(dev, 2 * size_t(chunk) * NH * sizeof(float));
+    const DeviceMemory stats = device_memory(dev, 2 * size_t(T) * NH * sizeof(float));
+    const DeviceMemory D = device_memory(dev, size_t(chunk) * NH * sizeof(float));
     const DeviceMemory running = device_memory(dev, size_t(chunk) * NH * sizeof(double));
     const DeviceMemory scratch = poisoned(dev, attention_block_scratch_bytes<X>(dev, largest));
-    float *dq = as<float>(sums), *dk = dq + in.n, *dv = dk + in.n;
-    float *o = as<float>(partial), *lse = as<float>(stats), *D = lse + size_t(chunk) * NH;
+    float *dk = as<float>(sums), *dv = dk + in.n;
+    float *o = as<float>(partial), *lse = as<float>(stats), *all_D = lse + size_t(T) * NH;
     X* rounded = reinterpret_cast<X*>(o + chunk * C);
-    dev.zero(dq, 3 * in.n * sizeof(float));
-    if (!own_lse) fill_normal(dev, dq, in.n, 7);  // what the memory was used for before
+    dev.zero(dk, 2 * in.n * sizeof(float));
+    dev.zero(dq_sum.get(), attention_dq_sum_bytes<X>(dev, all));
+    if (!own_lse) fill_normal(dev, as<float>(dq_sum), in.n, 7);  // what the memory was used for before
     const auto heads = [&](const X* x, int t0, int part, int parts) {
         return Heads<const X>{x + (size_t(t0) * parts + part) * C, size_t(T) * parts * C, parts * C};
     };
     for (int q0 = 0; q0 < T; q0 += chunk)
         for (int k0 = 0; k0 <= q0; k0 += chunk) {
-            const BlockShape s{1, std::min(chunk, T - q0), std::min(chunk, T - k0), NH, HS, q0, k0};
+            BlockShape s{1, std::min(chunk, T - q0), std::min(chunk, T - k0), NH, HS, q0, k0};
             const X* out = good.out + q0 * C;
-            copy_rows(dev, lse, s.Tq, good.lse + q0, T, s.Tq, NH);
+            copy_rows(dev, lse + q0, T, good.lse + q0, T, s.Tq, NH);
             if (own_lse) {
                 attention_clear_state(dev, o, as<double>(running), s);
                 attention_forward_block<X>(dev, o, as<double>(running), heads(in.qkv, q0, 0, 3),
                                            heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), s);
-                copy_rows(dev, lse, s.Tq, as<double>(running), s.Tq, s.Tq, NH);
+                copy_rows(dev, lse + q0, T, as<double>(running), s.Tq, s.Tq, NH);
                 attention_round<X>(dev, rounded, o, s.Tq * C);
                 out = rounded;
             }
-            attention_D<X>(dev, D, in.dout + q0 * C, out, 1, s.Tq, NH, HS);
-            attention_backward_block<X>(dev, dq + q0 * C, dk + k0 * C, dv + k0 * C, scratch.get(),
+            attention_D<X>(dev, as<float>(D), in.dout + q0 * C, out, 1, s.Tq, NH, HS);
+            copy_rows(dev, all_D + q0, T, as<float>(D), s.Tq, s.Tq, NH);
+            s.q_rows = T, s.q_begin = q0;
+            attention_backward_block<X>(dev, as<float>(dq_sum), dk + k0 * C, dv + k0 * C, scratch.get(),
                                         heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3),
-                                        heads(in.dout, q0, 0, 1), lse, D, s);
+                                        heads(in.dout, q0, 0, 1), lse + q0, all_D + q0, s);
         }
     copy_rows(dev, to.out, in.n, good.out, in.n, in.n, 1);
     copy_rows(dev, to.lse, in.rows, good.lse, in.rows, in.rows, 1);
-    for (int part = 0; part < 3; part++) copy_rows(dev, to.dqkv + part * C, 3 * C, dq + part * in.n, C, C, T);
+    attention_write_dq<X>(dev, {to.dqkv, 3 * in.n, 3 * C}, as<float>(dq_sum), all);
+    for (int part = 1; part < 3; part++) copy_rows(dev, to.dqkv + part * C, 3 * C, dk + (part - 1) * in.n, C, C, T);
 }
 
 template <class X>
@@ -283,24 +291,33 @@ void attention_forward_block(const Rounding& dev, float* o_acc, double* lse, Hea
     LAUNCH_CHECK("merge_kernel");
 }
 template <class X>
-void attention_backward_block(const Rounding& dev, float* dq, float* dk, float* dv, void* scratch, Heads<const X> q,
+void attention_backward_block(const Rounding& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
                               Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
                               const BlockShape& s) {
-    const size_t of_q = size_t(s.Tq) * s.NH * HS, of_k = size_t(s.Tk) * s.NH * HS;
+    const size_t of_q = attention_dq_sum_bytes<X>(dev, s) / sizeof(float), of_k = size_t(s.Tk) * s.NH * HS;
     float *q_part = dev.partial, *k_part = q_part + of_q, *v_part = k_part + of_k;
-    BlockShape alone = s;  // its sums are in memory of their own; B = 1, so that only lse and D have longer rows
+    BlockShape alone = s;  // its sums are in memory of their own; B = 1, so that dk and dv have no longer rows
     alone.write_dkv = false;
     dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
     attention_backward_block<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
     round_trip(dev, q_part, of_q + 2 * of_k);
     if (s.write_dkv) dev.zero(dk, of_k * sizeof(float)), dev.zero(dv, of_k * sizeof(float));
-    add_rows(dev.cuda, dq, of_q, q_part, of_q, of_q, 1);
+    add_rows(dev.cuda, dq_sum, of_q, q_part, of_q, of_q, 1);
     add_rows(dev.cuda, dk, of_k, k_part, of_k, of_k, 1);
     add_rows(dev.cuda, dv, of_k, v_part, of_k, of_k, 1);
 }
 template <class X>
 size_t attention_block_scratch_bytes(const Rounding& dev, const BlockShape& s) {
     return attention_block_scratch_bytes<X>(dev.cuda, s);
+}
+// If the kernel scales dq_sum only at the end, what is rounded is dq but for the scale: at HS 64 a power of two.
+template <class X>
+size_t attention_dq_sum_bytes(const Rounding& dev, const BlockShape& s) {
+    return attention_dq_sum_bytes<X>(dev.cuda, s);
+}
+template <class X>
+void attention_write_dq(const Rounding& dev, Heads<X> dq, const float* dq_sum, const BlockShape& s) {
+    attention_write_dq<X>(dev.cuda, dq, dq_sum, s);
 }
 
 // A rank's part of the sequence through the ring, and its results to their places.
@@ -334,7 +351,9 @@ template <class X>
 void run_ring(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
     on_local_ranks(dev, to.ranks, [&](LocalComm& comm) {
         if (to.carry == "fp32") return run_rank<X>(dev, dev, comm, in, to);
-        const DeviceMemory partial = poisoned(dev, 4 * in.n / to.ranks * sizeof(float));
+        const size_t of_rank = in.n / to.ranks;
+        const BlockShape rows{1, in.s.T / to.ranks, 1, in.s.NH, HS};
+        const DeviceMemory partial = poisoned(dev, attention_dq_sum_bytes<X>(dev, rows) + 3 * of_rank * sizeof(float));
         run_rank<X>(Rounding{dev, as<float>(partial)}, dev, comm, in, to);
     });
 }

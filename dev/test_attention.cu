@@ -594,8 +594,8 @@ std::vector<float> checked_D(Buffer& out, const Problem<X>& p) {
 }
 
 // Runs the problem chunk by chunk, key chunks in shuffled order as a ring would bring them. Offsets start at
-// `first_position`; gradients are added into accumulators that start as `prefill`·N(0,1), but dk and dv are written by the
-// first block of a chunk if prefill is 0. Chunks' tensors are `more` rows longer than they.
+// `first_position`; dk and dv are added into accumulators that start as `prefill`·N(0,1), but written by the first block of
+// a chunk if prefill is 0. Chunks' tensors are `more` rows longer than they; in dq's sum a third of these come before them.
 template <class X>
 void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_sizes,
                   const std::vector<int>& k_sizes, long long first_position, float prefill, int more = 0) {
@@ -642,13 +642,13 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
 
     // Backward, pairs of chunks in shuffled order, each with the global lse and D of its queries.
     const std::vector<float> D_all = checked_D<X>(out, p);
-    std::list<Buffer> D, dq, dk, dv;
+    std::list<Buffer> D, dq_sum, dk, dv;
     auto accumulator = [&](const char* name, Chunk chunk, int tensor) {
         std::vector<float> start((chunk.size + more) * row);
         for (float& x : start) x = prefill * normal(rng);
         std::vector<double> start_in_place(p.ref[tensor].size());
         place(start_in_place, start, chunk, more, s);
-        if (prefill == 0.f && tensor != Dq) std::fill(start.begin(), start.end(), NAN);
+        if (prefill == 0.f) std::fill(start.begin(), start.end(), NAN);
         for (size_t i = 0; i < start_in_place.size(); i++) want[tensor][i] += start_in_place[i];
         return std::pair<const char*, std::vector<float>>(name, start);
     };
@@ -661,7 +661,8 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
             for (int i = 0; i < q.size + more; i++)
                 D_chunk.push_back(i < q.size ? D_all[static_cast<size_t>(bh) * s.T + q.begin + i] : NAN);
         D.emplace_back("D", D_chunk);
-        emplace(dq, accumulator("dq", q, Dq));
+        const size_t sum_bytes = kernel.dq_sum_bytes(shape_of(q, q));
+        dq_sum.emplace_back("dq_sum", std::vector<char>(sum_bytes, 0));
     }
     for (Chunk k : k_chunks) {
         emplace(dk, accumulator("dk", k, Dk));
@@ -676,17 +677,25 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         const Chunk q = q_chunks[i], k = k_chunks[j];
         BlockShape shape = shape_of(q, k);
         shape.write_dkv = prefill == 0.f && !begun[j];
+        shape.q_begin = more / 3;
         begun[j] = true;
         Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
         const Heads<const X> dout_heads{dout.as<X>() + q.begin * C, s.T * C, C};
-        kernel.backward_block(gpu(), std::next(dq.begin(), i)->as<float>(), std::next(dk.begin(), j)->as<float>(),
+        kernel.backward_block(gpu(), std::next(dq_sum.begin(), i)->as<float>(), std::next(dk.begin(), j)->as<float>(),
                               std::next(dv.begin(), j)->as<float>(), scratch.data(), heads(qkv.as<X>(), 0, q.begin, s),
                               heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), dout_heads,
                               std::next(lse.begin(), i)->as<float>(), std::next(D.begin(), i)->as<float>(), shape);
     }
-    for (size_t i = 0; i < q_chunks.size(); i++)
-        place(got[Dq], std::next(dq.begin(), i)->download<float>((q_chunks[i].size + more) * row), q_chunks[i], more,
-              s);
+    for (size_t i = 0; i < q_chunks.size(); i++) {
+        const Chunk q = q_chunks[i];
+        const size_t rows = q.size + more, begin = more / 3;
+        Buffer dq("dq", rows * row * sizeof(X));
+        kernel.write_dq(gpu(), {dq.as<X>(), rows * C, C}, std::next(dq_sum.begin(), i)->as<float>(), shape_of(q, q));
+        const std::vector<double> written = as_double(dq.download<X>(rows * row));
+        for (size_t e = 0; e < written.size(); e++)
+            if (const size_t t = e / C % rows; t < begin || t >= begin + q.size) CHECK(written[e] == 0);
+        place(got[Dq], std::vector<float>(written.begin() + begin * C, written.end()), q, more, s);
+    }
     for (size_t j = 0; j < k_chunks.size(); j++) {
         place(got[Dk], std::next(dk.begin(), j)->download<float>((k_chunks[j].size + more) * row), k_chunks[j], more,
               s);
@@ -724,7 +733,8 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     const BlockShape shape{s.B, Tq, Tk, s.NH, HS, 0, k_offset};
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float));
     Buffer running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
-    Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", std::vector<float>(n_q, 0.f));
+    Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", n_q * sizeof(X));
+    Buffer dq_sum("dq_sum", std::vector<char>(kernel.dq_sum_bytes(shape), 0));
     Buffer dk("dk", std::vector<float>(n_k, 0.f)), dv("dv", std::vector<float>(n_k, 0.f));
     Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
     const Heads<const X> q = heads(qkv.as<X>(), 0, 0, s), k = heads(qkv.as<X>(), 1, 0, s),
@@ -733,11 +743,12 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     for (int twice = 0; twice < 2; twice++)  // the second time merges empty with empty
         kernel.forward_block(gpu(), o.as<float>(), running.as<double>(), q, k, v, shape);
     copy_rows(gpu(), lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
-    kernel.backward_block(gpu(), dq.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
+    kernel.backward_block(gpu(), dq_sum.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
                           {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
+    kernel.write_dq(gpu(), {dq.as<X>(), Tq * C, C}, dq_sum.as<float>(), shape);
 
     const std::vector<float> o_host = o.download<float>(n_q), lse_host = lse.download<float>(rows);
-    const std::vector<float> dq_host = dq.download<float>(n_q);
+    const std::vector<double> dq_host = as_double(dq.download<X>(n_q));
     for (size_t i = 0; i < rows; i++) {
         const bool empty = static_cast<int>(i % Tq) < k_offset;
         CHECK(empty ? lse_host[i] == -std::numeric_limits<float>::infinity() : std::isfinite(lse_host[i]));
@@ -745,7 +756,7 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     for (size_t i = 0; i < n_q; i++) {
         const bool empty = static_cast<int>(i / C % Tq) < k_offset;
         CHECK(empty ? o_host[i] == 0.f : std::isfinite(o_host[i]));
-        CHECK(empty ? dq_host[i] == 0.f : std::isfinite(dq_host[i]));
+        CHECK(empty ? dq_host[i] == 0 : std::isfinite(dq_host[i]));
     }
     for (Buffer* b : {&dk, &dv}) {
         const std::vector<float> host = b->download<float>(n_k);

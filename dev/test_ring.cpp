@@ -128,7 +128,7 @@ TEST(blocks_make_the_whole) {
     const auto heads = [&](const double* x, int begin, int part, int parts) {
         return Heads<const double>{x + size_t(begin) * parts * C + part * C, size_t(T) * parts * C, size_t(parts) * C};
     };
-    std::vector<double> D(size_t(B) * NH * T), dqkv(whole.dqkv.size());
+    std::vector<double> D(size_t(B) * NH * T), dqkv(whole.dqkv.size()), dq_sum(whole.out.size());
     attention_D(cpu, D.data(), whole.dout.data(), whole.out.data(), B, T, NH, HS);
     for (size_t i = 0; i + 1 < cuts.size(); i++) {
         const int q0 = cuts[i], Tq = cuts[i + 1] - q0;
@@ -151,10 +151,16 @@ TEST(blocks_make_the_whole) {
         for (size_t j = 0; j + 1 < cuts.size(); j++) {
             const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
             std::vector<double> dk(size_t(B) * Tk * C), dv(dk.size());
+            BlockShape shape{B, Tq, Tk, NH, HS, q0, k0};
             attention_backward_block<double>(cpu, dq.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
                                              heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
-                                             heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(),
-                                             {B, Tq, Tk, NH, HS, q0, k0});
+                                             heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(), shape);
+            shape.q_rows = T, shape.q_begin = q0;  // the same into a sum of all queries
+            std::fill(dk.begin(), dk.end(), 0), std::fill(dv.begin(), dv.end(), 0);
+            attention_backward_block<double>(cpu, dq_sum.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
+                                             heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
+                                             heads(whole.dout.data(), q0, 0, 1), whole.lse.data() + q0, D.data() + q0,
+                                             shape);
             for (int b = 0; b < B; b++)
                 for (int t = 0; t < Tk; t++)
                     for (int c = 0; c < C; c++) {
@@ -172,6 +178,12 @@ TEST(blocks_make_the_whole) {
         check_close("out", o, want, 1e-14);
     }
     check_close("dqkv", dqkv, whole.dqkv, 1e-13);
+    BlockShape all{B, T, T, NH, HS};
+    std::vector<double> written = dqkv;
+    for (size_t i = 0; i < written.size(); i++)
+        if (i / C % 3 == 0) written[i] = NAN;
+    attention_write_dq<double>(cpu, {written.data(), size_t(T) * 3 * C, size_t(3) * C}, dq_sum.data(), all);
+    check_close("written dq", written, whole.dqkv, 1e-13);
 }
 
 TEST(chunks_make_the_whole) {

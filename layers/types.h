@@ -43,8 +43,8 @@ struct Heads {
 // Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. Causal: query i sees key
 // j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
 //
-// The tokens may be some of longer tensors': in the running output and in dq sequences are q_rows tokens apart, in dk and dv
-// k_rows, and in lse and D heads are q_rows apart. 0: Tq, Tk.
+// The tokens may be some of longer tensors': in the running output sequences are q_rows tokens apart, in dk and dv k_rows,
+// and in lse and D heads are q_rows apart. 0: Tq, Tk. Of dq's sum, of q_rows queries, the block's are those from q_begin on.
 struct BlockShape {
     int B, Tq, Tk, NH, HS;
     long long q_offset = 0, k_offset = 0;
@@ -52,6 +52,7 @@ struct BlockShape {
     float scale = 0.f;
     int q_rows = 0, k_rows = 0;
     bool write_dkv = false;  // backward writes dk and dv, instead of adding to them
+    int q_begin = 0;
     int rows_of_q() const { return q_rows ? q_rows : Tq; }
     int rows_of_k() const { return k_rows ? k_rows : Tk; }
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
