@@ -92,6 +92,7 @@ struct Args {
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
     int q_tiles, k_tiles;
     int group, chunk, ring;   // of heads: see Order; ring: those that have a place in dq_sum, in the block form all
+    int halved, cut;          // how many items are cut in two, and at which query tile: see Work
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float2* stats;            // (heads, q_tiles·Br) {log2(e)·lse, or +inf for a row that sees no key; D}
     float* dq_sum;            // (ring, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
@@ -101,14 +102,74 @@ struct Args {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Before the main kernel: {lse, D} of each query, and counters to zero
+// Work: one key tile of one head, with all query tiles that see it, from the last back. A number says which: it is
+// k_tile·heads + bh, an item.
+//
+// Without a mask all items take the same time, and in the last round some SMs would stand still. So the items of that round
+// (`halved` of them) are cut in two at query tile `cut`: their earlier queries are handed out after all items, several to an
+// SM. Either half adds to dk and dv, which are 0 before: the sum of two has no order. The number of the half with the later
+// queries is items + the item's, of the other 2·items + the item's.
+
+// The order of items: group after group of heads. Within one, in step n, the heads of chunk c (c·chunk, c·chunk + 1, …)
+// have their key tile n − c: so heads are at different points, and key tiles of one do not start together.
+struct Order {
+    // Of the last ticket asked for: its group's first head, its step, the first ticket of the step.
+    int start = 0, step = 0, first = 0;
+    bool again = false;  // the ticket is beyond the items: for the earlier queries of one
+
+    // Tickets must be asked for in ascending order.
+    __device__ int item_of(const Args& args, int ticket) {
+        const int of_group = ticket / (args.group * args.k_tiles) * args.group;
+        if (of_group != start) start = of_group, step = 0, first = start * args.k_tiles;
+        const int size = min(args.group, args.heads - start);
+        for (;; step++) {
+            const int begin = max(0, step - args.k_tiles + 1) * args.chunk, end = min(size, (step + 1) * args.chunk);
+            const int i = begin + ticket - first;
+            if (i < end) return (step - i / args.chunk) * args.heads + start + i;
+            first += end - begin;
+        }
+    }
+    // The number of the work that a ticket is for; −1: there is no more.
+    __device__ int number_of(const Args& args, int ticket) {
+        const int items = args.heads * args.k_tiles;
+        if (ticket >= items + args.halved) return -1;
+        if (ticket < items) return item_of(args, ticket) + (ticket < items - args.halved ? 0 : items);
+        if (!again) *this = Order{}, again = true;
+        return item_of(args, ticket - args.halved) + 2 * items;
+    }
+};
+
+struct Work {
+    int k_tile, bh;
+    int first, last;  // query tiles; last < first if no query sees these keys
+    bool half;
+};
+template <int HS>
+__device__ __forceinline__ Work work_of(const Args& args, int number) {
+    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
+    const int items = args.heads * args.k_tiles;
+    const bool half = number >= items, earlier = number >= 2 * items;
+    const int item = number - (half ? items : 0) - (earlier ? items : 0);
+    Work w = {item / args.heads, item % args.heads, 0, earlier ? args.cut - 1 : args.q_tiles - 1, half};
+    const int first_query = max(0, w.k_tile * Bc - args.shift);
+    w.first = half && !earlier ? args.cut : first_query / Br;
+    if (first_query >= args.Tq) w.last = w.first - 1;
+    return w;
+}
+// The last key tile that query tile i sees.
+template <int HS>
+__device__ __forceinline__ int last_k_tile(const Args& args, int i) {
+    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
+    return min(args.k_tiles - 1, (min((i + 1) * Br, args.Tq) - 1 + args.shift) / Bc);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Before the main kernel: {lse, D} of each query; counters, and the dk and dv that two items add to, to zero
 
 struct PrepareArgs {
     Heads<const bf16> dout, out;
     const float *lse, *D;  // D: block form only
-    float2* stats;
-    int *turn, *ticket;
-    int NH, Tq, before, q_rows, q_tiles, first_ticket;
+    int first_ticket;
 };
 
 __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
@@ -125,7 +186,8 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
 
 // One block for each query tile of a head. HS/8 lanes share a row.
 template <int HS>
-__global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ PrepareArgs args) {
+__global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ PrepareArgs in,
+                                                      const __grid_constant__ Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     grid_allow_dependents();
     constexpr int Br = Tiles<HS>::Br, Lanes = HS / 8, Rows = 256 / Lanes, Passes = Br / Rows;
@@ -135,17 +197,27 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
     const int bh = b * args.NH + h;
     const int first = tile * Br + threadIdx.x / Lanes, lane = threadIdx.x % Lanes;
     if (threadIdx.x == 0) args.turn[blockIdx.x] = 0;
-    if (threadIdx.x == 0 && blockIdx.x == 0) *args.ticket = args.first_ticket;
+    if (threadIdx.x == 0 && blockIdx.x == 0) *args.ticket = in.first_ticket;
+    for (int n = blockIdx.x; n < args.halved; n += gridDim.x) {
+        Order order;
+        const int item = order.item_of(args, args.heads * args.k_tiles - args.halved + n);
+        const int head = item % args.heads, k0 = item / args.heads * Tiles<HS>::Bc;
+        for (int i = threadIdx.x; i < min(Tiles<HS>::Bc, args.Tk - k0) * HS / 4; i += 256) {
+            const size_t row = static_cast<size_t>(head / args.NH) * args.k_rows + k0 + i / (HS / 4);
+            const size_t at = (row * args.NH + head % args.NH) * HS + i % (HS / 4) * 4;
+            for (float* sum : {args.dk_acc, args.dv_acc}) *reinterpret_cast<float4*>(sum + at) = {};
+        }
+    }
     float D[Passes] = {};
-    if (!args.D) {
-        const bf16* dout = args.dout.ptr + b * args.dout.batch + h * HS + lane * 8;
-        const bf16* out = args.out.ptr + b * args.out.batch + h * HS + lane * 8;
+    if (!in.D) {
+        const bf16* dout = in.dout.ptr + b * in.dout.batch + h * HS + lane * 8;
+        const bf16* out = in.out.ptr + b * in.out.batch + h * HS + lane * 8;
         uint4 x[Passes], y[Passes];
 #pragma unroll
         for (int i = 0; i < Passes; i++) {
             const size_t t = min(first + i * Rows, args.Tq - 1);  // whole form: from 0 on
-            x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token);
-            y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token);
+            x[i] = *reinterpret_cast<const uint4*>(dout + t * in.dout.token);
+            y[i] = *reinterpret_cast<const uint4*>(out + t * in.out.token);
         }
 #pragma unroll
         for (int i = 0; i < Passes; i++) {
@@ -161,57 +233,14 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
             float2 stats = {INFINITY, 0.f};
             if (t >= args.before && t < args.Tq) {
                 const size_t at = static_cast<size_t>(bh) * args.q_rows + t - args.before;
-                const float lse = args.lse[at];
+                const float lse = in.lse[at];
                 if (lse != -INFINITY) stats.x = lse * static_cast<float>(M_LOG2E);
-                stats.y = args.D ? args.D[at] : D[i];
+                stats.y = in.D ? in.D[at] : D[i];
             }
             args.stats[static_cast<size_t>(bh) * args.q_tiles * Br + t] = stats;
         }
     }
 #endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Work: one key tile of one head, with all query tiles that see it, from the last back.
-
-// The order of items: group after group of heads. Within one, in step n, the heads of chunk c (c·chunk, c·chunk + 1, …)
-// have their key tile n − c: so heads are at different points, and key tiles of one do not start together.
-struct Order {
-    // Of the last ticket asked for: its group's first head, its step, the first ticket of the step.
-    int start = 0, step = 0, first = 0;
-
-    // Tickets must be asked for in ascending order. Returns the item's number, k_tile·heads + bh.
-    __device__ int item_of(const Args& args, int ticket) {
-        const int of_group = ticket / (args.group * args.k_tiles) * args.group;
-        if (of_group != start) start = of_group, step = 0, first = start * args.k_tiles;
-        const int size = min(args.group, args.heads - start);
-        for (;; step++) {
-            const int begin = max(0, step - args.k_tiles + 1) * args.chunk, end = min(size, (step + 1) * args.chunk);
-            const int i = begin + ticket - first;
-            if (i < end) return (step - i / args.chunk) * args.heads + start + i;
-            first += end - begin;
-        }
-    }
-};
-
-struct Work {
-    int k_tile, bh;
-    int first, last;  // query tiles; last < first if no query sees these keys
-};
-template <int HS>
-__device__ __forceinline__ Work work_of(const Args& args, int number) {
-    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    Work w = {number / args.heads, number % args.heads, 0, args.q_tiles - 1};
-    const int first_query = max(0, w.k_tile * Bc - args.shift);
-    w.first = first_query / Br;
-    if (first_query >= args.Tq) w.last = w.first - 1;
-    return w;
-}
-// The last key tile that query tile i sees.
-template <int HS>
-__device__ __forceinline__ int last_k_tile(const Args& args, int i) {
-    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    return min(args.k_tiles - 1, (min((i + 1) * Br, args.Tq) - 1 + args.shift) / Bc);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -271,7 +300,6 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     tma_prefetch_map(&args.k);
     tma_prefetch_map(&args.v);
     tma_prefetch_map(&args.dout);
-    const int total = args.heads * args.k_tiles;
     // Blocks of the block form may start late, where communication has taken their multiprocessors: then nobody shall wait
     // for a key tile that is theirs.
     int ticket = Block ? atomicAdd(args.ticket, 1) : blockIdx.x;
@@ -279,7 +307,7 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
     for (int item = 0, n = 0;; item++) {
         const uint32_t kv_full = control.kv_full(item);
         mbarrier_wait(control.kv_empty(item), item >> 1 & 1 ^ 1);
-        const int number = ticket < total ? order.item_of(args, ticket) : -1;
+        const int number = order.number_of(args, ticket);
         reinterpret_cast<volatile int*>(smem + control.Numbers)[item & 1] = number;
         if (number < 0) {
             mbarrier_arrive(kv_full);
@@ -600,7 +628,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
             wgmma_hold(dk);
             wgmma_hold(dv);
 
-            if (Block && args.write_dkv) {
+            if (Block && args.write_dkv && !w.half) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
@@ -614,7 +642,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                         to_v[4 * c] = make_float2(dv[c][2 * r], dv[c][2 * r + 1]);
                     }
                 }
-            } else if (Block) {  // red: it waits for no answer; and no other block adds to these elements
+            } else if (Block) {  // red: it waits for no answer; and but for another half nobody adds to these elements
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
@@ -727,13 +755,20 @@ template <int HS>
 void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     const size_t prepare_blocks = static_cast<size_t>(args.heads) * args.q_tiles;
     const size_t items = static_cast<size_t>(args.heads) * args.k_tiles;
-    if (std::max(prepare_blocks, items) > INT_MAX / 2)
+    if (std::max(prepare_blocks, items) > INT_MAX / 4)
         throw Error(format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch",
-                           std::max(prepare_blocks, items), INT_MAX / 2));
+                           std::max(prepare_blocks, items), INT_MAX / 4));
     const int blocks = static_cast<int>(std::min<size_t>(items, dev.num_sms));
     const bool block = args.dk_acc != nullptr;
+    const bool alike = args.write_dkv && args.shift + args.before >= args.Tk - 1;  // no mask
+    args.halved = alike ? static_cast<int>(items % blocks) : 0;
+    // An SM that none of them is left for takes the earlier halves of this many: all shall end together.
+    const int each = args.halved ? ceil_div(args.halved, blocks - args.halved) : 0;
+    args.cut = args.q_tiles / (each + 1);
+    constexpr int kWorthIt = 4;  // query tiles: K and V must be fetched, and dK and dV added, once more
+    if (args.cut < kWorthIt) args.halved = 0;
     prepare.first_ticket = block ? 0 : blocks;
-    prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare);
+    prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
     const auto kernel = block ? backward_kernel<HS, true> : backward_kernel<HS, false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
@@ -776,8 +811,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, s.HS, layout.Br);
-    PrepareArgs prepare{in.dout, in.out,  in.lse,        in.D,          args.stats,     args.turn, args.ticket,
-                        s.NH,    args.Tq, layout.before, s.rows_of_q(), layout.q_tiles, 0};
+    PrepareArgs prepare{in.dout, in.out, in.lse, in.D, 0};
     with_head_size(s.HS, [&](auto HS) { launch<HS>(prepare, args, dev); });
 }
 
@@ -837,7 +871,7 @@ void flash_bf16_sm90_write_dq(const Cuda& dev, Heads<bf16> dq, const float* dq_s
     const size_t blocks = 2 * static_cast<size_t>(heads) * tiles;
     if (blocks > INT_MAX)
         throw Error(
-            format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
+            format("flash_bf16_sm90: %zu blocks, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
     const WriteArgs args{dq, dq_sum, s.NH, heads, T, tiles, s.resolved_scale()};
     with_head_size(s.HS,
                    [&](auto HS) { write_dq_kernel<HS><<<static_cast<unsigned>(blocks), 256, 0, dev.stream>>>(args); });
