@@ -939,7 +939,7 @@ def test_sanitizer_of_the_kernels():
         path = {"PATH": f"{tmp}:{os.environ['PATH']}"}
         result = run(sanitize, **path)
         ran = (tmp / "ran").read_text().splitlines()
-        assert result.returncode == 0 and result.stdout.count("\n") == len(ran) == 22, (result, ran)
+        assert result.returncode == 0 and result.stdout.count("\n") == len(ran) == 26, (result, ran)
         assert "racecheck flash_fp16x3 fp32 few blocks" in ran and "memcheck flash_fp16x3 fp32 block" in ran, ran
         result = run(sanitize, "good", "bad one", **path)
         assert result.returncode == 1 and "synccheck  bad one: FAILED" in result.stdout, result
