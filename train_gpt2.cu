@@ -18,6 +18,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <exception>
 #include <filesystem>
 #include <memory>
@@ -1124,11 +1125,19 @@ double Options::learning_rate(int step) const {
     return lr * (final_lr + (1 - final_lr) * factor);
 }
 
-// SIGINT and SIGTERM: finish the step, write a checkpoint, leave. A second one ends the program at once.
+// SIGINT and SIGTERM: finish the step, write a checkpoint, leave. A second one ends the program at once, if it comes a second
+// later: before, it is the same one, which many that pass on signals send to a process and to its group.
 static volatile std::sig_atomic_t g_signal = 0;
+static timespec g_signal_time;
 static void on_signal(int signal) {
-    g_signal = signal;
-    std::signal(signal, SIG_DFL);
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!g_signal) {
+        g_signal_time = now, g_signal = signal;
+    } else if (now.tv_sec - g_signal_time.tv_sec + (now.tv_nsec - g_signal_time.tv_nsec) * 1e-9 > 1) {
+        std::signal(signal, SIG_DFL);
+        raise(signal);
+    }
 }
 
 // A rank that stands still for so long hangs: in a step like those before it; where nobody knows how long it takes.

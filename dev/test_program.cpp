@@ -272,9 +272,10 @@ TEST(keeps_only_so_many_checkpoints) {
 TEST(interrupt_finishes_the_step_and_saves) {
     for (const char* signal : {"INT", "TERM"}) {
         const std::string out = dir() + "/interrupt_" + signal, output = out + ".txt";
+        // Twice, as from timeout(1), which signals its child and then its group.
         const Result r = shell("./train_gpt2cu " + tiny() + "-x 1000000 -o " + out + " >" + output +
                                " 2>&1 & until grep -q '^step 3/' " + output + "; do sleep 0.1; done; kill -s " +
-                               signal + " $!; wait $!; echo code $?");
+                               signal + " $!; sleep 0.01; kill -s " + signal + " $!; wait $!; echo code $?");
         CHECK(contains(r.out, std::string(signal) == "INT" ? "code 130" : "code 143"));
         CHECK(contains(read_file(output), "interrupted at step"));
         const int step = newest_checkpoint(out);
@@ -284,6 +285,18 @@ TEST(interrupt_finishes_the_step_and_saves) {
         CHECK(contains(read_file(out + "/log.jsonl"), format("\"step\": %d", step + 2)) ||
               contains(read_file(out + "/log.jsonl"), format("\"step\":%d", step + 2)));
     }
+}
+
+// The program stands still meanwhile, or it might end by itself before the second.
+TEST(a_second_interrupt_a_second_later_ends_the_step) {
+    const std::string out = dir() + "/second", output = out + ".txt";
+    const Result r = shell("./train_gpt2cu --device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() +
+                           " -o " + out + " >" + output + " 2>&1 & until grep -q '^step 1/' " + output +
+                           "; do sleep 0.1; done; kill -s INT $!; sleep 0.01; kill -s STOP $!; sleep 1.2; "
+                           "kill -s INT $!; kill -s CONT $!; wait $!; echo code $?");
+    CHECK(contains(r.out, "code 130"));
+    CHECK(!contains(read_file(output), "interrupted at step"));
+    CHECK(newest_checkpoint(out) == -1);
 }
 
 TEST(unwritable_and_full_output) {
