@@ -1419,7 +1419,7 @@ void Run<Dev, X>::watch() {
     if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
         const Sampling sampling = {o.temperature, o.top_k};
         const std::string text = generate(model, tokenizer, o.prompt, o.sample_length, sampling, mix(o.seed, step));
-        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, text.c_str());
+        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
         log->write(Row("sample").add("step", step).add("text", text));
     }
 }
@@ -1713,7 +1713,8 @@ int run_generate(const Dev& dev, const Options& o, const Config& config) {
     allocate_or_explain(model);
     model.load(o.init);
     const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
-    std::printf("%s\n", generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed).c_str());
+    const std::string text = generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed);
+    std::printf("%s\n", for_terminal(text).c_str());
     return 0;
 }
 

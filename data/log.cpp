@@ -56,6 +56,22 @@ std::string quoted(const std::string& text) {
 
 }  // namespace
 
+std::string for_terminal(const std::string& text) {
+    std::string out;
+    for (size_t i = 0; i < text.size();) {
+        const unsigned char c = static_cast<unsigned char>(text[i]);
+        const size_t length = utf8_length(text, i);
+        const bool c0 = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7F;
+        const bool c1 = length == 2 && c == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0;
+        if (length && !c0 && !c1)
+            out.append(text, i, length);
+        else
+            out += "\xEF\xBF\xBD";
+        i += length ? length : 1;
+    }
+    return out;
+}
+
 Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}
 
 Row& Row::add(const char* key, double value) {

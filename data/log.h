@@ -4,6 +4,9 @@
 #include <cstdio>
 #include <string>
 
+// Text as a terminal may have it: control characters but newline and tab, and bytes that are no UTF-8, become U+FFFD.
+std::string for_terminal(const std::string& text);
+
 // A line being built: Row("train").add("step", 3).add("loss", 2.5).text()
 class Row {
   public:

@@ -241,6 +241,16 @@ TEST(log_json) {
     CHECK(value("\xFF") == "\\ufffd");
 }
 
+// What a byte-level model may sample must not change a terminal's state, nor end a C string.
+TEST(text_for_a_terminal) {
+    const std::string bad = "\xEF\xBF\xBD";
+    CHECK(for_terminal("One day,\n\tshe “ran” 😀") == "One day,\n\tshe “ran” 😀");
+    CHECK(for_terminal(std::string("a\0b", 3)) == "a" + bad + "b");
+    CHECK(for_terminal("\x1b[2J\x07\x0e\r\x7f") == bad + "[2J" + bad + bad + bad + bad);
+    CHECK(for_terminal("\xC2\x9B\x32J\xC2\xA0") == bad + "2J\xC2\xA0");  // U+009B is ESC [ too
+    CHECK(for_terminal("\x80z\xE2\x82") == bad + "z" + bad + bad);
+}
+
 TEST(log_append_truncate) {
     const TempDir dir;
     const std::string path = dir / "log.jsonl";
