@@ -53,11 +53,13 @@ struct AttentionKernel {
     // where a row that has seen no key yet has lse = −inf. Its o is not read: it is written with the row's first keys.
     void (*forward_block)(const Cuda&, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,
                           const BlockShape&);
-    // Adds into the caller's dk, dv (B,Tk,NH,HS), fp32 and contiguous but for k_rows, and into dq_sum. lse (B,NH,Tq) is
-    // the global one, D (B,NH,Tq) from attention_D. scratch: block_scratch_bytes(shape).
+    // Adds into the caller's dk, dv (B,Tk,NH,HS), fp32 and contiguous but for k_rows, or writes them (write_dkv), and adds
+    // into dq_sum. lse (B,NH,Tq) is the global one, D (B,NH,Tq) from attention_D. scratch: block_scratch_bytes(shape); that
+    // of all queries is enough for any part of them.
     //
-    // dq_sum holds what will be dq (B,q_rows,NH,HS), in fp32 and in the kernel's own order: dq_sum_bytes, of which B,
-    // q_rows, NH and HS decide; zeros to begin with. After the last block write_dq writes dq, rounded, every element.
+    // dq_sum holds what will be dq (B,q_rows,NH,HS), in fp32, in an order and of a scale of the kernel's own: dq_sum_bytes,
+    // of which B, q_rows, NH and HS decide; zeros to begin with. After the last block write_dq, whose shape has the blocks'
+    // scale, writes dq, rounded, every element.
     void (*backward_block)(const Cuda&, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
                            Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
                            const BlockShape&);
@@ -88,7 +90,7 @@ template <class X>  // writes D (B,NH,T) = rowsum(dout∘out); dout, out (B,T,NH
 void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS);
 template <class X>  // writes dst = X(src), n elements: the one rounding, at the end
 void attention_round(const Cuda& dev, X* dst, const float* src, size_t n);
-// dq_sum_bytes and write_dq of kernels whose dq_sum is rows, (B,q_rows,NH,HS).
+// dq_sum_bytes and write_dq of kernels whose dq_sum is rows, (B,q_rows,NH,HS) (blocks.cu).
 size_t dq_rows_bytes(const BlockShape&);
 template <class X>
 void write_dq_rows(const Cuda& dev, Heads<X> dq, const float* dq_sum, const BlockShape&);

@@ -496,7 +496,7 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, 
                     Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
     using Tiles = ForwardTiles<HS>;
     // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
-    // wait. And all groups alike: a small last one begins its long tiles when the others have ended theirs.
+    // wait. And groups as alike as can be: a small last one begins its long tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();

@@ -42,12 +42,12 @@
 //   kv_done[2]   storer      ← consumers: dK and dV are in K's and V's place
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
-// prepare_kernel computes {log2(e)·lse, D} and clears turns and ticket; the main kernel starts beside its last blocks.
+// prepare_kernel computes {log2(e)·lse, D} and clears turns, ticket and what is in two parts; the main kernel starts beside its last blocks.
 // The block form is the same kernel with other ends: it adds dK and dV to the caller's fp32, and dQ to the caller's sum,
 // which is in the order of the registers too, from block to block, until write_dq_kernel rounds it. The query tiles are
 // those of the sum: the first of a block may begin with queries that are not the block's, rows of zeros.
 //
-// Writes: dqkv (every element).  Block form: adds into dq_sum, dk, dv.
+// Writes: dqkv (every element).  Block form: adds into dq_sum, and adds into or writes dk, dv; write_dq dq (every element).
 // Scratch: {log2(e)·lse, D}, turns, ticket, and in the whole form the sum of dQ, fp32. All of it is written before it is
 // read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
@@ -85,7 +85,7 @@ struct Tiles {
 
 struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
-    float *dk_acc, *dv_acc;                 // block form: added into; null otherwise
+    float *dk_acc, *dv_acc;                 // block form: added into, or written; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
     int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see BlockShape
     bool write_dkv;
@@ -107,8 +107,10 @@ struct Args {
 //
 // Without a mask all items take the same time, and in the last round some SMs would stand still. So the items of that round
 // (`halved` of them) are cut in two at query tile `cut`: their earlier queries are handed out after all items, several to an
-// SM. Either half adds to dk and dv, which are 0 before: the sum of two has no order. The number of the half with the later
-// queries is items + the item's, of the other 2·items + the item's.
+// SM. Either half adds to dk and dv, which are 0 before: the sum of two has no order, as one of three would have; so only
+// blocks that write dk and dv do this. And all are cut at the same tile and have the last tickets: so earlier queries wait
+// for whole items and for earlier queries, later ones for whole items and later ones, all of them of lower tickets. The
+// number of the half with the later queries is items + the item's, of the other 2·items + the item's.
 
 // The order of items: group after group of heads. Within one, in step n, the heads of chunk c (c·chunk, c·chunk + 1, …)
 // have their key tile n − c: so heads are at different points, and key tiles of one do not start together.
@@ -445,7 +447,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
 
     if (threadIdx.x < 128) {
         setmaxnreg_dec<24>();
-        grid_wait_dependency();                               // statistics, turns and the ticket are prepare_kernel's
+        // Statistics, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by kv_full.
+        grid_wait_dependency();
         if (threadIdx.x == 0) loader<HS, Block>(args, smem);  // a warp each: lanes of one would wait for one another
         if (threadIdx.x == 32) usher<HS>(args, smem);
         if (threadIdx.x == 64) announcer<HS, Block>(args, smem);

@@ -21,7 +21,7 @@
 // query tile's counter: no atomics on floats, and the same bits on every run.
 //
 // Forward writes: out, lse (every element).  Backward writes: dqkv (every element), D and the counters in scratch.
-// The block form updates o_acc and lse, and adds into dq, dk, dv.
+// The block form updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
 // Limits: HS in {64, 128}; any T ≥ 1.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <algorithm>
 #include <climits>
