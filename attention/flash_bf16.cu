@@ -20,8 +20,8 @@
 // differs. A causal warp skips 32-row subtiles that it cannot see and masks only those that the diagonal or the end of
 // the keys crosses. A row that sees no key has lse = −inf, o = 0, and zero gradients.
 //
-// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into
-// dq_sum, and adds into or writes dk, dv.
+// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq_sum,
+// and adds into or writes dk, dv.
 // Scratch: float2 {log2(e)·lse, D} (B, NH, T), written by dq_kernel for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <algorithm>

@@ -42,10 +42,11 @@
 //   kv_done[2]   storer      ← consumers: dK and dV are in K's and V's place
 // and two named barriers of the consumers: dS is complete (1), nobody reads K and V any more (2).
 //
-// prepare_kernel computes {log2(e)·lse, D} and clears turns, ticket and what is in two parts; the main kernel starts beside its last blocks.
-// The block form is the same kernel with other ends: it adds dK and dV to the caller's fp32, and dQ to the caller's sum,
-// which is in the order of the registers too, from block to block, until write_dq_kernel rounds it. The query tiles are
-// those of the sum: the first of a block may begin with queries that are not the block's, rows of zeros.
+// prepare_kernel computes {log2(e)·lse, D} and clears turns, ticket, and dK and dV of items in two parts (see Work); the
+// main kernel starts beside its last blocks. The block form is the same kernel with other ends: dK and dV go to the
+// caller's fp32, and dQ to the caller's sum, which is in the order of the registers too, from block to block, until
+// write_dq_kernel rounds it. The query tiles are those of the sum: the first of a block may begin with queries that are not
+// the block's, rows of zeros.
 //
 // Writes: dqkv (every element).  Block form: adds into dq_sum, and adds into or writes dk, dv; write_dq dq (every element).
 // Scratch: {log2(e)·lse, D}, turns, ticket, and in the whole form the sum of dQ, fp32. All of it is written before it is
@@ -325,8 +326,7 @@ __device__ __forceinline__ void loader(const Args& args, unsigned char* smem) {
             const uint32_t q_full = control.q_full(n), q_stage = control.base + (n & 1) * T::QBytes;
             mbarrier_wait(control.q_empty(n), n >> 1 & 1 ^ 1);
             mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::StatsBytes);
-            const int t =
-                i * T::Br - (Block ? args.before : 0);  // rows before 0 are zeros, as are those behind the last
+            const int t = i * T::Br - (Block ? args.before : 0);  // before row 0 are zeros, as behind the last
             load_tile<HS>(q_stage + T::Q, &args.q, q_full, T::Br, h, t, b);
             load_tile<HS>(q_stage + T::Do, &args.dout, q_full, T::Br, h, t, b);
             bulk_load(control.base + T::Stats + (n & 1) * T::StatsBytes,

@@ -31,8 +31,8 @@
 // its P to 1, but for lse's, errors that all its keys share. dq_kernel takes what they do add up to out of D and lse,
 // for dkdv_kernel, and out of dQ; rows of few keys it walks twice. (Whole form only: a block has not the whole row.)
 //
-// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into
-// dq_sum, and adds into or writes dk, dv.
+// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq_sum,
+// and adds into or writes dk, dv.
 // Scratch: float2 {log2(e)·lse, D}, float factor (B, NH, T), written by dq_kernel for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3

@@ -4,6 +4,7 @@
 //   extremes     zeros; a NaN reaches what depends on it
 //   determinism  the same bytes from every run
 //   block        chunked queries and keys in any order equal the whole; masked blocks; accumulators are added into
+//   halves       blocks so large that some work is cut in two: right, and the same bytes from every run
 //   few blocks   a little of that, for compute-sanitizer
 //   limits       what a kernel does not support gives an Error, never a wrong result
 //   big          tensors of more than 2³¹ elements
@@ -793,8 +794,8 @@ void block(int index) {
     }
 }
 
-// So many keys and heads that flash_bf16_sm90 cuts the last key tiles in two: 28 of 160, on 132 multiprocessors. Twice, as
-// the sum of two has no order, and must not need one.
+// So many keys and heads that flash_bf16_sm90 cuts the last key tiles in two: 28 of 160, on 132 multiprocessors. And again
+// and again, as the sum of two has no order, and must not need one.
 template <class X>
 void halves(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);

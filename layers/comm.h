@@ -13,8 +13,9 @@
 //   send_recv_rows(to, packed, send, stride, n, rows, from, recv) rows of n elements, `stride` apart, to one rank, where
 //                                they come without gaps, and as many from one rank; packed: rows·n, in which NCCL's way
 //                                closes the gaps, as work of the device, and forks anew
-//   share(memory, bytes)         what send_recv moves within it, and send_recv_rows to it, goes by the GPUs' copy engines where they reach each other
-//                                (peer_copy.h); all ranks have memory of the same size with the same layout; null: no more
+//   share(memory, bytes)         what send_recv moves within it, and send_recv_rows to it, goes by the GPUs' copy engines
+//                                where they reach each other (peer_copy.h); all ranks have memory of the same size with
+//                                the same layout; null: no more
 //
 // Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
 // does it, but its manual does not promise it; dev/test_comm checks.
