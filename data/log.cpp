@@ -31,26 +31,32 @@ size_t utf8_length(const std::string& text, size_t i) {
     return bad ? 0 : length;
 }
 
-// A JSON string. Bytes that are no UTF-8 (a byte-level model may well sample some) become U+FFFD.
-std::string quoted(const std::string& text) {
-    std::string out = "\"";
+// f(the code of an ASCII character, else −1; its bytes, or "" of a byte that is no UTF-8), of one character after the other.
+// A byte-level model may well sample such bytes.
+template <class F>
+void for_each_character(const std::string& text, F f) {
     for (size_t i = 0; i < text.size();) {
-        const unsigned char c = static_cast<unsigned char>(text[i]);
         const size_t length = utf8_length(text, i);
-        if (c == '"' || c == '\\')
-            out += '\\', out += text[i];
-        else if (c == '\n')
-            out += "\\n";
-        else if (c == '\t')
-            out += "\\t";
-        else if (c < 0x20 || c == 0x7F)
-            out += format("\\u%04x", c);
-        else if (length)
-            out.append(text, i, length);
-        else
-            out += "\\ufffd";
+        f(length == 1 ? text[i] : -1, text.substr(i, length));
         i += length ? length : 1;
     }
+}
+
+// A JSON string. Bytes that are no UTF-8 become U+FFFD.
+std::string quoted(const std::string& text) {
+    std::string out = "\"";
+    for_each_character(text, [&](int ascii, const std::string& bytes) {
+        if (ascii == '"' || ascii == '\\')
+            out += '\\' + bytes;
+        else if (ascii == '\n')
+            out += "\\n";
+        else if (ascii == '\t')
+            out += "\\t";
+        else if ((ascii >= 0 && ascii < 0x20) || ascii == 0x7F)
+            out += format("\\u%04x", ascii);
+        else
+            out += bytes.empty() ? "\\ufffd" : bytes;
+    });
     return out + "\"";
 }
 
@@ -58,17 +64,11 @@ std::string quoted(const std::string& text) {
 
 std::string for_terminal(const std::string& text) {
     std::string out;
-    for (size_t i = 0; i < text.size();) {
-        const unsigned char c = static_cast<unsigned char>(text[i]);
-        const size_t length = utf8_length(text, i);
-        const bool c0 = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7F;
-        const bool c1 = length == 2 && c == 0xC2 && static_cast<unsigned char>(text[i + 1]) < 0xA0;
-        if (length && !c0 && !c1)
-            out.append(text, i, length);
-        else
-            out += "\xEF\xBF\xBD";
-        i += length ? length : 1;
-    }
+    for_each_character(text, [&](int ascii, const std::string& bytes) {
+        const bool control = (ascii >= 0 && ascii < 0x20 && ascii != '\n' && ascii != '\t') || ascii == 0x7F ||
+                             (bytes >= "\xC2\x80" && bytes <= "\xC2\x9F");  // U+0080 to U+009F
+        out += control || bytes.empty() ? "\xEF\xBF\xBD" : bytes;
+    });
     return out;
 }
 
