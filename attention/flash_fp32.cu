@@ -26,7 +26,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "attention/attention.h"
+#include "attention/launch.h"
 #include "attention/merge.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -504,25 +504,13 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-static void check(const char* what, int B, int Tq, int Tk, int NH, int HS) {
-    if (HS != 64 && HS != 128) throw Error(format("%s: head size must be 64 or 128, found %d", what, HS));
-    if (B < 1 || Tq < 1 || Tk < 1 || NH < 1)
-        throw Error(format("%s: B, T and NH must be at least 1, found B %d, Tq %d, Tk %d, NH %d", what, B, Tq, Tk, NH));
-    if (Tq > (1 << 20) || Tk > (1 << 20) || static_cast<long long>(B) * NH * (Tk / 32 + 1) > INT_MAX)
+static void check(const char* what, const BlockShape& s) {
+    check_shape(what, s);
+    if (s.Tq > (1 << 20) || s.Tk > (1 << 20) || static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
             format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T ≤ 2^36); "
                    "split the batch or the sequence",
-                   what, B, Tq, Tk, NH));
-}
-
-static void check_aligned(const char* what, const char* tensor, const void* ptr, size_t batch = 0, size_t token = 0) {
-    if (reinterpret_cast<uintptr_t>(ptr) % 16 || batch % 4 || token % 4)
-        throw Error(format("%s: rows of %s must be 16-byte aligned, found address %p, strides %zu and %zu floats", what,
-                           tensor, ptr, batch, token));
-}
-template <class X>
-static void check_aligned(const char* what, const char* tensor, const Heads<X>& x) {
-    check_aligned(what, tensor, x.ptr, x.batch, x.token);
+                   what, s.B, s.Tq, s.Tk, s.NH));
 }
 
 // Query i sees key j where i + shift ≥ j. Without a mask, or with one that shows everything or nothing, it is clamped
@@ -559,7 +547,7 @@ static void throw_no_tile(const Cuda& dev, const char* what) {
 
 static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, double* lse_acc,
                         Heads<const float> q, Heads<const float> k, Heads<const float> v, const BlockShape& s) {
-    check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
+    check(what, s);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
     check_aligned(what, "v", v);
@@ -592,7 +580,7 @@ static bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
 static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Heads<float> dk, Heads<float> dv,
                          int* scratch, Heads<const float> q, Heads<const float> k, Heads<const float> v,
                          Heads<const float> dout, const float* lse, const float* D, const BlockShape& s, bool add) {
-    check(what, s.B, s.Tq, s.Tk, s.NH, s.HS);
+    check(what, s);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
     check_aligned(what, "v", v);
@@ -615,18 +603,8 @@ static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Hea
     if (!launched) throw_no_tile(dev, what);
 }
 
-// The whole form is one block: all queries against all keys, q, k and v inside qkv (B,T,3,NH,HS).
-static BlockShape whole(const AttentionShape& s) {
-    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
-}
-template <class X>
-static Heads<X> part(X* qkv, int which, const AttentionShape& s) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    return {qkv + which * C, 3 * C * s.T, 3 * C};
-}
-
 static void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    forward_any(dev, "flash_fp32 forward", out, lse, nullptr, part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s),
+    forward_any(dev, "flash_fp32 forward", out, lse, nullptr, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
                 whole(s));
 }
 
@@ -637,12 +615,12 @@ static void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<cons
 
 static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
                      const float*, const float* qkv, const AttentionShape& s) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
     float* D = static_cast<float*>(scratch);
     int* counters = reinterpret_cast<int*>(D + static_cast<size_t>(s.B) * s.NH * s.T);
     attention_D(dev, D, dout, out, s.B, s.T, s.NH, s.HS);
-    backward_any(dev, "flash_fp32 backward", part(dqkv, 0, s), part(dqkv, 1, s), part(dqkv, 2, s), counters,
-                 part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), {dout, C * s.T, C}, lse, D, whole(s), false);
+    backward_any(dev, "flash_fp32 backward", packed(dqkv, s, 0), packed(dqkv, s, 1), packed(dqkv, s, 2), counters,
+                 packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), contiguous(dout, s.T, s.NH, s.HS), lse, D,
+                 whole(s), false);
 }
 
 static void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,

@@ -1,5 +1,5 @@
-// What the launchers of the kernels on tensor cores share: views of a layer's tensors, and checks. `kernel` is the name
-// that an Error begins with.
+// What the launchers of the flash kernels share: views of a layer's tensors, and checks. `kernel` is the name that an
+// Error begins with.
 #pragma once
 #include "attention/attention.h"
 
@@ -28,6 +28,9 @@ inline void check_shape(const char* kernel, const BlockShape& s) {
         throw Error(format("%s: head size %d, expected 64 or 128: use --attention naive", kernel, s.HS));
     if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
         throw Error(format("%s: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", kernel, s.B, s.NH, s.Tq, s.Tk));
+    if (s.q_begin < 0 || s.q_begin > s.rows_of_q() - s.Tq || s.rows_of_k() < s.Tk)
+        throw Error(format("%s: Tq %d from %d on, of %d rows; Tk %d, of %d: a block must lie inside its tensors",
+                           kernel, s.Tq, s.q_begin, s.rows_of_q(), s.Tk, s.rows_of_k()));
     if (!(s.resolved_scale() > 0.f)) throw Error(format("%s: scale %g, expected > 0", kernel, s.resolved_scale()));
 }
 // Rows of a tensor begin at multiples of 16 bytes.

@@ -883,6 +883,22 @@ void limits(int index) {
         const AttentionShape unsupported{1, 64, 1, 80};
         CHECK_ERROR(kernel.forward(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, unsupported), "80");
     }
+    if (!kernel.forward_block) return;
+    const auto check_outside = [&](BlockShape shape, const char* why) {
+        CHECK_ERROR(kernel.forward_block(gpu(), nullptr, nullptr, {}, {}, {}, shape), why);
+        CHECK_ERROR(
+            kernel.backward_block(gpu(), nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, nullptr, nullptr, shape),
+            why);
+    };
+    BlockShape shape{1, 64, 65, 1, 64};
+    shape.q_rows = 100, shape.q_begin = 37;
+    check_outside(shape, "of 100");
+    shape.q_begin = -1;
+    check_outside(shape, "-1");
+    shape.q_begin = 0, shape.q_rows = 63;
+    check_outside(shape, "of 63");
+    shape.q_rows = 0, shape.k_rows = 64;
+    check_outside(shape, "of 64");
 }
 
 // One sequence B times over, of which some are looked at.
