@@ -757,15 +757,14 @@ struct Layout {
     }
 };
 
-template <int HS>
+template <int HS, bool Block>
 void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     const size_t prepare_blocks = static_cast<size_t>(args.heads) * args.q_tiles;
     const size_t items = static_cast<size_t>(args.heads) * args.k_tiles;
     if (std::max(prepare_blocks, items) > INT_MAX / 4)
-        throw Error(format("flash_bf16_sm90: %zu tiles, more than a grid holds (%d): use a smaller batch",
+        throw Error(format("flash_bf16_sm90: %zu tiles, more than %d: use a smaller batch",
                            std::max(prepare_blocks, items), INT_MAX / 4));
     const int blocks = static_cast<int>(std::min<size_t>(items, dev.num_sms));
-    const bool block = args.dk_acc != nullptr;
     const bool alike = args.write_dkv && args.shift + args.before >= args.Tk - 1;  // no mask
     args.halved = alike ? static_cast<int>(items % blocks) : 0;
     // An SM that none of them is left for takes the earlier halves of this many: all shall end together.
@@ -773,10 +772,10 @@ void launch(PrepareArgs& prepare, Args& args, const Cuda& dev) {
     args.cut = args.q_tiles / (each + 1);
     constexpr int kWorthIt = 4;  // query tiles: K and V must be fetched, and dK and dV added, once more
     if (args.cut < kWorthIt) args.halved = 0;
-    prepare.first_ticket = block ? 0 : blocks;
+    prepare.first_ticket = Block ? 0 : blocks;
     prepare_kernel<HS><<<static_cast<unsigned>(prepare_blocks), 256, 0, dev.stream>>>(prepare, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    const auto kernel = block ? backward_kernel<HS, true> : backward_kernel<HS, false>;
+    const auto kernel = backward_kernel<HS, Block>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
     cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -791,9 +790,9 @@ struct Inputs {
     Heads<const bf16> q, k, v, dout, out;
     const float *lse, *D;
 };
+template <bool Block>
 void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, const Cuda& dev) {
-    const bool block = args.dk_acc != nullptr;
-    const Layout layout(s, block);
+    const Layout layout(s, Block);
     char* at = static_cast<char*>(scratch);
     args.NH = s.NH, args.heads = s.B * s.NH, args.before = layout.before, args.Tq = layout.before + s.Tq,
     args.Tk = s.Tk;
@@ -806,8 +805,8 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.scale = s.resolved_scale();
     args.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
     args.stats = reinterpret_cast<float2*>(at);
-    args.sum_tiles = block ? ceil_div(s.rows_of_q(), layout.Br) : layout.q_tiles;
-    if (block)
+    args.sum_tiles = Block ? ceil_div(s.rows_of_q(), layout.Br) : layout.q_tiles;
+    if (Block)
         args.dq_sum += static_cast<size_t>(s.q_begin / layout.Br) * layout.Br * s.HS;
     else
         args.dq_sum = reinterpret_cast<float*>(at + layout.dq_sum);
@@ -818,7 +817,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, s.HS, Tiles<64>::Bc);
     args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, s.HS, layout.Br);
     PrepareArgs prepare{in.dout, in.out, in.lse, in.D, 0};
-    with_head_size(s.HS, [&](auto HS) { launch<HS>(prepare, args, dev); });
+    with_head_size(s.HS, [&](auto HS) { launch<HS, Block>(prepare, args, dev); });
 }
 
 void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
@@ -849,7 +848,7 @@ void flash_bf16_sm90_backward(const Cuda& dev, bf16* dqkv, void* scratch, const 
     args.dq = tensor_map("dq", dq, s.B, s.T, s.NH, s.HS, rows_of_tile(s.HS));
     args.dk = tensor_map("dk", dk, s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
     args.dv = tensor_map("dv", dv, s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
-    launch(in, args, scratch, whole(s), dev);
+    launch<false>(in, args, scratch, whole(s), dev);
 }
 
 void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch,
@@ -862,7 +861,7 @@ void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq_sum, float* dk, f
     check_aligned(kName, "dq_sum", dq_sum);
     check_aligned(kName, "dk", dk);
     check_aligned(kName, "dv", dv);
-    launch(in, args, scratch, s, dev);
+    launch<true>(in, args, scratch, s, dev);
 }
 
 size_t flash_bf16_sm90_dq_sum_bytes(const BlockShape& s) {
