@@ -171,51 +171,65 @@ void validate(const Bench<Comm>& b, int NH, int HS) {
     b.comm.share(nullptr, 0);
 }
 
-// Every kind of block by itself, as a share of what the unchunked kernel would take for as many pairs of query and key.
+// Every kind of block of a rank's passes by itself, as a share of the unchunked kernel's rate: what cutting into blocks
+// costs. The shapes are the ring's (attention/ring.h).
 template <class Comm>
 void run_blocks(const Bench<Comm>& b) {
-    const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), Tc = b.options.tokens / 2;
-    const size_t C = size_t(NH) * HS, n = Tc * C;
-    const Whole whole(b.dev, b.job.size * b.options.tokens, NH, HS);
-    const double of_pair[2] = {b.measure([&] { whole.forward(b.dev); }).cool,
-                               b.measure([&] { whole.backward(b.dev); }).cool};
-    const double pairs = 0.5 * whole.s.T * whole.s.T;
-    const BlockShape most{1, Tc, 2 * Tc, NH, HS};
-    const DeviceMemory sums = device_memory(b.dev, 5 * n * sizeof(float)), rows = device_memory(b.dev, 4 * n);
-    const DeviceMemory dq_sum = device_memory(b.dev, attention_dq_sum_bytes<bf16>(b.dev, most));
-    const DeviceMemory scratch = device_memory(b.dev, attention_block_scratch_bytes<bf16>(b.dev, most));
-    float *o = as<float>(sums), *dk = o + n, *lse = as<float>(rows), *D = lse + size_t(Tc) * NH;
-    double* running = reinterpret_cast<double*>(D + size_t(Tc) * NH);
+    const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), T = b.options.tokens, Tc = T / 2;
+    const size_t C = size_t(NH) * HS, n = T * C, rows = size_t(T) * NH;
+    const Whole whole(b.dev, b.job.size * T, NH, HS);
+    const Figures single[2] = {b.measure([&] { whole.forward(b.dev); }), b.measure([&] { whole.backward(b.dev); })};
+    const double pairs = 0.5 * whole.s.T * whole.s.T;  // of query and key, in the unchunked call
+    const BlockShape largest{1, T, T, NH, HS};
+    const DeviceMemory sums = device_memory(b.dev, 3 * n * sizeof(float)),
+                       stats = device_memory(b.dev, rows * (sizeof(double) + 2 * sizeof(float))),
+                       dq_sum = device_memory(b.dev, attention_dq_sum_bytes<bf16>(b.dev, largest)),
+                       scratch = device_memory(b.dev, attention_block_scratch_bytes<bf16>(b.dev, largest));
+    float *o = as<float>(sums), *dk = o + n, *dv = dk + n;
+    double* running = as<double>(stats);
+    float *lse = reinterpret_cast<float*>(running + rows), *D = lse + rows;
+    fill_normal(b.dev, lse, rows, 1, 0.1f, 10.f);
+    fill_normal(b.dev, D, rows, 2, 0.1f);
+    fill_normal(b.dev, dk, 2 * n, 3);
+    b.dev.zero(dq_sum.get(), attention_dq_sum_bytes<bf16>(b.dev, largest));
+    attention_clear_state(b.dev, o, running, largest);
     const auto heads = [&](const bf16* x, int t0, int part, int parts) {
-        return Heads<const bf16>{x + (t0 * parts + part) * C, 0, parts * C};
+        return Heads<const bf16>{x + (size_t(t0) * parts + part) * C, 0, parts * C};
     };
-    fill_normal(b.dev, lse, size_t(Tc) * NH, 1, 0.1f, 10.f);
-    fill_normal(b.dev, D, size_t(Tc) * NH, 2, 0.1f);
+    if (b.job.rank == 0)
+        std::printf(
+            "%s, a rank of %d's blocks alone, %d tokens each, NH %d, HS %d: ms cool/sustained (%% of unchunked)\n",
+            b.dev.name.c_str(), b.job.size, T, NH, HS);
     const struct {
         const char* name;
-        BlockShape shape;
-        double of_chunk;  // pairs, of Tc²
-    } kinds[] = {{"own late", {1, Tc, 2 * Tc, NH, HS, Tc}, 1.5},
-                 {"own early", {1, Tc, 2 * Tc, NH, HS}, 0.5},
-                 {"2 chunks of keys", {1, Tc, 2 * Tc, NH, HS, 0, 0, false}, 2},
-                 {"1 chunk of keys", {1, Tc, Tc, NH, HS, 0, 0, false}, 1}};
+        int q0, Tq, Tk;
+        bool own, forward, backward, write;
+        double pairs;  // in Tc²
+    } kinds[] = {{"own keys", 0, T, T, true, true, false, false, 2},
+                 {"own keys, late chunk", Tc, Tc, T, true, false, true, true, 1.5},
+                 {"own keys, early chunk", 0, Tc, Tc, true, false, true, false, 0.5},
+                 {"an early chunk of keys", 0, T, Tc, false, true, true, true, 2},
+                 {"both chunks of keys", Tc, Tc, T, false, true, true, true, 2}};
     for (const auto& kind : kinds) {
-        const double ideal = kind.of_chunk * Tc * Tc / pairs;
-        attention_clear_state(b.dev, o, running, kind.shape);
-        const double forward =
-            b.measure([&] {
-                 attention_forward_block<bf16>(b.dev, o, running, heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
-                                               heads(whole.qkv, 0, 2, 3), kind.shape);
-             }).cool;
-        const double backward = b.measure([&] {
-                                     attention_backward_block<bf16>(
-                                         b.dev, as<float>(dq_sum), dk, dk + 2 * n, scratch.get(),
-                                         heads(whole.qkv, 0, 0, 3), heads(whole.qkv, 0, 1, 3),
-                                         heads(whole.qkv, 0, 2, 3), heads(whole.dout, 0, 0, 1), lse, D, kind.shape);
-                                 }).cool;
-        if (b.job.rank == 0)
-            std::printf("  %-16s forward %.3f ms (%.1f %%)  backward %.3f ms (%.1f %%)\n", kind.name, forward,
-                        100 * ideal * of_pair[0] / forward, backward, 100 * ideal * of_pair[1] / backward);
+        BlockShape s{1, kind.Tq, kind.Tk, NH, HS, kind.q0, 0, kind.own, 0.f, T, T};
+        s.q_begin = kind.q0, s.write_dkv = kind.write;
+        const int q0 = kind.q0, parts = kind.own ? 3 : 2;  // keys of others lie without their queries
+        const auto q = heads(whole.qkv, q0, 0, 3), k = heads(whole.qkv, 0, parts - 2, parts),
+                   v = heads(whole.qkv, 0, parts - 1, parts), dout = heads(whole.dout, q0, 0, 1);
+        const double ideal = 100 * kind.pairs * Tc * Tc / pairs;
+        const auto show = [&](const char* pass, const Figures& of_single, const Figures& ms) {
+            if (b.job.rank == 0)
+                std::printf("  %-22s %-8s %.3f/%.3f (%.1f/%.1f %%)\n", kind.name, pass, ms.cool, ms.sustained,
+                            ideal * of_single.cool / ms.cool, ideal * of_single.sustained / ms.sustained);
+        };
+        if (kind.forward)
+            show("forward", single[0],
+                 b.measure([&] { attention_forward_block<bf16>(b.dev, o + q0 * C, running + q0, q, k, v, s); }));
+        if (kind.backward)
+            show("backward", single[1], b.measure([&] {
+                attention_backward_block<bf16>(b.dev, as<float>(dq_sum), dk, dv, scratch.get(), q, k, v, dout, lse + q0,
+                                               D + q0, s);
+            }));
     }
 }
 
