@@ -144,22 +144,21 @@ template <class X>
 void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, const Result<X>& to, bool own_lse) {
     const int T = in.s.T, NH = in.s.NH, chunk = (T + kChunks - 1) / kChunks;
     const size_t C = size_t(NH) * HS;
-    BlockShape largest{1, chunk, chunk, NH, HS};
-    largest.q_rows = T, largest.q_begin = 127;  // of a tile: what comes before it
     const BlockShape all{1, T, T, NH, HS};
     const DeviceMemory sums = device_memory(dev, 2 * in.n * sizeof(float));
-    const DeviceMemory dq_sum = device_memory(dev, attention_dq_sum_bytes<X>(dev, all));
+    const size_t of_sum = attention_dq_sum_bytes<X>(dev, all);
+    const DeviceMemory dq_sum = device_memory(dev, of_sum);
     const DeviceMemory partial = device_memory(dev, 2 * chunk * C * sizeof(float));
     const DeviceMemory stats = device_memory(dev, 2 * size_t(T) * NH * sizeof(float));
     const DeviceMemory D = device_memory(dev, size_t(chunk) * NH * sizeof(float));
     const DeviceMemory running = device_memory(dev, size_t(chunk) * NH * sizeof(double));
-    const DeviceMemory scratch = poisoned(dev, attention_block_scratch_bytes<X>(dev, largest));
+    const DeviceMemory scratch = poisoned(dev, attention_block_scratch_bytes<X>(dev, all));
     float *dk = as<float>(sums), *dv = dk + in.n;
     float *o = as<float>(partial), *lse = as<float>(stats), *all_D = lse + size_t(T) * NH;
     X* rounded = reinterpret_cast<X*>(o + chunk * C);
     dev.zero(dk, 2 * in.n * sizeof(float));
-    dev.zero(dq_sum.get(), attention_dq_sum_bytes<X>(dev, all));
-    if (!own_lse) fill_normal(dev, as<float>(dq_sum), in.n, 7);  // what the memory was used for before
+    dev.zero(dq_sum.get(), of_sum);
+    if (!own_lse) fill_normal(dev, as<float>(dq_sum), of_sum / sizeof(float), 7);  // used for something else before
     const auto heads = [&](const X* x, int t0, int part, int parts) {
         return Heads<const X>{x + (size_t(t0) * parts + part) * C, size_t(T) * parts * C, parts * C};
     };

@@ -801,11 +801,12 @@ void halves(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
     if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
     for (int HS : {64, 128}) {
-        const Case c{{1, 1010, 20, HS, false}, Input::normal};
-        check_blocks(kernel, c, {1010}, {1010}, 0, 0.f);
+        const Case c{{2, 1010, 10, HS, false}, Input::normal};
+        check_blocks(kernel, c, {1010}, {1010}, 0, 0.f, 9);
         const Problem<X>& p = problem<X>(c);
         const AttentionShape& s = p.c.shape;
-        const size_t n = s.B * s.T * static_cast<size_t>(s.NH) * HS, rows = static_cast<size_t>(s.B) * s.NH * s.T;
+        const size_t C = static_cast<size_t>(s.NH) * HS, n = s.B * s.T * C,
+                     rows = static_cast<size_t>(s.B) * s.NH * s.T;
         BlockShape shape{s.B, s.T, s.T, s.NH, HS, 0, 0, false};
         shape.write_dkv = true;
         Buffer qkv("qkv", p.qkv), dout("dout", p.dout), lse("lse", std::vector<float>(rows, 7.f));
@@ -815,8 +816,7 @@ void halves(int index) {
             Buffer dq("dq", std::vector<char>(kernel.dq_sum_bytes(shape), 0)), dkv("dkv", 2 * n * sizeof(float));
             kernel.backward_block(gpu(), dq.as<float>(), dkv.as<float>(), dkv.as<float>() + n, scratch.data(),
                                   heads(qkv.as<X>(), 0, 0, s), heads(qkv.as<X>(), 1, 0, s), heads(qkv.as<X>(), 2, 0, s),
-                                  {dout.as<X>(), n, static_cast<size_t>(s.NH) * HS}, lse.as<float>(), D.as<float>(),
-                                  shape);
+                                  {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
             std::vector<char> bytes = dq.bytes(), more = dkv.bytes();
             bytes.insert(bytes.end(), more.begin(), more.end());
             if (i == 0) first = bytes;
