@@ -125,14 +125,11 @@ struct Order {
         const int of_group = ticket / (args.group * args.k_tiles) * args.group;
         if (of_group != start) start = of_group, step = 0, first = start * args.k_tiles;
         const int size = min(args.group, args.heads - start);
-        for (;;) {
+        for (;; step++) {
             const int begin = max(0, step - args.k_tiles + 1) * args.chunk, end = min(size, (step + 1) * args.chunk);
             const int i = begin + ticket - first;
             if (i < end) return (step - i / args.chunk) * args.heads + start + i;
-            // Steps with all heads in work are alike: over them at once, for those who ask for a late ticket first.
-            const bool all = begin == 0 && end == size;
-            const int steps = all ? min((ticket - first) / size, args.k_tiles - step) : 1;
-            step += steps, first += steps * (end - begin);
+            first += end - begin;
         }
     }
     // The number of the work that a ticket is for; −1: there is no more.
