@@ -3,107 +3,17 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <future>
-#include <sstream>
 
 #include "data/checkpoint.h"
 #include "data/choices.h"
-#include "data/corpus.h"
 #include "data/tokenizer.h"
-#include "dev/test.h"
+#include "dev/program.h"
 #include "layers/cuda.h"
-
-namespace {
-
-struct Result {
-    int code;
-    std::string out;  // stdout and stderr
-};
-
-// A scratch folder, removed at exit.
-const std::string& dir() {
-    static const struct Scratch {
-        std::string path = "/tmp/test_program.XXXXXX";
-        Scratch() {
-            if (!mkdtemp(path.data())) throw Error("cannot create " + path);
-        }
-        ~Scratch() {
-            std::error_code ignored;
-            std::filesystem::remove_all(path, ignored);
-        }
-    } scratch;
-    return scratch.path;
-}
-
-std::string read_file(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    std::stringstream text;
-    text << file.rdbuf();
-    return text.str();
-}
-void write_file(const std::string& path, const std::string& text) {
-    std::ofstream(path, std::ios::binary) << text;
-}
-
-Result shell(const std::string& command) {
-    Result r{-1, ""};
-    FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
-    char buffer[4096];
-    for (size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;) r.out.append(buffer, n);
-    const int status = pclose(pipe);
-    r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    return r;
-}
-Result run(const std::string& arguments) {
-    return shell("./train_gpt2cu " + arguments);
-}
-
-// A small text to train on, so that a run takes a moment.
-std::string text_file() {
-    static const std::string path = [] {
-        std::string text;
-        for (int i = 0; i < 100; i++) text += write_story(5, i).text;
-        write_file(dir() + "/stories.txt", text);
-        return dir() + "/stories.txt";
-    }();
-    return path;
-}
-// Options of a run of about a second.
-std::string tiny() {
-    return "--device cpu -e tiny -b 2 -t 64 -v 0 -s 0 -i " + text_file() + " ";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-    return text.find(part) != std::string::npos;
-}
-// The part of a line from `key` up to the next space.
-double number_after(const std::string& text, const std::string& key) {
-    const size_t at = text.rfind(key);
-    return at == std::string::npos ? NAN : std::atof(text.c_str() + at + key.size());
-}
-bool exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0;
-}
-bool has_gpu() {
-    return !contains(run("-x 0 -s 0 -v 0 -i " + text_file() + " -e tiny -t 64").out, "no usable GPU");
-}
-
-#define CHECK_RUN(result, exit_code, part)                                                                    \
-    do {                                                                                                      \
-        const Result r_ = (result);                                                                           \
-        if (r_.code != (exit_code) || !contains(r_.out, part))                                                \
-            test::report(__FILE__, __LINE__,                                                                  \
-                         format("expected exit %d and \"%s\", got exit %d and: %s", exit_code, part, r_.code, \
-                                r_.out.substr(r_.out.size() > 600 ? r_.out.size() - 600 : 0).c_str()));       \
-    } while (0)
-
-}  // namespace
 
 TEST(help_lists_every_option) {
     const Result r = run("--help");
