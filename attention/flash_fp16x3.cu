@@ -737,12 +737,15 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         for (int i = 0; i < M; i++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const size_t at =
-                    static_cast<size_t>(w.bh) * p.q_rows + min(first_q() + 16 * i + 8 * r + lane / 4, p.Tq - 1);
-                const float lse = args.lse[at], *diagonal = d[i][2 * i + r] + 2 * r;
+                const int t = first_q() + 16 * i + 8 * r + lane / 4;
+                const size_t at = static_cast<size_t>(w.bh) * p.q_rows + t;
+                const float* diagonal = d[i][2 * i + r] + 2 * r;
+                const float lse = t < p.Tq ? args.lse[at] : -INFINITY;
+                const float own_D = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
+                // P is 0 in a row that sees no key or is not there. A finite lse would not do for the latter: their S is
+                // 0, and their P, e^−lse, could be infinite and spoil the scale that the warp's rows share.
                 lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-                D[i][r] =
-                    args.D ? args.D[at] : d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
+                D[i][r] = !args.D ? own_D : t < p.Tq ? args.D[at] : 0.f;
             }
     }
     float dS_sum[M][2] = {};    // over this lane's columns
@@ -869,8 +872,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                 for (int n = 0; n < HS / 8; n++)
                     dq[i][n][2 * r] -= dS * k_mean[n].x, dq[i][n][2 * r + 1] -= dS * k_mean[n].y;
             } else {
-                const float lse = args.lse[at];
-                change = lse == -INFINITY ? 0.f : fmaf(lse, kLog2e, -lse_log2[i][r]);  // what rounding took off
+                change = lse_log2[i][r] == INFINITY ? 0.f : fmaf(args.lse[at], kLog2e, -lse_log2[i][r]);  // lost to rounding
             }
             const float factor = p.scale * (1.f - kLn2 * change);
 #pragma unroll
