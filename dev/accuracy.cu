@@ -164,7 +164,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
             int tensor) {
     const Errors& e = result.errors;
     const bool bound = result.kernel->flash, bf16_lse = tensor == Lse && std::is_same_v<X, bf16>;
-    const ErrorBound k = error_bound(*result.kernel, tensor, s);
+    const ErrorBound k = error_bound(*result.kernel, tensor, s, e.largest_value(Lse));
     const double ratio_max = e.max(tensor) / naive.max(tensor), ratio_l2 = e.l2(tensor) / naive.l2(tensor);
     const double largest = e.largest_value(tensor);
     const double tiny = one_rounding<X>(tensor, largest) + k.roundoff * largest;
