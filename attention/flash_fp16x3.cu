@@ -508,10 +508,24 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 mma(s, n, q_hi[kk], b);
             }
         }
+        // The large terms, in chains of 64 columns: tensor cores truncate when they add, and lse would have it all.
 #pragma unroll
-        for (int kk = 0; kk < HS / 16; kk++)
+        for (int kk = 0; kk < 4; kk++)
 #pragma unroll
             for (int n = 0; n < Sub / 8; n += 2) mma(s, n, q_hi[kk], b_hi[kk][n / 2]);
+        if constexpr (HS > 64) {
+            float chain[M][Sub / 8][4] = {};
+#pragma unroll
+            for (int kk = 4; kk < HS / 16; kk++)
+#pragma unroll
+                for (int n = 0; n < Sub / 8; n += 2) mma(chain, n, q_hi[kk], b_hi[kk][n / 2]);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int n = 0; n < Sub / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[i][n][e] += chain[i][n][e];
+        }
         if constexpr (Masked) {
             const int lane = thread_again() % 32;
 #pragma unroll
