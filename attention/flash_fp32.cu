@@ -6,7 +6,7 @@
 //   out = O / l;  lse = m + log l                                   (after the last tile)
 //
 // Backward, given lse and D = rowsum(dO∘O), for one tile of Bc keys against one tile of Br queries at a time:
-//   P = exp(scale·Q Kᵀ − lse);  dV += Pᵀ dO
+//   P = exp(scale·Q Kᵀ − lse);  dV += Pᵀ dO                         (lse with the bits that fp32 has no room for)
 //   dS = P∘(dO Vᵀ − D);         dK += scale·dSᵀ Q;  dQ += scale·dS K
 //
 // New against naive: S and P are never stored. Forward: a block of 4 warps keeps Br query rows of one (b, head), and K
@@ -20,7 +20,7 @@
 // dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
 // query tile's counter: no atomics on floats, and the same bits on every run.
 //
-// Forward writes: out, lse (every element).  Backward writes: dqkv (every element), D and the counters in scratch.
+// Forward writes: out, lse (every element).  Backward writes: dqkv (every element); D, lse_rest and the counters in scratch.
 // The block form updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
 // Limits: HS in {64, 128}; any T ≥ 1.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <algorithm>
@@ -203,6 +203,8 @@ struct ForwardArgs {
     float* out;       // (B,Tq,NH,HS)
     float* lse;       // (B,NH,Tq), written; null: the block form
     double* lse_acc;  // of the block form: out and lse_acc hold the state of earlier blocks
+    const float* lse_in;  // of lse_rest_kernel: what forward wrote
+    float* lse_rest;      // of lse_rest_kernel: written; null otherwise
     Heads<const float> q, k, v;
     int Tq, Tk, NH;
     int q_rows;  // of out and lse: see BlockShape
@@ -336,10 +338,66 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
+// Before backward, in the whole form: what lse lost when it was rounded to fp32, in units of log 2. At |lse| = 128 that is up
+// to 2^-17 of P, the same for all keys of a row, and 30 times naive's error. A row's P shall add up to 1, so log Σ P is what
+// is missing. Tiles without a large lse, as all are in ordinary training, only write zeros.
+constexpr float kLargeLse = 16;
+
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args) {
+    constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow;
+    constexpr int M = Br / kWarps / kLaneRows, N = Bc / kLaneCols;
+    extern __shared__ float4 smem[];
+    float* q_smem = reinterpret_cast<float*>(smem);  // (Br, HS), scaled
+    float* k_smem = q_smem + Br * kRow;              // (Bc, HS)
+
+    const int b = blockIdx.x / args.NH, h = blockIdx.x % args.NH, q0 = (gridDim.y - 1 - blockIdx.y) * Br;
+    const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row(), col = lane_col();  // this thread's first
+    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
+    float lse[M], sum[M] = {};
+    bool large = false;
+    for (int i = 0; i < M; i++) {
+        const int t = q0 + row + i * kLaneRows;
+        lse[i] = t < args.Tq ? args.lse_in[lse_row + t] : 0.f;
+        large |= fabsf(lse[i]) > kLargeLse;
+    }
+    large = __syncthreads_or(large);
+    if (large) {
+        const int q_end = min(q0 + Br, args.Tq), kv_end = min(args.Tk, q_end + args.shift);
+        Stage<Br, HS> q_stage;
+        fetch<Br, HS>(q_stage, args.q.ptr + b * args.q.batch + q0 * args.q.token + h * HS, args.q.token, q_end - q0);
+        store<Br, HS>(q_smem, q_stage, args.scale);
+        for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
+            Stage<Bc, HS> k_stage;
+            fetch<Bc, HS>(k_stage, args.k.ptr + b * args.k.batch + kv0 * args.k.token + h * HS, args.k.token,
+                          kv_end - kv0);
+            __syncthreads();  // everyone is done with the last tile
+            store<Bc, HS>(k_smem, k_stage);
+            __syncthreads();
+            float s_regs[M][N] = {};
+            matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, k_smem + col * kRow, kRow);
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const int key = kv0 + col + j * kLaneCols;
+                    const bool seen = key < args.Tk && key <= q0 + row + i * kLaneRows + args.shift;
+                    sum[i] += seen ? exp2_approx((s_regs[i][j] - lse[i]) * kLog2e) : 0.f;
+                }
+        }
+    }
+    for (int i = 0; i < M; i++) {
+        const int t = q0 + row + i * kLaneRows;
+        const float total = row_sum(sum[i]);
+        if (col == 0 && t < args.Tq) args.lse_rest[lse_row + t] = large ? log2f(total) : 0.f;
+    }
+}
+
 struct BackwardArgs {
     Heads<float> dq, dk, dv;
     Heads<const float> q, k, v, dout;
-    const float *lse, *D;  // (B,NH,Tq)
+    const float *lse, *D;   // (B,NH,Tq)
+    const float* lse_rest;  // (B,NH,Tq), in units of log 2; null: the block form
     int* ticket;           // the next block's number
     int* key_tiles_added;  // (B·NH, query tiles): how many key tiles are in dq
     int Tq, Tk, NH, heads;
@@ -410,12 +468,13 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     float dk_regs[Mk][kOut] = {}, dv_regs[Mk][kOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
-        float lse[M], D[M];
+        float lse[M], rest[M], D[M];
 #pragma unroll
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
             lse[i] = t < args.Tq ? args.lse[at] : INFINITY;
+            rest[i] = t < args.Tq && args.lse_rest ? args.lse_rest[at] : 0.f;
             D[i] = t < args.Tq ? args.D[at] : 0.f;
             if (lse[i] == -INFINITY) lse[i] = INFINITY;  // the row saw no key at all: P = 0
         }
@@ -430,7 +489,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 #pragma unroll
                 for (int j = 0; j < N; j++) {
                     const int c = col + j * kLaneCols;
-                    float p = exp2_approx((s_regs[i][j] - lse[i]) * kLog2e);
+                    float p = exp2_approx(fmaf(s_regs[i][j] - lse[i], kLog2e, -rest[i]));
                     if (masked && (c >= keys || kv0 + c > q0 + row + i * kLaneRows + args.shift)) p = 0.f;
                     p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
                 }
@@ -531,10 +590,11 @@ template <class Tile>
 static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
     constexpr int kSmem = Tile::kForwardFloats * sizeof(float);
     if (kSmem > block_smem(dev)) return false;
-    CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    const auto kernel = args.lse_rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     const dim3 grid(B * args.NH, (args.Tq + Tile::Br - 1) / Tile::Br);
-    forward_kernel<Tile><<<grid, kThreads, kSmem, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_fp32 forward_kernel");
+    kernel<<<grid, kThreads, kSmem, dev.stream>>>(args);
+    LAUNCH_CHECK("flash_fp32 forward_kernel or lse_rest_kernel");
     return true;
 }
 
@@ -545,15 +605,16 @@ static void throw_no_tile(const Cuda& dev, const char* what) {
                what, dev.name.c_str()));
 }
 
-static void forward_any(const Cuda& dev, const char* what, float* out, float* lse, double* lse_acc,
-                        Heads<const float> q, Heads<const float> k, Heads<const float> v, const BlockShape& s) {
+static void forward_any(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q,
+                        Heads<const float> k, Heads<const float> v, const BlockShape& s) {
     check(what, s);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
     check_aligned(what, "v", v);
-    check_aligned(what, "out", out);
-    const ForwardArgs args{out,           lse,         lse_acc,           q, k, v, s.Tq, s.Tk, s.NH,
-                           s.rows_of_q(), shift_of(s), s.resolved_scale()};
+    check_aligned(what, "out", args.out);
+    args.q = q, args.k = k, args.v = v;
+    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.q_rows = s.rows_of_q();
+    args.shift = shift_of(s), args.scale = s.resolved_scale();
     const bool launched =
         s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
                    : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
@@ -579,7 +640,8 @@ static bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
 
 static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Heads<float> dk, Heads<float> dv,
                          int* scratch, Heads<const float> q, Heads<const float> k, Heads<const float> v,
-                         Heads<const float> dout, const float* lse, const float* D, const BlockShape& s, bool add) {
+                         Heads<const float> dout, const float* lse, const float* lse_rest, const float* D,
+                         const BlockShape& s, bool add) {
     check(what, s);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
@@ -592,7 +654,7 @@ static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Hea
     BackwardArgs args;
     args.dq = dq, args.dk = dk, args.dv = dv;
     args.q = q, args.k = k, args.v = v, args.dout = dout;
-    args.lse = lse, args.D = D;
+    args.lse = lse, args.lse_rest = lse_rest, args.D = D;
     args.ticket = scratch, args.key_tiles_added = scratch + 1;
     args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.heads = s.B * s.NH;
     args.shift = shift_of(s), args.scale = s.resolved_scale();
@@ -604,23 +666,30 @@ static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Hea
 }
 
 static void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    forward_any(dev, "flash_fp32 forward", out, lse, nullptr, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
-                whole(s));
+    ForwardArgs args{};
+    args.out = out, args.lse = lse;
+    forward_any(dev, "flash_fp32 forward", args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
 }
 
 static void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
                           Heads<const float> v, const BlockShape& s) {
-    forward_any(dev, "flash_fp32 forward_block", o_acc, nullptr, lse, q, k, v, s);
+    ForwardArgs args{};
+    args.out = o_acc, args.lse_acc = lse;
+    forward_any(dev, "flash_fp32 forward_block", args, q, k, v, s);
 }
 
 static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
                      const float*, const float* qkv, const AttentionShape& s) {
-    float* D = static_cast<float*>(scratch);
-    int* counters = reinterpret_cast<int*>(D + static_cast<size_t>(s.B) * s.NH * s.T);
+    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.T;
+    float *D = static_cast<float*>(scratch), *lse_rest = D + rows;
+    int* counters = reinterpret_cast<int*>(lse_rest + rows);
     attention_D(dev, D, dout, out, s.B, s.T, s.NH, s.HS);
+    ForwardArgs args{};
+    args.lse_in = lse, args.lse_rest = lse_rest;
+    forward_any(dev, "flash_fp32 backward", args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
     backward_any(dev, "flash_fp32 backward", packed(dqkv, s, 0), packed(dqkv, s, 1), packed(dqkv, s, 2), counters,
-                 packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), contiguous(dout, s.T, s.NH, s.HS), lse, D,
-                 whole(s), false);
+                 packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), contiguous(dout, s.T, s.NH, s.HS), lse,
+                 lse_rest, D, whole(s), false);
 }
 
 static void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
@@ -629,7 +698,7 @@ static void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv,
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
     backward_any(dev, "flash_fp32 backward_block", {dq_sum + s.q_begin * C, C * s.rows_of_q(), C},
                  {dk, C * s.rows_of_k(), C}, {dv, C * s.rows_of_k(), C}, static_cast<int*>(scratch), q, k, v, dout, lse,
-                 D, s, true);
+                 nullptr, D, s, true);
 }
 
 static size_t saved_bytes(const AttentionShape&) {
@@ -639,7 +708,7 @@ static size_t block_scratch_bytes(const BlockShape& s) {
     return counters(s) * sizeof(int);
 }
 static size_t scratch_bytes(const AttentionShape& s) {
-    return static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
+    return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
 }
 
 const AttentionKernel<float> flash_fp32{"flash_fp32",  70,           true,          saved_bytes,    scratch_bytes,
