@@ -36,7 +36,7 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
     int oldest = 1000;
     for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++) {
         if (k->flash != flash) continue;
-        if (k->runs_on(dev.sm)) chosen = k;
+        if (k->runs_on(dev)) chosen = k;
         if (k->min_sm < oldest) oldest = k->min_sm;
     }
     if (!chosen)

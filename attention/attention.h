@@ -24,16 +24,12 @@ struct AttentionShape {
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
 
-// True if this program holds code for sm_90a, of which wgmma is a part: code for older GPUs also runs on a 9.0, but there
-// the kernels that need wgmma are empty.
-bool built_for_sm90a();
-
 // One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is.
 template <class X>
 struct AttentionKernel {
     const char* name;  // its file's name: "naive", "flash_fp32", …
     int min_sm;        // compute capability ×10: runs there and on later ones, but wgmma (90) is of 9.0 alone
-    bool runs_on(int sm) const { return min_sm == 90 ? sm == 90 && built_for_sm90a() : sm >= min_sm; }
+    bool runs_on(const Cuda& dev) const { return min_sm == 90 ? dev.sm90a : dev.sm >= min_sm; }
     bool flash;  // no T×T buffer
 
     // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and scratch for either pass.

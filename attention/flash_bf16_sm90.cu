@@ -556,15 +556,6 @@ size_t saved_bytes(const AttentionShape&) {
 
 }  // namespace
 
-bool built_for_sm90a() {
-    static const bool built = [] {
-        cudaFuncAttributes attributes;
-        CUDA_CHECK(cudaFuncGetAttributes(&attributes, forward_kernel<64, false>));
-        return attributes.numRegs > 64;  // an empty body needs a handful
-    }();
-    return built;
-}
-
 const AttentionKernel<bf16> flash_bf16_sm90 = {"flash_bf16_sm90",
                                                90,
                                                true,

@@ -294,7 +294,7 @@ void study_all(Study& study) {
     const AttentionKernels<X> all = attention_kernels<X>();
     std::vector<const AttentionKernel<X>*> kernels;  // naive, which the table has first, then what was asked for
     for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++)
-        if (k->runs_on(study.dev.sm) && (!k->flash || o.kernel == "all" || o.kernel == k->name)) kernels.push_back(k);
+        if (k->runs_on(study.dev) && (!k->flash || o.kernel == "all" || o.kernel == k->name)) kernels.push_back(k);
     if (kernels.empty() || (kernels.size() == 1 && o.kernel != "all" && o.kernel != "naive")) return;
 
     const int HS = std::atoi(o.hs.c_str());

@@ -220,7 +220,7 @@ int bench_all(Cuda& dev, const Options& options, const std::string& default_shap
     if (options.dtype != "all" && options.dtype != dtype) return 0;
     std::vector<Subject<X>> subjects;
     const auto consider = [&](const char* name, const AttentionKernel<X>& kernel, bool tf32) {
-        if (kernel.runs_on(dev.sm) && (options.kernel == "all" || options.kernel == name))
+        if (kernel.runs_on(dev) && (options.kernel == "all" || options.kernel == name))
             subjects.push_back({name, &kernel, tf32});
     };
     const AttentionKernels<X> all = attention_kernels<X>();

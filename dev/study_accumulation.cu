@@ -1034,7 +1034,7 @@ struct Study {
     void choose() {
         for (int vehicle = 0; vehicle < 2; vehicle++)
             for (const Subject<X>& x : ::subjects<X>()) {
-                const bool runs = vehicle ? dev.sm == 90 && built_for_sm90a() : dev.sm >= 80;
+                const bool runs = vehicle ? dev.sm90a : dev.sm >= 80;
                 if (runs && (options.vehicle == "all" || options.vehicle == kVehicles[vehicle]) &&
                     (options.variant == "all" || options.variant == name_of(x.flags)))
                     subjects.push_back({x, vehicle});
@@ -1109,7 +1109,7 @@ struct Study {
                 });
         if constexpr (std::is_same_v<X, bf16>)  // the trainer's, beside which the vehicles are to be judged
             for (const AttentionKernel<bf16>* k : {&flash_bf16, &flash_bf16_sm90})
-                if (k->runs_on(dev.sm) && options.variant == "all")
+                if (k->runs_on(dev) && options.variant == "all")
                     timed(k->name, "trainer",
                           [&](int) { k->forward(dev, result.out_ptr(), result.lse_ptr(), nullptr, nullptr, qkv, s); });
     }

@@ -63,7 +63,7 @@ template <class X>
 const AttentionKernel<X>& kernel_for_this_gpu(int index) {
     const Cuda& dev = gpu();
     const AttentionKernel<X>& kernel = attention_kernels<X>().begin[index];
-    if (!kernel.runs_on(dev.sm)) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, dev.sm);
+    if (!kernel.runs_on(dev)) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, dev.sm);
     return kernel;
 }
 

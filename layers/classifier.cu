@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "attention/attention.h"  // built_for_sm90a
 #include "attention/ptx_sm90.cuh"
 #include "layers/layers.h"
 #include "layers/vector.cuh"
@@ -186,7 +185,7 @@ void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, f
     const bool vector = vectorises<X>(Vp, logits);
     if constexpr (std::is_same_v<X, bf16>) {
         const size_t smem = 2 * size_t(Vp) * sizeof(bf16);
-        if (dev.sm == 90 && built_for_sm90a() && vector && smem <= kRowsSmem) {
+        if (dev.sm90a && vector && smem <= kRowsSmem) {
             CUDA_CHECK(cudaFuncSetAttribute(classifier_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(kRowsSmem)));
             const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, N));

@@ -16,8 +16,14 @@ void cublas_check(cublasStatus_t status, const char* file, int line, const char*
     throw Error(format("%s:%d: cuBLAS: %s in %s", file, line, cublasGetStatusName(status), what));
 }
 
-// Never launched: its attributes can be read only if this binary has code for the device.
-__global__ void probe_kernel() {}
+// Only the code that runs knows what it was compiled for: on a 9.0 that may be sm_90a, or PTX of an older architecture.
+__global__ void probe_kernel(bool* sm90a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    *sm90a = true;
+#else
+    *sm90a = false;
+#endif
+}
 
 static __global__ void pause_kernel(unsigned ns) {
     unsigned long long start, now;
@@ -55,7 +61,7 @@ Cuda::Cuda(int device) : device(device) {
     name = properties.name;
     total_bytes = properties.totalGlobalMem;
 
-    cudaFuncAttributes attributes;
+    cudaFuncAttributes attributes;  // can be read only if this binary has code for the device
     if (cudaFuncGetAttributes(&attributes, probe_kernel) != cudaSuccess) {
         cudaGetLastError();
         throw Error(
@@ -67,6 +73,9 @@ Cuda::Cuda(int device) : device(device) {
     // A blocking stream: work that someone puts on the default stream is still ordered with ours.
     CUDA_CHECK(cudaStreamCreate(&stream));
     workspace = alloc(kWorkspaceBytes);
+    probe_kernel<<<1, 1, 0, stream>>>(static_cast<bool*>(workspace));
+    LAUNCH_CHECK("probe_kernel");
+    download(&sm90a, workspace, sizeof sm90a);
     CUBLAS_CHECK(cublasCreate(&blas));
     CUBLAS_CHECK(cublasSetStream(blas, stream));
     // cuBLAS promises bitwise reproducible results for one stream, and a workspace of ours keeps it from allocating

@@ -47,9 +47,10 @@ struct Cuda {
 
     static constexpr const char* kind = "cuda";
     int device = 0;
-    int sm = 0;        // compute capability ×10, 90 for an H200
-    int num_sms = 0;   // multiprocessors
-    std::string name;  // "NVIDIA H200"
+    int sm = 0;          // compute capability ×10, 90 for an H200
+    bool sm90a = false;  // its code was compiled for sm_90a; otherwise kernels that need wgmma are empty
+    int num_sms = 0;     // multiprocessors
+    std::string name;    // "NVIDIA H200"
     size_t total_bytes = 0;
     bool tf32 = true;    // fp32 matmuls on tensor cores; false: strict fp32
     bool graphs = true;  // false: CudaGraph::run only runs

@@ -22,7 +22,6 @@
 // Limits: C ≤ 8192; any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>
 
-#include "attention/attention.h"  // built_for_sm90a
 #include "attention/ptx_sm90.cuh"
 #include "layers/layers.h"
 #include "layers/partials.cuh"
@@ -338,7 +337,7 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
         const auto kernel = C == 768    ? layernorm_backward_rows_kernel<3>
                             : C == 1024 ? layernorm_backward_rows_kernel<4>
                                         : nullptr;
-        if (kernel && dev.sm == 90 && built_for_sm90a() && vectorises<X>(C, dinp, dout, inp, weight)) {
+        if (kernel && dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight)) {
             const int warps = C == 768 ? kRowWarps<3> : kRowWarps<4>, smem = C == 768 ? kRowSmem<3> : kRowSmem<4>;
             CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
             const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (N - 1) / warps + 1));

@@ -63,8 +63,8 @@
 // Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0; any N.
 // Run: ./dev/bench_layers --layer gelu
 #include <algorithm>
+#include <map>
 
-#include "attention/attention.h"  // built_for_sm90a
 #include "attention/ptx_sm90.cuh"
 #include "attention/tensor_map.h"
 #include "layers/gelu.cuh"
@@ -356,13 +356,11 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
     cudaLaunchConfig_t config{};
     config.gridDim = kCluster, config.blockDim = Shape<Backward>::kThreads, config.dynamicSmemBytes = kSmem;
     config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
-    // A cluster needs SMs that lie together, of which there may be fewer than half of all.
-    static const int most = [&] {
-        int clusters = 0;
-        CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-        return std::max(clusters, 1);
-    }();
-    config.gridDim = kCluster * std::min(p.items, most);
+    // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds.
+    static std::map<int, int> most;  // of each device
+    int& clusters = most[dev.device];
+    if (clusters == 0) CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    config.gridDim = kCluster * std::clamp(clusters, 1, p.items);
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, static_cast<const Problem&>(p)));
 }
 
@@ -373,7 +371,7 @@ int partial_rows(size_t N) {
 }  // namespace
 
 bool matmul_sm90_takes(const Cuda& dev, int K, int OC, std::initializer_list<const void*> pointers) {
-    return dev.sm == 90 && built_for_sm90a() && K % kChunk == 0 && OC % kColumns == 0 &&
+    return dev.sm90a && K % kChunk == 0 && OC % kColumns == 0 &&
            std::all_of(pointers.begin(), pointers.end(),
                        [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
 }
