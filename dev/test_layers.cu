@@ -12,6 +12,7 @@
 #include "dev/test.h"
 #include "layers/cublas.h"
 #include "layers/layers.h"
+#include "layers/matmul_race.h"
 
 namespace {
 
@@ -429,6 +430,98 @@ TEST(matmul_fp32) {
 TEST(matmul_bf16) {
     if (gpu().sm < 80) SKIP("bf16 needs compute capability 8.0");
     check_matmuls<bf16>();
+}
+
+// A race of algorithms of our own: who adds in another order is refused, also where the call's operands cannot tell.
+enum { kWhole, kSplit, kSplitIfAdded, kSplitOnOwn, kIdle };
+TEST(matmul_race) {
+    const Cuda& dev = gpu();
+    MatmulProduct p = {1024, 1024, 2048, false, false};
+    const size_t n = p.rows * p.k;
+    // A·B, of all of K at once or of two parts.
+    const auto multiply = [&](const MatmulOperands& o, bool accumulate, bool split) {
+        const float one = 1.f, zero = 0.f;
+        const size_t cut = split ? 600 : 0;
+        const auto part = [&](size_t from, size_t to, bool add) {
+            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_N, CUBLAS_OP_N, p.rows, p.cols, to - from, &one,
+                                      static_cast<const float*>(o.a) + from * p.rows, CUDA_R_32F, p.rows,
+                                      static_cast<const float*>(o.b) + from, CUDA_R_32F, p.k, add ? &one : &zero, o.d,
+                                      CUDA_R_32F, p.rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        };
+        if (split) part(0, cut, accumulate);
+        part(cut, p.k, accumulate || split);
+    };
+    const Array<float> ones(Values(n, 1.0)), a(normal<float>(n)), b(normal<float>(n)), zeros(Values(n, 0.0)),
+        d(normal<float>(p.rows * p.cols));
+    using Numbers = std::vector<int>;
+    int runs = 0;
+    const auto race_of = [&](const Numbers& kinds, const float* a, const float* b) {
+        return race(dev, p, {d, a, b}, static_cast<int>(kinds.size()), [&](int i, const MatmulOperands& o, bool add) {
+            runs++;
+            const int kind = kinds[i];
+            if (kind != kIdle)
+                multiply(o, add, kind == kSplit || (kind == kSplitIfAdded && add) || (kind == kSplitOnOwn && o.a == a));
+            return true;
+        });
+    };
+    for (const bool accumulate : {false, true}) {
+        p.accumulate = accumulate;
+        const Values before = d.values();
+        const Numbers kinds = {kWhole, kSplit, kWhole, kSplitIfAdded, kSplitOnOwn, kIdle};
+        const RaceResult random = race_of(kinds, a, b);
+        CHECK((random.equal == Numbers{0, 2}) && (random.fastest == 0 || random.fastest == 2));
+        CHECK((race_of(kinds, ones, ones).equal == Numbers{0, 2, 4}));  // whose sums are exact in every order
+        CHECK((race_of({kSplit, kWhole, kSplit, kIdle}, ones, ones).equal == Numbers{0, 2}));  // the first decides
+        const RaceResult idle = race_of({kWhole, kIdle}, a, b);  // the fastest, if it took part
+        CHECK(idle.equal == Numbers{0} && idle.fastest == 0);
+        CHECK(same_bits(d.values(), before) == accumulate);
+
+        runs = 0;  // nothing can be compared: the first, without a run
+        CHECK((race_of({kWhole, kWhole}, zeros, b).equal == Numbers{0}) && runs == 0);
+        CHECK((race_of({kWhole, kWhole}, a, zeros).equal == Numbers{0}) && runs == 0);
+        std::vector<void*> rest;  // all memory but a few MiB: hostile A and B take 16
+        for (size_t bytes = dev.free_bytes(); bytes >= 4 << 20; bytes /= 2) try {
+                rest.push_back(dev.alloc(bytes));
+            } catch (const OutOfMemory&) {}
+        CHECK((race_of({kWhole, kWhole}, a, b).equal == Numbers{0}) && runs == 0);
+        for (void* p : rest) dev.free(p);
+    }
+
+    // Each hostile set tells by itself, and is what its name says.
+    const size_t rows = p.rows, K = p.k;
+    const Array<float> hostile_a(n), hostile_b(n);
+    const Array<bf16> hostile_bf16(n);
+    for (int set = 0; set < kHostileSets; set++) {
+        const auto fill = [&](auto* x, DType type, bool k_inner, bool second) {
+            fill_hostile(dev, x, type, rows, K, k_inner, set, second);
+        };
+        fill(static_cast<float*>(hostile_a), DType::f32, false, false);
+        fill(static_cast<float*>(hostile_b), DType::f32, true, true);
+        const MatmulOperands o = {d, hostile_a, hostile_b};
+        multiply(o, false, false);
+        const Values whole = d.values();
+        multiply(o, false, true);
+        if (same_bits(d.values(), whole)) test::report("hostile set", set, "a split of K gives the same bits");
+
+        const Values x = hostile_a.values(), y = hostile_b.values();
+        fill(static_cast<float*>(hostile_a), DType::f32, true, false);
+        fill(static_cast<bf16*>(hostile_bf16), DType::bf16, true, false);
+        const Values turned = hostile_a.values(), narrow = hostile_bf16.values();
+        for (const size_t r : {size_t{0}, size_t{7}, rows - 1}) {
+            double sum = 0.0, least = INFINITY, most = 0.0;
+            int large = 0, negative = 0;
+            for (size_t k = 0; k < K; k++) {
+                const size_t m = K - 1 - k;
+                const double v = x[k * rows + r];
+                if (k < m) sum += std::fabs(v * y[r * K + k] + x[m * rows + r] * y[r * K + m]);
+                least = std::min(least, std::fabs(v)), most = std::max(most, std::fabs(v));
+                large += std::fabs(v) > 1000.0, negative += v < 0.0;
+                CHECK(turned[r * K + k] == v && narrow[r * K + k] == host_float(rounded<bf16>(v)));
+            }
+            CHECK((sum == 0.0) == (set == 0) && negative > 800 && negative < 1250);
+            CHECK(large == (set == 2) && (set == 1 ? most > 100.0 && least < 0.01 : least >= 1.0));
+        }
+    }
 }
 
 // pre = inp·weightᵀ + bias, out = gelu(pre).

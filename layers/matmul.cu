@@ -12,9 +12,8 @@
 // transpose.
 //
 // A plan (descriptors and the algorithm) is made at the first call with a shape and kept for the life of the process.
-// cuBLASLt's heuristic proposes several algorithms, and its first is up to 20 % slower than its best, so they race on
-// the call's own operands. Only those take part whose result equals the first one's bit for bit, with beta = 1 too if
-// the call has it: who wins depends on the moment, what comes out does not. Split-K algorithms may reduce through the
+// cuBLASLt's heuristic proposes several algorithms, and its first is up to 20 % slower than its best, so they race
+// (matmul_race.h): who wins depends on the moment, what comes out does not. Split-K algorithms may reduce through the
 // workspace in fp32, which is in order.
 //
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
@@ -25,39 +24,23 @@
 
 #include "layers/cublas.h"
 #include "layers/layers.h"
+#include "layers/matmul_race.h"
 #include "layers/matmul_sm90.h"
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
-enum class Epilogue { none, bias, gelu };
-
-// D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k. C is D.
-struct Product {
-    size_t rows, cols, k;
-    bool transpose_a, transpose_b;
-    Epilogue epilogue = Epilogue::none;
-    bool accumulate = false;  // beta = 1
-};
-
-// `bias`: one value a row of D. `pre`: D before GELU, written by Epilogue::gelu.
-struct Operands {
-    void* d;
-    const void *a, *b;
-    const void* bias = nullptr;
-    void* pre = nullptr;
-};
+namespace {
 
 // What a plan depends on.
 struct PlanKey {
-    Product product;
-    DType in, out;
+    MatmulProduct product;
     bool tf32;
     int device;
     int align_a, align_b, align_d;  // bytes by which the pointers are aligned: some algorithms need 16
 
     auto tie() const {
-        const Product& p = product;
-        return std::tie(p.rows, p.cols, p.k, p.transpose_a, p.transpose_b, p.epilogue, p.accumulate, in, out, tf32,
+        const MatmulProduct& p = product;
+        return std::tie(p.rows, p.cols, p.k, p.transpose_a, p.transpose_b, p.epilogue, p.accumulate, p.in, p.out, tf32,
                         device, align_a, align_b, align_d);
     }
     bool operator<(const PlanKey& o) const { return tie() < o.tie(); }
@@ -72,95 +55,23 @@ struct MatmulPlan {
     void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
         CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof value));
     }
-    cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, void* out, const Operands& o,
+    cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, const MatmulOperands& o,
                        bool accumulate) {
         const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
-        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, out, &d, out, &d, &algorithm,
+        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.d, &d, o.d, &d, &algorithm,
                               dev.workspace, Cuda::kWorkspaceBytes, dev.stream);
     }
 };
 
-static int alignment(const void* p) {
+int alignment(const void* p) {
     const auto bits = reinterpret_cast<uintptr_t>(p);
     return static_cast<int>(std::min<uintptr_t>(bits & ~(bits - 1), 256));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The race
-
 constexpr int kCandidates = 8;
-constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
 
-// sum += a hash of (i, words[i]) over all i where that is not 0: integers, so that the order does not matter.
-__global__ void checksum_kernel(unsigned long long* sum, const unsigned* words, size_t n) {
-    unsigned long long mine = 0;
-    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
-        unsigned long long z = words[i] + 0x9e3779b97f4a7c15ull * (i + 1);
-        z = (z ^ (z >> 31)) * 0xbf58476d1ce4e5b9ull;
-        if (words[i]) mine += z ^ (z >> 29);
-    }
-    atomicAdd(sum, mine);
-}
-
-static unsigned long long checksum(const Cuda& dev, const void* x, size_t bytes) {
-    unsigned long long sum, *device_sum = static_cast<unsigned long long*>(dev.workspace);
-    dev.zero(device_sum, sizeof sum);
-    checksum_kernel<<<4 * dev.num_sms, 256, 0, dev.stream>>>(device_sum, static_cast<const unsigned*>(x), bytes / 4);
-    LAUNCH_CHECK("checksum_kernel");
-    dev.download(&sum, device_sum, sizeof sum);
-    return sum;
-}
-
-// The fastest of the candidates that agree with the first; runs on the call's own operands and leaves D as the call
-// itself will, but for a product that accumulates, whose D is replaced by temporary memory. No race without that memory,
-// and none where one operand is all 0, as weights may be at first: there everyone agrees, whatever it will do later.
-static cublasLtMatmulAlgo_t race(const Cuda& dev, MatmulPlan& plan, const PlanKey& key, const Operands& o,
-                                 const cublasLtMatmulHeuristicResult_t* candidates, int count) {
-    const Product& p = key.product;
-    const size_t bytes = p.rows * p.cols * size_of(key.out), in = size_of(key.in);
-    int fastest = 0;
-    if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops) return candidates[0].algo;
-    if (std::min({key.align_a, key.align_b, key.align_d}) < 4) return candidates[0].algo;  // checksum() reads words
-    if (!checksum(dev, o.a, p.rows * p.k * in) || !checksum(dev, o.b, p.k * p.cols * in)) return candidates[0].algo;
-    void* d = o.d;
-    if (p.accumulate) {
-        if (dev.free_bytes() < 2 * bytes) return candidates[0].algo;
-        d = dev.alloc(bytes);
-        dev.zero(d, bytes);
-    }
-    cudaEvent_t start, end;
-    CUDA_CHECK(cudaEventCreate(&start));
-    CUDA_CHECK(cudaEventCreate(&end));
-    unsigned long long expected = 0;
-    float best = INFINITY;
-    for (int i = 0; i < count; i++) {
-        if (plan.run(dev, candidates[i].algo, d, o, false) != CUBLAS_STATUS_SUCCESS) continue;
-        // D is A·B now. Those who split K may add it before their parts or behind them.
-        if (p.accumulate) CUBLAS_CHECK(plan.run(dev, candidates[i].algo, d, o, true));
-        const unsigned long long got = checksum(dev, d, bytes);
-        if (i == 0) expected = got;
-        if (got != expected) continue;
-        for (int repeat = 0; repeat < 3; repeat++) {
-            constexpr int kRuns = 3;
-            CUDA_CHECK(cudaEventRecord(start, dev.stream));
-            for (int run = 0; run < kRuns; run++) CUBLAS_CHECK(plan.run(dev, candidates[i].algo, d, o, p.accumulate));
-            CUDA_CHECK(cudaEventRecord(end, dev.stream));
-            CUDA_CHECK(cudaEventSynchronize(end));
-            float ms;
-            CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
-            if (ms < best) best = ms, fastest = i;
-        }
-    }
-    CUDA_CHECK(cudaEventDestroy(start));
-    CUDA_CHECK(cudaEventDestroy(end));
-    if (p.accumulate) dev.free(d);
-    return candidates[fastest].algo;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-
-static MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const Operands& o) {
-    const Product& p = key.product;
+MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& o) {
+    const MatmulProduct& p = key.product;
     const auto type = [](DType t) { return t == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F; };
     const auto layout = [](cublasLtMatrixLayoutOpaque_t* m, cudaDataType_t t, size_t rows, size_t cols) {
         CUBLAS_CHECK(cublasLtMatrixLayoutInit(m, t, rows, cols, static_cast<int64_t>(rows)));
@@ -178,9 +89,9 @@ static MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const Operands&
         plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
         plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
     }
-    p.transpose_a ? layout(&plan.a, type(key.in), p.k, p.rows) : layout(&plan.a, type(key.in), p.rows, p.k);
-    p.transpose_b ? layout(&plan.b, type(key.in), p.cols, p.k) : layout(&plan.b, type(key.in), p.k, p.cols);
-    layout(&plan.d, type(key.out), p.rows, p.cols);
+    p.transpose_a ? layout(&plan.a, type(p.in), p.k, p.rows) : layout(&plan.a, type(p.in), p.rows, p.k);
+    p.transpose_b ? layout(&plan.b, type(p.in), p.cols, p.k) : layout(&plan.b, type(p.in), p.k, p.cols);
+    layout(&plan.d, type(p.out), p.rows, p.cols);
 
     cublasLtMatmulPreferenceOpaque_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceInit(&preference));
@@ -202,25 +113,29 @@ static MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const Operands&
         throw Error(
             format("cuBLASLt has no algorithm for a %s matmul of %zu x %zu x %zu (pointers aligned to %d, %d and %d "
                    "bytes) on %s%s",
-                   name_of(key.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d, dev.name.c_str(),
-                   key.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32" : ""));
-    plan.algorithm = race(dev, plan, key, o, candidates, found);
+                   name_of(p.in), p.rows, p.cols, p.k, key.align_a, key.align_b, key.align_d, dev.name.c_str(),
+                   p.in == DType::bf16 && dev.sm < 80 ? ": bf16 needs compute capability 8.0, use fp32" : ""));
+    const RunAlgorithm run = [&](int i, const MatmulOperands& x, bool accumulate) {
+        return plan.run(dev, candidates[i].algo, x, accumulate) == CUBLAS_STATUS_SUCCESS;
+    };
+    plan.algorithm = candidates[race(dev, p, o, found, run).fastest].algo;
     return plan;
 }
 
 // X: type of A, B, bias and pre; Y: of D.
 template <class X, class Y = X>
-static void multiply(const Cuda& dev, const Product& product, const Operands& o) {
+void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
-    const PlanKey key = {product,    dtype_of<X>(),  dtype_of<Y>(),  std::is_same_v<X, float> && dev.tf32,
-                         dev.device, alignment(o.a), alignment(o.b), alignment(o.d)};
+    product.in = dtype_of<X>(), product.out = dtype_of<Y>();
+    const PlanKey key = {product,        std::is_same_v<X, float> && dev.tf32, dev.device, alignment(o.a),
+                         alignment(o.b), alignment(o.d)};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
     MatmulPlan& plan = found->second;
     if (o.bias) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
     if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
-    CUBLAS_CHECK(plan.run(dev, plan.algorithm, o.d, o, product.accumulate));
+    CUBLAS_CHECK(plan.run(dev, plan.algorithm, o, product.accumulate));
 }
 
 // q's bias gradient, stage 1. A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows.
@@ -261,12 +176,12 @@ __global__ void __launch_bounds__(1024)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static void check_sizes(int C, int OC) {
+void check_sizes(int C, int OC) {
     if (C < 1 || OC < 1) throw Error(format("matmul: C = %d, OC = %d, expected at least 1", C, OC));
 }
 
 template <class X>
-static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC, int stride) {
+void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC, int stride) {
     if (N == 0) return;
     const bool vector = vectorises<X>(OC, dout) && vectorises<X>(stride, dout);
     const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
@@ -280,9 +195,11 @@ static void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X*
 
 // cuBLASLt's GELU is of reduced precision, which bf16 does not see, and wants aligned rows.
 template <class X>
-static bool gelu_in_epilogue(int channels, const X* x, const X* pre) {
+bool gelu_in_epilogue(int channels, const X* x, const X* pre) {
     return std::is_same_v<X, bf16> && vectorises<X>(channels, x, pre);
 }
+
+}  // namespace
 
 template <class X>
 void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {

@@ -1,0 +1,141 @@
+// The race among algorithms for one matrix product: see matmul_race.h.
+#include <algorithm>
+#include <numeric>
+
+#include "layers/matmul_race.h"
+
+namespace {
+
+constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
+constexpr int kThreads = 256;
+
+__device__ unsigned long long mix(unsigned long long z) {
+    z = (z ^ (z >> 31)) * 0xbf58476d1ce4e5b9ull;
+    return z ^ (z >> 29);
+}
+
+// sum += a hash of (i, words[i]) over all i where that is not 0: integers, so that the order does not matter.
+__global__ void checksum_kernel(unsigned long long* sum, const unsigned* words, size_t n) {
+    unsigned long long mine = 0;
+    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t(gridDim.x) * kThreads)
+        if (words[i]) mine += mix(words[i] + 0x9e3779b97f4a7c15ull * (i + 1));
+    atomicAdd(sum, mine);
+}
+
+template <class X>
+__global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool second) {
+    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K; i += size_t(gridDim.x) * kThreads) {
+        const size_t line = k_inner ? i / K : i % lines, k = k_inner ? i % K : i / lines;
+        const bool mirror = set == 0 && k > K - 1 - k;
+        const auto h = mix(mix(2 * set + second + 1) + line * K + (mirror ? K - 1 - k : k));
+        float value = 1.f + (h >> 40) * 0x1p-24f;  // random bits to the last
+        if (h & 1) value = -value;
+        if (mirror && second) value = -value;
+        if (set == 1) value = ldexpf(value, static_cast<int>(h >> 1 & 15) - 8);
+        if (set == 2 && !second && k == mix(line + 1) % K) value *= 4096.f;
+        x[i] = X(value);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+unsigned long long checksum(const Cuda& dev, const void* x, size_t bytes) {
+    unsigned long long sum, *device_sum = static_cast<unsigned long long*>(dev.workspace);
+    dev.zero(device_sum, sizeof sum);
+    checksum_kernel<<<4 * dev.num_sms, kThreads, 0, dev.stream>>>(device_sum, static_cast<const unsigned*>(x),
+                                                                  bytes / 4);
+    LAUNCH_CHECK("checksum_kernel");
+    dev.download(&sum, device_sum, sizeof sum);
+    return sum;
+}
+
+// Milliseconds of the fastest of three times three runs.
+template <class F>
+float best_time(const Cuda& dev, F run) {
+    cudaEvent_t start, end;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&end));
+    float best = INFINITY;
+    for (int repeat = 0; repeat < 3; repeat++) {
+        float ms;
+        CUDA_CHECK(cudaEventRecord(start, dev.stream));
+        for (int i = 0; i < 3; i++) run();
+        CUDA_CHECK(cudaEventRecord(end, dev.stream));
+        CUDA_CHECK(cudaEventSynchronize(end));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+        best = std::min(best, ms);
+    }
+    CUDA_CHECK(cudaEventDestroy(start));
+    CUDA_CHECK(cudaEventDestroy(end));
+    return best;
+}
+
+}  // namespace
+
+void fill_hostile(const Cuda& dev, void* x, DType type, size_t lines, size_t k, bool k_inner, int set, bool second) {
+    if (type == DType::bf16)
+        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(static_cast<bf16*>(x), lines, k, k_inner, set,
+                                                                     second);
+    else
+        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(static_cast<float*>(x), lines, k, k_inner, set,
+                                                                     second);
+    LAUNCH_CHECK("hostile_kernel");
+}
+
+RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o, int count, const RunAlgorithm& run) {
+    RaceResult result = {0, {0}};
+    if (count == 1 || 2. * p.rows * p.cols * p.k < kRaceFlops) return result;
+    for (const void* x : {o.a, o.b, static_cast<const void*>(o.d), static_cast<const void*>(o.pre)})
+        if (reinterpret_cast<uintptr_t>(x) % 4) return result;  // checksums read words
+    const size_t a_bytes = p.rows * p.k * size_of(p.in), b_bytes = p.k * p.cols * size_of(p.in),
+                 d_bytes = p.rows * p.cols * size_of(p.out), pre_bytes = p.rows * p.cols * size_of(p.in);
+    if (!checksum(dev, o.a, a_bytes) || !checksum(dev, o.b, b_bytes)) return result;
+
+    // Hostile A and B, and D if the call's own holds what the product is added to.
+    const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
+    const size_t bytes = aligned(a_bytes) + aligned(b_bytes) + (p.accumulate ? d_bytes : 0);
+    if (dev.free_bytes() < 2 * bytes) return result;
+    char* memory;
+    try {
+        memory = static_cast<char*>(dev.alloc(bytes));
+    } catch (const OutOfMemory&) { return result; }
+    MatmulOperands own = o;
+    if (p.accumulate) own.d = memory + aligned(a_bytes) + aligned(b_bytes);
+    MatmulOperands hostile = own;
+    hostile.a = memory, hostile.b = memory + aligned(a_bytes);
+
+    // What algorithm i makes of x: D = A·B, then that plus A·B. Those who split K may add D before their parts or
+    // behind them.
+    const auto outcome = [&](int i, const MatmulOperands& x) {
+        std::vector<unsigned long long> sums;
+        dev.zero(x.d, d_bytes);  // nobody is judged by what another left there
+        for (const bool accumulate : {false, true}) {
+            sums.push_back(run(i, x, accumulate));
+            sums.push_back(checksum(dev, x.d, d_bytes));
+            if (x.pre) sums.push_back(checksum(dev, x.pre, pre_bytes));
+        }
+        return sums;
+    };
+    std::vector<int>& equal = result.equal;
+    equal.resize(count);
+    std::iota(equal.begin(), equal.end(), 0);
+    for (int set = 0; set <= kHostileSets && equal.size() > 1; set++) {
+        const bool hostile_set = set < kHostileSets;
+        if (hostile_set) {
+            fill_hostile(dev, memory, p.in, p.rows, p.k, p.transpose_a, set, false);
+            fill_hostile(dev, memory + aligned(a_bytes), p.in, p.cols, p.k, !p.transpose_b, set, true);
+        }
+        const MatmulOperands& x = hostile_set ? hostile : own;
+        const auto expected = outcome(0, x);
+        equal.erase(std::remove_if(equal.begin() + 1, equal.end(), [&](int i) { return outcome(i, x) != expected; }),
+                    equal.end());
+    }
+    float best = INFINITY;
+    for (const int i : equal) {
+        if (equal.size() == 1) break;
+        const float ms = best_time(dev, [&] { run(i, own, p.accumulate); });
+        if (ms < best) best = ms, result.fastest = i;
+    }
+    dev.free(memory);
+    return result;
+}
