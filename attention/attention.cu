@@ -75,9 +75,11 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int 
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers of the block form
 
+namespace {
+
 constexpr int kThreads = 256;
 
-static unsigned blocks_for(size_t threads, const char* what) {
+unsigned blocks_for(size_t threads, const char* what) {
     const size_t blocks = (threads + kThreads - 1) / kThreads;
     if (blocks > INT_MAX)
         throw Error(format("%s: %zu elements are more than one launch can cover; use a smaller batch", what, threads));
@@ -89,22 +91,15 @@ __global__ void fill_kernel(double* x, double value, size_t n) {
     if (i < n) x[i] = value;
 }
 
-void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape& s) {
-    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.rows_of_q();
-    if (o_acc) dev.zero(o_acc, rows * s.HS * sizeof(float));
-    fill_kernel<<<blocks_for(rows, "attention_clear_state"), kThreads, 0, dev.stream>>>(lse, -INFINITY, rows);
-    LAUNCH_CHECK("fill_kernel");
-}
-
 // kChunk elements of x as floats.
 constexpr int kChunk = 16;
-__device__ static void load_chunk(float (&to)[kChunk], const float* x) {
+__device__ void load_chunk(float (&to)[kChunk], const float* x) {
     for (int i = 0; i < kChunk / 4; i++) {
         const float4 v = reinterpret_cast<const float4*>(x)[i];
         to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
     }
 }
-__device__ static void load_chunk(float (&to)[kChunk], const bf16* x) {
+__device__ void load_chunk(float (&to)[kChunk], const bf16* x) {
     for (int i = 0; i < kChunk / 8; i++) {
         const uint4 v = reinterpret_cast<const uint4*>(x)[i];
         const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
@@ -139,6 +134,21 @@ __global__ void D_kernel(float* D, const X* dout, const X* out, int T, int NH, s
 }
 
 template <class X>
+__global__ void round_kernel(X* dst, const float* src, size_t n) {
+    const size_t i = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
+    if (i < n) dst[i] = static_cast<X>(src[i]);
+}
+
+}  // namespace
+
+void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape& s) {
+    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.rows_of_q();
+    if (o_acc) dev.zero(o_acc, rows * s.HS * sizeof(float));
+    fill_kernel<<<blocks_for(rows, "attention_clear_state"), kThreads, 0, dev.stream>>>(lse, -INFINITY, rows);
+    LAUNCH_CHECK("fill_kernel");
+}
+
+template <class X>
 void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
     if (HS != 64 && HS != 128) throw Error(format("attention_D: head size must be 64 or 128, found %d", HS));
     if ((reinterpret_cast<uintptr_t>(dout) | reinterpret_cast<uintptr_t>(out)) % 16)
@@ -150,12 +160,6 @@ void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, 
     else
         D_kernel<X, 128><<<blocks, kThreads, 0, dev.stream>>>(D, dout, out, T, NH, rows);
     LAUNCH_CHECK("D_kernel");
-}
-
-template <class X>
-__global__ void round_kernel(X* dst, const float* src, size_t n) {
-    const size_t i = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x;
-    if (i < n) dst[i] = static_cast<X>(src[i]);
 }
 
 template <class X>

@@ -7,6 +7,8 @@
 #include "attention/blocks.h"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr int kThreads = 256;
 constexpr int kWide = 4;
 
@@ -37,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(Y* dst, size_t dst_strid
 // ---------------------------------------------------------------------------------------------------------------------
 
 template <class Op, class Y, class X>
-static void on_rows(const Cuda& dev, Y* dst, size_t dst_stride, const X* a, size_t a_stride, const float* b,
-                    size_t b_stride, size_t n, size_t rows) {
+void on_rows(const Cuda& dev, Y* dst, size_t dst_stride, const X* a, size_t a_stride, const float* b, size_t b_stride,
+             size_t n, size_t rows) {
     if (n * rows == 0) return;
     const auto aligned = [](const auto* p) { return reinterpret_cast<uintptr_t>(p) % (kWide * sizeof(*p)) == 0; };
     const bool wide = (n | dst_stride | a_stride | b_stride) % kWide == 0 && aligned(dst) && aligned(a) && aligned(b);
@@ -49,6 +51,8 @@ static void on_rows(const Cuda& dev, Y* dst, size_t dst_stride, const X* a, size
                                                                        rows);
     LAUNCH_CHECK("rows_kernel");
 }
+
+}  // namespace
 
 template <class Y, class X>
 void copy_rows(const Cuda& dev, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {

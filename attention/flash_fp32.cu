@@ -29,6 +29,8 @@
 #include "attention/launch.h"
 #include "attention/merge.cuh"
 
+namespace {
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
 
@@ -45,8 +47,10 @@ struct Tiles {
     // Row lengths in shared memory. +4 floats: lanes that read 16 bytes of 8 neighbouring rows hit 8 different bank
     // groups. +8: a warp that writes 8 neighbouring floats in each of 4 rows hits 32 different banks.
     static constexpr int kRow = HS + 4, kPRow = Bc + 8;
-    static constexpr int kForwardFloats = (Br + Bc) * kRow + Br * kPRow;       // Q, K or V, P
-    static constexpr int kBackwardFloats = 2 * (Br + Bc) * kRow + Br * kPRow;  // Q, dO, K, V, P or dS
+    enum : int {
+        kForwardFloats = (Br + Bc) * kRow + Br * kPRow,      // Q, K or V, P
+        kBackwardFloats = 2 * (Br + Bc) * kRow + Br * kPRow  // Q, dO, K, V, P or dS
+    };
 };
 
 //                                              a thread's S, O            shared memory
@@ -710,6 +714,8 @@ static size_t block_scratch_bytes(const BlockShape& s) {
 static size_t scratch_bytes(const AttentionShape& s) {
     return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
 }
+
+}  // namespace
 
 const AttentionKernel<float> flash_fp32{"flash_fp32",  70,           true,          saved_bytes,    scratch_bytes,
                                         forward,       backward,     forward_block, backward_block, block_scratch_bytes,

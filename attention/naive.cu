@@ -20,6 +20,8 @@
 #include "layers/cublas.h"
 #include "layers/vector.cuh"
 
+namespace {
+
 // A row of S is shared by a warp if it is short, which needs no barrier, else by a block: with a warp each, so many
 // long rows would be in flight that a row has left the cache when its second pass begins.
 constexpr int kBlock = 128;
@@ -111,17 +113,17 @@ struct Matrices {
 };
 // Part 0, 1, 2 = q, k, v of a packed (B, T, 3, NH, HS).
 template <class X>
-static Matrices part(X* qkv, int which, const AttentionShape& s) {
+Matrices part(X* qkv, int which, const AttentionShape& s) {
     const size_t C = size_t(s.NH) * s.HS;
     return {(char*)(qkv + which * C), s.T * 3 * C * sizeof(X), s.HS * sizeof(X), static_cast<int>(3 * C)};
 }
 template <class X>
-static Matrices tokens(X* x, const AttentionShape& s) {  // (B, T, NH, HS)
+Matrices tokens(X* x, const AttentionShape& s) {  // (B, T, NH, HS)
     const size_t C = size_t(s.NH) * s.HS;
     return {(char*)x, s.T * C * sizeof(X), s.HS * sizeof(X), static_cast<int>(C)};
 }
 template <class X>
-static Matrices squares(X* att, const AttentionShape& s) {  // (B, NH, T, T), rows padded to 16 bytes
+Matrices squares(X* att, const AttentionShape& s) {  // (B, NH, T, T), rows padded to 16 bytes
     const int ld = ceil_div(s.T, kVec<X>) * kVec<X>;
     const size_t head = size_t(s.T) * ld * sizeof(X);
     return {(char*)att, head * s.NH, head, ld};
@@ -173,22 +175,22 @@ class Products {
 };
 
 template <class X>
-static size_t saved_bytes(const AttentionShape& s) {
+size_t saved_bytes(const AttentionShape& s) {
     return squares<X>(nullptr, s).batch * s.B;
 }
 // dP, then the pointers.
 template <class X>
-static size_t scratch_bytes(const AttentionShape& s) {
+size_t scratch_bytes(const AttentionShape& s) {
     return saved_bytes<X>(s) + kMostOperands * size_t(s.B) * s.NH * sizeof(void*);
 }
 template <class X>
-static void** pointers_in(void* scratch, const AttentionShape& s) {
+void** pointers_in(void* scratch, const AttentionShape& s) {
     return reinterpret_cast<void**>(static_cast<char*>(scratch) + saved_bytes<X>(s));
 }
 
 // cuBLAS cannot see how the pointers in an array are aligned: it takes 16 bytes for granted, and so do our kernels.
 template <class X, class... P>
-static void check_limits(const AttentionShape& s, const P*... buffers) {
+void check_limits(const AttentionShape& s, const P*... buffers) {
     if (s.HS * sizeof(X) % 16 != 0)
         throw Error(format("naive attention: head size %d, expected a multiple of %d", s.HS, kVec<X>));
     if (((reinterpret_cast<uintptr_t>(buffers) % 16 != 0) || ...))
@@ -197,7 +199,7 @@ static void check_limits(const AttentionShape& s, const P*... buffers) {
 
 // Calls launch(threads, causal, blocks) with the first two as compile-time constants.
 template <class X, class Launch>
-static void for_rows(const AttentionShape& s, Launch launch) {
+void for_rows(const AttentionShape& s, Launch launch) {
     const size_t rows = size_t(s.B) * s.NH * s.T;
     auto with = [&](auto threads) {
         const size_t blocks = (rows + kBlock / threads - 1) / (kBlock / threads);
@@ -215,7 +217,7 @@ static void for_rows(const AttentionShape& s, Launch launch) {
 }
 
 template <class X>
-static void forward(const Cuda& dev, X* out, float* lse, X* att, void* scratch, const X* qkv, const AttentionShape& s) {
+void forward(const Cuda& dev, X* out, float* lse, X* att, void* scratch, const X* qkv, const AttentionShape& s) {
     check_limits<X>(s, out, att, static_cast<const X*>(scratch), qkv);
     enum { Q, K, V, P, Out, kCount };  // S becomes P
     const Operands operands = {{part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), squares(att, s), tokens(out, s)},
@@ -232,8 +234,8 @@ static void forward(const Cuda& dev, X* out, float* lse, X* att, void* scratch, 
 }
 
 template <class X>
-static void backward(const Cuda& dev, X* dqkv, void* scratch, const X* dout, const X*, const float*, const X* att,
-                     const X* qkv, const AttentionShape& s) {
+void backward(const Cuda& dev, X* dqkv, void* scratch, const X* dout, const X*, const float*, const X* att,
+              const X* qkv, const AttentionShape& s) {
     X* datt = static_cast<X*>(scratch);
     check_limits<X>(s, dqkv, datt, dout, att, qkv);
     enum { Q, K, P, V, DOut, DS, DQ, DK, DV, kCount };  // dP becomes dS
@@ -257,5 +259,8 @@ static void backward(const Cuda& dev, X* dqkv, void* scratch, const X* dout, con
 template <class X>
 constexpr AttentionKernel<X> kNaive = {"naive",     70,      false,   saved_bytes<X>, scratch_bytes<X>, forward<X>,
                                        backward<X>, nullptr, nullptr, nullptr,        nullptr,          nullptr};
+
+}  // namespace
+
 const AttentionKernel<float> naive_fp32 = kNaive<float>;
 const AttentionKernel<bf16> naive_bf16 = kNaive<bf16>;

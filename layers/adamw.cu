@@ -22,6 +22,8 @@
 #include "layers/layers.h"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr int kThreads = 256;
 constexpr int kMaxRanges = 32;
 constexpr int kV = 4;  // elements of a thread
@@ -103,6 +105,8 @@ __global__ void __launch_bounds__(kThreads)
                 update_elements<1>(i + k, s + k, params, master, m, v, grads, clip, decay, plan);
     }
 }
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@
 #include "layers/layers.h"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // m and l of the columns that one of `threads` threads sees. m and the exponents are in units of log 2, so that an
@@ -175,6 +177,8 @@ __global__ void __launch_bounds__(kRowThreads + kWarp, 1)
     }
 #endif
 }
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 

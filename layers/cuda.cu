@@ -16,6 +16,8 @@ void cublas_check(cublasStatus_t status, const char* file, int line, const char*
     throw Error(format("%s:%d: cuBLAS: %s in %s", file, line, cublasGetStatusName(status), what));
 }
 
+namespace {
+
 // Only the code that runs knows what it was compiled for: on a 9.0 that may be sm_90a, or PTX of an older architecture.
 __global__ void probe_kernel(bool* sm90a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -25,12 +27,15 @@ __global__ void probe_kernel(bool* sm90a) {
 #endif
 }
 
-static __global__ void pause_kernel(unsigned ns) {
+__global__ void pause_kernel(unsigned ns) {
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     while (now - start < ns);
 }
+
+}  // namespace
+
 void Cuda::pause(unsigned ns) const {
     pause_kernel<<<1, 1, 0, stream>>>(ns);
     LAUNCH_CHECK("pause_kernel");

@@ -26,6 +26,8 @@
 #include "layers/layers.h"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerSM = 6;  // of the kernel that walks over chunks: about as many as its registers allow
@@ -133,6 +135,8 @@ __global__ void __launch_bounds__(kThreads)
         __syncthreads();  // before the next token's sums replace these
     }
 }
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 template <class X, int V>
@@ -61,6 +63,8 @@ __global__ void __launch_bounds__(kThreads)
         partials[static_cast<size_t>(blockIdx.y) * C + c + k] = sum[k];
     }
 }
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@
 #include "layers/layers.h"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSM = 8;  // 8·256 threads fill a multiprocessor
 
@@ -48,6 +50,8 @@ __global__ void __launch_bounds__(kThreads)
         found += !isfinite(to_float(x[i]));
     if (found) atomicAdd(count, found);  // integers: any order gives the same count
 }
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@
 #include "layers/partials.cuh"
 #include "layers/vector.cuh"
 
+namespace {
+
 constexpr float kEps = 1e-5f;
 constexpr int kMaxChannels = 8192;
 
@@ -279,6 +281,8 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
     }
 #endif
 }
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 
