@@ -2,15 +2,15 @@
 //
 // Inputs are random and rounded to X first, so that both sides compute from the same numbers. What a layer writes
 // starts as NaN, and so does scratch; what it adds into starts as random values, which the reference adds to as well.
-// Layers with sums over rows run twice and must give the same bits.
+// Layers with sums over rows run twice and must give the same bits. Whatever they read arrives late (dev/late.h).
 #include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "dev/late.h"
 #include "dev/reference.h"
 #include "dev/test.h"
-#include "layers/cublas.h"
 #include "layers/layers.h"
 #include "layers/matmul_race.h"
 
@@ -35,9 +35,15 @@ using Values = std::vector<double>;
 Cuda& gpu() {
     std::string why;
     if (Cuda::count(&why) == 0) SKIP("no GPU (%s)", why.c_str());
-    static Cuda dev;
+    static OwnStream dev;
     return dev;
 }
+
+// The GPU, for a call of a layer: each is made late, see dev/late.h.
+struct Late {
+    Late() { gpu(); }
+    operator const Cuda&() const { return late(gpu()); }
+};
 const Cpu& cpu() {
     static const Cpu dev;
     return dev;
@@ -84,24 +90,17 @@ std::vector<int> tokens_below(int V, size_t n, uint64_t seed) {
     return tokens;
 }
 
-// An array on the GPU. `offset` elements precede it, to break its alignment.
+// An array on the GPU, poisoned to begin with. `offset` elements precede it, to break its alignment.
 template <class T>
 class Array {
   public:
-    explicit Array(size_t n, size_t offset = 0) : n_(n) {  // poisoned: all bits set are a NaN, or −1
-        base_ = static_cast<T*>(gpu().alloc((n + offset) * sizeof(T)));
-        p_ = base_ + offset;
-        CUDA_CHECK(cudaMemsetAsync(base_, 0xff, (n + offset) * sizeof(T), gpu().stream));
-    }
+    explicit Array(size_t n, size_t offset = 0)
+        : n_(n), memory_(gpu(), (n + offset) * sizeof(T)), p_(static_cast<T*>(memory_.p) + offset) {}
     explicit Array(const Values& values, size_t offset = 0) : Array(values.size(), offset) { set(values); }
     explicit Array(const std::vector<int>& values) : Array(values.size()) {
         gpu().upload(p_, values.data(), n_ * sizeof(int));
         gpu().sync();
     }
-    ~Array() { gpu().free(base_); }
-    Array(const Array&) = delete;
-    Array& operator=(const Array&) = delete;
-
     operator T*() const { return p_; }
     void set(const Values& values) {
         std::vector<T> host(n_);
@@ -122,8 +121,9 @@ class Array {
     }
 
   private:
-    T *base_, *p_;
     size_t n_;
+    LateMemory memory_;
+    T* p_;
 };
 using Scratch = Array<float>;
 Scratch scratch_of(size_t bytes) {
@@ -181,12 +181,28 @@ TEST(device) {
     dev.free_host(pinned);
 }
 
+TEST(another_stream_is_noticed) {
+    const Array<float> from(Values{1.0, 2.0}), to(Values{3.0, 4.0});
+    for (const bool other : {true, false}) {
+        const Cuda& dev = Late();
+        CUDA_CHECK(cudaMemcpyAsync(to, from, 2 * sizeof(float), cudaMemcpyDeviceToDevice, other ? 0 : dev.stream));
+        CHECK(same_bits(to.values(), other ? Values{3.0, 4.0} : Values{1.0, 2.0}));
+        CHECK(same_bits(from.values(), {1.0, 2.0}));
+    }
+    const Cuda& dev = Late();  // what is read too early
+    float early[2];
+    CUDA_CHECK(cudaMemcpy(early, from, sizeof early, cudaMemcpyDeviceToHost));
+    CHECK(std::isnan(early[0]) && std::isnan(early[1]));
+    dev.download(early, from, sizeof early);
+    CHECK(early[0] == 1.f && early[1] == 2.f);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Encoder
 
 template <class X>
 void check_encoder(int B, int T, int C, int V, const std::vector<int>& tokens, const Positions& at = {}) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const size_t N = size_t(B) * T;
     const std::string what = label<X>("encoder", B, T, C);
     const size_t positions = 1 + std::max(at.of(T - 1), at.of(std::min(at.chunk, T) - 1));
@@ -253,7 +269,7 @@ TEST(encoder_plan_errors) {
 
 template <class X>
 void check_layernorm(size_t N, int C, size_t offset = 0) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const std::string what = label<X>("layernorm", N, C, offset);
     // A mean far from zero would show a variance computed as E[x²] − E[x]².
     const Values a = normal<X>(N * C, 1.0, 8.0), b = normal<X>(N * C), weight = normal<X>(C, 0.5, 1.0),
@@ -340,9 +356,9 @@ TEST(layernorm_bf16) {
 
 template <class X>
 void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const std::string what = label<X>("matmul", N, C, OC);
-    const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : dev.tf32 ? kTf32 : kFp32;
+    const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : gpu().tf32 ? kTf32 : kFp32;
     const double output = std::max(product, kOutput<X>);
     const Values inp = normal<X>(N * C), weight = normal<X>(size_t(OC) * C), bias = normal<X>(OC),
                  dout = normal<X>(N * OC);
@@ -398,7 +414,7 @@ void check_qkv_bias(size_t N, int C, size_t offset = 0) {
         Values start = before;
         std::fill(start.begin() + 2 * C, start.end(), std::numeric_limits<double>::quiet_NaN());  // written
         const Array<float> dqkvb(start);
-        qkv_bias_backward<X>(gpu(), dqkvb, scratch_of(qkv_bias_scratch_bytes(gpu(), C)), dqkv_gpu, dprojb_gpu,
+        qkv_bias_backward<X>(Late(), dqkvb, scratch_of(qkv_bias_scratch_bytes(gpu(), C)), dqkv_gpu, dprojb_gpu,
                              projw_gpu, N, C);
         const Values got = dqkvb.values();
         if (run == 0) compare(what, first = got, want, kFp32);
@@ -456,13 +472,14 @@ TEST(matmul_race) {
     using Numbers = std::vector<int>;
     int runs = 0;
     const auto race_of = [&](const Numbers& kinds, const float* a, const float* b) {
-        return race(dev, p, {d, a, b}, static_cast<int>(kinds.size()), [&](int i, const MatmulOperands& o, bool add) {
+        const RunAlgorithm run = [&](int i, const MatmulOperands& o, bool add) {
             runs++;
             const int kind = kinds[i];
             if (kind != kIdle)
                 multiply(o, add, kind == kSplit || (kind == kSplitIfAdded && add) || (kind == kSplitOnOwn && o.a == a));
             return true;
-        });
+        };
+        return race(Late(), p, {d, a, b}, static_cast<int>(kinds.size()), run);
     };
     for (const bool accumulate : {false, true}) {
         p.accumulate = accumulate;
@@ -493,7 +510,7 @@ TEST(matmul_race) {
     const Array<bf16> hostile_bf16(n);
     for (int set = 0; set < kHostileSets; set++) {
         const auto fill = [&](auto* x, DType type, bool k_inner, bool second) {
-            fill_hostile(dev, x, type, rows, K, k_inner, set, second);
+            fill_hostile(Late(), x, type, rows, K, k_inner, set, second);
         };
         fill(static_cast<float*>(hostile_a), DType::f32, false, false);
         fill(static_cast<float*>(hostile_b), DType::f32, true, true);
@@ -527,7 +544,7 @@ TEST(matmul_race) {
 // pre = inp·weightᵀ + bias, out = gelu(pre).
 template <class X>
 void check_matmul_gelu(size_t N, int C, int OC, size_t offset = 0) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const std::string what = label<X>("matmul_gelu", N, C, OC);
     const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : kTf32, output = 2 * std::max(product, kOutput<X>);
     const Values inp = normal<X>(N * C), weight = normal<X>(size_t(OC) * C, 1 / std::sqrt(C)), bias = normal<X>(OC);
@@ -542,7 +559,7 @@ void check_matmul_gelu(size_t N, int C, int OC, size_t offset = 0) {
 // dpre = (dout·weight)∘gelu'(pre), its sum over rows, and gelu(pre) again; C is pre's width.
 template <class X>
 void check_matmul_gelu_backward(size_t N, int C, int OC, size_t offset = 0) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const std::string what = label<X>("matmul_gelu_backward", N, C, OC);
     const double product = std::is_same_v<X, bf16> ? kTensorCoreSum : kTf32, output = 2 * std::max(product, kOutput<X>);
     const Values dout = normal<X>(N * OC), weight = normal<X>(size_t(OC) * C, 1 / std::sqrt(OC)),
@@ -601,7 +618,7 @@ TEST(matmul_errors) {
 
 template <class X>
 void check_gelu(size_t N, int C, size_t offset = 0) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const size_t n = N * C;
     const std::string what = label<X>("gelu", N, C, offset);
     Values inp = normal<X>(n, 2.0);
@@ -654,7 +671,7 @@ TEST(gelu_bf16) {
 
 template <class X>
 void check_classifier(size_t N, int V, int Vp, double scale, size_t offset = 0) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const std::string what = label<X>("classifier", N, V, Vp);
     Values logits = normal<X>(N * Vp, scale);
     for (size_t n = 0; n < N; n++)
@@ -705,7 +722,7 @@ void check_classifiers() {
     const int V = 257, Vp = 384;
     const Array<X> logits(normal<X>(4 * Vp));
     const Array<float> losses(4);
-    classifier<X>(gpu(), logits, losses, Array<int>(std::vector<int>{V, -1, 1000000, V - 1}), 1.f, 4, V, Vp);
+    classifier<X>(Late(), logits, losses, Array<int>(std::vector<int>{V, -1, 1000000, V - 1}), 1.f, 4, V, Vp);
     const Values got = losses.values(), dlogits = logits.values();
     CHECK(std::isnan(got[0]) && std::isnan(got[1]) && std::isnan(got[2]) && std::isfinite(got[3]));
     CHECK(std::isnan(dlogits[5]) && std::isfinite(dlogits[3 * Vp + 5]));
@@ -716,7 +733,7 @@ void check_classifiers() {
         Values broken = normal<X>(4 * Vp);
         broken[at] = NAN, broken[Vp + at] = INFINITY, broken[2 * Vp + at] = -INFINITY;
         const Array<X> broken_gpu(broken);
-        classifier<X>(gpu(), broken_gpu, losses, Array<int>(std::vector<int>{7, 7, 7, 7}), 1.f, 4, V, Vp);
+        classifier<X>(Late(), broken_gpu, losses, Array<int>(std::vector<int>{7, 7, 7, 7}), 1.f, 4, V, Vp);
         const Values loss = losses.values(), gradient = broken_gpu.values();
         CHECK(!std::isfinite(loss[0]) && !std::isfinite(loss[1]) && std::isfinite(loss[2]) && std::isfinite(loss[3]));
         CHECK(std::isnan(gradient[5]) && gradient[2 * Vp + at] == 0.0 && std::isfinite(gradient[3 * Vp + 5]));
@@ -733,7 +750,7 @@ TEST(classifier_bf16) {
 // Reductions
 
 TEST(reductions) {
-    const Cuda& dev = gpu();
+    const Late dev;
     for (size_t n : {1, 3, 64, 1000, 1000003, 4000000}) {
         Values x = normal<float>(n, 1.0, 0.5);
         Array<float> x_gpu(x);
@@ -771,11 +788,11 @@ void check_count_nonfinite() {
         Values x = normal<X>(n);
         Array<X> x_gpu(x);
         const Array<double> scratch(1);
-        CHECK(count_nonfinite<X>(gpu(), scratch, x_gpu, n) == 0);
+        CHECK(count_nonfinite<X>(Late(), scratch, x_gpu, n) == 0);
         x[0] = NAN;
         if (n > 1) x[n - 1] = INFINITY, x[n / 2] = -INFINITY;
         x_gpu.set(x);
-        CHECK(count_nonfinite<X>(gpu(), scratch, x_gpu, n) == (n > 1 ? 3 : 1));
+        CHECK(count_nonfinite<X>(Late(), scratch, x_gpu, n) == (n > 1 ? 3 : 1));
     }
 }
 TEST(count_nonfinite) {
@@ -797,7 +814,7 @@ AdamW hyper(int step, float max_norm = 1.f) {
 
 // The state of the optimizer, for X = bf16 with a float twin that must have the same master.
 TEST(adamw_against_reference) {
-    const Cuda& dev = gpu();
+    const Late dev;
     for (const float max_norm : {0.f, 1.f, 1000.f}) {
         Values p = normal<bf16>(kAdamSize), m(kAdamSize, 0.0), v(kAdamSize, 0.0);
         Array<float> p_gpu(p), m_gpu(m), v_gpu(v), master(p), m_bf16(m), v_bf16(v);
@@ -832,7 +849,7 @@ TEST(adamw_against_reference) {
 
 // Four ranks that update their shares write the bits that one writes for all, stochastic rounding included.
 TEST(adamw_shares) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const size_t piece = 1000, n = 3 * 4 * piece + 4096, own = n / 4;
     const Values start = normal<bf16>(n), g = normal<float>(n);
     const Array<float> g_gpu(g), norm(Values{30.0});
@@ -862,7 +879,7 @@ TEST(adamw_shares) {
 }
 
 TEST(adamw_broken_norm) {
-    const Cuda& dev = gpu();
+    const Late dev;
     for (const double norm : {double(NAN), double(INFINITY)}) {
         const Values p = normal<bf16>(kAdamSize), m = normal<float>(kAdamSize), v = normal<float>(kAdamSize, 0.1, 5.0);
         Array<float> master(p), m_gpu(m), v_gpu(v), fp32(p);
@@ -877,7 +894,7 @@ TEST(adamw_broken_norm) {
 
 // With lr = 0 the master stays and only the rounding acts: the mean over n draws is the master, within 4 sigma.
 TEST(adamw_stochastic_rounding) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const size_t n = 1 << 20;
     const ParamRange all = {0, n, true};
     Array<float> master(n), m(n), v(n), g(normal<float>(n)), norm(Values{1.0});
@@ -916,7 +933,7 @@ TEST(adamw_stochastic_rounding) {
 }
 
 TEST(adamw_errors) {
-    const Cuda& dev = gpu();
+    const Late dev;
     const Array<float> x(64);
     const std::vector<ParamRange> ranges(33, {0, 1, true});
     CHECK_ERROR(adamw_update<float>(dev, x, nullptr, x, x, x, x, ranges.data(), 33, hyper(1)), "33 parameter ranges");

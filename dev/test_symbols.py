@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""One program, one meaning of a name: what no header declares is in an unnamed namespace or static. Two files that defined
-a type or function of the same name otherwise would be a mistake that the linker does not report.
+"""One name, one meaning in a program: what no header declares is static or in an unnamed namespace. If two files define
+a type or function of the same name, it is undefined which of them runs, and no linker reports it.
 
     make train_gpt2cu && python3 dev/test_symbols.py
 """

@@ -2,13 +2,13 @@
 // Internal to matmul.cu; apart from it so that a test can feed the race algorithms of its own.
 //
 // What is promised: every process computes the bits of the first algorithm, which is the library's first proposal. That
-// depends on the GPU model, the library, the product and its operands' alignment, and on nothing that changes from run
-// to run. Others take part only if they give the same bits on hostile operands, which are the same in every process, and
-// on the call's own, each with beta = 0 and 1. The clock then decides the speed alone.
+// depends on the GPU model, the driver, the library, the product and its operands' alignment, and on nothing that
+// changes from run to run. Others take part only if they give the same bits on hostile operands, which are the same in
+// every process, and on the call's own, each with beta = 0 and 1. The clock then decides the speed alone.
 //
-// An algorithm that adds in another order could pass only by rounding alike in every element of all these results. Where
-// nothing can be compared, the first runs: a small product, too little memory, an operand that is all 0. It is the
-// reference of every other process too, so a run that is resumed with more memory or other values has the same bits.
+// An algorithm that adds in another order could pass only by rounding alike in every element of all these results.
+// Where nothing can be compared, the first runs: a small product, too little memory, an operand that is all 0. The
+// first is every other process's reference too, so a resumed run with more memory, or other values, has the same bits.
 #pragma once
 #include <functional>
 #include <vector>
