@@ -291,6 +291,11 @@ class GPT2 {
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);
     }
+    // The orderly end, on all ranks at once: afterwards the memory may go. While an Error unwinds nobody calls it, since
+    // the others might not come.
+    void leave_ring() {
+        if (ring_) ring_->stop();
+    }
     GPT2(const GPT2&) = delete;
     GPT2& operator=(const GPT2&) = delete;
 
@@ -1664,6 +1669,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
             std::printf("interrupted at step %d%s\n", run.step,
                         o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
         if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
+        model.leave_ring();
         job.leave();
     });
     return run.interrupted() ? 128 + run.interrupted() : 0;
@@ -1702,6 +1708,7 @@ int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_fil
     const int correct = count_correct(losses, choices);
     if (!choices.empty())
         std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
+    model.leave_ring();
     job.leave();
     return 0;
 }

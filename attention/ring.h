@@ -46,7 +46,8 @@ template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring {
   public:
     using A = Acc<X>;
-    // start() gives it memory of bytes(), all of one allocation, and the others.
+    // start() gives it memory of bytes(), all of one allocation, and the others. Nobody may free that before stop(), which
+    // all ranks call at once, because other ranks have mapped it.
     Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0)
         : dev_(dev), zigzag_{ranks}, rank_(rank), B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
         bytes_ = place(nullptr);
@@ -56,6 +57,10 @@ class Ring {
         place(memory);
         comm_ = comm;
         if (zigzag_.ranks > 1) comm_->share(memory, bytes_);
+    }
+    void stop() {
+        if (comm_ && zigzag_.ranks > 1) comm_->share(nullptr, 0);
+        comm_ = nullptr;
     }
 
     void forward(X* out, A* lse, const X* qkv);

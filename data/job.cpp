@@ -451,6 +451,7 @@ void Job::Impl::meet_as_other(const Place& place) {
 
 void Job::exchange(const std::vector<Transfer>& transfers) {
     if (size == 1) return;
+    if (impl_->leaving) throw Error("a rank has left its job: it cannot meet the others any more");
     struct Open {
         const Transfer* t;
         size_t sent, received;

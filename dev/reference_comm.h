@@ -2,20 +2,35 @@
 // calling thread; sums are taken in the order of ranks, so that every run and every rank has the same bits.
 #pragma once
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 
 #include "data/job.h"
 #include "dev/reference.h"
 
-// What ranks whose calls run one after the other need not do.
-struct CallsInOrder {
+// What ranks whose calls run one after the other need not do. Sharing does nothing here. GPUs map each other's memory,
+// which must not be freed before the sharing ends: so a rank that never ends it dies here too.
+class CallsInOrder {
+  public:
+    CallsInOrder() = default;
+    CallsInOrder(const CallsInOrder&) = delete;
+    ~CallsInOrder() {
+        if (!shared_ || std::uncaught_exceptions() > 0) return;
+        std::fprintf(stderr, "a rank ends while it shares memory with the others\n");
+        std::abort();
+    }
     void fork() {}
     void join() {}
     void head_start() {}
-    void share(void*, size_t) {}
+    void share(void* memory, size_t) { shared_ = memory; }
     template <class Calls>
     void group(Calls calls) {
         calls();
     }
+
+  private:
+    void* shared_ = nullptr;
 };
 
 class CpuComm : public CallsInOrder {
@@ -26,6 +41,10 @@ class CpuComm : public CallsInOrder {
         : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
     const int rank, size;
 
+    void share(void* memory, size_t bytes) {  // all ranks of the job at once, as on GPUs
+        job_.barrier();
+        CallsInOrder::share(memory, bytes);
+    }
     template <class A>
     void all_reduce(A* x, size_t n);
     template <class A>

@@ -338,6 +338,7 @@ void run_rank(const Dev& dev, const Cuda& cuda, LocalComm& comm, const Inputs<X>
     ring.start(memory.get(), &comm);
     ring.forward(out, lse, qkv);
     ring.backward(dqkv, dout, out, lse, qkv);
+    ring.stop();
     for (int half = 0; half < 2; half++) {
         const size_t chunk = zigzag.chunk(comm.rank, half), at = chunk * n;
         copy_rows(cuda, to.out + at, n, out + half * n, n, n, 1);

@@ -134,6 +134,23 @@ TEST(collectives) {
     }
 }
 
+// GPUs map each other's memory: a rank that ends without having left it dies. After the job's end it is too late.
+TEST(shared_memory_is_left_before_the_end) {
+    for (bool orderly : {true, false}) {
+        Ranks ranks(2, [=](Job& job) {
+            CpuComm all(Cpu(1), job), alone(all, job.rank, 1);
+            for (CpuComm* comm : {&all, &alone}) comm->share(&all, 1);
+            if (job.rank == 0) all.share(nullptr, 0), alone.share(nullptr, 0);
+            if (job.rank == 1) all.share(nullptr, 0), alone.share(orderly ? nullptr : &all, 1);
+            job.leave();
+            CHECK_ERROR(job.barrier(), "has left its job");
+            return 0;
+        });
+        CHECK((ranks.wait() == std::vector<int>{0, orderly ? 0 : 128 + SIGABRT}));
+        CHECK(orderly || contains(ranks.text(), "while it shares memory"));
+    }
+}
+
 TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
     const int port = free_port();
     Processes ranks;

@@ -381,7 +381,9 @@ TEST(ranks_share_sequences) {
     const std::string eval =
         "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " + text_file();
     const double one = number_after(run(eval).out, "val loss ");
-    CHECK_NEAR(number_after(run(eval + " --gpus 4 --context-parallel 2").out, "val loss "), one, 1e-4);
+    const Result shared = run(eval + " --gpus 4 --context-parallel 2");
+    CHECK_RUN(shared, 0, "val loss");
+    CHECK_NEAR(number_after(shared.out, "val loss "), one, 1e-4);
     CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
 }
 

@@ -91,14 +91,14 @@ void NcclComm::head_start() {
 }
 
 void NcclComm::share(void* memory, size_t bytes) {
-    if (!memory) {
+    if (copies_) {
         CUDA_CHECK(cudaStreamSynchronize(stream_));
-        job_.barrier();
+        dev_.sync();     // a graph's copies run there
+        job_.barrier();  // nobody writes into the memory any more
+        copies_->close(job_);
         copies_.reset();
-        job_.barrier();  // now the memory may go
-        return;
     }
-    copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
+    if (memory) copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
 }
 
 void NcclComm::begin_group() {

@@ -15,7 +15,7 @@
 //                                closes the gaps, as work of the device, and forks anew
 //   share(memory, bytes)         what send_recv moves within it, and send_recv_rows to it, goes by the GPUs' copy engines
 //                                where they reach each other (peer_copy.h); all ranks have memory of the same size with
-//                                the same layout; null: no more
+//                                the same layout; null: no more, and when it returns the memory may go
 //
 // Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
 // does it, but its manual does not promise it; dev/test_comm checks.

@@ -66,16 +66,19 @@ std::unique_ptr<PeerCopies> PeerCopies::open(const Cuda& dev, Job& job, int firs
     CUDA_CHECK(cudaDeviceGetAttribute(&flush, cudaDevAttrCanFlushRemoteWrites, dev.device));
     copies->wait_ = CU_STREAM_WAIT_VALUE_EQ | (flush ? CU_STREAM_WAIT_VALUE_FLUSH : 0);
     for (int of_rank : job.all_gather(int(good))) good = good && of_rank;
-    return good ? std::move(copies) : nullptr;
+    if (good) return copies;
+    copies->close(job);
+    return nullptr;
 }
 
-// Statuses are dropped: a destructor cannot throw.
-PeerCopies::~PeerCopies() {
+// CUDA leaves undefined what becomes of memory that is freed while another process has it mapped.
+void PeerCopies::close(Job& job) {
     for (int r = 0; r < size_; r++) {
         if (r == rank_) continue;
-        if (r < int(regions_.size()) && regions_[r]) cudaIpcCloseMemHandle(regions_[r]);
-        if (r < int(flags_of_.size()) && flags_of_[r]) cudaIpcCloseMemHandle(flags_of_[r]);
+        if (regions_[r]) CUDA_CHECK(cudaIpcCloseMemHandle(regions_[r]));
+        if (flags_of_[r]) CUDA_CHECK(cudaIpcCloseMemHandle(flags_of_[r]));
     }
+    job.barrier();
     dev_.free(flags_);
 }
 

@@ -21,7 +21,9 @@ class PeerCopies {
     // Of the ranks first … first + size − 1 of the job; all its ranks call this at once. Null for all of them if one cannot
     // reach the others' memory: not on the same machine, no peer access. `memory` is all of one Cuda::alloc.
     static std::unique_ptr<PeerCopies> open(const Cuda& dev, Job& job, int first, int size, void* memory, size_t bytes);
-    ~PeerCopies();
+    // Leaves the others' memory; all ranks of the job call it at once, when no transfer is under way. When it returns no
+    // other rank has this one's memory mapped. Who is destroyed without it, as while an Error unwinds, frees nothing.
+    void close(Job& job);
     PeerCopies(const PeerCopies&) = delete;
 
     // Is all of it in the region?
