@@ -1,17 +1,33 @@
-// Ranks of a ring as threads that share one GPU: the ring itself, at any N, where there is no second GPU. All work goes
-// to one stream, so that what is enqueued before a barrier comes before what is enqueued after it.
+// Ranks of a ring as threads that share one device: the ring itself, at any N, where there is no second GPU. On a GPU
+// all work goes to one stream, so that what is enqueued before a barrier comes before what is enqueued after it.
 #pragma once
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "attention/blocks.h"
 #include "dev/reference_comm.h"
-#include "layers/cuda.h"
 
+// What differs between the devices: a thread's first call, and a copy.
+inline void use_here(const Cpu&) {
+    Cpu(1);  // each thread is told its number of threads by itself
+}
+inline void use_here(const Cuda& dev) {
+    CUDA_CHECK(cudaSetDevice(dev.device));
+}
+inline void copy_bytes(const Cpu&, void* to, const void* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+}
+inline void copy_bytes(const Cuda& dev, void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev.stream));
+}
+
+template <class Dev>
 class LocalComm : public CallsInOrder {
   public:
     struct Shared {
@@ -32,7 +48,7 @@ class LocalComm : public CallsInOrder {
             }
         }
     };
-    LocalComm(const Cuda& dev, Shared& shared, int rank)
+    LocalComm(const Dev& dev, Shared& shared, int rank)
         : rank(rank), size(static_cast<int>(shared.sent.size())), dev_(dev), shared_(shared) {}
     const int rank, size;
 
@@ -40,31 +56,30 @@ class LocalComm : public CallsInOrder {
     void send_recv(int, const X* send, size_t, int from, X* recv, size_t m) {
         shared_.sent[rank] = send;
         shared_.barrier();  // everyone's work on what it sends is enqueued
-        CUDA_CHECK(cudaMemcpyAsync(recv, shared_.sent[from], m * sizeof(X), cudaMemcpyDeviceToDevice, dev_.stream));
+        copy_bytes(dev_, recv, shared_.sent[from], m * sizeof(X));
         shared_.barrier();  // and here the copies are
     }
     template <class X>
     void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
-        CUDA_CHECK(cudaMemcpy2DAsync(packed, n * sizeof(X), send, stride * sizeof(X), n * sizeof(X), rows,
-                                     cudaMemcpyDeviceToDevice, dev_.stream));
+        copy_rows(dev_, packed, n, send, stride, n, rows);
         send_recv(to, packed, rows * n, from, recv, rows * n);
     }
 
   private:
-    const Cuda& dev_;
+    const Dev& dev_;
     Shared& shared_;
 };
 
 // Calls body(comm) as each of `ranks` ranks.
-template <class Body>
-void on_local_ranks(const Cuda& dev, int ranks, Body body) {
-    LocalComm::Shared shared(ranks);
+template <class Dev, class Body>
+void on_local_ranks(const Dev& dev, int ranks, Body body) {
+    typename LocalComm<Dev>::Shared shared(ranks);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; rank++)
         threads.emplace_back([&, rank] {
             try {
-                CUDA_CHECK(cudaSetDevice(dev.device));
-                LocalComm comm(dev, shared, rank);
+                use_here(dev);
+                LocalComm<Dev> comm(dev, shared, rank);
                 body(comm);
             } catch (const std::exception& e) {  // the others would wait for ever
                 std::fprintf(stderr, "error: rank %d: %s\n", rank, e.what());

@@ -451,15 +451,16 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const
                 if (keys == 0) continue;
                 const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
                 A max = -std::numeric_limits<A>::infinity(), sum = 0, o[kMaxHeadSize] = {};
-                for (int j = 0; j < keys; j++) {
+                for (int j = 0; j < keys; j++)
                     p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
-                    max = std::max(max, p[j]);
-                }
-                for (int j = 0; j < keys; j++) {
-                    p[j] = std::exp(p[j] - max);
-                    sum += p[j];
+#pragma omp simd reduction(max : max)
+                for (int j = 0; j < keys; j++) max = std::max(max, p[j]);
+#pragma omp simd
+                for (int j = 0; j < keys; j++) p[j] = std::exp(p[j] - max);
+#pragma omp simd reduction(+ : sum)
+                for (int j = 0; j < keys; j++) sum += p[j];
+                for (int j = 0; j < keys; j++)
                     axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
-                }
                 for (int d = 0; d < s.HS; d++) o[d] /= sum;
                 attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
                                 lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o,

@@ -1,15 +1,20 @@
-// The check of ring attention that both backends share: every rank's results against attention that was never split, in
-// fp64. Include the backend's block form before it.
+// The checks of ring and chunked attention that both backends share: beside fp64 each tensor's error may be little more
+// than the unchunked call's in the same precision, and it may not grow with the number of ranks.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "attention/blocks.h"
+#include "dev/bounds.h"
+#include "dev/reference.h"
+// Over both backends' block forms, so after them.
 #include "attention/chunks.h"
 #include "attention/ring.h"
-#include "dev/reference.h"
+#include "dev/local_comm.h"
 #include "dev/test.h"
 
 // N(0, sigma²), rounded to X.
@@ -35,44 +40,88 @@ inline void check_close(const std::string& what, const std::vector<double>& got,
         test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
 }
 
-// A whole sequence's attention and its gradients, with inputs that X can hold.
+// What some way of computing attention wrote: out (B, T, NH, HS), lse (B, NH, T), dqkv (B, T, 3, NH, HS).
+struct Written {
+    std::vector<double> out, lse, dqkv;
+    bool operator==(const Written& other) const {  // no NaN is equal
+        return out == other.out && lse == other.lse && dqkv == other.dqkv;
+    }
+};
+
+// The errors of a tensor's elements beside fp64; NaN stays.
+struct ErrorOf {
+    double error = 0, error2 = 0, largest = 0, value2 = 0;
+    size_t n = 0;
+    void add(double got, double want) {
+        const double e = std::isnan(got) ? std::numeric_limits<double>::infinity() : std::fabs(got - want);
+        error += e, error2 += e * e, largest = std::max(largest, e), value2 += want * want, n++;
+    }
+    double mean() const { return error / n; }
+};
+using TensorErrors = std::array<ErrorOf, kTensors>;
+inline void add_errors(TensorErrors& errors, const Written& got, const Written& want, int C) {
+    if (got.out.size() != want.out.size() || got.lse.size() != want.lse.size() || got.dqkv.size() != want.dqkv.size())
+        throw Error("results of different sizes");
+    for (size_t i = 0; i < want.out.size(); i++) errors[Out].add(got.out[i], want.out[i]);
+    for (size_t i = 0; i < want.lse.size(); i++) errors[Lse].add(got.lse[i], want.lse[i]);
+    for (size_t i = 0; i < want.dqkv.size(); i++) errors[Dq + i / C % 3].add(got.dqkv[i], want.dqkv[i]);
+}
+
+// Each tensor's L2 error is at most 1.1 times the unchunked call's. In fp64 that call is the judge itself. There one of
+// the gradients may cancel to nothing, so their bound is relative to all three.
+template <class X>
+void check_errors(const std::string& what, const TensorErrors& got, const TensorErrors& unchunked) {
+    for (int t = 0; t < kTensors; t++) {
+        const double of_gradients = got[Dq].value2 + got[Dk].value2 + got[Dv].value2;
+        const double bound = std::is_same_v<X, double> ? 1e-13 * std::sqrt(t < Dq ? got[t].value2 : of_gradients)
+                                                       : 1.1 * std::sqrt(unchunked[t].error2);
+        if (!(std::sqrt(got[t].error2) <= bound))
+            test::report(__FILE__, __LINE__,
+                         format("%s: L2 error of %s %.3g, at most %.3g expected", what.c_str(), kNames[t],
+                                std::sqrt(got[t].error2), bound));
+    }
+}
+
+// Calls f(place in the whole, place in the rank's part, elements) for a rank's chunks of a tensor (outer, T, n).
+template <class F>
+void for_each_chunk(const Zigzag& zigzag, int rank, size_t outer, int T, size_t n, F f) {
+    const size_t chunks = 2 * zigzag.ranks, elements = T / chunks * n;
+    for (size_t i = 0; i < outer; i++)
+        for (int half = 0; half < 2; half++)
+            f((i * chunks + zigzag.chunk(rank, half)) * elements, (2 * i + half) * elements, elements);
+}
+inline std::vector<double> part_of(const std::vector<double>& x, const Zigzag& zigzag, int rank, size_t outer, int T) {
+    std::vector<double> part(x.size() / zigzag.ranks);
+    for_each_chunk(zigzag, rank, outer, T, x.size() / outer / T,
+                   [&](size_t at, size_t to, size_t n) { std::copy_n(&x[at], n, &part[to]); });
+    return part;
+}
+inline Written part_of(const Written& w, const Zigzag& zigzag, int rank, const AttentionShape& s) {
+    const size_t rows = size_t(s.B) * s.NH;
+    return {part_of(w.out, zigzag, rank, s.B, s.T), part_of(w.lse, zigzag, rank, rows, s.T),
+            part_of(w.dqkv, zigzag, rank, s.B, s.T)};
+}
+
+// A whole sequence's attention and its gradients in fp64, of inputs that X can hold.
 template <class X>
 struct Whole {
-    int B, T, NH, HS;
-    std::vector<double> qkv, dout, out, lse, dqkv;
-    Whole(int B, int T, int NH, int HS, double q_sigma) : B(B), T(T), NH(NH), HS(HS) {
-        const size_t n = size_t(B) * T * NH * HS;
-        qkv = normal<X>(3 * n, 1), dout = normal<X>(n, 2), out.resize(n), lse.resize(n / HS), dqkv.resize(3 * n);
-        const std::vector<double> q = normal<X>(3 * n, 3, q_sigma);
+    AttentionShape s;
+    std::vector<double> qkv, dout;
+    Written want;
+    explicit Whole(const AttentionShape& s, double q_sigma = 1, uint64_t seed = 1, int threads = 1) : s(s) {
+        const size_t n = size_t(s.B) * s.T * C();
+        qkv = normal<X>(3 * n, 3 * seed), dout = normal<X>(n, 3 * seed + 1);
+        const std::vector<double> q = normal<X>(3 * n, 3 * seed + 2, q_sigma);
         for (size_t i = 0; i < 3 * n; i++)
-            if (i / (NH * HS) % 3 == 0) qkv[i] = q[i];
-        const Cpu cpu(1);
-        const double scale = BlockShape{B, T, T, NH, HS}.resolved_scale();
-        attention_forward<double>(cpu, out.data(), lse.data(), qkv.data(), B, T, NH, HS, true, scale);
-        attention_backward<double>(cpu, dqkv.data(), dout.data(), out.data(), lse.data(), qkv.data(), B, T, NH, HS,
-                                   true, scale);
+            if (i / C() % 3 == 0) qkv[i] = q[i];
+        want = {std::vector<double>(n), std::vector<double>(n / s.HS), std::vector<double>(3 * n)};
+        const Cpu cpu(threads);
+        attention_forward<double>(cpu, want.out.data(), want.lse.data(), qkv.data(), s.B, s.T, s.NH, s.HS, true,
+                                  s.resolved_scale());
+        attention_backward<double>(cpu, want.dqkv.data(), dout.data(), want.out.data(), want.lse.data(), qkv.data(),
+                                   s.B, s.T, s.NH, s.HS, true, s.resolved_scale());
     }
-    // A rank's rows of x (B, T, C) in the order of its chunks.
-    std::vector<double> part(const std::vector<double>& x, const Zigzag& zigzag, int rank, int C) const {
-        std::vector<double> part;
-        const int Tc = T / (2 * zigzag.ranks);
-        for (int b = 0; b < B; b++)
-            for (int half = 0; half < 2; half++) {
-                const auto from = x.begin() + (size_t(b) * T + size_t(zigzag.chunk(rank, half)) * Tc) * C;
-                part.insert(part.end(), from, from + size_t(Tc) * C);
-            }
-        return part;
-    }
-    std::vector<double> part_of_lse(const Zigzag& zigzag, int rank) const {  // (B, NH, 2Tc)
-        std::vector<double> part;
-        const int Tc = T / (2 * zigzag.ranks);
-        for (int row = 0; row < B * NH; row++)
-            for (int half = 0; half < 2; half++) {
-                const auto from = lse.begin() + size_t(row) * T + zigzag.chunk(rank, half) * Tc;
-                part.insert(part.end(), from, from + Tc);
-            }
-        return part;
-    }
+    int C() const { return s.NH * s.HS; }
 };
 
 // A tensor on the device, of Y's; all NaN to begin with, or `values`.
@@ -103,44 +152,140 @@ struct Tensor {
     }
 };
 
+// The unchunked call, as a layer makes it.
+template <class X>
+void attention(const Cpu& dev, X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout, const AttentionShape& s) {
+    attention_forward<X>(dev, out, lse, qkv, s.B, s.T, s.NH, s.HS, true, s.resolved_scale());
+    attention_backward<X>(dev, dqkv, dout, out, lse, qkv, s.B, s.T, s.NH, s.HS, true, s.resolved_scale());
+}
+template <class X>
+void attention(const Cuda& dev, X* out, float* lse, X* dqkv, const X* qkv, const X* dout, const AttentionShape& s) {
+    const AttentionKernel<X>& kernel = attention_kernel<X>(dev, Attention::flash, s.HS);
+    void* const scratch = dev.alloc(std::max<size_t>(16, kernel.scratch_bytes(s)));
+    kernel.forward(dev, out, lse, nullptr, scratch, qkv, s);
+    kernel.backward(dev, dqkv, scratch, dout, out, lse, nullptr, qkv, s);
+    dev.sync();
+    dev.free(scratch);
+}
+
+// Runs compute(out, lse, dqkv, qkv, dout) on the device; twice, the second time with the memory of the first.
+template <class X, class Dev, class Compute>
+Written written_by(const Dev& dev, const std::vector<double>& qkv, const std::vector<double>& dout, int HS,
+                   Compute compute) {
+    Tensor<Dev, X> in(dev, qkv), d(dev, dout), out(dev, dout.size()), dqkv(dev, qkv.size());
+    Tensor<Dev, Acc<X>> lse(dev, dout.size() / HS);
+    Written first;
+    for (int again = 0; again < 2; again++) {
+        compute(out.ptr, lse.ptr, dqkv.ptr, in.ptr, d.ptr);
+        Written now{out.values(), lse.values(), dqkv.values()};
+        if (again && !(now == first)) test::report(__FILE__, __LINE__, "two runs differ, or there is NaN");
+        first = std::move(now);
+    }
+    return first;
+}
+template <class X, class Dev>
+Written unchunked(const Dev& dev, const Whole<X>& whole) {
+    return written_by<X>(dev, whole.qkv, whole.dout, whole.s.HS,
+                         [&](auto... tensors) { attention<X>(dev, tensors..., whole.s); });
+}
+
+// One rank's part of the sequence.
 template <class X, class Dev, class Comm>
-void check_ring(const Dev& dev, Comm& comm, int B, int Tc, int NH, int HS, double q_sigma, double tolerance) {
+Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
+    const AttentionShape& s = whole.s;
     const Zigzag zigzag{comm.size};
-    const Whole<X> whole(B, 2 * comm.size * Tc, NH, HS, q_sigma);
-    const int C = NH * HS, rank = comm.rank;
-    Tensor<Dev, X> qkv(dev, whole.part(whole.qkv, zigzag, rank, 3 * C)),
-        dout(dev, whole.part(whole.dout, zigzag, rank, C));
-    Tensor<Dev, X> out(dev, dout.host.size()), dqkv(dev, qkv.host.size());
-    Tensor<Dev, Acc<X>> lse(dev, dout.host.size() / HS);
-    Ring<Dev, X, Comm> ring(dev, rank, comm.size, B, Tc, NH, HS);
+    Ring<Dev, X, Comm> ring(dev, comm.rank, comm.size, s.B, s.T / (2 * comm.size), s.NH, s.HS, s.scale);
     Tensor<Dev, float> memory(dev, ring.bytes() / sizeof(float));
     ring.start(memory.ptr, &comm);
-    for (int again = 0; again < 2; again++) {  // with the memory of the first time
-        ring.forward(out.ptr, lse.ptr, qkv.ptr);
-        ring.backward(dqkv.ptr, dout.ptr, out.ptr, lse.ptr, qkv.ptr);
-        const std::string what = format("rank %d of %d, Tc %d: ", rank, comm.size, Tc);
-        check_close(what + "out", out.values(), whole.part(whole.out, zigzag, rank, C), tolerance);
-        check_close(what + "lse", lse.values(), whole.part_of_lse(zigzag, rank), tolerance);
-        check_close(what + "dqkv", dqkv.values(), whole.part(whole.dqkv, zigzag, rank, 3 * C), tolerance);
+    Written part = written_by<X>(dev, part_of(whole.qkv, zigzag, comm.rank, s.B, s.T),
+                                 part_of(whole.dout, zigzag, comm.rank, s.B, s.T), s.HS,
+                                 [&](X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout) {
+                                     ring.forward(out, lse, qkv);
+                                     ring.backward(dqkv, dout, out, lse, qkv);
+                                 });
+    ring.stop();
+    return part;
+}
+
+template <class X>
+void check_part(const Whole<X>& whole, const Written& part, const Written& unchunked, int rank, int ranks) {
+    const Zigzag zigzag{ranks};
+    const Written want = part_of(whole.want, zigzag, rank, whole.s);
+    TensorErrors errors, yardstick;
+    add_errors(errors, part, want, whole.C());
+    add_errors(yardstick, part_of(unchunked, zigzag, rank, whole.s), want, whole.C());
+    check_errors<X>(format("%s, T %d, HS %d, rank %d of %d", name_of(dtype_of<X>()), whole.s.T, whole.s.HS, rank, ranks),
+                    errors, yardstick);
+}
+
+// Of one rank among several, its part alone.
+template <class X, class Dev, class Comm>
+void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, double q_sigma = 1) {
+    const Whole<X> whole(s, q_sigma);
+    check_part(whole, ring_part(dev, comm, whole), unchunked(dev, whole), comm.rank, comm.size);
+}
+
+// The same with threads as ranks.
+template <class X, class Dev>
+std::vector<Written> ring_parts(const Dev& dev, const Whole<X>& whole, int ranks) {
+    std::vector<Written> parts(ranks);
+    on_local_ranks(dev, ranks, [&](auto& comm) { parts[comm.rank] = ring_part(dev, comm, whole); });
+    return parts;
+}
+template <class X, class Dev>
+void check_local_rings(const Dev& dev, const AttentionShape& s, double q_sigma, int threads) {
+    const Whole<X> whole(s, q_sigma, 1, threads);
+    const Written one = unchunked(dev, whole);
+    for (int ranks : {1, 2, 3, 8}) {
+        const std::vector<Written> parts = ring_parts(dev, whole, ranks);
+        for (int r = 0; r < ranks; r++) check_part(whole, parts[r], one, r, ranks);
     }
-    comm.share(nullptr, 0);
+}
+
+// Rings of 1, 2, 4 and 8 ranks: the error must be flat over N, not only small.
+template <class X, class Dev>
+void check_flat(const Dev& dev, const AttentionShape& s, int threads) {
+    constexpr int kSeeds = 5;
+    std::array<TensorErrors, 4> of{};  // of 2^i ranks
+    TensorErrors yardstick{};
+    for (int seed = 1; seed <= kSeeds; seed++) {
+        const Whole<X> whole(s, 1, seed, threads);
+        add_errors(yardstick, unchunked(dev, whole), whole.want, whole.C());
+        for (size_t i = 0; i < of.size(); i++) {
+            const Zigzag zigzag{1 << i};
+            const std::vector<Written> parts = ring_parts(dev, whole, zigzag.ranks);
+            for (int r = 0; r < zigzag.ranks; r++)
+                add_errors(of[i], parts[r], part_of(whole.want, zigzag, r, s), whole.C());
+        }
+    }
+    for (size_t i = 0; i < of.size(); i++) {
+        const std::string what = format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, 1 << i);
+        check_errors<X>(what, of[i], yardstick);
+        for (int t = 0; t < kTensors; t++) {
+            const double mean = of[i][t].mean() / of[0][t].mean(), largest = of[i][t].largest / of[0][t].largest;
+            if (!(mean <= 1.02 && largest <= 1.1))
+                test::report(__FILE__, __LINE__,
+                             format("%s: error of %s %.3f times one rank's (at most 1.02), largest %.3f times (1.1)",
+                                    what.c_str(), kNames[t], mean, largest));
+        }
+    }
 }
 
 // Attention in chunks, against the same.
 template <class X, class Dev>
-void check_chunks(const Dev& dev, int B, int T, int NH, int HS, int q_chunk, int k_chunk, double tolerance) {
-    const Whole<X> whole(B, T, NH, HS, 1);
-    Tensor<Dev, X> qkv(dev, whole.qkv), dout(dev, whole.dout), out(dev, whole.out.size()), dqkv(dev, whole.qkv.size());
-    Tensor<Dev, Acc<X>> lse(dev, whole.lse.size());
-    Chunks<Dev, X> chunks(dev, {B, T, T, NH, HS}, q_chunk, k_chunk);
+void check_chunks(const Dev& dev, const AttentionShape& s, int q_chunk, int k_chunk) {
+    const Whole<X> whole(s);
+    Chunks<Dev, X> chunks(dev, {s.B, s.T, s.T, s.NH, s.HS, 0, 0, true, s.scale}, q_chunk, k_chunk);
     Tensor<Dev, float> memory(dev, chunks.bytes() / sizeof(float));
     chunks.place(memory.ptr);
-    for (int again = 0; again < 2; again++) {  // with the memory of the first time
-        chunks.forward(out.ptr, lse.ptr, qkv.ptr);
-        chunks.backward(dqkv.ptr, dout.ptr, out.ptr, lse.ptr, qkv.ptr);
-        const std::string what = format("T %d in chunks of %d queries and %d keys: ", T, q_chunk, k_chunk);
-        check_close(what + "out", out.values(), whole.out, tolerance);
-        check_close(what + "lse", lse.values(), whole.lse, tolerance);
-        check_close(what + "dqkv", dqkv.values(), whole.dqkv, tolerance);
-    }
+    TensorErrors errors, yardstick;
+    add_errors(errors,
+               written_by<X>(dev, whole.qkv, whole.dout, s.HS,
+                             [&](X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout) {
+                                 chunks.forward(out, lse, qkv);
+                                 chunks.backward(dqkv, dout, out, lse, qkv);
+                             }),
+               whole.want, whole.C());
+    add_errors(yardstick, unchunked(dev, whole), whole.want, whole.C());
+    check_errors<X>(format("T %d in chunks of %d queries and %d keys", s.T, q_chunk, k_chunk), errors, yardstick);
 }

@@ -321,7 +321,7 @@ void attention_write_dq(const Rounding& dev, Heads<X> dq, const float* dq_sum, c
 
 // A rank's part of the sequence through the ring, and its results to their places.
 template <class X, class Dev>
-void run_rank(const Dev& dev, const Cuda& cuda, LocalComm& comm, const Inputs<X>& in, const Result<X>& to) {
+void run_rank(const Dev& dev, const Cuda& cuda, LocalComm<Cuda>& comm, const Inputs<X>& in, const Result<X>& to) {
     const Zigzag zigzag{to.ranks};
     const int T = in.s.T, NH = in.s.NH, Tc = T / (2 * to.ranks);
     const size_t C = size_t(NH) * HS, n = Tc * C;
@@ -333,7 +333,7 @@ void run_rank(const Dev& dev, const Cuda& cuda, LocalComm& comm, const Inputs<X>
         copy_rows(cuda, qkv + 3 * half * n, 3 * n, in.qkv + 3 * at, 3 * n, 3 * n, 1);
         copy_rows(cuda, dout + half * n, n, in.dout + at, n, n, 1);
     }
-    Ring<Dev, X, LocalComm> ring(dev, comm.rank, comm.size, 1, Tc, NH, HS);
+    Ring<Dev, X, LocalComm<Cuda>> ring(dev, comm.rank, comm.size, 1, Tc, NH, HS);
     const DeviceMemory memory = poisoned(cuda, ring.bytes());
     ring.start(memory.get(), &comm);
     ring.forward(out, lse, qkv);
@@ -349,7 +349,7 @@ void run_rank(const Dev& dev, const Cuda& cuda, LocalComm& comm, const Inputs<X>
 }
 template <class X>
 void run_ring(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
-    on_local_ranks(dev, to.ranks, [&](LocalComm& comm) {
+    on_local_ranks(dev, to.ranks, [&](LocalComm<Cuda>& comm) {
         if (to.carry == "fp32") return run_rank<X>(dev, dev, comm, in, to);
         const size_t of_rank = in.n / to.ranks;
         const BlockShape rows{1, in.s.T / to.ranks, 1, in.s.NH, HS};

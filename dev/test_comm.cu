@@ -175,22 +175,32 @@ TEST(nccl_in_a_graph) {
 }
 
 // The ring where there is one GPU: its ranks are threads.
-TEST(ring_of_threads) {
+template <class F>
+void on_one_gpu(F check) {
     Processes one;
-    one.start([] {
+    one.start([&] {
         if (Cuda::count() == 0) return 77;
-        const Cuda dev;
-        for (int ranks : {1, 2, 3, 8})
-            on_local_ranks(dev, ranks, [&](LocalComm& comm) {
-                check_ring<float>(dev, comm, 2, 50, 2, 64, 1, 1e-5);
-                check_ring<bf16>(dev, comm, 2, 50, 2, 64, 1, 2e-2);
-                check_ring<bf16>(dev, comm, 1, 64, 1, 128, 3, 2e-2);
-            });
+        check(Cuda());
         return 0;
     });
-    const int code = one.wait(60)[0];
+    const int code = one.wait(100)[0];
     if (code == 77) SKIP("no GPU");
     if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, one.text().c_str()));
+}
+TEST(ring_of_threads) {
+    on_one_gpu([](const Cuda& dev) {
+        for (const AttentionShape& s : {AttentionShape{2, 48 * 17, 2, 64, true, 0.2f}, {2, 48 * 22, 2, 128}})
+            for (double q_sigma : {1., 3.}) {
+                check_local_rings<float>(dev, s, q_sigma, 0);
+                check_local_rings<bf16>(dev, s, q_sigma, 0);
+            }
+    });
+}
+TEST(ring_errors_do_not_grow_on_a_gpu) {
+    on_one_gpu([](const Cuda& dev) {
+        check_flat<float>(dev, {1, 2048, 4, 64}, 0);
+        check_flat<bf16>(dev, {1, 2048, 4, 64}, 0);
+    });
 }
 
 // As between machines: by NCCL, whether or not the GPUs reach each other's memory.
@@ -200,9 +210,10 @@ struct ByNccl : NcclComm {
 };
 template <class Comm>
 void check_rings(const Cuda& dev, Comm& comm) {
-    check_ring<float>(dev, comm, 2, 100, 2, 64, 1, 1e-5);
-    check_ring<bf16>(dev, comm, 2, 100, 2, 64, 1, 2e-2);
-    check_ring<bf16>(dev, comm, 1, 128, 1, 128, 3, 2e-2);
+    const AttentionShape s{2, 2 * comm.size * 100, 2, 64, true, 0.2f};
+    check_ring<float>(dev, comm, s);
+    check_ring<bf16>(dev, comm, s);
+    check_ring<bf16>(dev, comm, {1, 2 * comm.size * 128, 1, 128}, 3);
 }
 // Every flash kernel that this GPU would choose, against the whole sequence in fp64; by copy engines and by NCCL; and two
 // rings of two ranks side by side.
