@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "data/job.h"
-#include "dev/test.h"
+#include "dev/program.h"
 
 using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point t) {
@@ -22,10 +22,6 @@ inline double seconds_since(Clock::time_point t) {
 }
 inline void sleep_for(double s) {
     usleep(static_cast<useconds_t>(s * 1e6));
-}
-
-inline bool contains(const std::string& text, const std::string& part) {
-    return text.find(part) != std::string::npos;
 }
 
 // A port that is free now; with `keep` the socket that listens there.
@@ -94,9 +90,9 @@ struct Processes {
 constexpr Patience kQuick = {10, 2};
 
 // The ranks of a job, forked, each running `body`.
-struct Ranks : Processes {
+struct ForkedRanks : Processes {
     int port = 0, fd = -1;
-    Ranks(int size, const std::function<int(Job&)>& body, const Patience& patience = kQuick) {
+    ForkedRanks(int size, const std::function<int(Job&)>& body, const Patience& patience = kQuick) {
         port = free_port(&fd);
         for (int rank = 0; rank < size; rank++)
             start([&, rank] {

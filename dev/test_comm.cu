@@ -29,7 +29,7 @@ template <class F>
 void on_gpus(F body) {
     const int most = gpus();
     for (int size = 2; size <= most; size *= 2) {
-        Ranks ranks(size,
+        ForkedRanks ranks(size,
                     [=](Job& job) {
                         Cuda dev(job.rank);
                         NcclComm comm(dev, job);
@@ -229,7 +229,7 @@ TEST(nccl_ring_attention) {
 
 TEST(nccl_death_of_a_rank) {
     gpus();
-    Ranks ranks(2,
+    ForkedRanks ranks(2,
                 [](Job& job) {
                     Cuda dev(job.rank);
                     NcclComm comm(dev, job);

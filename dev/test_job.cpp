@@ -101,7 +101,7 @@ TEST(alone_every_call_returns) {
 
 TEST(ranks_exchange) {
     for (int size : {2, 3, 5}) {
-        Ranks ranks(size, [](Job& job) {
+        ForkedRanks ranks(size, [](Job& job) {
             CHECK(job.local_rank == job.rank && job.local_size == job.size);
             const std::vector<int> all = job.all_gather(10 * job.rank);
             for (int r = 0; r < job.size; r++) CHECK(all[r] == 10 * r);
@@ -124,7 +124,7 @@ TEST(ranks_exchange) {
 
 TEST(collectives) {
     for (int size : {1, 2, 3, 4}) {
-        Ranks ranks(size, [](Job& job) {
+        ForkedRanks ranks(size, [](Job& job) {
             check_collectives<float>(job);
             check_collectives<double>(job);
             job.leave();
@@ -137,7 +137,7 @@ TEST(collectives) {
 // GPUs map each other's memory: a rank that ends without having left it dies. After the job's end it is too late.
 TEST(shared_memory_is_left_before_the_end) {
     for (bool orderly : {true, false}) {
-        Ranks ranks(2, [=](Job& job) {
+        ForkedRanks ranks(2, [=](Job& job) {
             CpuComm all(Cpu(1), job), alone(all, job.rank, 1);
             for (CpuComm* comm : {&all, &alone}) comm->share(&all, 1);
             if (job.rank == 0) all.share(nullptr, 0), alone.share(nullptr, 0);
@@ -182,7 +182,7 @@ TEST(the_last_rank_may_come_late) {
 }
 
 TEST(a_rank_that_works_long_is_not_missed) {
-    Ranks ranks(2, [](Job& job) {
+    ForkedRanks ranks(2, [](Job& job) {
         job.expect_progress(2);
         for (int i = 0; i < 8 && job.rank == 1; i++) sleep_for(0.5), Job::progress()++;  // with signs of life
         job.barrier();
@@ -197,7 +197,7 @@ TEST(a_rank_that_works_long_is_not_missed) {
 
 // Every beat may find a step at the same point: that is no standstill.
 TEST(many_equal_steps_are_progress) {
-    Ranks ranks(2, [](Job& job) {
+    ForkedRanks ranks(2, [](Job& job) {
         for (int step = 0; step < 40; step++) {
             job.expect_progress(2);
             Job::progress()++;
@@ -273,7 +273,7 @@ TEST(an_old_job_is_never_joined) {
 TEST(a_running_job_cannot_be_joined) {
     int gate[2];  // shut until the parent closes its end
     CHECK(pipe(gate) == 0);
-    Ranks ranks(2, [=](Job& job) {
+    ForkedRanks ranks(2, [=](Job& job) {
         job.barrier();
         std::fprintf(stderr, "met\n");
         char byte;
@@ -322,7 +322,7 @@ TEST(strangers_at_the_port) {
 }
 
 TEST(differences_are_named) {
-    Ranks ranks(3, [](Job& job) {
+    ForkedRanks ranks(3, [](Job& job) {
         const std::string lr = job.rank == 2 ? "0.1" : "0.2", data = job.rank == 1 ? "abc" : "abd";
         job.agree({{"--lr", lr}, {"model", "d12"}, {"data", data}});
         return 0;
@@ -340,7 +340,7 @@ TEST(differences_are_named) {
 
 TEST(a_death_ends_all_and_is_named) {
     for (int victim : {0, 1, 2}) {
-        Ranks ranks(3,
+        ForkedRanks ranks(3,
                     [=](Job& job) {
                         job.barrier();
                         if (job.rank == victim) raise(SIGKILL);
@@ -358,7 +358,7 @@ TEST(a_death_ends_all_and_is_named) {
 
 TEST(a_process_that_stands_still_ends_all_and_is_named) {
     for (int victim : {0, 2}) {
-        Ranks ranks(3, [=](Job& job) {
+        ForkedRanks ranks(3, [=](Job& job) {
             job.barrier();
             if (job.rank == victim) raise(SIGSTOP);
             job.barrier();
@@ -381,7 +381,7 @@ TEST(a_process_that_stands_still_ends_all_and_is_named) {
 TEST(a_rank_without_progress_ends_all_and_is_named) {
     for (bool on_host : {true, false})
         for (int victim : {0, 1}) {
-            Ranks ranks(3, [=](Job& job) {
+            ForkedRanks ranks(3, [=](Job& job) {
                 job.barrier();
                 job.expect_progress(2);
                 job.barrier();
@@ -399,7 +399,7 @@ TEST(a_rank_without_progress_ends_all_and_is_named) {
 
 TEST(an_error_of_one_rank_ends_all_with_its_text_and_code) {
     for (int victim : {0, 2}) {
-        Ranks ranks(3, [=](Job& job) {
+        ForkedRanks ranks(3, [=](Job& job) {
             job.barrier();
             if (job.rank == victim) throw UsageError("no such file");
             job.barrier();
@@ -411,7 +411,7 @@ TEST(an_error_of_one_rank_ends_all_with_its_text_and_code) {
 }
 
 TEST(what_the_backend_reports_ends_all) {
-    Ranks ranks(2, [](Job& job) {
+    ForkedRanks ranks(2, [](Job& job) {
         if (job.rank == 1) job.also_watch([] { return std::string("the network is gone"); });
         if (job.rank == 0) job.barrier();
         sleep_for(10);

@@ -18,7 +18,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 // The check of every rank of a job.
 template <class X>
 void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
-    Ranks job(ranks, [=](Job& job) {
+    ForkedRanks job(ranks, [=](Job& job) {
         const Cpu cpu(1);
         CpuComm comm(cpu, job);
         check_ring<X>(cpu, comm, s, q_sigma);

@@ -1,0 +1,187 @@
+// The trainer's ranks as processes without a GPU: whatever the grouping, they train, validate and save as one rank does. In
+// fp64, so that a difference is a mistake and no rounding. Includes the program itself.
+//
+// Run: ./dev/test_ranks [part of a test's name]
+#define TRAIN_GPT2_NO_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
+#include "../train_gpt2.cu"
+
+#include <sys/mman.h>
+
+#include "dev/program.h"
+#include "dev/ranks.h"
+
+namespace {
+
+const Config kConfig = {16, kByteVocab, 384, 2, 2, 32};
+constexpr int kSteps = 3, kMicroBatches = 8, kValBatches = 7;
+
+struct Grouping {
+    int ranks, context;
+    bool sharded, overlap;
+    std::string name() const {
+        return format("%d ranks, context %d%s%s", ranks, context, sharded ? ", sharded" : "", overlap ? ", overlap" : "");
+    }
+};
+const Grouping kOne = {1, 1, false, false};
+const Grouping kGroupings[] = {{2, 1, false, false}, {4, 1, false, true}, {2, 1, true, true}, {4, 1, true, false},
+                               {4, 1, true, true},   {2, 2, false, false}, {4, 2, true, true}, {4, 4, true, false}};
+
+Options options() {
+    Options o;
+    o.train_data = o.val_data = text_file();
+    o.B = 2, o.T = 8, o.tokens_per_step = kMicroBatches * o.B * o.T, o.max_steps = kSteps, o.val_batches = kValBatches;
+    o.lr = 1e-2f, o.warmup = 0, o.max_norm = 0.5f, o.seed = 3;
+    return o;
+}
+
+// Calls work(run, model) as each rank of a grouping, in processes.
+template <class X, class Work>
+void on_ranks(const Grouping& g, const Options& o, Work work) {
+    ForkedRanks processes(g.ranks, [&](Job& job) {
+        const Cpu cpu(1);
+        CpuComm comm(cpu, job);
+        Ranks<Cpu> ranks;
+        ranks.comm = &comm, ranks.rank = job.rank, ranks.size = job.size;
+        ranks.sharded = g.sharded, ranks.overlap = g.overlap, ranks.context = g.context;
+        CpuComm ring(comm, ranks.group() * g.context, g.context);
+        ranks.ring = &ring;
+        GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true, 1,
+                           ranks);
+        Run<Cpu, X> run(cpu, o, model, {o.train_data, o.val_data}, job);
+        model.allocate();
+        model.init_random(o.seed);
+        work(run, model, job);
+        model.leave_ring();
+        job.leave();
+        return 0;
+    });
+    for (int code : processes.wait(60))
+        if (code != 0) test::report(__FILE__, __LINE__, g.name() + ": " + processes.text());
+}
+
+// What a child leaves for its parent.
+struct Outcome {
+    double loss[kSteps][kMicroBatches], norm[kSteps], val_first, val_last;
+    uint64_t val_batches;
+    double parameters[1 << 16];
+};
+struct Shared {
+    Outcome* outcome = static_cast<Outcome*>(
+        mmap(nullptr, sizeof(Outcome), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    ~Shared() { munmap(outcome, sizeof *outcome); }
+    Outcome* operator->() const { return outcome; }
+};
+
+void train(const Grouping& g, const Shared& to) {
+    on_ranks<double>(g, options(), [&](Run<Cpu, double>& run, GPT2<Cpu, double>& model, Job& job) {
+        Loader val(text_file(), 2, 8, kByteVocab, false, 0);
+        const auto validated = [&] { return validate(model, val, kValBatches, job); };
+        const Validation first = validated();
+        Outcome mine{};
+        for (int step = 0; step < kSteps; step++) {
+            run.train_step();
+            // Group j of n has micro-batches j, j + n, …, and each of its ranks the mean of its own tokens' losses.
+            const int groups = g.ranks / g.context, steps = kMicroBatches / groups;
+            for (int r = 0; r < g.ranks; r++)
+                for (int i = 0; i < steps; i++)
+                    mine.loss[step][i * groups + r / g.context] += model.stats()[r * steps + i] / g.context;
+            mine.norm[step] = model.stats()[g.ranks * steps];
+        }
+        const double* p = static_cast<double*>(model.params.at(0));
+        if (model.num_parameters > std::size(mine.parameters)) throw Error("too many parameters");
+        std::copy_n(p, model.num_parameters, mine.parameters);
+        const Validation last = validated();
+        mine.val_first = first.loss, mine.val_last = last.loss, mine.val_batches = last.batches;
+        for (uint64_t sum : job.all_gather(checksum64(&mine, sizeof mine)))
+            if (sum != checksum64(&mine, sizeof mine)) throw Error("ranks end with other numbers");
+        if (job.rank == 0) *to.outcome = mine;
+    });
+}
+
+}  // namespace
+
+TEST(ranks_train_and_validate_as_one) {
+    const Shared one, several;
+    train(kOne, one);
+    CHECK(one->norm[0] > 0.5 && one->val_batches == kValBatches && one->val_last < one->val_first);
+    for (const Grouping& g : kGroupings) {
+        *several.outcome = {};
+        train(g, several);
+        const auto close = [&](const char* what, double got, double want, double tolerance) {
+            if (!(std::fabs(got - want) <= tolerance))
+                test::report(__FILE__, __LINE__,
+                             format("%s: %s %.15g, one rank has %.15g", g.name().c_str(), what, got, want));
+        };
+        for (int step = 0; step < kSteps; step++) {
+            close("norm", several->norm[step], one->norm[step], 1e-11);
+            for (int i = 0; i < kMicroBatches; i++)
+                close("a micro-batch's loss", several->loss[step][i], one->loss[step][i], 1e-11);
+        }
+        close("first validation", several->val_first, one->val_first, 1e-13);
+        close("last validation", several->val_last, one->val_last, 1e-11);
+        close("validation's batches", several->val_batches, kValBatches, 0);
+        for (size_t i = 0; i < count_parameters(kConfig); i++)
+            close("a parameter", several->parameters[i], one->parameters[i], 1e-12);
+    }
+}
+
+// The optimizer's state in a checkpoint is that of one rank, and whoever reads it and writes it again writes the same bytes.
+TEST(ranks_save_and_restore_as_one) {
+    Options o = options();
+    const auto saved = [&](const Grouping& g, const std::string& name, bool resume) {
+        o.output_dir = dir() + "/" + name, o.resume = resume;
+        std::filesystem::create_directories(o.output_dir);
+        on_ranks<float>(g, o, [&](Run<Cpu, float>& run, GPT2<Cpu, float>&, Job&) {
+            if (resume && !run.restore()) throw Error("nothing to restore");
+            while (run.step < kSteps) run.train_step();
+            run.save();
+        });
+        return std::pair{read_file(state_path(o.output_dir, kSteps)), read_file(model_path(o.output_dir, kSteps))};
+    };
+    const size_t n = count_parameters(kConfig);
+    const auto optimizer = [&](const std::string& state) {  // m and v, the file's last section
+        std::vector<float> adam(2 * n);
+        std::memcpy(adam.data(), state.data() + state.size() - adam.size() * sizeof(float), adam.size() * sizeof(float));
+        return adam;
+    };
+    const std::vector<float> one = optimizer(saved(kOne, "one", false).first);
+    const Grouping most = {4, 2, true, true};
+    const auto files = saved(most, "most", false);
+    const std::vector<float> several = optimizer(files.first);
+    for (size_t array = 0; array < 2; array++) {
+        double error = 0, norm = 0;
+        for (size_t i = array * n; i < (array + 1) * n; i++)
+            error += std::pow(double(several[i]) - one[i], 2), norm += std::pow(double(one[i]), 2);
+        CHECK_NEAR(std::sqrt(error / norm), 0, 1e-4);
+    }
+    for (const Grouping& g : {kOne, Grouping{2, 1, false, false}, {2, 1, true, false}, {4, 1, true, true}, most})
+        CHECK(saved(g, "most", true) == files);
+}
+
+// What differs beside the arguments is found before the first step.
+TEST(ranks_that_start_differently_are_refused) {
+    const std::string other = dir() + "/other.txt";
+    write_file(other, read_file(text_file()).substr(1));
+    for (const char* what : {"parameters", "validation data", "data", "T"}) {
+        ForkedRanks processes(2, [&](Job& job) {
+            Options o = options();
+            const std::string field = job.rank == 1 ? what : "";
+            if (field == "validation data") o.val_data = other;
+            if (field == "data") o.train_data = other;
+            if (field == "T") o.T = 4;
+            const Cpu cpu(1);
+            GPT2<Cpu, float> model(cpu, kConfig, Attention::flash, o.B, o.T, 1, true);
+            Run<Cpu, float> run(cpu, o, model, {o.train_data, o.val_data}, job);
+            model.allocate();
+            model.init_random(o.seed);
+            if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;
+            agree_on_start(model, run, job);
+            return 0;
+        });
+        CHECK((processes.wait() == std::vector<int>{1, 1}));
+        CHECK(contains(processes.text(), std::string(what) + ": rank 1"));
+    }
+}
+
+TEST_MAIN
