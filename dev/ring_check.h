@@ -116,10 +116,10 @@ struct Whole {
             if (i / C() % 3 == 0) qkv[i] = q[i];
         want = {std::vector<double>(n), std::vector<double>(n / s.HS), std::vector<double>(3 * n)};
         const Cpu cpu(threads);
-        attention_forward<double>(cpu, want.out.data(), want.lse.data(), qkv.data(), s.B, s.T, s.NH, s.HS, true,
+        attention_forward<double>(cpu, want.out.data(), want.lse.data(), qkv.data(), s.B, s.T, s.NH, s.HS, s.causal,
                                   s.resolved_scale());
         attention_backward<double>(cpu, want.dqkv.data(), dout.data(), want.out.data(), want.lse.data(), qkv.data(),
-                                   s.B, s.T, s.NH, s.HS, true, s.resolved_scale());
+                                   s.B, s.T, s.NH, s.HS, s.causal, s.resolved_scale());
     }
     int C() const { return s.NH * s.HS; }
 };
@@ -155,8 +155,8 @@ struct Tensor {
 // The unchunked call, as a layer makes it.
 template <class X>
 void attention(const Cpu& dev, X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout, const AttentionShape& s) {
-    attention_forward<X>(dev, out, lse, qkv, s.B, s.T, s.NH, s.HS, true, s.resolved_scale());
-    attention_backward<X>(dev, dqkv, dout, out, lse, qkv, s.B, s.T, s.NH, s.HS, true, s.resolved_scale());
+    attention_forward<X>(dev, out, lse, qkv, s.B, s.T, s.NH, s.HS, s.causal, s.resolved_scale());
+    attention_backward<X>(dev, dqkv, dout, out, lse, qkv, s.B, s.T, s.NH, s.HS, s.causal, s.resolved_scale());
 }
 template <class X>
 void attention(const Cuda& dev, X* out, float* lse, X* dqkv, const X* qkv, const X* dout, const AttentionShape& s) {
@@ -275,7 +275,7 @@ void check_flat(const Dev& dev, const AttentionShape& s, int threads) {
 template <class X, class Dev>
 void check_chunks(const Dev& dev, const AttentionShape& s, int q_chunk, int k_chunk) {
     const Whole<X> whole(s);
-    Chunks<Dev, X> chunks(dev, {s.B, s.T, s.T, s.NH, s.HS, 0, 0, true, s.scale}, q_chunk, k_chunk);
+    Chunks<Dev, X> chunks(dev, {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale}, q_chunk, k_chunk);
     Tensor<Dev, float> memory(dev, chunks.bytes() / sizeof(float));
     chunks.place(memory.ptr);
     TensorErrors errors, yardstick;
