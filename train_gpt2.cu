@@ -167,6 +167,11 @@ size_t Config::flops_per_token(int T) const {
     return 6 * count_parameters(*this) + 6 * static_cast<size_t>(L) * C * T;
 }
 
+// Those FLOPs as a part of the peak of all ranks' GPUs, `peak` TFLOP/s each; NaN where that is not known.
+static double mfu_percent(const Config& config, int T, double tok_s, int ranks, double peak) {
+    return peak > 0 ? 100 * tok_s * config.flops_per_token(T) / (ranks * peak * 1e12) : NAN;
+}
+
 // What forward keeps for backward. Per-layer tensors point at one layer's part. N = B·T rows.
 template <class X>
 struct Activations {
@@ -1395,7 +1400,7 @@ void Run<Dev, X>::train_step() {
     const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
     mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
     const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
-    const double mfu = peak > 0 ? 100 * tok_s * model.config.flops_per_token(o.T) / (job.size * peak * 1e12) : NAN;
+    const double mfu = mfu_percent(model.config, o.T, tok_s, job.size, peak);
     const int eta = static_cast<int>((o.max_steps - step) * mean_ms / 1e3);
     std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n", step,
                 o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a", eta / 60,

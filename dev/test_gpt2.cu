@@ -3,6 +3,8 @@
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
+#include <fstream>
+
 #include "dev/test.h"
 
 namespace {
@@ -241,37 +243,111 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
     CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
 }
 
-TEST(schedules) {
-    Options o;
-    o.lr = 1.f, o.final_lr = 0.1f, o.warmup = 10, o.max_steps = 110;
-    for (const char* kind : {"cosine", "linear", "constant", "wsd"}) {
-        o.schedule = kind;
-        CHECK_NEAR(o.learning_rate(0), 0.1, 1e-6);
-        CHECK_NEAR(o.learning_rate(9), 1.0, 1e-6);
-        CHECK_NEAR(o.learning_rate(10), 1.0, 1e-6);
-        CHECK_NEAR(o.learning_rate(109), o.schedule == "constant" ? 1.0 : 0.1, 1e-6);
-        for (int s = 10; s < 109; s++) CHECK(o.learning_rate(s + 1) <= o.learning_rate(s) + 1e-9);
+// What the sizes of the model, of the data and of the machine decide where the user does not.
+TEST(defaults) {
+    const struct {
+        const char* model;
+        bool on_cpu;
+        int ranks, B, T, tokens_per_step, zero;
+        float lr;
+    } sizes[] = {{"d12", false, 1, 8, 1024, 8192, 0, 3e-4f},   {"d48", false, 3, 8, 1024, 24576, 0, 3e-4f},
+                 {"d12", true, 1, 4, 64, 256, 0, 3e-4f},       {"tiny", false, 2, 8, 256, 4096, 1, 2e-3f},
+                 {"d12", false, 8, 8, 1024, 65536, 1, 3e-4f},  {"tiny", true, 3, 4, 64, 768, 0, 2e-3f}};
+    for (const auto& c : sizes) {
+        Config config;
+        Options o;
+        CHECK(find_config(c.model, &config));
+        resolve_sizes(o, config, c.on_cpu, c.ranks);
+        CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step && o.zero == c.zero && o.lr == c.lr);
     }
-    o.schedule = "wsd";
-    CHECK_NEAR(o.learning_rate(80), 1.0, 1e-6);
-    o.warmup = 0, o.max_steps = 1;
-    CHECK(std::isfinite(o.learning_rate(0)));
+    const struct {
+        int given;
+        const char* data;
+        bool on_cpu;
+        uint64_t tokens;
+        int steps, warmup, val_every, sample_every;
+    } lengths[] = {{-1, "", false, 0, 6500, 325, 650, 1300}, {-1, "", true, 0, 2000, 100, 200, 400},
+                   {-1, "x", true, 99999, 390, 50, 39, 78},  {-1, "x", false, 255, 1, 0, 1, 1},
+                   {30, "x", false, 99999, 30, 10, 3, 6},    {150, "", false, 0, 150, 50, 15, 30},
+                   {1200, "", true, 0, 1200, 60, 120, 240}};
+    for (const auto& c : lengths) {
+        Options o;
+        o.max_steps = c.given, o.train_data = c.data, o.tokens_per_step = 256;
+        resolve_steps(o, c.on_cpu, c.tokens);
+        CHECK(o.max_steps == c.steps && o.warmup == c.warmup && o.val_every == c.val_every &&
+              o.sample_every == c.sample_every && o.val_batches == 20);
+    }
 }
 
+// dev/test_recipe sees their shapes; these are the ends that no run of it has.
+TEST(schedules_of_the_shortest_runs) {
+    Options o;
+    o.lr = 1.f, o.final_lr = 0.1f;
+    for (const char* kind : {"cosine", "linear", "constant", "wsd"}) {
+        o.schedule = kind;
+        o.warmup = 0, o.max_steps = 1;
+        CHECK_NEAR(o.learning_rate(0), 1.0, 1e-6);
+        o.warmup = 4, o.max_steps = 3;
+        CHECK_NEAR(o.learning_rate(2), 0.75, 1e-6);
+        o.warmup = 2;
+        CHECK_NEAR(o.learning_rate(2), 1.0, 1e-6);
+    }
+}
+
+// Evenly spread random numbers choose each token exactly as often as it is likely.
 TEST(sampling_follows_the_distribution) {
     const std::vector<float> logits = {0.f, std::log(2.f), std::log(5.f), -INFINITY};
-    int counts[4] = {};
-    for (int i = 0; i < 80000; i++) counts[sample_token(logits, {1.f, 0}, uniform(5, i))]++;
-    CHECK_NEAR(counts[0], 10000, 500);
-    CHECK_NEAR(counts[1], 20000, 600);
-    CHECK_NEAR(counts[2], 50000, 700);
-    CHECK(counts[3] == 0);
-    for (int i = 0; i < 1000; i++) {
-        CHECK(sample_token(logits, {1.f, 1}, uniform(6, i)) == 2);
-        CHECK(sample_token(logits, {0.f, 0}, uniform(6, i)) == 2);
-        CHECK(sample_token(logits, {1.f, 2}, uniform(6, i)) != 0);
+    const double r2 = std::sqrt(2.0), r5 = std::sqrt(5.0), all = 1 + r2 + r5;
+    const struct {
+        Sampling sampling;
+        double p[4];
+    } cases[] = {{{1.f, 0}, {1 / 8., 2 / 8., 5 / 8., 0}},    {{1.f, 4}, {1 / 8., 2 / 8., 5 / 8., 0}},
+                 {{1.f, 9}, {1 / 8., 2 / 8., 5 / 8., 0}},    {{1.f, 3}, {1 / 8., 2 / 8., 5 / 8., 0}},
+                 {{1.f, 2}, {0, 2 / 7., 5 / 7., 0}},         {{1.f, 1}, {0, 0, 1, 0}},
+                 {{0.f, 0}, {0, 0, 1, 0}},                   {{0.f, 2}, {0, 0, 1, 0}},
+                 {{.5f, 0}, {1 / 30., 4 / 30., 25 / 30., 0}}, {{.5f, 2}, {0, 4 / 29., 25 / 29., 0}},
+                 {{2.f, 0}, {1 / all, r2 / all, r5 / all, 0}}};
+    constexpr int n = 1000;
+    for (const auto& c : cases) {
+        int counts[4] = {};
+        for (int i = 0; i < n; i++) counts[sample_token(logits, c.sampling, (i + 0.5) / n)]++;
+        for (int v = 0; v < 4; v++) CHECK_NEAR(counts[v], n * c.p[v], c.p[v] > 0 && c.p[v] < 1);
     }
-    CHECK(sample_token(logits, {1.f, 0}, 0.0) == 2 || sample_token(logits, {1.f, 0}, 0.0) == 0);
+    CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
+}
+
+// By hand: N = 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768, and 6·N + 6·12·768·1024 FLOPs a token.
+TEST(mfu_by_hand) {
+    Config config;
+    CHECK(find_config("d12", &config));
+    CHECK(config.flops_per_token(1024) == 803478528 && config.flops_per_token(512) == 775166976);
+    CHECK_NEAR(mfu_percent(config, 1024, 1e5, 2, 989), 8034.78528 / 1978, 1e-12);
+    CHECK(std::isnan(mfu_percent(config, 1024, 1e5, 1, 0)));
+}
+
+// A CPU by a GPU's name, so that a run has an MFU: 67 TFLOP/s, and 5349888 FLOPs a token of the tiny model at T = 32.
+TEST(a_run_logs_its_mfu) {
+    const std::string out = format("/tmp/test_gpt2_%d", getpid());
+    Options o;
+    o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32, o.max_steps = 1;
+    o.val_every = o.sample_every = 0;
+    Cpu dev(1);
+    dev.name = "NVIDIA H100 80GB HBM3";
+    Job alone;
+    std::fflush(stdout);
+    const int screen = dup(1);
+    CHECK(std::freopen("/dev/null", "w", stdout) != nullptr);
+    const std::string error = test::error_of([&] { run_with<Cpu, float>(dev, o, alone); });
+    std::fflush(stdout);
+    dup2(screen, 1), close(screen);
+    CHECK(error.empty());
+    std::ifstream log(out + "/log.jsonl");
+    const std::string text(std::istreambuf_iterator<char>(log), {});
+    const auto value = [&](const char* key) { return std::atof(text.c_str() + text.find(key) + std::strlen(key)); };
+    const double tok_s = value("\"tokens_per_s\": "), mfu = value("\"mfu_percent\": ");
+    CHECK(tok_s > 0);
+    CHECK_NEAR(mfu, 100 * tok_s * 5349888 / 67e12, 1e-9 * mfu);
+    std::filesystem::remove_all(out);
 }
 
 // What is computed again has the same bits as what would have been kept; and it is not kept.
