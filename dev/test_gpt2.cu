@@ -243,6 +243,25 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
     CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
 }
 
+TEST(data_is_the_corpus_or_what_is_given) {
+    const Corpus corpus = builtin_corpus("data/cache");
+    CHECK(corpus.train_path != corpus.val_path && corpus.train_nats != corpus.val_nats);
+    const struct {
+        std::string given[2], found[2];
+        double floor;
+    } cases[] = {{{"", ""}, {corpus.train_path, corpus.val_path}, corpus.val_nats},
+                 {{"", "v"}, {corpus.train_path, "v"}, NAN},
+                 {{"t", "v"}, {"t", "v"}, NAN},
+                 {{"t", ""}, {"t", ""}, NAN}};
+    for (const auto& c : cases) {
+        Options o;
+        o.train_data = c.given[0], o.val_data = c.given[1];
+        const Data data = find_data(o);
+        CHECK(data.train == c.found[0] && data.val == c.found[1]);
+        CHECK(std::isnan(c.floor) ? std::isnan(data.floor) : data.floor == c.floor);
+    }
+}
+
 // What the sizes of the model, of the data and of the machine decide where the user does not.
 TEST(defaults) {
     const struct {
@@ -258,6 +277,7 @@ TEST(defaults) {
         Options o;
         CHECK(find_config(c.model, &config));
         resolve_sizes(o, config, c.on_cpu, c.ranks);
+        CHECK(o.sample_length == 700);  // dev/test_recipe has the others that no size decides
         CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step && o.zero == c.zero && o.lr == c.lr);
     }
     const struct {

@@ -399,7 +399,7 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
 // The recipe
 
 struct Recipe {
-    std::string extra;  // options that change no number
+    std::string extra;  // options that change no number; samples are of the likeliest tokens
     int seed, B, windows;  // windows: of a step
     std::string schedule;
     int warmup;
@@ -446,8 +446,7 @@ double rate(const Recipe& r, int step) {
 
 // The same training in double, beside what the program wrote. clipped: how many steps must have been, −1 for some.
 void check_recipe(const Recipe& r, const std::string& options, const std::string& out, int clipped) {
-    const Result result = run(data_options() + val_options() + "-e " + model_file(kEndOften) + " --temperature 0 " +
-                              options + format(" -x %d -o ", kSteps) + out);
+    const Result result = run(data_options() + val_options() + "-e " + model_file(kEndOften) + " " + options + format(" -x %d -o ", kSteps) + out);
     CHECK_RUN(result, 0, "checkpoint");
     check_lines(result.out, out, kSteps, r.windows * T);
     Gpt2 model = make_model(kEndOften);
@@ -536,20 +535,20 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
 // No option is at its default in the first four, and all are in the last. A largest norm of 2e-5 makes gradients so
 // small that AdamW's ε matters.
 TEST(training_follows_the_recipe) {
-    const Recipe defaults = {"", 1, 4, 4, "cosine", 8, 2e-3, 0.1, 0.1, 0.95, 1, 2, 20, 4, 700, ""};
+    const Recipe defaults = {"--temperature 0", 1, 4, 4, "cosine", 8, 2e-3, 0.1, 0.1, 0.95, 1, 2, 20, 4, 700, ""};
     const struct {
         Recipe recipe;
         int clipped;
     } cases[] = {
-        {{"", 5, 2, 6, "cosine", 4, 0.008, 0.3, 0.4, 0.8, 2e-5, 6, 3, 7, 9, "OnceIn"}, kSteps},
-        {{"", 5, 3, 3, "linear", 1, 0.004, 0.2, 0.7, 0.9, 1.7, 9, 2, 5, 12, "Xy"}, -1},
-        {{"--gpus 2", 5, 1, 4, "wsd", 3, 0.003, 0.4, 0.2, 0.99, 0, 12, 7, 12, 5, "a"}, 0},
-        {{"", 1, 1, 2, "constant", 2, 0.002, 0.5, 0.3, 0.9, 0.01, 8, 20, 24, 20, "So"}, kSteps},
+        {{"--temperature 0", 5, 2, 6, "cosine", 4, 0.008, 0.3, 0.4, 0.8, 2e-5, 6, 3, 7, 9, "OnceIn"}, kSteps},
+        {{"--top-k 1 --gpus 2 --zero 0", 5, 3, 6, "linear", 1, 0.004, 0.2, 0.7, 0.9, 1.7, 9, 2, 5, 12, "Xy"}, -1},
+        {{"--top-k 1 --gpus 2", 5, 1, 4, "wsd", 3, 0.003, 0.4, 0.2, 0.99, 1.7, 12, 7, 12, 5, "a"}, -1},
+        {{"--temperature 0", 1, 1, 2, "constant", 2, 0.002, 0.5, 0.3, 0.9, 0, 8, 20, 24, 20, "So"}, 0},
     };
     int i = 0;
     for (const auto& c : cases)
         check_recipe(c.recipe, options_of(c.recipe, i % 2), dir() + format("/recipe_%d", i), c.clipped), i++;
-    check_recipe(defaults, "", dir() + "/defaults", kSteps);
+    check_recipe(defaults, defaults.extra, dir() + "/defaults", kSteps);
 }
 
 // Each epoch has each window once, in an order that the seed and the epoch choose; --no-shuffle and --overfit do not.
@@ -663,6 +662,8 @@ TEST(a_new_model_starts_as_gpt2_does) {
                  {"B", 4}, {"T", 64}, {"tokens_per_step", 256}, {"steps", steps}, {"seed", seed}, {"gpus", 1}})
             CHECK_NEAR(value(row, key), number, 0);
 
+        const int32_t header[8] = {20240326, 3, 256, 257, 4, 2, 128, 384};  // the tiny model
+        CHECK(read_file(model_path(out, steps)).compare(0, sizeof header, bytes_of(header, sizeof header)) == 0);
         const std::vector<Tensor> tensors = tensors_of(256, 384, 4, 128);
         Vec& w = weights[seed - 1];
         w = floats_at_the_end(model_path(out, steps), static_cast<size_t>(value(row, "parameters")));
