@@ -1337,13 +1337,13 @@ void Run<Dev, X>::describe() const {
     std::printf("  %-16s %9.1f MiB\n", "total", model.total_bytes() / kMiB);
 }
 
-// A fresh run's log begins anew, a resumed one's loses the rows that it will write again.
+// A fresh run's log begins anew, also where -y found no checkpoint. A resumed one's loses the rows that it will write again.
 template <class Dev, class X>
 void Run<Dev, X>::open_log() {
     if (o.output_dir.empty() || job.rank > 0) return;
     const std::string path = o.output_dir + "/log.jsonl";
-    if (o.resume) Log::truncate_after(path, step);
-    log = std::make_unique<Log>(path, o.resume);
+    if (step > 0) Log::truncate_after(path, step);
+    log = std::make_unique<Log>(path, step > 0);
     Row row("run");
     row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
     row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
