@@ -1,0 +1,498 @@
+// Checkpoints and resuming, through ./train_gpt2cu on the CPU. A run that stops anywhere and goes on must write what one that
+// never stopped writes: every later model, state and row of the log, byte for byte. (On GPUs and ranks: dev/test_program.)
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <set>
+
+#include "data/checkpoint.h"
+#include "dev/program.h"
+
+namespace {
+
+// One thread, and no second start to choose how threads wait: a run of such a small model takes a third of the time.
+const bool kOneThread = !setenv("OMP_THREAD_LIMIT", "1", 1) && !setenv("OMP_WAIT_POLICY", "passive", 1);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A model and data small enough that a step takes a millisecond
+
+constexpr int kMaxT = 32, kV = 257, kL = 2, kNH = 1, kC = 64, kVp = 384;
+
+struct Tensor {
+    const char* name;
+    size_t size;  // of a layer
+    bool layered;
+};
+// llm.c's sixteen, in the order of its file.
+const std::vector<Tensor> kTensors = {
+    {"wte", kVp * kC, false},     {"wpe", kMaxT * kC, false}, {"ln1w", kC, true},          {"ln1b", kC, true},
+    {"qkvw", 3 * kC * kC, true},  {"qkvb", 3 * kC, true},     {"attprojw", kC * kC, true}, {"attprojb", kC, true},
+    {"ln2w", kC, true},           {"ln2b", kC, true},         {"fcw", 4 * kC * kC, true},  {"fcb", 4 * kC, true},
+    {"fcprojw", 4 * kC * kC, true}, {"fcprojb", kC, true},    {"lnfw", kC, false},         {"lnfb", kC, false}};
+size_t num_parameters() {
+    size_t n = 0;
+    for (const Tensor& t : kTensors) n += t.size * (t.layered ? kL : 1);
+    return n;
+}
+
+template <class T>
+std::string bytes_of(const std::vector<T>& values) {
+    return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+template <class T>
+T value_at(const std::string& bytes, size_t offset) {
+    T value{};
+    if (offset + sizeof value <= bytes.size()) std::memcpy(&value, bytes.data() + offset, sizeof value);
+    return value;
+}
+uint32_t random_bits(uint32_t& state) {
+    return (state = state * 1664525 + 1013904223) >> 8;
+}
+
+std::string model_header(int version, int max_T = kMaxT) {
+    std::vector<int32_t> header(256);
+    const int32_t fields[] = {20240326, version, max_T, kV, kL, kNH, kC, kVp};
+    std::copy(std::begin(fields), std::end(fields), header.begin());
+    return bytes_of(header);
+}
+// Weights of 0.05 to 0.1, but the rows that only pad the vocabulary.
+std::vector<float> weights() {
+    std::vector<float> values(num_parameters());
+    uint32_t state = 7;
+    for (size_t i = 0; i < values.size(); i++) {
+        const float size = 0.05f + 0.05f * static_cast<float>(random_bits(state)) / (1 << 24);
+        if (i < kV * kC || i >= kVp * kC) values[i] = random_bits(state) & 1 ? size : -size;
+    }
+    return values;
+}
+const std::string& small_model() {
+    static const std::string path = dir() + "/small.bin";
+    if (!exists(path)) write_file(path, model_header(3) + bytes_of(weights()));
+    return path;
+}
+
+std::string shard(size_t tokens, uint32_t seed) {
+    std::vector<int32_t> header(256);
+    header[0] = 20240520, header[1] = 1, header[2] = static_cast<int32_t>(tokens);
+    std::vector<uint16_t> ids(tokens);
+    for (uint16_t& id : ids) id = static_cast<uint16_t>(random_bits(seed) % 256);
+    return bytes_of(header) + bytes_of(ids);
+}
+// Shards of 7, 4 and 11 windows of 16 tokens.
+constexpr int kWindows = 22;
+std::string write_shards(const std::string& name) {
+    const std::string folder = dir() + "/" + name;
+    std::filesystem::create_directory(folder);
+    write_file(folder + "/a.bin", shard(7 * 16 + 1, 1));
+    write_file(folder + "/b.bin", shard(4 * 16 + 15, 2));
+    write_file(folder + "/c.bin", shard(11 * 16 + 3, 3));
+    return folder;
+}
+const std::string& shards() {
+    static const std::string folder = write_shards("shards");
+    return folder;
+}
+
+// A step takes 4 windows in 2 micro-batches, so an epoch ends inside a step; 18 steps go into the fourth epoch.
+constexpr int kSteps = 18;
+std::string model_and_data() {
+    return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/b.bin ";
+}
+std::string options(int steps = kSteps) {
+    return model_and_data() +
+           format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a run has written
+
+std::set<std::string> files_of(const std::string& folder) {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
+    return names;
+}
+// The log's rows but those of kind "run", and without times.
+std::vector<std::string> rows_of(const std::string& folder) {
+    std::vector<std::string> rows;
+    std::istringstream log(read_file(folder + "/log.jsonl"));
+    for (std::string line; std::getline(log, line);)
+        if (!contains(line, "{\"kind\": \"run\"")) rows.push_back(line.substr(0, line.find(", \"step_ms\"")));
+    return rows;
+}
+// Which rows there must be: the kind and the step of each.
+std::vector<std::string> expected_rows(int steps, int val_every, int sample_every) {
+    std::vector<std::string> rows;
+    for (int step = 0; step <= steps; step++) {
+        const auto due = [&](int every) { return step % every == 0 || step == steps; };
+        if (step > 0) rows.push_back(format("{\"kind\": \"train\", \"step\": %d,", step));
+        if (due(val_every)) rows.push_back(format("{\"kind\": \"val\", \"step\": %d,", step));
+        if (step > 0 && due(sample_every)) rows.push_back(format("{\"kind\": \"sample\", \"step\": %d,", step));
+    }
+    return rows;
+}
+void check_rows(const std::string& folder, const std::vector<std::string>& expected) {
+    const std::vector<std::string> rows = rows_of(folder);
+    for (size_t i = 0; i < std::max(rows.size(), expected.size()); i++) {
+        const std::string got = i < rows.size() ? rows[i] : "nothing", want = i < expected.size() ? expected[i] : "nothing";
+        if (got.compare(0, want.size(), want))
+            return test::report(__FILE__, __LINE__,
+                                format("%s/log.jsonl, row %zu of %zu (expected %zu): expected %s, found %s",
+                                       folder.c_str(), i, rows.size(), expected.size(), want.c_str(), got.c_str()));
+    }
+}
+// Files that must be the same and not empty.
+void check_same(const std::string& a, const std::string& b) {
+    const std::string x = read_file(a), y = read_file(b);
+    if (!x.empty() && x == y) return;
+    size_t at = 0;
+    while (at < std::min(x.size(), y.size()) && x[at] == y[at]) at++;
+    test::report(__FILE__, __LINE__,
+                 format("%s (%zu bytes) and %s (%zu bytes) differ from byte %zu on", a.c_str(), x.size(), b.c_str(),
+                        y.size(), at));
+}
+void check_same_run(const std::string& straight, const std::string& resumed, int from, int to) {
+    CHECK(from <= to);
+    for (int step = from; step <= to; step++) {
+        check_same(model_path(straight, step), model_path(resumed, step));
+        check_same(state_path(straight, step), state_path(resumed, step));
+    }
+    const std::vector<std::string> rows = rows_of(straight);
+    CHECK(rows.size() > static_cast<size_t>(to));
+    check_rows(resumed, rows);
+}
+void copy_checkpoint(const std::string& from, const std::string& to, int step) {
+    std::filesystem::create_directory(to);
+    for (const auto& path : {model_path, state_path}) std::filesystem::copy_file(path(from, step), path(to, step));
+}
+
+// Runs the program and sends it `signal` as soon as it has printed `sign`, which it must. It comes twice, as from
+// timeout(1), which signals its child and then its group.
+Result run_and_signal(const std::string& arguments, const std::string& sign, int signal) {
+    FILE* pipe = popen(("echo $$; exec ./train_gpt2cu " + arguments + " 2>&1").c_str(), "r");
+    Result r{-1, ""};
+    char line[4096] = "0";
+    const int pid = std::fgets(line, sizeof line, pipe) ? std::atoi(line) : 0;
+    bool sent = false;
+    while (std::fgets(line, sizeof line, pipe)) {
+        r.out += line;
+        if (sent || !contains(line, sign)) continue;
+        sent = kill(pid, signal) == 0 && usleep(2000) == 0 && kill(pid, signal) == 0;
+    }
+    const int status = pclose(pipe);
+    r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    CHECK(sent);
+    return r;
+}
+
+// The run that never stops, with a checkpoint of each step.
+const std::string& straight_run() {
+    static const std::string out = dir() + "/straight";
+    if (!exists(out)) CHECK_RUN(run(options() + "-n 1 -o " + out), 0, format("step %d/%d", kSteps, kSteps).c_str());
+    return out;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Going on
+
+TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
+    const std::string& out = straight_run();
+    check_rows(out, expected_rows(kSteps, 3, 5));
+    CHECK(contains(read_file(out + "/log.jsonl").substr(0, 15), "{\"kind\": \"run\""));
+    for (int step = 1; step <= kSteps; step++) {
+        const std::string state = read_file(state_path(out, step)), model = read_file(model_path(out, step));
+        const size_t at = 16 + value_at<uint32_t>(state, 12) + 8;  // behind the table and its checksum
+        const int windows = 4 * step;                              // handed out
+        const uint64_t expected[5] = {uint64_t(step), checksum64(&model[1024], model.size() - 1024),
+                                      uint64_t(windows / kWindows), uint64_t(windows % kWindows), uint64_t(2 * step)};
+        for (size_t i = 0; i < 5; i++) {
+            const uint64_t found = value_at<uint64_t>(state, at + 8 * i);
+            if (found != expected[i])
+                test::report(__FILE__, __LINE__,
+                             format("step %d, counter %zu: expected %zu, found %zu", step, i, expected[i], found));
+        }
+        CHECK(state.size() == at + sizeof expected + 2 * num_parameters() * sizeof(float));
+        CHECK(model.size() == 1024 + num_parameters() * sizeof(float));
+    }
+    // Neither saving nor the number of threads changes anything: one that saves at the end alone ends the same.
+    const std::string quiet = dir() + "/quiet";
+    CHECK_RUN(shell("unset OMP_THREAD_LIMIT; ./train_gpt2cu " + options() + "-o " + quiet), 0, "checkpoint");
+    CHECK(kOneThread);
+    CHECK((files_of(quiet) == std::set<std::string>{"log.jsonl", "model_00000018.bin", "state_00000018.bin"}));
+    check_same_run(out, quiet, kSteps, kSteps);
+}
+
+// From any checkpoint: in the middle of the first epoch, at the last step before its end, inside a later one, at a step with
+// a validation and a sample. The log goes further than the checkpoint, and its last row is cut; a later model has no state.
+TEST(resumes_from_any_checkpoint) {
+    const std::string& straight = straight_run();
+    for (const int step : {1, 5, 6, 15, 17}) {
+        const std::string out = dir() + format("/from_%d", step);
+        if (step > 1) copy_checkpoint(straight, out, step - 1);
+        copy_checkpoint(straight, out, step);
+        write_file(model_path(out, step + 1), "cut off");
+        write_file(out + "/log.jsonl", read_file(straight + "/log.jsonl") + "{\"kind\": \"train\", \"step\": 1");
+        CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out), 0, format("resumed at step %d\n", step).c_str());
+        check_same_run(straight, out, step + 1, kSteps);
+    }
+}
+
+// The data in order, one text, one batch again and again, two ranks.
+TEST(resumes_with_other_data_and_ranks) {
+    const struct {
+        const char* name;
+        std::string options;
+    } cases[] = {{"in_order", "--no-shuffle"},
+                 {"text", "-i " + text_file()},
+                 {"one_batch", "-a 1"},
+                 {"ranks", "-b 1 --gpus 2"},
+                 {"naive", "--attention naive"}};
+    for (const auto& c : cases) {
+        const std::string straight = dir() + "/" + c.name, out = straight + "_resumed";
+        const std::string command = options() + c.options + " -n 7 -o ";
+        CHECK_RUN(run(command + straight), 0, "checkpoint");
+        copy_checkpoint(straight, out, 7);
+        write_file(out + "/log.jsonl", read_file(straight + "/log.jsonl"));
+        CHECK_RUN(run(command + out + " -y 1"), 0, "resumed at step 7\n");
+        check_same_run(straight, out, 14, 14);
+        check_same_run(straight, out, kSteps, kSteps);
+    }
+}
+
+// Stopped while it runs, with the next batch prepared: by a signal that lets it finish its step and save, or killed after
+// rows that no checkpoint has.
+TEST(resumes_after_a_signal) {
+    const int steps = 150;
+    const std::string command = options(steps) + "-v 40 -s 50 -n 20 -o ", straight = dir() + "/long";
+    CHECK_RUN(run(command + straight), 0, "checkpoint");
+    check_rows(straight, expected_rows(steps, 40, 50));
+    for (const int signal : {SIGINT, SIGTERM, SIGKILL}) {
+        const std::string out = dir() + format("/signal_%d", signal);
+        CHECK_RUN(run_and_signal(command + out, format("step 33/%d |", steps), signal), 128 + signal,
+                  signal == SIGKILL ? "step 33/" : "interrupted at step");
+        const int step = newest_checkpoint(out);
+        if (signal == SIGKILL ? step % 20 : step < 33 || step >= steps)
+            test::report(__FILE__, __LINE__, format("signal %d: a checkpoint of step %d", signal, step));
+        std::ofstream(out + "/log.jsonl", std::ios::app) << "{\"kind\": \"train\", \"st";
+        CHECK_RUN(run(command + out + " -y 1"), 0, format("resumed at step %d\n", step).c_str());
+        for (int s = (step / 20 + 1) * 20; s < steps; s += 20) check_same(state_path(straight, s), state_path(out, s));
+        check_same_run(straight, out, steps, steps);
+    }
+}
+
+// A run that was killed before its first checkpoint starts anew, and so does its log.
+TEST(nothing_to_resume_is_a_fresh_run) {
+    const std::string out = dir() + "/fresh";
+    std::filesystem::create_directory(out);
+    write_file(out + "/log.jsonl",
+               "{\"kind\": \"run\", \"device\": \"x\"}\n{\"kind\": \"val\", \"step\": 0, \"loss_nats\": 1}\n"
+               "{\"kind\": \"train\", \"step\": 1, \"loss_nats\": 1}\n{\"kind\": \"tr");
+    CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out), 0, "nothing to resume: starting at step 0\n");
+    check_same_run(straight_run(), out, 1, kSteps);
+    const std::string log = read_file(out + "/log.jsonl");
+    CHECK(log.find("\"run\"") == log.rfind("\"run\""));
+}
+
+TEST(a_finished_run_is_left_alone) {
+    const std::string out = dir() + "/left";
+    copy_checkpoint(straight_run(), out, kSteps);
+    const std::string state = read_file(state_path(out, kSteps));
+    CHECK_RUN(run(options() + "-y 1 -o " + out), 0, "nothing left to do");
+    CHECK(read_file(state_path(out, kSteps)) == state && files_of(out).size() == 3);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What is refused
+
+// Other settings, each by its name, with what the checkpoint has and what the run has.
+TEST(refuses_other_settings_by_name) {
+    const std::string out = dir() + "/refuse", other_model = dir() + "/other.bin";
+    copy_checkpoint(straight_run(), out, 3);
+    const std::string before = read_file(state_path(out, 3));
+    write_file(other_model, model_header(3).replace(4 * 5, 4, std::string("\2\0\0\0", 4)) + bytes_of(weights()));
+    const std::string changed = write_shards("changed"), renamed = write_shards("renamed"), more = write_shards("more");
+    std::string bytes = read_file(changed + "/b.bin");
+    bytes[1024 + 60] ^= 1;
+    write_file(changed + "/b.bin", bytes);
+    std::filesystem::rename(renamed + "/a.bin", renamed + "/z.bin");
+    std::filesystem::copy_file(more + "/a.bin", more + "/d.bin");
+    const auto data = [](const std::string& folder) { return "-i '" + folder + "/*.bin'"; };
+    const struct {
+        std::string option, message;
+    } cases[] = {
+        {"-t 32", "T: the checkpoint has \"16\", this run has \"32\""},
+        {"-b 1", "B: the checkpoint has \"2\", this run has \"1\""},
+        {"-d 128", "tokens per step: the checkpoint has \"64\", this run has \"128\""},
+        {"-e " + other_model, "model: the checkpoint has \"L=2 NH=1 C=64 V=257\", this run has \"L=2 NH=2 C=64 V=257\""},
+        {"--attention naive", "attention: the checkpoint has \"flash\", this run has \"naive\""},
+        {"--seed 6", "seed: the checkpoint has \"5\", this run has \"6\""},
+        {"--no-shuffle", "order of data: the checkpoint has \"shuffled\", this run has \"as it is\""},
+        {"-a 1", "order of data: the checkpoint has \"shuffled\", this run has \"one batch\""},
+        {data(changed), "data: the checkpoint has \""},
+        {data(renamed), "data: the checkpoint has \""},  // the shards in another order
+        {data(more), "data: the checkpoint has \""},
+    };
+    for (const auto& c : cases) {
+        const Result r = run(options() + "-n 1 -y 1 -o " + out + " " + c.option);
+        CHECK_RUN(r, 1, (": checkpoint of another run: " + c.message).c_str());
+    }
+    CHECK(read_file(state_path(out, 3)) == before && newest_checkpoint(out) == 3);  // none of them did a step
+    std::filesystem::rename(shards(), shards() + "_moved");  // the same data in another place
+    CHECK_RUN(run(options(4) + "-y 1 -o " + out + " " + data(shards() + "_moved") + " -v 0 -j " +
+                  shards() + "_moved/b.bin"),
+              0, "step 4/4");
+    std::filesystem::rename(shards() + "_moved", shards());
+}
+
+// What a machine without a GPU cannot have otherwise: the state file says it, field by field.
+TEST(refuses_another_identity_field_by_field) {
+    const std::string out = dir() + "/fields";
+    copy_checkpoint(straight_run(), out, 3);
+    const std::string path = state_path(out, 3), good = read_file(path);
+    CHECK(good.compare(0, 8, "gpt2stat") == 0 && value_at<uint32_t>(good, 8) == 1);
+    const std::vector<std::pair<std::string, std::string>> expected = {
+        {"model", "L=2 NH=1 C=64 V=257"}, {"precision", "fp32"},        {"device", "cpu"},
+        {"B", "2"},                       {"T", "16"},                  {"tokens per step", "64"},
+        {"seed", "5"},                    {"order of data", "shuffled"}, {"attention", "flash"},
+        {"matmuls", "full precision"},    {"data", ""}};
+    const uint32_t table_bytes = value_at<uint32_t>(good, 12);
+    CHECK(value_at<uint32_t>(good, 16) == expected.size());
+    size_t at = 20;
+    const auto text = [&] {
+        const uint32_t length = value_at<uint32_t>(good, at);
+        at += 4 + length;
+        return good.substr(at - length, length);
+    };
+    for (const auto& [name, value] : expected) {
+        CHECK(text() == name);
+        const std::string stored = text();
+        CHECK(stored == value || name == "data");
+        std::string bytes = good, other = stored;
+        bytes[at - 1] = other.back() = 'x';  // its last character
+        const uint64_t checksum = checksum64(bytes.data(), 16 + table_bytes);
+        std::memcpy(&bytes[16 + table_bytes], &checksum, sizeof checksum);
+        write_file(path, bytes);
+        CHECK_RUN(run(options() + "-y 1 -o " + out), 1,
+                  (path + ": checkpoint of another run: " + name + ": the checkpoint has \"" + other +
+                   "\", this run has \"" + stored + "\"")
+                      .c_str());
+    }
+}
+
+TEST(refuses_damaged_checkpoints) {
+    const std::string out = dir() + "/damaged";
+    copy_checkpoint(straight_run(), out, 2);
+    copy_checkpoint(straight_run(), out, 4);
+    const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_path(out, 4)),
+                      model = read_file(model_path(out, 4));
+    CHECK_RUN(run(options() + "-o " + out), 1, "has a checkpoint of step 4: add -y 1");  // never over an earlier run
+    const auto flipped = [](std::string bytes, size_t at) {
+        bytes[at] ^= 4;
+        return bytes;
+    };
+    const size_t counters = 16 + value_at<uint32_t>(state, 12) + 8;
+    const struct {
+        std::string state, model, message;
+    } cases[] = {
+        {state.substr(0, state.size() / 2), model, state_path(out, 4) + ": truncated"},
+        {state + "x", model, state_path(out, 4) + ": too long"},
+        {flipped(state, 30), model, state_path(out, 4) + ": damaged table"},
+        {flipped(state, counters + 17), model, "damaged section \"counters\""},
+        {flipped(state, state.size() - 1), model, "damaged section \"optimizer\""},
+        {state, flipped(model, 1024), model_path(out, 4) + ": damaged: its parameters have checksum"},
+        {state, flipped(model, model.size() - 1), model_path(out, 4) + ": damaged: its parameters have checksum"},
+        {state, model.substr(0, model.size() - 4), model_path(out, 4) + ": truncated"},
+        {state, flipped(model, 4 * 3), model_path(out, 4) + ": a fp32 model with L=2 NH=1 C=64 V=261"},
+        {state, "", model_path(out, 4) + ": truncated"},
+        {state, read_file(model_path(out, 2)), model_path(out, 4) + ": damaged: its parameters have checksum"},
+    };
+    for (const auto& c : cases) {
+        write_file(state_path(out, 4), c.state);
+        write_file(model_path(out, 4), c.model);
+        CHECK_RUN(run(command), 1, c.message.c_str());
+    }
+    std::filesystem::remove(model_path(out, 4));
+    CHECK_RUN(run(command), 1, (model_path(out, 4) + ": cannot open").c_str());
+    std::filesystem::remove(state_path(out, 4));  // as if the program had died between the two files
+    write_file(model_path(out, 4), model);
+    CHECK_RUN(run(command), 0, "resumed at step 2\n");
+    check_same(state_path(straight_run(), kSteps), state_path(out, kSteps));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The files
+
+TEST(which_checkpoints_are_written_and_kept) {
+    const struct {
+        const char* options;
+        std::vector<int> steps;
+    } cases[] = {{"-x 7", {7}},
+                 {"-x 7 -n 3", {3, 6, 7}},
+                 {"-x 8 -n 4 -nk 0", {4, 8}},
+                 {"-x 9 -n 2 -nk 2", {8, 9}},
+                 {"-x 8 -n 2 -nk 3", {4, 6, 8}},
+                 {"-x 3 -n 1 -nk 1", {3}},
+                 {"-x 2 -n 5 -nk 4", {2}}};
+    for (const auto& c : cases) {
+        const std::string out = dir() + "/kept";
+        std::filesystem::remove_all(out);
+        CHECK_RUN(run(options() + "-v 0 -s 0 " + c.options + " -o " + out), 0, "checkpoint");
+        std::set<std::string> expected = {"log.jsonl"};
+        for (const int step : c.steps) {
+            expected.insert(format("model_%08d.bin", step));
+            expected.insert(format("state_%08d.bin", step));
+        }
+        if (files_of(out) != expected) {
+            std::string found;
+            for (const std::string& name : files_of(out)) found += " " + name;
+            test::report(__FILE__, __LINE__, format("%s: found%s", c.options, found.c_str()));
+        }
+    }
+}
+
+// What is read is what is written: header and tensors, of both types of file. The rate is too small to change a weight.
+TEST(a_model_file_comes_back_byte_for_byte) {
+    const std::string still = options(1) + "-v 0 -s 0 -u 0 -l 1e-30 -o ", wanted = read_file(small_model());
+    CHECK_RUN(run(still + dir() + "/back"), 0, "checkpoint");
+    check_same(small_model(), model_path(dir() + "/back", 1));
+    std::vector<uint16_t> half;
+    std::vector<float> whole = weights();
+    for (float& w : whole) {
+        uint32_t bits;
+        std::memcpy(&bits, &w, sizeof bits);
+        half.push_back(static_cast<uint16_t>(bits >> 16));
+        bits &= 0xFFFF0000;
+        std::memcpy(&w, &bits, sizeof bits);
+    }
+    const std::string path = dir() + "/bf16.bin", as_fp32 = dir() + "/bf16_as_fp32.bin";
+    write_file(path, model_header(5) + bytes_of(half));
+    write_file(as_fp32, model_header(3) + bytes_of(whole));
+    CHECK_RUN(run(still + dir() + "/back_bf16 -e " + path), 0, "checkpoint");
+    check_same(as_fp32, model_path(dir() + "/back_bf16", 1));
+}
+
+// Where each tensor lies: a NaN at its first or its last element is found in that tensor, and in that layer.
+TEST(every_tensor_has_its_place_in_the_file) {
+    const std::string whole = read_file(small_model()), path = dir() + "/nan.bin";
+    const float nan = NAN;
+    size_t begin = 1024;
+    for (const Tensor& t : kTensors) {
+        const int layers = t.layered ? kL : 1;
+        const bool wte = begin == 1024;  // its last rows only pad the vocabulary, and are not used
+        for (const bool last : {false, true}) {
+            const size_t i = !last ? 0 : wte ? kV * kC - 1 : layers * t.size - 1;
+            std::string bytes = whole;
+            std::memcpy(&bytes[begin + 4 * i], &nan, 4);
+            write_file(path, bytes);
+            const std::string place = t.name + (t.layered ? format(" of layer %d (", last ? kL - 1 : 0) : " (");
+            CHECK_RUN(run(options(1) + "-v 0 -s 0 -t 32 -e " + path), 1, ("not finite: " + place).c_str());
+        }
+        begin += 4 * t.size * layers;
+    }
+    CHECK(begin == whole.size());
+}
+
+TEST_MAIN
