@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <climits>
 #include <csignal>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <map>
 #include <random>
 #include <set>
+#include <thread>
 
 #include "data/checkpoint.h"
 #include "data/choices.h"
@@ -366,9 +368,20 @@ TEST(atomic_file) {
     { AtomicFile(path).write("half", 4); }  // not committed: the old file stays, nothing else does
     CHECK(read_file(path) == want);
     CHECK(dir.names() == std::set<std::string>{"out.bin"});
-    AtomicFile replacement(path);
-    replacement.write("new", 3);
-    replacement.commit();
+    // It is replaced, never missing: somebody who looks all the time sees either.
+    std::atomic<bool> done{false};
+    std::atomic<int> missing{0};
+    std::thread looking([&] {
+        while (!done) missing += access(path.c_str(), F_OK) != 0;
+    });
+    for (int i = 0; i < 60; i++) {
+        AtomicFile replacement(path);
+        replacement.write("new", 3);
+        replacement.commit();
+    }
+    done = true;
+    looking.join();
+    CHECK(missing == 0);
     CHECK(read_file(path) == "new");
 }
 
@@ -888,11 +901,42 @@ TEST(loader_shuffle) {
         orders.insert(shards.starts);
         CHECK(orders.size() == epochs + 1);  // another order every time
     }
-    Loader a(shards.pattern, 5, 4, 50257, true, 1), b(shards.pattern, 5, 4, 50257, true, 1),
-        c(shards.pattern, 5, 4, 50257, true, 2);
-    const Batch first = next(a, 5, 4);
-    CHECK(first == next(b, 5, 4));
-    CHECK(!(first == next(c, 5, 4)));
+    // The first windows' order of every seed and epoch is its own, and its first shard is any that has a window.
+    std::set<std::vector<int>> orders;
+    std::set<int> first_shards;
+    for (uint64_t seed = 0; seed < 8; seed++)
+        for (uint64_t epoch = 0; epoch < 8; epoch++) {
+            Loader loader(shards.pattern, 30, 4, 50257, true, seed);
+            loader.restore({epoch, 0, 0});
+            const std::vector<int> inputs = next(loader, 30, 4).inputs;
+            orders.insert(inputs);
+            first_shards.insert(inputs[0] / 1000);
+            for (size_t i = 4; i < inputs.size(); i += 4)  // a shard is read to its end before the next one
+                if (inputs[i] / 1000 != inputs[i - 4] / 1000)
+                    for (size_t k = i + 4; k < inputs.size(); k += 4) CHECK(inputs[k] / 1000 != inputs[i - 4] / 1000);
+            Loader same(shards.pattern, 30, 4, 50257, true, seed);
+            same.restore({epoch, 0, 0});
+            CHECK(next(same, 30, 4).inputs == inputs);
+        }
+    CHECK(orders.size() == 64);
+    CHECK((first_shards == std::set<int>{0, 1, 2, 4}));
+    // Pinned, because checkpoints depend on it: they hold a position in this order.
+    Loader pinned(shards.pattern, 10, 4, 50257, true, 3);
+    std::vector<int> starts;
+    const Batch batch = next(pinned, 10, 4);
+    for (size_t i = 0; i < batch.inputs.size(); i += 4) starts.push_back(batch.inputs[i]);
+    CHECK((starts == std::vector<int>{12, 20, 28, 24, 16, 4, 36, 32, 8, 0}));
+}
+
+// Shards of one size have orders of their own.
+TEST(loader_shuffles_each_shard_its_own_way) {
+    const TempDir dir;
+    for (int i = 0; i < 2; i++) write_file(dir / format("%d.bin", i), shard_bytes(counting(101, 1000 * i)));
+    Loader loader(dir / "*.bin", 200, 1, 50257, true, 4);
+    const std::vector<int> inputs = next(loader, 200, 1).inputs;
+    int equal = 0;
+    for (size_t i = 0; i < 100; i++) equal += inputs[i] % 1000 == inputs[100 + i] % 1000;
+    CHECK(equal < 10);  // one on average
 }
 
 // The order of few windows takes every permutation about equally often: what an epoch begins with does not repeat.

@@ -110,19 +110,19 @@ TEST(every_option_sets_what_it_names) {
 }
 
 TEST(usage_errors_exit_with_2) {
-    CHECK_RUN(run("--bogus"), 2, "--bogus");
-    CHECK_RUN(run("--btach 4"), 2, "--batch");
-    CHECK_RUN(run("-b"), 2, "-b");
-    CHECK_RUN(run("-b four"), 2, "four");
-    CHECK_RUN(run("-b -1"), 2, "-1");
-    CHECK_RUN(run("--attention magic"), 2, "flash|naive");
-    CHECK_RUN(run("--device cpu -e d13"), 2, "d13");
-    CHECK_RUN(run("--device cpu --precision bf16"), 2, "bf16");
-    CHECK_RUN(run("--device cpu --generate 5"), 2, "-e");
-    CHECK_RUN(run("--device cpu --eval-only"), 2, "-e");
-    CHECK_RUN(run(tiny() + "-y 1"), 2, "-o");
-    CHECK_RUN(run(tiny() + "-n 5"), 2, "-o");
-    CHECK_RUN(run(tiny() + "--beta2 1"), 2, "beta2");
+    CHECK_RUN(run("--bogus"), 2, "train_gpt2cu: unknown option --bogus");
+    CHECK_RUN(run("--btach 4"), 2, "unknown option --btach (did you mean --batch?)");
+    CHECK_RUN(run("-b"), 2, "--batch (-b) needs a value");
+    CHECK_RUN(run("-b four"), 2, "\"four\" is not an integer");
+    CHECK_RUN(run("-b -1"), 2, "\"-1\" is out of range 0..65536");
+    CHECK_RUN(run("--attention magic"), 2, "\"magic\" is not one of flash|naive");
+    CHECK_RUN(run("--device cpu -e d13"), 2, "--init d13: neither d12");
+    CHECK_RUN(run("--device cpu --precision bf16"), 2, "--precision bf16 needs a GPU");
+    CHECK_RUN(run("--device cpu --generate 5"), 2, "--generate needs a trained model");
+    CHECK_RUN(run("--device cpu --eval-only"), 2, "--eval-only needs a model");
+    for (const char* option : {"-y 1", "-n 5", "-nk 5"}) CHECK_RUN(run(tiny() + option), 2, "need a directory: give it with -o");
+    CHECK_RUN(run(tiny() + "--profile 1 -o x"), 2, "--profile writes nothing");
+    CHECK_RUN(run(tiny() + "--beta2 1"), 2, "--beta2: \"1\" is out of range 0..0.99999");
     CHECK_RUN(run("--device cpu -e tiny -b 65536 -t 65536 --memory"), 2, "too many tokens");
     CHECK_RUN(run(tiny() + "-d 100"), 2, "not a multiple");
 }
@@ -162,8 +162,16 @@ TEST(trains_on_a_text_file_and_the_loss_falls) {
 }
 
 TEST(memory_table_and_profile) {
-    const Result r = run("--device cpu -e d12 --memory");
-    CHECK(r.code == 0 && contains(r.out, "qkvw") && contains(r.out, "bytes/token"));
+    // d12: C = 768, L = 12, NH = 12. A layer keeps ln1, qkv (3C), atty, residual2, ln2, fch (4C), residual3, four means and
+    // their likes, and NH of lse; before and after the layers encoded and lnf with two. GELU's 4C and the layer norms' C are
+    // there for each layer or once.
+    const int C = 768, L = 12, fixed = L * ((3 + 1 + 1 + 4 + 1) * C + 4 + 12) + 2 * C + 2;
+    const int floats[3] = {fixed + L * 2 * C + L * 4 * C, fixed + L * 2 * C + 4 * C, fixed + 2 * C + 4 * C};
+    for (int recompute = 0; recompute <= 2; recompute++) {
+        const Result r = run(format("--device cpu -e d12 --memory -r %d", recompute));
+        CHECK_RUN(r, 0, format(" %d.0\n", 4 * floats[recompute]).c_str());
+        CHECK(contains(r.out, "parameters   qkvw       fp32      12       21233664        81.00 "));  // 3C·C·L
+    }
     const Result p = run(tiny() + "--profile 2");
     CHECK(p.code == 0 && contains(p.out, "step 7/7 |"));
 }

@@ -453,6 +453,15 @@ TEST(which_checkpoints_are_written_and_kept) {
     }
 }
 
+// A disk that is full after the model leaves no state, so the step does not count. (A limit on file size stands for it.)
+TEST(the_state_is_written_last) {
+    const std::string out = dir() + "/last";
+    const Result r = shell("ulimit -f 1500; trap '' XFSZ; ./train_gpt2cu " + options() + "-v 0 -s 0 -n 2 -o " + out);
+    CHECK_RUN(r, 1, "state_00000002.bin: cannot write");
+    CHECK((files_of(out) == std::set<std::string>{"log.jsonl", "model_00000002.bin"}));
+    check_rows(out, {"{\"kind\": \"train\", \"step\": 1,", "{\"kind\": \"train\", \"step\": 2,"});
+}
+
 // What is read is what is written: header and tensors, of both types of file. The rate is too small to change a weight.
 TEST(a_model_file_comes_back_byte_for_byte) {
     const std::string still = options(1) + "-v 0 -s 0 -u 0 -l 1e-30 -o ", wanted = read_file(small_model());
