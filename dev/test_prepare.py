@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tests of data/prepare.py and data/hellaswag.py, all offline: on a small list of ranks that is trained here, against
-tiktoken's own encoder with the pattern of GPT-2's release. Where the libraries are missing, small ones stand in for them.
+tiktoken's own encoder with the pattern of GPT-2's release. Where libraries are missing, small ones stand in for them.
 Run: python3 dev/test_prepare.py [part of a name]"""
 import array
 import atexit

@@ -25,7 +25,8 @@ TEST(every_option_sets_what_it_names) {
         const char *name, *letter, *value, *help;
         std::string a, b, c;  // "": not given
     };
-    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options", model = dir() + "/model.bin";
+    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options",
+                      model = dir() + "/model.bin";
     std::filesystem::copy_file(text, copy);
     CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
     std::filesystem::rename(model_path(out, 1), model);
@@ -85,7 +86,8 @@ TEST(every_option_sets_what_it_names) {
         const size_t end = i + 1 < rows.size() ? flat.find(rows[i + 1].name, at) : flat.size();
         if (at == std::string::npos || !contains(flat.substr(at, end - at), r.help) ||
             (!*r.help && contains(flat.substr(at, end - at), "default ")))
-            return test::report(__FILE__, __LINE__, format("no \"%s … %s\" in %s", left.c_str(), r.help, help.c_str()));
+            return test::report(__FILE__, __LINE__,
+                                format("no \"%s … %s\" in %s", left.c_str(), r.help, help.c_str()));
     }
     CHECK(std::count(help.begin(), help.end(), '\n') > 50 && flat.find(" --", at + 8) == std::string::npos);  // no more
 
@@ -120,7 +122,8 @@ TEST(usage_errors_exit_with_2) {
     CHECK_RUN(run("--device cpu --precision bf16"), 2, "--precision bf16 needs a GPU");
     CHECK_RUN(run("--device cpu --generate 5"), 2, "--generate needs a trained model");
     CHECK_RUN(run("--device cpu --eval-only"), 2, "--eval-only needs a model");
-    for (const char* option : {"-y 1", "-n 5", "-nk 5"}) CHECK_RUN(run(tiny() + option), 2, "need a directory: give it with -o");
+    for (const char* option : {"-y 1", "-n 5", "-nk 5"})
+        CHECK_RUN(run(tiny() + option), 2, "need a directory: give it with -o");
     CHECK_RUN(run(tiny() + "--profile 1 -o x"), 2, "--profile writes nothing");
     CHECK_RUN(run(tiny() + "--beta2 1"), 2, "--beta2: \"1\" is out of range 0..0.99999");
     CHECK_RUN(run("--device cpu -e tiny -b 65536 -t 65536 --memory"), 2, "too many tokens");
@@ -145,7 +148,8 @@ TEST(errors_exit_with_1_and_one_line) {
 
 // A model that has learnt something, in dir()/learn.
 static const Result& learn() {
-    static const Result r = run(tiny() + "-b 8 -x 60 -j " + text_file() + " -v 30 -m 2 -s 60 -g 40 -o " + dir() + "/learn");
+    static const Result r =
+        run(tiny() + "-b 8 -x 60 -j " + text_file() + " -v 30 -m 2 -s 60 -g 40 -o " + dir() + "/learn");
     return r;
 }
 TEST(trains_on_a_text_file_and_the_loss_falls) {
@@ -162,9 +166,9 @@ TEST(trains_on_a_text_file_and_the_loss_falls) {
 }
 
 TEST(memory_table_and_profile) {
-    // d12: C = 768, L = 12, NH = 12. A layer keeps ln1, qkv (3C), atty, residual2, ln2, fch (4C), residual3, four means and
-    // their likes, and NH of lse; before and after the layers encoded and lnf with two. GELU's 4C and the layer norms' C are
-    // there for each layer or once.
+    // d12: C = 768, L = NH = 12. A token's floats: qkv (3C), atty, residual2, fch (4C), residual3, two statistics of
+    // each layer norm and NH of lse in a layer; encoded and lnf with its two outside. The layer norms' outputs (C each)
+    // and GELU's (4C) are kept for each layer, or once.
     const int C = 768, L = 12, fixed = L * ((3 + 1 + 1 + 4 + 1) * C + 4 + 12) + 2 * C + 2;
     const int floats[3] = {fixed + L * 2 * C + L * 4 * C, fixed + L * 2 * C + 4 * C, fixed + 2 * C + 4 * C};
     for (int recompute = 0; recompute <= 2; recompute++) {
@@ -211,11 +215,12 @@ TEST(evaluates_a_checkpoint) {
     CHECK_RUN(run(base + "--hellaswag " + text_file()), 1, "20240522");
 }
 
-// On GPUs 10 steps and 10 resumed equal 20 straight: parameters, optimizer, position in the data. (On the CPU: dev/test_resume.)
+// On GPUs 10 steps and 10 resumed equal 20 straight: parameters, optimizer, position in the data. More on the CPU, in
+// dev/test_resume.
 TEST(resume_is_bit_exact_gpu) {
     if (!has_gpu()) SKIP("no GPU");
     for (const std::string precision : {"bf16", "fp32"}) {
-        const std::string straight = dir() + "/" + precision + "_straight", resumed = dir() + "/" + precision + "_resumed";
+        const std::string straight = dir() + "/straight_" + precision, resumed = dir() + "/resumed_" + precision;
         const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " + text_file() +
                                     " --precision " + precision + " -o ";
         CHECK_RUN(run(options + straight + " -x 20"), 0, "step 20/20");
@@ -608,8 +613,8 @@ TEST(gpu_ranks_that_differ_are_refused) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus recomputes. In 40 steps a
-// model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
+// The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus recomputes. In 40
+// steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
 TEST(default_corpus_without_gpu_shows_its_floor) {
     const Corpus corpus = builtin_corpus("data/cache", true);
     const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4");

@@ -1,5 +1,5 @@
-// Checkpoints and resuming, through ./train_gpt2cu on the CPU. A run that stops anywhere and goes on must write what one that
-// never stopped writes: every later model, state and row of the log, byte for byte. (On GPUs and ranks: dev/test_program.)
+// Checkpoints and resuming, through ./train_gpt2cu on the CPU. A run that stops anywhere and goes on must write what
+// one that never stopped writes: every later model, state and row of the log, byte for byte. (GPUs: dev/test_program.)
 #include <signal.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <set>
 
 #include "data/checkpoint.h"
+#include "data/choices.h"
 #include "dev/program.h"
 
 namespace {
@@ -27,10 +28,14 @@ struct Tensor {
 };
 // llm.c's sixteen, in the order of its file.
 const std::vector<Tensor> kTensors = {
-    {"wte", kVp * kC, false},     {"wpe", kMaxT * kC, false}, {"ln1w", kC, true},          {"ln1b", kC, true},
-    {"qkvw", 3 * kC * kC, true},  {"qkvb", 3 * kC, true},     {"attprojw", kC * kC, true}, {"attprojb", kC, true},
-    {"ln2w", kC, true},           {"ln2b", kC, true},         {"fcw", 4 * kC * kC, true},  {"fcb", 4 * kC, true},
-    {"fcprojw", 4 * kC * kC, true}, {"fcprojb", kC, true},    {"lnfw", kC, false},         {"lnfb", kC, false}};
+    {"wte", kVp * kC, false},       {"wpe", kMaxT * kC, false},
+    {"ln1w", kC, true},             {"ln1b", kC, true},
+    {"qkvw", 3 * kC * kC, true},    {"qkvb", 3 * kC, true},
+    {"attprojw", kC * kC, true},    {"attprojb", kC, true},
+    {"ln2w", kC, true},             {"ln2b", kC, true},
+    {"fcw", 4 * kC * kC, true},     {"fcb", 4 * kC, true},
+    {"fcprojw", 4 * kC * kC, true}, {"fcprojb", kC, true},
+    {"lnfw", kC, false},            {"lnfb", kC, false}};
 size_t num_parameters() {
     size_t n = 0;
     for (const Tensor& t : kTensors) n += t.size * (t.layered ? kL : 1);
@@ -101,8 +106,13 @@ std::string model_and_data() {
     return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/b.bin ";
 }
 std::string options(int steps = kSteps) {
-    return model_and_data() +
-           format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
+    return model_and_data() + format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
+}
+// A question for each validation.
+std::string with_question() {
+    static const std::string path = dir() + "/question.bin";
+    if (!exists(path)) write_choices(path, {{0, 1, {7, 8, 9}, {{1, 2}, {3, 4, 5}, {6}}}});
+    return "--hellaswag " + path + " ";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -122,12 +132,13 @@ std::vector<std::string> rows_of(const std::string& folder) {
     return rows;
 }
 // Which rows there must be: the kind and the step of each.
-std::vector<std::string> expected_rows(int steps, int val_every, int sample_every) {
+std::vector<std::string> expected_rows(int steps, int val_every, int sample_every, bool question) {
     std::vector<std::string> rows;
     for (int step = 0; step <= steps; step++) {
         const auto due = [&](int every) { return step % every == 0 || step == steps; };
         if (step > 0) rows.push_back(format("{\"kind\": \"train\", \"step\": %d,", step));
         if (due(val_every)) rows.push_back(format("{\"kind\": \"val\", \"step\": %d,", step));
+        if (question && due(val_every)) rows.push_back(format("{\"kind\": \"hellaswag\", \"step\": %d,", step));
         if (step > 0 && due(sample_every)) rows.push_back(format("{\"kind\": \"sample\", \"step\": %d,", step));
     }
     return rows;
@@ -135,7 +146,8 @@ std::vector<std::string> expected_rows(int steps, int val_every, int sample_ever
 void check_rows(const std::string& folder, const std::vector<std::string>& expected) {
     const std::vector<std::string> rows = rows_of(folder);
     for (size_t i = 0; i < std::max(rows.size(), expected.size()); i++) {
-        const std::string got = i < rows.size() ? rows[i] : "nothing", want = i < expected.size() ? expected[i] : "nothing";
+        const std::string got = i < rows.size() ? rows[i] : "nothing",
+                          want = i < expected.size() ? expected[i] : "nothing";
         if (got.compare(0, want.size(), want))
             return test::report(__FILE__, __LINE__,
                                 format("%s/log.jsonl, row %zu of %zu (expected %zu): expected %s, found %s",
@@ -189,7 +201,8 @@ Result run_and_signal(const std::string& arguments, const std::string& sign, int
 // The run that never stops, with a checkpoint of each step.
 const std::string& straight_run() {
     static const std::string out = dir() + "/straight";
-    if (!exists(out)) CHECK_RUN(run(options() + "-n 1 -o " + out), 0, format("step %d/%d", kSteps, kSteps).c_str());
+    if (!exists(out))
+        CHECK_RUN(run(options() + with_question() + "-n 1 -o " + out), 0, format("step %d/%d", kSteps, kSteps).c_str());
     return out;
 }
 
@@ -200,7 +213,7 @@ const std::string& straight_run() {
 
 TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     const std::string& out = straight_run();
-    check_rows(out, expected_rows(kSteps, 3, 5));
+    check_rows(out, expected_rows(kSteps, 3, 5, true));
     CHECK(contains(read_file(out + "/log.jsonl").substr(0, 15), "{\"kind\": \"run\""));
     for (int step = 1; step <= kSteps; step++) {
         const std::string state = read_file(state_path(out, step)), model = read_file(model_path(out, step));
@@ -219,14 +232,16 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     }
     // Neither saving nor the number of threads changes anything: one that saves at the end alone ends the same.
     const std::string quiet = dir() + "/quiet";
-    CHECK_RUN(shell("unset OMP_THREAD_LIMIT; ./train_gpt2cu " + options() + "-o " + quiet), 0, "checkpoint");
+    CHECK_RUN(shell("unset OMP_THREAD_LIMIT; ./train_gpt2cu " + options() + with_question() + "-o " + quiet), 0,
+              "checkpoint");
     CHECK(kOneThread);
     CHECK((files_of(quiet) == std::set<std::string>{"log.jsonl", "model_00000018.bin", "state_00000018.bin"}));
     check_same_run(out, quiet, kSteps, kSteps);
 }
 
-// From any checkpoint: in the middle of the first epoch, at the last step before its end, inside a later one, at a step with
-// a validation and a sample. The log goes further than the checkpoint, and its last row is cut; a later model has no state.
+// From any checkpoint: in the middle of the first epoch, at the last step before its end, inside a later one, at a step
+// with a validation and a sample. The log goes further than the checkpoint, and its last row is cut. There is a later
+// model without a state.
 TEST(resumes_from_any_checkpoint) {
     const std::string& straight = straight_run();
     for (const int step : {1, 5, 6, 15, 17}) {
@@ -235,7 +250,8 @@ TEST(resumes_from_any_checkpoint) {
         copy_checkpoint(straight, out, step);
         write_file(model_path(out, step + 1), "cut off");
         write_file(out + "/log.jsonl", read_file(straight + "/log.jsonl") + "{\"kind\": \"train\", \"step\": 1");
-        CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out), 0, format("resumed at step %d\n", step).c_str());
+        CHECK_RUN(run(options() + with_question() + "-n 1 -y 1 -o " + out), 0,
+                  format("resumed at step %d\n", step).c_str());
         check_same_run(straight, out, step + 1, kSteps);
     }
 }
@@ -262,13 +278,13 @@ TEST(resumes_with_other_data_and_ranks) {
     }
 }
 
-// Stopped while it runs, with the next batch prepared: by a signal that lets it finish its step and save, or killed after
-// rows that no checkpoint has.
+// Stopped while it runs, with the next batch prepared: by a signal that lets it finish its step and save, or killed
+// after rows that no checkpoint has.
 TEST(resumes_after_a_signal) {
     const int steps = 150;
     const std::string command = options(steps) + "-v 40 -s 50 -n 20 -o ", straight = dir() + "/long";
     CHECK_RUN(run(command + straight), 0, "checkpoint");
-    check_rows(straight, expected_rows(steps, 40, 50));
+    check_rows(straight, expected_rows(steps, 40, 50, false));
     for (const int signal : {SIGINT, SIGTERM, SIGKILL}) {
         const std::string out = dir() + format("/signal_%d", signal);
         CHECK_RUN(run_and_signal(command + out, format("step 33/%d |", steps), signal), 128 + signal,
@@ -290,7 +306,7 @@ TEST(nothing_to_resume_is_a_fresh_run) {
     write_file(out + "/log.jsonl",
                "{\"kind\": \"run\", \"device\": \"x\"}\n{\"kind\": \"val\", \"step\": 0, \"loss_nats\": 1}\n"
                "{\"kind\": \"train\", \"step\": 1, \"loss_nats\": 1}\n{\"kind\": \"tr");
-    CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out), 0, "nothing to resume: starting at step 0\n");
+    CHECK_RUN(run(options() + with_question() + "-n 1 -y 1 -o " + out), 0, "nothing to resume: starting at step 0\n");
     check_same_run(straight_run(), out, 1, kSteps);
     const std::string log = read_file(out + "/log.jsonl");
     CHECK(log.find("\"run\"") == log.rfind("\"run\""));
@@ -326,7 +342,8 @@ TEST(refuses_other_settings_by_name) {
         {"-t 32", "T: the checkpoint has \"16\", this run has \"32\""},
         {"-b 1", "B: the checkpoint has \"2\", this run has \"1\""},
         {"-d 128", "tokens per step: the checkpoint has \"64\", this run has \"128\""},
-        {"-e " + other_model, "model: the checkpoint has \"L=2 NH=1 C=64 V=257\", this run has \"L=2 NH=2 C=64 V=257\""},
+        {"-e " + other_model,
+         "model: the checkpoint has \"L=2 NH=1 C=64 V=257\", this run has \"L=2 NH=2 C=64 V=257\""},
         {"--attention naive", "attention: the checkpoint has \"flash\", this run has \"naive\""},
         {"--seed 6", "seed: the checkpoint has \"5\", this run has \"6\""},
         {"--no-shuffle", "order of data: the checkpoint has \"shuffled\", this run has \"as it is\""},
@@ -340,10 +357,10 @@ TEST(refuses_other_settings_by_name) {
         CHECK_RUN(r, 1, (": checkpoint of another run: " + c.message).c_str());
     }
     CHECK(read_file(state_path(out, 3)) == before && newest_checkpoint(out) == 3);  // none of them did a step
-    std::filesystem::rename(shards(), shards() + "_moved");  // the same data in another place
-    CHECK_RUN(run(options(4) + "-y 1 -o " + out + " " + data(shards() + "_moved") + " -v 0 -j " +
-                  shards() + "_moved/b.bin"),
-              0, "step 4/4");
+    std::filesystem::rename(shards(), shards() + "_moved");                         // the same data in another place
+    CHECK_RUN(
+        run(options(4) + "-y 1 -o " + out + " " + data(shards() + "_moved") + " -v 0 -j " + shards() + "_moved/b.bin"),
+        0, "step 4/4");
     std::filesystem::rename(shards() + "_moved", shards());
 }
 
@@ -353,11 +370,17 @@ TEST(refuses_another_identity_field_by_field) {
     copy_checkpoint(straight_run(), out, 3);
     const std::string path = state_path(out, 3), good = read_file(path);
     CHECK(good.compare(0, 8, "gpt2stat") == 0 && value_at<uint32_t>(good, 8) == 1);
-    const std::vector<std::pair<std::string, std::string>> expected = {
-        {"model", "L=2 NH=1 C=64 V=257"}, {"precision", "fp32"},        {"device", "cpu"},
-        {"B", "2"},                       {"T", "16"},                  {"tokens per step", "64"},
-        {"seed", "5"},                    {"order of data", "shuffled"}, {"attention", "flash"},
-        {"matmuls", "full precision"},    {"data", ""}};
+    const std::vector<std::pair<std::string, std::string>> expected = {{"model", "L=2 NH=1 C=64 V=257"},
+                                                                       {"precision", "fp32"},
+                                                                       {"device", "cpu"},
+                                                                       {"B", "2"},
+                                                                       {"T", "16"},
+                                                                       {"tokens per step", "64"},
+                                                                       {"seed", "5"},
+                                                                       {"order of data", "shuffled"},
+                                                                       {"attention", "flash"},
+                                                                       {"matmuls", "full precision"},
+                                                                       {"data", ""}};
     const uint32_t table_bytes = value_at<uint32_t>(good, 12);
     CHECK(value_at<uint32_t>(good, 16) == expected.size());
     size_t at = 20;
@@ -453,7 +476,7 @@ TEST(which_checkpoints_are_written_and_kept) {
     }
 }
 
-// A disk that is full after the model leaves no state, so the step does not count. (A limit on file size stands for it.)
+// A disk that is full after the model leaves no state, so the step does not count. A limit on file size stands for it.
 TEST(the_state_is_written_last) {
     const std::string out = dir() + "/last";
     const Result r = shell("ulimit -f 1500; trap '' XFSZ; ./train_gpt2cu " + options() + "-v 0 -s 0 -n 2 -o " + out);
