@@ -1,14 +1,24 @@
 """The test harness of the Python scripts, dev/test.h's twin: functions named test_… of the calling file run in order, raise
-Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An optional argument selects by name."""
+Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An optional argument selects by name;
+if no test has such a name, that is a failure, and so is a test that takes longer than LIMIT times TEST_PATIENCE."""
 import inspect
 import os
+import signal
 import sys
 import time
 import traceback
 
 
+LIMIT = 120 * float(os.environ.get("TEST_PATIENCE", 1))  # seconds of a test
+
+
 class Skip(Exception):
     pass
+
+
+def out_of_time(*_):
+    signal.setitimer(signal.ITIMER_REAL, 5)  # again, should a handler swallow it
+    raise TimeoutError(f"no end after {LIMIT:g} s")
 
 
 def need(*modules):
@@ -24,10 +34,12 @@ def main():
     caller = inspect.stack()[1].frame.f_globals
     only = sys.argv[1] if len(sys.argv) > 1 else ""
     passed = failed = skipped = 0
+    signal.signal(signal.SIGALRM, out_of_time)
     for name, run in list(caller.items()):
         if not name.startswith("test_") or only not in name:
             continue
         start, result, why = time.time(), "ok  ", ""
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
         try:
             run()
             passed += 1
@@ -38,7 +50,11 @@ def main():
             result = "FAIL"
             failed += 1
             traceback.print_exc(file=sys.stdout)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print(f"{result} {name[5:]} ({time.time() - start:.1f} s){why}", flush=True)
+    if not passed + failed + skipped:
+        print(f'FAIL no test has "{only}" in its name')
+        failed = 1
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(1 if failed else 0)
 

@@ -1,11 +1,18 @@
 // The test harness: TEST(name) { CHECK(...); } and a main that runs them.
 //
 // A program takes an optional substring to select tests, prints a line per failed check and a line per test, and ends in
-// "N passed, N failed, N skipped". Exit code 1 if anything failed.
+// "N passed, N failed, N skipped". Exit code 1 if anything failed or if no test has such a name. A test that takes longer
+// than its limit is named, fails, and ends the program: TEST_LIMIT sets the limit, and TEST_PATIENCE=3 in the
+// environment makes it three times as long.
 #pragma once
+#include <signal.h>
+#include <sys/time.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -45,19 +52,45 @@ std::string error_of(F code) {
     return "";
 }
 
+inline double limit_s = 120;  // of a test
+inline std::string& last_words() {
+    static std::string text;
+    return text;
+}
+// A signal, because a test may hang in a call that nobody can end.
+inline void out_of_time(int) {
+    if (write(STDOUT_FILENO, last_words().data(), last_words().size()) < 0) _exit(2);
+    if (getpgrp() == getpid()) kill(0, SIGKILL);  // with what it started; otherwise the runner of the tests does that
+    _exit(1);
+}
+inline void set_timer(double seconds) {
+    itimerval timer = {};
+    timer.it_value.tv_sec = static_cast<time_t>(seconds);
+    timer.it_value.tv_usec = static_cast<suseconds_t>((seconds - std::floor(seconds)) * 1e6);
+    setitimer(ITIMER_REAL, &timer, nullptr);
+}
+
 inline int main(int argc, char** argv) {
     const char* only = argc > 1 ? argv[1] : "";
     int passed = 0, failed = 0, skipped = 0;
+    const char* patience = std::getenv("TEST_PATIENCE");
+    const double limit = limit_s * (patience ? std::atof(patience) : 1);
+    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // what a test that hangs has said is not lost
+    signal(SIGALRM, out_of_time);
     for (const Case& c : cases()) {
         if (!std::strstr(c.name, only)) continue;
         failed_checks() = 0;
         const auto start = std::chrono::steady_clock::now();
         std::string skip;
+        last_words() = format("FAIL %s: no end after %g s; the tests behind it did not run\n%d passed, %d failed, %d skipped\n",
+                              c.name, limit, passed, failed + 1, skipped);
+        set_timer(limit);
         try {
             c.run();
         } catch (const Skip& s) {
             skip = s.why;
         } catch (const std::exception& e) { report(c.name, 0, format("threw: %s", e.what())); }
+        set_timer(0);
         const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         if (failed_checks()) failed++;
         else if (!skip.empty()) skipped++;
@@ -65,6 +98,10 @@ inline int main(int argc, char** argv) {
         std::printf("%s %s (%.1f s)%s%s\n", failed_checks() ? "FAIL" : skip.empty() ? "ok  " : "skip", c.name, s,
                     skip.empty() ? "" : ": ", skip.c_str());
         std::fflush(stdout);
+    }
+    if (passed + failed + skipped == 0) {
+        std::printf("FAIL no test has \"%s\" in its name\n", only);
+        failed = 1;
     }
     std::printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed ? 1 : 0;
@@ -76,6 +113,7 @@ inline int main(int argc, char** argv) {
     static void test_##name();                            \
     static test::Register register_##name(#name, test_##name); \
     static void test_##name()
+#define TEST_LIMIT(seconds) static const double test_limit_s = test::limit_s = seconds
 #define SKIP(...) throw test::Skip { format(__VA_ARGS__) }
 #define CHECK(ok)                                                       \
     do {                                                                \

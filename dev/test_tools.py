@@ -42,6 +42,12 @@ def script(name, *arguments, **variables):
     return run(sys.executable, SCRIPTS / name, *arguments, **variables)
 
 
+def built(program="train_gpt2cu"):
+    if not (ROOT / program).exists():
+        raise Skip(f"there is no ./{program}: make {program}")
+    return ROOT / program
+
+
 def executable(path, text):
     path.write_text(text)
     path.chmod(0o755)
@@ -151,9 +157,7 @@ def test_logs_without_steps():
 
 def test_benchmarks_say_what_is_wrong():
     for name in ("bench_attention", "bench_train", "bench_layers"):
-        program = ROOT / "dev" / name
-        if not program.exists():
-            raise Skip(f"there is no ./dev/{name}: make benches")
+        program = built(f"dev/{name}")
         result = run(program, "--help")
         assert result.returncode == 0 and f"usage: {name}" in result.stdout.lower() and "--json" in result.stdout, result
         result = run(program, "--jsom")
@@ -725,16 +729,9 @@ def test_profile_without_nsys_builds_nothing():
 # ----------------------------------------------------------------------------------------------------------------------
 # Training recipes, and the comparison of losses
 
-def trainer():
-    binary = ROOT / "train_gpt2cu"
-    if not binary.exists():
-        raise Skip("needs ./train_gpt2cu (make train_gpt2cu)")
-    return binary
-
-
 def test_losses_are_compared():
     """On the CPU, where naive and flash are one."""
-    trainer()
+    built()
     with scratch() as tmp:
         out = tmp / "losses.jsonl"
         result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x16", "--steps", "3",
@@ -751,7 +748,7 @@ def test_losses_are_compared():
 
 
 def test_ranks_are_compared_and_timed():
-    trainer()
+    built()
     with scratch() as tmp:
         text, out = tmp / "text.txt", tmp / "scaling.jsonl"
         text.write_text("".join(f"{i} ships sailed to port {i * 7 % 31}.\n" for i in range(300)))
@@ -804,7 +801,7 @@ def long_context_start(path):
 
 
 def test_recipes_use_options_that_exist():
-    known = set(re.findall(r"(?<=[ ,])-{1,2}[a-z][a-z0-9-]*", run(trainer(), "--help").stdout))
+    known = set(re.findall(r"(?<=[ ,])-{1,2}[a-z][a-z0-9-]*", run(built(), "--help").stdout))
     for recipe in RECIPES:
         command = re.search(r"^exec .*?\./train_gpt2cu(.*)", recipe.read_text(), flags=re.S | re.M)[1]
         used = set(re.findall(r"(?<=\s)-{1,2}[a-z][a-z-]*", command))
@@ -820,7 +817,7 @@ def test_recipes_pass_the_trainers_checks():
                 if "long" in recipe.name:
                     long_context_start(tmp / "model.bin")
                     arguments = [tmp / "model.bin"]
-                result = run_recipe(recipe, tmp, trainer(), *arguments, B=batch)
+                result = run_recipe(recipe, tmp, built(), *arguments, B=batch)
                 assert result.returncode == 1 and "data/cache/fineweb" in result.stderr, (recipe.name, batch, result)
                 assert "data/prepare.py" in result.stderr, result.stderr
 
@@ -911,7 +908,9 @@ def test_runner_of_the_tests():
                 "lies": "#!/bin/sh\necho 3 passed, 0 failed, 0 skipped; exit 3\n",
                 "gpu": "#!/bin/sh\necho 5 passed, 0 failed, 0 skipped\n", "gpu.cu": "",
                 "python.py": "print('2 passed, 0 failed, 0 skipped')\n",
-                "slow.py": "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)\n"}
+                "slow.py": "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)\n",
+                "hangs": "#!/bin/sh\nsleep 60 & echo $! >pid; wait\n",
+                "leaves": "#!/bin/sh\nsleep 60 >/dev/null 2>&1 & echo $! >pid\necho 1 passed, 0 failed, 0 skipped\n"}
     with scratch() as tmp:
         for name, text in programs.items():
             executable(tmp / name, text)
@@ -926,6 +925,25 @@ def test_runner_of_the_tests():
             assert run(runner, "true", "good", "python.py", cwd=tmp, **path).returncode == 0
 
             interrupt_and_wait(runner, "true", "slow.py", pid=tmp / "pid", cwd=tmp, **path)
+        for programs, archs, *says in ((["hangs", "good"], "true", "./hangs: no end after 1 s", "4 passed, 1 failed, 1"),
+                                       (["leaves"], "sleep 60", "sleep 60: no end after 1 s", "1 passed, 1 failed, 0")):
+            result = run(runner, archs, *programs, cwd=tmp, TEST_LIMIT="1")
+            assert result.returncode == 1 and all(part in result.stdout for part in says), result
+            wait_for(lambda: not runs((tmp / "pid").read_text().strip()), 5)
+
+
+def test_tests_have_limits_and_names():
+    """Of dev/test.h, by a program that uses it, and of dev/harness.py: a limit that is hit, and a name that no test has."""
+    with scratch() as tmp:
+        (tmp / "some.py").write_text("import time\nimport harness\n\n\ndef test_quick():\n    pass\n\n\ndef test_slow():\n"
+                                     "    time.sleep(9)\n\n\nharness.main()\n")
+        for program in [sys.executable, tmp / "some.py"], [built("dev/test_job")]:
+            result = run(*program, PYTHONPATH=str(ROOT / "dev"), TEST_PATIENCE="0.0001")
+            assert result.returncode == 1 and "no end after 0.012 s" in result.stdout, result
+            assert re.search(r"\nFAIL \w+[: ].*\n[1-9] passed, 1 failed, 0 skipped\n$", result.stdout, re.S), result
+            result = run(*program, "nonsense", PYTHONPATH=str(ROOT / "dev"))
+            assert result.returncode == 1 and 'no test has "nonsense"' in result.stdout, result
+            assert result.stdout.endswith("0 passed, 1 failed, 0 skipped\n"), result
 
 
 def test_sanitizer_of_the_kernels():
