@@ -61,6 +61,14 @@ $(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o: train_gpt2.cu  # they include the program itself
 benches: $(BENCHES)
+# Which sources a benchmark was built from, for its rows.
+$(BENCHES): build/tree.o
+build/tree.o: build/tree.cpp
+	$(CXX) -c -o $@ $<
+build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh)";
+build/tree.cpp: FORCE
+	@mkdir -p $(@D)
+	@echo '$(TREE_IS)' | cmp -s - $@ || echo '$(TREE_IS)' >$@
 
 build/%.o: %.cu build/nvcc.flags
 	@mkdir -p $(@D)

@@ -216,18 +216,25 @@ inline Log results_log(const Cuda& dev, const std::string& bench, const std::str
     return Log(path.string());
 }
 
-// A row that says where its figures come from.
-inline Row result_row(const Cuda& dev, const char* bench) {
-    const char* named = std::getenv("COMMIT");
-    static const std::string commit =
-        named && *named ? named : first_line_of("git rev-parse --short=12 HEAD 2>/dev/null");
-    static const std::string driver = first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
+extern const char built_from[];  // build/tree.cpp: "COMMIT clean" or "COMMIT dirty", as scripts/tree.sh prints it
+
+inline std::string utc_now() {
     char date[32];
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
+    return date;
+}
+
+// A row that says where its figures come from. All rows of one run may be compared: RUN of the environment names it.
+inline Row result_row(const Cuda& dev, const char* bench) {
+    static const std::string tree = built_from, commit = tree.substr(0, tree.find(' '));
+    static const char* const named = std::getenv("RUN");
+    static const std::string run = named && *named ? named : utc_now();
+    static const std::string driver = first_line_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0");
     int version = 0;
     CUDA_CHECK(cudaRuntimeGetVersion(&version));
     Row row(bench);
-    row.add("commit", commit).add("date", date).add("gpu", dev.name).add("driver", driver);
+    row.add("commit", commit).add("dirty", tree != commit + " clean").add("run", run).add("date", utc_now());
+    row.add("gpu", dev.name).add("driver", driver);
     return row.add("cuda", format("%d.%d", version / 1000, version % 1000 / 10));
 }

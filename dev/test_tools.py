@@ -3,6 +3,7 @@
 
     make train_gpt2cu && python3 dev/test_tools.py
 """
+import calendar
 import contextlib
 import json
 import math
@@ -34,7 +35,7 @@ def scratch():
 
 def run(*command, cwd=ROOT, **variables):
     # Under `make test` the outer make's options would reach an inner one.
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B", "GPUS")}
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B", "GPUS", "COMMIT", "TREE", "RUN")}
     return subprocess.run([str(c) for c in command], cwd=cwd, env={**env, **variables}, capture_output=True, text=True)
 
 
@@ -296,7 +297,68 @@ def test_tensorboard_files_hold_the_log():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# README's tables
+# Rows of results, and README's tables
+
+def test_rows_name_the_sources():
+    """A copy of this tree, small: with git, changed in each of its places, and without git."""
+    def state(**variables):
+        return run(tree / "scripts" / "tree.sh", **variables).stdout.split()
+
+    def row(**variables):
+        code = f"import sys; sys.path.append({str(tree / 'scripts')!r}); import results; print(results.row('x', 'G', '1', ms=2))"
+        return eval(run(sys.executable, "-B", "-c", code, **variables).stdout)
+    folders = {path.parent.name for path in ROOT.glob("*/*") if path.suffix in (".cu", ".cpp", ".h", ".py", ".sh")} - {"build"}
+    assert {"attention", "layers", "scripts"} < folders
+    with scratch() as tmp:
+        tree = tmp / "tree"
+        sources = [tree / name for name in ("Makefile", "train_gpt2.cu", *(f"{folder}/some.h" for folder in folders))]
+        for path in (*sources, tree / "README.md", tree / "dev" / "results" / "A" / "attention.jsonl"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("1\n")
+        for name in ("tree.sh", "results.py"):
+            shutil.copy(SCRIPTS / name, tree / "scripts")
+        git = ["git", "-C", tree, "-c", "user.name=A", "-c", "user.email=a@b"]
+        for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+            assert run(*git, *command).returncode == 0
+        commit = run(*git, "rev-parse", "--short=12", "HEAD").stdout.strip()
+        tree_is = run(tree / "scripts" / "tree.sh", "--sum").stdout.strip()
+        for path in tree / "README.md", tree / "dev" / "results" / "A" / "attention.jsonl", tree / "dev" / "none.txt":
+            path.write_text("2\n")
+        assert state() == state(COMMIT="other", TREE="other") == [commit, "clean"] and len(commit) == 12
+        for path in (*sources, tree / "attention" / "new.cu", tree / "dev" / "new.cpp", tree / "scripts" / "new.py"):
+            old = path.read_text() if path.exists() else None
+            path.write_text("2\n")
+            assert state() == [commit, "dirty"], path
+            path.unlink() if old is None else path.write_text(old)
+        assert state() == [commit, "clean"]
+        clean = row(RUN="r")
+        assert (clean["commit"], clean["dirty"], clean["run"], clean["gpu"], clean["ms"]) == (commit, False, "r", "G", 2)
+        assert abs(time.time() - calendar.timegm(time.strptime(clean["date"], "%Y-%m-%dT%H:%M:%SZ"))) < 60, clean
+        shutil.rmtree(tree / ".git")  # a copy
+        assert state(COMMIT=commit, TREE=tree_is) == [commit, "clean"] and state(COMMIT=commit) == [commit, "dirty"]
+        sources[0].write_text("2\n")
+        assert state(COMMIT=commit, TREE=tree_is) == [commit, "dirty"] and state() == ["dirty"]
+        dirty = row(COMMIT=commit, TREE=tree_is)
+        assert dirty["dirty"] is True and dirty["run"] == dirty["date"] or dirty["run"] < dirty["date"]
+    made = run("make", "-s", "build/tree.cpp")  # what benchmarks link
+    assert made.returncode == 0, made.stderr
+    here = run(SCRIPTS / "tree.sh").stdout.strip()
+    assert f'char built_from[] = "{here}";' in (ROOT / "build" / "tree.cpp").read_text()
+
+
+def test_rows_of_a_benchmark():
+    program = built("dev/bench_layers")
+    with scratch() as tmp:
+        out = tmp / "rows.jsonl"
+        result = run(program, "--layer", "adamw", "--quick", "--out", out, RUN="r")
+        if "GPU" in result.stderr:
+            raise Skip("no GPU")
+        tree = re.search('"([^"]*)"', (ROOT / "build" / "tree.cpp").read_text())[1].split()
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        for r in rows:
+            assert [r["commit"], r["dirty"], r["run"]] == [*tree[:-1], tree[-1] != "clean", "r"], (r, tree)
+        assert rows, result
+
 
 def attention_row(**fields):
     return {"kind": "attention", "commit": "0123456789ab", "date": "2030-01-01T00:00:00Z", "gpu": "GPU A",

@@ -1,4 +1,5 @@
 """Rows of dev/results, as dev/bench.h writes them, for the scripts that measure with PyTorch or train."""
+import functools
 import json
 import os
 import pathlib
@@ -36,10 +37,23 @@ def torch_with_gpu(script):
     return torch
 
 
+def utc_now():
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+os.environ.setdefault("RUN", utc_now())  # for the programs that a script starts, too
+
+
+@functools.cache
+def tree():
+    """The commit of the sources that are here, and whether they differ from it."""
+    commit, _, state = output_of(ROOT / "scripts" / "tree.sh").partition(" ")
+    return {"commit": commit, "dirty": state != "clean"}
+
+
 def row(kind, gpu, cuda, **fields):
-    """A row that says where its figures come from."""
-    return {"kind": kind, "commit": os.environ.get("COMMIT") or output_of("git", "rev-parse", "--short=12", "HEAD"),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu,
+    """A row that says where its figures come from. All rows of one run may be compared."""
+    return {"kind": kind, **tree(), "run": os.environ["RUN"], "date": utc_now(), "gpu": gpu,
             "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
             "cuda": cuda, **fields}
 
