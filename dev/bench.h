@@ -164,9 +164,14 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed, float scale = 1
 // The GEMM rate: what cuBLAS reaches on a large square product in X (fp32: as dev.tf32 says), in TFLOP/s
 
 template <class X>
+int gemm_size(const Cuda& dev) {
+    return std::is_same_v<X, bf16> || dev.tf32 ? 8192 : 4096;
+}
+
+template <class X>
 Figures gemm_tflops(const Cuda& dev, bool quick) {
     constexpr bool is_bf16 = std::is_same_v<X, bf16>;
-    const int n = is_bf16 || dev.tf32 ? 8192 : 4096;
+    const int n = gemm_size<X>(dev);
     const cudaDataType type = is_bf16 ? CUDA_R_16BF : CUDA_R_32F;
     const cublasComputeType_t compute = !is_bf16 && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     const size_t size = size_t(n) * n;

@@ -271,10 +271,10 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
     last.record(dev);
     const double step_ms = first.ms_until(last) / kSteps;
 
-    std::printf("\n%s %s B=%d T=%d, sustained: a step of %.2f ms; ceilings %.0f TFLOP/s (GEMM), %.2f TB/s (copy)\n",
-                o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, copy.sustained * 1e-12);
+    std::printf("\n%s %s B=%d T=%d, sustained: a step of %.2f ms; beside it %.0f TFLOP/s (GEMM of %d³), %.2f TB/s (copy)\n",
+                o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev), copy.sustained * 1e-12);
     std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step", "TFLOP/s", "%", "TB/s", "%",
-                "lost ms");
+                "beyond");
     Log log = results_log(dev, "breakdown", o.out, o.json);
     double sum = 0;
     for (const std::string& name : dev.order) {
@@ -282,7 +282,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
         const double ms = line.ms / kSteps, tflops = line.work.flops / line.ms * 1e-9,
                      tb_s = line.work.bytes / line.ms * 1e-9;
         const double least = std::max(line.work.flops / gemm.sustained * 1e-9, line.work.bytes / copy.sustained * 1e3);
-        const double lost = ms - least / kSteps;
+        const double lost = std::max(0., ms - least / kSteps);  // a call of another shape may be faster than both
         sum += ms;
         std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(), line.calls / kSteps, ms,
                     100 * ms / step_ms, tflops, 100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained,
@@ -302,6 +302,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
                       .add("tflops", tflops)
                       .add("tb_s", tb_s)
                       .add("gemm_tflops_sustained", gemm.sustained)
+                      .add("gemm_size", gemm_size<X>(dev))
                       .add("copy_tb_s_sustained", copy.sustained * 1e-12)
                       .add("lost_ms", lost));
     }

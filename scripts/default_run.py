@@ -28,6 +28,9 @@ def main():
                           T=about["T"], dtype=about["precision"], floor_nats=about["floor_nats"])
         path = results.append([{**row, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
                                for r in rows if r["kind"] == "sample" and r["step"] in losses], "default_run")
+        if row["dirty"]:
+            print("default_run.py: no plot, because the sources differ from the commit")
+            return
         plot = [sys.executable, str(results.ROOT / "scripts" / "plot.py"), run, "-o", str(path.with_suffix(".png")),
                 "--title", "The default run"]
         if subprocess.run(plot).returncode:

@@ -61,6 +61,6 @@ def plot_accumulation(plt, found):
 
 
 if __name__ == "__main__":
-    result_plots.main(__doc__, ["accumulation"],
+    result_plots.main(__doc__, {"accumulation": {}},
                       lambda plt, found: {"accumulation": plot_accumulation(plt, found["accumulation"])},
                       "./dev/study_accumulation --json")

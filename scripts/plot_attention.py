@@ -103,4 +103,4 @@ def figures(plt, found):
 
 
 if __name__ == "__main__":
-    result_plots.main(__doc__, ["attention", "accuracy"], figures, "./dev/bench_attention --json")
+    result_plots.main(__doc__, {"attention": {"apart": ["dtype"]}, "accuracy": {"apart": ["HS"]}}, figures, "./dev/bench_attention --json")

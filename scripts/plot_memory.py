@@ -15,7 +15,7 @@ SETTINGS = ["model", "dtype", "attention", "recompute"]
 
 
 def plot_memory(plt, found):
-    found = [{**DEFAULTS, **r} for r in found if r["kernel"] == "train_gpt2cu" and r["B"] == 1]
+    found = [{**DEFAULTS, **r} for r in found]
     if not found:
         return None
     same, varying = shared(found, SETTINGS)
@@ -43,5 +43,5 @@ def plot_memory(plt, found):
 
 
 if __name__ == "__main__":
-    result_plots.main(__doc__, ["train"], lambda plt, found: {"memory": plot_memory(plt, found["train"])},
+    result_plots.main(__doc__, {"train": {"apart": ["dtype"], "kernel": "train_gpt2cu", "B": 1}}, lambda plt, found: {"memory": plot_memory(plt, found["train"])},
                       "./dev/bench_train --json --shapes 1x16384,1x32768")

@@ -44,8 +44,7 @@ def plot_timeline(plt, found):
     if not found:
         return None
     most = max(r["gpus"] for r in found)
-    newest = max((r for r in found if r["gpus"] == most), key=lambda r: r["date"])
-    found = [r for r in found if all(r[f] == newest[f] for f in ("gpus", "tokens_per_gpu", "layer"))]
+    found = [r for r in found if r["gpus"] == most]
     ranks = range(found[0]["gpus"])
     figure, panels = plt.subplots(2, 1, figsize=(11, 1.6 + 1.1 * len(ranks)), layout="constrained")
     for axes, way in zip(panels, ("forward", "backward")):
@@ -65,6 +64,6 @@ def plot_timeline(plt, found):
 
 
 if __name__ == "__main__":
-    result_plots.main(__doc__, ["ring", "ring_timeline"], lambda plt, found: {
+    result_plots.main(__doc__, {"ring": {}, "ring_timeline": {"apart": ["gpus"]}}, lambda plt, found: {
         "ring": plot_ring(plt, found["ring"]), "ring_timeline": plot_timeline(plt, found["ring_timeline"])},
                       "./dev/study_ring --json")

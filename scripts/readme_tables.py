@@ -20,23 +20,54 @@ WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
-        "chunk", "tokens_per_gpu", "rank"]
+        "chunk", "tokens_per_gpu", "rank", "step"]
+SOURCES = ["commit", "gpu", "driver", "cuda"]
 DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
 
 
-def rows(path, **where):
-    """The newest row of each measurement in a file that matches `where`."""
-    newest = {}
+def rows(path, apart=(), **where):
+    """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
+    `apart` are not compared, so that each of them has a newest run of its own. A row's "jobs" are all that were
+    measured as it was, by the same sources."""
+    def values(row, fields):
+        return tuple(row.get(field, DEFAULTS.get(field)) for field in fields)
+    found, last, newest = [], {}, {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            if all(row.get(field) == value for field, value in where.items()):
-                key = tuple(row.get(field, DEFAULTS.get(field)) for field in WHAT)
-                if key not in newest or newest[key]["date"] <= row["date"]:
-                    newest[key] = row
+            row["of"] = (row["commit"], row.get("run"))
+            if not row.get("dirty") and all(row.get(field) == value for field, value in where.items()):
+                found.append((row["date"], number, row))
         except (ValueError, KeyError, AttributeError, TypeError):
             sys.exit(f"readme_tables.py: {path}:{number}: expected a result row with its date, found {line[:60]!r}")
+    jobs = {}
+    for _, _, row in sorted(found):
+        last[values(row, apart)] = row["of"]
+        jobs.setdefault(values(row, WHAT + SOURCES), {})[row["of"]] = row
+    for _, number, row in sorted(found, key=lambda f: f[1]):
+        if row["of"] == last[values(row, apart)]:
+            of_row = jobs[values(row, WHAT + SOURCES)]
+            newest[values(row, WHAT)] = of_row[row["of"]]
+            of_row[row["of"]]["jobs"] = list(of_row.values())
     return list(newest.values())
+
+
+def close(a, b):
+    return abs(a - b) < 0.03 * max(a, b)
+
+
+def figure(row, value, others, text):
+    """The text of value(row). Where one of `others` is less than 3 % away: least and most of three jobs, or "≈"."""
+    if not any(close(value(row), other) for other in others if other):
+        return text(value(row))
+    of_jobs = [value(job) for job in row["jobs"]]
+    if len(of_jobs) < 3:
+        return f"≈{text(value(row))}"
+    return "–".join(dict.fromkeys((text(min(of_jobs)), text(max(of_jobs)))))
+
+
+def ratio(x):
+    return "≈1×" if close(x, 1) else f"{x:.2f}×"
 
 
 def shared(found, fields):
@@ -48,7 +79,11 @@ def shared(found, fields):
 def table(title, found, header, body):
     machines = sorted({f"{r['gpu']}, driver {r['driver']}, CUDA {r['cuda']}" for r in found})
     measured = sorted({f"{r['date'][:10]} at {r['commit'][:7]}" for r in found})
-    caption = f"{title}. {'; '.join(machines)}. Measured {', '.join(measured)}."
+    cells = " ".join(cell for line in body for cell in line)
+    notes = " ≈: less than 3 % from what it is compared with, and measured once." if "≈" in cells else ""
+    notes += "" if all("dirty" in r for r in found) else " Whether the sources differed from the commit was not recorded."
+    notes += " a–b: least and most of three jobs or more." if re.search(r"\d–\d", cells) else ""
+    caption = f"{title}. {'; '.join(machines)}. Measured {', '.join(measured)}.{notes}"
     lines = [header, ["---"] + ["--:"] * (len(header) - 1)] + body
     return textwrap.fill(caption, WIDTH) + "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -67,14 +102,16 @@ def attention(path, dtype):
     at = {(r["HS"], r["NH"], r["T"], r["B"], r["pass"], r["kernel"]): r for r in found}
     kernels = kernels_of(found)
 
-    def cell(row):
+    def cell(row, beside):
         if not row or not row["ms"]:
             return "–"
-        sustained = row.get("tflops_sustained")
-        return f"{row['tflops']:.0f}" + (f" / {sustained:.0f}" if sustained else "")
+        return " / ".join(figure(row, lambda r: r[rate], [r.get(rate) for r in beside if r is not row], "{:.0f}".format)
+                          for rate in ("tflops", "tflops_sustained") if row.get(rate))
 
-    body = [[f"{b}, {t}"] + [str({"NH": nh, "HS": hs}[f]) for f in varying] + [pas] +
-            [cell(at.get((hs, nh, t, b, pas, kernel))) for kernel in kernels]
+    def line(*shape):
+        beside = [at[(*shape, kernel)] for kernel in kernels if (*shape, kernel) in at]
+        return [cell(at.get((*shape, kernel)), beside) for kernel in kernels]
+    body = [[f"{b}, {t}"] + [str({"NH": nh, "HS": hs}[f]) for f in varying] + [pas] + line(hs, nh, t, b, pas)
             for pas in ("fwd", "bwd") for hs, nh, t, b in sorted({key[:4] for key in at})]
     title = f"Attention, {dtype}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
     return table(title, found, ["B, T", *varying, "pass", *kernels], body)
@@ -103,8 +140,9 @@ def ladder(path):
         if not row["ms"]:
             return "out of memory"
         others = [at.get((t, pas, k), {}).get("ms") for k in yardsticks]
-        speed_ups = ", ".join(f"{ms / row['ms']:.2f}×" if ms else "–" for ms in others)
-        ms = f"{row['ms']:.{3 if row['ms'] < 10 else 1}f}"
+        speed_ups = ", ".join(ratio(ms / row["ms"]) if ms else "–" for ms in others)
+        beside = [at[t, pas, k]["ms"] for k in kernels if k != kernel and (t, pas, k) in at]
+        ms = figure(row, lambda r: r["ms"], beside, lambda ms: f"{ms:.{3 if ms < 10 else 1}f}")
         return f"{ms} ({speed_ups})" if kernel not in yardsticks and any(others) else ms
 
     body = [[str(batch[t]), str(t), pas] + [cell(t, pas, kernel) for kernel in kernels]
@@ -113,11 +151,18 @@ def ladder(path):
     return table(title, found, ["B", "T", "pass", *kernels], body)
 
 
+def beside(row, found, fields, value):
+    """What a row is compared with: the values of the others that agree in these fields."""
+    return [r[value] for r in found if r is not row and all(r[field] == row[field] for field in fields)]
+
+
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
 
 
 def accuracy(path):
-    found = [r for r in rows(path) if r["kernel"] != "naive"]
+    found = [r for r in rows(path, ["HS"]) if r["kernel"] != "naive"]
+    if not found:
+        return None
     body = []
     for dtype in ("fp32", "bf16"):
         for kernel in kernels_of(r for r in found if r["dtype"] == dtype):
@@ -149,12 +194,15 @@ def accumulation_speed(path):
     found = [r for r in rows(path) if "ms" in r]
     if not found:
         return None
-    at = {(r["kernel"], r["dtype"], r["variant"], r["B"], r["T"]): r["tflops"] for r in found}
+    at = {(r["kernel"], r["dtype"], r["variant"], r["B"], r["T"]): r for r in found}
     shapes = sorted({(r["T"], r["B"]) for r in found})
 
     def line(dtype, variant, kernels):
-        rates = [at.get((kernel, dtype, variant, b, t)) for kernel in kernels for t, b in shapes]
-        return [dtype, variant, *(f"{rate:.0f}" if rate else "–" for rate in rates)]
+        return [dtype, variant, *(cell(at.get((kernel, dtype, variant, b, t))) for kernel in kernels for t, b in shapes)]
+
+    def cell(r):
+        beside = [o["tflops"] for o in found if r and o is not r and (o["B"], o["T"]) == (r["B"], r["T"])]
+        return figure(r, lambda r: r["tflops"], beside, "{:.0f}".format) if r else "–"
     variants = dict.fromkeys((r["dtype"], r["variant"]) for r in found if r["kernel"] in VEHICLES)
     body = [line(dtype, variant, VEHICLES) for dtype, variant in variants]
     if any(r["variant"] == "trainer" for r in found):
@@ -192,17 +240,23 @@ def accumulation_errors(path):
 
 
 def losses(path):
-    found = rows(path)
+    setting = ["model", "dtype", "tf32", "B", "T"]
+    found = rows(path, setting)
+    if not found:
+        return None
     found.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
     body = [[r["model"], "tf32" if r["tf32"] else r["dtype"], str(r["B"]), str(r["T"]), r["attention"],
-             f"{r['ms']:.2f}", f"{r['loss']:.4f}", f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
+             figure(r, lambda r: r["ms"], beside(r, found, setting, "ms"), "{:.2f}".format), f"{r['loss']:.4f}", f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
     same, _ = shared(found, ["steps", "seeds"])
     header = ["model", "matmuls", "B", "T", "attention", "ms a step", "mean final loss", "least – most of the seeds"]
     return table(f"Training with naive and with flash attention, {same}", found, header, body)
 
 
 def train(path):
-    found = rows(path)
+    setting = ["model", "dtype", "B", "T"]
+    found = rows(path, setting)
+    if not found:
+        return None
     ours = [{**DEFAULTS, **r} for r in found if r["kernel"] == "train_gpt2cu"]
     peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
              for r in found if r["kernel"] != "train_gpt2cu"]
@@ -210,9 +264,12 @@ def train(path):
     lines = [*sorted(ours, key=lambda r: (r["attention"], r["recompute"], r["T"], r["B"])),
              *sorted(peers, key=lambda r: (r["T"], r["B"], r["attention"]))]
     lines.sort(key=lambda r: (r["model"], r["dtype"]))
+
+    def cell(r, field, text):
+        return figure(r, lambda r: r[field], beside(r, lines, setting, field), text)
     body = [[r["model"], r["dtype"], r["attention"], *(str(r[field]) for field in varying), str(r["B"]), str(r["T"]),
-             f"{r['tok_s'] / 1e3:.0f}k", f"{r['ms']:.2f}", f"{r['mfu']:.1f} %" if r["mfu"] else "n/a",
-             f"{r['mem_gib']:.1f}"] for r in lines]
+             cell(r, "tok_s", lambda rate: f"{rate / 1e3:.0f}k"), cell(r, "ms", "{:.2f}".format),
+             cell(r, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a", f"{r['mem_gib']:.1f}"] for r in lines]
     header = ["model", "dtype", "attention", *varying, "B", "T", "tok/s", "ms", "MFU", "GiB in use"]
     title = "The whole training step, sustained" + (f", {same}" if same else "")
     return table(title, found, header, body)
@@ -220,14 +277,21 @@ def train(path):
 
 def scaling(path):
     """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
-    found = rows(path)
+    found = rows(path, ["model"])
     speed = sorted((r for r in found if r["what"] == "speed"), key=lambda r: (r["model"], r["B"], r["gpus"], r["zero"]))
     if not speed:
         return None
     apart = {(r["model"], r["gpus"], r["zero"]): r["apart"] for r in found if r["what"] == "losses"}
     same, varying = shared(speed, ["model", "dtype", "B", "T"])
-    body = [[str(r["gpus"]), str(r["zero"]) if r["gpus"] > 1 else "–", *(str(r[field]) for field in varying),
-             f"{r['tok_s'] / 1e3:.0f}k", f"{100 * r['of_linear']:.1f} %", f"{r['ms']:.2f}", f"{r['ms_side_by_side']:.2f}",
+
+    def cells(r):
+        rates = beside(r, speed, ["model", "B", "gpus"], "tok_s")
+        times = beside(r, speed, ["model", "B"], "ms") + [r["ms_side_by_side"]] * (r["gpus"] > 1)
+        return [figure(r, lambda r: r["tok_s"] / 1e3, [rate / 1e3 for rate in rates], "{:.0f}k".format),
+                figure(r, lambda r: 100 * r["of_linear"], [100] * (r["gpus"] > 1), "{:.1f} %".format),
+                figure(r, lambda r: r["ms"], times, "{:.2f}".format),
+                figure(r, lambda r: r["ms_side_by_side"], [r["ms"]] * (r["gpus"] > 1), "{:.2f}".format)]
+    body = [[str(r["gpus"]), str(r["zero"]) if r["gpus"] > 1 else "–", *(str(r[field]) for field in varying), *cells(r),
              f"{r['gib']:.1f}", f"{apart[key]:.0e}" if (key := (r["model"], r["gpus"], r["zero"])) in apart else "–"]
             for r in speed]
     header = ["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step", "ms side by side", "GiB a GPU", "losses apart"]
@@ -238,8 +302,8 @@ def scaling(path):
 
 
 def ring_chunks(path):
-    found = rows(path, study="chunks")
-    own = {r["dtype"]: r for r in rows(path, study="unchunked")}
+    found = [r for r in rows(path) if r["study"] == "chunks"]
+    own = {r["dtype"]: r for r in rows(path) if r["study"] == "unchunked"}
     wrong = ["own_lse_dq", "own_lse_dk", "own_lse_dv", "used_sum_dq"]
     body = []
     for dtype in dict.fromkeys(r["dtype"] for r in found):
@@ -254,7 +318,7 @@ def ring_chunks(path):
 
 
 def ring_errors(path):
-    found = rows(path, study="ring")
+    found = [r for r in rows(path) if r["study"] == "ring"]
     tensors = ["out", "dq", "dk", "dv"]
     at = {(r["dtype"], r["carry"], r["ranks"], r["tensor"]): r for r in found}
 
@@ -270,11 +334,13 @@ def ring_errors(path):
 
 
 def ring_speed(path):
-    found = sorted(rows(path), key=lambda r: (r["HS"], r["gpus"], r["pass"]))
+    found = sorted(rows(path, ["gpus"]), key=lambda r: (r["HS"], r["gpus"], r["pass"]))
+    if not found:
+        return None
 
     def share(r, ms):
-        at_length = [f"{100 * r['single_ms' + p] / r[ms + p]:.1f}" for p in ("", "_sustained") if r.get(ms + p)]
-        return " / ".join(at_length) + " %"
+        return " / ".join(figure(r, lambda r: 100 * r["single_ms" + p] / r[ms + p], [100], "{:.1f}".format)
+                          for p in ("", "_sustained") if r.get(ms + p)) + " %"
     body = [[str(r["gpus"]), f"{r['NH']}, {r['HS']}", r["pass"], f"{r['single_ms']:.2f}", f"{r['ms']:.2f}", share(r, "ms"),
              share(r, "still_ms"), f"{r['hop_ms']:.2f}"] for r in found]
     header = ["GPUs", "NH, HS", "pass", "one GPU's time / GPUs, ms", "ring, ms", "of one GPU's rate", "nothing sent", "a hop, ms"]
@@ -285,51 +351,59 @@ def ring_speed(path):
 
 def breakdown(path):
     """A table for each step that was taken apart, its longest call first."""
-    steps = {}
-    for r in rows(path):
-        steps.setdefault((r["model"], r["dtype"], r["B"], r["T"], r["attention"], r["recompute"]), []).append(r)
+    setting, steps = ["model", "dtype", "B", "T", "attention", "recompute"], {}
+    for r in rows(path, setting):
+        steps.setdefault(tuple(r[field] for field in setting), []).append(r)
     return "\n\n".join(breakdown_of_step(of_step) for _, of_step in sorted(steps.items()))
 
 
 def breakdown_of_step(found):
-    # Of an earlier run, with another length of the step, there may be calls that are no longer made.
-    step_ms = max(found, key=lambda r: r["date"])["step_ms"]
-    found = sorted((r for r in found if r["step_ms"] == step_ms), key=lambda r: -r["ms"])
+    """The two rates are yardsticks: a call of another shape may beat them, and then nothing of it is beyond them."""
+    found.sort(key=lambda r: -r["ms"])
+    of = found[0]
+    step_ms, n = of["step_ms"], of.get("gemm_size", 8192)
 
-    def rate(r, field, ceiling, digits):
-        return [f"{r[field]:.{digits}f}", f"{100 * r[field] / r[ceiling]:.0f}"] if r[field] else ["", ""]
+    def rate(r, field, yardstick, digits):
+        return [f"{r[field]:.{digits}f}", f"{100 * r[field] / r[yardstick]:.0f}"] if r[field] else ["", ""]
+
+    def beyond(r):
+        return max(0, r["lost_ms"])
     body = [[r["call"], str(r["calls"]), f"{r['ms']:.3f}", f"{100 * r['ms'] / step_ms:.1f}",
              *rate(r, "tflops", "gemm_tflops_sustained", 1), *rate(r, "tb_s", "copy_tb_s_sustained", 2),
-             f"{r['lost_ms']:.3f}"] for r in found]
-    calls, ms, lost_ms = (sum(r[field] for r in found) for field in ("calls", "ms", "lost_ms"))
-    share = f"{100 * ms / step_ms:.1f}"
-    body.append(["all of these", str(calls), f"{ms:.3f}", share, "", "", "", "", f"{lost_ms:.3f}"])
-    of = found[0]
+             f"{beyond(r):.3f}" if beyond(r) else ""] for r in found]
+    calls, ms = (sum(r[field] for r in found) for field in ("calls", "ms"))
+    body.append(["all of these", str(calls), f"{ms:.3f}", f"{100 * ms / step_ms:.1f}", "", "", "", "",
+                 f"{sum(map(beyond, found)):.3f}"])
     title = (f"Where a step of {step_ms:.2f} ms goes, call by call: {of['model']}, {of['dtype']}, B {of['B']}, "
-             f"T {of['T']}, attention {of['attention']}, recompute {of['recompute']}; sustained ceilings: "
-             f"GEMM {of['gemm_tflops_sustained']:.0f} TFLOP/s, copy {of['copy_tb_s_sustained']:.2f} TB/s")
-    header = ["call", "calls", "ms", "% of step", "TFLOP/s", "% of GEMM", "TB/s", "% of copy", "lost ms"]
-    losses = [f"{r['call']} ({r['lost_ms']:.2f} ms, {100 * r['lost_ms'] / step_ms:.1f} % of the step)"
-              for r in sorted(found, key=lambda r: -r["lost_ms"])[:3]]
-    sentence = f"Lost is what a call takes beyond the slower of its two ceilings; most is lost in {'; '.join(losses)}."
+             f"T {of['T']}, attention {of['attention']}, recompute {of['recompute']}; beside a product of {n}³, "
+             f"{of['gemm_tflops_sustained']:.0f} TFLOP/s, and a copy of 1 GiB, {of['copy_tb_s_sustained']:.2f} TB/s, both "
+             f"sustained")
+    header = ["call", "calls", "ms", "% of step", "TFLOP/s", f"% of {n}³", "TB/s", "% of copy", "ms beyond"]
+    most = [f"{r['call']} ({beyond(r):.2f} ms, {100 * beyond(r) / step_ms:.1f} % of the step)"
+            for r in sorted(found, key=beyond)[:-4:-1]]
+    sentence = f"Beyond is what a call takes longer than at both of these rates. Most of it: {'; '.join(most)}."
     return table(title, found, header, body) + "\n\n" + textwrap.fill(sentence, WIDTH)
 
 
 def torch(path):
-    found = rows(path)
-    body = [[r["model"], r["attention"], str(r["B"]), str(r["T"]), str(r["steps"]), f"{r['lr']:g}",
-             f"{r['max_loss_difference']:.1e}", f"{r['max_loss_difference_torch_itself']:.1e}"] for r in found]
-    header = ["model", "attention", "B", "T", "steps", "lr", "largest difference of a step's loss",
-              "of PyTorch with another attention"]
-    return table("Losses beside a plain PyTorch GPT-2, strict fp32, from one checkpoint and shard", found, header, body)
+    found = rows(path, ["model", "dtype"])
+    if not found:
+        return None
+    body = [[r["model"], r["dtype"], r["attention"], f"{r['max_norm']:g}", f"{r['clipped']} of {r['steps']}",
+             f"{r['weight_decay']:g}", f"{r['difference']:.1e}", f"{r['allowed']:.1e}", f"{r['torch_itself']:.1e}"]
+            for r in found]
+    header = ["model", "dtype", "attention", "clipped at", "steps clipped", "decay", "difference", "allowed", "PyTorch's own"]
+    title = (f"Losses beside a plain PyTorch GPT-2 of the same type, from one checkpoint and shard, "
+             f"{shared(found, ['B', 'T', 'lr'])[0]}: largest difference of a step's loss from PyTorch's in strict fp32; "
+             f"PyTorch's own: with another attention in fp32, in bf16 its plain one")
+    return table(title, found, header, body)
 
 
-# What stands between the markers: the file of each GPU, and the text that is made of it; a plot is shown as it is.
 def default_run(path):
     """The plot of the newest default run, and the beginnings of its samples."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    newest = max(r["date"] for r in found)
-    found = [r for r in found if r["date"] == newest]
+    found = sorted(rows(path), key=lambda r: r["step"])
+    if not found:
+        return None
     first = found[0]
     caption = (f"`./train_gpt2cu` without options: {first['steps']} steps of {first['B']}·{first['T']} tokens in "
                f"{first['dtype']}; no model can pass the floor of {first['floor_nats']:.4f} nats. {first['gpu']}, driver "
@@ -345,32 +419,34 @@ def default_run(path):
     return "\n\n".join(parts)
 
 
-TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16")),
-          "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32")),
-          "ladder": ("attention.jsonl", ladder), "accuracy": ("accuracy.jsonl", accuracy),
-          "losses": ("losses.jsonl", losses), "train": ("train.jsonl", train),
-          "breakdown": ("breakdown.jsonl", breakdown), "scaling": ("scaling.jsonl", scaling), "torch": ("torch.jsonl", torch),
-          "default run": ("default_run.jsonl", default_run),
-          "accumulation speed": ("accumulation.jsonl", accumulation_speed),
-          "accumulation errors": ("accumulation.jsonl", accumulation_errors),
-          "plot accumulation": ("accumulation.svg", None), "plot attention bf16": ("attention_bf16.svg", None),
-          "plot attention fp32": ("attention_fp32.svg", None),
-          "ring chunks": ("ring.jsonl", ring_chunks), "ring errors": ("ring.jsonl", ring_errors),
-          "ring speed": ("ring_speed.jsonl", ring_speed), "plot ring": ("ring.svg", None),
-          "plot ring timeline": ("ring_timeline.svg", None),
-          "plot accuracy": ("accuracy.svg", None), "plot memory": ("memory.svg", None)}
+# What stands between the markers: the file of each GPU, the text that is made of it (None: a plot, shown as it is), and
+# the part of scripts/measure.sh that measures it.
+TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16"), "bf16"),
+          "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32"), "fp32"),
+          "ladder": ("attention.jsonl", ladder, "fp32"), "accuracy": ("accuracy.jsonl", accuracy, "accuracy"),
+          "losses": ("losses.jsonl", losses, "losses"), "train": ("train.jsonl", train, "train"),
+          "breakdown": ("breakdown.jsonl", breakdown, "train"), "scaling": ("scaling.jsonl", scaling, "scaling"),
+          "torch": ("torch.jsonl", torch, "torch"), "default run": ("default_run.jsonl", default_run, "default"),
+          "accumulation speed": ("accumulation.jsonl", accumulation_speed, "study"),
+          "accumulation errors": ("accumulation.jsonl", accumulation_errors, "study"),
+          "ring chunks": ("ring.jsonl", ring_chunks, "ring"), "ring errors": ("ring.jsonl", ring_errors, "ring"),
+          "ring speed": ("ring_speed.jsonl", ring_speed, "ring"), "plot accumulation": ("accumulation.svg", None, "study"),
+          "plot attention bf16": ("attention_bf16.svg", None, "bf16"),
+          "plot attention fp32": ("attention_fp32.svg", None, "fp32"), "plot accuracy": ("accuracy.svg", None, "accuracy"),
+          "plot ring": ("ring.svg", None, "ring"), "plot ring timeline": ("ring_timeline.svg", None, "ring"),
+          "plot memory": ("memory.svg", None, "memory")}
 
 
 def make(name, document, root):
     """The table's text, one part for each GPU that was measured."""
     if name not in TABLES:
         sys.exit(f"readme_tables.py: {document}: no table \"{name}\"; there are {', '.join(TABLES)}")
-    file, of_file = TABLES[name]
+    file, of_file, measured_by = TABLES[name]
     files = sorted((root / "dev" / "results").glob(f"*/{file}"))
     folder = (root / document).parent
     parts = [of_file(path) if of_file else f"![{name[5:]}]({os.path.relpath(path, folder)})"
              for path in files if path.stat().st_size]
-    return "\n\n".join(part for part in parts if part) or "Not measured yet."
+    return "\n\n".join(part for part in parts if part) or f"Not measured yet: `scripts/measure.sh {measured_by}`"
 
 
 def main():

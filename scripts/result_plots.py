@@ -9,7 +9,7 @@ from readme_tables import ROOT, rows
 
 def main(doc, benches, make, run_first):
     """Writes dev/results/<gpu>/<name>.svg for each name and figure of make(plt, {bench: its rows}), figures of None
-    left out. `run_first` is the command whose rows are missing if there is nothing to plot."""
+    left out. `benches` has the rows' benches and what they are asked for, see rows(). `run_first` is the command whose rows are missing if there is nothing to plot."""
     name = pathlib.Path(sys.argv[0]).name
     arg = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
@@ -24,7 +24,7 @@ def main(doc, benches, make, run_first):
     written = []
     for folder in sorted((a.root / "dev" / "results").glob("*/")):
         paths = {bench: folder / f"{bench}.jsonl" for bench in benches}
-        found = {bench: rows(path) if path.exists() else [] for bench, path in paths.items()}
+        found = {bench: rows(path, **benches[bench]) if path.exists() else [] for bench, path in paths.items()}
         for title, figure in make(plt, found).items():
             if figure:
                 written.append(folder / f"{title}.svg")
