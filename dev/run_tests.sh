@@ -4,38 +4,21 @@
 # cores or more they, and those that no GPU is for, run side by side, beside the others. Each has TEST_LIMIT seconds, times
 # TEST_PATIENCE, and nothing that it started outlives it.
 archs=$1; shift
-limit=$((${TEST_LIMIT:-1200} * ${TEST_PATIENCE:-1}))
+limit=${TEST_LIMIT:-1200}
 beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the others
 # The reference's small models gain nothing from more threads than that, and those of 64 cores mostly wait for each other.
 [ "$(nproc)" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
 passed=0 failed=0 skipped=0 first= last=
-logs=$(mktemp -d); trap 'rm -rf "$logs"' EXIT
-# What runs in the background ignores Ctrl-C, which some tests send.
-hear=$(env --default-signal=INT true 2>/dev/null && echo env --default-signal=INT)
-end() {  # code: ends what still runs, each program in a process group of its own
-    trap "" TERM INT
-    for group in "$logs"/*.group; do [ ! -e "$group" ] || kill -s KILL -- "-$(cat "$group")" 2>/dev/null; done
-    kill 0
-    exit "$1"
-}
-trap 'end 130' INT; trap 'end 143' TERM
+. "$(dirname "$0")/within.sh"
+logs=$groups/logs
+mkdir "$logs"
 
-# within command…: ends with its exit code, 124 or 137 if it had to be killed.
-within() {
-    timeout -k 10 "$limit" $hear "$@" &
-    echo $! >"$log.group"
-    code=0; wait $! || code=$?
-    kill -s KILL -- "-$(cat "$log.group")" 2>/dev/null
-    rm -f "$log.group"
-    case $code in 124 | 137) echo "$*: no end after $limit s, or killed" ;; esac
-    return $code
-}
 # run program: its output to $logs/<name>, then its exit code to $logs/<name>.code.
 run() {
     log=$logs/$(basename "$1")
     case $1 in
-    *.py) if command -v python3 >/dev/null; then within python3 "$1"; else echo "no python3"; echo "0 passed, 0 failed, 1 skipped"; fi ;;
-    *) within ./"$1" ;;
+    *.py) if command -v python3 >/dev/null; then within "$limit" python3 "$1"; else echo "no python3"; echo "0 passed, 0 failed, 1 skipped"; fi ;;
+    *) within "$limit" ./"$1" ;;
     esac >"$log" 2>&1
     echo $? >"$log.code"
 }
@@ -72,7 +55,6 @@ for program in $last; do
     report "$program"
 done
 echo "== every kernel for every architecture, no warnings, no spills in attention"
-log=$logs/archs
-if within $archs; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+if within "$limit" $archs; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

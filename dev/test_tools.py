@@ -1072,6 +1072,50 @@ def test_tests_have_limits_and_names():
             assert result.stdout.endswith("0 passed, 1 failed, 0 skipped\n"), result
 
 
+def test_measuring_in_parts():
+    """scripts/measure.sh with stand-ins for all that it runs: what runs, and that one which fails or hangs is named, that
+    the others run all the same, and that no table is written then."""
+    with scratch() as tmp:
+        for path in (SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh"):
+            (tmp / path.parent.name).mkdir(exist_ok=True)
+            shutil.copy(path, tmp / path.parent.name)
+        stand_in = ('#!/bin/sh\necho "$(basename "$0") $*" >>ran\necho "$RUN" >>runs\n'
+                    'case "$(basename "$0") $*" in $BAD) exit 3 ;; $SLOW) sleep 60 & echo $! >pid; wait ;; esac\n')
+        for name in ("accuracy", "study_accumulation", "study_ring", "bench_attention", "bench_layers", "bench_ring",
+                     "bench_train", "test_attention", "test_layers", "test_gpt2"):
+            executable(tmp / "dev" / name, stand_in)
+        executable(tmp / "python3", stand_in)
+        executable(tmp / "make", "#!/bin/sh\n")
+
+        def measure(*parts, gpus=1, **variables):
+            executable(tmp / "nvidia-smi", "#!/bin/sh\n" + gpus * "echo GPU 0: it\n")
+            for name in ("ran", "runs"):
+                (tmp / name).unlink(missing_ok=True)
+            result = run(tmp / "scripts" / "measure.sh", *parts, PATH=f"{tmp}:{os.environ['PATH']}", **variables)
+            ran = [line for line in (tmp / "ran").read_text().splitlines() if line != "python3 -c import torch"]
+            assert len(set((tmp / "runs").read_text().split())) == 1 or variables  # one run: RUN
+            return result, ran
+        result, ran = measure()
+        assert result.returncode == 0 and "one GPU" in result.stdout, result
+        assert ran[:3] == ["test_attention ", "test_layers ", "test_gpt2 "] and ran[-1] == "python3 scripts/readme_tables.py"
+        plots = [f"python3 scripts/plot_{what}.py" for what in ("attention", "accumulation", "ring", "memory")]
+        assert ran[-5:-1] == plots and [line for line in ran if "compare_torch" in line] == [
+            "python3 scripts/compare_torch.py --json", "python3 scripts/compare_torch.py --json --precision bf16"]
+        measured = [line for line in ran[3:-5] if not re.search("default_run|--json( |$)", line)]
+        assert not measured and len(ran) == 3 + 19 + 5, ran
+        _, ran = measure("--no-tests", "ring", "scaling", gpus=4)
+        assert ran[:5] == ["study_ring --json", "bench_ring --json --gpus 4 --heads 12 --hs 64",
+                           "bench_ring --json --gpus 4 --heads 32 --hs 128", "python3 scripts/trace_ring.py --json --gpus 4",
+                           "python3 scripts/scaling.py --json"] and ran[5:] == plots + ["python3 scripts/readme_tables.py"]
+        result, ran = measure("--no-tests", "accuracy", "study", "layers", BAD="accuracy*64", SLOW="study_accum*", PART_LIMIT="1")
+        assert result.returncode == 1 and "failed: accuracy study; no table is written" in result.stderr, result
+        assert "--part study: no end after 1 s" in result.stdout, result
+        assert ran == ["accuracy --json --hs 64", "study_accumulation --json", "bench_layers --json"], ran
+        wait_for(lambda: not runs((tmp / "pid").read_text().strip()), 5)
+        result, ran = measure("layers", BAD="test_layers*")
+        assert result.returncode != 0 and ran == ["test_attention ", "test_layers "], (result, ran)
+
+
 def test_sanitizer_of_the_kernels():
     """scripts/sanitize.sh with a stand-in for compute-sanitizer: what it runs, its exit code, and Ctrl-C."""
     with scratch() as tmp:
