@@ -522,8 +522,12 @@ def test_tables_of_ladder_accuracy_and_losses():
     with scratch() as tmp:
         for name, rows in (("attention", ladder), ("accuracy", accuracy), ("losses", losses)):
             write_rows(tmp, name, rows)
+        write_rows(tmp, "torch", [{**attention_row(), "model": "d12", "dtype": "bf16", "steps": 50, "attention": "flash", "lr": 1e-4,
+                                   "max_norm": 0.5, "weight_decay": 1.0, "clipped": 47, "difference": 0.001,
+                                   "allowed": 0.002, "torch_itself": 0.0015}])
         (tmp / "dev" / "results" / "A" / "accuracy.svg").write_text("<svg/>")
-        readme, text = documents_with(tmp, "ladder", "accuracy", "losses", "plot accuracy", "plot attention bf16")
+        readme, text = documents_with(tmp, "ladder", "accuracy", "losses", "torch", "plot accuracy", "plot attention bf16")
+        assert "| d12 | bf16 | flash | 0.5 | 47 of 50 | 1 | 1.0e-03 | 2.0e-03 | 1.5e-03 |" in text
         assert "| 4 | 1024 | fwd | 4.000 | 1.000 | 2.000 (2.00×, 0.50×) |" in text
         assert "| 1 | 65536 | fwd | out of memory | – | 149.3 |" in text
         ratios = "| bf16 | flash_bf16 | 1.50 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / NaN |"
@@ -855,6 +859,40 @@ def test_profile_without_nsys_builds_nothing():
 # ----------------------------------------------------------------------------------------------------------------------
 # Training recipes, and the comparison of losses
 
+def test_losses_beside_pytorch():
+    """What scripts/compare_torch.py asks of the trainer and makes of the losses; PyTorch's side needs PyTorch."""
+    from compare_torch import apart, judge, trainer_command
+    a = types.SimpleNamespace(B=3, T=128, steps=4, lr=2e-4, weight_decay=0.75, max_norm=0.5, precision="bf16",
+                              attention="naive", tol=1e-4)
+
+    def steps(*losses, norms=(0.6, 0.6, 0.4, 0.3)):
+        return list(zip(losses, norms))
+    torch, near = steps(4.0, 3.0, 2.0, 1.0), steps(4.0, 3.01, 2.0, 1.0)
+    found, ok = judge(a, steps(4.0, 3.0, 2.0, 0.981), torch, near)
+    assert ok and abs(found["difference"] - 0.019) < 1e-9 and abs(found["allowed"] - 0.02) < 1e-9, found
+    assert found["clipped"] == 2 and abs(found["torch_itself"] - 0.01) < 1e-9, found
+    for ours in (steps(4.0, 3.0, 2.0, 0.979), steps(4.021, 3.0, 2.0, 1.0), steps(4.0, math.nan, 2.0, 1.0),
+                 steps(math.nan, 3.0, 2.0, 1.0), steps(4.0, 3.0, 2.0, 1.0, norms=(0.6, 0.5, 0.4, 0.3))):
+        assert not judge(a, ours, torch, near)[1], ours
+    assert not judge(a, torch, torch, steps(4.0, math.nan, 2.0, 1.0))[1]
+    command = " ".join(trainer_command(a, "model", "shard", "out"))
+    for option in ("-e model -i shard -b 3 -t 128 -x 4 -l 0.0002 -u 0 -k constant ", " -c 0.75 --max-norm 0.5 --precision bf16 ",
+                   " --no-shuffle --attention naive -o out"):
+        assert option in command, (option, command)
+    assert "--no-tf32" not in command
+    a.precision = "fp32"
+    assert "--no-tf32" in trainer_command(a, "model", "shard", "out")
+    for difference, right in (0.9e-4, True), (1.1e-4, False), (-1.1e-4, False):
+        found, ok = judge(a, steps(4.0, 3.0, 2.0 + difference, 1.0), torch, near)
+        assert ok == right and found["allowed"] == 1e-4, found
+    try:
+        apart(torch, torch[1:])
+    except ValueError as e:
+        assert "4 and 3 steps" in str(e)
+    else:
+        raise AssertionError("runs of other lengths")
+
+
 def test_losses_are_compared():
     """On the CPU, where naive and flash are one."""
     built()
@@ -871,6 +909,62 @@ def test_losses_are_compared():
             assert result.returncode == 2 and what in result.stderr, result
         result = script("compare_losses.py", "--device", "cpu", "--model", "tiny", "--shapes", "2x999999", "--gpus", "2")
         assert result.returncode == 1 and "999999" in result.stderr, result
+
+
+# Writes and prints what ./train_gpt2cu does. Its losses and rates are those of the environment.
+STAND_IN = f"#!{sys.executable}\n" + '''
+import json, os, sys
+option = dict(zip(sys.argv, sys.argv[1:]))
+ranks = option.get("--gpus", "1") + "_" + option.get("--zero", "0")
+run = option["--attention"] + "_" + option["--seed"] if "--attention" in option else "ranks_" + ranks
+loss = float(os.environ.get(run, 2))
+rate = os.environ.get("rate_on_" + os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("rate_" + ranks))
+print("device             GPU A, 1 GiB\\n  total   %d.0 MiB" % (2048 if ranks.endswith("1") else 4096))
+rows = [{"kind": "run", "device": "GPU A"}]
+for i in range(1, int(option["-x"]) + 1):
+    print("step %d/9 | %s tok/s" % (i, rate if i > 10 else "1"))
+    rows.append({"kind": "train", "step_ms": 3 * i if i > 2 else 999, "loss_nats": loss if i == 11 else 2.0})
+if "-o" in option:
+    with open(option["-o"] + "/log.jsonl", "w") as log:
+        for row in rows + [{"kind": "val", "loss_nats": 9.0}, {"kind": "val", "loss_nats": loss}]:
+            print(json.dumps(row), file=log)
+'''
+
+
+def test_comparisons_fail_where_runs_differ():
+    """compare_losses.py and scaling.py with a stand-in for the trainer."""
+    with scratch() as tmp:
+        shutil.copytree(SCRIPTS, tmp / "scripts")
+        executable(tmp / "train_gpt2cu", STAND_IN)
+
+        def measured(name, *arguments, **variables):
+            out = tmp / "rows.jsonl"
+            out.unlink(missing_ok=True)
+            result = run(sys.executable, tmp / "scripts" / name, "--out", out, *arguments, **variables)
+            return result, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        naive, shape = {"naive_1": "2.0", "naive_2": "2.2"}, ("--shapes", "2x16", "--steps", "20", "--seeds", "2")
+        for flash, code, word in ((("2.3", "2.0"), 0, "within"), (("2.3", "2.2"), 1, "OUTSIDE"), (("1.9", "2.0"), 1, "OUTSIDE"),
+                                  (("2.1", "NaN"), 1, "OUTSIDE")):
+            result, rows = measured("compare_losses.py", *shape, **naive, flash_1=flash[0], flash_2=flash[1])
+            assert result.returncode == code and f"loss is {word} the seeds' spread" in result.stdout, result
+        assert [(r["attention"], r["ms"]) for r in rows] == [("naive", 34.5), ("flash", 34.5)], rows  # 3·3 … 3·20
+        result, _ = measured("compare_losses.py", *shape, naive_1="2.0", naive_2="NaN", flash_1="2.0", flash_2="2.0")
+        assert result.returncode == 1 and "OUTSIDE" in result.stdout, result
+        result, rows = measured("compare_losses.py", *shape, **naive, flash_1="2.05", flash_2="2.1")
+        assert "of one seed they differ by 1.0e-01 at most" in result.stdout, result
+        assert (rows[0]["loss"], rows[0]["loss_min"], rows[0]["loss_max"], rows[1]["loss"]) == (2.1, 2.0, 2.2, 2.075), rows
+
+        ranks = ("--gpus", "1,2", "--batch", "3", "--tokens", "16", "--steps", "12")
+        for losses in {"ranks_2_1": "2.0021"}, {"ranks_2_0": "1.9979"}, {"ranks_2_0": "NaN"}, {"ranks_1_0": "2.003"}:
+            result, rows = measured("scaling.py", *ranks, **losses)
+            assert result.returncode == 1 and "differ by more than 1e-3: not timed" in result.stderr, (losses, result)
+            assert {r["what"] for r in rows} == {"losses"} and "of linear" not in result.stdout, rows
+        result, rows = measured("scaling.py", *ranks, CUDA_VISIBLE_DEVICES="7,9", ranks_2_1="2.0019", rate_on_7="960",
+                                rate_on_9="800", rate_1_0="1000", rate_2_0="1900", rate_2_1="2200")
+        assert result.returncode == 0 and [round(r["apart"], 6) for r in rows[:2]] == [0, 0.00095], (result, rows)
+        speed = [[round(r[field], 3) for field in ("gpus", "zero", "tok_s", "ms", "ms_side_by_side", "of_linear", "gib")]
+                 for r in rows[2:]]
+        assert speed == [[1, 0, 1000, 48, 48, 1, 4], [2, 0, 1900, 50.526, 60, 0.95, 4], [2, 1, 2200, 43.636, 60, 1.1, 2]], speed
 
 
 def test_ranks_are_compared_and_timed():

@@ -88,9 +88,9 @@ def main():
                 print(f"{B:4} {T:5}  {attention:9}  {ms:9.2f}  {statistics.mean(found):12.5f}  "
                       f"{', '.join(f'{loss:.5f}' for loss in found)}", flush=True)
             flash, naive = statistics.mean(losses["flash"]), losses["naive"]
-            within = min(naive) <= flash <= max(naive)
+            within = min(naive) <= flash <= results.largest(naive)
             all_within &= within
-            apart = max(abs(f - n) for f, n in zip(losses["flash"], naive))
+            apart = results.largest(abs(f - n) for f, n in zip(losses["flash"], naive))
             print(f"flash's mean final loss is {'within' if within else 'OUTSIDE'} the seeds' spread of naive's "
                   f"({min(naive):.5f} to {max(naive):.5f}); of one seed they differ by {apart:.1e} at most", flush=True)
     except RuntimeError as e:

@@ -1,6 +1,7 @@
 """Rows of dev/results, as dev/bench.h writes them, for the scripts that measure with PyTorch or train."""
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -16,6 +17,12 @@ def output_of(*command):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def largest(values):
+    """NaN if there is one, unlike max()."""
+    values = list(values)
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def toolkit():

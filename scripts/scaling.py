@@ -106,7 +106,7 @@ def main():
     for n in numbers[1:]:
         for zero in (0, 1):
             text, found = losses(a, n, zero, *strict)
-            apart = max(abs(x - y) / y for x, y in zip(found, one))
+            apart = results.largest(abs(x - y) / y for x, y in zip(found, one))
             same &= len(found) == len(one) and apart <= 1e-3
             print(f"{n} GPUs, --zero {zero}: losses of {len(found)} steps within {apart:.1e} of one GPU's", flush=True)
             record(text, gpus=n, zero=zero, what="losses", apart=apart)
