@@ -155,8 +155,12 @@ std::string label(const char* what, size_t a, size_t b, size_t c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The device
 
+__global__ void empty_kernel() {}
 TEST(device) {
     const Cuda& dev = gpu();
+    cudaFuncAttributes built;  // make adds the a to 90; on a 9.0 the code may also come from PTX for 80
+    CUDA_CHECK(cudaFuncGetAttributes(&built, empty_kernel));
+    CHECK(dev.sm90a == (dev.sm == 90 && built.ptxVersion == 90));
     CHECK(dev.sm >= 50 && dev.num_sms > 0 && dev.total_bytes > 0 && !dev.name.empty());
     CHECK(dev.free_bytes() > 0 && dev.free_bytes() < dev.total_bytes);
     CHECK_ERROR(Cuda(99), "no GPU 99");
