@@ -583,17 +583,10 @@ static int shift_of(const BlockShape& s) {
     return static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
 }
 
-// Bytes of shared memory that a block may have on this GPU.
-static int block_smem(const Cuda& dev) {
-    int bytes = 0;
-    CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev.device));
-    return bytes;
-}
-
 template <class Tile>
 static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
     constexpr int kSmem = Tile::kForwardFloats * sizeof(float);
-    if (kSmem > block_smem(dev)) return false;
+    if (kSmem > dev.block_smem) return false;
     const auto kernel = args.lse_rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     const dim3 grid(B * args.NH, (args.Tq + Tile::Br - 1) / Tile::Br);
@@ -634,7 +627,7 @@ static size_t counters(const BlockShape& s) {
 template <class Tile>
 static bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
     constexpr int kSmem = Tile::kBackwardFloats * sizeof(float);
-    if (kSmem + static_cast<int>(sizeof(int)) > block_smem(dev)) return false;
+    if (kSmem + static_cast<int>(sizeof(int)) > dev.block_smem) return false;
     CUDA_CHECK(cudaFuncSetAttribute(backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     const unsigned blocks = args.heads * ((args.Tk + Tile::Bc - 1) / Tile::Bc);
     backward_kernel<Tile><<<blocks, kThreads, kSmem, dev.stream>>>(args);

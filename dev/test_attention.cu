@@ -2,7 +2,10 @@
 //
 //   accuracy     out, lse, dq, dk, dv on the inputs and shapes that find bugs
 //   logits       of up to ±200, of one size, mixed and rising: whole, in chunks, and in masked blocks
-//   extremes     zeros; a NaN reaches what depends on it
+//   extremes     zeros
+//   nan          one NaN reaches what depends on it, and no other head, sequence or distant row
+//   stream       all work is on the device's stream
+//   small tiles  flash_fp32's, for GPUs with less shared memory
 //   determinism  the same bytes from every run
 //   block        chunked queries and keys in any order equal the whole; masked blocks; accumulators are added into
 //   halves       blocks so large that some work is cut in two: right, and the same bytes from every run
@@ -36,6 +39,7 @@
 #include "dev/bounds.h"
 #include "dev/reference.h"
 #include "dev/test.h"
+#include "layers/cublas.h"
 #include "layers/layers.h"
 
 // What naive's relative L2 error may be.
@@ -48,7 +52,7 @@ static uint64_t base_seed() {
 }
 
 // The device of all tests, in strict fp32. Without one, the test that asks for it is skipped.
-static const Cuda& gpu() {
+static Cuda& own_gpu() {
     std::string why;
     if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
     static Cuda* dev = nullptr;
@@ -57,6 +61,9 @@ static const Cuda& gpu() {
         dev->tf32 = false;
     }
     return *dev;
+}
+static const Cuda& gpu() {
+    return own_gpu();
 }
 
 template <class X>
@@ -101,7 +108,8 @@ class Buffer {
     X* as() {
         return reinterpret_cast<X*>(data());
     }
-    void poison() { CUDA_CHECK(cudaMemsetAsync(data(), 0xFF, bytes_, gpu().stream)); }
+    void poison() { poison(gpu().stream); }
+    void poison(cudaStream_t stream) { CUDA_CHECK(cudaMemsetAsync(data(), 0xFF, bytes_, stream)); }
     std::vector<char> bytes() { return download<char>(bytes_); }
     template <class X>
     std::vector<X> download(size_t count, size_t first = 0) {
@@ -540,7 +548,7 @@ void accuracy(int index) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Extremes: inputs of nothing but zeros, and one NaN
+// Extremes: inputs of nothing but zeros
 
 template <class X>
 void extremes(int index) {
@@ -548,26 +556,168 @@ void extremes(int index) {
     for (int HS : {64, 128}) {
         Problem<X> p;
         p.c = {{2, 130, 3, HS, true}, Input::normal};
-        make_inputs(p);
         const AttentionShape& s = p.c.shape;
-        const size_t C = static_cast<size_t>(s.NH) * HS;
-        const Problem<X> random = p;
+        make_inputs(p);
         for (std::vector<X>* x : {&p.qkv, &p.dout}) std::fill(x->begin(), x->end(), round_to<X>(0.f));
         const Result zeros = run(kernel, p);
         for (int i : {Out, Dq, Dk, Dv}) CHECK(max_error(zeros[i], std::vector<double>(zeros[i].size())) == 0);
         for (size_t i = 0; i < zeros[Lse].size(); i++) CHECK_NEAR(zeros[Lse][i], std::log(1. + i % s.T), 1e-6);
-
-        // Every query sees key 0, so a NaN in its value is in every row of out; and a NaN of a query is in its own.
-        const auto nan = round_to<X>(std::numeric_limits<float>::quiet_NaN());
-        p = random;
-        p.qkv[2 * C + 5] = nan;
-        Result got = run(kernel, p);
-        for (int t = 0; t < s.T; t++) CHECK(std::isnan(got[Out][t * C + 5]));
-        p = random;
-        p.qkv[100 * 3 * C + 7] = nan;
-        got = run(kernel, p);
-        for (int d = 0; d < HS; d++) CHECK(std::isnan(got[Out][100 * C + d]) && std::isnan(got[Dq][100 * C + d]));
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One NaN, in a row of q, k, v or dout of one head of one sequence. Every element that depends on it is NaN; every element
+// of other heads and sequences, and of rows farther away than any tile is long, has the bits that it has without the NaN.
+// In between is where a tile may carry it: on tensor cores a masked P of 0 times NaN is NaN. naive's products are over
+// whole heads, so that its tile is the head.
+
+enum class Reach { none, row, later, earlier, all };  // rows of a tensor that depend on row `at`, in causal attention
+
+template <class X>
+void one_nan(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    constexpr int T = 1000, at = 500, tile = 256, b = 1, h = 1, element = 5;
+    constexpr Reach none = Reach::none, row = Reach::row, later = Reach::later, earlier = Reach::earlier,
+                    all = Reach::all;
+    const struct {
+        const char* of;
+        Reach reach[kTensors];  // out, lse, dq, dk, dv
+    } inputs[] = {{"q", {row, row, row, earlier, earlier}},
+                  {"k", {later, later, later, all, all}},  // of the rows of P that are NaN the last sees every key
+                  {"v", {later, none, later, all, none}},
+                  {"dout", {none, none, row, earlier, earlier}}};
+    for (int HS : {64, 128})
+        for (bool causal : {true, false}) {
+            Problem<X> p;
+            p.c = {{2, T, 3, HS, causal}};
+            make_inputs(p);
+            const AttentionShape& s = p.c.shape;
+            const Result clean = run(kernel, p);
+            for (int which = 0; which < 4; which++) {
+                Problem<X> with_nan = p;
+                const size_t token = static_cast<size_t>(b) * T + at;
+                X& x = which < 3 ? with_nan.qkv[((token * 3 + which) * s.NH + h) * HS + element]
+                                 : with_nan.dout[(token * s.NH + h) * HS + element];
+                x = round_to<X>(std::numeric_limits<float>::quiet_NaN());
+                const Result got = run(kernel, with_nan);
+                for (int i = 0; i < kTensors; i++) {
+                    const Reach reach = inputs[which].reach[i];
+                    size_t wrong = 0, first = 0;
+                    for (size_t e = 0; e < got[i].size(); e++) {
+                        const size_t r = i == Lse ? e : e / HS;  // of (B, NH, T) or (B, T, NH)
+                        const int t = static_cast<int>(i == Lse ? r % T : r / s.NH % T);
+                        const size_t head = i == Lse ? r / T % s.NH : r % s.NH, sequence = r / s.NH / T;
+                        bool must = false, may = false;
+                        if (head == h && sequence == b && reach != none) {
+                            const int near = kernel.flash ? tile : T;
+                            const bool any = reach == all || (!causal && reach != row);
+                            const int from = any || reach == earlier ? 0 : at, to = any || reach == later ? T - 1 : at;
+                            must = t >= from && t <= to && (i == Lse || e % HS == element);
+                            may = t > from - near && t < to + near;
+                        }
+                        const bool same = got[i][e] == clean[i][e];
+                        if (must ? !std::isnan(got[i][e]) : !may && !same) {
+                            if (!wrong++) first = e;
+                        }
+                    }
+                    if (wrong)
+                        test::report(
+                            __FILE__, __LINE__,
+                            format("%s %s, NaN in %s of token %d, head %d, sequence %d: %zu elements of %s should be NaN, "
+                                   "or as without it; the first is %zu: %g, without the NaN %g",
+                                   kernel.name, p.c.text().c_str(), inputs[which].of, at, h, b, wrong, kNames[i], first,
+                                   got[i][first], clean[i][first]));
+                }
+            }
+        }
+}
+
+// Part 0, 1, 2 = q, k, v of a packed qkv, from token `begin` on.
+template <class X>
+Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s) {
+    const size_t C = static_cast<size_t>(s.NH) * s.HS;
+    return {qkv + begin * 3 * C + part * C, s.T * 3 * C, 3 * C};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streams. The inputs arrive late on a stream that nothing else is ordered with, not even the default stream, and scratch
+// and outputs are poisoned behind them: work on any other stream sees NaN, or is overwritten by it.
+
+template <class X>
+std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel, const Problem<X>& p, unsigned pause) {
+    Run<X> r(kernel, p);
+    const AttentionShape& s = r.s;
+    const size_t C = static_cast<size_t>(s.NH) * s.HS, n = r.n, rows = r.rows;
+    const bool blocks = kernel.forward_block;
+    const BlockShape shape{s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal};
+    Buffer late_qkv("late qkv", p.qkv), late_dout("late dout", p.dout);
+    Buffer o("o_acc", n * sizeof(float)), running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
+    Buffer D("D", rows * sizeof(float)), dkv("dkv", 2 * n * sizeof(float)), dq("dq", n * sizeof(X));
+    Buffer rounded("rounded", n * sizeof(X));
+    Buffer block_scratch("block scratch", blocks ? kernel.block_scratch_bytes(shape) : 0);
+    Buffer dq_sum("dq_sum", blocks ? kernel.dq_sum_bytes(shape) : 0);
+    r.qkv.poison(), r.dout.poison();
+    gpu().sync();
+
+    const auto poison = [&](std::initializer_list<Buffer*> buffers) {
+        for (Buffer* b : buffers) b->poison(dev.stream);
+    };
+    if (pause) dev.pause(pause);
+    poison({&r.out, &r.lse, &r.att, &r.scratch, &r.dqkv, &o, &running, &lse, &D, &dkv, &dq, &rounded, &block_scratch});
+    CUDA_CHECK(cudaMemcpyAsync(r.qkv.data(), late_qkv.data(), 3 * n * sizeof(X), cudaMemcpyDeviceToDevice, dev.stream));
+    CUDA_CHECK(cudaMemcpyAsync(r.dout.data(), late_dout.data(), n * sizeof(X), cudaMemcpyDeviceToDevice, dev.stream));
+    X *qkv = r.qkv.template as<X>(), *dout = r.dout.template as<X>(), *out = r.out.template as<X>();
+    kernel.forward(dev, out, r.lse.template as<float>(), r.att.template as<X>(), r.scratch.data(), qkv, s);
+    poison({&r.scratch});
+    kernel.backward(dev, r.dqkv.template as<X>(), r.scratch.data(), dout, out, r.lse.template as<float>(),
+                    r.att.template as<X>(), qkv, s);
+    std::vector<Buffer*> results = {&r.out, &r.lse, &r.dqkv};
+    if (blocks) {
+        const Heads<const X> q = heads<X>(qkv, 0, 0, s), k = heads<X>(qkv, 1, 0, s), v = heads<X>(qkv, 2, 0, s);
+        BlockShape backward = shape;
+        backward.write_dkv = true;
+        attention_clear_state(dev, o.as<float>(), running.as<double>(), shape);
+        kernel.forward_block(dev, o.as<float>(), running.as<double>(), q, k, v, shape);
+        attention_round<X>(dev, rounded.as<X>(), o.as<float>(), n);
+        copy_rows(dev, lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
+        attention_D<X>(dev, D.as<float>(), dout, rounded.as<X>(), s.B, s.T, s.NH, s.HS);
+        dev.zero(dq_sum.data(), kernel.dq_sum_bytes(shape));
+        kernel.backward_block(dev, dq_sum.as<float>(), dkv.as<float>(), dkv.as<float>() + n, block_scratch.data(), q, k, v,
+                              {dout, s.T * C, C}, lse.as<float>(), D.as<float>(), backward);
+        kernel.write_dq(dev, {dq.as<X>(), s.T * C, C}, dq_sum.as<float>(), shape);
+        results.insert(results.end(), {&rounded, &lse, &D, &dkv, &dq});
+    }
+    dev.sync();
+    std::vector<char> bytes;
+    for (Buffer* b : results) {
+        const std::vector<char> more = b->bytes();
+        bytes.insert(bytes.end(), more.begin(), more.end());
+    }
+    return bytes;
+}
+
+template <class X>
+void stream(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    Cuda other(0);
+    other.tf32 = false;
+    const cudaStream_t blocking = other.stream;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&other.stream, cudaStreamNonBlocking));
+    CUBLAS_CHECK(cublasSetStream(other.blas, other.stream));
+    for (int HS : {64, 128}) {
+        Problem<X> p;
+        p.c = {{2, 300, 3, HS, true}};
+        make_inputs(p);
+        const std::vector<char> want = all_forms_on(gpu(), kernel, p, 0), got = all_forms_on(other, kernel, p, 100000000);
+        const size_t first = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
+        if (got != want)
+            test::report(__FILE__, __LINE__,
+                         format("%s %s: on a stream of its own, with late inputs, results differ from byte %zu of %zu on: "
+                                "out, lse, dqkv, then the block form's out, lse, D, dk, dv, dq",
+                                kernel.name, p.c.text().c_str(), first, got.size()));
+    }
+    CUDA_CHECK(cudaStreamDestroy(other.stream));
+    other.stream = blocking;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -618,13 +768,6 @@ static std::vector<Chunk> chunks(const std::vector<int>& sizes) {
         begin += size;
     }
     return all;
-}
-
-// Part 0, 1, 2 = q, k, v of a packed qkv, from token `begin` on.
-template <class X>
-Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    return {qkv + begin * 3 * C + part * C, s.T * 3 * C, 3 * C};
 }
 
 // One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T). A chunk's own tensors
@@ -907,6 +1050,38 @@ void logits(int index) {
         for (const auto& [input, logit] : inputs) check_masked_blocks(kernel, HS, 130, 200, 33, input, logit);
 }
 
+// flash_fp32's tiles for 64 KB of shared memory, which is what Turing gives a block; and the Error where there is less.
+template <class X>
+void small_tiles(int index) {
+    const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    if (std::string(kernel.name) != "flash_fp32") SKIP("%s has one size of tiles", kernel.name);
+    const struct Restore {
+        int bytes = gpu().block_smem;
+        ~Restore() { own_gpu().block_smem = bytes; }
+    } restore;
+    for (int HS : {64, 128}) {
+        for (int T : {1, 33, 129, 300})
+            for (bool causal : {true, false}) {
+                const Problem<X>& p = problem<X>({{2, T, 3, HS, causal}});
+                own_gpu().block_smem = restore.bytes;
+                const Result large = run(kernel, p);
+                own_gpu().block_smem = 64 << 10;
+                const Result small = run(kernel, p);
+                check_result(kernel, p, small);
+                if (T == 300 && restore.bytes >= 112 << 10) CHECK(small[Dk] != large[Dk]);  // another order of sums
+            }
+        const Case c{{2, 300, 3, HS, true}};
+        check_blocks(kernel, c, {128, 37, 64, 71}, {100, 200}, 0, 0.f, 9);
+        check_blocks(kernel, {{1, 129, 1, HS, true, 8.f / static_cast<float>(HS)}, Input::constant, -128.f}, {29, 100},
+                     {65, 64}, 0, 1.f);
+        check_masked_blocks(kernel, HS, 130, 200, 1);
+        own_gpu().block_smem = 48 << 10;
+        const Problem<X>& p = problem<X>(c);
+        CHECK_ERROR(run(kernel, p), "shared memory");
+        own_gpu().block_smem = restore.bytes;
+    }
+}
+
 // So many keys and heads that flash_bf16_sm90 cuts the last key tiles in two: 28 of 160, on 132 multiprocessors. And again
 // and again, as the sum of two has no order, and must not need one.
 template <class X>
@@ -1049,12 +1224,16 @@ void check_many(const AttentionKernel<X>& kernel, const Case& c, size_t B, const
         check_result(kernel, p, got);
     }
 }
-// More than 2³¹ elements of qkv.
+// More than 2³¹ elements of qkv and dqkv; and of out, dout and dq, where the GPU has the memory.
 template <class X>
 void big(int index) {
-    const Case c{{1, 65, 25, 64, true}};
     const size_t B = (size_t{1} << 31) / (3 * 65 * 25 * 64) + 2;
-    check_many(kernel_for_this_gpu<X>(index), c, B, {0, 1, B - 1});
+    check_many(kernel_for_this_gpu<X>(index), {{1, 65, 25, 64, true}}, B, {0, 1, B - 1});
+}
+template <class X>
+void big_out(int index) {
+    const size_t B = (size_t{1} << 31) / (65 * 25 * 64) + 2;
+    check_many(kernel_for_this_gpu<X>(index), {{1, 65, 25, 64, true}}, B, {0, 1, B / 3, B - 2, B - 1});
 }
 // So many heads, so long, that flash_bf16_sm90 takes them in groups and gives a place in dQ's sum a second time.
 template <class X>
@@ -1162,12 +1341,16 @@ void add_tests() {
     add("accuracy", [] { accuracy<X>(Index); });
     add("logits", [] { logits<X>(Index); });
     add("extremes", [] { extremes<X>(Index); });
+    add("nan", [] { one_nan<X>(Index); });
+    add("stream", [] { stream<X>(Index); });
+    add("small tiles", [] { small_tiles<X>(Index); });
     add("determinism", [] { determinism<X>(Index); });
     add("block", [] { block<X>(Index); });
     add("halves", [] { halves<X>(Index); });
     add("few blocks", [] { few_blocks<X>(Index); });
     add("limits", [] { limits<X>(Index); });
     add("big", [] { big<X>(Index); });
+    add("big out", [] { big_out<X>(Index); });
     add("groups", [] { groups<X>(Index); });
 }
 template <int... Index>

@@ -63,6 +63,7 @@ Cuda::Cuda(int device) : device(device) {
     CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     sm = 10 * properties.major + properties.minor;
     num_sms = properties.multiProcessorCount;
+    block_smem = static_cast<int>(properties.sharedMemPerBlockOptin);
     name = properties.name;
     total_bytes = properties.totalGlobalMem;
 

@@ -50,6 +50,7 @@ struct Cuda {
     int sm = 0;          // compute capability ×10, 90 for an H200
     bool sm90a = false;  // its code was compiled for sm_90a; otherwise kernels that need wgmma are empty
     int num_sms = 0;     // multiprocessors
+    int block_smem = 0;  // bytes of shared memory that a block may have; a test may lower it
     std::string name;    // "NVIDIA H200"
     size_t total_bytes = 0;
     bool tf32 = true;    // fp32 matmuls on tensor cores; false: strict fp32
