@@ -148,7 +148,7 @@ class Buffer {
 //             could take for that of rows beyond T.
 //   ramp      they rise along the keys, 16 at a time, in half of the rows and fall in the others, so that the maximum
 //             rises by hundreds whichever way a kernel walks
-enum class Input { normal, large_q, shifted, magnitudes, magnitudes_reversed, constant, mixed, ramp };
+enum class Input { normal, large_q, shifted, early_keys, magnitudes, magnitudes_reversed, constant, mixed, ramp };
 
 struct Case {
     AttentionShape shape;
@@ -158,6 +158,7 @@ struct Case {
         const char* inputs[] = {"N(0,1)",
                                 "q x5",
                                 "mean +0.5",
+                                "first keys x60",
                                 "q 1e15 k 1e-15 v 1e-20 dout 1e10",
                                 "q 1e-15 k 1e15 v 1e15 dout 1e-30",
                                 "every logit",
@@ -272,14 +273,19 @@ void make_inputs(Problem<X>& p) {
                                 {1, 1, 1, 1},
                                 {5, 1, 1, 1},
                                 {1, 1, 1, 1},
+                                {1, 1, 1, 1},
                                 {1e15f, 1e-15f, 1e-20f, 1e10f},
                                 {1e-15f, 1e15f, 1e15f, 1e-30f},
                                 {1, 1, 1, 1},
                                 {1, 1, 1, 1},
                                 {1, 1, 1, 1}};
     const float shift = p.c.input == Input::shifted ? 0.5f : 0.f, *factor = factors[static_cast<int>(p.c.input)];
-    for (size_t i = 0; i < p.qkv.size(); i++)
-        p.qkv[i] = round_to<X>((normal(rng) + shift) * factor[i / C % 3]);
+    // Logits whose maximum grows by hundreds while a kernel walks from the last keys to the first.
+    const float early_factor = p.c.input == Input::early_keys ? 60.f : 1.f;
+    for (size_t i = 0; i < p.qkv.size(); i++) {
+        const bool is_early_key = i / C % 3 == 1 && i / C / 3 % s.T < 32;
+        p.qkv[i] = round_to<X>((normal(rng) + shift) * factor[i / C % 3] * (is_early_key ? early_factor : 1.f));
+    }
     for (X& x : p.dout) x = round_to<X>((normal(rng) + shift) * factor[3]);
     if (p.c.logit != 0.f) make_large_logits(p, rng);
 }
@@ -440,6 +446,7 @@ double error_of_P(const Problem<X>& p) {
     return std::expm1(of_S * max_abs(p.ref[Lse]));
 }
 // It is about that of every tensor's norm too. kNaiveL2 covers it while logits are small.
+constexpr double kLargeLse = 64;
 template <class X>
 double large_logits_error(const Problem<X>& p) {
     return max_abs(p.ref[Lse]) > kLargeLse ? error_of_P(p) : 0;
@@ -474,16 +481,17 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
             check("max", error, bf16_lse_bound(largest),
                   format("8·%.3g·max(1, |lse| %.3g)", kBf16LseError, largest).c_str());
         } else {
-            const ErrorBound k = error_bound(kernel, i, p.c.shape, max_abs(p.ref[Lse]));
+            const ErrorBound k = error_bound(kernel, i, p.c.shape);
             const NaiveErrors& naive = naive_errors(p);
-            const double most = max_error_bound<X>(k, i, naive.max[i], largest, p.tiny[i]);
-            check("max", error, most,
-                  format("%g·naive's %.3g + tiny %.3g", k.max, naive.max[i], most - k.max * naive.max[i]).c_str());
+            const double one = roundoff<X>(k, i, naive.max[i], largest), tiny = p.tiny[i] + one * largest;
+            check("max", error, k.max * naive.max[i] + tiny,
+                  format("%g·naive's %.3g + tiny %.3g", k.max, naive.max[i], tiny).c_str());
             // Where naive is exact its L2 error is luck: for T ≤ 2, and where S is exact in dq and dk, of which only D's
             // rounding is left.
             const bool exact_dS = p.c.input == Input::constant && (i == Dq || i == Dk);
             if (p.c.shape.T > 2 && !exact_dS)
-                check("L2", error_l2, k.l2 * naive.l2[i], format("%g·naive's %.3g", k.l2, naive.l2[i]).c_str());
+                check("L2", error_l2, k.l2 * naive.l2[i] + one * l2_norm(p.ref[i]),
+                      format("%g·naive's %.3g, one rounding %.3g", k.l2, naive.l2[i], one * l2_norm(p.ref[i])).c_str());
         }
     }
 }
@@ -512,6 +520,12 @@ static std::vector<Case> accuracy_cases() {
     all.push_back({{20, 129, 25, 128, true}, Input::normal});
     all.push_back({{1, 200, 2, 64, true, 0.3f}, Input::normal});
     all.push_back({{1, 200, 2, 128, false, 0.02f}, Input::large_q});
+    // For flash_bf16_sm90, which keeps its first maximum until a sum grows out of range. Flash kernels in bf16 only:
+    // the rounding of logits of several hundred is what fp32's bounds are not made for, and naive's bound for itself.
+    for (int HS : {64, 128}) {
+        all.push_back({{2, 450, 3, HS, true}, Input::early_keys});
+        all.push_back({{2, 450, 3, HS, false}, Input::early_keys});
+    }
     // Exactly a tile or two of every kernel.
     for (int HS : {64, 128})
         for (bool causal : {true, false}) all.push_back({{1, 128, 3, HS, causal}});
@@ -527,7 +541,8 @@ void accuracy(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
     double lse_error = 0;
     for (const Case& c : accuracy_cases()) {
-        if (c.shape.B >= 20 && !(std::is_same_v<X, bf16> && kernel.flash)) continue;
+        const bool for_flash_in_bf16 = c.input == Input::early_keys || c.shape.B >= 20;
+        if (for_flash_in_bf16 && !(std::is_same_v<X, bf16> && kernel.flash)) continue;
         const Problem<X>& p = problem<X>(c);
         const Result got = run(kernel, p);
         check_result(kernel, p, got);
@@ -929,11 +944,13 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
                     format("%s %s in %zu x %zu chunks, prefill %g: %s: %s error %.3g > %.3g", kernel.name,
                            c.text().c_str(), q_chunks.size(), k_chunks.size(), prefill, kNames[i], norm, error, bound));
         };
-        const double extra = i >= Dq ? lse_rounding : 0, relative = merges + extra;
+        const double relative = merges + (i >= Dq ? lse_rounding : 0);
         check("max", max_error(got[i], want[i]),
-              2 * max_error(whole[i], p.ref[i]) + std::max(p.tiny[i], (relative + extra) * max_abs(want[i])));
+              2 * max_error(whole[i], p.ref[i]) + std::max(p.tiny[i], relative * max_abs(want[i])));
         if (c.input == Input::constant && (i == Dq || i == Dk)) continue;  // as in check_result
-        check("L2", l2_error(got[i], want[i]), 1.1 * l2_error(whole[i], p.ref[i]) + relative * l2_norm(want[i]));
+        // Large logits leave a few keys with all the weight, so that in bf16 few roundings decide this error, too.
+        const double few = std::is_same_v<X, bf16> && largest_lse > kLargeLse ? 1.25 : 1.1;
+        check("L2", l2_error(got[i], want[i]), few * l2_error(whole[i], p.ref[i]) + relative * l2_norm(want[i]));
     }
 }
 
