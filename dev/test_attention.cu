@@ -1078,7 +1078,8 @@ void small_tiles(int index) {
     for (int HS : {64, 128}) {
         for (int T : {1, 33, 129, 300})
             for (bool causal : {true, false}) {
-                const Problem<X>& p = problem<X>({{2, T, 3, HS, causal}});
+                const Case c{{2, T, 3, HS, causal}};
+                const Problem<X>& p = problem<X>(c);
                 own_gpu().block_smem = restore.bytes;
                 const Result large = run(kernel, p);
                 own_gpu().block_smem = 64 << 10;

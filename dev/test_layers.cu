@@ -188,12 +188,14 @@ TEST(device) {
 TEST(another_stream_is_noticed) {
     const Array<float> from(Values{1.0, 2.0}), to(Values{3.0, 4.0});
     for (const bool other : {true, false}) {
-        const Cuda& dev = Late();
+        const Late late;
+        const Cuda& dev = late;
         CUDA_CHECK(cudaMemcpyAsync(to, from, 2 * sizeof(float), cudaMemcpyDeviceToDevice, other ? 0 : dev.stream));
         CHECK(same_bits(to.values(), other ? Values{3.0, 4.0} : Values{1.0, 2.0}));
         CHECK(same_bits(from.values(), {1.0, 2.0}));
     }
-    const Cuda& dev = Late();  // what is read too early
+    const Late late;  // what is read too early
+    const Cuda& dev = late;
     float early[2];
     CUDA_CHECK(cudaMemcpy(early, from, sizeof early, cudaMemcpyDeviceToHost));
     CHECK(std::isnan(early[0]) && std::isnan(early[1]));
