@@ -240,6 +240,16 @@ __device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (
     }
 }
 
+template <int M, int N>
+__device__ __forceinline__ void add(float (&c)[M][N][4], const float (&x)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[m][n][e] += x[m][n][e];
+}
+
 // c (16·M × 8·N) += A · Bᵀ over HS: A's rows are the first of tile a, c's columns the first rows of tile b. All small
 // terms come before the first large one.
 template <int HS, int M, int N>
@@ -258,14 +268,23 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
             mma(c, n, hi, b);
         }
     }
+    // The large terms, in chains of 64 columns: tensor cores truncate when they add, so a chain of one sign drifts.
+    auto add_large_terms = [&](float (&sum)[M][N][4], int first) {
 #pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
-    for (int kk = 0; kk < HS; kk += 16) {
-        load_a<HS>(hi, a_tile, kk);
+        for (int kk = first; kk < first + 64; kk += 16) {
+            load_a<HS>(hi, a_tile, kk);
 #pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
-            mma(c, n, hi, b);
+            for (int n = 0; n < N; n += 2) {
+                ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+                mma(sum, n, hi, b);
+            }
         }
+    };
+    add_large_terms(c, 0);
+    if constexpr (HS > 64) {
+        float chain[M][N][4] = {};
+        add_large_terms(chain, 64);
+        add(c, chain);
     }
 }
 
@@ -508,7 +527,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 mma(s, n, q_hi[kk], b);
             }
         }
-        // The large terms, in chains of 64 columns: tensor cores truncate when they add, and lse would have it all.
+        // The large terms, in chains of 64 columns as in product_abt, so that backward's S has the same bits.
 #pragma unroll
         for (int kk = 0; kk < 4; kk++)
 #pragma unroll
@@ -519,12 +538,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int kk = 4; kk < HS / 16; kk++)
 #pragma unroll
                 for (int n = 0; n < Sub / 8; n += 2) mma(chain, n, q_hi[kk], b_hi[kk][n / 2]);
-#pragma unroll
-            for (int i = 0; i < M; i++)
-#pragma unroll
-                for (int n = 0; n < Sub / 8; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) s[i][n][e] += chain[i][n][e];
+            add(s, chain);
         }
         if constexpr (Masked) {
             const int lane = thread_again() % 32;
