@@ -337,6 +337,13 @@ TEST(differences_are_named) {
     CHECK(contains(text, "data: rank 1") && contains(text, "has \"abc\", rank 0 has \"abd\"") &&
           !contains(text, "d12"));
     CHECK(std::count(text.begin(), text.end(), '\n') == 1);  // once, not by every rank
+
+    ForkedRanks other(2, [](Job& job) {
+        job.agree(std::vector<std::pair<std::string, std::string>>(1 + job.rank, {"a", "b"}));
+        return 0;
+    });
+    CHECK((other.wait() == std::vector<int>{1, 1}));
+    CHECK(contains(other.text(), "is another program than rank 0"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -131,16 +131,26 @@ TEST(ranks_train_and_validate_as_one) {
     }
 }
 
-// The optimizer's state in a checkpoint is that of one rank, and whoever reads it and writes it again writes the same bytes.
+// The optimizer's state in a checkpoint is that of one rank. Whoever reads it and writes it again writes the same bytes,
+// and goes on as one rank does.
 TEST(ranks_save_and_restore_as_one) {
     Options o = options();
+    o.max_steps = kSteps + 1, o.schedule = "constant";
+    const Shared next;
     const auto saved = [&](const Grouping& g, const std::string& name, bool resume) {
         o.output_dir = dir() + "/" + name, o.resume = resume;
         std::filesystem::create_directories(o.output_dir);
-        on_ranks<float>(g, o, [&](Run<Cpu, float>& run, GPT2<Cpu, float>&, Job&) {
+        on_ranks<float>(g, o, [&](Run<Cpu, float>& run, GPT2<Cpu, float>& model, Job& job) {
             if (resume && !run.restore()) throw Error("nothing to restore");
             while (run.step < kSteps) run.train_step();
             run.save();
+            run.train_step();
+            const uint64_t mine = checksum64(model.params.base, model.params.bytes);
+            for (uint64_t of_rank : job.all_gather(mine))
+                if (of_rank != mine) throw Error("ranks go on with other parameters");
+            const size_t losses = model.num_losses();
+            next->norm[0] = model.stats()[losses];
+            next->val_last = std::accumulate(model.stats(), model.stats() + losses, 0.) / losses;
         });
         return std::pair{read_file(state_path(o.output_dir, kSteps)), read_file(model_path(o.output_dir, kSteps))};
     };
@@ -151,8 +161,16 @@ TEST(ranks_save_and_restore_as_one) {
         return adam;
     };
     const std::vector<float> one = optimizer(saved(kOne, "one", false).first);
+    const double loss = next->val_last, norm = next->norm[0];
+    const auto goes_on_as_one = [&](const Grouping& g) {
+        if (!(std::fabs(next->val_last - loss) <= 1e-5 * loss && std::fabs(next->norm[0] - norm) <= 1e-4 * norm))
+            test::report(__FILE__, __LINE__,
+                         format("%s: goes on with loss %g and norm %g, one rank with %g and %g", g.name().c_str(),
+                                next->val_last, next->norm[0], loss, norm));
+    };
     const Grouping most = {4, 2, true, true};
     const auto files = saved(most, "most", false);
+    goes_on_as_one(most);
     const std::vector<float> several = optimizer(files.first);
     for (size_t array = 0; array < 2; array++) {
         double error = 0, norm = 0;
@@ -160,8 +178,10 @@ TEST(ranks_save_and_restore_as_one) {
             error += std::pow(double(several[i]) - one[i], 2), norm += std::pow(double(one[i]), 2);
         CHECK_NEAR(std::sqrt(error / norm), 0, 1e-4);
     }
-    for (const Grouping& g : {kOne, Grouping{2, 1, false, false}, {2, 1, true, false}, {4, 1, true, true}, most})
+    for (const Grouping& g : {kOne, Grouping{2, 1, false, false}, {2, 1, true, false}, {4, 1, true, true}, most}) {
         CHECK(saved(g, "most", true) == files);
+        goes_on_as_one(g);
+    }
 }
 
 // What differs beside the arguments is found before the first step.
