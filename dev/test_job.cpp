@@ -2,6 +2,8 @@
 // rank can be missing, wrong, dead or stuck. Ranks are forked children; what they say on stderr is read back.
 //
 // Run: ./dev/test_job [part of a test's name]
+#include <sched.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -161,10 +163,30 @@ TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
     for (int rank = 2; rank >= 0; rank--)
         ranks.start([=] {
             sleep_for(0.3 * (2 - rank));
-            Job job({rank, 3, -1, "localhost", port, "", -1}, kQuick);
+            Job job({rank, 3, 2 - rank, "localhost", port, "", -1}, kQuick);
+            CHECK(job.local_rank == 2 - rank);  // as the launcher says
             CHECK(job.all_gather(rank)[2] == 2);
             job.leave();
             sleep_for(rank == 1 ? 2.5 : 0);  // longer than a silence
+            return 0;
+        });
+    CHECK_ENDED_WELL(ranks);
+}
+
+// Rank 1 is on a machine of its own, as far as names of machines say.
+TEST(machines_are_told_apart) {
+    const auto move = [] { return unshare(CLONE_NEWUSER | CLONE_NEWUTS) == 0 && sethostname("elsewhere", 9) == 0; };
+    Processes probe;
+    probe.start([&] { return move() ? 0 : 77; });
+    if (probe.wait()[0] == 77) SKIP("no machine names of our own here");
+    const int port = free_port();
+    Processes ranks;
+    for (int rank = 0; rank < 3; rank++)
+        ranks.start([=] {
+            CHECK(rank != 1 || move());
+            Job job({rank, 3, -1, "127.0.0.1", port, "", -1}, kQuick);
+            CHECK(job.local_rank == rank / 2 && job.local_size == (rank == 1 ? 1 : 2));
+            job.leave();
             return 0;
         });
     CHECK_ENDED_WELL(ranks);

@@ -372,6 +372,7 @@ TEST(ranks_train_as_one) {
                 "/" + name);
         CHECK_RUN(r, 0, "step 10/10 | loss");
         CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
+        CHECK(contains(r.out, c.overlap ? "summed beside backward" : "summed after backward"));
         const size_t at = r.out.find("step 1/10");
         CHECK(at != std::string::npos && r.out.find("step 1/10", at + 1) == std::string::npos);  // one of them prints
         for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "one", "train", key, 10, 1e-4);
@@ -381,7 +382,8 @@ TEST(ranks_train_as_one) {
     }
     // Three cannot divide 128 channels: the optimizer is then on each.
     const Result three = run(ranks_options() + "-d 96 -x 2 -v 0 --gpus 3");
-    CHECK(three.code == 0 && contains(three.out, "optimizer on each") && contains(three.out, "step 2/2"));
+    CHECK_RUN(three, 0, "optimizer on each, gradients summed after");
+    CHECK(contains(three.out, "step 2/2"));
 }
 
 TEST(gpus_train_as_one) {
