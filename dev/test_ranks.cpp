@@ -187,13 +187,14 @@ TEST(ranks_save_and_restore_as_one) {
 // In a ring what is broken reaches the others at once, and nobody may stop before the others do. Where the optimizer is
 // divided, gathering parameters heals this break, since another rank owns that element.
 TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
-    for (const Grouping& g : {Grouping{2, 1, false, false}, {4, 1, true, true}, {4, 4, true, false}})
+    for (const Grouping& g : {Grouping{2, 1, false, false}, {4, 1, true, true}, {2, 2, false, false}})
         on_ranks<float>(g, options(), [&](Run<Cpu, float>& run, GPT2<Cpu, float>& model, Job& job) {
             if (job.rank == 1) model.weights(1).ln2w[3] = NAN;
             const std::vector<char> before(model.params.base, model.params.base + model.params.bytes);
             CHECK_ERROR(run.train_step(),
-                        g.sharded ? "first tensor that is not finite: "
-                                  : "finite: ln2w of layer 1 (parameters, 1 of 32 elements) on rank 1; nothing");
+                        g.sharded || g.context > 1
+                            ? "first tensor that is not finite: "
+                            : "finite: ln2w of layer 1 (parameters, 1 of 32 elements) on rank 1; nothing");
             CHECK(job.rank == 1 || std::memcmp(before.data(), model.params.base, before.size()) == 0);
         });
 }
