@@ -446,7 +446,8 @@ double rate(const Recipe& r, int step) {
 
 // The same training in double, beside what the program wrote. clipped: how many steps must have been, −1 for some.
 void check_recipe(const Recipe& r, const std::string& options, const std::string& out, int clipped) {
-    const Result result = run(data_options() + val_options() + "-e " + model_file(kEndOften) + " " + options + format(" -x %d -o ", kSteps) + out);
+    const Result result = run(data_options() + val_options() + "-e " + model_file(kEndOften) + " " + options +
+                              format(" -x %d -o ", kSteps) + out);
     CHECK_RUN(result, 0, "checkpoint");
     check_lines(result.out, out, kSteps, r.windows * T);
     Gpt2 model = make_model(kEndOften);
