@@ -628,6 +628,9 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
     CHECK(contains(r.out, format(" | floor %.4f\n", corpus.val_nats)));
     CHECK(contains(r.out, "train data         1 shard, 30.9 M tokens\n"));  // and not the other way round
     CHECK(contains(r.out, "validation data    1 shard, 1.1 M tokens\n"));
+    const Result own = run("--device cpu -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 -j " + text_file());  // has no known floor
+    CHECK_RUN(own, 0, "train data         1 shard, 30.9 M tokens\nvalidation data    text file, ");
+    CHECK(contains(own.out, "step 0/0 | val loss 5.") && !contains(own.out, "floor"));
 }
 
 TEST_MAIN

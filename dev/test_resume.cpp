@@ -200,9 +200,12 @@ Result run_and_signal(const std::string& arguments, const std::string& sign, int
 
 // The run that never stops, with a checkpoint of each step.
 const std::string& straight_run() {
-    static const std::string out = dir() + "/straight";
-    if (!exists(out))
-        CHECK_RUN(run(options() + with_question() + "-n 1 -o " + out), 0, format("step %d/%d", kSteps, kSteps).c_str());
+    static const std::string out = dir() + "/straight";  // and what it prints in straight.txt
+    if (!exists(out)) {
+        const Result r = run(options() + with_question() + "-n 1 -o " + out);
+        CHECK_RUN(r, 0, format("step %d/%d", kSteps, kSteps).c_str());
+        write_file(out + ".txt", r.out);
+    }
     return out;
 }
 
@@ -214,7 +217,35 @@ const std::string& straight_run() {
 TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     const std::string& out = straight_run();
     check_rows(out, expected_rows(kSteps, 3, 5, true));
-    CHECK(contains(read_file(out + "/log.jsonl").substr(0, 15), "{\"kind\": \"run\""));
+    std::istringstream log(read_file(out + "/log.jsonl"));
+    std::string line;
+    std::getline(log, line);
+    CHECK(line.find("{\"kind\": \"run\", \"device\": \"CPU, ") == 0);
+    CHECK(line.substr(std::min(line.size(), line.find(", \"precision\""))) ==
+          format(", \"precision\": \"fp32\", \"attention\": \"flash\", \"parameters\": %zu, \"B\": 2, \"T\": 16, "
+                 "\"tokens_per_step\": 64, \"steps\": 18, \"seed\": 5, \"gpus\": 1, \"context_parallel\": 1, "
+                 "\"floor_nats\": null}",
+                 num_parameters()));
+    // What is printed is what is logged.
+    const std::string printed = read_file(out + ".txt");
+    const auto logged = [&](const char* key) { return number_after(line, "\"" + std::string(key) + "\": "); };
+    while (std::getline(log, line)) {
+        const int step = static_cast<int>(logged("step"));
+        if (contains(line, "\"train\"")) {
+            const double ms = logged("step_ms"), tok_s = logged("tokens_per_s");
+            CHECK_NEAR(ms * tok_s, 64 * 1e3, 1);
+            const std::string shown =
+                format("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA 0:", step,
+                       kSteps, logged("loss_nats"), logged("grad_norm"), logged("lr"), ms, tok_s);
+            if (!contains(printed, shown)) test::report(__FILE__, __LINE__, shown + " is not in " + printed);
+        } else if (contains(line, "\"val\"")) {
+            CHECK(contains(printed, format("step %d/%d | val loss %.4f\n", step, kSteps, logged("loss_nats"))));
+        } else if (contains(line, "\"hellaswag\"")) {
+            const int correct = static_cast<int>(logged("correct"));
+            CHECK(logged("examples") == 1 && (correct == 0 || correct == 1));
+            CHECK(contains(printed, format("step %d/%d | hellaswag %d of 1, ", step, kSteps, correct)));
+        }
+    }
     for (int step = 1; step <= kSteps; step++) {
         const std::string state = read_file(state_path(out, step)), model = read_file(model_path(out, step));
         const size_t at = 16 + value_at<uint32_t>(state, 12) + 8;  // behind the table and its checksum
