@@ -238,6 +238,9 @@ def test_several_files_are_one_stream():
     paths = [write_documents(suffixes[i], parts[i], f"part{i}") for i in range(3)]
     run(*paths, "-o", scratch / "several", *ranks_options())
     assert all_tokens(scratch / "several") == expected_tokens(sum(parts, []))
+    tenth = sum(path.stat().st_size for path in paths) // 40  # of the tokens, of about four bytes each, for validation
+    assert [path.name for path in shards(scratch / "several")] == ["val_000000.bin", "train_000001.bin"]
+    assert len(read_shard(scratch / "several" / "val_000000.bin")) == tenth
 
 
 def test_text_is_cut_where_no_token_changes():
@@ -493,6 +496,11 @@ def test_tinystories_from_the_hub():
         assert all_tokens(out) == expected_tokens(parts[0] + parts[1])
         assert not list((out / "download").glob("*.part"))
         run(*options, environment={"HF_ENDPOINT": "http://127.0.0.1:1"})  # complete: asks nobody
+        for name in Hub.files:
+            Hub.files[name] = Hub.files[name][:-1] + b"?"
+        options[2] = scratch / "other_stories"
+        fails(*options, says=["wrong SHA-256: expected", "deleted, run again"], environment=environment)
+        assert not list(options[2].glob("download/*")), "a file with the wrong hash was kept"
 
     with_hub(test)
 

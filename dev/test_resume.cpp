@@ -347,7 +347,9 @@ TEST(a_finished_run_is_left_alone) {
     const std::string out = dir() + "/left";
     copy_checkpoint(straight_run(), out, kSteps);
     const std::string state = read_file(state_path(out, kSteps));
-    CHECK_RUN(run(options() + "-y 1 -o " + out), 0, "nothing left to do");
+    const Result r = run(options() + "-y 1 -o " + out);
+    CHECK_RUN(r, 0, "nothing left to do");
+    CHECK(!contains(r.out, "\ncheckpoint "));  // nothing is written again
     CHECK(read_file(state_path(out, kSteps)) == state && files_of(out).size() == 3);
 }
 
