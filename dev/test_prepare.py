@@ -323,6 +323,10 @@ def test_known_ids():
         "--val-tokens", 4)
     assert [read_shard(path) for path in shards(scratch / "known")] == [
         [50256, 256, 258, 259], [68, 11, 220, 256, 93, 198, 127, 102]]
+    tokenizer = (scratch / "known" / "gpt2_tokenizer.bin").read_bytes()
+    assert struct.unpack("<256I", tokenizer[:1024]) == (20240328, 2, 50257, 50256) + (0,) * 252
+    pieces = [bytes([1, byte]) for byte in BYTES] + [b"\x02Hi", b"\x02 t", b"\x03 th", b"\x02er"]
+    assert tokenizer[1024:] == b"".join(pieces) + bytes(50256 - 260) + b"\x0d<|endoftext|>"
 
 
 def test_gpt2_ids():

@@ -165,6 +165,12 @@ TEST(trains_on_a_text_file_and_the_loss_falls) {
     CHECK(exists(model_path(dir() + "/learn", 60)) && exists(state_path(dir() + "/learn", 60)));
 }
 
+// Without -x one pass over the text: 1000 bytes and the token before them are 15 steps of 64 and a rest.
+TEST(trains_for_one_epoch_of_own_data) {
+    write_file(dir() + "/thousand.txt", read_file(text_file()).substr(0, 1000));
+    CHECK_RUN(run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt"), 0, "step 15/15 | loss ");
+}
+
 TEST(memory_table_and_profile) {
     // d12: C = 768, L = NH = 12. A token's floats: qkv (3C), atty, residual2, fch (4C), residual3, two statistics of
     // each layer norm and NH of lse in a layer; encoded and lnf with its two outside. The layer norms' outputs (C each)

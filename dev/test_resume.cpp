@@ -103,7 +103,7 @@ const std::string& shards() {
 // A step takes 4 windows in 2 micro-batches, so an epoch ends inside a step; 18 steps go into the fourth epoch.
 constexpr int kSteps = 18;
 std::string model_and_data() {
-    return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/b.bin ";
+    return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/c.bin ";
 }
 std::string options(int steps = kSteps) {
     return model_and_data() + format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
@@ -392,7 +392,7 @@ TEST(refuses_other_settings_by_name) {
     CHECK(read_file(state_path(out, 3)) == before && newest_checkpoint(out) == 3);  // none of them did a step
     std::filesystem::rename(shards(), shards() + "_moved");                         // the same data in another place
     CHECK_RUN(
-        run(options(4) + "-y 1 -o " + out + " " + data(shards() + "_moved") + " -v 0 -j " + shards() + "_moved/b.bin"),
+        run(options(4) + "-y 1 -o " + out + " " + data(shards() + "_moved") + " -v 0 -j " + shards() + "_moved/c.bin"),
         0, "step 4/4");
     std::filesystem::rename(shards() + "_moved", shards());
 }
@@ -484,20 +484,24 @@ TEST(refuses_damaged_checkpoints) {
 TEST(which_checkpoints_are_written_and_kept) {
     const struct {
         const char* options;
-        std::vector<int> steps;
-    } cases[] = {{"-x 7", {7}},
-                 {"-x 7 -n 3", {3, 6, 7}},
-                 {"-x 8 -n 4 -nk 0", {4, 8}},
-                 {"-x 9 -n 2 -nk 2", {8, 9}},
-                 {"-x 8 -n 2 -nk 3", {4, 6, 8}},
-                 {"-x 3 -n 1 -nk 1", {3}},
-                 {"-x 2 -n 5 -nk 4", {2}}};
+        int written;
+        std::vector<int> kept;
+    } cases[] = {{"-x 7", 1, {7}},
+                 {"-x 7 -n 3", 3, {3, 6, 7}},
+                 {"-x 8 -n 4 -nk 0", 2, {4, 8}},
+                 {"-x 9 -n 2 -nk 2", 5, {8, 9}},
+                 {"-x 8 -n 2 -nk 3", 4, {4, 6, 8}},
+                 {"-x 3 -n 1 -nk 1", 3, {3}},
+                 {"-x 2 -n 5 -nk 4", 1, {2}}};
     for (const auto& c : cases) {
         const std::string out = dir() + "/kept";
         std::filesystem::remove_all(out);
-        CHECK_RUN(run(options() + "-v 0 -s 0 " + c.options + " -o " + out), 0, "checkpoint");
+        const Result r = run(options() + "-v 0 -s 0 " + c.options + " -o " + out);
+        int written = 0;
+        for (size_t at = 0; (at = r.out.find("\ncheckpoint ", at)) != std::string::npos; at++) written++;
+        CHECK(r.code == 0 && written == c.written);
         std::set<std::string> expected = {"log.jsonl"};
-        for (const int step : c.steps) {
+        for (const int step : c.kept) {
             expected.insert(format("model_%08d.bin", step));
             expected.insert(format("state_%08d.bin", step));
         }
@@ -507,6 +511,14 @@ TEST(which_checkpoints_are_written_and_kept) {
             test::report(__FILE__, __LINE__, format("%s: found%s", c.options, found.c_str()));
         }
     }
+}
+
+// A rate that ruins the weights in the first step; the second one stops before its update.
+TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
+    const std::string out = dir() + "/ruined";
+    CHECK_RUN(run(options() + "-v 0 -s 0 -u 0 -l 1e30 -n 1 -o " + out), 1,
+              ("last good checkpoint: " + state_path(out, 1) + ";").c_str());
+    CHECK((files_of(out) == std::set<std::string>{"log.jsonl", "model_00000001.bin", "state_00000001.bin"}));
 }
 
 // A disk that is full after the model leaves no state, so the step does not count. A limit on file size stands for it.
