@@ -106,6 +106,9 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
             write_checkpoint("a.bin", version, V=V)
             converts("export", "a.bin", "hf")
             assert sorted(os.listdir("hf")) == ["config.json", "generation_config.json", "model.safetensors"]
+            for name in ("config.json", "generation_config.json"):  # <|endoftext|>, of a vocabulary that has it
+                ends = json.loads(read(f"hf/{name}"))
+                assert ends["bos_token_id"] == ends["eos_token_id"] == {257: 256, 256: None, 50257: 50256}[V], (name, V)
             converts("import", "hf", "b.bin")
             assert read("a.bin") == read("b.bin"), (version, V)
 
