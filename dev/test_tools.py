@@ -88,6 +88,87 @@ def test_smoothing():
     assert math.isnan(smooth([math.nan], 5)[0])
 
 
+class Drawn:
+    """Stands for anything of matplotlib, which need not be installed: each attribute is one too, and calls are kept."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def __getattr__(self, name):
+        setattr(self, name, Drawn(f"{self.name}.{name}" if self.name else name, self.calls))
+        return getattr(self, name)
+
+    def __call__(self, *args, **options):
+        self.calls.append((self.name, args, options))
+        what = self.name.split(".")[-1]
+        if what == "subplots":
+            rows, columns = args or (1, 1)
+            grid = [[Drawn(f"{r}{c}", self.calls) for c in range(columns)] for r in range(rows)]
+            flat = [axes for row in grid for axes in row]
+            return Drawn("", self.calls), grid if not options.get("squeeze", True) else flat if flat[1:] else flat[0]
+        if what == "subplot_mosaic":
+            return {name: Drawn(name, self.calls) for row in args[0] for name in row}
+        if what == "savefig":
+            args[0].write_text("drawn")
+        if what == "get_legend_handles_labels":
+            labels = [o["label"] for o in self.options(self.name.replace(what, "plot")) if "label" in o]
+            return [types.SimpleNamespace(get_label=lambda label=label: label) for label in labels], labels
+        return (0.5, 2.0) if what == "get_ylim" else (args, options) if what in ("Line2D", "Rectangle") else self
+
+    def of(self, name):
+        """The positional arguments of each call of that name, iterators as lists."""
+        return [[list(arg) if isinstance(arg, (zip, range, tuple)) else arg for arg in args] for what, args, _ in self.calls
+                if what == name]
+
+    def options(self, name):
+        return [options for what, _, options in self.calls if what == name]
+
+
+@contextlib.contextmanager
+def drawn():
+    """pyplot, as the scripts import it inside."""
+    plt = Drawn("", [])
+    names = ("matplotlib", "matplotlib.pyplot", "matplotlib.lines", "matplotlib.ticker")
+    old = {name: sys.modules.get(name) for name in names}
+    stand_in = types.SimpleNamespace(use=lambda _: None, pyplot=plt)
+    try:
+        sys.modules.update({"matplotlib": stand_in, **{name: plt for name in names[1:]}})
+        yield plt
+    finally:
+        for name, module in old.items():
+            sys.modules.pop(name)
+            if module:
+                sys.modules[name] = module
+
+
+def test_plot_of_a_run():
+    from plot import plot, read_log
+    with scratch() as tmp, drawn() as plt:
+        log = read_log(write_log(tmp / "run", steps=300))
+        for i, row in enumerate(log["train"]):
+            row.update(grad_norm=1.0 + i, tokens_per_s=2e5 + i, mfu_percent=40.0 + i, lr=i * 1e-5)
+        plot([log, read_log(write_log(tmp / "other", steps=40, floor=None))], ["one", "two"], tmp / "out.png", 0, "Two")
+        assert (tmp / "out.png").read_text() == "drawn" and plt.options("figure.savefig")[0]["format"] == "png"
+        steps, losses = plt.of("loss.plot")[0]
+        assert steps == list(range(1, 301)) and losses[9] == 2 + 9 * math.exp(-1)
+        smoothed = plt.of("loss.plot")[1][1]  # three steps: a hundredth
+        assert abs(smoothed[9] - sum(losses[8:11]) / 3) < 1e-12 and smoothed[0] == losses[0]
+        assert plt.of("loss.plot")[2] == [list(range(50, 301, 50)), [2.25] * 6]
+        first = {"norm": 1.0, "speed": 2e5, "mfu": 40.0}
+        for name, value in first.items():
+            assert plt.of(f"{name}.plot")[1][1][1] == value + 1, name  # of steps 1 to 3
+            assert name == "speed" or abs(plt.of(f"{name}.set_ylim")[0][1] - 1.1 * (value + 298.5)) < 1e-6, name
+        assert plt.of("lr.plot")[0][1] == [i * 1e-5 for i in range(300)]
+        assert plt.of("loss.axhline") == [[1.1]] and plt.of("loss.annotate")[0][0] == "floor 1.1000"
+        low, high = plt.of("loss.set_ylim")[0]
+        assert high < 12 and abs(low - (1.1 - 0.1 * (high - 1.1) / 1.1)) < 1e-9  # the first twentieth may be above
+        labels = [options["label"] for options in plt.options("Line2D")]
+        assert labels == ["one, validation 2.2500", "two", "training, mean of 3 steps", "training, each step", "validation"]
+        titles = {name: plt.of(f"{name}.set_title")[0][0] for name in ("loss", "norm", "lr", "speed", "mfu")}
+        assert list(titles.values()) == ["Loss", "Gradient norm", "Learning rate", "Tokens per second", "MFU, %"]
+        assert plt.of("figure.suptitle")[0] == ["Two"] and not plt.of("mfu.text")
+
+
 def test_plot_formats_and_several_runs():
     need("matplotlib")
     magic = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -647,19 +728,20 @@ def plotted(plot, tmp, name=None):
 
 
 def test_tables_and_plot_of_the_accumulation_study():
-    need("matplotlib")
     with scratch() as tmp:
-        (tmp / "dev" / "results").mkdir(parents=True)
-        check_fails(script("plot_accumulation.py", "--root", tmp), "no rows", "study_accumulation")
         write_rows(tmp, "accumulation", accumulation_rows())
-        first = plotted("accumulation", tmp).read_bytes()
-        assert plotted("accumulation", tmp).read_bytes() == first
+        (tmp / "dev" / "results" / "A" / "accumulation.svg").write_text("<svg/>")
         _, text = documents_with(tmp, "accumulation speed", "accumulation errors", "plot accumulation")
         assert "| dtype | variant | mma.sync 4, 1024 | mma.sync 4, 4096 | wgmma 4, 1024 | wgmma 4, 4096 |" in text
         assert "| fp16 | pv16 | ≈1324 | ≈4396 | ≈1324 | ≈4396 |" in text and "pv16+shift | ≈1324" not in text
         assert "| bf16 | trainer | ≈1424 | ≈4496 | ≈1424 | ≈4496 |" in text
         assert "| fp16 | pv16+shift | 1.0e-03 (1.5×) | 4.0e-03 (1.5×) | – | – | – | 25 % ∞ | – |" in text
         assert "wgmma, NH 2, HS 64" in text.replace("\n", " ") and "![accumulation](../dev/results/A/accumulation.svg)" in text
+        need("matplotlib")
+        first = plotted("accumulation", tmp).read_bytes()
+        assert plotted("accumulation", tmp).read_bytes() == first
+        write_rows(tmp, "accumulation", [])
+        check_fails(script("plot_accumulation.py", "--root", tmp), "no rows", "study_accumulation")
 
 
 def ring_rows():
@@ -677,21 +759,20 @@ def ring_rows():
 
 
 def test_tables_and_plot_of_the_ring():
-    need("matplotlib")
     with scratch() as tmp:
-        (tmp / "dev" / "results").mkdir(parents=True)
-        check_fails(script("plot_ring.py", "--root", tmp), "no rows", "study_ring")
         write_rows(tmp, "ring", ring_rows())
         speed = {k: v for k, v in ring_rows()[0].items() if k in (*SOURCES, "NH", "HS")}
         write_rows(tmp, "ring_speed", [{**speed, "pass": "forward", "gpus": 4, "tokens_per_gpu": 16384, "single_ms": 3.0,
                                         "single_ms_sustained": 3.3, "ms": 3.2, "ms_sustained": 3.4, "still_ms": 3.1,
                                         "still_ms_sustained": 3.35, "hop_ms": 0.2, "hop_ms_sustained": 0.2}])
-        plotted("ring", tmp)
+        (tmp / "dev" / "results" / "A" / "ring.svg").write_text("<svg/>")
         _, text = documents_with(tmp, "ring chunks", "ring errors", "ring speed", "plot ring")
         assert "| bf16 | 1 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 0.40 | 0.30 | 0.20 | 4.50 |" in text
         assert "| bf16 | bf16 | 2 | 7.20e-05 (1.20), 1.2e-02 (1.20) |" in text and "| bf16 | floor | – |" in text
         assert "| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / ≈97.1 % | 96.8 / ≈98.5 % | 0.20 |" in text
         assert "![ring](../dev/results/A/ring.svg)" in text
+        need("matplotlib")
+        plotted("ring", tmp)
 
 
 def trace_of_a_gpu(gpu):
@@ -710,7 +791,6 @@ def trace_of_a_gpu(gpu):
 
 
 def test_timeline_of_a_ring():
-    need("matplotlib")
     with scratch() as tmp:
         shutil.copytree(SCRIPTS, tmp / "scripts")
         ring = tmp / "scripts" / "trace_ring.py"
@@ -725,13 +805,14 @@ def test_timeline_of_a_ring():
         assert "GPU 1, backward: 0.20 ms of travel, 50 % of it behind kernels" in result.stdout, result
         path = next(tmp.glob("dev/results/*/ring_timeline.jsonl"))
         assert path.read_text().count('"dirty": true') == path.read_text().count("\n") == 4
-        check_fails(script("plot_ring.py", "--root", tmp), "no rows")  # of sources that nobody knows
-        path.write_text(path.read_text().replace('"dirty": true', '"dirty": false'))
-        plotted("ring", tmp, "ring_timeline")
         check_fails(run(sys.executable, ring, "--gpus", "4"), "traces of 2 GPUs, not 4")
         check_fails(run(sys.executable, ring, "--layer", "8"), "no blocks of forward in layer 8")
         executable(tmp / "train_gpt2cu", "#!/bin/sh\necho boom >&2\nexit 1\n")
         check_fails(run(sys.executable, ring), "ended with 1", "boom")
+        need("matplotlib")
+        check_fails(script("plot_ring.py", "--root", tmp), "no rows", "study_ring")  # of sources that nobody knows
+        path.write_text(path.read_text().replace('"dirty": true', '"dirty": false'))
+        plotted("ring", tmp, "ring_timeline")
 
 
 def test_timeline_of_a_training_step():
@@ -751,33 +832,24 @@ def test_timeline_of_a_training_step():
             assert any(e["args"]["range"].endswith(f"{way} / layer 3") and e["dur"] > 0 for e in kernels), result.stderr
 
 
-def test_point_of_the_accumulation_plot():
+def test_plot_of_the_accumulation_study():
     """A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite."""
-    need("matplotlib")
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from plot_accumulation import plot_accumulation
     found = accumulation_rows()
     for r in found:
         if r["kernel"] == "wgmma":
             r["not_finite"] = 0
-    figure = plot_accumulation(plt, found)
-    for axes, hollow in zip(figure.axes, (True, False)):
-        points = axes.get_lines()
-        assert [tuple(p.get_xydata()[0]) for p in points] == [(4396, 4e-4 * n) for n in (4, 4, 4, 10)]
-        assert [p.get_markerfacecolor() == "white" for p in points] == [hollow] * 4
-        assert [t.get_text() for t in axes.texts] == ["base", "base, pv16", "pv16+shift"]
-    assert [axes.get_title(loc="left") or axes.get_title() for axes in figure.axes] == ["mma.sync", "wgmma"]
-    plt.close(figure)
+    with drawn() as plt:
+        plot_accumulation(plt, found)
+    for axes, hollow, title in ("00", True, "mma.sync"), ("01", False, "wgmma"):
+        assert [args[:2] for args in plt.of(f"{axes}.plot")] == [[4396, 4e-4 * n] for n in (4, 4, 4, 10)]
+        assert [options["mfc"] == "white" for options in plt.options(f"{axes}.plot")] == [hollow] * 4
+        assert [args[0] for args in plt.of(f"{axes}.annotate")] == ["base", "base, pv16", "pv16+shift"]
+        assert plt.of(f"{axes}.set_title") == [[title]] and plt.of(f"{axes}.set_yscale") == [["log"]]
 
 
 def test_plot_of_memory():
     """Points and lines at their places, one line a setting; a single length has none."""
-    need("matplotlib")
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from plot_memory import plot_memory
 
     def row(dtype, T, mem_gib, **fields):
@@ -785,24 +857,57 @@ def test_plot_of_memory():
                 "dtype": dtype, "B": 1, "T": T, "mem_gib": mem_gib, "recompute": 1, **fields}
     found = [row("fp32", 8192, 6.5), row("fp32", 4096, 4.0), row("fp32", 16384, 10.0), row("bf16", 65536, 17.0)]
     others = [row("bf16", 1024, 99.0, B=4), row("bf16", 1024, 99.0, kernel="torch_compile")]
-    figure = plot_memory(plt, found)
-    axes, = figure.axes
-    lines = [[tuple(point) for point in line.get_xydata()] for line in axes.get_lines()]
-    assert lines == [[(65536, 17)], [(4096, 4), (16384, 10)], [(4096, 4), (8192, 6.5), (16384, 10)]]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp32: 0.50 GiB per 1024 tokens"]
-    assert axes.get_title() == "Training with B 1, model d12, attention flash, recompute 1, GPU A"
-    assert axes.get_xscale() == axes.get_yscale() == "linear" and axes.get_ylim()[0] == axes.get_xlim()[0] == 0
-    plt.close(figure)
+    with drawn() as plt:
+        plot_memory(plt, found)
+    assert plt.of("00.plot") == [[[65536], [17]], [[4096, 16384], [4, 10]], [[4096, 8192, 16384], [4, 6.5, 10]]]
+    labels = [options["label"] for options in plt.options("00.plot") if "label" in options]
+    assert labels == ["bf16", "fp32: 0.50 GiB per 1024 tokens"]
+    assert plt.of("00.set_title")[0][0] == "Training with B 1, model d12, attention flash, recompute 1, GPU A"
+    assert plt.options("00.set_xlim") == [{"left": 0}] and plt.options("00.set_ylim") == [{"bottom": 0}]
+    need("matplotlib")
     with scratch() as tmp:
         write_rows(tmp, "train", others)
         check_fails(script("plot_memory.py", "--root", tmp), "plot_memory.py", "no rows", "bench_train")
         write_rows(tmp, "train", found + others)
-        written = []
-        for _ in range(2):  # the same rows give the same bytes
-            result = script("plot_memory.py", "--root", tmp)
-            assert result.returncode == 0 and result.stdout.endswith("/A/memory.svg\n"), result
-            written.append(pathlib.Path(result.stdout.strip()).read_bytes())
-        assert written[0] == written[1] and written[0].startswith(b"<?xml")
+        first = plotted("memory", tmp).read_bytes()
+        assert plotted("memory", tmp).read_bytes() == first
+
+
+def test_plots_of_attention_and_errors():
+    from plot_attention import plot_accuracy, plot_attention
+    rates = [attention_row(kernel=kernel, T=T, B=B, HS=HS, tflops=tflops + T + HS + B, tflops_sustained=tflops / 2, **{"pass": pas})
+             for kernel, tflops in (("naive", 100.0), ("torch_flash", 200.0), ("flash_bf16", 300.0))
+             for T, B in ((2048, 1), (1024, 4), (1024, 32)) for HS in (64, 128) for pas in ("fwd", "bwd")]
+    with drawn() as plt:
+        plot_attention(plt, rates + [attention_row(causal=False, T=64), attention_row(dtype="fp32", T=64)], "bf16")
+    for axes, HS, title in ("00", 64, "bf16 forward, head size 64"), ("11", 128, "bf16 backward, head size 128"):
+        assert plt.of(f"{axes}.plot")[::2] == [[[1024, 2048], [x + 1024 + HS + 32, x + 2048 + HS + 1]] for x in (300, 200, 100)]
+        assert plt.of(f"{axes}.plot")[1::2] == [[[1024, 2048], [x / 2, x / 2]] for x in (300, 200, 100)]
+        assert plt.of(f"{axes}.set_title") == [[title]] and plt.options(f"{axes}.set_ylim") == [{"bottom": 0}]
+    assert [o["ls"] for o in plt.options("00.plot")[::2]] == ["-", "--", "-"]
+    errors = [accuracy_row(tensor=t, T=T, HS=HS, ratio_l2=1 + T / HS + n, input=name) for n, t in enumerate(TENSORS)
+              for T in (255, 64) for HS in (64, 128) for name in ("normal", "shifted")]
+    with drawn() as plt:
+        plot_accuracy(plt, errors + [accuracy_row(kernel="naive"), accuracy_row(causal=False)])
+    worst = [args for args in plt.of("02.plot") if args[0]]
+    assert worst == [[[64, 255], [4, 3 + 255 / 64]]] * 2, worst  # the larger of both head sizes
+    assert [args[0] for n in range(5) for args in plt.of(f"0{n}.set_title")] == [f"bf16 {t}" for t in TENSORS]
+
+
+def test_plots_of_the_ring():
+    from plot_ring import plot_ring, plot_timeline
+    with drawn() as plt:
+        plot_ring(plt, ring_rows() + [{**ring_rows()[0], "study": "ring", "dtype": "fp32"}])
+    fp32, bf16 = plt.of("00.plot")[:2]
+    assert fp32[0] == [0, 1] and [round(y, 6) for y in fp32[1]] == [1, 1] and [round(y, 6) for y in bf16[1]] == [1, 1.2]
+    assert [round(args[0], 6) for args in plt.of("00.axhline")] == [0.6] * 4 and not plt.of("01.axhline")
+    events = [{"what": "kernel", "name": "forward_kernel<64, true>", "start_ms": 0.5, "ms": 1.5},
+              {"what": "kernel", "name": "merge", "start_ms": 2.0, "ms": 0.25}, {"what": "copy", "name": "copy", "start_ms": 1.0, "ms": 0.5}]
+    row = {**ring_rows()[0], "gpus": 2, "tokens_per_gpu": 16384, "layer": 6, "pass": "forward"}
+    with drawn() as plt:
+        plot_timeline(plt, [{**row, "rank": 1, "events": events}, {**row, "gpus": 1, "rank": 0, "events": events}])
+    assert plt.of("00.broken_barh") == [[[(0.5, 1.5)], [1.6, 0.8]], [[(2.0, 0.25)], [1.6, 0.8]], [[(1.0, 0.5)], [2.6, 0.8]]]
+    assert len({options["facecolors"] for options in plt.options("00.broken_barh")}) == 3 and not plt.of("10.broken_barh")
 
 
 def test_tables_are_those_of_dev_results():

@@ -53,7 +53,7 @@ def plot_attention(plt, found, dtype):
             axes.set_ylim(bottom=0)
             axes.set_ylabel("TFLOP/s")
             axes.set_xlabel("T")
-    handles = {h.get_label(): h for axes in panels.flat for h in axes.get_legend_handles_labels()[0]}
+    handles = {h.get_label(): h for row in panels for axes in row for h in axes.get_legend_handles_labels()[0]}
     handles = [handles[k] for k in style if k in handles]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"Causal attention, {found[0]['gpu']}: cool (lines) and sustained (dashes)", x=0.01, ha="left")
