@@ -1188,7 +1188,7 @@ def test_recipes_use_options_that_exist():
 def test_recipes_pass_the_trainers_checks():
     """They fail at the missing data and nowhere before it, whatever B: sizes, steps and options are accepted."""
     for recipe in RECIPES:
-        for batch in ("", "1", "4"):
+        for batch in ("", "4"):
             with scratch() as tmp:
                 arguments = []
                 if "long" in recipe.name:
@@ -1197,6 +1197,38 @@ def test_recipes_pass_the_trainers_checks():
                 result = run_recipe(recipe, tmp, built(), *arguments, B=batch)
                 assert result.returncode == 1 and "data/cache/fineweb" in result.stderr, (recipe.name, batch, result)
                 assert "data/prepare.py" in result.stderr, result.stderr
+
+
+# Data, T, tokens a step, steps, learning rate, its warm-up and end: those of llm.c's recipes, and for long contexts ours.
+SETTINGS = {"124M": "d12 fineweb10B 1024 524288 19073 6e-4 700 0", "350M": "d24 fineweb100B 1024 524288 60000 3e-4 700 0",
+            "774M": "d36 fineweb100B 1024 524288 30000 2.5e-4 700 0",
+            "1558M": "d48 fineweb100B 1024 1048576 32000 6e-4 700 0.1",
+            "context": "log_long_context/start.bin fineweb10B 16384 524288 1000 1e-4 100 0",
+            "context_gpus": "log_long_context_gpus/start.bin fineweb10B 262144 524288 500 1e-4 50 0"}
+
+
+def test_recipes_settings():
+    with scratch() as tmp:
+        executable(tmp / "show", '#!/bin/sh\necho "<$*>"\n')
+        (tmp / "scripts").mkdir()
+        long_context_start(tmp / "model.bin")
+        for recipe in RECIPES:
+            is_long = "long" in recipe.name
+            result = run_recipe(recipe, tmp, tmp / "show", *([tmp / "model.bin"] if is_long else ["--seed", "5"]), B="2")
+            assert result.returncode == 0, result
+            words = re.search("<(.*)>", result.stdout)[1].split()
+            given = dict(zip(words, words[1:]))
+            name = re.sub("_(gpus|torchrun|slurm)", "", recipe.stem) if not is_long else recipe.stem
+            expected = SETTINGS[re.search("(context_gpus|context|[0-9]+M)$", name)[1]].split()
+            found = [given["-e"], given["-i"].split("/")[2], *(given[option] for option in ("-t", "-d", "-x", "-l", "-u", "-q"))]
+            assert found == expected and (given["-c"], given["-k"], given["-nk"], given["-y"]) == ("0.1", "cosine", "2", "1"), words
+            assert given["-j"] == given["-i"].replace("train", "val") and given["--tokenizer"].split("/")[2] == expected[1]
+            per_validation = int(given["-m"]) * int(given["-b"]) * int(given["-t"])
+            assert per_validation in ((64 * 16384, 4 * 262144) if is_long else (10240 * 1024,)), words
+            assert given["-b"] == ("1" if is_long and "gpus" in recipe.name else "2") and (is_long or given["--seed"] == "5")
+            gpus = ("4", "4" if is_long else None) if "gpus" in recipe.name else (None, None)
+            assert (given.get("--gpus"), given.get("--context-parallel")) == gpus, words
+            assert int(given["-n"]) in (100, 1000) and int(given["-v"]) == (100 if is_long else 250), words
 
 
 def test_recipes_arithmetic():
