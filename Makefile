@@ -6,6 +6,7 @@
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
 # NVCC=…  CXX=…   compilers                  MARCH=…        host instruction set, default native
+# TEST_PATIENCE=3 three times the time limits of make test, on a slow machine
 # NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
 NVCC  ?= nvcc
 CXX   ?= g++
