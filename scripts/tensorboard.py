@@ -13,9 +13,6 @@ import time
 
 from plot import LogError, read_log, whole
 
-# This folder is where Python looks first, and there `import tensorboard` would find this very file.
-sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
-
 TAGS = {"train": {"loss/train": "loss_nats", "train/grad_norm": "grad_norm", "train/lr": "lr",
                   "speed/tokens_per_s": "tokens_per_s", "speed/mfu_percent": "mfu_percent"},
         "val": {"loss/val": "loss_nats", "loss/floor": "floor_nats"}}
@@ -70,6 +67,8 @@ def main():
                      help="a folder with log.jsonl, or such a file")
     arg.add_argument("-o", "--out", type=pathlib.Path, help="write into OUT/<the run's name> instead")
     a = arg.parse_args()
+    # This folder is where Python looks first, and there `import tensorboard` would find this very file.
+    sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
     homes = [run if run.is_dir() else run.parent for run in a.runs]
     folders = [a.out / home.resolve().name if a.out else home / "tensorboard" for home in homes]
     try:
