@@ -21,5 +21,5 @@ if [ "$1" = --sum ]; then
 elif [ "$TREE" = "$(sum)" ]; then
     echo "$COMMIT clean"
 else
-    echo "$COMMIT dirty"
+    echo "${COMMIT:-unknown} dirty"
 fi
