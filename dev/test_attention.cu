@@ -1383,6 +1383,8 @@ void add_all_tests(std::integer_sequence<int, Index...>) {
     (add_tests<bf16, Index>(), ...);
 }
 
+TEST_LIMIT(600);  // references of long sequences take their time
+
 int main(int argc, char** argv) {
     add_all_tests(std::make_integer_sequence<int, 6>());
     return test::main(argc, argv);
