@@ -240,19 +240,21 @@ __device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (
     }
 }
 
+// Columns 8·n … 8·n + 15 of c += x.
 template <int M, int N>
-__device__ __forceinline__ void add(float (&c)[M][N][4], const float (&x)[M][N][4]) {
+__device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const float (&x)[M][2][4]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int n = 0; n < N; n++)
+        for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) c[m][n][e] += x[m][n][e];
+            for (int e = 0; e < 4; e++) c[m][n + i][e] += x[m][i][e];
 }
 
 // c (16·M × 8·N) += A · Bᵀ over HS: A's rows are the first of tile a, c's columns the first rows of tile b. All small
-// terms come before the first large one.
-template <int HS, int M, int N>
+// terms come before the first large one. S has those in two chains: tensor cores truncate when they add, so a long chain of
+// one sign drifts, and S's error is P's relative one.
+template <int HS, int Chains, int M, int N>
 __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile, int a_lo, uint32_t b_tile, int b_lo) {
     uint32_t hi[M][4], lo[M][4], b[4];
     a_tile = again(a_tile), b_tile = again(b_tile);
@@ -268,24 +270,27 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
             mma(c, n, hi, b);
         }
     }
-    // The large terms, in chains of 64 columns: tensor cores truncate when they add, so a chain of one sign drifts.
-    auto add_large_terms = [&](float (&sum)[M][N][4], int first) {
 #pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
-        for (int kk = first; kk < first + 64; kk += 16) {
-            load_a<HS>(hi, a_tile, kk);
+    for (int kk = 0; kk < HS / Chains; kk += 16) {
+        load_a<HS>(hi, a_tile, kk);
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
-                mma(sum, n, hi, b);
-            }
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            mma(c, n, hi, b);
         }
-    };
-    add_large_terms(c, 0);
-    if constexpr (HS > 64) {
-        float chain[M][N][4] = {};
-        add_large_terms(chain, 64);
-        add(c, chain);
     }
+    if constexpr (Chains == 2)
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            float chain[M][2][4] = {};
+#pragma unroll
+            for (int kk = HS / 2; kk < HS; kk += 16) {
+                load_a<HS>(hi, a_tile, kk);
+                ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+                mma(chain, 0, hi, b);
+            }
+            add_columns(c, n, chain);
+        }
 }
 
 // sum (16·M × HS) += unit · A · B over K: k is the rows of tile b, sum's columns are its columns. The tensor cores add
@@ -527,18 +532,17 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 mma(s, n, q_hi[kk], b);
             }
         }
-        // The large terms, in chains of 64 columns as in product_abt, so that backward's S has the same bits.
+        // The large terms, in two chains as in product_abt, so that backward's S has the same bits.
 #pragma unroll
-        for (int kk = 0; kk < 4; kk++)
+        for (int kk = 0; kk < HS / 32; kk++)
 #pragma unroll
             for (int n = 0; n < Sub / 8; n += 2) mma(s, n, q_hi[kk], b_hi[kk][n / 2]);
-        if constexpr (HS > 64) {
-            float chain[M][Sub / 8][4] = {};
 #pragma unroll
-            for (int kk = 4; kk < HS / 16; kk++)
+        for (int n = 0; n < Sub / 8; n += 2) {
+            float chain[M][2][4] = {};
 #pragma unroll
-                for (int n = 0; n < Sub / 8; n += 2) mma(chain, n, q_hi[kk], b_hi[kk][n / 2]);
-            add(s, chain);
+            for (int kk = HS / 32; kk < HS / 16; kk++) mma(chain, 0, q_hi[kk], b_hi[kk][n / 2]);
+            add_columns(s, n, chain);
         }
         if constexpr (Masked) {
             const int lane = thread_again() % 32;
@@ -755,7 +759,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             fetch_rows<HS, Rows>(x, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
             d_unit = do_unit * power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows, QLo, x)));
             __syncwarp();
-            product_abt<HS>(d, do_tile, QLo, q_tile, QLo);
+            product_abt<HS, 1>(d, do_tile, QLo, q_tile, QLo);
             __syncwarp();  // Q takes O's place
         }
         fetch_rows<HS, Rows>(x, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
@@ -786,8 +790,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     auto step = [&](int k0, float s_unit, float dp_unit, float k_unit, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
         float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {}, P_tile[M][2] = {}, dS_tile[M][2] = {};
-        product_abt<HS>(s, q_tile, QLo, kv.x_tile(), KV::Lo);
-        product_abt<HS>(dp, do_tile, QLo, kv.y_tile(), KV::Lo);
+        product_abt<HS, 2>(s, q_tile, QLo, kv.x_tile(), KV::Lo);
+        product_abt<HS, 1>(dp, do_tile, QLo, kv.y_tile(), KV::Lo);
         const int first_row = first_q();
 #pragma unroll
         for (int i = 0; i < M; i++)
@@ -974,7 +978,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         const float4* stats = reinterpret_cast<const float4*>(stats_smem) + (j & 1) * Br / 2;  // two rows each
         float s[M][Br / 8][4] = {}, dp[M][Br / 8][4] = {};  // transposed: rows are keys
         uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];
-        product_abt<HS>(s, k_tile, KLo, q_do.x_tile(), QdO::Lo);
+        product_abt<HS, 2>(s, k_tile, KLo, q_do.x_tile(), QdO::Lo);
         const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
         if constexpr (Masked) {
 #pragma unroll
@@ -998,7 +1002,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         }
         to_a(hi, lo, s, kPScale);
         add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), QdO::Lo, power_of_two(-do_exponent - 14));
-        product_abt<HS>(dp, v_tile, KLo, q_do.y_tile(), QdO::Lo);
+        product_abt<HS, 1>(dp, v_tile, KLo, q_do.y_tile(), QdO::Lo);
         const float dp_unit = units[thread_again() / 32].y * power_of_two(-do_exponent);
 #pragma unroll
         for (int n = 0; n < Br / 8; n++) {
