@@ -234,7 +234,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     const double ms = seconds_since(start) / steps * 1e3, tok_s = double(B) * T / ms * 1e3;
     const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // with CUDA's own context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
-    const double mfu = peak > 0 ? 100 * tok_s * config.flops_per_token(T) / (peak * 1e12) : NAN;
+    const double mfu = mfu_percent(config, T, tok_s, 1, peak);
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);

@@ -68,13 +68,15 @@ inline void add_errors(TensorErrors& errors, const Written& got, const Written& 
 }
 
 // Each tensor's L2 error is at most 1.1 times the unchunked call's. In fp64 that call is the judge itself. There one of
-// the gradients may cancel to nothing, so their bound is relative to all three.
+// the gradients may cancel to nothing, so their bound is relative to all three. lse_rounding: see check_part.
 template <class X>
-void check_errors(const std::string& what, const TensorErrors& got, const TensorErrors& unchunked) {
+void check_errors(const std::string& what, const TensorErrors& got, const TensorErrors& unchunked,
+                  double lse_rounding = 0) {
     for (int t = 0; t < kTensors; t++) {
         const double of_gradients = got[Dq].value2 + got[Dk].value2 + got[Dv].value2;
         const double bound = std::is_same_v<X, double> ? 1e-13 * std::sqrt(t < Dq ? got[t].value2 : of_gradients)
-                                                       : 1.1 * std::sqrt(unchunked[t].error2);
+                                                       : 1.1 * std::sqrt(unchunked[t].error2) +
+                                                             (t < Dq ? 0 : lse_rounding * std::sqrt(got[t].value2));
         if (!(std::sqrt(got[t].error2) <= bound))
             test::report(__FILE__, __LINE__,
                          format("%s: L2 error of %s %.3g, at most %.3g expected", what.c_str(), kNames[t],
@@ -207,22 +209,25 @@ Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
     return part;
 }
 
-template <class X>
+// Backward's partial calls get lse in fp32, and its rounding is a relative error of P. In fp32 on a GPU that counts, because
+// the unchunked call makes up for it.
+template <class Dev, class X>
 void check_part(const Whole<X>& whole, const Written& part, const Written& unchunked, int rank, int ranks) {
     const Zigzag zigzag{ranks};
     const Written want = part_of(whole.want, zigzag, rank, whole.s);
+    constexpr bool corrected = std::is_same_v<Dev, Cuda> && std::is_same_v<X, float>;
     TensorErrors errors, yardstick;
     add_errors(errors, part, want, whole.C());
     add_errors(yardstick, part_of(unchunked, zigzag, rank, whole.s), want, whole.C());
     check_errors<X>(format("%s, T %d, HS %d, rank %d of %d", name_of(dtype_of<X>()), whole.s.T, whole.s.HS, rank, ranks),
-                    errors, yardstick);
+                    errors, yardstick, corrected ? 0x1p-25 * std::sqrt(errors[Lse].value2 / errors[Lse].n) : 0);
 }
 
 // Of one rank among several, its part alone.
 template <class X, class Dev, class Comm>
 void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, double q_sigma = 1) {
     const Whole<X> whole(s, q_sigma);
-    check_part(whole, ring_part(dev, comm, whole), unchunked(dev, whole), comm.rank, comm.size);
+    check_part<Dev>(whole, ring_part(dev, comm, whole), unchunked(dev, whole), comm.rank, comm.size);
 }
 
 // The same with threads as ranks.
@@ -238,7 +243,7 @@ void check_local_rings(const Dev& dev, const AttentionShape& s, double q_sigma, 
     const Written one = unchunked(dev, whole);
     for (int ranks : {1, 2, 3, 8}) {
         const std::vector<Written> parts = ring_parts(dev, whole, ranks);
-        for (int r = 0; r < ranks; r++) check_part(whole, parts[r], one, r, ranks);
+        for (int r = 0; r < ranks; r++) check_part<Dev>(whole, parts[r], one, r, ranks);
     }
 }
 
