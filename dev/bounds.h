@@ -55,8 +55,8 @@ double roundoff(const ErrorBound& k, int tensor, double naive_max, double larges
     return naive_max < one_rounding<X>(tensor, largest) ? k.roundoff : 0;
 }
 
-// bf16's lse has a rule of its own. naive's comes from an S rounded to bf16, flash's never leaves fp32: 8 times the largest
-// error, in units of max(1, |lse|), that any bf16 flash kernel has on the cases of test_attention's accuracy.
+// bf16's lse has a rule of its own, because naive's comes from an S rounded to bf16 and flash's never leaves fp32. Allowed
+// are 8 times the largest error of a bf16 flash kernel on test_attention's accuracy cases, in units of max(1, |lse|).
 // ACCURACY=1 prints it there: 2.63e-7 on an H100, for both kernels.
 constexpr double kBf16LseError = 2.63e-7;
 inline double bf16_lse_bound(double largest) {

@@ -1,5 +1,5 @@
-// The checks of ring and chunked attention that both backends share: beside fp64 each tensor's error may be little more
-// than the unchunked call's in the same precision, and it may not grow with the number of ranks.
+// The checks of ring and chunked attention that both backends share. Beside fp64 a tensor's error may be little more than
+// the unchunked call's in the same precision. It may not grow with the number of ranks.
 #pragma once
 #include <algorithm>
 #include <array>

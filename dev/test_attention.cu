@@ -438,8 +438,8 @@ const NaiveErrors& naive_errors(const Problem<X>& p) {
         .first->second;
 }
 
-// The relative error of P that a rounding of S makes: e^ε − 1, where S is a dot product of HS terms, in error by about
-// √HS·u|S|, and then rounded to X by naive. S near a row's lse is what has weight.
+// The relative error of P that an error ε of S makes is e^ε − 1. S is a dot product of HS terms, in error by about √HS·u|S|,
+// and naive rounds it to X. What has weight is S near a row's lse.
 template <class X>
 double error_of_P(const Problem<X>& p) {
     const double of_S = (std::is_same_v<X, bf16> ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * 0x1p-24;
@@ -658,8 +658,8 @@ Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Streams. The inputs arrive late on a stream that nothing else is ordered with, not even the default stream, and scratch
-// and outputs are poisoned behind them: work on any other stream sees NaN, or is overwritten by it.
+// Streams. The inputs arrive late on a stream with which no other is ordered, not even the default one. Scratch and outputs
+// are poisoned on it too. So work on any other stream sees NaN, or is overwritten by it.
 
 template <class X>
 std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel, const Problem<X>& p, unsigned pause) {
