@@ -71,11 +71,13 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     for (size_t i = 0; status == 0 && i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);  // sorted
     globfree(&found);
     if (status == GLOB_ABORTED)
-        throw Error(pattern + ": a directory of this pattern is missing or cannot be read; check the path and its "
-                              "permissions, or make token shards with data/prepare.py");
+        throw Error(pattern +
+                    ": a directory of this pattern is missing or cannot be read; check the path and its "
+                    "permissions, or make token shards with data/prepare.py");
     if (paths.empty())
-        throw Error(pattern + ": no such file, and no file matches it as a pattern; check the path, or make token shards "
-                              "with data/prepare.py");
+        throw Error(pattern +
+                    ": no such file, and no file matches it as a pattern; check the path, or make token shards "
+                    "with data/prepare.py");
     return paths;
 }
 
@@ -169,14 +171,11 @@ struct Loader::Impl {
             }
         }
         for (size_t i = 0; i < count; i++)
-            if (window_tokens[i] >= vocab) {
-                const uint64_t token = begin + i;
+            if (window_tokens[i] >= vocab)  // never in text
                 throw Error(
                     format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a "
                            "model with a larger vocabulary on this data",
-                           shard.path.c_str(), is_text ? token - (token > 0) : kHeaderBytes + token * sizeof(uint16_t),
-                           vocab, window_tokens[i]));
-            }
+                           shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), vocab, window_tokens[i]));
     }
 
     void advance() {

@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 
 #include <atomic>
 #include <climits>
@@ -74,6 +75,22 @@ struct Limit {
     int what;
     rlimit before;
 };
+
+// The program calls these instead of the C library's: they note what is called in which order, and write takes no more bytes
+// at once than most_at_once, as write(2) takes no more than 2 GiB.
+static std::vector<std::string> calls;
+static size_t most_at_once = SIZE_MAX;
+extern "C" int fsync(int fd) {
+    calls.push_back("fsync " + fs::read_symlink(format("/proc/self/fd/%d", fd)).filename().string());
+    return static_cast<int>(syscall(SYS_fsync, fd));
+}
+extern "C" int rename(const char* from, const char* to) noexcept {
+    calls.push_back("rename");
+    return renameat(AT_FDCWD, from, AT_FDCWD, to);
+}
+extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
+    return syscall(SYS_write, fd, data, std::min(bytes, most_at_once));
+}
 
 // An error is one line that has all of `parts`.
 static void check_error(int line, const std::string& message, const std::vector<std::string>& parts) {
@@ -162,6 +179,7 @@ TEST(options_errors) {
     for (const char* bad : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
         CHECK_ERROR_PARTS(s.parse({"-l", bad}), format("--learning-rate (-l): \"%s\" is not a finite number", bad));
     CHECK_ERROR(s.parse({"-l", "1.0001"}), "\"1.0001\" is out of range 0..1");
+    CHECK_ERROR(s.parse({"-l", "1.00000001"}), "is out of range 0..1");  // although its float is 1
     CHECK_ERROR(s.parse({"-c=-1e-30"}), "\"-1e-30\" is out of range 0..");
     CHECK_ERROR_PARTS(s.parse({"--device", "gpu"}), "--device: \"gpu\" is not one of cuda|cpu", "did you mean cpu?");
     CHECK_ERROR(s.parse({"--device", ""}), "is not one of cuda|cpu");
@@ -214,6 +232,7 @@ TEST(log_json) {
                                  .add("loss", 2.5)
                                  .add("tiny", 1e-300)
                                  .add("third", 1.0 / 3)
+                                 .add("sum", 0.1 + 0.2)
                                  .add("nan", std::nan(""))
                                  .add("inf", -INFINITY)
                                  .add("big", 9007199254740993LL)
@@ -222,7 +241,8 @@ TEST(log_json) {
                                  .text();
     CHECK(text ==
           "{\"kind\": \"train\", \"step\": 3, \"loss\": 2.5, \"tiny\": 1e-300, \"third\": 0.3333333333333333, "
-          "\"nan\": null, \"inf\": null, \"big\": 9007199254740993, \"yes\": true, \"name\": \"d12\"}");
+          "\"sum\": 0.30000000000000004, \"nan\": null, \"inf\": null, \"big\": 9007199254740993, \"yes\": true, "
+          "\"name\": \"d12\"}");
     const auto value = [](const std::string& s) {
         const std::string row = Row("k").add("s", s).text();
         const std::string head = "{\"kind\": \"k\", \"s\": \"";
@@ -241,6 +261,7 @@ TEST(log_json) {
     CHECK(value("\xF4\x90\x80\x80") == "\\ufffd\\ufffd\\ufffd\\ufffd");
     CHECK(value("\xF0\x8F\xBF\xBF") == "\\ufffd\\ufffd\\ufffd\\ufffd");
     CHECK(value("\xFF") == "\\ufffd");
+    CHECK(value("\xF5\x80\x80\x80") == "\\ufffd\\ufffd\\ufffd\\ufffd");
 }
 
 // What a byte-level model may sample must not change a terminal's state, nor end a C string.
@@ -385,6 +406,31 @@ TEST(atomic_file) {
     CHECK(read_file(path) == "new");
 }
 
+// On disk under the temporary name before it has the final one, and then the directory: what a crash leaves is whole.
+TEST(atomic_file_is_on_disk_before_it_has_its_name) {
+    const TempDir dir;
+    const std::string path = dir / "out.bin", temporary = format("out.bin.tmp.%d", static_cast<int>(getpid()));
+    write_file(dir / temporary, std::string(5000, 'x'));  // of a process of the same number, as in a container
+    const mode_t mask = umask(022);
+    calls.clear();
+    std::string content(3 << 20, '\0');
+    for (size_t i = 0; i < content.size(); i++) content[i] = static_cast<char>(i * 2654435761u >> 13);
+    for (const size_t size : {size_t{100}, content.size()}) {
+        most_at_once = 70001;
+        AtomicFile file(path);
+        file.write(content.data(), size);
+        file.commit();
+        most_at_once = SIZE_MAX;
+        CHECK(read_file(path) == content.substr(0, size));
+    }
+    umask(mask);
+    const std::string directory = fs::path(dir.path).filename();
+    const std::vector<std::string> once = {"fsync " + temporary, "rename", "fsync " + directory};
+    CHECK(calls.size() == 6 && std::equal(once.begin(), once.end(), calls.begin()) &&
+          std::equal(once.begin(), once.end(), calls.begin() + 3));
+    CHECK(static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
+}
+
 TEST(atomic_file_errors) {
     const TempDir dir;
     write_file(dir / "file", "x");
@@ -467,7 +513,15 @@ TEST(model_round_trip) {
         CHECK(file.substr(1024) == parameters);
         if (dtype == DType::bf16)
             CHECK_ERROR_PARTS(read_model_parameters(path, kTiny, back.data()), path, "fp32", "bf16");
+        ModelHeader longer = header;  // it was replaced after its header had been read
+        longer.max_T = 17;
+        CHECK_ERROR_PARTS(read_model_parameters(path, longer, back.data()), path,
+                          format("expected %zu parameters", header.num_parameters() + 8), "the file changed");
     }
+    ModelHeader longest = kTiny;
+    longest.max_T = 262144;  // that of scripts/run_long_context_gpus.sh
+    write_model(dir / "long.bin", longest, std::vector<float>(longest.num_parameters()).data());
+    CHECK(read_model_header(dir / "long.bin").max_T == 262144);
 }
 
 TEST(model_errors) {
@@ -716,6 +770,11 @@ TEST(checkpoint_directory) {
     prune_checkpoints(dir.path, 1);
     want.erase("model_00000200.bin"), want.erase("state_00000200.bin");
     CHECK(dir.names() == want);
+    // A model that cannot be removed (here a directory) is an error; its state is gone, so that the step does not count.
+    touch(state_path(dir.path, 100));
+    fs::create_directory(model_path(dir.path, 100));
+    CHECK_ERROR_PARTS(prune_checkpoints(dir.path, 1), "model_00000100.bin: cannot remove");
+    CHECK(!fs::exists(state_path(dir.path, 100)) && newest_checkpoint(dir.path) == 300);
     prune_checkpoints(dir.path, 0);
     CHECK(newest_checkpoint(dir.path) == -1);
     prune_checkpoints(dir / "none", 1);
@@ -1081,6 +1140,7 @@ TEST(loader_errors) {
     CHECK(error(good).empty());
     check_error(__LINE__, load(dir / "none.bin"), {dir / "none.bin", "no such file"});
     check_error(__LINE__, load(dir / "none_*.bin"), {dir / "none_*.bin", "no file matches"});
+    check_error(__LINE__, load(dir / "none/*.bin"), {dir / "none/*.bin", "a directory of this pattern"});
     check_error(__LINE__, load(""), {"no such file"});
     check_error(__LINE__, load(dir.path), {dir.path, "is a directory"});
     check_error(__LINE__, load(dir / "a.bin/x"), {"no such file"});
@@ -1111,6 +1171,16 @@ TEST(loader_errors) {
     check_error(__LINE__, load(dir / "[ab].*"), {dir / "b.txt", "wrong magic", "given alone"});
     CHECK_ERROR_PARTS(Loader(dir / "b.txt", 0, 4, 50257, true, 0), "B=0");
     CHECK_ERROR_PARTS(Loader(dir / "b.txt", 4, -1, 50257, true, 0), "T=-1");
+
+    if (geteuid() != 0) {  // a directory that cannot be read is no reason to train on the others' shards alone
+        for (const char* sub : {"sub1", "sub2"}) {
+            fs::create_directory(dir / sub);
+            write_file(dir / sub + "/a.bin", good);
+        }
+        fs::permissions(dir / "sub2", fs::perms::none);
+        check_error(__LINE__, load(dir / "sub*/*.bin"), {"a directory of this pattern", "cannot be read"});
+        fs::permissions(dir / "sub2", fs::perms::owner_all);
+    }
 
     // A name with brackets that exists is that file, not a pattern.
     write_file(dir / "x[1].bin", good);
@@ -1213,17 +1283,19 @@ TEST(loader_identity) {
     write_file(path, good);
     write_file(moved / "z.bin", shard_bytes({}));
     CHECK(identity(moved / "*.bin") != before);
-    // A large file is sampled: its size, its first and its last bytes count.
+    // A large file is sampled: its size, its first and its last bytes count, and a hundredth of it wherever it lies.
     std::string text(5 << 20, 'x');
     seen.clear();
-    for (const char* change : {"none", "longer", "last", "first"}) {
+    for (const char* change : {"none", "longer", "last", "first", "early", "late"}) {
         if (!std::strcmp(change, "longer")) text += 'x';
         if (!std::strcmp(change, "last")) text.back() = 'y';
         if (!std::strcmp(change, "first")) text.front() = 'y';
+        if (!std::strcmp(change, "early")) text.replace(text.size() / 5, text.size() / 100, text.size() / 100, 'y');
+        if (!std::strcmp(change, "late")) text.replace(text.size() / 3 * 2, text.size() / 100, text.size() / 100, 'y');
         write_file(moved / "text", text);
         seen.insert(identity(moved / "text"));
     }
-    CHECK(seen.size() == 4);
+    CHECK(seen.size() == 6);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1242,9 +1314,16 @@ TEST(choices) {
               read[i].context == written[i].context && read[i].endings == written[i].endings);
     CHECK_ERROR(read_choices(path, 256, 64), "token at offset");
     CHECK_ERROR(read_choices(path, 257, 4), "length of an example");
+    CHECK(read_choices(path, 257, 5).size() == 2);  // the last token is only predicted
     CHECK_ERROR(read_choices(path + ".none", 257, 64), "choices.bin.none");
 
     const std::string whole = read_file(path);
+    std::string unanswered = whole;
+    unanswered[1030] = 4;  // of four endings the fifth is right
+    write_file(path, unanswered);
+    CHECK_ERROR(read_choices(path, 257, 64), "number of endings at offset");
+    write_choices(path, {});
+    CHECK_ERROR(read_choices(path, 257, 64), "no examples");
     for (size_t size = 0; size < whole.size(); size++) {  // truncated anywhere
         write_file(path, whole.substr(0, size));
         CHECK_ERROR(read_choices(path, 257, 64), "choices.bin: ");
