@@ -284,10 +284,29 @@ def test_tinyshakespeare_is_cut_as_by_llm_c():
     assert list(array.array("H", prepare.encode(batch[2])[0])) == expected and expected.count(END_OF_TEXT) == 3
 
 
+def test_smallest_text():
+    run(written("small.txt", "The sailors"), "-o", scratch / "small", *ranks_options())
+    assert [read_shard(path) for path in shards(scratch / "small")] == [[END_OF_TEXT], expected_tokens(["The sailors"])[1:]]
+
+
+def test_default_places():
+    for script in (PREPARE, HELLASWAG, PREPARE.parent / "prepare_common.py"):
+        written(f"places/data/{script.name}", script.read_bytes())
+    cache = scratch / "places" / "data" / "cache"
+    run(written("places/book.txt", LETTERS), *ranks_options(), script=scratch / "places" / "data" / PREPARE.name)
+    assert all_tokens(cache / "book") == expected_tokens([LETTERS])
+    for name in ("hellaswag_val", "other"):
+        path = write_examples(f"places/{name}.jsonl", EXAMPLES)
+        out = run(path, *ranks_options(), script=scratch / "places" / "data" / HELLASWAG.name)
+        assert (cache / "hellaswag" / f"hellaswag_{name.removeprefix('hellaswag_')}.bin").exists(), out
+
+
 def test_empty_documents_are_counted():
     documents = ["", "one", "  \n ", "two", ""]
     for name, path in each_format(documents, "empty"):
         out = scratch / f"empty_{name}"
+        if name == "jsonl":
+            path.write_bytes(path.read_bytes() + b"\n\n")  # no documents
         assert "2 documents, 3 empty ones skipped" in run(path, "-o", out, *ranks_options(), "--val-tokens", 1)
         assert all_tokens(out) == expected_tokens(["one", "two"])
 
@@ -311,8 +330,9 @@ def test_forms_of_ranks_are_the_same():
     for i, options in enumerate(forms + [forms[1] + forms[2]]):
         run(path, "-o", scratch / f"form{i}", *options)
         assert content(scratch / f"form{i}") == content(scratch / "form0"), options
-    other = ranks_options(tiktoken_file({bytes([b]): i for i, b in enumerate(BYTES)}), "other.tiktoken")
-    fails(path, "-o", scratch / "forms", *forms[0], *other, says=["other.tiktoken: other ranks than in"])
+    for different in {bytes([b]): i for i, b in enumerate(BYTES)}, {**RANKS, b"a": RANKS[b"b"], b"b": RANKS[b"a"]}:
+        other = ranks_options(tiktoken_file(different), "other.tiktoken")
+        fails(path, "-o", scratch / "forms", *forms[0], *other, says=["other.tiktoken: other ranks than in"])
 
 
 def test_known_ids():
@@ -351,6 +371,55 @@ def test_parallel_is_serial():
     for jobs in (1, 3):
         run(path, "-o", scratch / f"jobs{jobs}", *ranks_options(), "--shard-tokens", 50000, "--jobs", jobs)
     assert content(scratch / "jobs1") == content(scratch / "jobs3")
+
+
+def test_few_batches_are_in_flight():
+    """However many there are, and their results come in order."""
+    need("tiktoken", "tqdm")
+    import prepare
+    flying, most = set(), 0
+
+    class Pool:
+        def submit(self, _, texts):
+            nonlocal most
+            flying.add(texts)
+            most = max(most, len(flying))
+            return self.Future(texts)
+
+        class Future:
+            def __init__(self, texts):
+                self.texts = texts
+
+            def result(self):
+                flying.remove(self.texts)
+                return -self.texts
+
+    found = list(prepare.in_order(Pool(), ((f"place {i}", i) for i in range(100)), 7))
+    assert found == [(f"place {i}", -i) for i in range(100)] and most == 8 and not flying, (found, most)
+
+
+def test_files_are_on_disk_before_they_have_their_names():
+    import prepare_common
+    calls, system = [], prepare_common.os
+
+    class Noted:
+        def __getattr__(self, name):
+            return getattr(system, name)
+
+        def fsync(self, file):
+            calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+            system.fsync(file)
+
+        def replace(self, part, path):
+            calls.append("replace")
+            system.replace(part, path)
+
+    try:
+        prepare_common.os = Noted()
+        prepare_common.write_file(written("synced/file", "old"), b"new")
+    finally:
+        prepare_common.os = system
+    assert calls == ["file.part", "replace", "synced"] and (scratch / "synced" / "file").read_bytes() == b"new", calls
 
 
 def test_killed_run_goes_on_byte_for_byte():
@@ -455,6 +524,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             begin = 0 if Hub.whole else int(self.headers.get("Range", "bytes=0-")[6:-1])
             Hub.ranges.append(begin)
             body, code = Hub.files[self.path][begin:], 206 if begin else 200
+            code = code if body else 416
         else:
             body, code = b"", 404
         self.send_response(code)
@@ -499,11 +569,18 @@ def test_tinystories_from_the_hub():
         options = ["tinystories", "-o", out, *ranks_options(), "--val-tokens", 2000]
         Hub.breaks = 1
         fails(*options, says=["download broke off", "run again to go on"], environment=environment)
-        run(*options, environment=environment)
+        run(*options, environment={**environment, "HF_ENDPOINT": environment["HF_ENDPOINT"] + "/"})
         assert Hub.ranges == [0, len(texts[0].encode()) // 2, 0], Hub.ranges
         assert all_tokens(out) == expected_tokens(parts[0] + parts[1])
         assert not list((out / "download").glob("*.part"))
         run(*options, environment={"HF_ENDPOINT": "http://127.0.0.1:1"})  # complete: asks nobody
+        options[2] = scratch / "late_stories"  # ended between a download's last byte and its final name
+        written("late_stories/download/TinyStoriesV2-GPT4-valid.txt.part", texts[0])
+        run(*options, environment=environment)
+        assert content(options[2]) == content(out) and Hub.ranges[3] == len(texts[0].encode()), Hub.ranges
+        options[2] = scratch / "foreign_stories"
+        written("foreign_stories/download/TinyStoriesV2-GPT4-valid.txt", texts[1])
+        fails(*options, says=["valid.txt: wrong SHA-256: expected", "delete it"], environment=environment)
         options[2], Hub.breaks, Hub.whole = scratch / "whole_stories", 1, True
         fails(*options, says=["download broke off"], environment=environment)
         run(*options, environment=environment)
@@ -536,6 +613,47 @@ def test_fineweb_from_the_hub():
         fails(*options, "-o", scratch / "bad", says=["cannot download: Not Found"], environment=environment)
 
     with_hub(test)
+
+
+def test_tinyshakespeare_by_its_name():
+    """A copy of the script that has another address and text for it."""
+    text = "First:\nHe sang.\n\nSecond:\nNo, I sang\nall day.\n\n" * 20
+    Hub.files, Hub.ranges, Hub.breaks, Hub.whole = {"/input.txt": text.encode()}, [], 0, False
+
+    def test(environment):
+        code = PREPARE.read_text()
+        for pattern, new in ((r'"url": "https://raw[^"]*"', f'"url": "{environment["HF_ENDPOINT"]}/input.txt"'),
+                             (r'"bytes": 1115394', f'"bytes": {len(text)}'), ("86c4e6aa[0-9a-f]*", hashlib.sha256(text.encode()).hexdigest()),
+                             (r'"val_tokens": 32768', '"val_tokens": 50')):
+            code, n = re.subn(pattern, new, code)
+            assert n == 1, pattern
+        script = written("play/prepare.py", code)
+        shutil.copy(PREPARE.parent / "prepare_common.py", script.parent)
+        run("tinyshakespeare", "-o", scratch / "play" / "out", *ranks_options(), script=script, environment=environment)
+        assert all_tokens(scratch / "play" / "out") == expected_tokens(re.split(r"(?<=\n\n)", text))
+        assert len(read_shard(scratch / "play" / "out" / "val_000000.bin")) == 50
+
+    with_hub(test)
+
+
+def test_listing_of_the_hub():
+    need("tiktoken", "tqdm")
+    import prepare
+    names = ["001_00000.parquet", "README.md", "000_00001.parquet", "000_00000.parquet"]  # the hub promises no order
+    publish("a/b", "sample", {name: name.encode() for name in names})
+
+    def test(environment):
+        hub, prepare.HUB = prepare.HUB, environment["HF_ENDPOINT"]
+        try:
+            files = prepare.hub_files("a/b", "sample", None)
+            assert [file["url"].rsplit("/", 1)[1] for file in files] == sorted(set(names) - {"README.md"}), files
+            assert all(file["sha256"] == hashlib.sha256(Path(file["url"]).name.encode()).hexdigest() for file in files)
+        finally:
+            prepare.HUB = hub
+
+    with_hub(test)
+    sizes = {name[7:-1]: known["hub"][1] for name, known in prepare.DATASETS.items() if re.fullmatch(r"fineweb\d+B", name)}
+    assert len(sizes) == 2 and all(folder == f"sample/{size}BT" for size, folder in sizes.items()), sizes
 
 
 def test_no_network():
@@ -581,7 +699,8 @@ def test_errors_in_text():
         "empty.txt": ("", ["no tokens left to train on"]),
     }
     for name, (data, says) in cases.items():
-        fails(written(name, data), *options, *(["--val-tokens", 50] if "tiny" in name else []), says=says)
+        fails(written(name, data), *options, *(["--val-tokens", 2] if "tiny" in name else []), says=says)
+        assert not (scratch / "errors" / "manifest.json").exists() or "late" in name, name  # other settings may follow
         assert not list(scratch.glob("errors/*_??????.bin")) or name in ("late.txt", "tiny.txt"), name
         shutil.rmtree(scratch / "errors", ignore_errors=True)
     fails(scratch / "none.txt", *options, says=["none.txt: No such file"])
@@ -701,6 +820,13 @@ def test_hellaswag_errors():
     fails(written("bad.jsonl", ""), *options, says=["no examples"], script=HELLASWAG)
     fails(scratch / "none.jsonl", *options, says=["none.jsonl: No such file"], script=HELLASWAG)
     assert not (scratch / "hella" / "bad.bin").exists()
+    from hellaswag import Fail, encode_example
+    assert list(encode_example(oracle(), 65535, "", "", [""], 0))[2] == 65535  # what 16 bits hold
+    try:
+        encode_example(oracle(), 65536, "", "", [""], 0)
+        raise AssertionError("an index of 17 bits")
+    except Fail as e:
+        assert "65536 examples" in str(e), e
 
 
 # ---------------------------------------------------------------------------------------------------------- the trainer
