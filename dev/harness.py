@@ -59,10 +59,11 @@ def main():
     sys.exit(1 if failed else 0)
 
 
-def write_launcher(path):
-    """A program that starts what follows ./train_gpt2cu on its command line as two ranks, as torchrun and srun do."""
+def write_launcher(path, shown="/dev/null"):
+    """A program that starts what follows ./train_gpt2cu on its command line as two ranks, as torchrun and srun do. Its
+    command line goes into the file `shown`."""
     with open(path, "w", encoding="utf-8") as f:
-        f.write("#!/bin/sh\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n"
+        f.write(f"#!/bin/sh\necho \"$@\" >{shown}\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n"
                 "for r in 1 0; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} "
                 f"MASTER_PORT={20000 + os.getpid() % 12000} \"$@\" & done\nwait $!\n")
     os.chmod(path, 0o755)

@@ -173,6 +173,26 @@ def test_plot_of_a_run():
         assert len(plt.of("loss.plot")) == 1 and not plt.of("loss.axhline")  # too short to be smoothed
 
 
+def test_command_of_the_plot():
+    """By the stand-in: where the plot goes, what its options do, and whose names stand in it."""
+    with scratch() as tmp:
+        package = tmp / "stand_in" / "matplotlib"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("def use(_):\n    pass\n")
+        (package / "pyplot.py").write_text("import sys\nfrom test_tools import Drawn\nsys.modules[__name__] = Drawn('', [])\n")
+        for name in ("lines", "ticker"):
+            (package / f"{name}.py").write_text("import sys\nimport matplotlib.pyplot as plt\nsys.modules[__name__] = plt\n")
+        path = {"PYTHONPATH": f"{package.parent}:{ROOT / 'dev'}"}
+        a, b = write_log(tmp / "a"), write_log(tmp / "b")
+        result = script("plot.py", b, a / "log.jsonl", "--smooth", "7", "--title", "Both", **path)
+        assert result.returncode == 0 and result.stdout == f"{b / 'plot.png'}\n" and not (a / "plot.png").exists(), result
+        drawn = (b / "plot.png").read_text()
+        for text in "training, mean of 7 steps", "'Both'", "'b, validation 2.2500'", "'a, validation 2.2500'":
+            assert text in drawn, (text, drawn)
+        check_fails(script("plot.py", a, "-o", tmp / "out.gif", **path), "out.gif", ".png")
+        check_fails(script("plot.py", a, "-o", tmp / "no/such/out.png", **path), "No such file")
+
+
 def test_plot_formats_and_several_runs():
     need("matplotlib")
     magic = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -398,6 +418,8 @@ def test_tensorboard_events():
         assert found["hellaswag"] == [(50, 0.75), (100, 0.75)] and found["sample"][0] == (50, "    Once\n    upon a time")
         times = [e["wall_time"] for e in events[:100]]
         assert abs(times[-1] - times[0] - 99 * 0.020) < 1e-3 and abs(times[-1] - os.path.getmtime(log / "log.jsonl")) < 1e-3
+        here = run(sys.executable, SCRIPTS / "tensorboard.py", ".", "-o", tmp / "events", cwd=log, PYTHONPATH=str(tmp))
+        assert here.returncode == 0 and len(list((tmp / "events" / "run").iterdir())) == 1, here
         assert script("tensorboard.py", write_log(tmp / "none", mfu=None, floor=None), PYTHONPATH=str(tmp)).returncode == 0
         text = next((tmp / "none" / "tensorboard").iterdir()).read_text()
         assert "loss/val" in text and "loss/floor" not in text and "mfu" not in text
@@ -479,6 +501,15 @@ def test_rows_name_the_sources():
     assert f'char built_from[] = "{here}";' in (ROOT / "build" / "tree.cpp").read_text()
 
 
+def test_rows_name_driver_and_toolkit():
+    with scratch() as tmp:
+        executable(tmp / "nvidia-smi", "#!/bin/sh\ncase $1 in --query-gpu=driver_version) echo 580.65 ;; *) echo other ;; esac\n")
+        executable(tmp / "nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 13.1, V13.0.48'\n")
+        code = f"import sys; sys.path.append({str(SCRIPTS)!r}); import results; print(results.row('x', 'G', results.toolkit()))"
+        row = eval(run(sys.executable, "-c", code, PATH=f"{tmp}:{os.environ['PATH']}").stdout)
+        assert (row["driver"], row["cuda"]) == ("580.65", "13.1"), row
+
+
 def test_rows_of_a_benchmark():
     program = built("dev/bench_layers")
     with scratch() as tmp:
@@ -518,6 +549,9 @@ def test_rows_that_tables_show():
         assert read({**new, **other, "ms": 4.0}, {**old, "run": "2", **naive})[0] == [("flash_bf16", 4.0)]
         assert read({**new, "T": 64}, {**old, **naive, "ms": 5.0}, apart=["T"])[0] == [("flash_bf16", 1.0), ("naive", 5.0)]
         assert read({**new, "T": 64}, {**old, **naive, "ms": 5.0}, T=1024)[0] == [("naive", 5.0)]
+        for field in ("kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
+                      "zero", "lr", "tf32", "input", "tensor", "recompute", "variant", "carry", "ranks", "chunk", "step"):
+            assert len(read({field: 1}, {field: 2})[1]) == 2, field  # neither replaces the other
         (path := tmp / "dev" / "results" / "A" / "attention.jsonl").write_text("{}\n")
         try:
             rows(path)
@@ -697,6 +731,11 @@ def test_rows_of_the_default_run():
         row = json.loads(rows[0])
         assert (row["commit"], row["val_loss_nats"], row["text"], row["dtype"]) == ("abc", 2.5, "Once\nupon a time", "bf16")
         assert json.loads(rows[1])["val_loss_nats"] == 2.25
+        executable(tmp / "scripts" / "tree.sh", "#!/bin/sh\necho abc clean\n")
+        (tmp / "scripts" / "plot.py").write_text("import sys\nprint(*sys.argv[2:])\nopen(sys.argv[1] + '/log.jsonl')\n")
+        result = run(sys.executable, tmp / "scripts" / "default_run.py")
+        plot = tmp / "dev" / "results" / "NVIDIA-H200" / "default_run.png"  # where readme_tables.py looks for it
+        assert result.returncode == 0 and result.stdout == f"-o {plot} --title The default run\n", result
         executable(tmp / "train_gpt2cu", "#!/bin/sh\nexit 1\n")
         check_fails(run(sys.executable, tmp / "scripts" / "default_run.py"), "default_run.py: ./train_gpt2cu failed")
 
@@ -833,7 +872,7 @@ def test_tables_and_plot_of_the_ring():
 
 
 def trace_of_a_gpu(gpu):
-    """As dev/trace.so writes it: a layer's attention, forward and backward, a copy half behind each."""
+    """As dev/trace.so writes it: a layer's attention, forward and backward, a copy half behind each; GPU 1 starts later."""
     def event(kind, name, start, duration, ranges):
         return {"name": name, "cat": kind, "ph": "X", "pid": gpu, "tid": "stream 7", "ts": start, "dur": duration,
                 "args": {"gpu": -1 if kind == "range" else gpu, "range": ranges}}
@@ -844,6 +883,8 @@ def trace_of_a_gpu(gpu):
                    event("copy", "copy 50331648 bytes to another GPU", at + 600, 200, inside),
                    event("copy", "copy 50331648 bytes", at, 150, inside),
                    event("kernel", f"{way}_kernel<64, true>", at, 700, inside.replace("6", "7"))]
+    for e in events:
+        e["ts"] += 40 * gpu
     return {"traceEvents": events}
 
 
@@ -869,6 +910,12 @@ def test_timeline_of_a_ring():
         assert "GPU 1, backward: 0.20 ms of travel, 50 % of it behind kernels" in result.stdout, result
         path = next(tmp.glob("dev/results/*/ring_timeline.jsonl"))
         assert path.read_text().count('"dirty": true') == path.read_text().count("\n") == 4
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(r["rank"], r["pass"], min(e["start_ms"] for e in r["events"])) for r in rows] == [
+            (gpu, way, 0.04 * gpu) for way in ("forward", "backward") for gpu in (0, 1)], rows
+        (tmp / "kept").mkdir()
+        run(sys.executable, ring, "--keep", cwd=tmp / "kept")
+        assert {p.name for p in (tmp / "kept").iterdir()} == {"trace.100.json", "trace.101.json"}
         check_fails(run(sys.executable, ring, "--gpus", "4"), "traces of 2 GPUs, not 4")
         check_fails(run(sys.executable, ring, "--layer", "8"), "no blocks of forward in layer 8")
         executable(tmp / "train_gpt2cu", "#!/bin/sh\necho boom >&2\nexit 1\n")
@@ -1009,6 +1056,47 @@ def test_arch_overrides_the_probe():
     assert gencode("echo 8.6", "ARCH=75 90a") == f"{arch('75')} {arch('90a')}"
 
 
+def test_probe_of_nccl():
+    """Where a header and a library are that can be linked, in lib or lib64; NCCL_HOME=none is an answer too."""
+    with scratch() as tmp:
+        for folder in "include", "lib64":
+            (tmp / folder).mkdir()
+        (tmp / "include" / "nccl.h").touch()
+        assert run("g++", "-shared", "-o", tmp / "lib64" / "libnccl.so.2", "-x", "c++", "/dev/null").returncode == 0
+
+        def probed(home):
+            text = run("make", "-pn", "help", f"NCCL_HOME={home}").stdout
+            flags = re.search("^NCCLFLAGS :?= (.*)$", text, re.M)
+            return flags and flags[1], re.search(r"^LDLIBS :?= (.*)$", text, re.M)[1]
+        flags, libraries = probed(tmp)
+        assert "-DHAVE_NCCL" in flags and f"{tmp}/include" in flags, flags
+        for part in f"-L{tmp}/lib64 -Xlinker -rpath,{tmp}/lib64", "-l:libnccl.so.2":  # found by the linker and when it runs
+            assert part in libraries, libraries
+        flags_without, libraries = probed("none")
+        assert not flags_without and "nccl" not in libraries, (flags_without, libraries)
+        (tmp / "lib64").rename(tmp / "lib")
+        assert probed(tmp)[0] == flags
+
+
+def test_other_flags_compile_anew():
+    """In a copy of the Makefile with two sources and a stand-in for both compilers."""
+    with scratch() as tmp:
+        shutil.copy(ROOT / "Makefile", tmp)
+        for name in "data/a.cpp", "layers/b.cu":
+            (tmp / name).parent.mkdir()
+            (tmp / name).touch()
+        executable(tmp / "cc", '#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit; done\ntouch "$2"; echo "$2"\n')
+        objects = ["build/data/a.o", "build/layers/b.o"]
+
+        def made(*options):
+            result = run("make", "-s", f"CXX={tmp}/cc", f"NVCC={tmp}/cc", "NCCL_HOME=none", *objects, *options, cwd=tmp)
+            assert result.returncode == 0, result
+            return result.stdout.split()
+        assert made() == objects and made() == []
+        assert made("EXTRA=-DX") == objects and made("EXTRA=-DX") == []
+        assert made("EXTRA=-DX", "MARCH=x86-64") == objects[:1] and made("EXTRA=-DX", "MARCH=x86-64", "ARCH=75") == objects[1:]
+
+
 def test_profile_without_nsys_builds_nothing():
     with scratch() as tmp:
         for name in ("make", "sh", "grep", "tr", "sort", "find", "nproc", "sed"):  # a PATH without nsys and compilers
@@ -1082,6 +1170,7 @@ STAND_IN = f"#!{sys.executable}\n" + '''
 import json, os, sys
 option = dict(zip(sys.argv, sys.argv[1:]))
 print(*sys.argv[1:], file=open("ran", "a"))
+print(os.environ.get("CUDA_VISIBLE_DEVICES"), file=open("gpus", "a"))
 ranks = option.get("--gpus", "1") + "_" + option.get("--zero", "0")
 run = option["--attention"] + "_" + option["--seed"] if "--attention" in option else "ranks_" + ranks
 loss = float(os.environ.get(run, 2))
@@ -1125,7 +1214,12 @@ def test_comparisons_fail_where_runs_differ():
         assert "of one seed they differ by 1.0e-01 at most" in result.stdout, result
         assert (rows[0]["loss"], rows[0]["loss_min"], rows[0]["loss_max"], rows[1]["loss"]) == (2.1, 2.0, 2.2, 2.075), rows
 
-        ranks = ("--gpus", "1,2", "--batch", "3", "--tokens", "16", "--steps", "12")
+        (tmp / "gpus").unlink()
+        result, _ = measured("compare_losses.py", *shape, "--gpus", "2", CUDA_VISIBLE_DEVICES="7,9")
+        assert set((tmp / "gpus").read_text().split()) == {"7", "9"}, result  # each run on one of its own
+
+        timed = ("--batch", "3", "--tokens", "16", "--steps", "12")
+        ranks = ("--gpus", "1,2", *timed)
         for losses in {"ranks_2_1": "2.0021"}, {"ranks_2_0": "1.9979"}, {"ranks_2_0": "NaN"}, {"ranks_1_0": "2.003"}:
             result, rows = measured("scaling.py", *ranks, **losses)
             assert result.returncode == 1 and "differ by more than 1e-3: not timed" in result.stderr, (losses, result)
@@ -1139,6 +1233,15 @@ def test_comparisons_fail_where_runs_differ():
         speed = [[round(r[field], 3) for field in ("gpus", "zero", "tok_s", "ms", "ms_side_by_side", "of_linear", "gib")]
                  for r in rows[2:]]
         assert speed == [[1, 0, 1000, 48, 48, 1, 4], [2, 0, 1900, 50.526, 60, 0.95, 4], [2, 1, 2200, 43.636, 60, 1.1, 2]], speed
+        # All GPUs of the machine: the slowest is the last.
+        executable(tmp / "nvidia-smi", "#!/bin/sh\nfor i in 0 1 2 3; do echo \"GPU $i: it (UUID: GPU-1)\"; done\n")
+        out = tmp / "all.jsonl"
+        result = run("env", "-u", "CUDA_VISIBLE_DEVICES", sys.executable, tmp / "scripts" / "scaling.py", "--out", out, *timed,
+                     PATH=f"{tmp}:{os.environ['PATH']}", rate_on_="1000", rate_on_0="960", rate_on_1="960", rate_on_2="960",
+                     rate_on_3="800")
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(r["gpus"], r["zero"], round(r["ms_side_by_side"])) for r in found if r["what"] == "speed"] == [
+            (1, 0, 48), (2, 0, 50), (2, 1, 50), (4, 0, 60), (4, 1, 60)], (result, found)
         write_rows(tmp, "scaling", [{**r, "dirty": False} for r in rows])
         table, _ = documents_with(tmp, "scaling")
         for line in ("| 1 | – | 1k | 100.0 % | 48.00 | 48.00 | 4.0 | – |", "| 2 | 0 | 2k | 95.0 % | 50.53 | 60.00 | 4.0 | 0e+00 |",
@@ -1171,7 +1274,7 @@ def run_recipe(recipe, tmp, program, *arguments, **variables):
     for file in (recipe, SCRIPTS / "longer_context.py", SCRIPTS / "plot.py"):
         shutil.copy(file, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
-    write_launcher(tmp / "torchrun")
+    write_launcher(tmp / "torchrun", shown=tmp / "launched")
     write_launcher(tmp / "srun")
     executable(tmp / "scontrol", "#!/bin/sh\necho 127.0.0.1; echo elsewhere\n")
     if re.search("_(gpus|torchrun|slurm)", recipe.name):
@@ -1242,7 +1345,22 @@ def test_recipes_settings():
             assert given["-b"] == ("1" if is_long and "gpus" in recipe.name else "2") and (is_long or given["--seed"] == "5")
             gpus = ("4", "4" if is_long else None) if "gpus" in recipe.name else (None, None)
             assert (given.get("--gpus"), given.get("--context-parallel")) == gpus, words
+            assert int(given["-s"]) % 1000 == 0 and int(given.get("-g", 1)) < int(given["-t"]), words  # samples: seldom, short
             assert int(given["-n"]) in (100, 1000) and int(given["-v"]) == (100 if is_long else 250), words
+
+
+def test_recipe_of_several_machines():
+    with scratch() as tmp:
+        executable(tmp / "true.sh", "#!/bin/sh\n")
+        launched = {}
+        recipe = SCRIPTS / "run_gpt2_350M_torchrun.sh"
+        for variables in {}, {"NODES": "3", "NODE": "2", "GPUS": "5", "MASTER": "first", "PORT": "123"}:
+            result = run_recipe(recipe, tmp, tmp / "true.sh", **variables)
+            assert result.returncode == 0, result
+            words = (tmp / "launched").read_text().split()
+            launched = dict(zip(words, words[1:]))
+            assert [launched[f"--{name}"] for name in ("nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port")] == (
+                ["3", "2", "5", "first", "123"] if variables else ["1", "0", "8", "127.0.0.1", "29500"]), words
 
 
 def test_recipes_arithmetic():
@@ -1309,6 +1427,21 @@ def test_long_context_repeats_the_position_embeddings():
         assert result.returncode == 1 and "nowhere.bin" in result.stderr and "checkpoint" in result.stderr, result
 
 
+def test_longer_context_of_both_types():
+    """fp32 and bf16, to a number of positions that is no multiple of what there is."""
+    with scratch() as tmp:
+        for version, size in (3, 4), (5, 2):
+            Vp, C, parts = 128, 2, []
+            for n in Vp * C, 3 * C, 12 * C * C + 13 * C + 2 * C:
+                parts.append(os.urandom(n * size))
+            header = [20240326, version, 3, 5, 1, 1, C, Vp, *[0] * 248]
+            (tmp / "a.bin").write_bytes(struct.pack("<256i", *header) + b"".join(parts))
+            result = script("longer_context.py", tmp / "a.bin", tmp / "b.bin", "7")
+            assert result.returncode == 0, result
+            header[2], wpe = 7, parts[1]
+            assert (tmp / "b.bin").read_bytes() == struct.pack("<256i", *header) + parts[0] + (wpe * 3)[:7 * C * size] + parts[2]
+
+
 def test_long_context_of_bad_checkpoints():
     with scratch() as tmp:
         long_context_start(tmp / "model.bin")
@@ -1332,24 +1465,34 @@ def test_runner_of_the_tests():
                 "dies": "#!/bin/sh\necho boom; exit 139\n",
                 "lies": "#!/bin/sh\necho 3 passed, 0 failed, 0 skipped; exit 3\n",
                 "gpu": "#!/bin/sh\necho 5 passed, 0 failed, 0 skipped\n", "gpu.cu": "",
-                "python.py": "print('2 passed, 0 failed, 0 skipped')\n",
+                "python.py": "import signal\nassert signal.getsignal(signal.SIGINT) != signal.SIG_IGN, 'deaf to Ctrl-C'\n"
+                             "print('2 passed, 0 failed, 0 skipped')\n",
+                "test_program": "#!/bin/sh\necho 1 passed, 0 failed, 0 skipped\n",
                 "slow.py": "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)\n",
                 "hangs": "#!/bin/sh\nsleep 60 & echo $! >pid; wait\n",
                 "leaves": "#!/bin/sh\nsleep 60 >/dev/null 2>&1 & echo $! >pid\necho 1 passed, 0 failed, 0 skipped\n"}
     with scratch() as tmp:
         for name, text in programs.items():
             executable(tmp / name, text)
-        runner, few = ROOT / "dev" / "run_tests.sh", ["good", "bad", "dies", "lies", "gpu", "python.py"]
-        many = ["gpu", "good", "bad", "dies", "lies", "python.py"]  # what has a .cu file first, the others beside it
+        runner, few = ROOT / "dev" / "run_tests.sh", ["good", "bad", "dies", "lies", "gpu", "./test_program", "python.py"]
+        # What has a .cu file and the program as a whole first, the others beside them.
+        many = ["gpu", "./test_program", "good", "bad", "dies", "lies", "python.py"]
         for cores, order in (2, few), (16, many):
             executable(tmp / "nproc", f"#!/bin/sh\necho {cores}\n")
             path = {"PATH": f"{tmp}:{os.environ['PATH']}"}
             result = run(runner, "true", *few, cwd=tmp, **path)
-            assert result.returncode == 1 and result.stdout.splitlines()[-1] == "12 passed, 4 failed, 1 skipped", result
-            assert [line[3:] for line in result.stdout.splitlines() if line.startswith("== ")][:6] == order, result.stdout
+            assert result.returncode == 1 and result.stdout.splitlines()[-1] == "13 passed, 4 failed, 1 skipped", result
+            assert [line[3:] for line in result.stdout.splitlines() if line.startswith("== ")][:7] == order, result.stdout
             assert run(runner, "true", "good", "python.py", cwd=tmp, **path).returncode == 0
 
             interrupt_and_wait(runner, "true", "slow.py", pid=tmp / "pid", cwd=tmp, **path)
+        (tmp / "tools").mkdir()  # all but python3
+        for name in ("sh", "dirname", "nproc", "mktemp", "mkdir", "rm", "basename", "timeout", "env", "touch", "cat", "tail", "sed", "true"):
+            (tmp / "tools" / name).symlink_to(shutil.which(name))
+        result = run(runner, "true", "good", "python.py", cwd=tmp, PATH=str(tmp / "tools"))
+        assert result.returncode == 0 and result.stdout.splitlines()[-1] == "4 passed, 0 failed, 2 skipped", result
+        result = run(runner, "true", "hangs", cwd=tmp, TEST_LIMIT="1", TEST_PATIENCE="2")
+        assert "./hangs: no end after 2 s" in result.stdout, result
         for programs, archs, *says in ((["hangs", "good"], "true", "./hangs: no end after 1 s", "4 passed, 1 failed, 1"),
                                        (["leaves"], "sleep 60", "sleep 60: no end after 1 s", "1 passed, 1 failed, 0")):
             result = run(runner, archs, *programs, cwd=tmp, TEST_LIMIT="1")
@@ -1392,7 +1535,7 @@ def test_measuring_in_parts():
                 (tmp / name).unlink(missing_ok=True)
             result = run(tmp / "scripts" / "measure.sh", *parts, PATH=f"{tmp}:{os.environ['PATH']}", **variables)
             ran = [line for line in (tmp / "ran").read_text().splitlines() if line != "python3 -c import torch"]
-            assert len(set((tmp / "runs").read_text().split())) == 1 or variables  # one run: RUN
+            assert len(set((tmp / "runs").read_text().split())) == 1 or variables or not ran  # one run: RUN
             return result, ran
         result, ran = measure()
         assert result.returncode == 0 and "one GPU" in result.stdout, result
@@ -1411,6 +1554,11 @@ def test_measuring_in_parts():
         assert "--part study: no end after 1 s" in result.stdout, result
         assert ran == ["accuracy --json --hs 64", "study_accumulation --json", "bench_layers --json"], ran
         wait_for(lambda: not runs((tmp / "pid").read_text().strip()), 5)
+        result, ran = measure("--no-tests", "fp32", "torch", "train", BAD="*import?torch")
+        assert result.returncode == 0 and "no PyTorch" in result.stdout, result
+        assert [line.split(" --")[0] for line in ran[:6]] == ["bench_attention"] * 2 + ["bench_train"] * 4, ran
+        result, ran = measure("layers", "layer")
+        assert result.returncode == 2 and "layer: expected" in result.stderr and not ran, (result, ran)
         result, ran = measure("layers", BAD="test_layers*")
         assert result.returncode != 0 and ran == ["test_attention ", "test_layers "], (result, ran)
 
