@@ -141,6 +141,41 @@ def test_conversion_of_precision():
         assert found == want, [hex(x) for x in found]
 
 
+def test_import_of_fp16():
+    need("numpy")
+    import numpy as np
+    with folder():
+        write_checkpoint("a.bin")
+        halves = np.random.default_rng(2).standard_normal(os.path.getsize("a.bin") // 4 - 256).astype(np.float16)
+        halves[257 * 32:384 * 32] = 0
+        with open("b.bin", "wb") as f:
+            f.write(read("a.bin")[:1024] + halves.astype(np.float32).tobytes())
+        converts("export", "b.bin", "hf")
+
+        def to_fp16(header, data):
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    entry.update(dtype="F16", data_offsets=[n // 2 for n in entry["data_offsets"]])
+            return header, np.frombuffer(data, np.float32).astype(np.float16).tobytes()
+        edit_safetensors("hf/model.safetensors", to_fp16)
+        converts("import", "hf", "c.bin")
+        assert read("b.bin") == read("c.bin")
+
+
+def test_what_an_export_says_of_itself():
+    """What the transformers library goes by: a type to load it as, no dropout; data that begins at a multiple of 8."""
+    need("numpy")
+    with folder():
+        for version, dtype in (3, "float32"), (5, "bfloat16"):
+            for P in range(40, 44):  # its digits and sizes change the header's length
+                write_checkpoint("a.bin", version, P=10 ** (P - 40) + 9)
+                converts("export", "a.bin", f"hf{version}_{P}")
+                config = json.loads(read(f"hf{version}_{P}/config.json"))
+                assert config["torch_dtype"] == dtype, config
+                assert [config[f"{part}_pdrop"] for part in ("embd", "attn", "resid")] == [0, 0, 0], config
+                assert int.from_bytes(read(f"hf{version}_{P}/model.safetensors")[:8], "little") % 8 == 0
+
+
 def test_sharded_safetensors_and_old_names():
     """Large models come in several files; early ones have names without "transformer." and keep the causal masks."""
     need("numpy")
@@ -164,6 +199,7 @@ def test_sharded_safetensors_and_old_names():
                 f.write(len(text).to_bytes(8, "little") + text + blob)
         os.unlink("hf/model.safetensors")
         append("hf/model-0.safetensors", "h.0.attn.bias", bytes(16), "BOOL", [1, 1, 4, 4])
+        append("hf/model-0.safetensors", "h.1.attn.masked_bias", bytes(4), "F32", [])
         begin, end = header["transformer.wte.weight"]["data_offsets"]
         append("hf/model-0.safetensors", "lm_head.weight", data[begin:end], "F32", [257, 32])
         with open("hf/model.safetensors.index.json", "w") as f:
@@ -221,10 +257,15 @@ def test_config_that_is_not_gpt2():
                            "tie_word_embeddings": False, "scale_attn_weights": False, "add_cross_attention": True,
                            "scale_attn_by_inverse_layer_idx": True, "n_inner": 64, "n_embd": 33, "n_layer": 0,
                            "n_head": "2", "vocab_size": None, "rotary_dim": 16, "rope_theta": 1e4,
+                           "position_embedding_type": "relative_key", "rotary_pct": 0.25, "rope_scaling": {"factor": 2},
+                           "rope_parameters": {"rope_theta": 1e4},
                            "quantization_config": {"bits": 4}}.items():
             edit_json("hf/config.json", **{key: value})
             refuses(f"config.json: {key}", "import", "hf", "b.bin")
             shutil.copy("good.json", "hf/config.json")
+        edit_json("hf/config.json", n_inner=4 * 32, activation_function="gelu_pytorch_tanh")  # the same by other names
+        converts("import", "hf", "same.bin")
+        assert read("a.bin") == read("same.bin")
         with open("hf/config.json", "w") as f:
             f.write('{"model_type": ')
         refuses("config.json: damaged (get the file again)", "import", "hf", "b.bin")
@@ -347,6 +388,21 @@ def test_output_that_cannot_be():
         refuses("hf: exists already", "export", "a.bin", "hf")
         refuses("none: no such folder", "import", "hf", "none/b.bin")
         refuses("none: no such folder", "export", "a.bin", "none/hf")
+
+
+def test_interrupt():
+    """Ctrl-C in the middle of the tensors: one line, and nothing is left."""
+    need("numpy")
+    with folder():
+        write_checkpoint("a.bin")
+        for command, source, out in ("export", "a.bin", "hf"), ("import", "hf", "b.bin"):
+            code = (f"import sys; sys.path.insert(0, {os.path.dirname(HF)!r}); sys.argv = ['hf.py', {command!r}, {source!r}, "
+                    f"{out!r}]; import hf; real = hf.convert; seen = []\ndef convert(x, *how):\n    seen.append(0)\n    if len(seen) "
+                    "== 5: raise KeyboardInterrupt\n    return real(x, *how)\nhf.convert = convert; hf.main()")
+            done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
+            assert done.returncode == 1 and done.stderr == f"hf.py: interrupted; {out} is not written\n", done
+            assert not os.path.exists(out) and not [name for name in os.listdir() if ".tmp." in name]
+            converts(command, source, out)
 
 
 def test_full_disk():
