@@ -246,6 +246,8 @@ def test_malformed_logs_name_file_and_line():
                 raise AssertionError(f"accepted {bad}")
             except LogError as e:
                 assert f"{path}:2: " in str(e) and what in str(e), e
+        path.write_text('{"kind": "val", "step": 0, "loss_nats": 2.0}\n')  # alone it is enough
+        assert read_log(tmp)["val"][0]["loss_nats"] == 2
         path.write_text(good + '{"kind": "tra')  # a row that is being written
         rows = read_log(tmp)["train"]
         assert len(rows) == 1 and math.isnan(rows[0]["mfu_percent"])
@@ -882,7 +884,8 @@ def trace_of_a_gpu(gpu):
         events += [event("kernel", f"{way}_kernel<64, true>", at, 700, inside),
                    event("copy", "copy 50331648 bytes to another GPU", at + 600, 200, inside),
                    event("copy", "copy 50331648 bytes", at, 150, inside),
-                   event("kernel", f"{way}_kernel<64, true>", at, 700, inside.replace("6", "7"))]
+                   event("kernel", f"{way}_kernel<64, true>", at, 700, inside.replace("6", "7")),
+                   event("kernel", "long before", at - 300, 50, inside), event("kernel", "long after", at + 950, 50, inside)]
     for e in events:
         e["ts"] += 40 * gpu
     return {"traceEvents": events}
@@ -912,7 +915,7 @@ def test_timeline_of_a_ring():
         assert path.read_text().count('"dirty": true') == path.read_text().count("\n") == 4
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert [(r["rank"], r["pass"], min(e["start_ms"] for e in r["events"])) for r in rows] == [
-            (gpu, way, 0.04 * gpu) for way in ("forward", "backward") for gpu in (0, 1)], rows
+            (gpu, way, 0.04 * gpu) for way in ("forward", "backward") for gpu in (0, 1)] and "long" not in path.read_text(), rows
         (tmp / "kept").mkdir()
         run(sys.executable, ring, "--keep", cwd=tmp / "kept")
         assert {p.name for p in (tmp / "kept").iterdir()} == {"trace.100.json", "trace.101.json"}
@@ -1079,13 +1082,13 @@ def test_probe_of_nccl():
 
 
 def test_other_flags_compile_anew():
-    """In a copy of the Makefile with two sources and a stand-in for both compilers."""
+    """In a copy of the Makefile with few sources and a stand-in for both compilers; and what `make archs` and `make clean` do."""
     with scratch() as tmp:
         shutil.copy(ROOT / "Makefile", tmp)
-        for name in "data/a.cpp", "layers/b.cu":
-            (tmp / name).parent.mkdir()
+        for name in "data/a.cpp", "layers/b.cu", "attention/c.cu", "dev/test_d.cpp", "dev/test_d":
+            (tmp / name).parent.mkdir(exist_ok=True)
             (tmp / name).touch()
-        executable(tmp / "cc", '#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit; done\ntouch "$2"; echo "$2"\n')
+        executable(tmp / "cc", '#!/bin/sh\n[ "$1" != --list-gpu-code ] || echo sm_75 sm_80 sm_90\nwhile [ "$1" != -o ]; do shift || exit; done\ntouch "$2"; echo "$2"\n')
         objects = ["build/data/a.o", "build/layers/b.o"]
 
         def made(*options):
@@ -1094,7 +1097,15 @@ def test_other_flags_compile_anew():
             return result.stdout.split()
         assert made() == objects and made() == []
         assert made("EXTRA=-DX") == objects and made("EXTRA=-DX") == []
+        archs = run("make", "-n", "archs", f"NVCC={tmp}/cc", cwd=tmp).stdout.replace("\\\n", "").splitlines()
+        built = {re.search(r"-o (\S+)", line)[1]: line for line in archs if " -o " in line}
+        of = {name: re.findall(r"code=sm_(\w+)", line) for name, line in built.items()}
+        assert of == {"build/archs/attention/c.spills.o": ["80", "90a"], "build/archs/attention/c.o": ["75"],
+                      "build/archs/layers/b.o": ["75", "80", "90a"]}, archs
+        assert all("-Werror all-warnings" in line and ("-warn-spills" in line) == ("spills" in name) for name, line in built.items())
         assert made("EXTRA=-DX", "MARCH=x86-64") == objects[:1] and made("EXTRA=-DX", "MARCH=x86-64", "ARCH=75") == objects[1:]
+        assert run("make", "clean", cwd=tmp).returncode == 0
+        assert not (tmp / "build").exists() and not (tmp / "dev" / "test_d").exists()
 
 
 def test_profile_without_nsys_builds_nothing():
@@ -1263,6 +1274,8 @@ def test_ranks_are_compared_and_timed():
         assert all(r["apart"] < 1e-4 for r in rows[:2]) and rows[2]["of_linear"] == 1 and rows[4]["tok_s"] > 0
         assert rows[2]["ms_side_by_side"] == rows[2]["ms"] and rows[3]["ms_side_by_side"] > 0
         assert rows[3]["gib"] > rows[4]["gib"] > 0, rows  # half the optimizer's state
+        check_fails(script("scaling.py", "--device", "cpu", "--model", "tiny", "--gpus", "1", "--data", tmp / "none"),
+                    "scaling.py: ./train_gpt2cu -e tiny", "ended with 1", f"{tmp / 'none'}: no such file")
         for bad in (("--gpus", "2,4"), ("--steps", "5")):
             result = script("scaling.py", *bad)
             assert result.returncode == 2 and bad[0] in result.stderr, result
