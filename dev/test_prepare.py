@@ -674,6 +674,8 @@ def test_ranks_from_the_cache():
     text, environment = written("cached.txt", LETTERS), {"TIKTOKEN_CACHE_DIR": str(path.parent)}
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     run(text, "-o", scratch / "cached", "--ranks-sha256", sha256, environment=environment)
+    run(text, "-o", scratch / "cached", "--ranks-sha256", sha256,
+        environment={"TIKTOKEN_CACHE_DIR": "", "DATA_GYM_CACHE_DIR": str(path.parent)})
     assert all_tokens(scratch / "cached") == expected_tokens([LETTERS])
     fails(text, "-o", scratch / "cached", says=[f"{path}: wrong SHA-256: expected", f"found {sha256}"],
           environment=environment)
