@@ -1,5 +1,7 @@
 #include "data/choices.h"
 
+#include <algorithm>
+
 #include "data/checkpoint.h"
 #include "data/file.h"
 
@@ -70,6 +72,7 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
 
 void write_choices(const std::string& path, const std::vector<Choice>& choices) {
     std::vector<uint16_t> stream;
+    size_t longest = 0;
     const auto put = [&](const std::vector<int>& tokens) {
         stream.push_back(static_cast<uint16_t>(tokens.size()));
         for (int token : tokens) stream.push_back(static_cast<uint16_t>(token));
@@ -84,8 +87,10 @@ void write_choices(const std::string& path, const std::vector<Choice>& choices) 
         if (bytes > 65535)
             throw Error(format("%s: example %d has %zu bytes, expected at most 65535", path.c_str(), c.index, bytes));
         stream[start + 1] = static_cast<uint16_t>(bytes);
+        longest = std::max(longest, bytes);
     }
-    int32_t header[kHeaderBytes / sizeof(int32_t)] = {kMagic, kVersion, static_cast<int32_t>(choices.size())};
+    int32_t header[kHeaderBytes / sizeof(int32_t)] = {kMagic, kVersion, static_cast<int32_t>(choices.size()),
+                                                      static_cast<int32_t>(longest)};
     AtomicFile file(path);
     file.write(header, kHeaderBytes);
     file.write(stream.data(), stream.size() * sizeof(uint16_t));

@@ -1318,6 +1318,8 @@ TEST(choices) {
     CHECK_ERROR(read_choices(path + ".none", 257, 64), "choices.bin.none");
 
     const std::string whole = read_file(path);
+    const int32_t header[4] = {20240522, 1, 2, 40};  // the last: bytes of the longest example, 20 numbers
+    CHECK(std::memcmp(whole.data(), header, sizeof header) == 0);
     std::string unanswered = whole;
     unanswered[1030] = 4;  // of four endings the fifth is right
     write_file(path, unanswered);
