@@ -137,12 +137,15 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
 TEST(parameter_count_of_presets) {
     Config c;
     CHECK(find_config("d12", &c) && count_parameters(c) == 124475904);
-    CHECK(find_config("d48", &c) && c.HS() == 64);
     CHECK(!find_config("d13", &c));
+    const std::pair<const char*, size_t> published[] = {  // of GPT-2, whose vocabulary has no padding
+        {"d12", 124439808}, {"d24", 354823168}, {"d36", 774030080}, {"d48", 1557611200}};
+    for (const auto& [name, parameters] : published)
+        CHECK(find_config(name, &c) && count_parameters(c) == parameters + size_t(c.Vp - c.V) * c.C);
     for (const char* name : {"d12", "d24", "d36", "d48", "tiny"}) {
         CHECK(find_config(name, &c));
         CHECK(count_parameters(c) == header_of(c, DType::f32).num_parameters());
-        CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C % c.NH == 0);
+        CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C == 64 * c.NH);
     }
 }
 
@@ -221,26 +224,38 @@ TEST(shares_of_the_optimizer_make_a_whole) {
 }
 
 // With the optimizer sharded a step sums gradients into a buffer of its own, behind which the gate stands: of what was
-// there before, nothing is read.
+// there before, nothing is read. So many micro-batches that their losses and the norm fill a line of memory.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
     const Cpu cpu;
     Job alone;
     CpuComm comm(cpu, alone);
     Ranks<Cpu> ranks;
     ranks.comm = &comm, ranks.sharded = true;
-    const std::vector<int> stream = make_tokens(2 * 20 + 1, kSmall.V, 3);
+    constexpr int kMicroSteps = 63;
+    const std::vector<int> stream = make_tokens(kMicroSteps * 20 + 1, kSmall.V, 3);
     const auto parameters_after_a_step = [&](bool sharded) {
-        GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 2, 20, 1, true, 0, sharded ? ranks : Ranks<Cpu>{});
+        GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 1, 20, kMicroSteps, true, 0,
+                               sharded ? ranks : Ranks<Cpu>{});
         model.allocate();
         poison(cpu, model.buffers);
         model.init_random(7);
         upload_batches(model, stream, 0);
-        model.train_micro_batch(0, sharded);
+        for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
         model.update(hyper(1e-3, 1));
         CHECK(std::isfinite(model.stats()[model.num_losses()]));
         return std::vector<char>(model.params.base, model.params.base + model.params.bytes);
     };
     CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
+}
+
+// By which the job tells a rank that works from one that hangs.
+TEST(each_stretch_of_work_is_a_sign_of_life) {
+    const uint64_t before = Job::progress();
+    {
+        Range outer("a");
+        Range inner("b", 3);
+    }
+    CHECK(Job::progress() == before + 2);
 }
 
 TEST(data_is_the_corpus_or_what_is_given) {
@@ -296,6 +311,24 @@ TEST(defaults) {
         resolve_steps(o, c.on_cpu, c.tokens);
         CHECK(o.max_steps == c.steps && o.warmup == c.warmup && o.val_every == c.val_every &&
               o.sample_every == c.sample_every && o.val_batches == 20);
+    }
+}
+
+// What the int of the step's tokens can count, and a quarter of it for a micro-batch.
+TEST(tokens_beyond_an_int_are_refused) {
+    const struct {
+        int B, T, ranks;
+        const char* error;
+    } cases[] = {{65535, 8192, 4, ""},
+                 {65535, 8192, 5, "too many tokens for a step"},
+                 {65536, 8192, 1, "too many tokens for a micro-batch"},
+                 {65536, 4194304, 1, "too many tokens for a micro-batch"}};
+    for (const auto& c : cases) {
+        Options o;
+        o.B = c.B, o.T = c.T;
+        const std::string error = test::error_of([&] { resolve_sizes(o, kSmall, false, c.ranks); });
+        CHECK(*c.error ? error.find(c.error) != error.npos : error.empty());
+        CHECK(*c.error || o.tokens_per_step == c.B * c.T * c.ranks);
     }
 }
 
@@ -434,18 +467,48 @@ TEST(reference_model_gradient_by_finite_differences) {
     }
 }
 
+// With a vocabulary so large that the rows of one batch's logits, 640, exist in two parts.
 TEST(accumulated_micro_batches_equal_one_batch) {
     const Cpu cpu;
-    const Config config = {16, 30, 32, 2, 2, 8};
-    const std::vector<int> stream = make_tokens(4 * 16 + 1, config.V, 5);
-    GPT2<Cpu, double> whole(cpu, config, Attention::flash, 4, 16, 1, true),
-        parts(cpu, config, Attention::flash, 1, 16, 4, true);
-    whole.allocate(), parts.allocate();
-    whole.init_random(3), parts.init_random(3);
-    upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
-    CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
-    for (size_t i = 0; i < whole.num_parameters; i++)
-        CHECK_NEAR(static_cast<double*>(parts.grads.at(0))[i], static_cast<double*>(whole.grads.at(0))[i], 1e-13);
+    for (const Config& config : {Config{16, 30, 32, 2, 2, 8}, Config{160, 65600, 65664, 1, 1, 8}}) {
+        const int T = config.max_T;
+        const std::vector<int> stream = make_tokens(4 * T + 1, config.V, 5);
+        GPT2<Cpu, double> whole(cpu, config, Attention::flash, 4, T, 1, true),
+            parts(cpu, config, Attention::flash, 1, T, 4, true);
+        const TensorSpec& logits = whole.buffers.tensors[0];
+        CHECK(std::string(logits.name) == "logits" && logits.size == size_t(std::min(4 * T, 512)) * config.Vp);
+        whole.allocate(), parts.allocate();
+        whole.init_random(3), parts.init_random(3);
+        upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
+        CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
+        for (size_t i = 0; i < whole.num_parameters; i++)
+            CHECK_NEAR(static_cast<double*>(parts.grads.at(0))[i], static_cast<double*>(whole.grads.at(0))[i], 1e-13);
+    }
+}
+
+// The first in the order of computation: forward from the first layer on, backward from the last.
+TEST(the_first_tensor_that_is_not_finite_is_named) {
+    const Cpu cpu;
+    const Config config = {16, 30, 32, 3, 2, 8};
+    for (int recompute : {0, 1, 2}) {
+        GPT2<Cpu, float> model(cpu, config, Attention::flash, 2, 16, 2, true, recompute);
+        model.allocate();
+        const auto found = [&](auto spoil) {
+            model.init_random(3);
+            upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
+            spoil(model.weights(1));
+            return model.first_nonfinite();
+        };
+        CHECK(found([](const auto&) {}) == kNoneFound);
+        const std::string forward = found([](const auto& w) { w.ln2w[3] = w.fcw[3] = 1e30f; });
+        CHECK(forward.find("fch of layer 1 (activations, ") == 0);
+        // All that goes into the MLP is 0, and so is what comes out of it, whatever its weights; not so the gradients.
+        const std::string backward = found([&](const auto& w) {
+            std::fill_n(w.ln2w, config.C, 0.f);
+            std::fill_n(w.fcw, 4 * config.C * config.C, 1e30f), std::fill_n(w.fcprojw, 4 * config.C * config.C, 1e30f);
+        });
+        CHECK(backward.find("ln2b of layer 1 (gradients, ") == 0);
+    }
 }
 
 TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
@@ -469,9 +532,22 @@ TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
     CHECK(!std::isfinite(model.stats()[2]));
     model.weights(1).ln2w[3] = NAN;
     CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
-    model.weights(1).ln2w[3] = 1e30f;  // finite itself: the product overflows one layer norm later
-    model.weights(1).fcw[3] = 1e30f;
-    CHECK(model.first_nonfinite().find("fch of layer 1 (activations") == 0);
+}
+
+// On a machine with so much memory as some batch takes: that one, and not a larger one.
+TEST(out_of_memory_says_what_fits) {
+    Cpu cpu(1);
+    const auto with_batch = [&](int B) { return GPT2<Cpu, float>(cpu, kSmall, Attention::flash, B, 80, 1, true); };
+    const size_t three = with_batch(3).total_bytes(), one = with_batch(1).total_bytes();
+    for (const auto& [memory, says] : {std::pair{three, "-b 3 would fit"}, {three - 1, "-b 2 would fit"},
+                                       {one, "-b 1 would fit"}, {one - 1, "not even -b 1 fits"}}) {
+        cpu.total_bytes = memory;
+        GPT2<Cpu, float> model = with_batch(9);
+        CHECK_ERROR(allocate_or_explain(model), says);
+    }
+    cpu.total_bytes = three;
+    GPT2<Cpu, float> fits = with_batch(3);
+    allocate_or_explain(fits);
 }
 
 TEST(memory_is_linear_in_T_with_flash) {
