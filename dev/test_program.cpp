@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <filesystem>
 #include <future>
+#include <map>
+#include <thread>
 
 #include "data/checkpoint.h"
 #include "data/choices.h"
@@ -141,6 +143,10 @@ TEST(errors_exit_with_1_and_one_line) {
     write_file(dir() + "/bad.bin", std::string(2000, 'x'));
     CHECK_RUN(run("--device cpu -i " + dir() + "/bad.bin"), 1, "20240520");
     CHECK_RUN(run("--device cpu -e " + dir() + "/bad.bin"), 1, "20240326");
+    const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model_path(dir() + "/positions", 1),
+                      text = run(greedy).out;
+    CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);  // nobody asks for so many
+    if (Cuda::count() == 0) CHECK_RUN(run(tiny() + "-x 1 --device cuda"), 1, "; use --device cpu");
     const Result r = run(long_context);
     const std::string last = r.out.substr(r.out.find("train_gpt2cu:"));
     CHECK(std::count(last.begin(), last.end(), '\n') == 1);
@@ -182,6 +188,21 @@ TEST(memory_table_and_profile) {
         CHECK_RUN(r, 0, format(" %d.0\n", 4 * floats[recompute]).c_str());
         CHECK(contains(r.out, "parameters   qkvw       fp32      12       21233664        81.00 "));  // 3C·C·L
     }
+    // What is listed makes the total (every element has 4 bytes here), and a run has the same.
+    std::map<std::string, double> listed;
+    const std::string table = run(tiny() + "--memory").out;
+    std::istringstream lines(table);
+    for (std::string line; std::getline(lines, line);) {
+        char arena[100];
+        double elements = 0, size = 0;
+        if (std::sscanf(line.c_str(), "%99s %*s %*[fpi32] %*d %lf %lf", arena, &elements, &size) != 3) continue;
+        CHECK_NEAR(size, elements * 4 / (1 << 20), 0.006);
+        listed[arena] += elements * 4 / (1 << 20), listed["total"] += elements * 4 / (1 << 20);
+    }
+    CHECK(listed.size() == 6 && listed["total"] > 10);
+    CHECK_NEAR(number_after(table, "total, and activations per token "), listed["total"], 0.02);
+    const std::string described = run(tiny() + "-x 0").out;
+    for (const auto& [name, size] : listed) CHECK_NEAR(number_after(described, "\n  " + name + " "), size, 0.06);
     const Result p = run(tiny() + "--profile 2");
     CHECK(p.code == 0 && contains(p.out, "step 7/7 |"));
 }
@@ -245,6 +266,8 @@ TEST(unwritable_and_full_output) {
     CHECK(shell("mkdir " + logged + " && echo '{}' > " + logged + "/log.jsonl").code == 0);
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 1, "a log of an earlier run");
     CHECK(read_file(logged + "/log.jsonl") == "{}\n");
+    write_file(logged + "/log.jsonl", "");
+    CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
     CHECK_RUN(run(tiny() + "-x 1 -o " + dir() + "/new/and/deep"), 0, "checkpoint");
     // A file system of one megabyte stands in for a full disk where the user may mount one; else a limit on file size
     // does.
@@ -345,6 +368,8 @@ TEST(ranks_train_as_one) {
                 "/" + name);
         CHECK_RUN(r, 0, "step 10/10 | loss");
         CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
+        const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / c.ranks);
+        CHECK(contains(r.out, format("device             CPU, %d thread", threads)));
         CHECK(contains(r.out, c.overlap ? "summed beside backward" : "summed after backward"));
         const size_t at = r.out.find("step 1/10");
         CHECK(at != std::string::npos && r.out.find("step 1/10", at + 1) == std::string::npos);  // one of them prints
@@ -503,14 +528,26 @@ TEST(a_killed_gpu_rank_ends_the_job) {
 
 TEST(a_killed_parent_takes_its_ranks_along) {
     const std::string output = dir() + "/orphans.txt";
+    const std::string action = "echo $(ranks) >" + output + ".pids; for p in $! $(ranks); do ps -o pgid= -p $p; done | " +
+                               "sort -u | echo groups $(wc -l); kill -9 $!";
     const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
-                                       "^step 3/", "echo $(ranks) >" + output + ".pids; kill -9 $!");
+                                       "^step 3/", action);
     CHECK(contains(r.out, "code 137"));
+    CHECK(contains(r.out, "groups 2\n"));  // the ranks have one of their own: Ctrl-C reaches the parent alone
     CHECK(shell("wc -w <" + output + ".pids").out == "2\n");
     // Gone, or a zombie that waits for a parent to take note.
     const std::string living = "for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
     for (int i = 0; i < 100 && !shell(living).out.empty(); i++) usleep(100000);
     CHECK(shell(living).out.empty());
+}
+
+// As a program that ignores its children's ends leaves it to those that it starts.
+TEST(a_parent_sees_its_ranks_end_where_that_was_ignored) {
+    const std::string ignoring = "timeout 30 env --ignore-signal=CHLD ";
+    if (shell(ignoring + "true").code != 0) SKIP("no env that ignores signals");
+    const std::string command = ignoring + "./train_gpt2cu " + ranks_options() + "-v 0 -x 1 --gpus 2";
+    CHECK_RUN(shell(command), 0, "step 1/1");
+    CHECK_RUN(shell(command + " -j none.txt"), 1, "none.txt");
 }
 
 // On the CPU, and on GPUs where there are two, at the same time: the silence lasts 20 s.
@@ -592,13 +629,18 @@ TEST(gpu_ranks_that_differ_are_refused) {
 // steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
 TEST(default_corpus_without_gpu_shows_its_floor) {
     const Corpus corpus = builtin_corpus("data/cache", true);
-    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4");
+    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + dir() + "/corpus");
     CHECK_RUN(r, 0, "step 40/40 | val loss ");
     for (const char* place : {"step 0/40 | val loss 5.", "step 20/40 | val loss "})
         CHECK(contains(r.out, place));
     const double val = number_after(r.out, "val loss ");
     CHECK(val > 2 && val < 4);
     CHECK(contains(r.out, format(" | floor %.4f\n", corpus.val_nats)));
+    for (const auto& [kind, count] : {std::pair<const char*, size_t>{"run", 1}, {"val", 3}}) {
+        const std::vector<double> floors = logged("corpus", kind, "floor_nats");
+        CHECK(floors.size() == count);
+        for (const double floor : floors) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
+    }
     CHECK(contains(r.out, "train data         1 shard, 30.9 M tokens\n"));  // and not the other way round
     CHECK(contains(r.out, "validation data    1 shard, 1.1 M tokens\n"));
     const Result own = run("--device cpu -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 -j " + text_file());  // has no known floor
