@@ -486,7 +486,8 @@ TEST(which_checkpoints_are_written_and_kept) {
         const char* options;
         int written;
         std::vector<int> kept;
-    } cases[] = {{"-x 7", 1, {7}},
+    } cases[] = {{"-x 0", 0, {}},
+                 {"-x 7", 1, {7}},
                  {"-x 7 -n 3", 3, {3, 6, 7}},
                  {"-x 8 -n 4 -nk 0", 2, {4, 8}},
                  {"-x 9 -n 2 -nk 2", 5, {8, 9}},
@@ -549,6 +550,19 @@ TEST(a_model_file_comes_back_byte_for_byte) {
     write_file(as_fp32, model_header(3) + bytes_of(whole));
     CHECK_RUN(run(still + dir() + "/back_bf16 -e " + path), 0, "checkpoint");
     check_same(as_fp32, model_path(dir() + "/back_bf16", 1));
+}
+
+// A vocabulary that has no end of a text trains, without samples.
+TEST(a_model_that_cannot_write_trains) {
+    const std::string path = dir() + "/no_end.bin", out = dir() + "/no_end";
+    std::string header = model_header(3);
+    header.replace(4 * 3, 4, std::string("\0\1\0\0", 4));  // 256 bytes and nothing else
+    write_file(path, header + bytes_of(weights()));
+    CHECK_RUN(run(options(2) + "-v 1 -s 1 -e " + path + " -o " + out), 0, "checkpoint");
+    std::vector<std::string> expected = expected_rows(2, 1, 1, false);
+    const auto is_sample = [](const std::string& row) { return contains(row, "sample"); };
+    expected.erase(std::remove_if(expected.begin(), expected.end(), is_sample), expected.end());
+    check_rows(out, expected);
 }
 
 // Where each tensor lies: a NaN at its first or its last element is found in that tensor, and in that layer.
