@@ -6,7 +6,11 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <map>
+#include <set>
+#include <sstream>
 
 #include "dev/ranks.h"
 #include "dev/reference_comm.h"
@@ -274,6 +278,40 @@ TEST(wrong_ranks_are_refused_on_both_sides) {
     CHECK(contains(ranks.text(), "two processes have the same rank"));
 }
 
+// With an address of this machine alone, all ranks listen for this machine alone.
+TEST(nobody_listens_to_other_machines_without_need) {
+    const auto listeners = [](int pid) {  // local addresses of the sockets in which a process listens, by /proc
+        std::vector<std::string> addresses;
+        std::set<std::string> own;
+        const std::string fds = format("/proc/%d/fd", pid);
+        for (const auto& fd : std::filesystem::directory_iterator(fds)) {
+            std::error_code gone;
+            own.insert(std::filesystem::read_symlink(fd.path(), gone).string());
+        }
+        for (const char* family : {"tcp", "tcp6"}) {
+            std::ifstream table(format("/proc/net/%s", family));
+            std::string line, at, local, remote, state, skipped, inode;
+            for (std::getline(table, line); std::getline(table, line);) {
+                std::istringstream fields(line);
+                fields >> at >> local >> remote >> state;
+                for (int i = 0; i < 6; i++) fields >> inode;
+                if (state == "0A" && own.count("socket:[" + inode + "]"))
+                    addresses.push_back(local.substr(0, local.find(':')));
+            }
+        }
+        return addresses;
+    };
+    for (const char* address : {"127.0.0.1", "localhost"}) {
+        const int port = free_port();
+        Processes ranks;
+        for (int rank : {0, 1})
+            ranks.start([=] { return Job({rank, 3, -1, address, port, "", -1}, Patience{1.5, 1}), 0; });
+        sleep_for(0.7);
+        for (const pid_t pid : ranks.pids) CHECK(listeners(pid) == std::vector<std::string>{"0100007F"});
+        CHECK((ranks.wait() == std::vector<int>{1, 1}));
+    }
+}
+
 // An earlier job that still waits for ranks is not joined, and is not disturbed either.
 TEST(an_old_job_is_never_joined) {
     const int port = free_port();
@@ -345,6 +383,32 @@ TEST(strangers_at_the_port) {
     CHECK((lost.wait() == std::vector<int>{0, 1}));
     CHECK(contains(lost.text(), "is not rank 0 of this job"));
     close(fd);
+}
+
+// A rank's second connection must say the key that rank 0 has sent it, or it is nobody's.
+TEST(without_the_key_nobody_is_a_rank) {
+    const int port = free_port();
+    Processes first;
+    first.start([=]() -> int {
+        Job job({0, 2, -1, "127.0.0.1", port, "j", -1}, kQuick);
+        std::fprintf(stderr, "met\n");
+        _exit(0);  // there is no rank 1 to leave
+    });
+    const auto message = [](const std::string& body) {
+        const uint32_t length = static_cast<uint32_t>(body.size());
+        return "gpt2job1" + std::string(reinterpret_cast<const char*>(&length), sizeof length) + body;
+    };
+    close(connect_when_it_listens(port));
+    const int hello = connect_and_say(port, message("j\n1\n2\nhere\n1\n1\n"));
+    std::string answer(8 + 4 + 4 + 16, '\0');  // magic, length, "yes" and the key
+    if (recv(hello, answer.data(), answer.size(), MSG_WAITALL) != ssize_t(answer.size())) throw Error("no answer");
+    const int wrong = connect_and_say(port, message(std::string(16, '0') + "\n1"));
+    sleep_for(0.5);
+    CHECK(!contains(first.text(), "met"));
+    const int right = connect_and_say(port, message(answer.substr(16) + "\n1"));
+    CHECK(first.wait() == std::vector<int>{0});
+    CHECK(contains(first.text(), "met"));
+    for (int fd : {hello, wrong, right}) close(fd);
 }
 
 TEST(differences_are_named) {
@@ -475,6 +539,10 @@ TEST(launchers_variables) {
     const std::map<std::string, std::string> srun = {
         {"SLURM_PROCID", "2"},  {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_LOCALID", "2"}, {"SLURM_JOB_ID", "77"},
         {"SLURM_STEP_ID", "1"}, {"MASTER_ADDR", "n3"},         {"MASTER_PORT", "5001"}};
+    const std::map<std::string, std::string> mpich = {{"PMI_RANK", "5"},        {"PMI_SIZE", "6"},
+                                                      {"MPI_LOCALRANKID", "1"}, {"MASTER_ADDR", "n4"},
+                                                      {"MASTER_PORT", "5002"},  {"RANK", ""},
+                                                      {"WORLD_SIZE", ""}};  // empty: not there
     const auto in = [](std::map<std::string, std::string> variables, const std::string& drop, auto body) {
         variables.erase(drop);
         for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
@@ -494,6 +562,10 @@ TEST(launchers_variables) {
     in(srun, "", [] {
         const Place p = place_from_environment();
         CHECK(p.rank == 2 && p.size == 4 && p.local_rank == 2 && p.port == 5001 && p.job == "77.1");
+    });
+    in(mpich, "", [] {
+        const Place p = place_from_environment();
+        CHECK(p.rank == 5 && p.size == 6 && p.local_rank == 1 && p.port == 5002 && p.job.empty());
     });
     in(srun, "SLURM_STEP_NUM_TASKS",
        [] { CHECK(place_from_environment().size == 1); });  // in an allocation, not a step
