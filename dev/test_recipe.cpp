@@ -637,6 +637,10 @@ TEST(evaluation_says_what_the_model_loses) {
         }
         CHECK(contains(r.out, format("hellaswag %d of 7, %.2f%%\n", correct, correct / 0.07)));
     }
+    const Result questions = run(format("--device cpu --eval-only -b 3 -t %d --hellaswag ", T) + dir() +
+                                 "/choices.bin -e " + model_file(kEndOften));
+    CHECK_RUN(questions, 0, "hellaswag ");
+    CHECK(!contains(questions.out, "val loss"));
 }
 
 // What a new model starts from, and that steps take as long as the log says by the clock of who watches.
