@@ -80,6 +80,54 @@ TEST(data_sheet_figures_by_device_name) {
         check(c);
 }
 
+// The others, as cores and clock make them: an addition and a multiplication per core and cycle in fp32. Tensor cores are
+// twice as fast in bf16, those for workstations four times, and half as fast as that in TF32. Those of Turing have neither.
+TEST(rates_by_cores_and_boost_clock) {
+    const struct {
+        const char* gpu;
+        int cores;
+        double ghz;
+        int tensor;  // how many times as fast
+    } cases[] = {{"NVIDIA GeForce RTX 2060", 1920, 1.68, 0},
+                 {"NVIDIA GeForce RTX 2060 SUPER", 2176, 1.65, 0},
+                 {"NVIDIA GeForce RTX 2070", 2304, 1.62, 0},
+                 {"NVIDIA GeForce RTX 2070 SUPER", 2560, 1.77, 0},
+                 {"NVIDIA GeForce RTX 2080", 2944, 1.71, 0},
+                 {"NVIDIA GeForce RTX 2080 SUPER", 3072, 1.815, 0},
+                 {"Quadro RTX 4000", 2304, 1.545, 0},
+                 {"Quadro RTX 5000", 3072, 1.815, 0},
+                 {"Quadro RTX 8000", 4608, 1.77, 0},
+                 {"NVIDIA GeForce RTX 3060", 3584, 1.777, 2},
+                 {"NVIDIA GeForce RTX 3060 Ti", 4864, 1.665, 2},
+                 {"NVIDIA GeForce RTX 3070", 5888, 1.725, 2},
+                 {"NVIDIA GeForce RTX 3070 Ti", 6144, 1.77, 2},
+                 {"NVIDIA GeForce RTX 3080 Ti", 10240, 1.665, 2},
+                 {"NVIDIA RTX A2000 12GB", 3328, 1.2, 4},
+                 {"NVIDIA RTX A4500", 7168, 1.65, 4},
+                 {"NVIDIA RTX A5000", 8192, 1.695, 4},
+                 {"NVIDIA RTX A5500", 10240, 1.665, 4},
+                 {"NVIDIA GeForce RTX 4060", 3072, 2.46, 2},
+                 {"NVIDIA GeForce RTX 4060 Ti", 4352, 2.535, 2},
+                 {"NVIDIA GeForce RTX 4070", 5888, 2.475, 2},
+                 {"NVIDIA GeForce RTX 4070 SUPER", 7168, 2.475, 2},
+                 {"NVIDIA GeForce RTX 4090 D", 14592, 2.52, 2},
+                 {"NVIDIA RTX 2000 Ada Generation", 2816, 2.13, 4},
+                 {"NVIDIA RTX 4000 Ada Generation", 6144, 2.175, 4},
+                 {"NVIDIA RTX 4500 Ada Generation", 7680, 2.58, 4},
+                 {"NVIDIA RTX 5000 Ada Generation", 12800, 2.55, 4},
+                 {"NVIDIA RTX 5880 Ada Generation", 14080, 2.46, 4},
+                 {"NVIDIA GeForce RTX 5050", 2560, 2.57, 2},
+                 {"NVIDIA GeForce RTX 5060", 3840, 2.5, 2},
+                 {"NVIDIA GeForce RTX 5060 Ti", 4608, 2.57, 2},
+                 {"NVIDIA GeForce RTX 5070", 6144, 2.51, 2},
+                 {"NVIDIA GeForce RTX 5070 Ti", 8960, 2.45, 2},
+                 {"NVIDIA GeForce RTX 5080", 10752, 2.62, 2}};
+    for (const auto& c : cases) {
+        const double fp32 = 2 * c.cores * c.ghz / 1000;
+        check({c.gpu, c.tensor * fp32, std::max(1., c.tensor / 2.) * fp32, fp32});
+    }
+}
+
 // Parts with rates of their own, slices, vGPUs, and names that merely contain a known one.
 TEST(other_names_have_no_peak) {
     for (const char* gpu : {"",
