@@ -853,20 +853,24 @@ def test_trainer_reads_shards_and_tokenizer():
     values = array.array("f", [chance.gauss(0, 0.3) for _ in range(9973)]) * (parameters // 9973 + 1)
     model = written("small.bin", struct.pack("<256i", 20240326, 3, max_T, V, L, NH, C, Vp, *[0] * 248) +
                     values[:parameters].tobytes())
-    log = train("-e", model, "-i", f"{out}/train_*.bin", "-j", f"{out}/val_*.bin", "-b", 1, "-t", 16, "-x", 1,
-                "-m", 1, "-s", 0, "--tokenizer", out / "gpt2_tokenizer.bin")
+    training = ["-e", model, "-i", f"{out}/train_*.bin", "-j", f"{out}/val_*.bin", "-b", 1, "-t", 16, "-x", 1, "-m", 1,
+                "-s", 1, "-g", 12, "--prompt", "A"]
+    sample = lambda log: re.search(r"\| sample\n---\n(.*)\n---\n", log, re.DOTALL)[1]
+    log = train(*training, "--tokenizer", out / "gpt2_tokenizer.bin")
+    sampled = sample(log)
     tokens = sum(len(read_shard(path)) for path in out.glob("train_*.bin"))
     assert f"{tokens} tokens" in log and "1 shard" in log, log
     questions = scratch / "questions.bin"
     run(write_examples("questions.jsonl", EXAMPLES), "-o", questions, *ranks_options(), script=HELLASWAG)
     log = train("-e", model, "--eval-only", "-j", f"{out}/val_*.bin", "-b", 1, "-t", 128, "--hellaswag", questions)
     assert re.search(r"hellaswag [0-7] of 7", log), log
-    # The same ids without and with the tokenizer: <id> against the bytes of the token.
+    # The same ids without and with the tokenizer: <id> against the bytes of the token. The same of a run's sample.
     options = ["-e", model, "--generate", 12, "--prompt", "A", "--top-k", 50]
     ids, text = train(*options), train(*options, "--tokenizer", out / "gpt2_tokenizer.bin")
     pieces = {rank: token.decode(errors="replace") for token, rank in RANKS.items()}
-    assert re.search(r"<\d+>", ids), ids
-    assert text == re.sub(r"<(\d+)>", lambda found: pieces.get(int(found[1]), ""), ids), (ids, text)
+    for ids, text in [(ids, text), (sample(train(*training)), sampled)]:
+        assert re.search(r"<\d+>", ids), ids
+        assert text == re.sub(r"<(\d+)>", lambda found: pieces.get(int(found[1]), ""), ids), (ids, text)
 
 
 if __name__ == "__main__":
