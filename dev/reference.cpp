@@ -325,11 +325,14 @@ static void axpy(X* y, X alpha, const X* x, int n) {
 }
 
 constexpr int kMaxHeadSize = 256;
+static void check_head_size(int HS) {
+    if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+}
 
 // Calls f(HS), with the usual head sizes as compile-time constants: then a row of q, o or dq stays in registers.
 template <class F>
 static void with_head_size(int HS, F f) {
-    if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+    check_head_size(HS);
     if (HS == 32)
         f(std::integral_constant<int, 32>{});
     else if (HS == 64)
@@ -441,6 +444,7 @@ template <class X>
 void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& s) {
     using A = Acc<X>;
+    check_head_size(s.HS);
     const A scale = s.resolved_scale();
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < s.B; b++)

@@ -187,6 +187,14 @@ TEST(blocks_make_the_whole) {
     check_close("written dq", written, whole.want.dqkv, 1e-13);
 }
 
+TEST(too_large_a_head_is_refused) {
+    const std::vector<double> x(257);
+    std::vector<double> o(257), lse(1);
+    const Heads<const double> heads = {x.data(), 257, 257};
+    CHECK_ERROR(attention_forward_block<double>(Cpu(1), o.data(), lse.data(), heads, heads, heads, {1, 1, 1, 1, 257}),
+                "head size 257");
+}
+
 // With a scale that is not 1/√HS, here and below.
 TEST(chunks_make_the_whole) {
     const Cpu cpu(1);
