@@ -78,6 +78,7 @@ Values normal(size_t n, double scale = 1.0, double shift = 0.0) {
     static uint64_t seed = 0;
     seed++;
     Values values(n);
+#pragma omp parallel for
     for (size_t i = 0; i < n; i++) {
         const double radius = std::sqrt(-2.0 * std::log(1.0 - uniform(seed, 2 * i)));
         values[i] = host_float(rounded<X>(shift + scale * radius * std::cos(2.0 * M_PI * uniform(seed, 2 * i + 1))));
@@ -104,6 +105,7 @@ class Array {
     operator T*() const { return p_; }
     void set(const Values& values) {
         std::vector<T> host(n_);
+#pragma omp parallel for
         for (size_t i = 0; i < n_; i++) host[i] = rounded<T>(values[i]);
         gpu().upload(p_, host.data(), n_ * sizeof(T));
         gpu().sync();
@@ -116,6 +118,7 @@ class Array {
     Values values() const {
         Values values(n_);
         const std::vector<T> host = raw();
+#pragma omp parallel for
         for (size_t i = 0; i < n_; i++) values[i] = host_float(host[i]);
         return values;
     }
