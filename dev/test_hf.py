@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """scripts/hf.py: round trips bit for bit, Hugging Face's GPT-2 against ours (logits, every gradient, answers to
-multiple-choice questions), bad input.
+multiple-choice questions), bad input. Where numpy is missing, a small one stands in for it.
 
     python3 dev/test_hf.py [part of a test's name]
 """
+import atexit
 import contextlib
 import importlib.util
 import io
 import json
 import os
+import random
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,86 @@ HF = os.path.join(ROOT, "scripts", "hf.py")
 DUMP = os.path.join(ROOT, "dev", "dump_gradients")
 TRAINER = os.path.join(ROOT, "train_gpt2cu")
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
+
+# What scripts/hf.py uses of numpy, slowly. An array is bytes, a type and a shape: what is only moved keeps its bits.
+NUMPY = r"""
+import math, operator, struct
+class dtype:
+    def __init__(self, name):
+        self.name = name.name if isinstance(name, dtype) else name
+        self.kind, self.itemsize = self.name[1], int(self.name[2:])
+        self.code = {"u1": "B", "u2": "H", "u4": "I", "i4": "i", "f2": "e", "f4": "f"}[self.name[1:]]
+uint8 = dtype("|u1")
+class ndarray:
+    def __init__(self, data, kind, shape=None):
+        self.data, self.dtype, self.nbytes = memoryview(data), dtype(kind), len(data)
+        if self.nbytes % self.dtype.itemsize:
+            raise ValueError(f"{self.nbytes} bytes as {self.dtype.name}")
+        self.size = self.nbytes // self.dtype.itemsize
+        self.shape = (self.size,) if shape is None else tuple(shape)
+        if math.prod(self.shape) != self.size:
+            raise ValueError(f"{self.size} elements as {self.shape}")
+    def flat(self): return struct.unpack(f"<{self.size}{self.dtype.code}", self.data)
+    def tobytes(self): return bytes(self.data)
+    def reshape(self, shape): return ndarray(self.data, self.dtype, shape)
+    def view(self, kind):
+        if dtype(kind).itemsize != self.dtype.itemsize and len(self.shape) > 1:
+            raise ValueError("view of another size")
+        return ndarray(self.data, kind, self.shape if dtype(kind).itemsize == self.dtype.itemsize else None)
+    def astype(self, kind):
+        return self if dtype(kind).name == self.dtype.name else packed(self.flat(), kind, self.shape)
+    def tolist(self):
+        assert len(self.shape) == 1
+        return list(self.flat())
+    @property
+    def T(self):
+        (rows, columns), size = self.shape, self.dtype.itemsize
+        at = (size * (i * columns + j) for j in range(columns) for i in range(rows))
+        return ndarray(b"".join(self.data[a:a + size] for a in at), self.dtype, (columns, rows))
+    def part(self, of):
+        assert len(self.shape) == 1 and of.step is None
+        return slice(*(i * self.dtype.itemsize for i in of.indices(self.size)[:2]))
+    def __getitem__(self, of):
+        return ndarray(self.data[self.part(of)], self.dtype) if isinstance(of, slice) else self.tolist()[of]
+    def __setitem__(self, of, values): self.data[self.part(of)] = packed(values, self.dtype).data
+def packed(values, kind, shape=None):
+    kind, values = dtype(kind), list(values)
+    if kind.kind == "u":  # wraps around
+        values = [value & (1 << 8 * kind.itemsize) - 1 for value in values]
+    return ndarray(struct.pack(f"<{len(values)}{kind.code}", *values), kind, shape)
+def elementwise(operation):
+    def of(a, b):
+        if isinstance(b, ndarray) and (a.shape, a.dtype.name) != (b.shape, b.dtype.name):
+            raise ValueError(f"{a.shape} {a.dtype.name} with {b.shape} {b.dtype.name}")
+        return packed(map(operation, a.flat(), b.flat() if isinstance(b, ndarray) else [b] * a.size), a.dtype, a.shape)
+    return of
+for name in ("add", "and", "or", "lshift", "rshift"):
+    setattr(ndarray, f"__{name}__", elementwise(getattr(operator, f"__{name}__")))
+def zeros(count, kind): return ndarray(bytearray(count * dtype(kind).itemsize), kind)
+def fromfile(path, kind, count=-1, offset=0):
+    size = dtype(kind).itemsize
+    with open(path, "rb") as f:
+        f.seek(offset)
+        data = f.read(count * size if count >= 0 else -1)
+    return ndarray(data[:len(data) // size * size], kind)
+def memmap(path, kind, mode, offset=0): return fromfile(path, kind, offset=offset)
+def isnan(a): return packed(map(math.isnan, a.flat()), uint8, a.shape)
+def where(which, a, b):
+    chosen = [x if w else y for w, x, y in zip(which.flat(), a.flat(), b.flat(), strict=True)]
+    return packed(chosen, a.dtype, a.shape)
+def array_equal(a, b): return a.shape == b.shape and a.flat() == b.flat()
+def ascontiguousarray(a): return a
+empty = zeros
+"""
+without_numpy = not importlib.util.find_spec("numpy")
+if without_numpy:
+    print("without numpy: a stand-in")
+    stand_ins = tempfile.mkdtemp(prefix="test_hf.")
+    atexit.register(shutil.rmtree, stand_ins, ignore_errors=True)
+    with open(os.path.join(stand_ins, "numpy.py"), "w") as file:
+        file.write(NUMPY)
+    sys.path.append(stand_ins)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), stand_ins]))
 
 
 @contextlib.contextmanager
@@ -36,6 +119,8 @@ def folder():
 
 
 def hf(*args, **env):
+    if "PYTHONPATH" in env:  # before what is there
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
     return subprocess.run([sys.executable, HF, *args], capture_output=True, text=True, env={**os.environ, **env})
 
 
@@ -55,15 +140,11 @@ def refuses(message, *args, **env):
 
 def write_checkpoint(path, version=3, P=40, V=257, L=2, NH=2, C=32):
     """A checkpoint of random bits, NaNs included: what is only moved must come back as it was. Padding is zero."""
-    import numpy as np
-    Vp = (V + 127) // 128 * 128
-    header = np.zeros(256, np.int32)
-    header[:8] = [20240326, version, P, V, L, NH, C, Vp]
-    n = (Vp + P) * C + L * (12 * C * C + 13 * C) + 2 * C
-    body = np.random.default_rng(1).integers(0, 256, (n, 4 if version == 3 else 2), np.uint8)
-    body[V * C:Vp * C] = 0
+    Vp, size = (V + 127) // 128 * 128, 4 if version == 3 else 2
+    chance, rest = random.Random(1), P * C + L * (12 * C * C + 13 * C) + 2 * C
     with open(path, "wb") as f:
-        f.write(header.tobytes() + body.tobytes())
+        f.write(struct.pack("<256i", 20240326, version, P, V, L, NH, C, Vp, *[0] * 248))
+        f.write(chance.randbytes(V * C * size) + bytes((Vp - V) * C * size) + chance.randbytes(rest * size))
 
 
 def read(path):
@@ -89,6 +170,11 @@ def edit_safetensors(path, change):
         f.write(len(header).to_bytes(8, "little") + header + data)
 
 
+def unpack(code, raw):
+    """The numbers that all of `raw` holds."""
+    return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
+
+
 def append(path, name, data, dtype, shape):
     def change(header, old):
         entry = {"dtype": dtype, "shape": shape, "data_offsets": [len(old), len(old) + len(data)]}
@@ -97,10 +183,9 @@ def append(path, name, data, dtype, shape):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# With numpy alone
+# With numpy alone, or its stand-in; what is expected comes without either
 
 def test_checkpoint_to_hf_and_back_is_the_same_file():
-    need("numpy")
     for version, V in ((3, 257), (5, 257), (3, 256), (5, 50257)):
         with folder():
             write_checkpoint("a.bin", version, V=V)
@@ -114,17 +199,15 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
 
 
 def test_conversion_of_precision():
-    need("numpy")
-    import numpy as np
     with folder():
         write_checkpoint("bf16.bin", 5)
         converts("export", "bf16.bin", "hf")
         converts("import", "hf", "fp32.bin", "--precision", "fp32")
         converts("export", "fp32.bin", "back", "--precision", "bf16")
         converts("import", "back", "back.bin")
-        a, b = (np.frombuffer(read(f), np.uint16, offset=1024) for f in ("bf16.bin", "back.bin"))
-        nan = (a & 0x7FFF) > 0x7F80  # a signalling NaN comes back quiet
-        assert nan.any() and np.array_equal(a[~nan], b[~nan]) and np.array_equal(a[nan] | 0x40, b[nan])
+        a, b = (unpack("H", read(f)[1024:]) for f in ("bf16.bin", "back.bin"))
+        quiet = [x | 0x40 if x & 0x7FFF > 0x7F80 else x for x in a]  # a signalling NaN comes back so
+        assert quiet != a and quiet == b
 
         # To the nearer of the two neighbours, a tie to the even one.
         write_checkpoint("r.bin", 3)
@@ -132,31 +215,30 @@ def test_conversion_of_precision():
         bits = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF,
                 0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001, 0x80000001]
         want = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFFFF, 0x7FC0, 0x8000]
-        raw[1024:1024 + 4 * len(bits)] = np.array(bits, np.uint32).tobytes()
+        raw[1024:1024 + 4 * len(bits)] = struct.pack(f"<{len(bits)}I", *bits)
         with open("r.bin", "wb") as f:
             f.write(raw)
         converts("export", "r.bin", "rounded", "--precision", "bf16")
         converts("import", "rounded", "rounded.bin")
-        found = np.frombuffer(read("rounded.bin"), np.uint16, len(bits), 1024).tolist()
+        found = unpack("H", read("rounded.bin")[1024:1024 + 2 * len(bits)])
         assert found == want, [hex(x) for x in found]
 
 
 def test_import_of_fp16():
-    need("numpy")
-    import numpy as np
     with folder():
         write_checkpoint("a.bin")
-        halves = np.random.default_rng(2).standard_normal(os.path.getsize("a.bin") // 4 - 256).astype(np.float16)
-        halves[257 * 32:384 * 32] = 0
+        n, chance = os.path.getsize("a.bin") // 4 - 256, random.Random(2)
+        halves = unpack("e", struct.pack(f"<{n}e", *(chance.gauss(0, 1) for _ in range(n))))
+        halves[257 * 32:384 * 32] = 127 * 32 * [0]
         with open("b.bin", "wb") as f:
-            f.write(read("a.bin")[:1024] + halves.astype(np.float32).tobytes())
+            f.write(read("a.bin")[:1024] + struct.pack(f"<{n}f", *halves))
         converts("export", "b.bin", "hf")
 
         def to_fp16(header, data):
             for name, entry in header.items():
                 if name != "__metadata__":
                     entry.update(dtype="F16", data_offsets=[n // 2 for n in entry["data_offsets"]])
-            return header, np.frombuffer(data, np.float32).astype(np.float16).tobytes()
+            return header, struct.pack(f"<{len(data) // 4}e", *unpack("f", data))
         edit_safetensors("hf/model.safetensors", to_fp16)
         converts("import", "hf", "c.bin")
         assert read("b.bin") == read("c.bin")
@@ -164,7 +246,6 @@ def test_import_of_fp16():
 
 def test_what_an_export_says_of_itself():
     """What the transformers library goes by: a type to load it as, no dropout; data that begins at a multiple of 8."""
-    need("numpy")
     with folder():
         for version, dtype in (3, "float32"), (5, "bfloat16"):
             for P in range(40, 44):  # its digits and sizes change the header's length
@@ -178,7 +259,6 @@ def test_what_an_export_says_of_itself():
 
 def test_sharded_safetensors_and_old_names():
     """Large models come in several files; early ones have names without "transformer." and keep the causal masks."""
-    need("numpy")
     with folder():
         write_checkpoint("a.bin")
         converts("export", "a.bin", "hf")
@@ -214,7 +294,6 @@ def test_sharded_safetensors_and_old_names():
 
 def test_hub_name():
     """Through a stand-in for huggingface_hub, for there may be no network."""
-    need("numpy")
     with folder() as here:
         write_checkpoint("a.bin")
         converts("export", "a.bin", "hf")
@@ -241,14 +320,12 @@ def test_numpy_missing():
 
 
 def test_usage():
-    need("numpy")
     assert hf("--help").returncode == 0 and "from_pretrained" in hf("--help").stdout
     for args in ((), ("import",), ("move", "a", "b"), ("import", "a", "b", "--precision", "fp8")):
         assert hf(*args).returncode == 2, args
 
 
 def test_config_that_is_not_gpt2():
-    need("numpy")
     with folder():
         write_checkpoint("a.bin")
         converts("export", "a.bin", "hf")
@@ -277,7 +354,6 @@ def test_config_that_is_not_gpt2():
 
 
 def test_tensors_that_are_not_gpt2s():
-    need("numpy")
     file, w = "hf/model.safetensors", "transformer.h.1.mlp.c_fc.weight"
 
     def rename(header, data):
@@ -320,7 +396,6 @@ def test_tensors_that_are_not_gpt2s():
 
 
 def test_damaged_safetensors():
-    need("numpy")
     file = "hf/model.safetensors"
     with folder():
         write_checkpoint("a.bin")
@@ -353,8 +428,6 @@ def test_damaged_safetensors():
 
 
 def test_bad_checkpoints():
-    need("numpy")
-    import numpy as np
     with folder():
         write_checkpoint("good.bin")
         good = read("good.bin")
@@ -369,9 +442,9 @@ def test_bad_checkpoints():
                                       (3, -1, "damaged header"), (7, 128, "damaged header"),
                                       (5, 3, "damaged header"), (4, 2**31 - 1, "damaged header"),
                                       (4, 3, "damaged (get the file again): expected")):
-            header = np.frombuffer(good[:1024], np.int32).copy()
+            header = unpack("i", good[:1024])
             header[index] = value
-            bad(message, header.tobytes() + good[1024:])
+            bad(message, struct.pack("<256i", *header) + good[1024:])
         bad("expected magic", b"")
         bad("expected magic", good[:1000])
         for raw in (good[:-1], good + b"1"):
@@ -380,7 +453,6 @@ def test_bad_checkpoints():
 
 
 def test_output_that_cannot_be():
-    need("numpy")
     with folder():
         write_checkpoint("a.bin")
         converts("export", "a.bin", "hf")
@@ -392,7 +464,6 @@ def test_output_that_cannot_be():
 
 def test_interrupt():
     """Ctrl-C in the middle of the tensors: one line, and nothing is left."""
-    need("numpy")
     with folder():
         write_checkpoint("a.bin")
         for command, source, out in ("export", "a.bin", "hf"), ("import", "hf", "b.bin"):
@@ -407,7 +478,6 @@ def test_interrupt():
 
 def test_full_disk():
     """hf.py itself, with its files for writing being /dev/full; what was begun is removed."""
-    need("numpy")
     if not os.path.exists("/dev/full"):
         raise Skip("needs /dev/full")
     spec = importlib.util.spec_from_file_location("hf", HF)
@@ -443,6 +513,12 @@ def test_full_disk():
 # ----------------------------------------------------------------------------------------------------------------------
 # With PyTorch and transformers
 
+def need_libraries():
+    if without_numpy:  # these want a real one
+        raise Skip("needs numpy (scripts/requirements.txt)")
+    need("torch", "transformers")
+
+
 def random_model(V, C, P=48, seed=1):
     """GPT-2 with 2 layers and 2 heads, every parameter random, so that no bias or norm can be mistaken for another."""
     import torch
@@ -460,7 +536,7 @@ def random_model(V, C, P=48, seed=1):
 
 def test_transformers_round_trip():
     """The library's files → ours → a folder that the library loads: every tensor the same bits; and it generates."""
-    need("numpy", "torch", "transformers")
+    need_libraries()
     import torch
     from transformers import AutoModelForCausalLM
     for V, C, dtype in ((257, 128, torch.float32), (50257, 16, torch.float32), (257, 128, torch.bfloat16)):
@@ -498,7 +574,7 @@ def dump_gradients():
 
 def compare(device, attention, V, C, B=3, T=37):
     """One batch through Hugging Face's model in fp64 and ours in fp32, from the same weights."""
-    need("numpy", "torch", "transformers")
+    need_libraries()
     import numpy as np
     import torch
     program = dump_gradients()
@@ -558,7 +634,7 @@ def test_gradients_cpu():
 
 
 def need_cuda():
-    need("numpy", "torch", "transformers")
+    need_libraries()
     import torch
     if not torch.cuda.is_available():
         raise Skip("no GPU")
@@ -573,7 +649,7 @@ def test_gradients_cuda():
 
 def check_hellaswag(*device, V=257, P=48):
     """--hellaswag question by question: the loss of each ending and the answer are those of the exported model."""
-    need("numpy", "torch", "transformers")
+    need_libraries()
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
