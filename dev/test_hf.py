@@ -198,6 +198,36 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
             assert read("a.bin") == read("b.bin"), (version, V)
 
 
+def test_each_tensor_is_where_hugging_face_has_it():
+    """By llm.c's order of tensors and GPT-2's names, in which c_… are weights (in, out): a round trip sees neither."""
+    P, V, Vp, L, C = 40, 257, 384, 2, 32
+    order = [("wte.weight", Vp, C, 1), ("wpe.weight", P, C, 1), ("ln_1.weight", 1, C, L), ("ln_1.bias", 1, C, L),
+             ("attn.c_attn.weight", 3 * C, C, L), ("attn.c_attn.bias", 1, 3 * C, L), ("attn.c_proj.weight", C, C, L),
+             ("attn.c_proj.bias", 1, C, L), ("ln_2.weight", 1, C, L), ("ln_2.bias", 1, C, L),
+             ("mlp.c_fc.weight", 4 * C, C, L), ("mlp.c_fc.bias", 1, 4 * C, L), ("mlp.c_proj.weight", C, 4 * C, L),
+             ("mlp.c_proj.bias", 1, C, L), ("ln_f.weight", 1, C, 1), ("ln_f.bias", 1, C, 1)]
+    with folder():
+        write_checkpoint("a.bin", P=P, V=V, L=L, C=C)
+        converts("export", "a.bin", "hf")
+        raw = read("hf/model.safetensors")
+        n = int.from_bytes(raw[:8], "little")
+        header, data = json.loads(raw[8:8 + n]), raw[8 + n:]
+        words, seen = memoryview(read("a.bin")[1024:]).cast("I"), 0
+        for name, rows, columns, layers in order:
+            for layer in range(layers):
+                values, words = words[:rows * columns].tolist(), words[rows * columns:]
+                key = name if layers == 1 else f"h.{layer}.{name}"
+                entry = header.get("transformer." + key) or header[key]
+                begin, end = entry["data_offsets"]
+                if ".c_" in name and rows > 1:
+                    values = [values[i * columns + j] for j in range(columns) for i in range(rows)]
+                if name == "wte.weight":
+                    values = values[:V * C]
+                assert memoryview(data[begin:end]).cast("I").tolist() == values, key
+                seen += 1
+        assert len(words) == 0 and seen == 4 + 12 * L
+
+
 def test_conversion_of_precision():
     with folder():
         write_checkpoint("bf16.bin", 5)
