@@ -1,6 +1,6 @@
 // Multiple-choice evaluations such as HellaSwag, in llm.c's format: 256×int32 header (magic 20240522, version 1, number
-// of examples, bytes of the longest), then for each example a stream of uint16: 65535, its bytes, its index, the label, the number of
-// endings, and the context and each ending as a count and so many tokens.
+// of examples, bytes of the longest), then for each example a stream of uint16: 65535, its bytes, its index, the label,
+// the number of endings, and the context and each ending as a count and so many tokens.
 #pragma once
 #include <string>
 #include <vector>
