@@ -209,28 +209,44 @@ Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
     return part;
 }
 
-template <class Dev, class X>
-void check_part(const Whole<X>& whole, const Written& part, const Written& unchunked, int rank, int ranks) {
-    const Zigzag zigzag{ranks};
-    const Written want = part_of(whole.want, zigzag, rank, whole.s);
-    TensorErrors errors, yardstick;
-    add_errors(errors, part, want, whole.C());
-    add_errors(yardstick, part_of(unchunked, zigzag, rank, whole.s), want, whole.C());
-    std::array<double, kTensors> more{};
-    if (std::is_same_v<Dev, Cuda>) more[Lse] = 0x1p-25;  // merges end in a rounding of their own
-    // Backward's partial calls get lse in fp32, and its rounding is a relative error of P. It counts in fp32 on a GPU,
-    // because the unchunked call makes up for it.
-    if (std::is_same_v<Dev, Cuda> && std::is_same_v<X, float>)
-        more[Dq] = more[Dk] = more[Dv] = 0x1p-25 * std::sqrt(errors[Lse].value2 / errors[Lse].n);
-    check_errors<X>(format("%s, T %d, HS %d, rank %d of %d", name_of(dtype_of<X>()), whole.s.T, whole.s.HS, rank, ranks),
-                    errors, yardstick, more);
-}
+// Errors of all ranks' parts, and the unchunked call's at the same places. Of all, because few elements decide one rank's.
+struct PartErrors {
+    TensorErrors ring{}, unchunked{};
+    template <class X>
+    void add(const Whole<X>& whole, const Written& part, const Written& one, const Zigzag& zigzag, int rank) {
+        const Written want = part_of(whole.want, zigzag, rank, whole.s);
+        add_errors(ring, part, want, whole.C());
+        add_errors(unchunked, part_of(one, zigzag, rank, whole.s), want, whole.C());
+    }
+    void sum_over(Job& job) {
+        std::vector<double> sums;
+        for (const TensorErrors* of : {&ring, &unchunked})
+            for (const ErrorOf& e : *of) sums.insert(sums.end(), {e.error2, e.value2, double(e.n)});
+        job.sum(sums);
+        auto sum = sums.begin();
+        for (TensorErrors* of : {&ring, &unchunked})
+            for (ErrorOf& e : *of) e.error2 = *sum++, e.value2 = *sum++, e.n = static_cast<size_t>(*sum++);
+    }
+    template <class Dev, class X>
+    void check(const std::string& what) const {
+        std::array<double, kTensors> more{};
+        if (std::is_same_v<Dev, Cuda>) more[Lse] = 0x1p-25;  // merges end in a rounding of their own
+        // Backward's partial calls get lse in fp32, and its rounding is a relative error of P. It counts in fp32 on a GPU,
+        // because the unchunked call makes up for it.
+        if (std::is_same_v<Dev, Cuda> && std::is_same_v<X, float>)
+            more[Dq] = more[Dk] = more[Dv] = 0x1p-25 * std::sqrt(ring[Lse].value2 / ring[Lse].n);
+        check_errors<X>(what, ring, unchunked, more);
+    }
+};
 
-// Of one rank among several, its part alone.
+// Every rank of a job makes this call, with its own part.
 template <class X, class Dev, class Comm>
-void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, double q_sigma = 1) {
+void check_ring(const Dev& dev, Comm& comm, Job& job, const AttentionShape& s, double q_sigma = 1) {
     const Whole<X> whole(s, q_sigma);
-    check_part<Dev>(whole, ring_part(dev, comm, whole), unchunked(dev, whole), comm.rank, comm.size);
+    PartErrors errors;
+    errors.add(whole, ring_part(dev, comm, whole), unchunked(dev, whole), Zigzag{comm.size}, comm.rank);
+    errors.sum_over(job);
+    errors.check<Dev, X>(format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, comm.size));
 }
 
 // The same with threads as ranks.
@@ -246,7 +262,9 @@ void check_local_rings(const Dev& dev, const AttentionShape& s, double q_sigma, 
     const Written one = unchunked(dev, whole);
     for (int ranks : {1, 2, 3, 8}) {
         const std::vector<Written> parts = ring_parts(dev, whole, ranks);
-        for (int r = 0; r < ranks; r++) check_part<Dev>(whole, parts[r], one, r, ranks);
+        PartErrors errors;
+        for (int r = 0; r < ranks; r++) errors.add(whole, parts[r], one, Zigzag{ranks}, r);
+        errors.check<Dev, X>(format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, ranks));
     }
 }
 

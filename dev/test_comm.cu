@@ -209,21 +209,21 @@ struct ByNccl : NcclComm {
     void share(void*, size_t) {}
 };
 template <class Comm>
-void check_rings(const Cuda& dev, Comm& comm) {
+void check_rings(const Cuda& dev, Comm& comm, Job& job) {
     const AttentionShape s{2, 2 * comm.size * 100, 2, 64, true, 0.2f};
-    check_ring<float>(dev, comm, s);
-    check_ring<bf16>(dev, comm, s);
-    check_ring<bf16>(dev, comm, {1, 2 * comm.size * 128, 1, 128}, 3);
+    check_ring<float>(dev, comm, job, s);
+    check_ring<bf16>(dev, comm, job, s);
+    check_ring<bf16>(dev, comm, job, {1, 2 * comm.size * 128, 1, 128}, 3);
 }
 // Every flash kernel that this GPU would choose, against the whole sequence in fp64; by copy engines and by NCCL; and two
 // rings of two ranks side by side.
 TEST(nccl_ring_attention) {
-    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
-        check_rings(dev, comm);
+    on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
+        check_rings(dev, comm, job);
         ByNccl by_nccl(comm, 0, comm.size);
-        check_rings(dev, by_nccl);
+        check_rings(dev, by_nccl, job);
         NcclComm pair(comm, comm.rank / 2 * 2, 2);
-        check_rings(dev, pair);
+        check_rings(dev, pair, job);
     });
 }
 

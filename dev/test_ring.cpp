@@ -21,7 +21,7 @@ void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
     ForkedRanks job(ranks, [=](Job& job) {
         const Cpu cpu(1);
         CpuComm comm(cpu, job);
-        check_ring<X>(cpu, comm, s, q_sigma);
+        check_ring<X>(cpu, comm, job, s, q_sigma);
         job.leave();
         return 0;
     });
