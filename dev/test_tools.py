@@ -482,7 +482,8 @@ def test_rows_name_the_sources():
         for path in tree / "README.md", tree / "dev" / "results" / "A" / "attention.jsonl", tree / "dev" / "none.txt":
             path.write_text("2\n")
         assert state() == state(COMMIT="other", TREE="other") == [commit, "clean"] and len(commit) == 12
-        for path in (*sources, tree / "attention" / "new.cu", tree / "dev" / "new.cpp", tree / "scripts" / "new.py"):
+        for path in (*sources, tree / "attention" / "new.cu", tree / "dev" / "new.cpp", tree / "scripts" / "new.py",
+                     tree / "scripts" / "new.sh", tree / "layers" / "new.cuh"):
             old = path.read_text() if path.exists() else None
             path.write_text("2\n")
             assert state() == [commit, "dirty"], path
@@ -1435,6 +1436,8 @@ def test_long_context_repeats_the_position_embeddings():
         assert new[wpe + 16 * size:] == old[wpe + size:]
         result = script("longer_context.py", tmp / "model.bin", tmp / "same.bin", "1024")
         assert result.returncode == 0 and (tmp / "same.bin").read_bytes() == old, result
+        again = run_recipe(recipe, tmp, tmp / "true.sh", tmp / "nowhere.bin")  # one that goes on needs no other start
+        assert again.returncode == 0 and (tmp / "log_long_context" / "start.bin").read_bytes() == new, again
         shutil.rmtree(tmp / "log_long_context")
         result = run_recipe(recipe, tmp, tmp / "true.sh", tmp / "nowhere.bin")
         assert result.returncode == 1 and "nowhere.bin" in result.stderr and "checkpoint" in result.stderr, result
