@@ -147,6 +147,8 @@ TEST(options_values) {
     CHECK(s.batch == 7);
     s.parse({"-a", "-b", "9"});  // a flag does not swallow the next option
     CHECK(s.overfit && s.batch == 9);
+    s.parse({"--data=runs/lr=1e-3.bin"});  // the first = ends the name
+    CHECK(s.data == "runs/lr=1e-3.bin");
     s.parse({"-i", "-"});
     CHECK(s.data == "-");
     s.parse({"--data=--batch"});  // how to give a value that looks like an option
