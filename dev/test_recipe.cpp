@@ -595,6 +595,10 @@ TEST(samples_follow_the_model) {
     }
     CHECK(texts.size() == 6);
     CHECK(run(generate + "--seed 2 ").out == last + "\n");
+    // Nothing that a terminal takes for an order.
+    const Result orders = run(generate + "--prompt '\x1b[2J'");
+    CHECK_RUN(orders, 0, "[2J");
+    CHECK(!contains(orders.out, "\x1b"));
 
     // In a run whose weights stand still: another sample at each step and for each seed. Some end by themselves.
     texts.clear();
@@ -637,10 +641,18 @@ TEST(evaluation_says_what_the_model_loses) {
         }
         CHECK(contains(r.out, format("hellaswag %d of 7, %.2f%%\n", correct, correct / 0.07)));
     }
+    // Without -m all of them, also where a run in training would take 20.
+    const std::string one_by_one = format("--device cpu --eval-only -b 1 -t %d -j ", T) + dir() + "/val.bin -e ";
+    CHECK_RUN(run(one_by_one + model_file(kEndOften)), 0,
+              format("over %d batches of 1 x %d tokens\n", kValWindows, T).c_str());
     const Result questions = run(format("--device cpu --eval-only -b 3 -t %d --hellaswag ", T) + dir() +
                                  "/choices.bin -e " + model_file(kEndOften));
     CHECK_RUN(questions, 0, "hellaswag ");
     CHECK(!contains(questions.out, "val loss"));
+    // Questions longer than T have no place in a batch, here and in training.
+    for (const std::string& how : {std::string("--eval-only "), "-x 1 " + data_options() + "-t 8 "})
+        CHECK_RUN(run("--device cpu -t 8 " + how + "--hellaswag " + dir() + "/choices.bin -e " + model_file(kEndOften)),
+                  1, "length of an example");
 }
 
 // What a new model starts from, and that steps take as long as the log says by the clock of who watches.
