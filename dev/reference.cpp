@@ -324,6 +324,19 @@ static void axpy(X* y, X alpha, const X* x, int n) {
     for (int i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
+// A row of S becomes exp(S − max); max and sum start as −∞ and 0.
+template <class A>
+static void exponentials(A* s, int n, A& max, A& sum) {
+    A m = max, l = sum;
+#pragma omp simd reduction(max : m)
+    for (int j = 0; j < n; j++) m = std::max(m, s[j]);
+#pragma omp simd
+    for (int j = 0; j < n; j++) s[j] = std::exp(s[j] - m);
+#pragma omp simd reduction(+ : l)
+    for (int j = 0; j < n; j++) l += s[j];
+    max = m, sum = l;
+}
+
 constexpr int kMaxHeadSize = 256;
 static void check_head_size(int HS) {
     if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
@@ -355,12 +368,7 @@ void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int
                     const int keys = causal ? i + 1 : T;
                     X max = -std::numeric_limits<X>::infinity(), sum = 0, o[kMaxHeadSize] = {};
                     for (int j = 0; j < keys; j++) p[j] = scale * dot(q + i * token, k + j * token, HS);
-#pragma omp simd reduction(max : max)
-                    for (int j = 0; j < keys; j++) max = std::max(max, p[j]);
-#pragma omp simd
-                    for (int j = 0; j < keys; j++) p[j] = std::exp(p[j] - max);
-#pragma omp simd reduction(+ : sum)
-                    for (int j = 0; j < keys; j++) sum += p[j];
+                    exponentials(p.data(), keys, max, sum);
                     for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v + j * token, HS);
                     for (int d = 0; d < HS; d++) out[(size_t(b) * T + i) * C + h * HS + d] = o[d] / sum;
                     lse[(size_t(b) * NH + h) * T + i] = max + std::log(sum);
@@ -457,12 +465,7 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const
                 A max = -std::numeric_limits<A>::infinity(), sum = 0, o[kMaxHeadSize] = {};
                 for (int j = 0; j < keys; j++)
                     p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
-#pragma omp simd reduction(max : max)
-                for (int j = 0; j < keys; j++) max = std::max(max, p[j]);
-#pragma omp simd
-                for (int j = 0; j < keys; j++) p[j] = std::exp(p[j] - max);
-#pragma omp simd reduction(+ : sum)
-                for (int j = 0; j < keys; j++) sum += p[j];
+                exponentials(p.data(), keys, max, sum);
                 for (int j = 0; j < keys; j++)
                     axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
                 for (int d = 0; d < s.HS; d++) o[d] /= sum;
