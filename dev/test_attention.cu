@@ -37,9 +37,9 @@
 #include "attention/blocks.h"
 #include "attention/chunks.h"
 #include "dev/bounds.h"
+#include "dev/late.h"
 #include "dev/reference.h"
 #include "dev/test.h"
-#include "layers/cublas.h"
 #include "layers/layers.h"
 
 // What naive's relative L2 error may be.
@@ -717,11 +717,8 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
 template <class X>
 void stream(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
-    Cuda other(0);
+    OwnStream other;
     other.tf32 = false;
-    CUDA_CHECK(cudaStreamDestroy(other.stream));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&other.stream, cudaStreamNonBlocking));
-    CUBLAS_CHECK(cublasSetStream(other.blas, other.stream));
     for (int HS : {64, 128}) {
         Problem<X> p;
         p.c = {{2, 300, 3, HS, true}};
