@@ -71,13 +71,11 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     for (size_t i = 0; status == 0 && i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);  // sorted
     globfree(&found);
     if (status == GLOB_ABORTED)
-        throw Error(pattern +
-                    ": a directory of this pattern is missing or cannot be read; check the path and its "
-                    "permissions, or make token shards with data/prepare.py");
+        throw Error(pattern + ": a directory of this pattern is missing or cannot be read; check the path and its "
+                              "permissions, or make token shards with data/prepare.py");
     if (paths.empty())
-        throw Error(pattern +
-                    ": no such file, and no file matches it as a pattern; check the path, or make token shards "
-                    "with data/prepare.py");
+        throw Error(pattern + ": no such file, and no file matches it as a pattern; check the path, or make token shards "
+                              "with data/prepare.py");
     return paths;
 }
 
