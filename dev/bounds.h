@@ -24,9 +24,8 @@ static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
 // flash_fp16x3 adds up in many short sums and is held to more. Its operands keep 22 bits: `roundoff` is one rounding of
 // the result to that, which is all of the error where naive is exact: where one key has all the weight (T = 1), or all keys
 // have the same. It counts only there: where naive's largest error is below one rounding to X.
-// Its lse is the exception, because tensor cores truncate: a sum of products of one sign, as S is for inputs of
-// non-zero mean, comes out too small by up to half a unit for each of its HS/16 steps, and naive's lse is not much
-// worse than the rounding of the result.
+// Its lse is the exception, because tensor cores truncate. For inputs of non-zero mean S is a sum of products of one sign,
+// and each step of its two chains takes up to half a unit off. Naive's lse is not much worse than the rounding of the result.
 struct ErrorBound {
     double max, l2, roundoff = 0;
 };

@@ -76,8 +76,8 @@ struct Limit {
     rlimit before;
 };
 
-// The program calls these instead of the C library's: they note what is called in which order, and write takes no more bytes
-// at once than most_at_once, as write(2) takes no more than 2 GiB.
+// The program calls these instead of the C library's. They note the order of calls. Like write(2), which takes 2 GiB at
+// most, this write takes no more bytes at once than most_at_once.
 static std::vector<std::string> calls;
 static size_t most_at_once = SIZE_MAX;
 extern "C" int fsync(int fd) {

@@ -335,8 +335,8 @@ const std::vector<int>& order_of(int seed) {
     return known[seed];
 }
 
-// Walks along a sample: each of its tokens must be one of the k likeliest after those before it, and if it is shorter
-// than n, the end of the text must have been.
+// Walks along a sample. Each of its tokens must be one of the k likeliest after those before it. A sample shorter than n
+// must have ended because the end of the text was one of them too.
 struct SampleCheck {
     Gpt2& model;
     int T, k;

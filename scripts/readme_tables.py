@@ -419,8 +419,8 @@ def default_run(path):
     return "\n\n".join(parts)
 
 
-# What stands between the markers: the file of each GPU, the text that is made of it (None: a plot, shown as it is), and
-# the part of scripts/measure.sh that measures it.
+# What stands between the markers: a GPU's file, the text made of it, and the part of scripts/measure.sh that measures it. A
+# plot has no text and is shown as it is.
 TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16"), "bf16"),
           "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32"), "fp32"),
           "ladder": ("attention.jsonl", ladder, "fp32"), "accuracy": ("accuracy.jsonl", accuracy, "accuracy"),
