@@ -179,7 +179,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
             auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
                 mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes work_smem too
-#pragma unroll
                 for (int d = 0; d < HS; d += 64) tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
             };
             for (int i = 0, item = blockIdx.x;; i++) {
@@ -229,16 +228,13 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             // Of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end.
             float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f};
             float alpha[2], l_tile[2];  // the last tile's e^{old m − m}, where it raised m, and its part of l
-#pragma unroll
             for (int n = 0; n < HS / 8; n++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) o[n][e] = 0.f;
 
             const uint64_t q_descriptor = wgmma_descriptor(q_smem(i % 2, wg));
             auto multiply_qk = [&](auto& s, int stage) {
                 const uint64_t k_descriptor = wgmma_descriptor(k_smem(stage));
                 wgmma_fence();
-#pragma unroll
                 for (int kk = 0; kk < HS / 16; kk++)
                     wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
                              wgmma_advance(k_descriptor, kk / 4 * Bc * 128 + kk % 4 * 32), kk > 0);
@@ -246,9 +242,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             };
             // The same by mma.sync, for one warp's rows alone: wgmma needs all four.
             auto multiply_qk_alone = [&](int stage) {
-#pragma unroll
                 for (auto& s_n : s)
-#pragma unroll
                     for (float& x : s_n) x = 0.f;
                 auto swizzled = [](int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); };
 #pragma unroll 1
@@ -257,7 +251,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                                    k_tile = k_smem(stage) + kk / 4 * Bc * 128;
                     uint32_t a[4], b[4];
                     ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
-#pragma unroll
                     for (int n = 0; n < Bc / 8; n += 2) {
                         ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8, kk % 4 * 2 + lane / 8 % 2));
                         mma_m16n8k16_bf16(s[n], a, b[0], b[1]);
@@ -270,7 +263,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 wgmma_hold(p_regs);
                 wgmma_hold(o);
                 wgmma_fence();
-#pragma unroll
                 for (int kk = 0; kk < Bc / 16; kk++)
                     wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
                 wgmma_commit();
@@ -279,12 +271,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             // for then every exponent is +∞ (unless Masked, where such a row must come out as zeros).
             auto exponentials = [&](auto& s, auto masked) {
                 float sums[1][4] = {};  // four chains: an addition's latency is four clocks
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float m_log2 = decltype(masked)::value && m[r] == -INFINITY ? 0.f : m[r] * p.scale_log2;
-#pragma unroll
                     for (auto& s_n : s)
-#pragma unroll
                         for (int e = 0; e < 2; e++) {
                             const float x = fmaf(s_n[2 * r + e], p.scale_log2, -m_log2);
                             const float P = exp2_approx(x);
@@ -301,21 +290,16 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             auto softmax = [&](auto& s, int j, auto masked) {
                 constexpr int N = sizeof(s) / sizeof(s[0]);
                 if constexpr (decltype(masked)::value) {
-#pragma unroll
                     for (int r = 0; r < 2; r++) {
                         const int query = first_q + 16 * warp + 8 * r + lane / 4;
                         const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
-#pragma unroll
                         for (int n = 0; n < N; n++)
-#pragma unroll
                             for (int e = 0; e < 2; e++)
                                 if (8 * n + e >= end) s[n][2 * r + e] = -INFINITY;
                     }
                 }
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     float x0 = m[r], x1 = s[0][2 * r + 1];
-#pragma unroll
                     for (int n = 0; n < N; n++) {
                         x0 = fmaxf(x0, s[n][2 * r]);
                         x1 = fmaxf(x1, s[n][2 * r + 1]);
@@ -329,17 +313,13 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 exponentials(s, std::true_type{});  // relative to the maximum: in range
             };
             auto rescale = [&] {
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     l[r] *= alpha[r];
-#pragma unroll
                     for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
                 }
             };
             auto pack = [&](auto& s) {
-#pragma unroll
                 for (int n = 0; n < Bc / 8; n++)
-#pragma unroll
                     for (int r = 0; r < 2; r++)
                         p_regs[n / 2][n % 2 * 2 + r] =
                             n < sizeof(s) / sizeof(s[0]) ? pack_bf16(s[n][2 * r], s[n][2 * r + 1]) : 0;
@@ -412,7 +392,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             }
 
             float lse[2];
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 float sum = l[r];
                 sum += __shfl_xor_sync(~0u, sum, 1);
@@ -420,7 +399,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
                 const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
                 lse[r] = unseen ? -INFINITY : (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-#pragma unroll
                 for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
             }
             const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
@@ -428,13 +406,11 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             if constexpr (Block) {
                 double old[2];
                 bool sees[2];
-#pragma unroll
                 for (int r = 0; r < 2; r++) {  // both loads before what waits for them
                     sees[r] = row + 8 * r < p.Tq && lse[r] != -INFINITY;
                     old[r] = sees[r] ? p.lse_acc[lse_row + row + 8 * r] : 0.;
                 }
                 __syncwarp();  // the rows' four lanes have read their lse
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     if (!sees[r]) continue;
                     const int t = row + 8 * r;
@@ -443,10 +419,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                                   lane % 4;
                     const bool first = old[r] == -INFINITY;
                     float2 x[HS / 8];
-#pragma unroll
                     for (int n = 0; n < HS / 8; n++) x[n] = first ? make_float2(0.f, 0.f) : acc[4 * n];
                     const auto [weight, merged] = merge(old[r], lse[r]);  // first: its weight is 1
-#pragma unroll
                     for (int n = 0; n < HS / 8; n++)
                         acc[4 * n] = make_float2(x[n].x - weight * (x[n].x - o[n][2 * r]),
                                                  x[n].y - weight * (x[n].y - o[n][2 * r + 1]));
@@ -454,7 +428,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 }
                 __syncwarp();
             } else {
-#pragma unroll
                 for (int r = 0; r < 2; r++)
                     if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) p.lse[lse_row + row + 8 * r] = lse[r];
                 const bool leader = threadIdx.x % 128 == 0;
@@ -462,10 +435,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 named_barrier_sync(1 + wg, 128);  // the last store has left out_smem
                 const uint32_t out_smem = base + Tiles::Out + wg * QBytes;
                 const int out_row = 16 * warp + lane % 16;
-#pragma unroll
                 for (int n = 0; n < HS / 8; n += 2) {
                     uint32_t packed[4];
-#pragma unroll
                     for (int k = 0; k < 4; k++)
                         packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
                     stmatrix_x4(out_smem + n / 8 * 64 * 128 + out_row * 128 + (((n % 8 + lane / 16) ^ (lane & 7)) << 4),
@@ -474,7 +445,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 fence_proxy_async();
                 named_barrier_sync(1 + wg, 128);
                 if (leader && first_q >= 0) {
-#pragma unroll
                     for (int d = 0; d < HS; d += 64)
                         tma_store_4d(&out_map, out_smem + d * 64 * 2, d, w.h, first_q, w.b);
                     bulk_commit();

@@ -179,7 +179,6 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
     const __nv_bfloat162 *a = reinterpret_cast<const __nv_bfloat162*>(&x),
                          *b = reinterpret_cast<const __nv_bfloat162*>(&y);
     float sum = 0.f;
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 u = __bfloat1622float2(a[i]), v = __bfloat1622float2(b[i]);
         sum += u.x * v.x + u.y * v.y;
@@ -216,21 +215,17 @@ __global__ __launch_bounds__(256) void prepare_kernel(const __grid_constant__ Pr
         const bf16* dout = in.dout.ptr + b * in.dout.batch + h * HS + lane * 8;
         const bf16* out = in.out.ptr + b * in.out.batch + h * HS + lane * 8;
         uint4 x[Passes], y[Passes];
-#pragma unroll
         for (int i = 0; i < Passes; i++) {
             const size_t t = min(first + i * Rows, args.Tq - 1);  // whole form: from 0 on
             x[i] = *reinterpret_cast<const uint4*>(dout + t * in.dout.token);
             y[i] = *reinterpret_cast<const uint4*>(out + t * in.out.token);
         }
-#pragma unroll
         for (int i = 0; i < Passes; i++) {
             D[i] = dot8(x[i], y[i]);
-#pragma unroll
             for (int lanes = 1; lanes < Lanes; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
         }
     }
     if (lane == 0) {
-#pragma unroll
         for (int i = 0; i < Passes; i++) {
             const int t = first + i * Rows;
             float2 stats = {INFINITY, 0.f};
@@ -417,10 +412,8 @@ __device__ __forceinline__ uint32_t block16(uint32_t tile, int row) {
 template <int N>
 __device__ __forceinline__ void round_tile(const float (&c)[N][4], float factor, uint32_t tile, int row, int rows) {
     const uint32_t block = block16(tile, row);
-#pragma unroll
     for (int n = 0; n < N; n += 2) {
         uint32_t a[4];
-#pragma unroll
         for (int i = 0; i < 4; i++)
             a[i] = pack_bf16(factor * c[n + i / 2][i % 2 * 2], factor * c[n + i / 2][i % 2 * 2 + 1]);
         stmatrix_x4((block ^ n % 8 << 4) + n / 8 * rows * 128, a);
@@ -478,7 +471,6 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                 mbarrier_wait(control.q_full(n), n >> 1 & 1);
                 const uint64_t q_rows = wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes);
                 wgmma_fence();
-#pragma unroll
                 for (int kk = 0; kk < HS / 16; kk++)
                     wgmma_ss(s, wgmma_advance(k_rows, kk / 4 * Bc * 128 + kk % 4 * 32),
                              wgmma_advance(q_rows, kk / 4 * Br * 128 + kk % 4 * 32), kk > 0);
@@ -500,7 +492,6 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     const uint64_t do_rows = wgmma_descriptor(do_smem);
                     wgmma_fence();
                     wgmma_ss_set(dp, v_rows, do_rows);
-#pragma unroll
                     for (int kk = 1; kk < HS / 16; kk++)
                         wgmma_ss(dp, wgmma_advance(v_rows, kk / 4 * Bc * 128 + kk % 4 * 32),
                                  wgmma_advance(do_rows, kk / 4 * Br * 128 + kk % 4 * 32), true);
@@ -511,24 +502,19 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     const int k0 = w.k_tile * Bc, q0 = i * Br;
                     if (q0 + args.shift < k0 + Bc - 1 || k0 + Bc > args.Tk) {
                         const int lane = lane_id();  // a register less in the loop
-#pragma unroll
                         for (int r = 0; r < 2; r++) {
                             const int key = k0 + row + 8 * r + lane / 4;
                             int hidden = key - args.shift - q0;  // queries before it do not see the key
                             if (key >= args.Tk) hidden = Br;
                             hidden -= lane % 4 * 2;
-#pragma unroll
                             for (int c = 0; c < Br / 8; c++)
-#pragma unroll
                                 for (int e = 0; e < 2; e++)
                                     if (8 * c + e < hidden) s[c][2 * r + e] = -INFINITY;
                         }
                     }
                     uint32_t p[Br / 16][4];  // Pᵀ as A operand
-#pragma unroll
                     for (int c = 0; c < Br / 8; c++) {
                         const float4 st = stats[4 * c];
-#pragma unroll
                         for (int e = 0; e < 4; e++)
                             s[c][e] = exp2_approx(s[c][e] * args.scale_log2 - (e % 2 ? st.z : st.x));
                         p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
@@ -540,23 +526,19 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     const uint64_t do_transposed = wgmma_descriptor(do_smem, Br * 128);
                     wgmma_hold(dv);
                     wgmma_fence();
-#pragma unroll
                     for (int kk = 0; kk < Br / 16; kk++)
                         wgmma_rs<true>(dv, p[kk], wgmma_advance(do_transposed, kk * 16 * 128), true);
                     wgmma_commit();
 
                     uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
-#pragma unroll
                     for (int c = 0; c < Br / 8; c++) {
                         const float4 st = stats[4 * c];
                         float x[4];
-#pragma unroll
                         for (int e = 0; e < 4; e++) x[e] = s[c][e] * (dp[c][e] - (e % 2 ? st.w : st.y));
                         ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);
                         ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
                     }
                     // Into stage n % 2: both warpgroups have passed tile n − 1's barrier, so tile n − 2's dQ is done.
-#pragma unroll
                     for (int kk = 0; kk < Br / 16; kk++)
                         stmatrix_x4((ds_block ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128, ds[kk]);
                     wgmma_wait<0>();  // dV; p's registers are needed
@@ -565,9 +547,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     named_barrier_sync(1, kConsumers);  // all of dS is there, and nobody reads dO any more
 
                     // s is dead until it is started again. The compiler knows only if it is written: it emits nothing.
-#pragma unroll
                     for (int c = 0; c < Br / 8; c++)
-#pragma unroll
                         for (int e = 0; e < 4; e++) s[c][e] = 0.f;
                     wgmma_hold(s);
 
@@ -576,7 +556,6 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                         wgmma_descriptor(base + T::Ds + (n & 1) * T::DsBytes + (HS == 64 ? wg * Bc * 128 : 0));
                     wgmma_fence();
                     wgmma_ss_set<true, true>(dq, ds_transposed, k_transposed);
-#pragma unroll
                     for (int kk = 1; kk < Bc / 16; kk++)
                         wgmma_ss<true, true>(dq, wgmma_advance(ds_transposed, kk * 16 * 128),
                                              wgmma_advance(k_transposed, kk * 16 * 128), true);
@@ -585,7 +564,6 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                     const uint64_t q_transposed = wgmma_descriptor(q_smem, Br * 128);
                     wgmma_hold(dk);
                     wgmma_fence();
-#pragma unroll
                     for (int kk = 0; kk < Br / 16; kk++)
                         wgmma_rs<true>(dk, ds[kk], wgmma_advance(q_transposed, kk * 16 * 128), true);
                     wgmma_commit();
@@ -603,7 +581,6 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                                   threadIdx.x % 128;
                     if (final) {
                         if (w.k_tile > 0)
-#pragma unroll
                             for (int c = 0; c < 8; c++) {
                                 const float4 x = __ldcg(sum + c * 128);
                                 dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
@@ -611,11 +588,9 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
                         round_tile(dq, args.scale, do_smem + dq_panel * Br * 128, dq_row, Br);
                         fence_proxy_async();
                     } else if (!Block && w.k_tile == 0) {
-#pragma unroll
                         for (int c = 0; c < 8; c++)
                             __stcg(sum + c * 128, make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]));
                     } else {
-#pragma unroll
                         for (int c = 0; c < 8; c++)
                             red_add_v4(reinterpret_cast<float*>(sum + c * 128), dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
                     }
@@ -632,26 +607,22 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
             wgmma_hold(dv);
 
             if (Block && args.write_dkv && !w.half) {
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
                     const size_t at = fragment_at(args, w.bh, key, HS);
                     float2 *to_k = reinterpret_cast<float2*>(args.dk_acc + at),
                            *to_v = reinterpret_cast<float2*>(args.dv_acc + at);
-#pragma unroll
                     for (int c = 0; c < HS / 8; c++) {
                         to_k[4 * c] = make_float2(dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
                         to_v[4 * c] = make_float2(dv[c][2 * r], dv[c][2 * r + 1]);
                     }
                 }
             } else if (Block) {  // red: it waits for no answer; and but for another half nobody adds to these elements
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
                     if (key >= args.Tk) continue;
                     const size_t at = fragment_at(args, w.bh, key, HS);
-#pragma unroll
                     for (int c = 0; c < HS / 8; c++) {
                         red_add_v2(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
                         red_add_v2(args.dv_acc + at + 8 * c, dv[c][2 * r], dv[c][2 * r + 1]);
@@ -690,7 +661,6 @@ __global__ __launch_bounds__(256) void write_dq_kernel(const WriteArgs args) {
     const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) +
                         (static_cast<size_t>(bh) * args.tiles + i) * (Br * HS / 4) + wg * 1024 + c * 128 + quad * 4;
     uint32_t rows[2][4];
-#pragma unroll
     for (int j = 0; j < 4; j++) {
         const float4 x = sum[j];
         rows[0][j] = pack_bf16(args.scale * x.x, args.scale * x.y);
@@ -698,7 +668,6 @@ __global__ __launch_bounds__(256) void write_dq_kernel(const WriteArgs args) {
     }
     const int first = i * Br + (HS == 64 ? 64 * wg : 0) + quad / 8 * 16 + quad % 8;
     bf16* dq = args.dq.ptr + bh / args.NH * args.dq.batch + bh % args.NH * HS + (HS == 128 ? 64 * wg : 0) + 8 * c;
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         const size_t t = first + 8 * r;
         if (t < args.T)

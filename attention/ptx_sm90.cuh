@@ -246,19 +246,16 @@ __device__ __forceinline__ void wgmma_wait() {
 // fence.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
-#pragma unroll
     for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
 
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
-#pragma unroll
     for (int n = 0; n < N; n++) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
 }
 
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
-#pragma unroll
     for (int n = 0; n < N; n++) asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1])::"memory");
 }
 
