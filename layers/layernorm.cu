@@ -55,14 +55,12 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     float sum = 0.f;
     for (int first = lane * V; first < C; first += kBatch * kWarp * V) {
         Vec<X, V> x[kBatch], y[kBatch];
-#pragma unroll
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
             if (c >= C) continue;
             x[k] = load<V>(a + c);
             if constexpr (Residual) y[k] = load<V>(b + c);
         }
-#pragma unroll
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
             if (c >= C) continue;
@@ -229,7 +227,6 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
         float sum_g = 0.f, sum_gn = 0.f;
-#pragma unroll
         for (int k = 0; k < K; k++) {
             const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
                        w = load<V>(weight_smem + (k * kWarp + lane) * V);
@@ -243,7 +240,6 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         }
         const float mean_g = warp_sum(sum_g) * (1.f / C), mean_gn = warp_sum(sum_gn) * (1.f / C);
         __syncwarp();  // keeps the compiler from keeping what is read above: there are no registers for it
-#pragma unroll
         for (int k = 0; k < K; k++) {
             const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
                        old = load<V>(dy_smem + 2 * C + k * kWarp * V),

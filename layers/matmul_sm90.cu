@@ -182,9 +182,7 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                 const uint64_t a = wgmma_descriptor(a_smem(ring.stage) + warp / kGroupWarps * 64 * kChunk * 2),
                                b = wgmma_descriptor(b_smem(ring.stage), Backward ? 64 * kChunk * 2 : 16);
                 wgmma_fence();
-#pragma unroll
                 for (int kk = 0; kk < kChunk / 16; kk++)
-#pragma unroll
                     for (int h = 0; h < S::kParts; h++)
                         wgmma_ss<false, Backward>(
                             d[h], wgmma_advance(a, kk * 32),
@@ -199,17 +197,14 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                 ring.advance();
             }
             wgmma_wait<0>();
-#pragma unroll
             for (int h = 0; h < S::kParts; h++) wgmma_hold(d[h]);
             release(previous);
 
             const bf16* bias = p.bias + column_of(item) + lane % 4 * 2;
             const uint32_t d_row = base + kOffsetD + (warp * 16 + lane % 16) * kDRowBytes;
             mbarrier_wait(d_empty(warp), d_phase);
-#pragma unroll
             for (int n = 0; n < kColumns / 8; n += 2) {
                 uint32_t packed[4];
-#pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float left = d[n / kPart][n % kPart + i / 2][i % 2 * 2],
                           right = d[n / kPart][n % kPart + i / 2][i % 2 * 2 + 1];
@@ -240,7 +235,6 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                         constexpr int half = kColumns / kCluster;
                         const int mine = rank * half;  // the first column of this block's half of B
                         if constexpr (Backward) {
-#pragma unroll
                             for (int c = 0; c < half; c += 64)
                                 tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
                                                       (column + mine + c) / 64, k * kChunk, 0, both);
@@ -291,7 +285,6 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                                 if constexpr (Backward) {
                                     const Vec<float, 8> v = to_float(x[i]);
                                     Vec<float, 8> dx;
-#pragma unroll
                                     for (int k = 0; k < 8; k++) {
                                         const float s = gelu_sigmoid(v[k]);
                                         y.x[k] = v[k] * s;
@@ -299,10 +292,8 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                                     }
                                     stored = round_to<bf16>(dx);
                                     const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
-#pragma unroll
                                     for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
                                 } else {
-#pragma unroll
                                     for (int k = 0; k < 8; k++) y.x[k] = d_float[k] * gelu_sigmoid(d_float[k]);
                                 }
                                 const bool inside = row + i < p.N;
@@ -313,7 +304,6 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                             }
                         }
                         if constexpr (Backward) {
-#pragma unroll
                             for (int i = g; i < g + S::kAtOnce; i++) x[i] = fetch(next_item, next_row + i);
                         }
                     }
