@@ -108,7 +108,6 @@ template <int Rows, int HS>
 __device__ void fetch(Stage<Rows, HS>& stage, const float* rows, size_t token, int valid) {
     const int row = threadIdx.x / (HS / 4);
     rows += row * token + threadIdx.x % (HS / 4) * 4;
-#pragma unroll
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
         stage[i] =
             row + i * kRowsAtOnce<HS> < valid ? *reinterpret_cast<const float4*>(rows) : float4{0.f, 0.f, 0.f, 0.f};
@@ -119,7 +118,6 @@ __device__ void fetch(Stage<Rows, HS>& stage, const float* rows, size_t token, i
 template <int Rows, int HS>
 __device__ void store(float* smem, const Stage<Rows, HS>& stage, float factor = 1.f) {
     smem += threadIdx.x / (HS / 4) * (HS + 4) + threadIdx.x % (HS / 4) * 4;
-#pragma unroll
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
         const float4 v = stage[i];
         *reinterpret_cast<float4*>(smem + i * kRowsAtOnce<HS> * (HS + 4)) =
@@ -137,7 +135,6 @@ __device__ void load(float (&to)[N], const float* from, int stride = 4) {
         const float2 v = *reinterpret_cast<const float2*>(from);
         to[0] = v.x, to[1] = v.y;
     } else {
-#pragma unroll
         for (int n = 0; n < N / 4; n++) {
             const float4 v = *reinterpret_cast<const float4*>(from + n * stride);
             to[4 * n] = v.x, to[4 * n + 1] = v.y, to[4 * n + 2] = v.z, to[4 * n + 3] = v.w;
@@ -151,15 +148,11 @@ __device__ void matmul_nt(float (&acc)[M][N], const float* a, int a_row, const f
 #pragma unroll 4
     for (int k = 0; k < K; k += 4) {
         float b_regs[N][4];
-#pragma unroll
         for (int j = 0; j < N; j++) load(b_regs[j], b + j * kLaneCols * b_row + k);
-#pragma unroll
         for (int i = 0; i < M; i++) {
             float a_regs[4];
             load(a_regs, a + i * kLaneRows * a_row + k);
-#pragma unroll
             for (int e = 0; e < 4; e++)
-#pragma unroll
                 for (int j = 0; j < N; j++) acc[i][j] += a_regs[e] * b_regs[j][e];
         }
     }
@@ -171,15 +164,11 @@ __device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const f
 #pragma unroll 1  // more would spill on sm_80
     for (int k = 0; k < K; k += 4) {
         float a_regs[M][4];
-#pragma unroll
         for (int i = 0; i < M; i++) load(a_regs[i], a + i * kLaneRows * a_row + k);
-#pragma unroll
         for (int e = 0; e < 4; e++) {
             float b_regs[N];
             load(b_regs, b + (k + e) * b_row, 4 * kLaneCols);
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int j = 0; j < N; j++) acc[i][j] += a_regs[i][e] * b_regs[j];
         }
     }
@@ -193,9 +182,7 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
         float a_regs[M], b_regs[N];
         load(a_regs, a + k * a_row);
         load(b_regs, b + k * b_row, 4 * kLaneCols);
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int j = 0; j < N; j++) acc[i][j] += a_regs[i] * b_regs[j];
     }
 }
@@ -253,9 +240,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         fetch<Bc, HS>(kv_stage, v + kv0 * args.v.token, args.v.token, kv_end - kv0);  // V comes while the softmax runs
 
         if (kv0 + Bc > kv_seen_by_all) {  // the diagonal, and the last keys
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int j = 0; j < N; j++) {
                     const int key = kv0 + col + j * kLaneCols;
                     if (key >= args.Tk || key > q0 + row + i * kLaneRows + args.shift) s_regs[i][j] = -INFINITY;
@@ -263,24 +248,20 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         }
 
         // Online softmax: everything so far was relative to the old m.
-#pragma unroll
         for (int i = 0; i < M; i++) {
             float m_new = s_regs[i][0];
-#pragma unroll
             for (int j = 1; j < N; j++) m_new = fmaxf(m_new, s_regs[i][j]);
             m_new = fmaxf(m[i], row_max(m_new));
             const float base = m_new == -INFINITY ? 0.f : m_new;  // a row that has seen no key: exp(−∞ − 0), not −∞ + ∞
             const float correction = exp2_approx((m[i] - base) * kLog2e);
             m[i] = m_new;
             float l_tile = 0.f;
-#pragma unroll
             for (int j = 0; j < N; j++) {
                 const float p = exp2_approx((s_regs[i][j] - base) * kLog2e);
                 l_tile += p;
                 p_smem[(row + i * kLaneRows) * kPRow + col + j * kLaneCols] = p;
             }
             l[i] = l[i] * correction + l_tile;
-#pragma unroll
             for (int j = 0; j < kOut; j++) o_regs[i][j] *= correction;
         }
 
@@ -293,9 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         // T. It shows in dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
         float pv_regs[M][kOut] = {};
         matmul_nn<Bc>(pv_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int j = 0; j < kOut; j++) o_regs[i][j] += pv_regs[i][j];
         __syncthreads();  // everyone is done with V
         if (kv_next < kv_end) store<Bc, HS>(kv_smem, kv_stage);
@@ -304,7 +283,6 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
     const bool carry = args.lse_acc;
     double lse_old[M];
-#pragma unroll
     for (int i = 0; i < M; i++) {
         l[i] = row_sum(l[i]);
         const int t = q0 + row + i * kLaneRows;
@@ -320,7 +298,6 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
         // A row to which this block shows no key stays as it is.
         const auto [weight, lse] = l[i] == 0.f ? Merge{0.f, lse_old[i]} : merge(lse_old[i], m[i] + log_of(l[i]));
-#pragma unroll
         for (int n = 0; n < kOut / 4; n++) {
             float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
             const float* from = &o_regs[i][4 * n];
@@ -380,9 +357,7 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
             __syncthreads();
             float s_regs[M][N] = {};
             matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, k_smem + col * kRow, kRow);
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int j = 0; j < N; j++) {
                     const int key = kv0 + col + j * kLaneCols;
                     const bool seen = key < args.Tk && key <= q0 + row + i * kLaneRows + args.shift;
@@ -473,7 +448,6 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
         float lse[M], rest[M], D[M];
-#pragma unroll
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
@@ -488,9 +462,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             float s_regs[M][N] = {};
             matmul_nt<HS>(s_regs, q_smem + row * kRow, kRow, k_smem + col * kRow, kRow);
             const bool masked = kv0 + Bc > min(args.Tk, q0 + args.shift + 1);  // the diagonal, and the last keys
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int j = 0; j < N; j++) {
                     const int c = col + j * kLaneCols;
                     float p = exp2_approx(fmaf(s_regs[i][j] - lse[i], kLog2e, -rest[i]));
@@ -505,22 +477,16 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         for (int k = 0; k < HS; k += kChunk) {
             float sum[M][N] = {};
             matmul_nt<kChunk>(sum, do_smem + row * kRow + k, kRow, v_smem + col * kRow + k, kRow);
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int j = 0; j < N; j++) ds_regs[i][j] += sum[i][j];
         }
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int j = 0; j < N; j++)
                 ds_regs[i][j] = p_own[i * kLaneRows * kPRow + j * kLaneCols] * (ds_regs[i][j] - D[i]);
         __syncthreads();  // P is there
         matmul_tn<Br>(dv_regs, p_smem + key, kPRow, do_smem + 4 * col, kRow);
         __syncthreads();  // everyone is done with P
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int j = 0; j < N; j++) p_own[i * kLaneRows * kPRow + j * kLaneCols] = ds_regs[i][j];
         __syncthreads();  // dS is there
         matmul_tn<Br>(dk_regs, p_smem + key, kPRow, q_smem + 4 * col, kRow);
@@ -535,12 +501,10 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             __threadfence();  // what the predecessor wrote before it raised the counter is visible now
         }
         __syncthreads();
-#pragma unroll
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             if (t >= args.Tq) continue;
             float* dq = args.dq.ptr + b * args.dq.batch + t * args.dq.token + h * HS + 4 * col;
-#pragma unroll
             for (int n = 0; n < kOut / 4; n++)
                 add4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], args.add_dq || key_tile > 0, args.scale);
         }
@@ -550,13 +514,11 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         if (threadIdx.x == 0) *added = key_tile + 1;
     }
 
-#pragma unroll
     for (int i = 0; i < Mk; i++) {
         if (key + i >= keys) continue;
         const size_t t = kv0 + key + i;
         float* dk = args.dk.ptr + b * args.dk.batch + t * args.dk.token + h * HS + 4 * col;
         float* dv = args.dv.ptr + b * args.dv.batch + t * args.dv.token + h * HS + 4 * col;
-#pragma unroll
         for (int n = 0; n < kOut / 4; n++) {
             add4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n], args.add_dkv);
             add4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n], args.add_dkv);
