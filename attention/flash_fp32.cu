@@ -1,4 +1,4 @@
-// Flash attention, fp32, on CUDA cores (every GPU from sm_70): the algorithm at its plainest.
+// Flash attention, fp32, on CUDA cores (every GPU from sm_75): the algorithm at its plainest.
 //
 // Forward, for one tile of Br query rows against one tile of Bc keys at a time:
 //   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
