@@ -9,7 +9,8 @@
 //                 (a string: uint32 length, then as many bytes)
 //   …   uint64    checksum of everything above
 //   …   sections  back to back up to the end of the file
-// Every byte is under the magic, the version, the length of the file or a checksum: no flipped bit goes unnoticed.
+// Every byte is covered by the magic, the version, the length of the file or a checksum, so no flipped bit goes
+// unnoticed.
 #include "data/checkpoint.h"
 
 #include <dirent.h>
@@ -24,8 +25,9 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are writte
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each step is a bijection
-// of the lane for a given word and of the word for a given lane: any change of one word changes the result. The two
-// multiplications spread even the top bit of a word over many bits, so that a second small error does not cancel it.
+// of the lane for a given word, and of the word for a given lane. Any change of one word therefore changes the result.
+// The two multiplications spread even the top bit of a word over many bits, so that a second small error does not
+// cancel it.
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
     const auto step = [](uint64_t lane, uint64_t word) {
@@ -62,7 +64,7 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 static constexpr size_t kBufferBytes = 1 << 20;
 
 AtomicFile::AtomicFile(const std::string& path) : path_(path) {
-    // A device or a pipe cannot be replaced: it is written in place, and there is no temporary.
+    // A device or a pipe cannot be replaced. It is written in place without a temporary.
     struct stat info;
     const bool in_place = stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode);
     if (!in_place) tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
@@ -108,7 +110,8 @@ void AtomicFile::commit() {
         if (close(fd)) throw file_error(path_, "write", errno);
         return;
     }
-    // Data first, then the name, then the directory that holds the name: after any crash one whole file is there.
+    // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole file
+    // is there.
     if (fsync(fd_)) throw file_error(path_, "write", errno);
     if (rename(tmp_.c_str(), path_.c_str())) throw file_error(path_, "rename the finished file to", errno);
     close(fd_);
@@ -247,7 +250,7 @@ void write_state(const std::string& path, const Identity& identity, const std::v
 
 namespace {
 
-// Takes values off the table, which lies at `offset` in the file.
+// Reads values one after the other from the table, from `offset` in the file up to `end`.
 struct TableReader {
     const std::string& path;
     const std::string& head;
@@ -285,7 +288,7 @@ struct StoredState {
 
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
 
-// The table of a state file, checked: magic, version, checksum, and the length of the file against the sections.
+// Reads the table of a state file and checks magic, version, checksum and the file's length against the sections.
 StoredState read_table(const InputFile& file) {
     const char* path = file.path.c_str();
     const auto too_short = [&](uint64_t expected) {
@@ -373,7 +376,7 @@ void read_state(const std::string& path, const Identity& identity, const std::ve
     const StoredState stored = read_table(file);
     check_identity(path, stored.identity, identity);
 
-    // Every section has its counterpart, before the first byte is read into the caller's memory.
+    // Checks that every section has its counterpart before the first byte is read into the caller's memory.
     for (const StoredSection& s : stored.sections) {
         bool wanted = false;
         for (const Section& want : sections) wanted |= want.name == s.name;
@@ -425,7 +428,7 @@ struct CheckpointFile {
     bool state, temporary;  // state or model; finished or left behind by a run that was cut off
 };
 
-// The files in `dir` that are named as model_path, state_path and their temporaries are; none if there is no such
+// The files in `dir` that are named like model_path, state_path and their temporaries. None if there is no such
 // directory.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
     std::vector<CheckpointFile> files;
@@ -468,7 +471,7 @@ void prune_checkpoints(const std::string& dir, int keep) {
     }
     std::sort(steps.rbegin(), steps.rend());
     for (size_t i = static_cast<size_t>(std::max(keep, 0)); i < steps.size(); i++) {
-        // The state first: without it the step is no longer complete, whatever happens before the model is gone.
+        // The state goes first, because without it the step no longer counts as complete if we stop before the model.
         for (const std::string& path : {state_path(dir, steps[i]), model_path(dir, steps[i])})
             if (unlink(path.c_str()) && errno != ENOENT) throw file_error(path, "remove", errno);
     }

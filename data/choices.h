@@ -1,6 +1,6 @@
-// Multiple-choice evaluations such as HellaSwag, in llm.c's format: 256×int32 header (magic 20240522, version 1, number
-// of examples, bytes of the longest), then for each example a stream of uint16: 65535, its bytes, its index, the label,
-// the number of endings, and the context and each ending as a count and so many tokens.
+// Multiple-choice evaluations such as HellaSwag, in llm.c's format. The header is 256 int32: magic 20240522, version 1,
+// number of examples, bytes of the longest. Then each example is a stream of uint16. It starts with 65535, its bytes,
+// its index, the label and the number of endings. The context and each ending follow as a count and that many tokens.
 #pragma once
 #include <string>
 #include <vector>
@@ -11,7 +11,7 @@ struct Choice {
     std::vector<std::vector<int>> endings;
 };
 
-// Throws Error: magic, version, truncation, a label or count that cannot be, a token >= vocab, an example of more than
-// max_T tokens; with file, offset, expected and found.
+// Throws Error with file, offset, expected and found. The reasons are a wrong magic or version, truncation, an
+// impossible label or count, a token >= vocab, and an example of more than max_T tokens.
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T);
 void write_choices(const std::string& path, const std::vector<Choice>& choices);

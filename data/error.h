@@ -1,4 +1,4 @@
-// Errors are exceptions; main prints their one line on stderr and exits. A message says what, where (file, offset,
+// Errors are exceptions. main prints their one line on stderr and exits. A message says what, where (file, offset,
 // expected, found) and what to do about it.
 #pragma once
 #include <cstdarg>
@@ -13,7 +13,7 @@ struct UsageError : Error {  // exit code 2: the command line is wrong
     using Error::Error;
 };
 
-// Runs the body of a main and returns its exit code. An error's one line goes to stderr behind the program's name.
+// Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind the program's name.
 template <class F>
 int run_program(const char* name, F body) {
     try {

@@ -1,9 +1,9 @@
-// How the ranks of a job meet, exchange and watch each other: see job.h.
+// How the ranks of a job meet, exchange and watch each other (see job.h).
 //
-// Messages of the meeting are text behind a magic and a length. Rank r > 0 sends rank 0 a hello: job, rank, size, host,
-// pid, the port where it listens itself. Rank 0 answers "no" and why, or, when all are there, "yes", a random key and
-// the table of all ranks. Then r connects to rank 0 once more, for the beats, and to ranks 1..r-1; each of these
-// connections starts with the key, so that nothing from outside the job gets in.
+// Messages of the meeting are text behind a magic and a length. Rank r > 0 sends rank 0 a hello with its job, rank,
+// size, host, pid and the port where it listens itself. Rank 0 answers "no" and why. Or, when all are there, it answers
+// "yes", a random key and the table of all ranks. Then r connects once more to rank 0, for the beats, and to ranks
+// 1..r-1. Each of these connections starts with the key, so that nothing from outside the job gets in.
 #include "data/job.h"
 
 #include <netdb.h>
@@ -40,7 +40,7 @@ void nap() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sockets: never blocking, every wait has an end
+// Sockets: they never block, and every wait has an end
 
 struct Socket {
     int fd = -1;
@@ -118,7 +118,7 @@ void no_delay(const Socket& s) {
     setsockopt(s.fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-// Addresses of a host; empty if its name means nothing.
+// The addresses of a host, or none if its name is unknown.
 struct Address {
     sockaddr_storage bytes;
     socklen_t length;
@@ -145,7 +145,8 @@ Socket connect_once(const Address& to, Deadline deadline, int* error) {
     if (!wait_for(s.fd, POLLOUT, deadline)) return *error = ETIMEDOUT, Socket();
     socklen_t length = sizeof *error;
     getsockopt(s.fd, SOL_SOCKET, SO_ERROR, error, &length);
-    // Where nobody listens yet, a port may connect to itself, and then is taken when somebody wants to listen.
+    // While nobody listens on the port, this socket may connect to itself. It would then hold the port that rank 0
+    // wants to listen on.
     sockaddr_storage us = {}, them = {};
     socklen_t our_length = sizeof us, their_length = sizeof them;
     getsockname(s.fd, reinterpret_cast<sockaddr*>(&us), &our_length);
@@ -156,7 +157,7 @@ Socket connect_once(const Address& to, Deadline deadline, int* error) {
     return s;
 }
 
-// Where rank 0 is may start later than we: tries again until then.
+// Tries again until the deadline, because the other rank may start later than we.
 Socket connect_to(const std::string& host, int port, Deadline deadline, const std::string& whom) {
     int error = 0;
     for (; Clock::now() < deadline; nap()) {
@@ -177,11 +178,11 @@ int port_of(const Socket& s) {
                                          : reinterpret_cast<sockaddr_in&>(a).sin_port);
 }
 
-// port 0: any that is free. Listens on the loopback interface alone if that is where the others will look. IPv4.
+// Port 0 means any that is free. If the others will connect over loopback it listens on that interface alone. IPv4.
 Socket listen_at(const std::string& address, int port) {
     const bool loopback = address == "localhost" || address == "127.0.0.1";
     Socket s(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    const int on = 1;  // a port whose last user's connections have just closed is free
+    const int on = 1;  // lets us take a port whose last connections have only just closed
     setsockopt(s.fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     sockaddr_in a = {};
     a.sin_family = AF_INET;
@@ -221,24 +222,24 @@ std::string host_name() {
     return name;
 }
 
-constexpr char kSameAsFirst[] = "-";  // an address: rank 0's
+constexpr char kSameAsFirst[] = "-";  // stands for rank 0's address
 struct Peer {
     std::string host, address;
     int pid = 0, port = 0;
 };
 
-// What the watching threads send each other; a failure's text follows it.
+// What the watching threads send each other. The text of a failure follows it.
 struct Beat {
     enum Kind : int32_t { kAlive, kFailed, kGoodbye };
     int32_t kind, rank;
-    int32_t code;       // exit code, of a failure
-    double expected;    // seconds in which the main thread must make progress; 0: it need not, or waits for others
+    int32_t code;       // exit code of a failure
+    double expected;    // the main thread must make progress in this many seconds; 0 if it need not or waits for others
     uint64_t progress;  // of this process
-    uint64_t come;      // of that, in the stretch where it is expected
+    uint64_t come;      // progress since the last expect_progress()
     uint64_t text_bytes;
 };
 
-// What rank 0 knows of a rank; of itself too.
+// What rank 0 knows of each rank, itself included.
 struct Pulse {
     Clock::time_point heard = Clock::now(), moved = heard;
     double expected = 0;
@@ -263,8 +264,8 @@ struct Job::Impl {
     const Patience patience;
     std::vector<Peer> peers;    // by rank
     std::vector<Socket> data;   // by rank, for exchange()
-    std::vector<Socket> beats;  // rank 0: by rank; others: to rank 0 alone
-    std::vector<Pulse> pulses;  // rank 0: by rank; others: of rank 0 alone
+    std::vector<Socket> beats;  // on rank 0 one for each rank, elsewhere only the one to rank 0
+    std::vector<Pulse> pulses;  // on rank 0 one for each rank, elsewhere only rank 0's
     std::atomic<bool> waiting{false}, leaving{false};
     std::mutex sending, checking;
     std::function<std::string()> check;
@@ -334,8 +335,8 @@ void Job::also_watch(std::function<std::string()> check) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Meeting
 
-// Takes a hello: into `links`, or refused with the reason. A rank of this very job that cannot belong is this job's
-// error as well.
+// Receives a hello and puts the connection into `links`, or refuses it with the reason. If the refused rank names this
+// very job, the job fails as well.
 void Job::Impl::welcome(Socket connection, const std::string& from, const Place& place, std::vector<Socket>& links) {
     std::string hello;
     if (!recv_message(connection, &hello, in_seconds(5))) return;  // not one of us
@@ -359,7 +360,7 @@ void Job::Impl::welcome(Socket connection, const std::string& from, const Place&
         if (!stranger) throw Error(refusal);
         return;
     }
-    // From this very machine: where that is for others, MASTER_ADDR says.
+    // A loopback address is useless to ranks on other machines. They reach this one by MASTER_ADDR.
     const bool local = from.compare(0, 4, "127.") == 0 || from == "::1";
     peers[r] = {fields[3], local ? kSameAsFirst : from, std::atoi(fields[4].c_str()), std::atoi(fields[5].c_str())};
     links[r] = std::move(connection);
@@ -389,7 +390,7 @@ void Job::Impl::meet_as_first(const Place& place) {
     for (const Peer& p : peers) table += format("%s %s %d %d\n", p.host.c_str(), p.address.c_str(), p.pid, p.port);
     for (int r = 1; r < place.size; r++) send_message(data[r], table, in_seconds(5));
 
-    deadline = in_seconds(patience.meet);  // for the connections among those that are there
+    deadline = in_seconds(patience.meet);  // the ranks are there, now they connect to each other
     beats.resize(place.size);
     while (!missing(beats).empty()) {
         std::string from, text;
@@ -410,7 +411,7 @@ void Job::Impl::meet_as_other(const Place& place) {
                                      host_name().c_str(), static_cast<int>(getpid()), port_of(listener));
     std::string answer;
     const std::string where = format("%s port %d", place.address.c_str(), place.port);
-    // Rank 0 itself waits no longer than `meet` for the others, and says who they are: we wait a little longer.
+    // Rank 0 waits `meet` seconds and then prints who did not come. We wait a little longer, so that it can.
     if (!send_message(data[0], hello, deadline) || !recv_message(data[0], &answer, in_seconds(patience.meet + 5)))
         throw Error(where +
                     ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, or set "
@@ -427,7 +428,7 @@ void Job::Impl::meet_as_other(const Place& place) {
         peers.push_back(p);
     }
 
-    deadline = in_seconds(patience.meet);  // all are there, whenever they came
+    deadline = in_seconds(patience.meet);  // starts anew, because only now all ranks are there
     const std::string introduction = key + "\n" + std::to_string(place.rank);
     beats.push_back(connect_to(place.address, place.port, deadline, title(0)));
     send_message(beats[0], introduction, deadline);
@@ -484,7 +485,7 @@ void Job::exchange(const std::vector<Transfer>& transfers) {
                 if (n > 0) o.sent += static_cast<size_t>(n);
             }
             if (polls[i].revents & (POLLIN | POLLERR | POLLHUP)) {
-                if (o.received == o.t->recv_bytes) {  // nothing more to hear: the connection broke while we send
+                if (o.received == o.t->recv_bytes) {  // we only send; an error means that the connection broke
                     if (polls[i].revents & POLLERR) impl_->lost(o.t->peer);
                     continue;
                 }
@@ -574,11 +575,11 @@ bool Job::Impl::send_beat(const Socket& to, Beat::Kind kind, int rank, int code,
     return send_all(to, bytes.data(), bytes.size(), in_seconds(1));
 }
 
-// Says why and leaves, whatever the main thread and the GPU are at: the end of a process ends its kernels too. Rank 0
-// tells the others, who then go without a word. No temporary file is made final on the way.
+// Prints why and leaves, whatever the main thread and the GPU are doing. A process that ends also ends its kernels.
+// Rank 0 tells the others, who then leave without printing. No temporary file is made final on the way.
 void Job::Impl::end(int rank, int code, const std::string& text) {
     static std::mutex once;
-    once.lock();  // for good: one thread alone ends the process
+    once.lock();  // never unlocked, so that only one thread ends the process
     if (job.rank == 0)
         for (int r = 1; r < job.size; r++) send_beat(beats[r], Beat::kFailed, rank, code, text);
     std::fprintf(stderr, "train_gpt2cu: %s\n", text.c_str());
@@ -597,14 +598,14 @@ void Job::fail(const std::string& what, int code) {
     impl_->end(rank, code, impl_->title(rank) + ": " + what);
 }
 
-// Rank 0 says what is wrong and ends all, us too.
+// Has rank 0 print what is wrong and end all ranks, including this one.
 void Job::Impl::report(const std::string& what, int code) {
     const std::string text = title(job.rank) + ": " + what;
     if (job.rank == 0) end(0, code, text);
     send_beat(beats[0], Beat::kFailed, job.rank, code, text);
 }
 
-// For the main thread: the watching thread is about to learn why this job ends, or that rank 0 is gone, and ends us.
+// The main thread waits here. The watching thread will learn why the job ends, or that rank 0 is gone, and end us.
 void Job::Impl::await_end() {
     std::this_thread::sleep_for(std::chrono::duration<double>(patience.silence + 5));
 }
@@ -621,13 +622,13 @@ void Job::Impl::listen_to(int from) {
     if (beat.kind == Beat::kGoodbye) pulses[from].gone = true;
     if (beat.kind == Beat::kFailed) {
         if (job.rank == 0) end(beat.rank, beat.code, text);
-        _exit(beat.code);  // rank 0 has said it
+        _exit(beat.code);  // rank 0 has printed why
     }
     pulses[from].update(beat);
 }
 
-// On rank 0: a rank that runs (and does not wait for others on the host) without getting anywhere. Others may stand at
-// the same time because they wait for it on their GPUs; those that have come least far are to blame.
+// Rank 0 looks for a rank that runs without progress while it does not wait for others on the host. Others may stand
+// still at the same time because they wait for it on their GPUs. The ranks with the least progress are to blame.
 void Job::Impl::look_for_stalls() {
     if (std::none_of(pulses.begin(), pulses.end(), [](const Pulse& p) { return p.stalled(); })) return;
     uint64_t least = UINT64_MAX;
@@ -645,11 +646,11 @@ void Job::Impl::look_for_stalls() {
 
 void Job::Impl::watch() {
     Clock::time_point last_beat = Clock::now() - std::chrono::hours(1);
-    const int first = job.rank == 0 ? 1 : 0;  // of those that we hear
+    const int first = job.rank == 0 ? 1 : 0;  // index of the first that we hear
     const auto all_gone = [&] {
         return std::all_of(pulses.begin() + first, pulses.end(), [](const Pulse& p) { return p.gone; });
     };
-    Deadline give_up{};  // when we leave: how long we wait for the others' goodbyes
+    Deadline give_up{};  // until when we wait for the others' goodbyes
     bool said_goodbye = false;
     for (;;) {
         if (leaving && !said_goodbye) {
@@ -676,7 +677,7 @@ void Job::Impl::watch() {
                            title(static_cast<int>(i)).c_str(), patience.silence));
         if (seconds_since(last_beat) < std::min(1.0, patience.silence / 4)) continue;
         last_beat = Clock::now();
-        // A send that fails is a connection that broke: the next look at it says so.
+        // If a send fails the connection broke, which the next poll will show.
         for (size_t i = first; i < beats.size(); i++)
             if (!pulses[i].gone) send_beat(beats[i], Beat::kAlive, job.rank, 0, "");
         if (job.rank == 0) {
@@ -700,7 +701,7 @@ void Job::leave() {
 }
 
 // =====================================================================================================================
-// Where this process stands, by its environment
+// The place of this process, read from its environment
 
 namespace {
 

@@ -1,8 +1,8 @@
-// --gpus N: the ranks of a job on this machine, started, signalled and awaited by one parent.
+// --gpus N: one parent starts, signals and awaits the ranks of a job on this machine.
 //
-// The parent opens the port where they meet and hands the listening socket to rank 0, so that no other program can take
-// the port in between, and gives the job a random name. The ranks are a process group of their own: Ctrl-C reaches the
-// parent alone, which passes it on once. A parent that is killed takes the ranks with it.
+// The parent gives the job a random name. It opens the port where the ranks meet and hands the listening socket to rank
+// 0, so that no other program can take the port in between. The ranks have their own process group, so Ctrl-C reaches
+// only the parent, which passes it on once. If the parent is killed the ranks die with it.
 #include <netinet/in.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
@@ -72,12 +72,12 @@ int launch_ranks(int count, char** argv) {
     uint64_t job = 0;
     while (getrandom(&job, sizeof job, 0) != sizeof job) {}
 
-    // Signals wait until sigtimedwait takes them: no handlers, no races.
+    // Signals wait until sigtimedwait takes them, so there are no handlers and no races.
     sigset_t taken, before;
     sigemptyset(&taken);
     for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&taken, signal);
     sigprocmask(SIG_BLOCK, &taken, &before);
-    std::signal(SIGCHLD, SIG_DFL);  // where a parent of ours ignores it, children would vanish without a status
+    std::signal(SIGCHLD, SIG_DFL);  // if we inherited SIG_IGN, children would vanish without a status
 
     const pid_t parent = getpid();
     std::vector<Child> children;
@@ -93,7 +93,7 @@ int launch_ranks(int count, char** argv) {
             signal_all(SIGKILL);
             throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
         }
-        setpgid(pid, group ? group : pid);  // here as well: whoever comes first
+        setpgid(pid, group ? group : pid);  // parent and child both do this, because either may come first
         children.push_back({pid});
     }
     close(fd);
@@ -114,7 +114,7 @@ int launch_ranks(int count, char** argv) {
             const bool killed = WIFSIGNALED(status);
             const int result = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
             if (result == 0 || ended) continue;
-            // The connections of a killed process close before it is dead: others may notice and exit first.
+            // The connections of a killed process close before it is dead, so others may notice and exit first.
             if (code == 0 || (killed && code < 128)) code = result;
             if (killed)
                 std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) was killed by signal %d (%s)\n", rank,

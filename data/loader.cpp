@@ -1,7 +1,7 @@
 // Batches from token shards or plain text: where each window of an epoch lies, and reading it.
 //
-// An epoch is a permutation of the shards and, within each, a permutation of its windows. Neither is stored as a list
-// of windows: a permutation is a keyed function of the index (below), so any position of any epoch is found directly,
+// An epoch is a permutation of the shards and, within each, a permutation of its windows. No list of windows is stored,
+// because the permutation is a keyed function of the index (below). Any position of any epoch is found directly,
 // restore costs no replay, and memory does not grow with the data. Shards are visited one after the other, so that one
 // file is open at a time and reads stay within it.
 #include "data/loader.h"
@@ -24,10 +24,10 @@ uint64_t mix(uint64_t x) {
     return mix64(x + kGolden);
 }
 
-// A permutation of 0..n-1 chosen by `key`, evaluated at `index`. A Feistel network permutes 0..4^k-1, the least 4^k
-// that is n or more (each round is undone by running it backwards, whatever its round function); results ≥ n are fed in
-// again until one is below n. That walk stays on one cycle of the network, which contains `index` itself, so it ends
-// and no two indices meet.
+// A permutation of 0..n-1 chosen by `key`, evaluated at `index`. A Feistel network permutes 0..4^k-1, with the least
+// 4^k that is n or more. It is a permutation because each round can be undone by running it backwards, whatever its
+// round function. Results ≥ n are fed in again until one is below n. That walk stays on one cycle of the network, which
+// contains `index` itself, so it ends and no two indices meet.
 uint64_t permute(uint64_t index, uint64_t n, uint64_t key) {
     int half_bits = 1;
     while (half_bits < 32 && (uint64_t{1} << (2 * half_bits)) < n) half_bits++;
@@ -60,7 +60,7 @@ struct Shard {
 
 std::vector<std::string> matching_files(const std::string& pattern) {
     struct stat info;
-    if (stat(pattern.c_str(), &info) == 0) {  // a name that exists is that file, brackets and all
+    if (stat(pattern.c_str(), &info) == 0) {  // an existing name means that file, even if it has brackets
         if (S_ISDIR(info.st_mode))
             throw Error(pattern + ": is a directory; give a file or a quoted pattern such as '" + pattern + "/*.bin'");
         return {pattern};
@@ -79,7 +79,7 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     return paths;
 }
 
-// A shard with its header checked, or a text file (is_text: tokens are the bytes after one <|endoftext|>).
+// Checks the header of a shard, or sets is_text for a text file. A text's tokens are <|endoftext|> and then its bytes.
 Shard inspect(const std::string& path, bool only_file, bool& is_text) {
     const InputFile file(path);
     int32_t header[3] = {};  // magic, version, count
@@ -127,7 +127,7 @@ struct Loader::Impl {
 
     LoaderState state;
     std::vector<size_t> order;           // shards in the order of this epoch
-    std::vector<uint64_t> first_window;  // of order[i] in this epoch; one more at the end: all windows
+    std::vector<uint64_t> first_window;  // of order[i] in this epoch, and behind the last the number of all windows
     std::unique_ptr<InputFile> file;     // the shard in use
     std::vector<unsigned char> raw;      // bytes of one window
     std::vector<int> window_tokens;      // T+1
@@ -262,8 +262,9 @@ const std::string& Loader::description() const {
     return impl_->description;
 }
 
-// Blocks of 4 KiB spread over each file, its first and its last among them: about 256 in all and at least three a file.
-// A file no larger than its share is hashed whole. Names do not count: moved data is the same data.
+// Hashes blocks of 4 KiB spread over each file, its first and its last among them. They are about 256 in all and at
+// least three a file. A file no larger than its share is hashed whole. Names do not count, because moved data is the
+// same data.
 uint64_t Loader::identity() const {
     constexpr uint64_t kBlockBytes = 4096, kBlocks = 256;
     const uint64_t blocks = std::max<uint64_t>(3, kBlocks / impl_->shards.size());

@@ -31,8 +31,8 @@ size_t utf8_length(const std::string& text, size_t i) {
     return bad ? 0 : length;
 }
 
-// f(the code of an ASCII character, else −1; its bytes, or "" of a byte that is no UTF-8), of one character after the other.
-// A byte-level model may well sample such bytes.
+// Calls f(ascii, bytes) for each character. `ascii` is its code, or −1 if it is not ASCII. `bytes` is its UTF-8, or ""
+// for a byte that is not UTF-8. A byte-level model may well sample such bytes.
 template <class F>
 void for_each_character(const std::string& text, F f) {
     for (size_t i = 0; i < text.size();) {
@@ -42,7 +42,7 @@ void for_each_character(const std::string& text, F f) {
     }
 }
 
-// A JSON string. Bytes that are no UTF-8 become U+FFFD.
+// A JSON string. Bytes that are not UTF-8 become U+FFFD.
 std::string quoted(const std::string& text) {
     std::string out = "\"";
     for_each_character(text, [&](int ascii, const std::string& bytes) {
@@ -113,7 +113,7 @@ Log::Log(const std::string& path, bool append) : path_(path) {
     if (append && ends_inside_row(path)) truncate_after(path, std::numeric_limits<long long>::max());
     file_ = std::fopen(path.c_str(), append ? "ae" : "we");
     if (!file_) throw file_error(path, "open", errno);
-    std::setvbuf(file_, nullptr, _IONBF, 0);  // a row is one write(2); none is left behind to be written at exit
+    std::setvbuf(file_, nullptr, _IONBF, 0);  // each row is one write(2), so that none is left to be written at exit
 }
 
 Log::~Log() {
@@ -127,7 +127,7 @@ void Log::write(const Row& row) {
     const bool known = fstat(fileno(file_), &before) == 0 && S_ISREG(before.st_mode);
     if (std::fwrite(line.data(), 1, line.size(), file_) == line.size()) return;
     const int error = errno;
-    // A full disk may have taken part of the row; the rows before it must stay readable.
+    // A full disk may have taken part of the row, and the rows before it must stay readable.
     if (known && ftruncate(fileno(file_), before.st_size))
         throw file_error(path_, "write (and its last row is cut)", error);
     throw file_error(path_, "write", error);
@@ -140,8 +140,8 @@ void Log::truncate_after(const std::string& path, long long step) {
         throw file_error(path, "read", errno);
     }
     AtomicFile out(path);
-    const std::string key = "\"step\": ";  // cannot be part of a string: there its quotes would be \"
-    for (std::string line; std::getline(in, line) && !in.eof();) {  // eof: a last line without \n was cut by a crash
+    const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
+    for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
         const size_t at = line.find(key);
         if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
         line += '\n';

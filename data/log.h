@@ -1,13 +1,14 @@
-// log.jsonl: one JSON object a line, appended and flushed at once, so that what is there stays valid whatever happens next.
+// log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid whatever comes next.
 #pragma once
 #include <cstdint>
 #include <cstdio>
 #include <string>
 
-// Text as a terminal may have it: control characters but newline and tab, and bytes that are no UTF-8, become U+FFFD.
+// Makes text safe for a terminal. Bytes that are not UTF-8, and control characters except newline and tab, become
+// U+FFFD.
 std::string for_terminal(const std::string& text);
 
-// A line being built: Row("train").add("step", 3).add("loss", 2.5).text()
+// Builds a line, for example Row("train").add("step", 3).add("loss", 2.5).text()
 class Row {
   public:
     explicit Row(const char* kind);  // {"kind": kind
@@ -23,7 +24,7 @@ class Row {
     std::string text_;
 };
 
-// Appends rows to a file. A failing write (a full disk) throws Error; rows already written stay.
+// Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay.
 class Log {
   public:
     Log() = default;                                       // writes nowhere
@@ -32,7 +33,7 @@ class Log {
     Log(const Log&) = delete;
     Log& operator=(const Log&) = delete;
     void write(const Row& row);
-    // Drops rows with "step" greater than `step`: what a resumed run is about to write again.
+    // Drops rows with "step" greater than `step`, because a resumed run is about to write them again.
     static void truncate_after(const std::string& path, long long step);
 
   private:

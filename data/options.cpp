@@ -29,7 +29,7 @@ std::string value_text(const Option& option) {
     }
 }
 
-// "--batch (-b)": how messages name an option.
+// How messages name an option, for example "--batch (-b)".
 std::string title(const Option& option) {
     return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
 }
@@ -43,7 +43,7 @@ std::vector<std::string> split(const std::string& text, char separator) {
     return parts;
 }
 
-// Levenshtein: insertions, deletions and replacements that turn a into b.
+// The Levenshtein distance: how many insertions, deletions and replacements turn a into b.
 size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     for (size_t j = 0; j <= b.size(); j++) row[j] = j;
@@ -136,7 +136,7 @@ void set_value(const Option& option, const std::string& text) {
 }  // namespace
 
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
-    // Help first, before any value is set: it prints the values in force as defaults.
+    // Help comes before any value is set, because it prints the current values as defaults.
     for (int i = 1; i < argc; i++)
         for (const char* help : kHelpNames)
             if (!std::strcmp(argv[i], help)) return true;
@@ -161,7 +161,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
                 const bool given = next && (!std::strcmp(next, "0") || !std::strcmp(next, "1"));
                 value = given ? argv[++i] : "1";
             } else {
-                // "-1" is a value; another option's name means that this one's was forgotten.
+                // "-1" is a value, but the name of another option means that this one's value was forgotten.
                 if (!next || find_option(table, std::string(next).substr(0, std::string(next).find('='))))
                     throw UsageError(format("%s needs a value%s%s", title(*option).c_str(),
                                             next ? ", found option " : "", next ? next : ""));
@@ -174,7 +174,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 }
 
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
-    // First column: "  -b, --batch N"; options without a letter are indented to line up.
+    // The first column is "  -b, --batch N". Options without a letter are indented to line up.
     size_t letters = 2, width = 0;
     for (const Option& option : table) letters = std::max(letters, std::strlen(option.letter));
     const auto left = [&](const Option& option) {

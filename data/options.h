@@ -14,8 +14,8 @@ struct Option {
     const char* group = "";  // heading in --help
 };
 
-// Accepts "--name value", "--name=value" and "-b value"; flags take no value, or "0"/"1". Throws UsageError that names the
-// option and the value, with the nearest option's name where one is close. Returns true if --help or -h was asked for.
+// Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws UsageError that names
+// the option and the value, and the nearest option if one is close. Returns true if --help or -h was asked for.
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table);
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
-std::string options_settings(const std::vector<Option>& table);  // name and value in force of those that have one
+std::string options_settings(const std::vector<Option>& table);  // name and current value of each option that has one

@@ -48,8 +48,8 @@ std::vector<int> encode_bytes(const std::string& text) {
     return tokens;
 }
 
-// Header: magic, version, number of tokens, in version 2 the id of <|endoftext|>; then for each token a byte of length
-// and as many bytes of text.
+// The header is magic, version, number of tokens and, in version 2, the id of <|endoftext|>. Then each token follows as
+// a byte of length and as many bytes of text.
 Tokenizer::Tokenizer(const std::string& path) {
     const InputFile file(path);
     const char* name = path.c_str();

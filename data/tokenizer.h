@@ -1,5 +1,5 @@
-// Tokens as bytes and back. GPT-2's vocabulary has one token for each single byte: ids 0–255 in the order of its
-// byte-to-unicode table (printable bytes '!'..'~', 0xA1..0xAC, 0xAE..0xFF first, then the others), and <|endoftext|> is
+// Turns tokens into bytes and back. GPT-2's vocabulary has one token for each single byte, ids 0–255. They follow its
+// byte-to-unicode table: printable bytes '!'..'~', 0xA1..0xAC, 0xAE..0xFF first, then the others. <|endoftext|> is
 // 50256. A byte-vocabulary model (V = 257) uses the same ids with <|endoftext|> as 256.
 #pragma once
 #include <cstdint>
@@ -16,8 +16,8 @@ int token_to_byte(int token);            // -1 if the token is not a single byte
 // Encodes UTF-8 text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
 
-// Decodes ids to text. Without a file: byte tokens as bytes, 50256 as "<|endoftext|>", other ids as "<id>". With llm.c's
-// tokenizer file (magic 20240328, versions 1 and 2) every id.
+// Decodes ids to text. With llm.c's tokenizer file (magic 20240328, versions 1 and 2) it decodes every id. Without one,
+// byte tokens become bytes, 50256 becomes "<|endoftext|>" and other ids become "<id>".
 class Tokenizer {
   public:
     Tokenizer() = default;
