@@ -1,13 +1,14 @@
-// The errors of every attention kernel against fp64, beside those of naive in the same precision on the same inputs.
+// The errors of every attention kernel against fp64, beside the errors of naive in the same precision on the same
+// inputs.
 //
-//   oracle     the formula in fp64 on the GPU (dev/oracle.cuh), held to dev/reference's plain loops before anything runs
-//   yardstick  naive in the same precision, in fp32 without TF32; naive_tf32 is shown beside it, and bound to nothing
-//   inputs     N(0,1); q five times as large; mean +0.5. For bf16 kernels rounded first: the oracle sees the same
+//   oracle     the formula in fp64 on the GPU (dev/oracle.cuh), checked against dev/reference's plain loops first
+//   yardstick  naive in the same precision, in fp32 without TF32. naive_tf32 is shown beside it and has no bound
+//   inputs     N(0,1), q five times as large, mean +0.5. For bf16 kernels they are rounded first, also for the oracle
 //   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error, signal-to-noise ratio
 //              20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's largest and L2 error, which dev/bounds.h bounds
-//   masks      the block form with keys that all or half of the queries do not see: nothing may become NaN
+//   masks      the block form with keys that all or half of the queries do not see. Nothing may become NaN
 //
-// Outputs and scratch start as NaN. Exit code 1 if an error passes its bound; NaN passes none.
+// Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
 //
 // Run: ./dev/accuracy --help
 #include <array>
@@ -62,7 +63,7 @@ static Options parse(int argc, char** argv) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The oracle's own test: the same as dev/reference in double, with a last block that is not whole.
+// Tests the oracle against dev/reference in double, with a last block that is not whole.
 static void check_oracle(const Cuda& dev, int HS) {
     const AttentionShape s{1, 255, 1, HS};
     const int T = s.T;
@@ -136,14 +137,14 @@ struct Input {
 static const Input kInputs[] = {
     {"normal", "N(0,1)", 1.f, 0.f}, {"large_q", "q x5", 5.f, 0.f}, {"shifted", "mean +0.5", 1.f, 0.5f}};
 
-// x (…, parts, C): (x + shift), and part 0 of several times factor.
+// Adds shift to x (…, parts, C). If there are several parts it then multiplies part 0 by factor.
 template <class X>
 __global__ void shape_inputs_kernel(X* x, size_t n, int C, int parts, float factor, float shift) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
     if (i < n) x[i] = static_cast<X>((to_float(x[i]) + shift) * (parts > 1 && i / C % parts == 0 ? factor : 1.f));
 }
 
-// The largest ratios of a kernel, over all shapes and inputs.
+// A kernel's largest ratios over all shapes and inputs.
 struct Worst {
     std::array<double, kTensors> max{}, l2{};
 };
@@ -238,8 +239,8 @@ void compare_kernels(Study& study, const AttentionShape& s, const Input& input,
 // ---------------------------------------------------------------------------------------------------------------------
 // Masked rows
 
-// Queries [0, T) against keys from k_offset on: the first k_offset rows see nothing and must stay as they were, the
-// others must be finite. Twice, as the second call merges empty with empty.
+// Queries [0, T) against keys from k_offset on. The first k_offset rows see nothing and must stay as they were. The
+// others must be finite. Forward runs twice, because the second call merges empty with empty.
 template <class X>
 void check_masked(Study& study, const AttentionKernel<X>& kernel, int HS, int T, int k_offset) {
     const Cuda& dev = study.dev;
@@ -293,7 +294,7 @@ void study_all(Study& study) {
     const Options& o = study.options;
     if (o.dtype != "all" && o.dtype != name_of(dtype_of<X>())) return;
     const AttentionKernels<X> all = attention_kernels<X>();
-    std::vector<const AttentionKernel<X>*> kernels;  // naive, which the table has first, then what was asked for
+    std::vector<const AttentionKernel<X>*> kernels;  // naive, which comes first in the table, then the chosen ones
     for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++)
         if (k->runs_on(study.dev) && (!k->flash || o.kernel == "all" || o.kernel == k->name)) kernels.push_back(k);
     if (kernels.empty() || (kernels.size() == 1 && o.kernel != "all" && o.kernel != "naive")) return;

@@ -1,9 +1,9 @@
 // What the benchmarks share: the two timing protocols, random inputs, the GEMM rate to compare with, and result rows.
 //
-// A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without its protocol:
+// A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without its protocol.
 //   cool       0.5 s idle, 3 warm-ups, the median of 15 single launches
 //   sustained  0.5 s back to back, then the mean of the next 0.5 s
-// Both use device events. Both are reported, and compared only with figures of the same protocol.
+// Both use device events. Both are reported. Compare figures only within one protocol.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -25,7 +25,7 @@
 #include "layers/cublas.h"
 #include "layers/cuda.h"
 
-// Milliseconds, or a rate, in each protocol. NaN: not measured.
+// Milliseconds, or a rate, in each protocol. NaN if not measured.
 struct Figures {
     double cool = NAN, sustained = NAN;
 };
@@ -47,8 +47,8 @@ class Event {
     cudaEvent_t event_;
 };
 
-// One thread waits, so that the host can queue all of a timed pass behind it: what is timed is the GPU's work, not how
-// fast the host launches it.
+// One thread waits, so that the host can queue all of a timed pass behind it. The time is then the GPU's and does not
+// depend on how fast the host launches.
 static __global__ void wait_kernel(long long ns) {
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
@@ -56,7 +56,7 @@ static __global__ void wait_kernel(long long ns) {
     while (now - start < static_cast<unsigned long long>(ns));
 }
 
-// launch(i) enqueues the i-th run of what is timed; i is for rotating buffers.
+// launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers.
 template <class Launch>
 double cool_ms(const Cuda& dev, Launch launch) {
     constexpr int kWarmUps = 3, kRuns = 15;
@@ -79,7 +79,7 @@ double cool_ms(const Cuda& dev, Launch launch) {
     return ms[kRuns / 2];
 }
 
-// about_ms: the length of a run, to know how many are half a second.
+// about_ms: the rough length of a run. It tells how many runs fill half a second.
 template <class Launch>
 double sustained_ms(const Cuda& dev, Launch launch, double about_ms) {
     const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
@@ -103,7 +103,7 @@ inline Figures tflops(double flops, const Figures& ms) {
     return {flops / ms.cool * 1e-9, flops / ms.sustained * 1e-9};
 }
 
-// "4x1024,2x16384": pairs of B and T. Throws UsageError.
+// Parses pairs of B and T such as "4x1024,2x16384". Throws UsageError.
 inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
     std::vector<std::pair<int, int>> shapes;
     for (size_t at = 0; at <= text.size();) {
@@ -119,10 +119,10 @@ inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
     return shapes;
 }
 
-// naive fp32 with TF32 products: a name in results beside those of the kernels.
+// The name in results for naive fp32 with TF32 products.
 inline const char* const kNaiveTf32 = "naive_tf32";
 
-// --kernel: "all" or a kernel of either precision. Throws UsageError.
+// Throws UsageError unless --kernel names "all" or a kernel of either precision.
 inline void check_kernel_name(const std::string& name) {
     std::set<std::string> names = {"all", kNaiveTf32};
     const auto add = [&](const auto& kernels) {
@@ -144,8 +144,8 @@ inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
     return {dev.alloc(bytes), [&dev](void* p) { dev.free(p); }};
 }
 
-// x[i] ~ N(shift, scale²), a function of (seed, i) only: Box-Muller on a mixed counter. Zeros or constants would draw
-// less power and flatter the clock.
+// x[i] ~ N(shift, scale²) by Box-Muller on a mixed counter, so it depends on (seed, i) only. Zeros or constants would
+// draw less power and flatter the clock.
 template <class X>
 __global__ void normal_kernel(X* x, size_t n, uint64_t seed, float scale, float shift) {
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
@@ -161,7 +161,7 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed, float scale = 1
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The GEMM rate: what cuBLAS reaches on a large square product in X (fp32: as dev.tf32 says), in TFLOP/s
+// The GEMM rate: TFLOP/s that cuBLAS reaches on a large square product in X (in fp32 dev.tf32 decides about TF32)
 
 template <class X>
 int gemm_size(const Cuda& dev) {
@@ -187,7 +187,7 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
     return tflops(2. * n * n * n, measure_ms(dev, product, quick));
 }
 
-// Bytes a second of a device-to-device copy that no cache holds, read and write counted.
+// Bytes a second of a device-to-device copy that fits no cache. Reads and writes both count.
 inline Figures copy_rate(const Cuda& dev, bool quick) {
     constexpr size_t kBytes = size_t(1) << 30;
     const DeviceMemory memory = device_memory(dev, 2 * kBytes);
@@ -211,7 +211,7 @@ inline std::string first_line_of(const char* command) {
     return line;
 }
 
-// Rows go to the file `out` if one is named, else with json to dev/results, else nowhere.
+// Rows go to the file `out` if it is named. Otherwise they go to dev/results with `json`, or nowhere without it.
 inline Log results_log(const Cuda& dev, const std::string& bench, const std::string& out, bool json) {
     if (out.empty() && !json) return Log();
     std::string gpu = dev.name;
@@ -221,7 +221,7 @@ inline Log results_log(const Cuda& dev, const std::string& bench, const std::str
     return Log(path.string());
 }
 
-extern const char built_from[];  // build/tree.cpp: "COMMIT clean" or "COMMIT dirty", as scripts/tree.sh prints it
+extern const char built_from[];  // "COMMIT clean" or "COMMIT dirty": build/tree.cpp, from scripts/tree.sh
 
 inline std::string utc_now() {
     char date[32];
@@ -230,7 +230,8 @@ inline std::string utc_now() {
     return date;
 }
 
-// A row that says where its figures come from. All rows of one run may be compared: RUN of the environment names it.
+// A row that says where its figures come from. Rows of the same run may be compared. The variable RUN names the run,
+// and without it the time of the first row does.
 inline Row result_row(const Cuda& dev, const char* bench) {
     static const std::string tree = built_from, commit = tree.substr(0, tree.find(' '));
     static const char* const named = std::getenv("RUN");

@@ -1,12 +1,12 @@
-// Times the attention kernels: each is validated first, on the inputs it is then timed with.
+// Times the attention kernels. Each is validated first, on the inputs it is then timed with.
 //
-//   validation  relative L2 error of out, lse, dq, dk, dv against fp64 (dev/oracle.cuh); outputs, att and
+//   validation  relative L2 error of out, lse, dq, dk, dv against fp64 (dev/oracle.cuh). Outputs, att and
 //               scratch start as NaN. A kernel that fails gets no time, and the program ends with 1.
-//   timing      both protocols of bench.h. Small problems rotate through copies of all buffers, twice the L2 cache in
-//               total, so that every run reads from memory.
-//   figures     ms; TFLOP/s, counting 4·B·NH·T²·HS FLOPs forward (half of it if causal) and 2.5 times that backward; %
-//               of the GEMM rate measured in the same protocol; speed-up over naive in the same precision.
-//   naive_tf32  is naive with TF32 products: fp32 data, 10 bits of each factor. naive itself has none.
+//   timing      both protocols of bench.h. Small problems rotate through copies of all buffers. Their forward passes
+//               touch twice the L2 cache in total, so that every run reads from memory.
+//   figures     ms, TFLOP/s, % of the GEMM rate in the same protocol, speed-up over naive in the same precision.
+//               A forward pass counts 4·B·NH·T²·HS FLOPs (half of it if causal), a backward pass 2.5 times that.
+//   naive_tf32  is naive with TF32 products (fp32 data, 10 bits of each factor). naive itself has none.
 //
 // A shape that a kernel's buffers do not fit gets a row without times.
 //
@@ -100,7 +100,7 @@ struct Buffers {
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation
 
-// The largest relative L2 error among out, lse, dq, dk, dv against fp64; NaN if one is.
+// The largest relative L2 error among out, lse, dq, dk, dv against fp64. NaN if one of them is NaN.
 template <class X>
 double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionShape& s) {
     Oracle oracle(dev, s.T, s.HS);
@@ -158,7 +158,7 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
         return row.add("NH", s.NH).add("HS", s.HS).add("causal", s.causal).add("deterministic", true);
     };
 
-    // As many sets of buffers as make forward's reads and writes twice the L2.
+    // Enough sets of buffers that forward's reads and writes fill the L2 twice.
     int l2_bytes = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, dev.device));
     const size_t touched = 4 * Buffers<X>::elements(s) * sizeof(X) + kernel.saved_bytes(s);
@@ -179,7 +179,8 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
         runs[i]->backward(dev, kernel, s);
     }
 
-    // naive in bf16 stores S, P, dP and dS in bf16: 4e-3. TF32 has 10 bits: 1e-3. fp32 at T = 16384: 3e-6.
+    // naive in bf16 stores S, P, dP and dS in bf16 and is off by 4e-3. TF32 has 10 bits and is off by 1e-3. fp32 is off
+    // by 3e-6 at T = 16384.
     const double error = relative_error(dev, *runs[0], s);
     const double limit = std::is_same_v<X, bf16> ? 1e-2 : subject.tf32 ? 5e-3 : 1e-5;
     if (!(error <= limit)) {

@@ -1,10 +1,10 @@
-// Times every layer but attention at the model's shapes, each validated first.
+// Times every layer but attention at the model's shapes. Each is validated first.
 //
-//   validation  the same call on a few rows by the fp64 reference: every tensor's relative L2 error. Outputs and scratch
-//               start as NaN. A layer that fails gets no time, and the program ends with 1.
+//   validation  compares the call on a few rows with the fp64 reference, by every tensor's relative L2 error. Outputs
+//               and scratch start as NaN. A layer that fails gets no time, and the program ends with 1.
 //   timing      both protocols of bench.h. At the default size all tensors are far larger than the L2 cache.
-//   figures     ms; what the layer must move at least, every tensor read or written once, in TB/s and in % of a copy
-//               measured in the same protocol; for matmuls also TFLOP/s and % of the GEMM rate.
+//   figures     ms, TB/s and % of a copy in the same protocol. A layer's bytes are the least that it must move, with
+//               every tensor read or written once. Matmuls also have TFLOP/s and % of the GEMM rate.
 //
 // Run: ./dev/bench_layers --help
 #include <cstdio>
@@ -25,14 +25,14 @@ struct Options {
     bool quick = false, json = false;
 };
 
-// One tensor of a call: `columns` for each row, or `columns` in all.
+// One tensor of a call. It has `columns` elements for each row, or `columns` in all.
 struct Tensor {
-    enum Kind { X, A, Tokens, Plan } kind;  // of X or Acc<X>; token ids below `columns`; the encoder's plan for them
+    enum Kind { X, A, Tokens, Plan } kind;  // X, A = Acc<X>, token ids below `columns`, or the encoder's plan for them
     bool per_row;
     size_t columns;
-    double scale = 1;  // of its normal values; 0: an output, NaN before the call
+    double scale = 1;  // standard deviation of its values; 0 marks an output, which is NaN before the call
     double shift = 0;
-    size_t same_as = ~size_t{0};  // the tensor whose values these are, in another type
+    size_t same_as = ~size_t{0};  // an earlier tensor with the same values in another type
 };
 
 // A call's tensors on one backend.
@@ -108,7 +108,7 @@ struct Memory {
     }
 };
 
-// What a call moves and computes at least, per row and besides.
+// The least that a call moves and computes, for each row and in addition.
 struct Work {
     double bytes_per_row = 0, bytes = 0, flops_per_row = 0;
 };
@@ -119,7 +119,7 @@ class Bench {
     Bench(Cuda& dev, const Options& o)
         : dev_(dev), o_(o), N_(size_t(o.B) * o.T), log_(results_log(dev, "layers", o.out, o.json)) {}
 
-    // call(memory): the layer, the same code on both backends.
+    // call(memory) runs the layer. The code is the same on both backends.
     template <class Call>
     void layer(const std::string& name, const std::vector<Tensor>& tensors, Work work, Call call, size_t rows = 0) {
         if (name.find(o_.layer) == std::string::npos) return;
@@ -174,7 +174,7 @@ class Bench {
                     "TFLOP/s", "%GEMM", "sust. ms", "TB/s", "%copy", "TFLOP/s", "%GEMM");
     }
 
-    // The largest relative L2 error of any tensor after the call; NaN if one has a NaN that the reference has not.
+    // The largest relative L2 error of any tensor after the call. NaN if a tensor has a NaN.
     template <class Call>
     double relative_error(const std::vector<Tensor>& tensors, Call call) {
         const Memory<Cuda, X> gpu(dev_, kValidatedRows, tensors, scratch_bytes());
@@ -218,7 +218,7 @@ class Bench {
 template <class X>
 int run(Cuda& dev, const Options& o) {
     constexpr int V = 50257, Vp = 50304;
-    constexpr size_t kChunk = 4096;  // rows of logits that the trainer has at once
+    constexpr size_t kChunk = 4096;  // rows of logits that the trainer holds at once
     const int C = o.C;
     const double x = sizeof(X), f = sizeof(float);
     Bench<X> b(dev, o);
@@ -229,7 +229,7 @@ int run(Cuda& dev, const Options& o) {
     const Tensor tokens = {Tensor::Tokens, true, V}, plan = {Tensor::Plan, true, 1};
     const Tensor rstd = {Tensor::A, true, 1, 0.1, 1};
     constexpr double kOut = 0;
-    const auto no = [](auto* p) { return static_cast<decltype(p)>(nullptr); };  // not computed, or not needed for it
+    const auto no = [](auto* p) { return static_cast<decltype(p)>(nullptr); };  // an argument not wanted or not needed
 
     b.layer("encoder forward", {X_(C, kOut), tokens, w_(size_t(V) * C), w_(size_t(o.T) * C)}, {2 * x * C},
             [&](const auto& m) {
@@ -313,7 +313,8 @@ int run(Cuda& dev, const Options& o) {
             {x * C, x * C * C}, [&](const auto& m) {
                 qkv_bias_backward(m.dev, m.a(0), m.scratch, m.x(1), m.a(2), m.x(3), m.N, C);
                 if constexpr (std::is_same_v<std::decay_t<decltype(m.dev)>, Cpu>) {
-                    // The reference added up dk and dv. That is what the GPU has for attention's, not for random ones.
+                    // The reference added up dk and dv. The GPU's shortcut gives these sums only for attention's dqkv,
+                    // not for random values. So we compute here what the shortcut gives.
                     std::copy_n(m.a(4) + C, C, m.a(0) + C);
                     matmul_backward<double>(m.dev, m.a(0) + 2 * C, nullptr, m.a(2), nullptr, m.x(3), 1, C, C);
                 }

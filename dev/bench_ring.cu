@@ -1,12 +1,13 @@
 // Ring attention's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
 //
-//   single     the attention kernel of one GPU at all tokens, divided by N: what the ring would take if it were free
+//   single     the time of one GPU's kernel for all tokens, divided by N. A ring without any cost would take this long
 //   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
-//   no travel  the same blocks, but nothing is sent: what cutting into blocks costs; the rest is travel that shows
-//   hop        a step's travel alone: K and V (forward), and with dK and dV in fp32 (backward)
+//   no travel  compute only: the same blocks without communication. Against single it shows the cost of cutting into
+//              blocks, and against ring the transfers that compute does not hide
+//   hop        the largest transfer of a step, timed alone: K and V (forward), and also dK and dV in fp32 (backward)
 //
-// One process a GPU, as in the trainer. Validated first: every rank's chunks against the unchunked kernel of one GPU, at
-// 2048 tokens a GPU, relative to the largest value. Protocols: dev/bench.h.
+// One process a GPU, as in the trainer. Each rank's chunks are validated first, at 2048 tokens a GPU. They are compared
+// with the unchunked kernel of one GPU, relative to the largest value. dev/bench.h has the protocols.
 //
 // Run: ./dev/bench_ring --help
 #include <algorithm>
@@ -28,13 +29,13 @@ struct Options {
     bool quick = false, blocks = false, nccl = false, json = false;
 };
 
-// As between machines.
+// Sends through NCCL even between GPUs that could share memory, as between machines.
 struct ByNccl : NcclComm {
     using NcclComm::NcclComm;
     void share(void*, size_t) {}
 };
 
-// A ring in which nothing travels.
+// Stands in for a communicator and sends nothing.
 struct NoComm {
     int rank, size;
     void fork() {}
@@ -81,7 +82,7 @@ struct Bench {
             start_together();
             launch();
         };
-        // The collective's own time is part of no figure: it is measured alone and taken off.
+        // The collective's own time is measured alone and subtracted.
         const double idle = slowest(cool_ms(dev, [&](int) { start_together(); }));
         Figures ms;
         ms.cool = slowest(cool_ms(dev, together)) - idle;
@@ -92,7 +93,7 @@ struct Bench {
     }
 };
 
-// What a rank keeps of the inputs of a sequence of T tokens: its chunks'.
+// A rank's part of the inputs: those of its own chunks.
 struct Part {
     DeviceMemory memory, stats;
     bf16 *qkv, *dout, *out, *dqkv;
@@ -171,15 +172,15 @@ void validate(const Bench<Comm>& b, int NH, int HS) {
     b.comm.share(nullptr, 0);
 }
 
-// Every kind of block of a rank's passes by itself, as a share of the unchunked kernel's rate: what cutting into blocks
-// costs. The shapes are the ring's (attention/ring.h).
+// Times each kind of block of a rank's passes alone, as a share of the unchunked kernel's rate. This shows what cutting
+// into blocks costs. The shapes are the ring's (attention/ring.h).
 template <class Comm>
 void run_blocks(const Bench<Comm>& b) {
     const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), T = b.options.tokens, Tc = T / 2;
     const size_t C = size_t(NH) * HS, n = T * C, rows = size_t(T) * NH;
     const Whole whole(b.dev, b.job.size * T, NH, HS);
     const Figures single[2] = {b.measure([&] { whole.forward(b.dev); }), b.measure([&] { whole.backward(b.dev); })};
-    const double pairs = 0.5 * whole.s.T * whole.s.T;  // of query and key, in the unchunked call
+    const double pairs = 0.5 * whole.s.T * whole.s.T;  // pairs of query and key in the unchunked call
     const BlockShape largest{1, T, T, NH, HS};
     const DeviceMemory sums = device_memory(b.dev, 3 * n * sizeof(float)),
                        stats = device_memory(b.dev, rows * (sizeof(double) + 2 * sizeof(float))),
@@ -213,7 +214,7 @@ void run_blocks(const Bench<Comm>& b) {
     for (const auto& kind : kinds) {
         BlockShape s{1, kind.Tq, kind.Tk, NH, HS, kind.q0, 0, kind.own, 0.f, T, T};
         s.q_begin = kind.q0, s.write_dkv = kind.write;
-        const int q0 = kind.q0, parts = kind.own ? 3 : 2;  // keys of others lie without their queries
+        const int q0 = kind.q0, parts = kind.own ? 3 : 2;  // other ranks' keys and values come without queries
         const auto q = heads(whole.qkv, q0, 0, 3), k = heads(whole.qkv, 0, parts - 2, parts),
                    v = heads(whole.qkv, 0, parts - 1, parts), dout = heads(whole.dout, q0, 0, 1);
         const double ideal = 100 * kind.pairs * Tc * Tc / pairs;

@@ -1,10 +1,10 @@
-// Training speed and memory: the whole step (upload, forward, loss, backward, clipping, update, loss read back) on
-// random tokens, sustained: 3 s of steps to warm up, then the mean of the next 5 s.
+// Training speed and memory of the whole step on random tokens: upload, forward, loss, backward, clipping, update, and
+// reading back the loss. The figures are sustained. After 3 s of steps to warm up it takes the mean of the next 5 s.
 //
 //   ./dev/bench_train                                    GPT-2 124M in bf16 at several B
 //   ./dev/bench_train --model d12 --shapes 64x1024 --precision bf16 --attention flash --json
 //
-// Validates first: the loss starts at ln V and falls over 20 steps on one batch, or no time is printed.
+// It validates first. Unless the loss starts at ln V and falls over 20 steps on one batch, it prints no time.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <list>
@@ -16,8 +16,8 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --breakdown: the same model over a backend that is Cuda with a stopwatch around every layer call. What a call costs
-// is counted in FLOPs and in the bytes that it must move at least (every tensor read or written once).
+// --breakdown runs the same model over a backend that is Cuda with a stopwatch around every layer call. The cost of a
+// call is its FLOPs and the least bytes that it must move, with every tensor read or written once.
 
 struct Work {
     double flops = 0, bytes = 0;
@@ -63,7 +63,7 @@ double bytes_of(double elements) {
     return elements * sizeof(X);
 }
 
-// The layer functions again, for Timed: a better match than those for its base.
+// The layer functions again for Timed. Overload resolution prefers them to those for its base, Cuda.
 template <class X>
 void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
                      const Positions& positions) {
@@ -232,7 +232,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     do train(), steps++;
     while (seconds_since(start) < 5);
     const double ms = seconds_since(start) / steps * 1e3, tok_s = double(B) * T / ms * 1e3;
-    const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // with CUDA's own context and libraries
+    const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // includes CUDA's context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
     const double mfu = mfu_percent(config, T, tok_s, 1, peak);
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
@@ -282,7 +282,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
         const double ms = line.ms / kSteps, tflops = line.work.flops / line.ms * 1e-9,
                      tb_s = line.work.bytes / line.ms * 1e-9;
         const double least = std::max(line.work.flops / gemm.sustained * 1e-9, line.work.bytes / copy.sustained * 1e3);
-        const double lost = std::max(0., ms - least / kSteps);  // a call of another shape may be faster than both
+        const double lost = std::max(0., ms - least / kSteps);  // a call may beat the GEMM and the copy measured here
         sum += ms;
         std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(), line.calls / kSteps, ms,
                     100 * ms / step_ms, tflops, 100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained,

@@ -1,10 +1,10 @@
-// Loss, logits and every gradient of one batch, in strict fp32, as raw numbers: what dev/test_hf.py compares with
-// Hugging Face's GPT-2. Includes the program itself.
+// Writes loss, logits and every gradient of one batch in strict fp32 as raw numbers. dev/test_hf.py compares them with
+// Hugging Face's GPT-2. This file includes the program itself.
 //
 //   ./dev/dump_gradients --model model.bin --batch batch.bin -b 3 -t 37 --out numbers.bin --device cpu
 //
-// batch: int32, tokens (B, T), then targets (B, T).
-// out:   fp32, mean loss (1), logits (B·T, Vp), gradients in the order and shapes of the checkpoint.
+//   batch   int32: tokens (B, T), then targets (B, T)
+//   out     fp32: mean loss (1), logits (B·T, Vp), gradients in the order and shapes of the checkpoint
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
@@ -37,7 +37,8 @@ void dump(const Dev& dev, const Dump& o) {
     model.train_micro_batch(0);
 
     const size_t num_logits = N * config.Vp;
-    // Forward again: backward began by writing its gradient over lnf, and the model's own logits are a chunk of them.
+    // Forward runs again, because backward wrote its gradient over lnf. The logits are computed here, because the model
+    // only keeps a chunk of them.
     model.forward(model.tokens(0), o.B, o.T);
     float* logits = static_cast<float*>(dev.alloc(num_logits * sizeof(float)));
     matmul_forward<float>(dev, logits, model.activations().lnf, model.weights().wte, nullptr, N, config.C, config.Vp);

@@ -1,11 +1,12 @@
-// Makes tests notice a kernel on another stream than the device's: what memory holds arrives late on that stream.
+// Makes tests notice a kernel that runs on another stream than the device's. Memory gets its content late, and only on
+// the device's stream.
 #pragma once
 #include <algorithm>
 #include <vector>
 
 #include "layers/cublas.h"
 
-// A GPU whose stream no other is ordered with, not even the default stream.
+// A GPU whose stream is ordered with no other stream, not even the default one.
 struct OwnStream : Cuda {
     OwnStream() {
         CUDA_CHECK(cudaStreamDestroy(stream));
@@ -15,7 +16,7 @@ struct OwnStream : Cuda {
     }
 };
 
-// Device memory that late() knows. It begins as poison: all bits set are a NaN, or −1.
+// Device memory that late() knows. It begins as poison, all bits set, which is a NaN or −1.
 struct LateMemory {
     LateMemory(const Cuda& dev, size_t bytes) : dev(dev), bytes(bytes), p(dev.alloc(bytes)), saved(dev.alloc(bytes)) {
         CUDA_CHECK(cudaMemsetAsync(p, 0xff, bytes, dev.stream));
@@ -35,8 +36,8 @@ struct LateMemory {
     void *const p, *const saved;
 };
 
-// The device, for a call under test. Until half a millisecond has passed on its stream, all LateMemory is poison, and
-// then it gets back what it held. A kernel on another stream reads that poison, and what it writes is lost.
+// Returns the device for a call under test. For half a millisecond on its stream all LateMemory is poison, and then it
+// gets back what it held. A kernel on another stream reads that poison, and what it writes is lost.
 inline const Cuda& late(const Cuda& dev) {
     for (const LateMemory* m : LateMemory::all()) {
         CUDA_CHECK(cudaMemcpyAsync(m->saved, m->p, m->bytes, cudaMemcpyDeviceToDevice, dev.stream));

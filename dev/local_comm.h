@@ -1,5 +1,5 @@
-// Ranks of a ring as threads that share one device: the ring itself, at any N, where there is no second GPU. On a GPU
-// all work goes to one stream, so that what is enqueued before a barrier comes before what is enqueued after it.
+// Ranks of a ring as threads that share one device. This runs the real ring at any N without a second GPU. On a GPU all
+// work goes to one stream, so that work enqueued before a barrier runs before work enqueued after it.
 #pragma once
 #include <condition_variable>
 #include <cstdio>
@@ -13,9 +13,9 @@
 #include "attention/blocks.h"
 #include "dev/reference_comm.h"
 
-// What differs between the devices: a thread's first call, and a copy.
+// The devices differ only in a thread's first call and in a copy.
 inline void use_here(const Cpu&) {
-    Cpu(1);  // each thread is told its number of threads by itself
+    Cpu(1);  // OpenMP's number of threads is set for each calling thread
 }
 inline void use_here(const Cuda& dev) {
     CUDA_CHECK(cudaSetDevice(dev.device));
@@ -55,9 +55,9 @@ class LocalComm : public CallsInOrder {
     template <class X>
     void send_recv(int, const X* send, size_t, int from, X* recv, size_t m) {
         shared_.sent[rank] = send;
-        shared_.barrier();  // everyone's work on what it sends is enqueued
+        shared_.barrier();  // now every rank's work on what it sends is enqueued
         copy_bytes(dev_, recv, shared_.sent[from], m * sizeof(X));
-        shared_.barrier();  // and here the copies are
+        shared_.barrier();  // now the copies are enqueued too
     }
     template <class X>
     void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {

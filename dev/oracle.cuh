@@ -1,7 +1,8 @@
-// Attention in fp64 on the GPU, the judge of long sequences: dev/reference takes minutes where this takes milliseconds.
+// Attention in fp64 on the GPU. It judges long sequences, because dev/reference takes minutes where this takes
+// milliseconds.
 //
-// The formula as it stands, one (b, h) at a time: cuBLAS's products of a block of query rows with all keys, and a
-// softmax kernel between them. 2·1024·T doubles are all that it keeps of T×T: 1 GiB at T = 65536.
+// It computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of query rows with all keys, and a
+// softmax kernel runs between the products. It keeps only 2·1024·T doubles of T×T, which is 1 GiB at T = 65536.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -29,7 +30,7 @@ inline unsigned blocks_of(size_t threads) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The oracle
 
-// Every thread gets the result; NaN wins a maximum.
+// Every thread gets the result. NaN wins a maximum.
 struct Sum {
     static __device__ double of(double a, double b) { return a + b; }
 };
@@ -39,7 +40,7 @@ struct Max {
 template <class Op>
 __device__ double block_reduce(double x) {
     __shared__ double smem[kThreads];
-    __syncthreads();  // an earlier call's reads are done
+    __syncthreads();  // wait until an earlier call's reads are done
     smem[threadIdx.x] = x;
     for (int half = kThreads / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -49,7 +50,8 @@ __device__ double block_reduce(double x) {
     return smem[0];
 }
 
-// A block owns a row of p (rows, keys): the query q0 + row. S becomes P, zeros where the query does not see.
+// Each block owns one row of p (rows, keys), which belongs to query q0 + row. S becomes P, with zeros for keys that the
+// query does not see.
 static __global__ void softmax64_kernel(double* p, double* lse, int q0, int keys, bool causal) {
     double* s = p + size_t(blockIdx.x) * keys;
     const int query = q0 + blockIdx.x, seen = causal ? query + 1 : keys;
@@ -71,8 +73,8 @@ static __global__ void softmax64_backward_kernel(double* dp, const double* p, in
     for (int j = threadIdx.x; j < keys; j += kThreads) dp[row + j] = p[row + j] * (dp[row + j] - D);
 }
 
-// Row-major c (m × n) = alpha·a b + beta·c, where a is (m × k), or (k × m) and transposed; b likewise. cuBLAS counts by
-// columns: it is asked for cᵀ = bᵀ aᵀ.
+// Row-major c (m × n) = alpha·a b + beta·c. a is (m × k), or (k × m) and transposed, and b likewise. cuBLAS is
+// column-major, so we ask it for cᵀ = bᵀ aᵀ.
 inline void multiply(const Cuda& dev, double* c, double alpha, const double* a, bool transpose_a, const double* b,
                      bool transpose_b, int m, int n, int k, double beta) {
     CUBLAS_CHECK(cublasDgemm(dev.blas, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
@@ -125,14 +127,14 @@ class Oracle {
     double *p_, *dp_;
 };
 
-// to (T, n) fp64 = from, whose rows of n lie `stride` elements apart.
+// Copies `from`, whose rows of n lie `stride` elements apart, to `to` (T, n) in fp64.
 template <class X>
 __global__ void gather_kernel(double* to, const X* from, size_t stride, int T, int n) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
     if (i < size_t(T) * n) to[i] = to_float(from[i / n * stride + i % n]);
 }
 
-// One head of a packed qkv (B, T, 3, NH, HS) and dout (B, T, NH, HS) into the oracle.
+// Copies one head of a packed qkv (B, T, 3, NH, HS) and dout (B, T, NH, HS) into the oracle.
 template <class X>
 void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const AttentionShape& s, int b, int h) {
     const size_t C = size_t(s.NH) * s.HS, token = size_t(b) * s.T;
@@ -148,18 +150,18 @@ void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const 
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors against it
 
-// Of one tensor.
+// The sums over one tensor.
 struct ErrorSums {
     double largest_error, error, error2, largest, value2;  // max|e|, Σ|e|, Σe², max|ref|, Σref²
 };
 
-// A non-negative double's bits order as it does, and those of NaN are above infinity's.
+// The bits of non-negative doubles have the same order as their values, and NaN's bits are above infinity's.
 __device__ inline void atomic_max(double* to, double x) {
     atomicMax(reinterpret_cast<unsigned long long*>(to),
               static_cast<unsigned long long>(__double_as_longlong(fabs(x))));
 }
 
-// Adds to sums over (T, n) elements; NaN stays NaN.
+// Adds (T, n) elements to the sums. NaN stays NaN.
 template <class X>
 __global__ void error_kernel(ErrorSums* sums, const X* got, size_t stride, const double* want, int T, int n) {
     double largest_error = 0, error = 0, error2 = 0, largest = 0, value2 = 0;
@@ -192,8 +194,8 @@ class Errors {
         dev.zero(device_.get(), kTensors * sizeof(ErrorSums));
     }
 
-    // Head h of sequence b, which the oracle has worked out; out (B, T, NH, HS), lse (B, NH, T), dqkv (B, T, 3, NH,
-    // HS).
+    // Adds head h of sequence b, for which the oracle has run. out (B, T, NH, HS), lse (B, NH, T),
+    // dqkv (B, T, 3, NH, HS).
     template <class X>
     void add(const Oracle& oracle, const X* out, const float* lse, const X* dqkv, int b, int h) {
         const size_t C = size_t(s_.NH) * s_.HS, token = size_t(b) * s_.T;

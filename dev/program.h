@@ -1,4 +1,5 @@
-// For tests that run ./train_gpt2cu as its users do: as a subprocess, by its output, exit code and files.
+// Helpers for tests that run ./train_gpt2cu as its users do. They start it as a subprocess and check its output, exit
+// code and files.
 #pragma once
 #include <sys/wait.h>
 #include <unistd.h>

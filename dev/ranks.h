@@ -1,4 +1,4 @@
-// Forked processes as the ranks of a job, for tests: what they say on stdout and stderr is read back.
+// Forked processes as the ranks of a job, for tests. Tests can read back what they print on stdout and stderr.
 #pragma once
 #include <netinet/in.h>
 #include <signal.h>
@@ -24,7 +24,7 @@ inline void sleep_for(double s) {
     usleep(static_cast<useconds_t>(s * 1e6));
 }
 
-// A port that is free now; with `keep` the socket that listens there.
+// A port that is free now. With `keep` the socket that listens there stays open and is returned in it.
 inline int free_port(int* keep = nullptr) {
     const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
     sockaddr_in a = {};
@@ -41,7 +41,8 @@ inline int free_port(int* keep = nullptr) {
     return ntohs(a.sin_port);
 }
 
-// Processes that run `body` and end with its result; an Error's text goes to stderr, and 1 is the result.
+// Processes that run `body` and exit with its result. If it throws, the message goes to stderr and the exit code is 1.
+// Failed checks make it 99.
 struct Processes {
     std::vector<pid_t> pids;
     FILE* output = std::tmpfile();
@@ -67,7 +68,8 @@ struct Processes {
         }
         pids.push_back(pid);
     }
-    // Exit codes in the order of starting, 128 + n for signal n; 255 for those that do not end in `limit` seconds.
+    // Exit codes in the order of starting. Signal n counts as 128 + n, and a process that runs past `limit` seconds as
+    // 255.
     std::vector<int> wait(double limit = 20) {
         const auto begin = Clock::now();
         std::vector<int> codes;

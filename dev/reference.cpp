@@ -1,7 +1,7 @@
 // Every layer as plain loops: the specification of the kernels, their fp64 oracle, and the trainer without a GPU.
 //
 // Each function is its formula. Three conventions hold throughout:
-//   - A parallel loop runs over outputs: one thread does all of an output's sum, in a fixed order, so results do not
+//   - A parallel loop runs over outputs. One thread does all of an output's sum in a fixed order, so results do not
 //     depend on the number of threads. Sums over rows (weight gradients) run in parallel over slices of columns.
 //   - Sums are kept in A = Acc<X>, here X itself. Only the reductions, over millions of terms, use double.
 //   - `omp simd reduction` gives a sum one part per vector lane, which C++ alone forbids. The order is fixed.
@@ -20,8 +20,9 @@
 
 #include "data/error.h"
 
-// glibc has exp for whole vectors; g++ uses it in simd loops once it knows. Its last bit differs from the scalar one
-// that a loop's remainder takes, so what is parallel is blocks of a fixed size, whatever the number of threads.
+// glibc has exp for whole vectors, and g++ uses it in simd loops because of these declarations. Its last bit may differ
+// from the scalar exp of a loop's remainder. So the parallel loops run over blocks of a fixed size, whatever the number
+// of threads.
 #if defined(__GLIBC__) && defined(__x86_64__)
 extern "C" __attribute__((simd("notinbranch"))) float expf(float) noexcept;
 extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
@@ -60,7 +61,7 @@ void Cpu::download(void* host, const void* src, size_t bytes) const {
     std::memcpy(host, src, bytes);
 }
 
-// Columns of a sum over rows that one thread takes at a time: whole cache lines, and enough of them to vectorise.
+// In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and enough to vectorise.
 constexpr int kSlice = 64;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* 
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const X* x = inp + n * C;
-        A sum = 0, squares = 0;  // two passes: E[x²] − E[x]² would cancel
+        A sum = 0, squares = 0;  // two passes, because E[x²] − E[x]² would cancel
 #pragma omp simd reduction(+ : sum)
         for (int c = 0; c < C; c++) sum += x[c];
         const A mu = sum / C;
@@ -188,19 +189,21 @@ struct Matrix {
     size_t row, col;
 };
 
-// Copies m's first `depth` rows, `width` columns wide, into a contiguous strip of rows of W ≥ width, zeros at the end.
+// Copies m's first `depth` rows, `width` columns wide, into a contiguous strip. Its rows have W ≥ width elements and
+// end in zeros.
 template <size_t W, class Row, class X>
 static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
     for (size_t k = 0; k < depth; k++)
         for (size_t w = 0; w < W; w++) strip[k][w] = w < width ? m.p[k * m.row + w * m.col] : X(0);
 }
 
-// c += a·b for c (M,N) row-major, a (M,K), b (K,N): the three products are this one with different strides.
+// c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of the layer are this one with different
+// strides.
 //
-// The innermost loop keeps Mr × Nr sums of c in vector registers and adds an outer product per k: Mr scalars of a times
-// one cache line of b, which the compiler splits into as many registers as the instruction set needs (the sums take 6
-// of AVX-512, 12 of AVX's 16). It reads packed strips of a and b, Kc deep. A strip of b (16 KiB) stays in L1 while Mc
-// rows of a go by, themselves packed once for all of b's Nc columns.
+// The innermost loop keeps Mr × Nr sums of c in vector registers. For each k it adds the outer product of Mr scalars of
+// a and one cache line of b. The compiler splits that line into as many registers as the instruction set needs, so the
+// sums take 6 registers of AVX-512 or 12 of AVX's 16. The loop reads packed strips of a and b, Kc deep. A strip of b
+// (16 KiB) stays in L1 while Mc rows of a go by. These rows are packed once for all of b's Nc columns.
 template <class X>
 static void add_product(X* c, Matrix<X> a, Matrix<X> b, size_t M, size_t N, size_t K) {
     constexpr size_t Mr = 6, Nr = 64 / sizeof(X), Mc = 4 * Mr, Nc = 128 * Nr, Kc = 256;
@@ -234,7 +237,7 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, size_t M, size_t N, size
                             for (size_t r = 0; r < Mr; r++)
 #pragma omp simd
                                 for (size_t w = 0; w < Nr; w++) sums[r][w] += a_strip.at[k][r] * b_strip.at[k][w];
-                        X tile[Mr][Nr];  // to be indexed by variables, which would force `sums` out of its registers
+                        X tile[Mr][Nr];  // a copy, because indexing by variables would force `sums` out of registers
                         std::memcpy(tile, sums, sizeof sums);
                         for (size_t r = 0; r < std::min(Mr, M - i); r++)
                             for (size_t w = 0; w < std::min(Nr, N - j); w++) c[(i + r) * N + j + w] += tile[r][w];
@@ -306,9 +309,9 @@ void gelu_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, con
 // Attention, one row (query) at a time: s = scale·Kq over the keys the query sees, lse = log Σ exp s, p = exp(s − lse),
 // out = Vᵀp
 //
-// Backward (Dao et al. 2022, appendix B.4): with p from the kept lse and D = do·o,
+// Backward (Dao et al. 2022, appendix B.4) takes p from the kept lse, and D = do·o:
 //   dv_j += p_j do;   dp_j = do·v_j;   ds_j = p_j (dp_j − D);   dq += scale·ds_j k_j;   dk_j += scale·ds_j q
-// D stands for Σ_j p_j dp_j, the sum in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j = do·o.
+// D replaces the sum Σ_j p_j dp_j in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j = do·o.
 
 template <class X>
 static X dot(const X* a, const X* b, int n) {
@@ -324,7 +327,7 @@ static void axpy(X* y, X alpha, const X* x, int n) {
     for (int i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
-// A row of S becomes exp(S − max); max and sum start as −∞ and 0.
+// Turns a row of S into exp(S − max). max and sum start as −∞ and 0.
 template <class A>
 static void exponentials(A* s, int n, A& max, A& sum) {
     A m = max, l = sum;
@@ -342,7 +345,7 @@ static void check_head_size(int HS) {
     if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
 }
 
-// Calls f(HS), with the usual head sizes as compile-time constants: then a row of q, o or dq stays in registers.
+// Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays in registers.
 template <class F>
 static void with_head_size(int HS, F f) {
     check_head_size(HS);
@@ -357,7 +360,7 @@ static void with_head_size(int HS, F f) {
 template <class X>
 void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
                        Acc<X> scale) {
-    const size_t C = size_t(NH) * HS, token = 3 * C;  // row t of a head's q, k or v lies t·3C further on
+    const size_t C = size_t(NH) * HS, token = 3 * C;  // the rows of a head's q, k or v lie 3C apart
     with_head_size(HS, [=](auto HS) {
 #pragma omp parallel for collapse(2)
         for (int b = 0; b < B; b++)
@@ -423,10 +426,10 @@ void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The block form of attention. Two sets of keys that a query has seen, with outputs o, o_b and L = log Σ exp S over
-// each:
+// The block form of attention. A query has seen two sets of keys, with outputs o, o_b and L, L_b = log Σ exp S over
+// each. They merge as
 //   σ = 1/(1 + exp(L − L_b));  o ← o − σ(o − o_b);  L ← log(exp L + exp L_b)
-// exact for any L and L_b: a set that is nothing beside the other has weight 0 or 1, and an empty one (L = −∞) none.
+// This is exact for any L and L_b. If one set is negligible, σ is 0 or 1. An empty set (L = −∞) has no weight.
 
 template <class A>
 void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
@@ -442,7 +445,7 @@ void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
     *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
 }
 
-// How many of a block's keys its query i sees: the first ones.
+// How many of the block's keys its query i sees. They are the first ones.
 static int keys_seen(const BlockShape& s, int i) {
     if (!s.causal) return s.Tk;
     return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
@@ -561,7 +564,7 @@ void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < V; i++) sum += std::exp(x[i] - max);
         const bool valid = target >= 0 && target < V;
-        const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();  // stops the update, by way of the norm
+        const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();  // makes the norm NaN: no update
         losses[n] = checked * (std::log(sum) + max - x[valid ? target : 0]);
         if (dloss == 0) continue;
 #pragma omp simd
@@ -607,7 +610,7 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     if (!std::isfinite(*norm)) return;
     const A clip = hyper.max_norm > 0 ? std::min(A(1), A(hyper.max_norm) / *norm) : A(1);
     const A lr = hyper.lr, beta1 = hyper.beta1, beta2 = hyper.beta2, eps = hyper.eps;
-    // In double: 1 − βᵗ cancels for small t.
+    // In double, because 1 − βᵗ cancels for small t.
     const A correction1 = A(1 - std::pow(double(hyper.beta1), hyper.step));
     const A correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
     for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {

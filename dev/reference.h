@@ -1,11 +1,11 @@
 // The backend seam, CPU side: the same list of layers as layers/layers.h, as plain loops.
 //
 // It is three things: the executable specification (read it first), the oracle of every kernel test (X = double), and
-// what trains when the machine has no GPU (X = float, OpenMP). Results do not depend on the number of threads: no sum is
-// split between threads, so a run is bit-exact everywhere the compiler's arithmetic is.
+// the trainer of a machine without a GPU (X = float, OpenMP). No sum is split between threads, so results do not depend
+// on their number. A run is bit-exact wherever the compiler's arithmetic is.
 //
-// Shapes, "writes" and "adds into" as in layers/layers.h. All pointers are host memory. A = Acc<X>: double for double,
-// float for float. Scratch arguments and plans are there for the seam's sake and are not read.
+// Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory. A = Acc<X> is X itself,
+// double or float. Scratch arguments exist only to match the GPU's signatures and are not read.
 #pragma once
 #include <string>
 
@@ -15,7 +15,7 @@ class CpuComm;  // dev/reference_comm.h
 
 struct Cpu {
     using Comm = CpuComm;
-    struct Graph {  // as CudaGraph, with nothing to gain
+    struct Graph {  // has CudaGraph's interface and just runs the work
         template <class Work>
         void run(const Cpu&, Work work) {
             work();
@@ -68,7 +68,7 @@ void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* 
 template <class X>
 void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
                      int C, int OC, bool accumulate = true);
-// Adds the sums over all of dqkv, where the GPU knows better.
+// Adds up all rows of dqkv. The GPU has a shorter way.
 template <class X>
 void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Acc<X>*, const X*, size_t N, int C) {
     for (size_t row = 0; row < N; row++)
@@ -97,7 +97,7 @@ void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, voi
 }
 inline size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
 
-// Attention has one form here, row by row with no T×T buffer; `kind` is ignored. HS is any size ≤ 256.
+// Attention has one form here, row by row with no T×T buffer, so `kind` is ignored. HS is any size ≤ 256.
 template <class X>
 void attention_forward(const Cpu&, Attention kind, X* out, Acc<X>* lse, X* att, void* scratch, const X* qkv, int B, int T,
                        int NH, int HS);
@@ -109,7 +109,7 @@ size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) { retu
 template <class X>
 size_t attention_saved_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
 
-// The oracle of the attention tests, with the two things a layer never varies: the mask and the scale.
+// The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies.
 template <class X>
 void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
                        Acc<X> scale);
@@ -117,7 +117,7 @@ template <class X>
 void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
                         int NH, int HS, bool causal, Acc<X> scale);
 
-// The block form, what attention/attention.h's kernels have: see there. And its helpers.
+// The block form of attention/attention.h's kernels (see there), and its helpers.
 template <class X>
 void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape&);
@@ -133,7 +133,7 @@ size_t attention_dq_sum_bytes(const Cpu&, const BlockShape& s) {
 }
 template <class X>
 void attention_write_dq(const Cpu&, Heads<X> dq, const Acc<X>* dq_sum, const BlockShape&);
-template <class A>  // o (HS) and lse of one row ← those of the keys seen so far and of more keys, o_b and lse_b
+template <class A>  // merges o_b (HS) and lse_b, one row's result over more keys, into o (HS) and lse over those so far
 void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS);
 template <class A>
 void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape&);

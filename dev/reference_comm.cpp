@@ -1,10 +1,10 @@
-// The collectives on the CPU. Each is one exchange of bytes, and sums in between.
+// The collectives on the CPU, built from the job's exchange of bytes and plain sums.
 #include "dev/reference_comm.h"
 
 #include <algorithm>
 #include <vector>
 
-// Every rank sends part r of its x to rank r and adds up, in the order of ranks, what it gets of its own part.
+// Every rank sends part r of its x to rank r. Then it adds up the copies of its own part in the order of ranks.
 template <class A>
 void CpuComm::reduce_scatter(A* out, const A* x, size_t n) {
     std::vector<A> parts(size * n);
@@ -18,7 +18,7 @@ void CpuComm::reduce_scatter(A* out, const A* x, size_t n) {
         for (size_t i = 0; i < n; i++) out[i] += parts[r * n + i];
 }
 
-// The parts are rounded up to the same length, which the end of x may not fill.
+// All parts have the same length, rounded up, so the end of x may not fill the last one.
 template <class A>
 void CpuComm::all_reduce(A* x, size_t n) {
     const size_t part = (n + size - 1) / size;

@@ -1,5 +1,5 @@
-// The collectives of the seam, CPU side: see layers/comm.h for what each means. Over the job's connections, on the
-// calling thread; sums are taken in the order of ranks, so that every run and every rank has the same bits.
+// The collectives of the seam, CPU side. See layers/comm.h for what each means. They use the job's connections, on the
+// calling thread. Sums are taken in the order of ranks, so that every run and every rank has the same bits.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -9,8 +9,8 @@
 #include "data/job.h"
 #include "dev/reference.h"
 
-// What ranks whose calls run one after the other need not do. Sharing does nothing here. GPUs map each other's memory,
-// which must not be freed before the sharing ends: so a rank that never ends it dies here too.
+// Calls that do nothing when a rank's calls run one after the other. Sharing does nothing here either. But GPUs map
+// each other's memory, which must not be freed before the sharing ends. So a rank that never ends it aborts here too.
 class CallsInOrder {
   public:
     CallsInOrder() = default;
@@ -36,12 +36,12 @@ class CallsInOrder {
 class CpuComm : public CallsInOrder {
   public:
     CpuComm(const Cpu&, Job& job) : rank(job.rank), size(job.size), job_(job) {}
-    // Of `count` of all ranks, from `first` on.
+    // A group of `count` of the ranks in `all`, from `first` on.
     CpuComm(CpuComm& all, int first, int count)
         : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
     const int rank, size;
 
-    void share(void* memory, size_t bytes) {  // all ranks of the job at once, as on GPUs
+    void share(void* memory, size_t bytes) {  // as on GPUs, all ranks of the job must call it together
         job_.barrier();
         CallsInOrder::share(memory, bytes);
     }
@@ -65,7 +65,7 @@ class CpuComm : public CallsInOrder {
 
   private:
     Job& job_;
-    const int first_ = 0;  // the job's number of rank 0
+    const int first_ = 0;  // our rank 0's number in the job
     void all_gather_bytes(char* x, size_t bytes);
     void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
 };

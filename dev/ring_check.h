@@ -1,5 +1,5 @@
-// The checks of ring and chunked attention that both backends share. Beside fp64 a tensor's error may be little more than
-// the unchunked call's in the same precision. It may not grow with the number of ranks.
+// The checks of ring and chunked attention that both backends share. A tensor's error against fp64 may be little more
+// than the unchunked call's in the same precision. It may not grow with the number of ranks.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -11,7 +11,7 @@
 #include "attention/blocks.h"
 #include "dev/bounds.h"
 #include "dev/reference.h"
-// Over both backends' block forms, so after them.
+// These use both backends' block forms, so they come after them.
 #include "attention/chunks.h"
 #include "attention/ring.h"
 #include "dev/local_comm.h"
@@ -27,7 +27,7 @@ std::vector<double> normal(size_t n, uint64_t seed, double sigma = 1) {
     return x;
 }
 
-// max|got − want| ≤ tolerance·max|want|; NaN fails.
+// max|got − want| ≤ tolerance·max|want|. NaN fails.
 inline void check_close(const std::string& what, const std::vector<double>& got, const std::vector<double>& want,
                         double tolerance) {
     double worst = 0, scale = 0;
@@ -48,7 +48,7 @@ struct Written {
     }
 };
 
-// The errors of a tensor's elements beside fp64; NaN stays.
+// The errors of a tensor's elements against fp64. A NaN counts as infinite.
 struct ErrorOf {
     double error = 0, error2 = 0, largest = 0, value2 = 0;
     size_t n = 0;
@@ -67,8 +67,9 @@ inline void add_errors(TensorErrors& errors, const Written& got, const Written& 
     for (size_t i = 0; i < want.dqkv.size(); i++) errors[Dq + i / C % 3].add(got.dqkv[i], want.dqkv[i]);
 }
 
-// Each tensor's L2 error is at most 1.1 times the unchunked call's. In fp64 that call is the judge itself. There one of
-// the gradients may cancel to nothing, so their bound is relative to all three. `more` is a relative error on top.
+// Each tensor's L2 error is at most 1.1 times the unchunked call's. In fp64 that call is itself the reference. There
+// one of the gradients may cancel to nothing, so their bound is relative to all three. `more` is a relative error on
+// top.
 template <class X>
 void check_errors(const std::string& what, const TensorErrors& got, const TensorErrors& unchunked,
                   const std::array<double, kTensors>& more = {}) {
@@ -104,7 +105,7 @@ inline Written part_of(const Written& w, const Zigzag& zigzag, int rank, const A
             part_of(w.dqkv, zigzag, rank, s.B, s.T)};
 }
 
-// A whole sequence's attention and its gradients in fp64, of inputs that X can hold.
+// Attention over a whole sequence and its gradients in fp64, from inputs that X can hold.
 template <class X>
 struct Whole {
     AttentionShape s;
@@ -126,7 +127,7 @@ struct Whole {
     int C() const { return s.NH * s.HS; }
 };
 
-// A tensor on the device, of Y's; all NaN to begin with, or `values`.
+// A tensor of Y on the device. It begins as `values`, or all NaN.
 template <class Dev, class Y>
 struct Tensor {
     const Dev& dev;
@@ -170,7 +171,7 @@ void attention(const Cuda& dev, X* out, float* lse, X* dqkv, const X* qkv, const
     dev.free(scratch);
 }
 
-// Runs compute(out, lse, dqkv, qkv, dout) on the device; twice, the second time with the memory of the first.
+// Runs compute(out, lse, dqkv, qkv, dout) twice on the device. The second run reuses the memory of the first.
 template <class X, class Dev, class Compute>
 Written written_by(const Dev& dev, const std::vector<double>& qkv, const std::vector<double>& dout, int HS,
                    Compute compute) {
@@ -209,7 +210,8 @@ Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
     return part;
 }
 
-// Errors of all ranks' parts, and the unchunked call's at the same places. Of all, because few elements decide one rank's.
+// Errors of all ranks' parts, and the unchunked call's at the same places. All ranks count together, because few
+// elements decide the error of one.
 struct PartErrors {
     TensorErrors ring{}, unchunked{};
     template <class X>
@@ -230,7 +232,7 @@ struct PartErrors {
     template <class Dev, class X>
     void check(const std::string& what) const {
         std::array<double, kTensors> more{};
-        if (std::is_same_v<Dev, Cuda>) more[Lse] = 0x1p-25;  // merges end in a rounding of their own
+        if (std::is_same_v<Dev, Cuda>) more[Lse] = 0x1p-25;  // a merge ends in one more rounding
         // Backward's partial calls get lse in fp32, and its rounding is a relative error of P. It counts in fp32 on a GPU,
         // because the unchunked call makes up for it.
         if (std::is_same_v<Dev, Cuda> && std::is_same_v<X, float>)
@@ -268,7 +270,7 @@ void check_local_rings(const Dev& dev, const AttentionShape& s, double q_sigma, 
     }
 }
 
-// Rings of 1, 2, 4 and 8 ranks: the error must be flat over N, not only small.
+// Rings of 1, 2, 4 and 8 ranks. The error must be flat over N, not only small.
 template <class X, class Dev>
 void check_flat(const Dev& dev, const AttentionShape& s, int threads) {
     constexpr int kSeeds = 5;
@@ -297,7 +299,7 @@ void check_flat(const Dev& dev, const AttentionShape& s, int threads) {
     }
 }
 
-// Attention in chunks, against the same.
+// The same check for attention in chunks.
 template <class X, class Dev>
 void check_chunks(const Dev& dev, const AttentionShape& s, int q_chunk, int k_chunk) {
     const Whole<X> whole(s);

@@ -1,15 +1,16 @@
-// What chunks and rings do to attention's errors: a study. Causal, N(0,1), HS 64.
+// Studies what chunks and rings do to attention's errors. Causal, N(0,1), HS 64.
 //
-//   chunks   attention in 8 x 8 chunks on one GPU (attention/chunks.h) beside the unchunked call: the largest difference
-//            of out, lse, dq, dk, dv in each chunk. Beside it two ways to get it wrong: a block's backward with the lse
-//            and D of its own keys alone, and a sum of dq that still holds what the memory was used for before.
-//   ring     the ring of the trainer (attention/ring.h) over N ranks, simulated by threads on one GPU, beside fp64: mean
-//            and largest error of out, dq, dk, dv. Three ways to carry partial results: fp32 (ours); bf16, where every
-//            block's out, dq, dk, dv are rounded before they are merged, as a ring over a library's attention does; and
-//            the floor, fp64's result rounded once.
+//   chunks   compares attention in 8 x 8 chunks on one GPU (attention/chunks.h) with the unchunked call. It shows the
+//            largest difference of out, lse, dq, dk, dv in each chunk. It also shows two mistakes: a block's backward
+//            with the lse and D of its own keys only, and a sum of dq that did not start from zero.
+//   ring     runs the trainer's ring (attention/ring.h) over N ranks, which are threads on one GPU. It shows the mean
+//            and largest error of out, dq, dk, dv against fp64, for three ways to carry partial results:
+//              fp32   ours
+//              bf16   rounds every block's out, dq, dk, dv before merging, as a ring over a library's attention does
+//              floor  fp64's result rounded once
 //
-// Exit code 1 if N ranks have more than 1.02 times the mean error of one, or more than 1.1 times its largest error, or if
-// a chunk differs from the unchunked call by more than the unchunked call from fp64 twice over.
+// The exit code is 1 if N ranks have more than 1.02 times the mean error of one rank, or 1.1 times its largest error.
+// It is also 1 if a chunk's difference from the unchunked call is more than twice that call's error against fp64.
 //
 // Run: ./dev/study_ring --help
 #include <array>
@@ -66,7 +67,7 @@ T* as(const DeviceMemory& memory) {
     return static_cast<T*>(memory.get());
 }
 
-// Inputs, the same for all, and what some way of computing attention wrote.
+// The inputs, the same for all, and below them the results of one way of computing attention.
 template <class X>
 struct Inputs {
     AttentionShape s;
@@ -120,7 +121,7 @@ std::vector<float> download(const Cuda& dev, const X* from, size_t n) {
     return std::vector<float>(raw.begin(), raw.end());
 }
 
-// max|a − b| of each chunk; NaN stays.
+// max|a − b| of each tensor in each chunk.
 template <class X>
 Differences differences(const Cuda& dev, const Inputs<X>& in, const Result<X>& a, const Result<X>& b) {
     Differences largest{};
@@ -139,7 +140,7 @@ Differences differences(const Cuda& dev, const Inputs<X>& in, const Result<X>& a
     return largest;
 }
 
-// The two mistakes, each by itself: what Chunks::backward does, but for them.
+// Does what Chunks::backward does, but makes one of the two mistakes.
 template <class X>
 void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, const Result<X>& to, bool own_lse) {
     const int T = in.s.T, NH = in.s.NH, chunk = (T + kChunks - 1) / kChunks;
@@ -204,7 +205,8 @@ void study_chunks(Study& study) {
     run_wrong(dev, in, chunked, own_lse, true);
     run_wrong(dev, in, chunked, used, false);
 
-    // How far the unchunked call itself is from fp64: chunks may differ from it by that much each way.
+    // The error of the unchunked call itself against fp64. Chunks may differ from that call by twice as much, because
+    // both may be off by it in opposite directions.
     Oracle oracle(dev, T, HS);
     for (int h = 0; h < in.s.NH; h++) {
         gather(dev, oracle, in.qkv, in.dout, in.s, 0, h);
@@ -247,8 +249,8 @@ void study_chunks(Study& study) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The ring
 
-// The backend of a ring over a library's bf16 attention: the same calls, but what a block gives is rounded before it is
-// merged or added.
+// The backend of a ring over a library's bf16 attention. The calls are the same, but a block's results are rounded
+// before they are merged or added.
 struct Rounding {
     const Cuda& cuda;
     float* partial;  // three blocks' results
@@ -260,7 +262,7 @@ __global__ void round_trip_kernel(float* x, size_t n) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
     if (i < n) x[i] = __bfloat162float(__float2bfloat16_rn(x[i]));
 }
-// o, lse ← merge with o_b, lse_b: one block a row (t, h).
+// Merges o_b, lse_b into o, lse. One thread block works on one row (t, h).
 __global__ void merge_kernel(float* o, double* lse, const float* o_b, const double* lse_b, int rows, int NH) {
     const int t = blockIdx.x / NH, h = blockIdx.x % NH;
     const double a = lse[h * rows + t], b = lse_b[h * rows + t];
@@ -279,7 +281,7 @@ static void round_trip(const Rounding& dev, float* x, size_t n) {
 template <class X>
 void attention_forward_block(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& s) {
-    const size_t rows = size_t(s.rows_of_q()) * s.NH;  // the block's are the first
+    const size_t rows = size_t(s.rows_of_q()) * s.NH;  // the block's rows come first
     float* o = dev.partial;
     double* own_lse = reinterpret_cast<double*>(o + rows * HS);
     attention_clear_state(dev.cuda, o, own_lse, s);
@@ -295,7 +297,7 @@ void attention_backward_block(const Rounding& dev, float* dq_sum, float* dk, flo
                               const BlockShape& s) {
     const size_t of_q = attention_dq_sum_bytes<X>(dev, s) / sizeof(float), of_k = size_t(s.Tk) * s.NH * HS;
     float *q_part = dev.partial, *k_part = q_part + of_q, *v_part = k_part + of_k;
-    BlockShape alone = s;  // its sums are in memory of their own; B = 1, so that dk and dv have no longer rows
+    BlockShape alone = s;  // its sums have their own memory; as B = 1, dk and dv need room for Tk rows only
     alone.write_dkv = false;
     dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
     attention_backward_block<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
@@ -309,7 +311,8 @@ template <class X>
 size_t attention_block_scratch_bytes(const Rounding& dev, const BlockShape& s) {
     return attention_block_scratch_bytes<X>(dev.cuda, s);
 }
-// If the kernel scales dq_sum only at the end, what is rounded is dq but for the scale: at HS 64 a power of two.
+// If the kernel scales dq_sum only at the end, we round dq without its scale. That changes nothing, because at HS 64
+// the scale is a power of two.
 template <class X>
 size_t attention_dq_sum_bytes(const Rounding& dev, const BlockShape& s) {
     return attention_dq_sum_bytes<X>(dev.cuda, s);
@@ -319,7 +322,7 @@ void attention_write_dq(const Rounding& dev, Heads<X> dq, const float* dq_sum, c
     attention_write_dq<X>(dev.cuda, dq, dq_sum, s);
 }
 
-// A rank's part of the sequence through the ring, and its results to their places.
+// Runs a rank's part of the sequence through the ring and copies the results to their places.
 template <class X, class Dev>
 void run_rank(const Dev& dev, const Cuda& cuda, LocalComm<Cuda>& comm, const Inputs<X>& in, const Result<X>& to) {
     const Zigzag zigzag{to.ranks};
@@ -358,7 +361,7 @@ void run_ring(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
     });
 }
 
-// The floor: what fp64 has worked out of head h, rounded once.
+// The floor: fp64's results of head h, rounded once.
 template <class X>
 __global__ void scatter_kernel(X* to, size_t stride, const double* from, int T, int n) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;

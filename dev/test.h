@@ -1,9 +1,9 @@
 // The test harness: TEST(name) { CHECK(...); } and a main that runs them.
 //
-// A program takes an optional substring to select tests, prints a line per failed check and a line per test, and ends in
-// "N passed, N failed, N skipped". Exit code 1 if anything failed or if no test has such a name. A test that takes longer
-// than its limit is named, fails, and ends the program: TEST_LIMIT sets the limit, and TEST_PATIENCE=3 in the
-// environment makes it three times as long.
+// A program takes an optional substring to select tests. It prints a line per failed check and a line per test, and
+// ends with "N passed, N failed, N skipped". The exit code is 1 if anything failed or no test has such a name. A test
+// that takes longer than its limit is named, fails, and ends the program. TEST_LIMIT sets the limit, and
+// TEST_PATIENCE=3 in the environment makes it three times as long.
 #pragma once
 #include <signal.h>
 #include <sys/time.h>
@@ -57,10 +57,10 @@ inline std::string& last_words() {
     static std::string text;
     return text;
 }
-// A signal, because a test may hang in a call that nobody can end.
+// A signal handler, because a test may hang in a call that nothing else can end.
 inline void out_of_time(int) {
     if (write(STDOUT_FILENO, last_words().data(), last_words().size()) < 0) _exit(2);
-    if (getpgrp() == getpid()) kill(0, SIGKILL);  // with what it started; otherwise the runner of the tests does that
+    if (getpgrp() == getpid()) kill(0, SIGKILL);  // kills what it started too; otherwise the runner of the tests does
     _exit(1);
 }
 inline void set_timer(double seconds) {
@@ -75,7 +75,7 @@ inline int main(int argc, char** argv) {
     int passed = 0, failed = 0, skipped = 0;
     const char* patience = std::getenv("TEST_PATIENCE");
     const double limit = limit_s * (patience ? std::atof(patience) : 1);
-    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // what a test that hangs has said is not lost
+    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // so that the output of a test that hangs is not lost
     signal(SIGALRM, out_of_time);
     for (const Case& c : cases()) {
         if (!std::strstr(c.name, only)) continue;
@@ -119,7 +119,7 @@ inline int main(int argc, char** argv) {
     do {                                                                \
         if (!(ok)) test::report(__FILE__, __LINE__, "not true: " #ok);  \
     } while (0)
-// |got − want| ≤ tol; NaN fails.
+// |got − want| ≤ tol. NaN fails.
 #define CHECK_NEAR(got, want, tol)                                                                                  \
     do {                                                                                                            \
         const double g_ = (got), w_ = (want), t_ = (tol);                                                           \

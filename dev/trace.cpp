@@ -1,11 +1,12 @@
-// The timeline of a program where there is no Nsight Systems: kernels, copies and NVTX ranges from cudaProfilerStart on to its
-// end, by CUPTI, as JSON for https://ui.perfetto.dev. CUDA loads it into a program that is told so:
+// Records a program's timeline without Nsight Systems. CUPTI reports kernels, copies and NVTX ranges from
+// cudaProfilerStart to the program's end. The output is JSON for https://ui.perfetto.dev. CUDA loads this library into
+// the program if CUDA_INJECTION64_PATH names it:
 //
 //   make dev/trace.so && CUDA_INJECTION64_PATH=dev/trace.so ./train_gpt2cu --profile 1 -v 0 -s 0
 //
-// Writes: trace.<process>.json in the current folder, or $TRACE.<process>.json, one file a process; microseconds of one
-// clock for all processes of a machine. A stream whose kernels overlap has a second line, as the viewer wants. Errors end
-// nothing: they are said on stderr.
+// Writes: trace.<process>.json in the current folder, or $TRACE.<process>.json, one file a process. Times are
+// microseconds of one clock for all processes of a machine. A stream whose kernels overlap gets a second line, because
+// the viewer wants that. An error never ends the program. It is printed on stderr.
 #include <cupti.h>
 #include <cxxabi.h>
 #include <dlfcn.h>
@@ -31,8 +32,8 @@ struct Event {
     std::string name;
     const char* kind;
     uint64_t start, end;   // ns
-    uint32_t gpu, stream;  // of ranges: -1, thread
-    uint32_t correlation;  // with the call that launched it
+    uint32_t gpu, stream;  // a range has -1 and its thread
+    uint32_t correlation;  // ties it to the call that launched it
 };
 struct Call {
     uint64_t start;
@@ -144,7 +145,7 @@ std::string quoted(const std::string& text) {
     return q + '"';
 }
 
-// The ranges in which the work was launched, the outermost first.
+// The ranges in which the work was launched, outermost first.
 std::string ranges_of(const Event& event, const std::vector<const Event*>& ranges) {
     const auto call = calls.find(event.correlation);
     if (call == calls.end()) return "";
@@ -166,7 +167,7 @@ void write_trace() {
         return;
     }
     std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) {
-        return a.start != b.start ? a.start < b.start : a.end > b.end;  // of ranges, the outer one first
+        return a.start != b.start ? a.start < b.start : a.end > b.end;  // an outer range comes first
     });
     std::vector<const Event*> ranges;
     for (const Event& event : events)
@@ -179,7 +180,7 @@ void write_trace() {
     std::fprintf(file, "{\"traceEvents\": [");
     const char* separator = "\n";
     std::map<std::pair<uint32_t, uint32_t>, std::vector<uint64_t>> ends;  // of (gpu, stream)'s lines
-    constexpr uint64_t kOrigin = 1'000'000'000'000'000;                   // or a double has no digits left for ns
+    constexpr uint64_t kOrigin = 1'000'000'000'000'000;                   // beyond this a double loses the ns
     for (const Event& event : events) {
         const bool range = event.gpu == UINT32_MAX;
         std::string line = (range ? "thread " : "stream ") + std::to_string(event.stream);
@@ -208,11 +209,11 @@ void write_trace() {
 
 }  // namespace
 
-// CUDA's first call in the process comes here.
+// The process's first CUDA call comes here.
 extern "C" int InitializeInjection() {
     Dl_info cupti;
     if (dladdr(reinterpret_cast<void*>(cuptiSubscribe), &cupti))
-        setenv("NVTX_INJECTION64_PATH", cupti.dli_fname, 0);  // where NVTX finds who records its ranges
+        setenv("NVTX_INJECTION64_PATH", cupti.dli_fname, 0);  // tells NVTX who records its ranges
     CUpti_SubscriberHandle subscriber;
     if (good(cuptiSubscribe(&subscriber, on_call, nullptr), "cuptiSubscribe") &&
         good(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuProfilerStart),
