@@ -34,7 +34,7 @@ struct Place {
 // no sense.
 Place place_from_environment();
 
-// How long others wait, in seconds.
+// How long a rank waits for others, in seconds.
 struct Patience {
     double meet = 60;     // until all ranks have come
     double silence = 20;  // without a beat

@@ -100,7 +100,7 @@ std::string Row::text() const {
     return text_ + "}";
 }
 
-// Does a regular file end inside a row, because its writer was cut off?
+// True if a regular file ends inside a row, because its writer was cut off.
 static bool ends_inside_row(const std::string& path) {
     struct stat info;
     if (stat(path.c_str(), &info) || !S_ISREG(info.st_mode) || info.st_size == 0) return false;

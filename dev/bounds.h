@@ -16,8 +16,8 @@ static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
 
 // max: two equally good kernels sum in different orders. Their L2 errors agree to 3 %, but the largest errors of a
 // tensor differ by a factor of up to 2 either way. FlashAttention's own tests therefore take max = 2. bf16 needs no
-// such room, because naive also rounds S and dP, which flash keeps in fp32. Only tensors of a few thousand elements get
-// more, because one unlucky rounding decides there.
+// such room, because naive also rounds S and dP, which flash keeps in fp32. Only tensors below 2¹⁶ elements get 1.5,
+// because one unlucky rounding decides there.
 //
 // l2: these errors are steady except for dq. flash's D = rowsum(dO∘O) cancels less exactly than naive's rowsum(P∘dP),
 // because O has been rounded in between. This shows if dP has a mean that D must cancel. In flash_fp32 dq's error is

@@ -1,5 +1,5 @@
-// Writes loss, logits and every gradient of one batch in strict fp32 as raw numbers. dev/test_hf.py compares them with
-// Hugging Face's GPT-2. This file includes the program itself.
+// Writes loss, logits and every gradient of one batch in strict fp32 as raw numbers. The test dev/test_hf.py compares
+// them with Hugging Face's GPT-2. This file includes the program itself.
 //
 //   ./dev/dump_gradients --model model.bin --batch batch.bin -b 3 -t 37 --out numbers.bin --device cpu
 //

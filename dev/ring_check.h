@@ -43,7 +43,7 @@ inline void check_close(const std::string& what, const std::vector<double>& got,
 // What some way of computing attention wrote: out (B, T, NH, HS), lse (B, NH, T), dqkv (B, T, 3, NH, HS).
 struct Written {
     std::vector<double> out, lse, dqkv;
-    bool operator==(const Written& other) const {  // no NaN is equal
+    bool operator==(const Written& other) const {  // a NaN equals nothing
         return out == other.out && lse == other.lse && dqkv == other.dqkv;
     }
 };

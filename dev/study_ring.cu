@@ -10,7 +10,8 @@
 //              floor  fp64's result rounded once
 //
 // The exit code is 1 if N ranks have more than 1.02 times the mean error of one rank, or 1.1 times its largest error.
-// It is also 1 if a chunk's difference from the unchunked call is more than twice that call's error against fp64.
+// It is also 1 if a chunk's difference from the unchunked call is more than twice that call's error against fp64, plus
+// 1e-6.
 //
 // Run: ./dev/study_ring --help
 #include <array>
