@@ -9,7 +9,7 @@
 struct Error : std::runtime_error {  // exit code 1
     using std::runtime_error::runtime_error;
 };
-struct UsageError : Error {  // exit code 2: the command line is wrong
+struct UsageError : Error {  // exit code 2, for a wrong command line
     using Error::Error;
 };
 

@@ -1,6 +1,6 @@
 // Turns tokens into bytes and back. GPT-2's vocabulary has one token for each single byte, ids 0–255. They follow its
-// byte-to-unicode table: printable bytes '!'..'~', 0xA1..0xAC, 0xAE..0xFF first, then the others. <|endoftext|> is
-// 50256. A byte-vocabulary model (V = 257) uses the same ids with <|endoftext|> as 256.
+// byte-to-unicode table, first the printable bytes '!'..'~', 0xA1..0xAC, 0xAE..0xFF and then the others. <|endoftext|>
+// is 50256. A byte-vocabulary model (V = 257) uses the same ids with <|endoftext|> as 256.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -161,7 +161,7 @@ void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed, float scale = 1
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The GEMM rate: TFLOP/s that cuBLAS reaches on a large square product in X (in fp32 dev.tf32 decides about TF32)
+// The GEMM rate is what cuBLAS reaches on a large square product in X, in TFLOP/s. In fp32 dev.tf32 decides about TF32
 
 template <class X>
 int gemm_size(const Cuda& dev) {

@@ -60,7 +60,7 @@ inline std::string& last_words() {
 // A signal handler, because a test may hang in a call that nothing else can end.
 inline void out_of_time(int) {
     if (write(STDOUT_FILENO, last_words().data(), last_words().size()) < 0) _exit(2);
-    if (getpgrp() == getpid()) kill(0, SIGKILL);  // kills what it started too; otherwise the runner of the tests does
+    if (getpgrp() == getpid()) kill(0, SIGKILL);  // kills what it started too, or else the runner of the tests does
     _exit(1);
 }
 inline void set_timer(double seconds) {
