@@ -148,9 +148,6 @@ __global__ void shape_inputs_kernel(X* x, size_t n, int C, int parts, float fact
 struct Worst {
     std::array<double, kTensors> max{}, l2{};
 };
-static void raise(double& worst, double x) {
-    if (!(x <= worst)) worst = x;
-}
 
 struct Study {
     Cuda& dev;
@@ -181,8 +178,8 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     if (bound) {
         study.beyond += !ok;
         Worst& worst = study.worst[format("%-14s %s", result.name.c_str(), name_of(dtype_of<X>()))];
-        raise(worst.max[tensor], ratio_max);
-        raise(worst.l2[tensor], ratio_l2);
+        keep_worst(worst.max[tensor], ratio_max);
+        keep_worst(worst.l2[tensor], ratio_l2);
     }
     Row row = result_row(study.dev, "accuracy");
     row.add("kernel", result.name).add("dtype", name_of(dtype_of<X>())).add("B", s.B).add("T", s.T).add("NH", s.NH);

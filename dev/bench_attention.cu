@@ -113,8 +113,7 @@ double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionSha
         }
     errors.fetch();
     double worst = 0;
-    for (int tensor = 0; tensor < kTensors; tensor++)
-        if (!std::isnan(worst) && !(errors.l2(tensor) <= worst)) worst = errors.l2(tensor);
+    for (int tensor = 0; tensor < kTensors; tensor++) keep_worst(worst, errors.l2(tensor));
     return worst;
 }
 

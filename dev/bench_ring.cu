@@ -20,6 +20,7 @@
 #include "data/job.h"
 #include "data/options.h"
 #include "dev/bench.h"
+#include "dev/bounds.h"
 #include "layers/comm.h"
 #include "layers/layers.h"
 
@@ -157,8 +158,7 @@ void validate(const Bench<Comm>& b, int NH, int HS) {
             b.dev.download(b_.data(), want + zigzag.chunk(b.job.rank, half) * width * n, b_.size() * sizeof(bf16));
             double worst = 0, largest = 0;
             for (size_t i = 0; i < a.size(); i++) {
-                const double d = std::fabs(double(float(a[i])) - float(b_[i]));
-                if (!(d <= worst)) worst = d;
+                keep_worst(worst, std::fabs(double(float(a[i])) - float(b_[i])));
                 largest = std::max(largest, std::fabs(double(float(b_[i]))));
             }
             if (!(worst <= 0x1p-7 * largest))

@@ -6,6 +6,7 @@
 // for no more accuracy than the type has. Unlike an absolute tolerance it adapts to shape and inputs.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "attention/attention.h"
@@ -13,6 +14,11 @@
 // The tensors that are compared.
 enum { Out, Lse, Dq, Dk, Dv, kTensors };
 static const char* const kNames[kTensors] = {"out", "lse", "dq", "dk", "dv"};
+
+// worst becomes x if that is larger, or NaN. Once it is NaN it stays so.
+inline void keep_worst(double& worst, double x) {
+    if (x > worst || std::isnan(x)) worst = x;
+}
 
 // max: two equally good kernels sum in different orders. Their L2 errors agree to 3 %, but the largest errors of a
 // tensor differ by a factor of up to 2 either way. FlashAttention's own tests therefore take max = 2. bf16 needs no

@@ -128,9 +128,7 @@ Differences differences(const Cuda& dev, const Inputs<X>& in, const Result<X>& a
     Differences largest{};
     const size_t C = size_t(in.s.NH) * HS, chunk = (in.s.T + kChunks - 1) / kChunks;
     const auto note = [&](int tensor, size_t t, float x, float y) {
-        double& m = largest[t / chunk][tensor];
-        const double d = std::fabs(double(x) - y);
-        if (!(d <= m)) m = d;
+        keep_worst(largest[t / chunk][tensor], std::fabs(double(x) - y));
     };
     const std::vector<float> out_a = download(dev, a.out, in.n), out_b = download(dev, b.out, in.n);
     const std::vector<float> lse_a = download(dev, a.lse, in.rows), lse_b = download(dev, b.lse, in.rows);

@@ -214,6 +214,15 @@ TEST(ring_equals_the_whole) {
     check_job<float>(4, {1, 264, 2, 64}, 5);
 }
 
+// What the ring's studies and its benchmark judge by.
+TEST(worst_keeps_nan) {
+    double worst = 0;
+    for (double x : {0.5, 2.0, 1.0}) keep_worst(worst, x);
+    CHECK(worst == 2);
+    for (double x : {double(NAN), 3.0, 0.0}) keep_worst(worst, x);
+    CHECK(std::isnan(worst));
+}
+
 TEST(ring_errors_do_not_grow) {
     check_flat<float>(Cpu(1), {1, 256, 2, 32, true, 0.02f}, 1);  // long sums: one key's error does not decide
 }
