@@ -90,7 +90,6 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_
     constexpr int Chunks = HS / 8, RowsAtOnce = Threads / Chunks;
     const int row = threadIdx.x / Chunks, chunk = threadIdx.x % Chunks;
     const bf16* src = head + (row0 + row) * token + chunk * 8;
-#pragma unroll
     for (int i = 0; i < Rows; i += RowsAtOnce, src += RowsAtOnce * token)
         cp_async_16(tile + swizzled<HS>(row + i, chunk), src, row0 + row + i < end);
 }
@@ -115,18 +114,15 @@ __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
 // a = the A operand: 16·M rows from the tile's first, k-step [col, col + 16).
 template <int HS, int M>
 __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
-#pragma unroll
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
 // c (16·M × 8·N) += a · Bᵀ over one k-step, [col, col + 16) of the tile's columns; c's columns are its first 8·N rows.
 template <int HS, int M, int N>
 __device__ __forceinline__ void mma_abt(float (&c)[M][N][4], const uint32_t (&a)[M][4], uint32_t tile, int col) {
-#pragma unroll
     for (int n = 0; n < N; n += 2) {
         uint32_t b[4];
         ldmatrix_x4(b, block16_b<HS>(tile, 8 * n, col));
-#pragma unroll
         for (int m = 0; m < M; m++) {
             mma_m16n8k16_bf16(c[m][n], a[m], b[0], b[1]);
             mma_m16n8k16_bf16(c[m][n + 1], a[m], b[2], b[3]);
@@ -141,7 +137,6 @@ __device__ __forceinline__ void mma_ab(float (&c)[M][HS / 8][4], const uint32_t 
     for (int n = 0; n < HS / 8; n += 2) {
         uint32_t b[4];
         ldmatrix_x4_trans(b, block16<HS>(tile, row, 8 * n));
-#pragma unroll
         for (int m = 0; m < M; m++) {
             mma_m16n8k16_bf16(c[m][n], a[m], b[0], b[1]);
             mma_m16n8k16_bf16(c[m][n + 1], a[m], b[2], b[3]);
@@ -152,9 +147,7 @@ __device__ __forceinline__ void mma_ab(float (&c)[M][HS / 8][4], const uint32_t 
 // a = the A operand for k-step `kk` made of an accumulator: its columns [16·kk, 16·kk + 16), rounded to bf16.
 template <int M, int N>
 __device__ __forceinline__ void to_a(uint32_t (&a)[M][4], const float (&c)[M][N][4], int kk) {
-#pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int half = 0; half < 2; half++) {
             a[m][2 * half] = pack_bf16(c[m][2 * kk + half][0], c[m][2 * kk + half][1]);
             a[m][2 * half + 1] = pack_bf16(c[m][2 * kk + half][2], c[m][2 * kk + half][3]);
@@ -170,15 +163,12 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
     __syncwarp();  // the warp has read what these rows held
 #pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int n = 0; n < HS / 8; n++)
-#pragma unroll
             for (int r = 0; r < 2; r++)
                 *reinterpret_cast<uint32_t*>(tile + swizzled<HS>(row + 16 * m + 8 * r + lane / 4, n) + lane % 4 * 4) =
                     pack_bf16(c[m][n][2 * r], c[m][n][2 * r + 1]);
     __syncwarp();
     constexpr int Chunks = HS / 8;
-#pragma unroll
     for (int i = 0; i < 16 * M; i += 32 / Chunks) {
         const int r = row + i + lane / Chunks, chunk = lane % Chunks;
         if (r < end)
@@ -192,14 +182,11 @@ template <int HS, int M>
 __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
                                          bool add) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             const int t = row + 16 * m + 8 * r + lane / 4;
             if (t >= end) continue;
             float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
-#pragma unroll
             for (int n = 0; n < HS / 8; n++) {
                 const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
                 p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
@@ -274,12 +261,10 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     uint32_t q_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4];
     float o[M][HS / 8][4] = {};
     float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end
-#pragma unroll
     for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
-#pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
     }
 
@@ -294,13 +279,10 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             mma_abt<HS>(s, a, k_tile, kk * 16);
         }
         if constexpr (Masked) {
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
                     const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - lane % 4 * 2;
-#pragma unroll
                     for (int n = 0; n < Bc / 8; n++)
                         if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
                 }
@@ -310,12 +292,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         // when some row of the warp outgrew it by more than 2^8, which after the first tile hardly ever happens.
         float m_new[M][2];
         bool outgrown = false;
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 float x = m[i][r];
-#pragma unroll
                 for (int n = 0; n < Bc / 8; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -323,31 +302,22 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 outgrown |= (x - m[i][r]) * p.scale_log2 > 8.f;  // −inf − −inf is NaN: false
             }
         if (__any_sync(~0u, outgrown)) {
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float x = m_new[i][r];
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * p.scale_log2);
                     m[i][r] = x;
                     l[i][r] *= alpha;
-#pragma unroll
                     for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
                 }
         }
         float m_log2[M][2];
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * p.scale_log2;
 
-#pragma unroll
         for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step of P·V, its MMAs beside the next one's exponentials
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int n = 2 * kk; n < 2 * kk + 2; n++)
-#pragma unroll
                     for (int e = 0; e < 4; e++) {
                         s[i][n][e] = exp2_approx(s[i][n][e] * p.scale_log2 - m_log2[i][e / 2]);
                         l[i][e / 2] += s[i][n][e];
@@ -372,9 +342,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     }
 
     float lse[M][2];
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = l[i][r];
             sum += __shfl_xor_sync(~0u, sum, 1);
@@ -382,7 +350,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
             const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
             lse[i][r] = unseen ? -INFINITY : (m[i][r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-#pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
     const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
@@ -391,7 +358,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         const size_t token = static_cast<size_t>(p.NH) * HS;
 #pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
@@ -400,7 +366,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 float2* acc = reinterpret_cast<float2*>(
                                   args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
                               lane % 4;
-#pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
                     float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
                     if (old != -INFINITY) {
@@ -413,9 +378,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
             }
     } else {
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
                     args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
@@ -442,7 +405,6 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
     const __nv_bfloat162 *a = reinterpret_cast<const __nv_bfloat162*>(&x),
                          *b = reinterpret_cast<const __nv_bfloat162*>(&y);
     float sum = 0.f;
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 u = __bfloat1622float2(a[i]), v = __bfloat1622float2(b[i]);
         sum += u.x * v.x + u.y * v.y;
@@ -458,16 +420,13 @@ __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_
     constexpr int Chunks = HS / 8;
     const int lane = threadIdx.x % 32;
     uint4 x[Rows], y[Rows];
-#pragma unroll
     for (int i = 0; i < Rows; i++) {
         const size_t row = min(row0 + i * (32 / Chunks) + lane / Chunks, end - 1);
         x[i] = *reinterpret_cast<const uint4*>(dout + row * dout_token + lane % Chunks * 8);
         y[i] = *reinterpret_cast<const uint4*>(out + row * out_token + lane % Chunks * 8);
     }
-#pragma unroll
     for (int i = 0; i < Rows; i++) {
         D[i] = dot8(x[i], y[i]);
-#pragma unroll
         for (int lanes = 1; lanes < Chunks; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
     }
 }
@@ -515,7 +474,6 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         } else {
             float D[16 * M / RowsAtOnce];
             rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, first_q, p.Tq);
-#pragma unroll
             for (int i = 0; i < 16 * M / RowsAtOnce; i++)
                 if (lane % Chunks == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Chunks].y = D[i];
             __syncwarp();
@@ -528,9 +486,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         __syncwarp();
     }
     float lse_log2[M][2], D[M][2];
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             const float2 stats = stats_smem[warp_row + 16 * i + 8 * r + lane / 4];
             lse_log2[i][r] = stats.x;
@@ -542,7 +498,6 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
-#pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) {
             load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
             load_a<HS>(do_regs[kk], do_smem + warp_row * HS * 2, kk * 16);
@@ -553,11 +508,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2, v_tile = k_tile + 2 * TileBytes;
         float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int n = 0; n < Sub / 8; n++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it: dP − D
 #pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -569,19 +521,15 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             mma_abt<HS>(s, q_a, k_tile, kk * 16);
             mma_abt<HS>(dp, do_a, v_tile, kk * 16);
         }
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
                 const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - sub - lane % 4 * 2;
-#pragma unroll
                 for (int n = 0; n < Sub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
                     s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
                 }
             }
-#pragma unroll
         for (int kk = 0; kk < Sub / 16; kk++) {
             uint32_t a[M][4];
             to_a(a, s, kk);
@@ -605,11 +553,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         }
     }
 
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int n = 0; n < HS / 8; n++)
-#pragma unroll
             for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
     if (args.dq_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
@@ -671,12 +616,9 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         }
         // {lse, D} of this lane's columns of subtile column n: e = 0 and 1.
         auto columns = [&](int n) { return stats[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
-#pragma unroll
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int key = first_k + 16 * i + e / 2 * 8 + lane / 4;
                     const int query = j * Br + sub + 8 * n + lane % 4 * 2 + e % 2;
@@ -684,17 +626,13 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
                     s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
                 }
         }
-#pragma unroll
         for (int kk = 0; kk < Sub / 16; kk++) {
             to_a(a, s, kk);
             mma_ab<HS>(dv, a, do_tile, 16 * kk);
         }
-#pragma unroll
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it: dP − D
         }
 #pragma unroll 2  // not 4: the compiler would fetch so far ahead that it spills
@@ -702,13 +640,9 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             load_a<HS>(a, v_smem + warp_row * HS * 2, kk * 16);
             mma_abt<HS>(dp, a, do_tile, kk * 16);
         }
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int n = 0; n < Sub / 8; n++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) s[i][n][e] *= dp[i][n][e];  // dS
-#pragma unroll
         for (int kk = 0; kk < Sub / 16; kk++) {
             to_a(a, s, kk);
             mma_ab<HS>(dk, a, q_tile, 16 * kk);
@@ -732,11 +666,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     cp_async_wait<0>();
     __syncthreads();  // K and V have landed even if no query saw them: the epilogue overwrites them
 
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int n = 0; n < HS / 8; n++)
-#pragma unroll
             for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
     if (args.dk_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
