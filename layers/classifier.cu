@@ -2,19 +2,22 @@
 //
 //   m = max x,   l = Σ e^{x−m},   loss = m + log l − x[target],   dx[v] = dloss·(e^{x[v]−m}/l − [v = target])
 //
-// Pass 1 over a row computes m and l together, online as in flash attention: when a thread meets a larger x it rescales
-// its sum, so that the row is read once. Pass 2 reads it again and overwrites it with the gradient. Bound by memory:
-// one read and one write of the logits.
+// Pass 1 reads a row once and computes m and l together, online as in flash attention. When a thread meets a larger x
+// it rescales its sum. Pass 2 reads the row again and overwrites it with the gradient. Both kernels are bound by
+// memory, one read and one write of the logits.
 //
-// classifier_kernel: a block a row. Pass 2 finds it in the caches, mostly (50304 logits are 100 or 200 KB).
-// classifier_rows_kernel, bf16 on sm_90: a block an SM, with two rows in shared memory. While its threads are at one,
-// the other leaves and the next arrives, each as one bulk copy that a thread apart starts: a row crosses memory once
-// each way, beside the arithmetic of the other. Who waits for whom, [2] by row:
-//   full_smem[2]   the threads ← the mover: the row is there
-//   done_smem[2]   the mover   ← the threads: the row is its gradient
+// classifier_kernel has one block per row. Pass 2 mostly finds the row in the caches, because 50304 logits are 100 or
+// 200 KB.
 //
-// Writes: losses; logits if dloss != 0, zeros in the padding [V, Vp).  A target outside [0, V) makes the loss and the
-// row's gradient NaN, so that it is noticed.  Limits: any 1 ≤ V ≤ Vp.
+// classifier_rows_kernel is for bf16 on sm_90. It has one block per SM, with two rows in shared memory. While its
+// threads work on one row, the other leaves and the next arrives. A separate thread, the mover, starts each of these as
+// one bulk copy. So a row crosses memory once each way, beside the arithmetic of the other row. Each row has one
+// barrier of each kind:
+//   full_smem[2]   the threads wait for the mover, until the row is there
+//   done_smem[2]   the mover waits for the threads, until the row is its gradient
+//
+// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  A target outside [0, V) makes the loss
+// and the row's gradient NaN, so that it is noticed.  Limits: any 1 ≤ V ≤ Vp.
 #include <algorithm>
 #include <cfloat>
 
@@ -27,8 +30,8 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // m and l of the columns that one of `threads` threads sees. m and the exponents are in units of log 2, so that an
-// exponential is one fma and one ex2. m is rounded, but the same number in every exponent and in the loss, so that this
-// cancels. It starts finite, as −∞ − −∞ would be NaN.
+// exponential is one fma and one ex2. m is rounded, but every exponent and the loss use the same rounded number, so the
+// error cancels. m starts finite, because −∞ − −∞ would be NaN.
 struct Softmax {
     float m = -FLT_MAX, l = 0.f;
 };
@@ -60,7 +63,7 @@ __device__ __forceinline__ float loss_of(Softmax s, float x_target) {
     return kLn2 * (log2f(s.l) - fmaf(x_target, kLog2e, -s.m));
 }
 
-// dx of columns c … c + V − 1. scale: dloss/l.
+// dx of columns c … c + V − 1. scale is dloss/l.
 template <int V, class X>
 __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, float m, float scale, float dloss,
                                                   int target, int vocab) {
@@ -96,8 +99,8 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) losses[row] = loss_of(s, x_target);
     if (dloss == 0.f) return;
 
-    // From the end, as what was read last is the likeliest to be in the caches still; and with streaming stores, so
-    // that the gradient does not push out what other blocks have yet to read again.
+    // Pass 2 starts at the end, because what was read last is the likeliest to be in the caches still. Streaming stores
+    // keep the gradient from pushing out what other blocks have yet to read again.
     const float scale = valid ? dloss / s.l : NAN;
     const int vectors = padded / V;
     for (int j = (vectors - 1) / kThreads * kThreads + threadIdx.x; j >= 0; j -= kThreads) {

@@ -1,24 +1,25 @@
-// The collectives of the seam, CUDA side: NCCL on a stream of its own, so that gradients are added up over the ranks
-// while backward goes on. dev/reference_comm.h has the same list for the CPU. Rank r of `size` ranks makes the same
-// calls in the same order as all others; x and out are device memory.
+// The collectives of the seam, CUDA side. NCCL runs on a stream of its own, so that gradients are summed over the ranks
+// while backward goes on. dev/reference_comm.h has the same list for the CPU. All `size` ranks make the same calls in
+// the same order. x and out are device memory.
 //
 //   fork()                       what is called from here on waits for the device's work so far …
 //   join()                       … and the device's further work waits for it
-//   head_start()                 the device's further work begins a little later than what was called: see comm.cu
-//   group(calls)                 many calls as one: NCCL starts them together
+//   head_start()                 the device's further work begins a little later than what was called (see comm.cu)
+//   group(calls)                 many calls as one, which NCCL starts together
 //   all_reduce(x, n)             x ← Σ over ranks of x
-//   reduce_scatter(out, x, n)    x: size parts of n elements; out (n) ← Σ over ranks of part `rank` of their x
-//   all_gather(x, n)             x: size parts of n elements; part r ← rank r's part r
-//   send_recv(to, send, n, from, recv, m) n elements to one rank, m from one rank: the step of a ring
-//   send_recv_rows(to, packed, send, stride, n, rows, from, recv) rows of n elements, `stride` apart, to one rank, where
-//                                they come without gaps, and as many from one rank; packed: rows·n, in which NCCL's way
-//                                closes the gaps, as work of the device, and forks anew
-//   share(memory, bytes)         what send_recv moves within it, and send_recv_rows to it, goes by the GPUs' copy engines
-//                                where they reach each other (peer_copy.h); all ranks have memory of the same size with
-//                                the same layout; null: no more, and when it returns the memory may go
+//   reduce_scatter(out, x, n)    x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x
+//   all_gather(x, n)             x has size parts of n elements, and part r ← rank r's part r
+//   send_recv(to, send, n, from, recv, m) sends n elements to one rank and receives m from one, the step of a ring
+//   send_recv_rows(to, packed, send, stride, n, rows, from, recv)
+//                                sends rows of n elements, `stride` apart, to one rank, which gets them without gaps,
+//                                and receives as many from one. With NCCL the device first closes the gaps in `packed`
+//                                (rows·n), and the call forks anew
+//   share(memory, bytes)         lets the GPUs' copy engines do a send_recv within `memory` and a send_recv_rows into
+//                                it, if the GPUs reach each other (peer_copy.h). All ranks have memory of the same size
+//                                with the same layout. Null ends it, and when it returns the memory may be freed
 //
-// Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks: so NCCL
-// does it, but its manual does not promise it; dev/test_comm checks.
+// Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks. NCCL
+// does this, but its manual does not promise it, so dev/test_comm checks.
 #pragma once
 #include "data/job.h"
 #include "layers/peer_copy.h"
@@ -29,7 +30,8 @@ class NcclComm {
   public:
     // Throws Error if this program was built without NCCL, or NCCL cannot connect the ranks.
     NcclComm(const Cuda& dev, Job& job);
-    // Of `count` of all ranks, from `first` on: every rank makes one, with its own part. Has a stream of its own.
+    // A communicator of `count` of all ranks, from `first` on, with a stream of its own. Every rank makes one, for its
+    // own part.
     NcclComm(NcclComm& all, int first, int count);
     ~NcclComm();
     NcclComm(const NcclComm&) = delete;
@@ -68,8 +70,8 @@ class NcclComm {
     ncclComm* comm_ = nullptr;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t ready_ = nullptr, done_ = nullptr;
-    NcclComm* const all_ = nullptr;  // of which this is a part
-    const int first_ = 0;            // the job's number of rank 0
+    NcclComm* const all_ = nullptr;  // the one that this is a part of
+    const int first_ = 0;            // rank 0's number in the job
     std::unique_ptr<PeerCopies> copies_;
 
     void make_stream();

@@ -1,4 +1,4 @@
-// The CUDA backend's device: one GPU, one stream, the cuBLAS handles, and its memory. Checked calls.
+// The CUDA backend's device. It has one GPU, one stream, the cuBLAS handles and its memory, and checks its calls.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,14 +10,15 @@
 // Throws Error with file, line and the call itself.
 void cuda_check(cudaError_t status, const char* file, int line, const char* what);
 #define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
-// After every launch: catches a bad configuration at once (an asynchronous fault shows at the next checked call).
+// Goes after every launch and catches a bad configuration at once. An asynchronous fault shows at the next checked
+// call.
 #define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, "launch of " kernel)
 
 struct OutOfMemory : Error {
     using Error::Error;
 };
 
-struct cublasContext;  // what a cublasHandle_t points to; cublas.h has the rest
+struct cublasContext;  // what a cublasHandle_t points to. cublas.h has the rest
 struct cublasLtContext;
 class CudaGraph;
 class NcclComm;  // layers/comm.h
@@ -30,10 +31,10 @@ struct Cuda {
     Cuda(const Cuda&) = delete;
     Cuda& operator=(const Cuda&) = delete;
 
-    // How many devices are usable; 0 also when there is no driver. `why` (may be null) gets the reason in words.
+    // How many devices are usable, 0 also when there is no driver. `why` (may be null) gets the reason in words.
     static int count(std::string* why = nullptr);
 
-    void* alloc(size_t bytes) const;  // device memory; throws OutOfMemory
+    void* alloc(size_t bytes) const;  // device memory, throws OutOfMemory
     void free(void* p) const;
     void* alloc_host(size_t bytes) const;  // pinned
     void free_host(void* p) const;
@@ -41,20 +42,20 @@ struct Cuda {
     void upload(void* dst, const void* host, size_t bytes) const;    // asynchronous if host is pinned
     void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
     void sync() const;
-    void pause(unsigned ns) const;  // keeps the stream from going on for so long
+    void pause(unsigned ns) const;  // holds the stream up for that long
     void profile(bool on) const;    // marks what Nsight's --capture-range=cudaProfilerApi keeps
     size_t free_bytes() const;      // device memory that an alloc could still get
 
     static constexpr const char* kind = "cuda";
     int device = 0;
     int sm = 0;          // compute capability ×10, 90 for an H200
-    bool sm90a = false;  // its code was compiled for sm_90a; otherwise kernels that need wgmma are empty
+    bool sm90a = false;  // its code was compiled for sm_90a. Otherwise kernels that need wgmma are empty
     int num_sms = 0;     // multiprocessors
-    int block_smem = 0;  // bytes of shared memory that a block may have; a test may lower it
+    int block_smem = 0;  // bytes of shared memory that a block may have, which a test may lower
     std::string name;    // "NVIDIA H200"
     size_t total_bytes = 0;
-    bool tf32 = true;    // fp32 matmuls on tensor cores; false: strict fp32
-    bool graphs = true;  // false: CudaGraph::run only runs
+    bool tf32 = true;    // fp32 matmuls run on tensor cores, or if false in strict fp32
+    bool graphs = true;  // if false CudaGraph::run only runs the work
     cudaStream_t stream = nullptr;
     cublasContext* blas = nullptr;
     cublasLtContext* blaslt = nullptr;
@@ -62,9 +63,9 @@ struct Cuda {
     static constexpr size_t kWorkspaceBytes = 64 << 20;
 };
 
-// Work that is enqueued again and again in the same form: the first run is an ordinary one (it may still make plans),
-// the second is recorded as a CUDA graph, and from then on the graph is replayed, so that the GPU does not wait for the
-// host between kernels. The work must depend on nothing but memory whose addresses stay.
+// Work that is enqueued again and again in the same form. The first run is an ordinary one, because it may still make
+// plans. The second is recorded as a CUDA graph. From then on the graph is replayed, so that the GPU does not wait for
+// the host between kernels. The work may depend only on memory whose addresses stay.
 class CudaGraph {
   public:
     CudaGraph() = default;

@@ -3,23 +3,23 @@
 //   out[b,t] = wte[token[b,t]] + wpe[p(t)]
 //   dwte[v] += Σ_{(b,t): token[b,t] = v} dout[b,t];   dwpe[p(t)] += Σ_b dout[b,t]
 //
-// p(t) = t, but for a rank that has only some of a sequence's tokens.
+// p(t) = t, except on a rank that has only some of a sequence's tokens.
 //
 // The scatter into dwte is the interesting part. Atomics would add in a different order on every run, and a common
-// token would make thousands of blocks queue for one row. Instead the host sorts positions by token (a counting sort;
-// it knows the batch before the GPU does) and cuts them into chunks of at most kEncoderChunk positions of one token:
+// token would make thousands of blocks queue for one row. Instead the host, which knows the batch before the GPU does,
+// sorts positions by token (a counting sort). It cuts them into chunks of at most kEncoderChunk positions of one token:
 //
 //   order    3 9 | 0 1 4 7 … (32 positions) | 12 13 … (11 positions) | 2 | …
 //   token     17 |           262            |          262           | 40 |
 //
-// Pass 1: a block per chunk sums its rows. A token's only chunk is added to dwte at once; other chunks leave an fp32
-// row in scratch. Pass 2: those rows are added, in order, for each token that has several. So the sums have a fixed
+// In pass 1 a block sums the rows of a chunk. It adds a token's only chunk to dwte at once, and leaves other chunks as
+// fp32 rows in scratch. Pass 2 adds those rows, in order, for each token that has several. So the sums have a fixed
 // order, and a block's work is bounded however skewed the batch is.
 //
-// The launches depend on N alone, never on the plan's content, so that they can be captured in a CUDA graph. Bound by
-// memory: backward reads dout twice (once for wte, once for wpe).
+// The launches depend on N alone, never on the plan's content, so that they can be captured in a CUDA graph. The
+// kernels are bound by memory. Backward reads dout twice, once for wte and once for wpe.
 //
-// Limits: any C; B·T fits an int.
+// Limits: any C, and B·T fits an int.
 #include <algorithm>
 #include <vector>
 
@@ -30,19 +30,19 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerSM = 6;  // of the kernel that walks over chunks: about as many as its registers allow
+constexpr int kBlocksPerSM = 6;  // of the kernel that walks over chunks, about as many as its registers allow
 
-// Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has ⌈n/kEncoderChunk⌉ chunks,
-// relatively the most for n = kEncoderChunk + 1, which has two: hence the bounds.
+// Where the parts of a plan begin, in ints. A token with n > kEncoderChunk positions has ⌈n/kEncoderChunk⌉ chunks. That
+// is most, relative to n, for n = kEncoderChunk + 1, which has two chunks. The bounds below follow.
 struct PlanLayout {
     size_t max_chunks, max_multi, max_partials;
     size_t order, begin, dest, multi, ints;
     explicit PlanLayout(size_t N)
         : max_chunks(N), max_multi(N / (kEncoderChunk + 1)), max_partials(2 * N / (kEncoderChunk + 1)) {
-        order = 2;                      // plan[0], plan[1]: how many chunks and how many multi-chunk tokens there are
-        begin = order + N;              // (chunks + 1): chunk c is order[begin[c] .. begin[c + 1])
-        dest = begin + max_chunks + 1;  // (chunks): the token whose only chunk it is, or −1 − its row in scratch
-        multi = dest + max_chunks;      // (multi, 3): token, its first row in scratch, and one past its last
+        order = 2;                      // plan[0] chunks, and plan[1] tokens with several chunks
+        begin = order + N;              // (chunks + 1)  chunk c is order[begin[c] .. begin[c + 1])
+        dest = begin + max_chunks + 1;  // (chunks)      the token whose only chunk it is, or −1 − its row in scratch
+        multi = dest + max_chunks;      // (multi, 3)    token, its first row in scratch, and one past its last
         ints = multi + 3 * max_multi;
     }
 };
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// dwpe: a thread owns V columns of one position and adds over the batch.
+// Computes dwpe. A thread owns V columns of one position and adds over the batch.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC, int C,
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
     store(to, total);
 }
 
-// Pass 1. Blocks walk over chunks; a thread owns V columns.
+// Pass 1. Blocks walk over chunks, and a thread owns V columns.
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     token_backward_kernel(float* __restrict__ dwte, float* __restrict__ partials, const X* __restrict__ dout,
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
         const int count = plan[at.begin + chunk + 1] - plan[at.begin + chunk];
         const int dest = plan[at.dest + chunk];
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
-            // Loaded before it is needed, so that it does not wait behind the sum.
+            // dwte is loaded before it is needed, so that it does not wait behind the sum.
             Vec<float, V> total = {}, sum = {};
             if (dest >= 0) total = load<V>(dwte + static_cast<size_t>(dest) * C + c);
 #pragma unroll 4
@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Pass 2. A block owns 32 columns (blockIdx.y) of a token; its warps take every kWarps-th row and are added in order.
+// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, and the warps' sums are
+// added in order.
 __global__ void __launch_bounds__(kThreads)
     token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials, const int* __restrict__ plan,
                           PlanLayout at, int C) {
@@ -163,7 +164,7 @@ void encoder_plan(const Cuda&, int* plan, const int* tokens, size_t N) {
     const PlanLayout at(N);
     int *order = plan + at.order, *begin = plan + at.begin, *dest = plan + at.dest, *multi = plan + at.multi;
 
-    // Counting sort: first_of[v] is where token v's positions begin.
+    // A counting sort. first_of[v] is where token v's positions begin.
     int V = 0;
     for (size_t i = 0; i < N; i++) {
         if (tokens[i] < 0)

@@ -5,21 +5,24 @@
 //   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
-// Forward: one warp owns a row and keeps it in shared memory as stored (each lane reads back only what it wrote, so no
-// barrier), which makes the two-pass variance free of a second trip to memory. Bound by memory: reads x (a and b),
-// writes out (and residual).
+// Forward: one warp owns a row and keeps it in shared memory as stored, so the two-pass variance needs no second trip
+// to memory. It needs no barrier, because each lane reads back only what it wrote. The kernel is bound by memory. It
+// reads x (a and b) and writes out (and residual).
 //
-// Backward: the sums over rows want a thread that stays on its columns, the sums over a row want all columns at once.
-// So a warp (rows kernel) or a block (general kernel, 8 columns a thread) spans a whole row and walks over rows; the
-// column sums stay in registers until the end and leave as a partial row a block and sum, which a second kernel adds in
-// a fixed order: the result has the same bits on every run. The warp needs no barrier, but three sums of all of its
-// columns leave registers for 12 to 16 warps an SM, too few to hide the way to memory: so the TMA unit of sm_90 fetches
-// the next row into shared memory while a warp is at one. Bound by memory: reads dout, inp and dinp, writes dinp. The
-// sum of dinp is for the projection whose output the residual stream took just before this layer norm read it: dinp is
-// then the gradient of that output, and its sum over rows the gradient of the projection's bias, for no extra trip to
-// memory.
+// Backward: the sums over rows want a thread that stays on its columns, and the sums over a row want all columns at
+// once. So a warp (rows kernel) or a block (general kernel, 8 columns a thread) spans a whole row and walks over rows.
+// The column sums stay in registers until the end. Each block then writes one partial row per sum, and a second kernel
+// adds these in a fixed order. So the result has the same bits on every run.
 //
-// Limits: C ≤ 8192; any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
+// The warp of the rows kernel needs no barrier. But three sums of all of its columns leave registers for only 12 to 16
+// warps an SM, too few to hide the way to memory. So the TMA unit of sm_90 fetches the next row into shared memory
+// while a warp works on one. Both kernels are bound by memory. They read dout, inp and dinp, and write dinp.
+//
+// The sum of dinp is for the projection whose output the residual stream took just before this layer norm read it. dinp
+// is then the gradient of that output, and its sum over rows the gradient of the projection's bias. It costs no extra
+// trip to memory.
+//
+// Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>
 
 #include "attention/ptx_sm90.cuh"
@@ -33,7 +36,7 @@ constexpr float kEps = 1e-5f;
 constexpr int kMaxChannels = 8192;
 
 constexpr int kForwardWarps = 8;           // per block, fewer when their rows would not fit in shared memory
-constexpr int kBatch = 4;                  // vectors that a lane loads at once: a row of 1024 bf16 or 512 fp32
+constexpr int kBatch = 4;                  // vectors that a lane loads at once, a row of 1024 bf16 or 512 fp32
 constexpr size_t kForwardSmem = 48 << 10;  // what a block gets without asking
 
 template <class X, int V, bool Residual>
@@ -50,8 +53,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     out += row * C;
     residual += row * C;
 
-    // Loads go out in batches: the sum waits for its operands, and with one load at a time it would wait for memory
-    // each time.
+    // Loads go out in batches, because with one load at a time the sum would wait for memory each time.
     float sum = 0.f;
     for (int first = lane * V; first < C; first += kBatch * kWarp * V) {
         Vec<X, V> x[kBatch], y[kBatch];
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     }
     const float mean = warp_sum(sum) / C;
 
-    // The residual is stored only now: it may be a or b, and a store between the loads above would keep the compiler
+    // The residual may be a or b, so it is stored only now. A store between the loads above would keep the compiler
     // from issuing them together.
     float squares = 0.f;
     for (int c = lane * V; c < C; c += kWarp * V) {
@@ -99,16 +101,16 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
 
 constexpr int kBackwardColumns = 8;         // of a thread
 constexpr int kBackwardThreadsPerSM = 896;  // what 72 registers a thread allow
-constexpr int kFewThreads = 128;            // of a block for rows up to 1024; longer ones make do with 64 registers
+constexpr int kFewThreads = 128;            // of a block for rows up to 1024. Longer ones make do with 64 registers
 
-// partials: (gridDim, 3, C), a block's sums of dout∘n, of dout and of dinp over its rows.
+// partials (gridDim, 3, C) gets each block's sums of dout∘n, dout and dinp over its rows.
 template <class X, int V, int MaxThreads>
 __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackwardThreadsPerSM / MaxThreads : 1)
     layernorm_backward_kernel(X* dinp, float* partials, const X* __restrict__ dout, const X* __restrict__ inp,
                               const X* __restrict__ weight, const float* __restrict__ mean,
                               const float* __restrict__ rstd, size_t N, int C) {
-    constexpr int K = kBackwardColumns / V;  // vectors a thread owns: columns (k·blockDim + thread)·V …
-    // Two buffers, so that one barrier a row is enough: a warp that is a row ahead writes the other one.
+    constexpr int K = kBackwardColumns / V;  // vectors a thread owns, columns (k·blockDim + thread)·V …
+    // With two buffers one barrier a row is enough, because a warp that is a row ahead writes the other one.
     __shared__ float2 sums_smem[2][kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const float inverse_C = 1.f / C;
@@ -156,8 +158,9 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
         mean_gn *= inverse_C;
         buffer ^= 1;
 
-        // n and g once more: cheaper than the registers to keep them. In short rows g and mean(g) cancel, and rstd, up
-        // to 316, multiplies what is left; so g must be the same rounded number here as in the sum, not part of an fma.
+        // Computing n and g once more is cheaper than the registers to keep them. In short rows g and mean(g) cancel,
+        // and rstd, up to 316, multiplies what is left. So g must be the same rounded number here as in the sum, not
+        // part of an fma.
         for (int k = 0; k < K; k++) {
             if (column[k] >= C) continue;
             Vec<float, V> dx;
@@ -180,9 +183,9 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
     }
 }
 
-// Rows of C = 256·K bf16, K vectors a lane: a warp a row, for sm_90. partials as above.
+// For sm_90, and rows of C = 256·K bf16. A warp owns a row, K vectors a lane. partials is as above.
 template <int K>
-constexpr int kRowWarps = K <= 3 ? 16 : 12;  // 128 or 168 registers a thread: 24·K are sums
+constexpr int kRowWarps = K <= 3 ? 16 : 12;  // 128 or 168 registers a thread, of which 24·K are sums
 constexpr int kRowStages = 2;
 template <int K>
 constexpr int kRowSmem = kRowWarps<K>* kRowStages * 3 * K * 512;
@@ -193,8 +196,8 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
                                    const float* __restrict__ mean, const float* __restrict__ rstd, size_t N) {
 #if __CUDA_ARCH__ >= 900
     constexpr int V = 8, C = K * kWarp * V, W = kRowWarps<K>;
-    extern __shared__ uint4 ring_smem[];  // [W][kRowStages][3: dout, inp, dinp][C] of bf16; in the end (W, 3, C) floats
-    __shared__ alignas(16) bf16 weight_smem[C];  // no registers for it, nor for dout and inp: each is read twice
+    extern __shared__ uint4 ring_smem[];  // [W][kRowStages][3: dout, inp, dinp][C] of bf16, in the end (W, 3, C) floats
+    __shared__ alignas(16) bf16 weight_smem[C];  // no registers for it, dout and inp, so each is read twice
     __shared__ uint64_t full_smem[W][kRowStages];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const size_t stride = size_t{gridDim.x} * W;
@@ -239,7 +242,7 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
             }
         }
         const float mean_g = warp_sum(sum_g) * (1.f / C), mean_gn = warp_sum(sum_gn) * (1.f / C);
-        __syncwarp();  // keeps the compiler from keeping what is read above: there are no registers for it
+        __syncwarp();  // stops the compiler from keeping what is read above, because there are no registers for it
         for (int k = 0; k < K; k++) {
             const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
                        old = load<V>(dy_smem + 2 * C + k * kWarp * V),
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         if (++stage == kRowStages) stage = 0, phase ^= 1;
     }
 
-    // The warps' sums, added in order.
+    // Adds the warps' sums in order.
     __syncthreads();
     float* const sums_smem = reinterpret_cast<float*>(ring_smem);
     float* const mine = sums_smem + static_cast<size_t>(warp) * 3 * C + lane * V;
@@ -313,7 +316,7 @@ void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mea
     launch_forward<X, true>(dev, out, mean, rstd, residual, a, b, weight, bias, N, C);
 }
 
-// As many blocks as are resident together. It does not depend on N, so neither does the scratch.
+// As many blocks as are resident together. The number does not depend on N, so neither does the scratch.
 static int backward_threads(int C) {
     return ceil_div(C, kBackwardColumns * kWarp) * kWarp;
 }

@@ -10,8 +10,8 @@
 
 using bf16 = __nv_bfloat16;
 
-// X is the storage type of activations and weights: float or bf16 on CUDA, float or double on the CPU.
-// Acc<X> is what sums, statistics, losses, weight gradients and optimizer state are kept in.
+// X is the storage type of activations and weights. It is float or bf16 on CUDA, and float or double on the CPU. Sums,
+// statistics, losses, weight gradients and optimizer state are Acc<X>.
 template <class X>
 using Acc = std::conditional_t<std::is_same_v<X, double>, double, float>;
 
@@ -32,7 +32,7 @@ constexpr const char* name_of(DType t) {
 // What --attention chooses. The kernel itself (flash_fp32, flash_bf16, …) follows from X and the GPU.
 enum class Attention { flash, naive };
 
-// A (B, T, NH, HS) tensor inside a larger one: element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
+// A (B, T, NH, HS) tensor inside a larger one. Element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
 // Rows of HS elements are contiguous and 16-byte aligned.
 template <class X>
 struct Heads {
@@ -40,11 +40,12 @@ struct Heads {
     size_t batch, token;  // strides in elements
 };
 
-// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. Causal: query i sees key
-// j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
+// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. If causal, query i
+// sees key j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
 //
-// The tokens may be some of longer tensors': in the running output sequences are q_rows tokens apart, in dk and dv k_rows,
-// and in lse and D heads are q_rows apart. 0: Tq, Tk. Of dq's sum, of q_rows queries, the block's are those from q_begin on.
+// The tokens may be a part of longer tensors. Sequences are then q_rows tokens apart in the running output and k_rows
+// in dk and dv, and heads are q_rows apart in lse and D. 0 stands for Tq or Tk. dq's running sum covers q_rows queries,
+// and the block's own begin at q_begin.
 struct BlockShape {
     int B, Tq, Tk, NH, HS;
     long long q_offset = 0, k_offset = 0;
@@ -58,16 +59,17 @@ struct BlockShape {
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
 
-// Where a sequence's rows stand in it: the first `chunk` of them from position `early` on, those behind them from `late`
-// on, as a rank of a ring has them (attention/ring.h). Default: from 0 on.
+// The positions of a rank's rows in their sequence. The first `chunk` rows begin at position `early`, the others at
+// `late`, as a ring deals them out (attention/ring.h). By default row t has position t.
 struct Positions {
     int chunk = INT_MAX, early = 0, late = 0;
     __host__ __device__ int of(int row) const { return row < chunk ? early + row : late + (row - chunk); }
 };
 
-// Part of the flat parameter arena, for the optimizer: `size` elements from `begin` on, decayed or not; and as many again,
-// `pieces` in all, each `stride` after the one before it. Gradients and optimizer state of a rank that updates only its
-// share lie back to back: `skipped` elements of the arena before `begin` are not in them.
+// Part of the flat parameter arena, for the optimizer. It has `pieces` pieces of `size` elements, decayed or not. The
+// first begins at `begin`, and each begins `stride` after the one before it. A rank that updates only its share keeps
+// that share's gradients and optimizer state back to back. They leave out `skipped` elements of the arena before
+// `begin`.
 struct ParamRange {
     size_t begin, size;
     bool decay;
@@ -78,13 +80,13 @@ struct ParamRange {
 
 struct AdamW {
     float lr, beta1, beta2, eps, weight_decay;
-    float max_norm;  // gradients are scaled by min(1, max_norm / norm); 0 does not clip
+    float max_norm;  // gradients are scaled by min(1, max_norm / norm), or not at all if 0
     int step;        // from 1, for the bias correction
-    uint64_t seed;   // of the stochastic rounding; mixed with step and the element's index
+    uint64_t seed;   // of the stochastic rounding, mixed with step and the element's index
 };
 
-// Gradients of wte are sums over the positions that hold a token. To add them in a fixed order without atomics, the host
-// groups equal tokens: `order` lists positions 0..N-1 stably sorted by token, cut into chunks of at most
-// kEncoderChunk positions that all hold one token. Tokens with one chunk are added to dwte directly; the others leave fp32
+// The gradient of a row of wte is a sum over the positions that hold its token. To add it in a fixed order without
+// atomics, the host sorts positions 0..N-1 stably by token, into `order`. It cuts them into chunks of at most
+// kEncoderChunk positions of one token. A token's only chunk is added to dwte directly. Several chunks leave fp32
 // partial rows in scratch, which a second pass adds in order. The plan is plain ints so that it travels with the batch.
 constexpr int kEncoderChunk = 32;
