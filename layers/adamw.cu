@@ -1,20 +1,21 @@
-// AdamW (Loshchilov & Hutter 2019, Algorithm 2): decoupled weight decay, bias-corrected moments, clipping by global
-// norm.
+// AdamW (Loshchilov & Hutter 2019, Algorithm 2) with decoupled weight decay, bias-corrected moments and clipping by
+// global norm.
 //
 //   g ← g·min(1, max_norm/norm)
 //   m ← β₁m + (1−β₁)g;   v ← β₂v + (1−β₂)g²;   m̂ = m/(1−β₁ᵗ);   v̂ = v/(1−β₂ᵗ)
 //   p ← p − lr·(m̂/(√v̂ + eps) + wd·p)
 //
-// Parameters are kept as fp32 masters. For X = bf16 the copy that the model computes with is rounded stochastically: up
-// with a probability equal to the fraction that truncation would drop, so its expectation is the master. A
-// counter-based hash of (seed, step, index) supplies the random bits: no state, and the same bits on every run.
+// Parameters are kept as fp32 masters. If X is bf16 the model computes with a copy that is rounded stochastically. It
+// is rounded up with a probability equal to the fraction that truncation would drop, so its expectation is the master.
+// The random bits are a counter-based hash of (seed, step, index), so they need no state and are the same on every run.
 //
-// One launch updates all ranges and their pieces; each range knows the block at which it begins. A thread updates four
-// consecutive elements, 16 bytes of every fp32 stream. Bound by memory: 28 (fp32) or 30 (bf16) bytes an element.
+// One launch updates all ranges and their pieces. Each range knows the block at which it begins. A thread updates four
+// consecutive elements, 16 bytes of every fp32 stream. The kernel is bound by memory, with 28 (fp32) or 30 (bf16) bytes
+// an element.
 //
 // Writes: params.  Updates in place: master, m, v.  A norm that is NaN or inf leaves all of them as they were.
-// Limits: 32 ranges; params 4·sizeof(X)-aligned, the fp32 arrays 16-byte aligned; a range may begin anywhere, but the
-// size and stride of several pieces, and what is skipped, are multiples of 4.
+// Limits: 32 ranges. params are aligned to 4·sizeof(X) bytes, the fp32 arrays to 16. A range may begin anywhere, but
+// `skipped` is a multiple of 4, and so are the size and stride of several pieces.
 #include <algorithm>
 #include <cmath>
 
@@ -41,7 +42,8 @@ struct Plan {
     uint64_t key;                    // of the stochastic rounding
 };
 
-// bf16 is the upper half of fp32: adding 16 random bits to the lower half carries with exactly the right probability.
+// bf16 is the upper half of fp32, so adding 16 random bits to the lower half carries with exactly the right
+// probability.
 __device__ inline bf16 round_stochastically(float x, unsigned random16) {
     if (!isfinite(x)) return __float2bfloat16_rn(x);
     return __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) + random16) >> 16));
@@ -54,8 +56,8 @@ __device__ inline float update(float p, float& m, float& v, float g, float decay
     return p - plan.lr * (m_hat / (sqrtf(v_hat) + plan.eps) + decay * p);
 }
 
-// V elements from parameter i on, whose state is at s: V = 4, or 1 for the elements of a group that belong to the
-// range's neighbours.
+// Updates V elements from parameter i on, whose state is at s. V is 4, or 1 in a group that the range shares with its
+// neighbours.
 template <int V, class X>
 __device__ inline void update_elements(size_t i, size_t s, X* params, float* master, float* m, float* v,
                                        const float* grads, float clip, float decay, const Plan& plan) {
@@ -93,8 +95,8 @@ __global__ void __launch_bounds__(kThreads)
     const size_t skipped = range.skipped + piece * (range.stride - range.size);
     const float decay = range.decay;
 
-    // Groups of kV are aligned in the arena, not in the range. What is skipped is counted in groups: with s = i − skipped
-    // nvcc 13.0 no longer sees that 16 bytes can be stored at once.
+    // Groups of kV are aligned in the arena, not in the range. What is skipped is counted in groups, because nvcc 13.0
+    // no longer sees with s = i − skipped that 16 bytes can be stored at once.
     const size_t group = begin / kV + static_cast<size_t>(block) * kThreads + threadIdx.x;
     const size_t i = group * kV, s = (group - skipped / kV) * kV;
     if (i >= begin && i + kV <= end) {

@@ -12,7 +12,7 @@
 // classifier_rows_kernel is for bf16 on sm_90. It has one block per SM, with two rows in shared memory. While its
 // threads work on one row, the other leaves and the next arrives. A separate thread, the mover, starts each of these as
 // one bulk copy. So a row crosses memory once each way, beside the arithmetic of the other row. Each row has one
-// barrier of each kind:
+// barrier of each kind.
 //   full_smem[2]   the threads wait for the mover, until the row is there
 //   done_smem[2]   the mover waits for the threads, until the row is its gradient
 //

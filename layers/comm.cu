@@ -1,13 +1,13 @@
-// Collectives over NCCL; without it (the Makefile finds no nccl.h) one constructor that says so.
+// Collectives over NCCL. Without it (the Makefile finds no nccl.h) there is only a constructor that says so.
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
-// still queue. An event orders it after the compute stream and another the compute stream after it; both become edges
-// when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator: ncclCommDestroy
-// waits for it.
+// still queue. One event orders it after the compute stream, and another orders the compute stream after it. Both
+// become edges when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator,
+// because ncclCommDestroy waits for it.
 //
-// A collective whose other ranks are gone never ends. NCCL notices some failures by itself: the job's watching thread
-// asks for its asynchronous error every second. Whatever the reason, the process then leaves by _exit, which ends its
-// kernels; ncclCommAbort is for the destructor that runs while an Error unwinds.
+// A collective whose other ranks are gone never ends. NCCL notices some failures by itself, so the job's watching
+// thread asks for its asynchronous error every second. Whatever the reason, the process then leaves by _exit, which
+// ends its kernels. ncclCommAbort is for the destructor that runs while an Error unwinds.
 #include "layers/comm.h"
 
 #ifdef HAVE_NCCL
@@ -22,7 +22,7 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
 
 NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
-    ncclUniqueId id = {};  // random: no other job's ranks can know it
+    ncclUniqueId id = {};  // random, so that no other job's ranks can know it
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     job.broadcast(&id, 1);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
@@ -57,7 +57,7 @@ std::string NcclComm::asynchronous_error() const {
     return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
 }
 
-// Statuses are dropped: a destructor cannot throw.
+// Statuses are dropped, because a destructor cannot throw.
 NcclComm::~NcclComm() {
     if (all_)
         job_.also_watch([all = all_] { return all->asynchronous_error(); });
@@ -83,8 +83,8 @@ void NcclComm::join() {
 }
 
 // A kernel that fills the GPU and stays until its work is done, as attention's does, keeps NCCL's blocks waiting if it
-// comes first, for no block gives way to one of higher priority. Both may begin when the same work before them ends, and
-// NCCL's are an event later: so the others wait, for about as long as a launch takes.
+// comes first. No running block gives way to one of higher priority. Both may begin when the same work before them
+// ends, and NCCL's blocks are an event later. So the compute stream pauses, for about as long as a launch takes.
 void NcclComm::head_start() {
     if (copies_) return;  // they need none
     dev_.pause(5000);
@@ -129,8 +129,8 @@ void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int f
     });
 }
 
-// NCCL's blocks must not come after those of the device's further work (see head_start): so packing is part of the work
-// so far. It takes 61 µs for 50 MB; a hop between machines takes ten times that.
+// NCCL's blocks must not come after the blocks of the device's further work (see head_start), so packing is part of the
+// work so far. It takes 61 µs for 50 MB, and a hop between machines takes ten times that.
 void NcclComm::send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
                                     int from, void* recv) {
     if (copies_ && copies_->has(recv, rows * bytes))

@@ -9,7 +9,8 @@
 //   all_reduce(x, n)             x ← Σ over ranks of x
 //   reduce_scatter(out, x, n)    x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x has size parts of n elements, and part r ← rank r's part r
-//   send_recv(to, send, n, from, recv, m) sends n elements to one rank and receives m from one, the step of a ring
+//   send_recv(to, send, n, from, recv, m)
+//                                sends n elements to one rank and receives m from one, the step of a ring
 //   send_recv_rows(to, packed, send, stride, n, rows, from, recv)
 //                                sends rows of n elements, `stride` apart, to one rank, which gets them without gaps,
 //                                and receives as many from one. With NCCL the device first closes the gaps in `packed`
@@ -18,8 +19,8 @@
 //                                it, if the GPUs reach each other (peer_copy.h). All ranks have memory of the same size
 //                                with the same layout. Null ends it, and when it returns the memory may be freed
 //
-// Sums have the same bits on all ranks, and from run to run on the same machine with the same number of ranks. NCCL
-// does this, but its manual does not promise it, so dev/test_comm checks.
+// Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL does this, but
+// its manual does not promise it, so dev/test_comm checks.
 #pragma once
 #include "data/job.h"
 #include "layers/peer_copy.h"

@@ -1,4 +1,4 @@
-// The CUDA backend's device: see cuda.h.
+// The CUDA backend's device (see cuda.h).
 #include <cuda_profiler_api.h>
 
 #include "layers/cublas.h"
@@ -18,7 +18,7 @@ void cublas_check(cublasStatus_t status, const char* file, int line, const char*
 
 namespace {
 
-// Only the code that runs knows what it was compiled for: on a 9.0 that may be sm_90a, or PTX of an older architecture.
+// Only the code that runs knows what it was compiled for. On a 9.0 that may be sm_90a, or PTX of an older architecture.
 __global__ void probe_kernel(bool* sm90a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     *sm90a = true;
@@ -76,7 +76,7 @@ Cuda::Cuda(int device) : device(device) {
                    device, name.c_str(), properties.major, properties.minor, sm, sm == 90 ? "a" : ""));
     }
 
-    // A blocking stream: work that someone puts on the default stream is still ordered with ours.
+    // In a blocking stream, work that someone puts on the default stream is still ordered with ours.
     CUDA_CHECK(cudaStreamCreate(&stream));
     workspace = alloc(kWorkspaceBytes);
     probe_kernel<<<1, 1, 0, stream>>>(static_cast<bool*>(workspace));
@@ -84,13 +84,13 @@ Cuda::Cuda(int device) : device(device) {
     download(&sm90a, workspace, sizeof sm90a);
     CUBLAS_CHECK(cublasCreate(&blas));
     CUBLAS_CHECK(cublasSetStream(blas, stream));
-    // cuBLAS promises bitwise reproducible results for one stream, and a workspace of ours keeps it from allocating
-    // while a CUDA graph is captured. Set after the stream, which resets it.
+    // cuBLAS promises bitwise reproducible results for one stream. A workspace of ours keeps it from allocating while a
+    // CUDA graph is captured. It is set after the stream, because setting the stream resets it.
     CUBLAS_CHECK(cublasSetWorkspace(blas, workspace, kWorkspaceBytes));
     CUBLAS_CHECK(cublasLtCreate(&blaslt));
 }
 
-// A destructor cannot throw, and after a failed kernel every call here fails once more: statuses are dropped.
+// A destructor cannot throw, and after a failed kernel every call here fails once more, so statuses are dropped.
 Cuda::~Cuda() {
     cudaStreamSynchronize(stream);
     cublasLtDestroy(blaslt);
@@ -112,7 +112,7 @@ void* Cuda::alloc(size_t bytes) const {
     return p;
 }
 
-// Called by destructors while an Error unwinds, so it must not throw; a failure shows at the next checked launch.
+// Called by destructors while an Error unwinds, so it must not throw. A failure shows at the next checked launch.
 void Cuda::free(void* p) const {
     cudaFree(p);
 }

@@ -4,12 +4,13 @@
 //            = x·σ(2u)               since (1 + tanh u)/2 = σ(2u) = 1/(1 + e^{−2u})
 //   gelu'(x) = σ(2u) + x·σ(2u)·(1 − σ(2u))·2u',   u' = √(2/π)·(1 + 3·0.044715 x²)
 //
-// The sigmoid form needs one exponential and one reciprocal, and does not cancel for negative x, so the fast hardware
-// versions of both (relative error about 1e-6) are accurate enough. Bound by memory: 2 streams forward, 3 or 4 backward.
-// Backward also makes what others would have to read dinp or inp again for: the sum of dinp over rows, which is the
-// bias gradient of the matmul before it, and if asked gelu(inp), for who did not keep it.
+// The sigmoid form needs one exponential and one reciprocal, and does not cancel for negative x. So the fast hardware
+// versions of both (relative error about 1e-6) are accurate enough. The kernels are bound by memory, with 2 streams
+// forward and 3 or 4 backward. Backward also makes what would take another read of dinp or inp. It sums dinp over rows,
+// which is the bias gradient of the matmul before it. If asked it also writes gelu(inp), for a caller that did not keep
+// it.
 //
-// Writes: out, dinp, every element.  Adds into: dinp_sum.  Limits: any size and alignment.
+// Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
 #include "layers/gelu.cuh"
 #include "layers/layers.h"
 #include "layers/partials.cuh"
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) gelu_forward_kernel(X* out, const X*
 }
 
 // A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows, so that the column sums stay with
-// their threads. partials: (gridDim.y, C).
+// their threads. partials is (gridDim.y, C).
 template <class X, int V, bool Again>
 __global__ void __launch_bounds__(kThreads)
     gelu_backward_kernel(X* dinp, float* __restrict__ partials, X* __restrict__ out, const X* __restrict__ inp,

@@ -1,4 +1,4 @@
-// GELU and its derivative for one value, for the kernels that have it in registers: the maths is in gelu.cu.
+// GELU and its derivative for one value, for the kernels that have it in registers. The maths is in gelu.cu.
 #pragma once
 #include "attention/ptx_sm80.cuh"  // exp2_approx, reciprocal_approx
 

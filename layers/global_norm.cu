@@ -1,10 +1,11 @@
-// Reductions over everything: a sum, the global norm of the gradient, a count of broken values.
+// Reductions over a whole array, to its sum, the global norm of the gradient or a count of broken values.
 //
 //   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
 //
-// Two stages in a fixed order: a fixed number of blocks each sums every (blocks·threads)-th vector, then one block adds
-// the partial sums in double. The grid depends on the GPU alone, so the same input gives the same bits on every run.
-// NaN and inf come through sums by themselves. Bound by memory: one read of x.
+// Two stages add in a fixed order. First each thread of a fixed number of blocks sums every (blocks·threads)-th vector,
+// and each block sums its threads. Then one warp adds the blocks' sums in double. The grid depends on the GPU alone, so
+// the same input gives the same bits on every run. NaN and inf come through sums by themselves. The kernels are bound
+// by memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
 #include "layers/layers.h"
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// One warp, so that no barrier is needed: lane i adds partial sums i, i+32, …
+// One warp needs no barrier. Lane i adds partial sums i, i+32, …
 __global__ void __launch_bounds__(kWarp)
     final_sum_kernel(float* out, const float* partials, int count, float scale, bool root) {
     double sum = 0.0;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
     unsigned long long found = 0;
     for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
         found += !isfinite(to_float(x[i]));
-    if (found) atomicAdd(count, found);  // integers: any order gives the same count
+    if (found) atomicAdd(count, found);  // these are integers, so any order gives the same count
 }
 
 }  // namespace

@@ -19,8 +19,8 @@
 // while a warp works on one. Both kernels are bound by memory. They read dout, inp and dinp, and write dinp.
 //
 // The sum of dinp is for the projection whose output the residual stream took just before this layer norm read it. dinp
-// is then the gradient of that output, and its sum over rows the gradient of the projection's bias. It costs no extra
-// trip to memory.
+// is then the gradient of that output, and its sum over rows the projection's bias gradient. It costs no extra trip to
+// memory.
 //
 // Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>

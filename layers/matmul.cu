@@ -1,23 +1,22 @@
-// Matmul through cuBLASLt: the three products of a linear layer. And the bias gradient of q, k and v.
+// The three products of a linear layer, through cuBLASLt, and the bias gradient of q, k and v.
 //
 //   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
 //   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
 //
-// A product with a GELU behind it or before it is matmul_sm90.cu's on Hopper, if the shape allows. The bias
-// gradient, derived in layers.h, has kernels of our own, which add in a fixed order.
+// On Hopper matmul_sm90.cu does the products with a GELU behind or before them, if the shape allows. The bias gradient,
+// derived in layers.h, has kernels of our own, which add in a fixed order.
 //
-// cuBLAS is column-major: our row-major (rows, cols) is its (cols, rows) with leading dimension cols. So it is asked
-// for the transposed product, outᵀ = weight·inpᵀ and so on, where every operand is what lies in memory or its
-// transpose.
+// cuBLAS is column-major, so our row-major (rows, cols) is its (cols, rows) with leading dimension cols. We ask it for
+// the transposed product, outᵀ = weight·inpᵀ and so on. Every operand is then what lies in memory or its transpose.
 //
-// A plan (descriptors and the algorithm) is made at the first call with a shape and kept for the life of the process.
-// cuBLASLt's heuristic proposes several algorithms, and its first is up to 20 % slower than its best, so they race
-// (matmul_race.h): who wins depends on the moment, what comes out does not. Split-K algorithms may reduce through the
-// workspace in fp32, which is in order.
+// The first call with a shape makes a plan (descriptors and the algorithm), which is kept for the life of the process.
+// cuBLASLt's heuristic proposes several algorithms. Its first is up to 20 % slower than its best, so they race
+// (matmul_race.h). Who wins depends on the moment, but what comes out does not. Split-K algorithms may reduce through
+// the workspace in fp32, which is in order.
 //
 // Sums are fp32 throughout. X = float multiplies in TF32 (10 bits of mantissa) if dev.tf32, else in fp32.
-// Limits: any N, C, OC; odd sizes are slow.
+// Limits: any N, C, OC, but odd sizes are slow.
 #include <algorithm>
 #include <map>
 #include <tuple>
@@ -36,7 +35,7 @@ struct PlanKey {
     MatmulProduct product;
     bool tf32;
     int device;
-    int align_a, align_b, align_d;  // bytes by which the pointers are aligned: some algorithms need 16
+    int align_a, align_b, align_d;  // bytes by which the pointers are aligned, because some algorithms need 16
 
     auto tie() const {
         const MatmulProduct& p = product;
@@ -122,7 +121,7 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     return plan;
 }
 
-// X: type of A, B, bias and pre; Y: of D.
+// X is the type of A, B, bias and pre, and Y the type of D.
 template <class X, class Y = X>
 void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
@@ -193,7 +192,7 @@ void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, 
     add_partials(dev, {dbias}, partials, slices, OC);
 }
 
-// cuBLASLt's GELU is of reduced precision, which bf16 does not see, and wants aligned rows.
+// cuBLASLt's GELU wants aligned rows. Its precision is reduced, which bf16 does not see.
 template <class X>
 bool gelu_in_epilogue(int channels, const X* x, const X* pre) {
     return std::is_same_v<X, bf16> && vectorises<X>(channels, x, pre);

@@ -1,4 +1,4 @@
-// The race among algorithms for one matrix product: see matmul_race.h.
+// The race among algorithms for one matrix product (see matmul_race.h).
 #include <algorithm>
 #include <numeric>
 
@@ -14,7 +14,8 @@ __device__ unsigned long long mix(unsigned long long z) {
     return z ^ (z >> 29);
 }
 
-// sum += a hash of (i, words[i]) over all i where that is not 0: integers, so that the order does not matter.
+// sum += a hash of (i, words[i]) over all i where words[i] is not 0. The hashes are integers, so the order does not
+// matter.
 __global__ void checksum_kernel(unsigned long long* sum, const unsigned* words, size_t n) {
     unsigned long long mine = 0;
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t(gridDim.x) * kThreads)
@@ -49,7 +50,7 @@ unsigned long long checksum(const Cuda& dev, const void* x, size_t bytes) {
     return sum;
 }
 
-// Milliseconds of the fastest of three times three runs.
+// Milliseconds that three runs take, the least of three tries.
 template <class F>
 float best_time(const Cuda& dev, F run) {
     cudaEvent_t start, end;
@@ -91,7 +92,7 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
                  d_bytes = p.rows * p.cols * size_of(p.out), pre_bytes = p.rows * p.cols * size_of(p.in);
     if (!checksum(dev, o.a, a_bytes) || !checksum(dev, o.b, b_bytes)) return result;
 
-    // Hostile A and B, and D if the call's own holds what the product is added to.
+    // The memory holds hostile A and B, and also D if the call's own D holds what the product is added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
     const size_t bytes = aligned(a_bytes) + aligned(b_bytes) + (p.accumulate ? d_bytes : 0);
     if (dev.free_bytes() < 2 * bytes) return result;
@@ -104,8 +105,8 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     MatmulOperands hostile = own;
     hostile.a = memory, hostile.b = memory + aligned(a_bytes);
 
-    // What algorithm i makes of x: D = A·B, then that plus A·B. Those who split K may add D before their parts or
-    // behind them.
+    // Checksums of what algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those that
+    // split K may add D before their parts or behind them.
     const auto outcome = [&](int i, const MatmulOperands& x) {
         std::vector<unsigned long long> sums;
         dev.zero(x.d, d_bytes);  // nobody is judged by what another left there

@@ -4,25 +4,28 @@
 //   backward   dpre = (A·B)∘gelu'(pre), out = gelu(pre)      A = dout (N,K),  B = weight (K,OC)
 //              dpre_sum += Σ_rows dpre
 //
-// Why: GPT-2's K is short (768) and these products are wide (3072), so what is done with a tile after its product is a
-// good part of the work. A pass of its own reads and writes (N, 3072) twice more; cuBLASLt's epilogue with GELU runs at
-// 70 % of its rate without, and the one with GELU's derivative has only slow algorithms.
+// GPT-2's K is short (768) and these products are wide (3072), so what is done with a tile after its product is a good
+// part of the work. A pass of its own reads and writes (N, 3072) twice more. With GELU in the epilogue cuBLASLt runs at
+// 70 % of its rate without. With GELU's derivative there it has only slow algorithms.
 //
-// The idea: a tile is done by two kinds of warps. Those that multiply round it to bf16, leave it in shared memory and go
-// on with the next tile at once; others take it from there, a row at a time, 16 bytes a lane, while tensor cores work.
+// The idea is that two kinds of warps share the work on a tile. The MMA warps multiply, round the tile to bf16, leave
+// it in shared memory and go on with the next tile at once. The epilogue warps take it from there, a row at a time, 16
+// bytes a lane, while the tensor cores work.
 //
 //   8 MMA warps       tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
 //   3 epilogue warps  tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
 //   (backward: 7)
 //   1 producer        TMA, three chunks ahead
 //
-// A block has tiles of 128 × 256: 64 rows for each of two warpgroups, 128 accumulators a thread. Forward's third
-// warpgroup leaves a thread 168 registers, of which m64n256k16 wants 154. Backward has twice the work and traffic in its
-// epilogue and a fourth warpgroup for it: setmaxnreg divides the registers, but ptxas still allows no instruction more
-// than the 128 of an equal share, so that 256 columns are two products of m64n128k16, at a cost that forward would not
-// get back. Two blocks are a cluster; their tiles lie one below the other and share B, of which each loads half and
-// sends it to both. Clusters take all columns of a pair of tiles' rows before the next rows: so A is read from memory
-// once, and B stays in L2.
+// A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a thread. Forward's third
+// warpgroup leaves a thread 168 registers, of which m64n256k16 wants 154. Backward has twice the work and traffic in
+// its epilogue, and a fourth warpgroup for it. setmaxnreg divides the registers, but ptxas still allows no instruction
+// more than the 128 of an equal share. So 256 columns are two products of m64n128k16, at a cost that forward would not
+// get back.
+//
+// Two blocks are a cluster. Their tiles lie one below the other and share B. Each block loads half of B and sends it to
+// both. The clusters take all columns of a pair of tiles' rows before the next rows. So A is read from memory once, and
+// B stays in L2.
 //
 //   operand   where                             layout
 //   A         shared memory, ring of 3 stages   rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
@@ -37,30 +40,33 @@
 //   d_full[2]    4 MMA warps: their 64 rows of D     the epilogue warps
 //   d_empty[8]   two epilogue warps, 8 rows each     the MMA warp of these rows, a tile later
 //
-// Backward's epilogue has 8 rows of pre on the way in registers, those of its next turn. Column sums stay with their
-// threads for a tile; each warp's are a row of partials, which add_partials adds in order: deterministic for a number of
-// clusters, by which warps take their turns.
+// Backward's epilogue loads 8 rows of pre into registers ahead of its next turn. Column sums stay with their threads
+// for a tile. Each warp's sums are a row of partials, which add_partials adds in order. The result is deterministic for
+// a given number of clusters, because that number decides which warp takes which turn.
 //
-// What bounds it (one H200, N = 65536, 768 to 3072, ms sustained, backward with GELU again / forward; cuBLASLt and a
-// kernel 0.84 to 0.87 / 0.66), with three epilogue warps in both: the products alone 0.44 / 0.43, with D written 0.45 /
-// 0.47, with the arithmetic too 0.56 / 0.52, all of it 0.76 / 0.60. Tensor cores are busy 97 % of the products' time,
-// 52 % / 70 % of the whole, at 1.6 to 1.7 GHz of 1.98 in both: the power cap has its share. Tried, beside that in the
-// same job:
+// What bounds it was measured on one H200, with N = 65536, 768 to 3072 and three epilogue warps in both passes. Times
+// are sustained ms, backward with GELU again / forward. cuBLASLt and a kernel take 0.84 to 0.87 / 0.66.
+//   the products alone                            0.44 / 0.43
+//   with D written                                0.45 / 0.47
+//   with the arithmetic too                       0.56 / 0.52
+//   all of it                                     0.76 / 0.60
+// Tensor cores are busy 97 % of the products' time and 52 % / 70 % of the whole. Clocks are at 1.6 to 1.7 GHz of 1.98
+// in both, so the power cap has its share. Tried, where the kernel's time in the same job follows "for":
 //   no cluster                                    0.81 / 0.62 for 0.80 / 0.61, though B comes twice from L2
 //   TMA prefetch of the next tile's A into L2     0.80 / 0.62 for 0.80 / 0.61
 //   streaming stores                              0.76 / 0.60 for 0.76 / 0.60
-//   the epilogue in the MMA warps, two rows       0.75 / 0.64 for 0.78 / 0.61: ptxas lets wgmma wait for loads of pre
+//   the epilogue in the MMA warps, two rows       0.75 / 0.64 for 0.78 / 0.61. ptxas lets wgmma wait for loads of pre
 //     between chunks of the next tile               that are under way, and puts arithmetic between two of them
-//   that, pre prefetched into L2 a tile ahead     0.81 for 0.75: pre crosses the memory bus twice
-//   128 columns of B resident, A streaming        0.91 / 0.79: too few bytes on the way
-//   7 epilogue warps                              0.71 / 0.61 for 0.74 / 0.60: so now in backward
+//   that, pre prefetched into L2 a tile ahead     0.81 for 0.75, because pre crosses the memory bus twice
+//   128 columns of B resident, A streaming        0.91 / 0.79, too few bytes on the way
+//   7 epilogue warps                              0.71 / 0.61 for 0.74 / 0.60, so backward has them now
 //   that, clusters of four                        0.74 / 0.64 for 0.72 / 0.61, though less comes from L2
 //   the last stage given back before the wait     0.72 / 0.61 for 0.72 / 0.61 (cool 0.600 / 0.500 for 0.612 / 0.500):
 //     for operands, not behind the next products    predicted 0.66 / 0.58, from three stages on the way, not two
 //   the products alone for qkv and projections    cold 0.35 for cuBLASLt's 0.32 (768 to 2304), 0.13 for 0.11 (768)
 //
 // Writes: pre, out, dpre, every element.  Adds into: dpre_sum.
-// Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0; any N.
+// Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0, any N.
 // Run: ./dev/bench_layers --layer gelu
 #include <algorithm>
 #include <map>
@@ -91,11 +97,11 @@ struct Shape {
     static constexpr int kParts = Backward ? 2 : 1;          // of the columns, an instruction each
     static constexpr int kTurn = 8, kTurns = kRows / kTurn;  // rows that an epilogue warp takes at a time
     static constexpr int kAtOnce = Backward ? 2 : 4;         // rows whose arithmetic is interleaved
-    // d_full has a phase a tile, of which an epilogue warp may miss none.
+    // d_full has one phase per tile, and an epilogue warp must not miss one.
     static_assert(kEpilogueWarps <= kTurns / kGroups);
 };
 constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // backward
-// Shared memory: stages of A and B, D, barriers. 208 KB.
+// Shared memory holds the stages of A and B, D and the barriers, 208 KB.
 constexpr int kABytes = kRows * kChunk * 2, kBBytes = kColumns * kChunk * 2, kStageBytes = kABytes + kBBytes;
 constexpr int kDRowBytes = kColumns * 2, kOffsetD = kStages * kStageBytes;
 constexpr int kOffsetBarriers = kOffsetD + kRows * kDRowBytes;
@@ -104,14 +110,14 @@ static_assert(kSmem <= 227 * 1024);
 
 struct Problem {
     int N, OC, chunks;
-    int columns, items;  // tiles beside each other; items = pairs of tiles, what a cluster takes at a time
+    int columns, items;  // tiles beside each other, and pairs of tiles, which a cluster takes one at a time
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
     bf16 *pre, *out, *dpre;
     float* partials;  // (tiles below each other, kEpilogueWarps, OC)
 };
 
-// A place in the ring of stages. The phase is the parity that a consumer waits for; the producer waits for the other.
+// A place in the ring of stages. The phase is the parity that a consumer waits for. The producer waits for the other.
 struct Ring {
     int stage = 0;
     uint32_t phase = 0;
@@ -120,7 +126,7 @@ struct Ring {
     }
 };
 
-// One predicated instruction, where a branch would keep the rows around it from being interleaved.
+// One predicated instruction, because a branch would keep the rows around it from being interleaved.
 __device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 8>& v) {
     uint4 w;
     memcpy(&w, &v, sizeof w);
@@ -133,7 +139,7 @@ __device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 
         "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
 }
 
-// Again: backward writes out too, as forward always does.
+// Again means that backward writes out too, as forward always does.
 template <bool Backward, bool Again>
 __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
     matmul_gelu_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
@@ -163,12 +169,12 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
     const int rank = blockIdx.x % kCluster, first = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
     auto row_of = [&](int item) { return (item / p.columns * kCluster + rank) * kRows; };
     auto column_of = [&](int item) { return item % p.columns * kColumns; };
-    // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they could part.
+    // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where they could part.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
 
     if (warp < kMmaWarps) {
         if constexpr (Backward) setmaxnreg_inc<kMmaRegisters>();
-        auto release = [&](int stage) {  // lanes 0 and 1: to either block's producer
+        auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
             if (lane < kCluster) mbarrier_arrive_cluster(empty(stage), lane);
         };
         Ring ring;
@@ -247,11 +253,12 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
         } else {
             const int epilogue_warp = warp - kMmaWarps;
             Vec<bf16, 8>
-                x[S::kTurn];  // rows of pre: those of the next turn, as soon as they are not needed for this one
+                x[S::kTurn];  // rows of pre, those of the next turn as soon as this turn does not need them any more
             auto fetch = [&](int item, int row) {
                 return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
             };
-            // Turns go round from tile to tile: 16 of them by 3 (7) warps, so that each has 5 or 6 (2 or 3) of a tile.
+            // A tile has 16 turns, which go round 3 (7) warps and on to the next tile. So each warp has 5 or 6 (2 or 3)
+            // of a tile.
             int turn = epilogue_warp;
             if constexpr (Backward) {
 #pragma unroll
@@ -272,8 +279,8 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
                     mbarrier_wait(d_full(mma_warp / kGroupWarps), d_phase);
 #pragma unroll
                     for (int g = 0; g < S::kTurn; g += S::kAtOnce) {
-                        // The branch also keeps the compiler from using all of x at the beginning, when it has just
-                        // left.
+                        // The branch also keeps the compiler from using all of x at the start, when its loads have just
+                        // been issued.
                         if (row + g < p.N) {
 #pragma unroll
                             for (int i = g; i < g + S::kAtOnce; i++) {
@@ -323,7 +330,7 @@ __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// x (rows, columns) for boxes of 64 columns by `box_rows` rows, with coordinates (0, column / 64, row, 0).
+// Describes x (rows, columns) for boxes of 64 columns by `box_rows` rows, with coordinates (0, column / 64, row, 0).
 CUtensorMap matrix_map(const char* name, const bf16* x, size_t rows, int columns, int box_rows) {
     return tensor_map(name, Heads<const bf16>{x, rows * columns, size_t(columns)}, 1, static_cast<int>(rows),
                       columns / 64, 64, box_rows);
@@ -346,7 +353,8 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
     cudaLaunchConfig_t config{};
     config.gridDim = kCluster, config.blockDim = Shape<Backward>::kThreads, config.dynamicSmemBytes = kSmem;
     config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
-    // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds.
+    // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds,
+    // so the answer is kept.
     static std::map<int, int> most;  // of each device
     int& clusters = most[dev.device];
     if (clusters == 0) CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));

@@ -1,5 +1,4 @@
-// The second stage of every column sum: blocks have left fp32 partial rows in scratch, and they are added in a fixed
-// order.
+// The second stage of every column sum. Blocks have left fp32 partial rows in scratch, which it adds in a fixed order.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
@@ -8,12 +7,12 @@
 #include "layers/vector.cuh"
 
 struct Outputs {
-    float* out[3];  // null: not wanted
+    float* out[3];  // null if not wanted
 };
 
-// Σ_r term(r) for r < count, by a block of 32 warps, for each lane's column: warp w adds rows w, w + 32, …, then the
-// warps' sums are added in order, in warp 0 alone. 32 warps, each with several loads in flight, because there are few
-// columns.
+// Returns Σ_r term(r) for r < count and each lane's column, in warp 0 alone. A block has 32 warps, each with several
+// loads in flight, because there are few columns. Warp w adds rows w, w + 32, …, then warp 0 adds the warps' sums in
+// order.
 template <class Term>
 __device__ static float sum_of_warps(int count, Term term) {
     __shared__ float sum_smem[kWarp][kWarp];
@@ -39,7 +38,7 @@ __global__ static void __launch_bounds__(1024)
     if (threadIdx.x < kWarp && c < n) out[c] += sum;
 }
 
-// partials: (count, number of outputs, n). Null outputs are skipped.
+// partials is (count, number of outputs, n). Null outputs are skipped.
 static inline void add_partials(const Cuda& dev, std::initializer_list<float*> outputs, const float* partials,
                                 int count, int n) {
     Outputs out = {};
@@ -50,8 +49,8 @@ static inline void add_partials(const Cuda& dev, std::initializer_list<float*> o
     LAUNCH_CHECK("add_partials_kernel");
 }
 
-// Column sums over N rows by blocks of 8 warps that own 32·V columns each: in how many slices the rows are cut, so that
-// the blocks fill the GPU when V is the widest. Its bound does not depend on N or X, so neither does the scratch.
+// Returns into how many slices the N rows of a column sum are cut. The blocks have 8 warps, own 32·V columns each, and
+// fill the GPU when V is the widest. The upper bound does not depend on N or X, so neither does the scratch.
 static inline int column_sum_slices(const Cuda& dev, int columns, size_t N = ~size_t{0}) {
     constexpr int kBlocksPerSM = 8, kRows = 8;
     const size_t most = std::max<size_t>(1, dev.num_sms * kBlocksPerSM / ceil_div(columns, kWarp * kVec<bf16>));

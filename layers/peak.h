@@ -1,16 +1,17 @@
-// The GPU's peak rate in dense matrix products, by its name, for MFU: NVIDIA's data sheets and architecture papers.
+// The GPU's peak rate in dense matrix products, by its name, for MFU. Sources are NVIDIA's data sheets and architecture
+// papers.
 #pragma once
 #include <cctype>
 #include <string>
 
 namespace peak {
 
-// TFLOP/s without sparsity, sums in fp32. 0: the GPU does not have that type.
+// TFLOP/s without sparsity, sums in fp32. 0 means that the GPU does not have that type.
 struct Rates {
     double bf16, tf32, fp32;
 };
 
-// Outside the data centre's largest chips, tensor cores keep a fixed ratio to the fp32 units; GeForce halves it for
+// Outside the data centre's largest chips, tensor cores keep a fixed ratio to the fp32 units. GeForce halves it for
 // sums in fp32, which training needs.
 constexpr Rates fp32_only(double fp32) {
     return {0, 0, fp32};
@@ -28,10 +29,10 @@ struct Entry {
     Rates rates;
 };
 
-// Left out: names that stand for several chips (RTX 3050), and parts whose data sheets give no dense rates (GB10).
+// Left out are names that stand for several chips (RTX 3050), and parts whose data sheets give no dense rates (GB10).
 // clang-format off
 inline constexpr Entry table[] = {
-    // Volta and Turing: neither bf16 nor TF32
+    // Volta and Turing, which have neither bf16 nor TF32
     {"V100 SXM2", fp32_only(15.7)},       {"V100 SXM3", fp32_only(15.7)},       {"V100 DGXS", fp32_only(15.7)},
     {"V100 PCIE", fp32_only(14)},         {"V100S PCIE", fp32_only(16.4)},      {"T4", fp32_only(8.1)},
     {"RTX 2060", fp32_only(6.5)},         {"RTX 2060 SUPER", fp32_only(7.2)},   {"RTX 2070", fp32_only(7.5)},
@@ -75,8 +76,8 @@ inline bool is_memory_size(const std::string& word) {
     return unit > 0 && unit != word.npos && (word.substr(unit) == "GB" || word.substr(unit) == "G");
 }
 
-// "NVIDIA GeForce RTX 4080 SUPER" → "RTX 4080 SUPER", "NVIDIA H100 80GB HBM3" → "H100": in capitals, less the words
-// that tell nothing about the rates. Without socket, "A100-SXM4-40GB" is "A100" too.
+// A name in capitals, less the words that tell nothing about the rates. "NVIDIA GeForce RTX 4080 SUPER" becomes "RTX
+// 4080 SUPER", and "NVIDIA H100 80GB HBM3" becomes "H100". Without socket, "A100-SXM4-40GB" is "A100" too.
 inline std::string part_of(const std::string& gpu, bool with_socket) {
     std::string part, word;
     auto starts = [&](const char* prefix) { return word.rfind(prefix, 0) == 0; };
@@ -97,8 +98,9 @@ inline std::string part_of(const std::string& gpu, bool with_socket) {
 
 }  // namespace peak
 
-// What --precision runs its matmuls on: bf16, TF32 or plain fp32. 0 for a GPU that is not in the table: MFU is then
-// "n/a". Only a whole name counts: a laptop's part, a MIG slice or an unknown variant has rates of its own.
+// The peak of the type that --precision runs its matmuls on, which is bf16, TF32 or plain fp32. It is 0 for a GPU that
+// is not in the table, and MFU is then "n/a". Only a whole name counts, because a laptop's part, a MIG slice or an
+// unknown variant has rates of its own.
 inline double peak_tflops(const std::string& gpu, bool is_bf16, bool tf32) {
     for (const bool with_socket : {true, false})
         for (const peak::Entry& e : peak::table)

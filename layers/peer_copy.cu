@@ -1,12 +1,12 @@
-// See peer_copy.h. A rank that dies leaves the others' streams waiting for its flag; the job then ends by _exit, as with
-// NCCL.
+// See peer_copy.h. A rank that dies leaves the others' streams waiting for its flag. The job then ends by _exit, as
+// with NCCL.
 #include <unistd.h>
 
 #include <cstring>
 
 #include "layers/peer_copy.h"
 
-// A function of the driver, asked of the runtime so that libcuda stays out of the link.
+// Gets a function of the driver from the runtime, so that libcuda stays out of the link.
 template <class Function>
 static Function driver_function(const char* name) {
     void* function = nullptr;
@@ -71,7 +71,8 @@ std::unique_ptr<PeerCopies> PeerCopies::open(const Cuda& dev, Job& job, int firs
     return nullptr;
 }
 
-// CUDA leaves undefined what becomes of memory that is freed while another process has it mapped.
+// CUDA leaves undefined what becomes of memory that is freed while another process has it mapped, so a barrier comes
+// first.
 void PeerCopies::close(Job& job) {
     for (int r = 0; r < size_; r++) {
         if (r == rank_) continue;

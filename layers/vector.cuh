@@ -1,8 +1,8 @@
-// Wide memory accesses, conversions and reductions: what the kernels of this directory are made of.
+// Wide memory accesses, conversions and reductions, which the kernels of this directory are made of.
 //
-// A kernel here is bound by memory, so it moves 16 bytes a thread and instruction: Vec<float, 4> or Vec<bf16, 8>. The
-// same kernel instantiated with one element a Vec takes any row length and alignment; vectorises() chooses between the
-// two.
+// A kernel here is bound by memory, so it moves 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
+// The same kernel instantiated with one element a Vec takes any row length and alignment. vectorises() chooses between
+// the two.
 #pragma once
 #include <cstring>
 
@@ -33,8 +33,8 @@ struct alignas(N * sizeof(X)) Vec {
 template <class X>
 constexpr int kVec = 16 / sizeof(X);
 
-// The integer that makes the compiler emit one load or store of that many bytes; 16 at most, longer vectors take
-// several.
+// The integer that makes the compiler emit one load or store of that many bytes. It has 16 at most, and longer vectors
+// take several.
 template <int Bytes>
 struct WordOf {
     using type = uint4;
@@ -71,7 +71,7 @@ __device__ inline void store(X* p, const Vec<X, N>& v) {
     for (int i = 0; i < kWords; i++) reinterpret_cast<Word*>(p)[i] = words[i];
 }
 
-// All of them as floats: one instruction a value, where v[i] takes two for every other bf16.
+// Converts all of them to float with one instruction a value, where v[i] takes two for every other bf16.
 template <int N>
 __device__ inline Vec<float, N> to_float(const Vec<bf16, N>& v) {
     unsigned pairs[N / 2];
@@ -93,7 +93,7 @@ __device__ inline Vec<X, N> round_to(const Vec<float, N>& v) {
     else if constexpr (N == 1)
         r.x[0] = __float2bfloat16_rn(v.x[0]);
     else
-        for (int i = 0; i < N; i += 2) {  // in pairs: one instruction
+        for (int i = 0; i < N; i += 2) {  // one instruction rounds a pair
             const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x[i], v.x[i + 1]);
             r.x[i] = pair.x, r.x[i + 1] = pair.y;
         }
@@ -104,7 +104,7 @@ __device__ inline void store(bf16* p, const Vec<float, N>& v) {
     store(p, round_to<bf16>(v));
 }
 
-// Marked to leave the caches first: nobody reads it again soon. 16 bytes at most.
+// What it stores leaves the caches first, because nobody reads it again soon. 16 bytes at most.
 template <class X, int N>
 __device__ inline void store_streaming(X* p, const Vec<float, N>& v) {
     using Word = typename WordOf<N * sizeof(X)>::type;
@@ -130,7 +130,7 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Sum over the block in a fixed order; every thread of the block must call it, and every thread gets the result.
+// Sum over the block in a fixed order. Every thread of the block must call it, and every thread gets the result.
 __device__ inline float block_sum(float x) {
     __shared__ float warp_smem[kWarp];
     const int warps = blockDim.x / kWarp;
