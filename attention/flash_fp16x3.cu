@@ -152,7 +152,6 @@ __device__ __forceinline__ void copy_tile(uint32_t stage, const float* head, siz
     const unsigned thread = thread_again();
     const int row = row0 + static_cast<int>(thread / (HS / 4));
     const float* src = head + row * token + thread % (HS / 4) * 4;
-#pragma unroll
     for (int i = 0; i < kPieces<HS, Rows, Threads>; i++, src += RowsAtOnce * token)
         cp_async_16(stage + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
 }
@@ -160,7 +159,6 @@ __device__ __forceinline__ void copy_tile(uint32_t stage, const float* head, siz
 template <int N>
 __device__ __forceinline__ float largest(const float4 (&x)[N]) {
     float m = 0.f;
-#pragma unroll
     for (int i = 0; i < N; i++) {
         m = max_nan(m, max_nan(fabsf(x[i].x), fabsf(x[i].y)));
         m = max_nan(m, max_nan(fabsf(x[i].z), fabsf(x[i].w)));
@@ -192,7 +190,6 @@ __device__ __forceinline__ void fetch_rows(float4 (&x)[kPieces<HS, Rows, 32>], c
     const unsigned lane = threadIdx.x % 32;
     const int row = row0 + static_cast<int>(lane / (HS / 4));
     const float* src = head + row * token + lane % (HS / 4) * 4;
-#pragma unroll
     for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += 32 / (HS / 4) * token)
         x[i] = row + i * (32 / (HS / 4)) < end ? *reinterpret_cast<const float4*>(src) : float4{0.f, 0.f, 0.f, 0.f};
 }
@@ -226,14 +223,12 @@ __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
 // a = the A operand: 16·M rows from the tile's first, k-step [col, col + 16).
 template <int HS, int M>
 __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
-#pragma unroll
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
 // c (16·M × 16, columns 8·n … of an accumulator) += a · b.
 template <int M, int N>
 __device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (&a)[M][4], const uint32_t (&b)[4]) {
-#pragma unroll
     for (int m = 0; m < M; m++) {
         mma_m16n8k16_f16(c[m][n], a[m], b[0], b[1]);
         mma_m16n8k16_f16(c[m][n + 1], a[m], b[2], b[3]);
@@ -243,11 +238,8 @@ __device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (
 // Columns 8·n … 8·n + 15 of c += x.
 template <int M, int N>
 __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const float (&x)[M][2][4]) {
-#pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int i = 0; i < 2; i++)
-#pragma unroll
             for (int e = 0; e < 4; e++) c[m][n + i][e] += x[m][i][e];
 }
 
@@ -262,7 +254,6 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
     for (int kk = 0; kk < HS; kk += 16) {
         load_a<HS>(hi, a_tile, kk);
         load_a<HS>(lo, a_tile + a_lo, kk);
-#pragma unroll
         for (int n = 0; n < N; n += 2) {
             ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
             mma(c, n, lo, b);
@@ -273,17 +264,14 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
 #pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS / Chains; kk += 16) {
         load_a<HS>(hi, a_tile, kk);
-#pragma unroll
         for (int n = 0; n < N; n += 2) {
             ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
             mma(c, n, hi, b);
         }
     }
     if constexpr (Chains == 2)
-#pragma unroll
         for (int n = 0; n < N; n += 2) {
             float chain[M][2][4] = {};
-#pragma unroll
             for (int kk = HS / 2; kk < HS; kk += 16) {
                 load_a<HS>(hi, a_tile, kk);
                 ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
@@ -301,28 +289,20 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const
                                                float unit) {
     constexpr int Slice = 4 / M;  // 4 independent accumulators
     tile = again(tile);
-#pragma unroll
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
         float c[M][Slice][4] = {};
         uint32_t b_hi[K / 16][Slice / 2][4], b[4];
-#pragma unroll
         for (int kk = 0; kk < K / 16; kk++)
-#pragma unroll
             for (int n = 0; n < Slice; n += 2) {
                 ldmatrix_x4_trans(b_hi[kk][n / 2], block16<HS>(tile, 16 * kk, 8 * (n0 + n)));
                 mma(c, n, lo[kk], b_hi[kk][n / 2]);
                 ldmatrix_x4_trans(b, block16<HS>(tile + b_lo, 16 * kk, 8 * (n0 + n)));
                 mma(c, n, hi[kk], b);
             }
-#pragma unroll
         for (int kk = 0; kk < K / 16; kk++)
-#pragma unroll
             for (int n = 0; n < Slice; n += 2) mma(c, n, hi[kk], b_hi[kk][n / 2]);
-#pragma unroll
         for (int m = 0; m < M; m++)
-#pragma unroll
             for (int n = 0; n < Slice; n++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) sum[m][n0 + n][e] = fmaf(c[m][n][e], unit, sum[m][n0 + n][e]);
     }
 }
@@ -338,11 +318,8 @@ __device__ __forceinline__ float2 join(uint32_t hi, uint32_t lo) {
 template <int M, int N>
 __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)[N / 2][M][4],
                                      const float (&c)[M][N][4], float factor) {
-#pragma unroll
     for (int kk = 0; kk < N / 2; kk++)
-#pragma unroll
         for (int m = 0; m < M; m++)
-#pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float* x = &c[m][2 * kk + i / 2][i % 2 * 2];
                 split(hi[kk][m][i], lo[kk][m][i], x[0] * factor, x[1] * factor);
@@ -354,14 +331,11 @@ template <int HS, int M>
 __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
                                            bool add) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             const int t = row + 16 * m + 8 * r + lane / 4;
             if (t >= end) continue;
             float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
-#pragma unroll
             for (int n = 0; n < HS / 8; n++) {
                 const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
                 p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
@@ -423,7 +397,6 @@ struct Stream {
         const float4 *x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread,
                      *y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
         float4 x[Pieces], y[Pieces];
-#pragma unroll
         for (int i = 0; i < Pieces; i++) x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
         seen(x);
         const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
@@ -435,7 +408,6 @@ struct Stream {
         const uint4 a = *reinterpret_cast<const uint4*>(maxima[0]), b = *reinterpret_cast<const uint4*>(maxima[1]);
         const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
         store_split<HS, Threads>(smem, Lo, x, factor_for(x_all), thread);
-#pragma unroll
         for (int i = 0; i < Pieces; i++) {
             y[i] = y_floats[i * Threads];  // again, for lack of registers
             const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
@@ -497,7 +469,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         fetch_rows<HS, 16 * M>(x, head_of(p.q, w, HS), p.q.token, first_query(), p.Tq);
         q_unit[threadIdx.x / 32] = power_of_two(-exponent_for(keep_rows<HS, 16 * M>(rows, Tiles::QLo, x)));
         __syncwarp();
-#pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
     }
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
@@ -508,7 +479,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     };
     __shared__ Excess l_excess[Threads];  // what rounding added to l; the loop leaves no registers for it
     l_excess[threadIdx.x] = Excess{};
-#pragma unroll
     for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
 
     // Keys [k0, k0 + Sub), whose tiles these are. s · s_unit is S in powers of 2; the product · o_unit is P V.
@@ -521,38 +491,29 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         for (int kk = 0; kk < HS / 16; kk++) {
             uint32_t q_lo[M][4], b[4];
             load_a<HS>(q_lo, again(q_lo_tile), 16 * kk);
-#pragma unroll
             for (int n = 0; n < Sub / 8; n += 2) {
                 ldmatrix_x4(b_hi[kk][n / 2], block16_b<HS>(k_tile, 8 * n, 16 * kk));
                 mma(s, n, q_lo, b_hi[kk][n / 2]);
             }
-#pragma unroll
             for (int n = 0; n < Sub / 8; n += 2) {
                 ldmatrix_x4(b, block16_b<HS>(k_tile + KV::Lo, 8 * n, 16 * kk));
                 mma(s, n, q_hi[kk], b);
             }
         }
         // The large terms, in two chains as in product_abt, so that backward's S has the same bits.
-#pragma unroll
         for (int kk = 0; kk < HS / 32; kk++)
-#pragma unroll
             for (int n = 0; n < Sub / 8; n += 2) mma(s, n, q_hi[kk], b_hi[kk][n / 2]);
-#pragma unroll
         for (int n = 0; n < Sub / 8; n += 2) {
             float chain[M][2][4] = {};
-#pragma unroll
             for (int kk = HS / 32; kk < HS / 16; kk++) mma(chain, 0, q_hi[kk], b_hi[kk][n / 2]);
             add_columns(s, n, chain);
         }
         if constexpr (Masked) {
             const int lane = thread_again() % 32;
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = 16 * i + e / 2 * 8 + lane / 4;
                     const int visible = min(p.Tk - k0, row + 1 - ahead) - lane % 4 * 2;
-#pragma unroll
                     for (int n = 0; n < Sub / 8; n++)
                         if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
                 }
@@ -562,12 +523,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         // when some row of the warp outgrew it by more than 2, which after the first tiles hardly ever happens.
         float m_new[M][2];
         bool outgrown = false;
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 float x = s[i][0][2 * r];
-#pragma unroll
                 for (int n = 0; n < Sub / 8; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -576,27 +534,20 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             }
         Excess excess = l_excess[thread_again()];
         if (__any_sync(~0u, outgrown)) {
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float x = m_new[i][r];
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
                     m[i][r] = x;
                     l[i][r] *= alpha, excess.of[i][r] *= alpha;
-#pragma unroll
                     for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
                 }
         }
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 const float base = m[i][r] == -INFINITY ? 0.f : m[i][r];
                 float sum = 0.f;
-#pragma unroll
                 for (int n = 0; n < Sub / 8; n++)
-#pragma unroll
                     for (int e = 2 * r; e < 2 * r + 2; e++) {
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
                         sum += s[i][n][e];
@@ -638,9 +589,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     }
 
     float lse[M][2];
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = l[i][r];
             sum += __shfl_xor_sync(~0u, sum, 1);
@@ -649,7 +598,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             const float inverse = unseen ? 0.f : 1.f / sum;
             lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
             l[i][r] = sum;
-#pragma unroll
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
         }
     const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
@@ -658,7 +606,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         const size_t token = static_cast<size_t>(p.NH) * HS;
 #pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
@@ -673,7 +620,6 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                     const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
                     return old == -INFINITY ? ours : x - weight * (x - y);
                 };
-#pragma unroll
                 for (int n = 0; n < HS / 8; n++) {
                     const float2 x = acc[4 * n];
                     acc[4 * n] = make_float2(blend(x.x, o[i][n][2 * r]), blend(x.y, o[i][n][2 * r + 1]));
@@ -682,9 +628,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged.lse;
             }
     } else {
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
                     args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
@@ -710,11 +654,8 @@ struct BackwardArgs {
 template <int M, int N>
 __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
     float m = 0.f;
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int n = 0; n < N; n++)
-#pragma unroll
             for (int e = 0; e < 4; e++) m = max_nan(m, fabsf(c[i][n][e]));
     return warp_largest(m);
 }
@@ -765,9 +706,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         fetch_rows<HS, Rows>(x, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
         q_unit = power_of_two(-exponent_for(keep_rows<HS, Rows>(q_rows, QLo, x)));
         __syncwarp();
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int t = first_q() + 16 * i + 8 * r + lane / 4;
                 const size_t at = static_cast<size_t>(w.bh) * p.q_rows + t;
@@ -793,13 +732,10 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         product_abt<HS, 2>(s, q_tile, QLo, kv.x_tile(), KV::Lo);
         product_abt<HS, 1>(dp, do_tile, QLo, kv.y_tile(), KV::Lo);
         const int first_row = first_q();
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = first_row + 16 * i + e / 2 * 8 + lane / 4;
                 const int visible = min(p.Tk, row + p.shift + 1) - k0 - lane % 4 * 2;
-#pragma unroll
                 for (int n = 0; n < Bc / 8; n++) {
                     float P = exp2_approx(fmaf(s[i][n][e], s_unit, -lse_log2[i][e / 2]));
                     if (Masked && 8 * n + e % 2 >= visible) P = 0.f;
@@ -807,9 +743,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                     P_tile[i][e / 2] += P, dS_tile[i][e / 2] += s[i][n][e];
                 }
             }
-#pragma unroll
         for (int i = 0; i < M; i++)
-#pragma unroll
             for (int r = 0; r < 2; r++) {
                 P_sum[i][r] += __float2uint_rn(P_tile[i][r] * 0x1p30f);
                 dS_sum[i][r] += dS_tile[i][r];
@@ -825,7 +759,6 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     auto settle = [&](int i, int r, float& dS, float& P_excess) {
         dS = dS_sum[i][r];
         uint32_t P = P_sum[i][r];
-#pragma unroll
         for (int lanes = 1; lanes <= 2; lanes *= 2) {
             dS += __shfl_xor_sync(~0u, dS, lanes);
             P += __shfl_xor_sync(~0u, P, lanes);
@@ -854,14 +787,11 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             },
             [](int) { return 1.f; });
         if (n == 0 && few_keys())
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int r = 0; r < 2; r++) {
                     float dS, P_excess;
                     settle(i, r, dS, P_excess);
                     lse_log2[i][r] = fmaf(P_excess, kLog2e, lse_log2[i][r]);
-#pragma unroll
                     for (int c = 0; c < HS / 8; c++) dq[i][c][2 * r] = dq[i][c][2 * r + 1] = 0.f;
                 }
         const int k0 = tile_of(n) * Bc;
@@ -879,7 +809,6 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     float2 k_mean[HS / 8];
     if (whole_row) {
         const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
-#pragma unroll
         for (int n = 0; n < HS / 8; n++) {
             const float2* column = reinterpret_cast<const float2*>(k_sums) + 4 * n + lane % 4;
             k_mean[n] = {0.f, 0.f};
@@ -888,9 +817,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             k_mean[n].x /= keys, k_mean[n].y /= keys;
         }
     }
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             const unsigned thread = thread_again();
             const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
@@ -900,14 +827,12 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                 float dS, P_excess;
                 settle(i, r, dS, P_excess);
                 change = P_excess * kLog2e;
-#pragma unroll
                 for (int n = 0; n < HS / 8; n++)
                     dq[i][n][2 * r] -= dS * k_mean[n].x, dq[i][n][2 * r + 1] -= dS * k_mean[n].y;
             } else {
                 change = lse_log2[i][r] == INFINITY ? 0.f : fmaf(args.lse[at], kLog2e, -lse_log2[i][r]);  // lost to rounding
             }
             const float factor = p.scale * (1.f - kLn2 * change);
-#pragma unroll
             for (int n = 0; n < HS / 8; n++) dq[i][n][2 * r] *= factor, dq[i][n][2 * r + 1] *= factor;
             if (thread % 4 == 0 && t < p.Tq) {
                 const float lse = lse_log2[i][r] + change;
@@ -981,35 +906,26 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         product_abt<HS, 2>(s, k_tile, KLo, q_do.x_tile(), QdO::Lo);
         const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
         if constexpr (Masked) {
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int key = 16 * i + e / 2 * 8 + lane / 4;
                     const int unseen = key < keys ? ahead + key - lane % 4 * 2 : Br;  // queries
-#pragma unroll
                     for (int n = 0; n < Br / 8; n++)
                         if (8 * n + e % 2 < unseen) s[i][n][e] = -INFINITY;
                 }
         }
-#pragma unroll
         for (int n = 0; n < Br / 8; n++) {
             const float4 c = stats[4 * n + lane % 4];  // {lse, D} of this lane's columns: e = 0 and 1
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int e = 0; e < 4; e++) s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -(e % 2 ? c.z : c.x)));
         }
         to_a(hi, lo, s, kPScale);
         add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), QdO::Lo, power_of_two(-do_exponent - 14));
         product_abt<HS, 1>(dp, v_tile, KLo, q_do.y_tile(), QdO::Lo);
         const float dp_unit = units[thread_again() / 32].y * power_of_two(-do_exponent);
-#pragma unroll
         for (int n = 0; n < Br / 8; n++) {
             const float4 c = stats[4 * n + lane % 4];
-#pragma unroll
             for (int i = 0; i < M; i++)
-#pragma unroll
                 for (int r = 0; r < 2; r++) {  // P again from its halves: its registers were needed; then dS
                     const float2 P = join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
                     dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.y);
@@ -1039,11 +955,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             step(j, ahead, keys, q_exponent, do_exponent, std::false_type{});
     }
 
-#pragma unroll
     for (int i = 0; i < M; i++)
-#pragma unroll
         for (int n = 0; n < HS / 8; n++)
-#pragma unroll
             for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
     const int k0 = w.tile * Bc;
     store_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add_dkv);
