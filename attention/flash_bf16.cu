@@ -169,6 +169,7 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
                     pack_bf16(c[m][n][2 * r], c[m][n][2 * r + 1]);
     __syncwarp();
     constexpr int Chunks = HS / 8;
+#pragma unroll
     for (int i = 0; i < 16 * M; i += 32 / Chunks) {
         const int r = row + i + lane / Chunks, chunk = lane % Chunks;
         if (r < end)
