@@ -1,7 +1,7 @@
 // Which attention kernel runs, the layer's two calls, and the helpers of the block form.
 //
-// A new kernel is one row in its table below, after the kernels that it beats: the last row that the GPU can run is the
-// one that `flash` means.
+// A new kernel is one row in its table below, after the kernels that it beats. `flash` means the last flash row that
+// the GPU can run.
 #include <climits>
 #include <cmath>
 
@@ -103,16 +103,15 @@ __device__ void load_chunk(float (&to)[kChunk], const bf16* x) {
     for (int i = 0; i < kChunk / 8; i++) {
         const uint4 v = reinterpret_cast<const uint4*>(x)[i];
         const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-        for (int p = 0; p < 4; p++) {  // a bf16 is the upper half of a float; the first of a pair is the lower half
+        for (int p = 0; p < 4; p++) {  // bf16 is the upper half of a float. The first of a pair lies in the lower half
             to[8 * i + 2 * p] = __uint_as_float(pairs[p] << 16);
             to[8 * i + 2 * p + 1] = __uint_as_float(pairs[p] & 0xffff0000u);
         }
     }
 }
 
-// D = rowsum(dout∘out). HS/16 neighbouring lanes own a row, a chunk each, and the chunks are added from left to right:
-// flash_fp32 sums dP = dO Vᵀ in the same order, so that where one key has all the weight, out = v and dP − D is exactly
-// 0.
+// D = rowsum(dout∘out). HS/16 neighbouring lanes own a row, a chunk each, and add the chunks from left to right.
+// flash_fp32 sums dP = dO Vᵀ in the same order. If one key has all the weight, out = v, so dP − D is exactly 0.
 template <class X, int HS>
 __global__ void D_kernel(float* D, const X* dout, const X* out, int T, int NH, size_t rows) {
     constexpr int kLanes = HS / kChunk;

@@ -1,5 +1,5 @@
-// Moving and adding the blocks of chunked and ring attention. Bound by memory: four elements a thread where rows and
-// pointers allow it, which is 16 bytes of fp32.
+// Moves and adds the blocks of chunked and ring attention. Bound by memory, so a thread takes four elements at once,
+// which is 16 bytes of fp32, if rows and pointers allow it.
 //
 // Writes: copy_rows and sum_rows dst, write_dq_rows dq.  Adds into: add_rows dst.  Limits: none.
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Add {
     __device__ static float of(float a, float b) { return a + b; }
 };
 
-// dst ← Op(a, b); b may be dst.
+// dst ← Op(a, b). b may be dst.
 template <class Op, int V, class Y, class X>
 __global__ void __launch_bounds__(kThreads) rows_kernel(Y* dst, size_t dst_stride, const X* a, size_t a_stride,
                                                         const float* b, size_t b_stride, size_t n, size_t rows) {

@@ -1,9 +1,10 @@
-// The block form of attention as calls of the seam, CUDA side: what attention/chunks.h and attention/ring.h are written
-// over. dev/reference.h has the same for the CPU. The kernel is the one that the layer's flash attention has on this GPU.
+// The block form of attention as functions that the CUDA and the CPU backend both have. attention/chunks.h and
+// attention/ring.h call them. dev/reference.h has the CPU's. The kernel is the one that flash attention uses on this
+// GPU.
 #pragma once
 #include "attention/attention.h"
 
-// As the fields of AttentionKernel.
+// See the fields of AttentionKernel for what each does.
 template <class X>
 void attention_forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                              Heads<const X> v, const BlockShape& shape) {
@@ -29,7 +30,7 @@ void attention_write_dq(const Cuda& dev, Heads<X> dq, const float* dq_sum, const
     attention_kernel<X>(dev, Attention::flash, shape.HS).write_dq(dev, dq, dq_sum, shape);
 }
 
-// Rows of n elements, src_stride apart in src, dst_stride apart in dst; rounded to the type of dst.
+// Rows of n elements, src_stride elements apart in src and dst_stride in dst, rounded to the type of dst.
 template <class Y, class X>  // dst ← src
 void copy_rows(const Cuda& dev, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows);
 // dst ← dst + src

@@ -1,18 +1,17 @@
-// Blockwise attention on one device (Liu & Abbeel 2023): queries and keys of a sequence in chunks of any size, forward
-// and backward, over the kernels' block form. What one chunk after the other needs is what ring attention needs with the
-// chunks on different GPUs (attention/ring.h); here it is at its plainest.
+// Blockwise attention on one device (Liu & Abbeel 2023). The queries and keys of a sequence come in chunks of any size,
+// forward and backward, through the kernels' block form. Ring attention (attention/ring.h) does the same with the
+// chunks on different GPUs. This file shows it at its plainest.
 //
 //   forward    for each chunk of queries:  (o, L) ← (0, −∞);  for each chunk of keys: (o, L) ← merge((o, L), block)
 //              out = X(o), lse = L
-//   backward   D = rowsum(dO∘O), of whole rows;  dq ← 0
+//   backward   D = rowsum(dO∘O) of whole rows;  dq ← 0
 //              for each chunk of keys:  dk, dv ← 0;  for each chunk of queries: dq, dk, dv += block(lse, D)
-//              dq is a sum in the kernel's own order until it is whole (dq_sum, attention/attention.h)
+//              until it is whole, dq is a sum in the kernel's own order (dq_sum, attention/attention.h)
 //
-// The rule that makes chunks add up: P = exp(S − lse) and dS = P∘(dP − D) are those of the whole row only with the whole
-// row's lse and D. Given the lse of its own keys alone, a block computes the gradients of another function. And every sum
-// is cleared where it begins, by whoever owns it, never by the kernel that adds to it.
-//
-// Written over the seam: the backend's block form (attention/blocks.h, dev/reference.h) is declared before this header.
+// Chunks add up only with the lse and D of the whole row, because only then are P = exp(S − lse) and dS = P∘(dP − D)
+// the whole row's. With the lse of its own keys alone, a block would compute the gradients of another function. The
+// owner of a sum clears it where it begins. The kernel that adds to it never does.
+// The backend declares its block form before it includes this header (attention/blocks.h, dev/reference.h).
 // qkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T), dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/study_ring
@@ -25,8 +24,8 @@ template <class Dev, class X>
 class Chunks {
   public:
     using A = Acc<X>;
-    // Of `shape` B, Tq = Tk = T, NH, HS, causal and scale count. Chunks of q_chunk and k_chunk tokens, the last ones what
-    // is left. place() gives it memory of bytes().
+    // Only B, Tq = Tk = T, NH, HS, causal and scale of `shape` are used. Chunks have q_chunk and k_chunk tokens, and
+    // the last ones what is left. place() gives it memory of bytes().
     Chunks(const Dev& dev, const BlockShape& shape, int q_chunk, int k_chunk)
         : dev_(dev), s_(shape), q_chunk_(std::min(q_chunk, s_.Tq)), k_chunk_(std::min(k_chunk, s_.Tk)) {
         bytes_ = place(nullptr);
@@ -55,7 +54,7 @@ class Chunks {
     const BlockShape s_;
     const int q_chunk_, k_chunk_;
     size_t bytes_;
-    A* o_;                 // (B, Tq, NH, HS) of one chunk: the running output
+    A* o_;                 // (B, Tq, NH, HS) of one chunk, the running output
     double* running_lse_;  // (B, NH, Tq) of one chunk
     A* dq_sum_;            // of all queries
     A *dk_, *dv_;          // (B, Tk, NH, HS) of one chunk
@@ -64,7 +63,7 @@ class Chunks {
 
     size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, s_); }
     size_t C() const { return size_t(s_.NH) * s_.HS; }
-    // Tensors of the queries are those of the chunk, or of all.
+    // The queries' tensors hold one chunk with block(), and all queries with of_all().
     BlockShape block(int q0, int Tq, int k0, int Tk) const {
         return {s_.B, Tq, Tk, s_.NH, s_.HS, q0, k0, s_.causal, s_.scale};
     }
@@ -73,7 +72,7 @@ class Chunks {
         s.q_rows = s_.Tq, s.q_begin = q0;
         return s;
     }
-    // Part 0, 1, 2 of several of x (B, T, parts, NH, HS), from token t0 on.
+    // Part 0, 1 or 2 of x (B, T, parts, NH, HS), from token t0 on.
     Heads<const X> heads(const X* x, int t0, int part, int parts) const {
         return {x + size_t(t0) * parts * C() + part * C(), size_t(s_.Tq) * parts * C(), parts * C()};
     }

@@ -1,9 +1,9 @@
-// What the launchers of the flash kernels share: views of a layer's tensors, and checks. `kernel` is the name that an
+// What the launchers of the flash kernels share, views of a layer's tensors and checks. `kernel` is the name that an
 // Error begins with.
 #pragma once
 #include "attention/attention.h"
 
-// The three heads of a packed (B, T, 3, NH, HS) tensor: which = 0 q, 1 k, 2 v.
+// q, k or v (which = 0, 1, 2) of a packed (B, T, 3, NH, HS) tensor.
 template <class X>
 Heads<X> packed(X* qkv, const AttentionShape& s, int which) {
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
@@ -18,7 +18,7 @@ Heads<X> contiguous(X* x, int T, int NH, int HS) {
 inline BlockShape whole(const AttentionShape& s) {
     return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
 }
-// Tiles that cover a ≥ 1.
+// How many tiles of b cover a ≥ 1.
 inline int ceil_div(int a, int b) {
     return (a - 1) / b + 1;
 }
@@ -33,7 +33,7 @@ inline void check_shape(const char* kernel, const BlockShape& s) {
                            kernel, s.Tq, s.q_begin, s.rows_of_q(), s.Tk, s.rows_of_k()));
     if (!(s.resolved_scale() > 0.f)) throw Error(format("%s: scale %g, expected > 0", kernel, s.resolved_scale()));
 }
-// Rows of a tensor begin at multiples of 16 bytes.
+// Throws Error unless all rows of a tensor begin at multiples of 16 bytes.
 template <class X>
 void check_aligned(const char* kernel, const char* name, const Heads<X>& x) {
     constexpr size_t kElements = 16 / sizeof(X);

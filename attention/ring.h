@@ -1,25 +1,25 @@
-// Ring attention (Liu et al. 2023): one sequence over N ranks, each with T/N of its tokens. Keys and values travel
-// around the ring; at every stop a rank runs its queries against them by the block form and merges the result in fp32,
-// so that no rank ever holds more than two ranks' keys.
+// Ring attention (Liu et al. 2023) splits one sequence over N ranks, each with T/N of its tokens. Keys and values
+// travel around the ring. At every stop a rank runs its queries against them by the block form and merges the result in
+// fp32. So besides its own no rank ever holds more than two ranks' keys.
 //
 //   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
 //   forward:   (o, L) ← merge((o, L), block(q, k, v))
-//   backward:  dq += …;  dk and dv travel a step behind their keys, and each rank adds to them: home after N − 1 hops;
-//              those of a late chunk (see below) only from the first rank that sees it
+//   backward:  dq += …;  dk and dv travel a step behind their keys, each rank adds to them, and after N − 1 hops
+//              they are home. Those of a late chunk (see below) travel only from the first rank that sees it
 //
-// What travels does so behind the blocks that a rank works on meanwhile. Partial results are fp32 wherever they are, on
-// the way too, and are rounded once: so the error does not grow with N.
+// A rank computes on the keys it has while the next ones travel. Partial results are fp32 everywhere, on the way too,
+// and are rounded once, so the error does not grow with N.
 //
 // Zigzag: with a causal mask, contiguous parts would leave the first rank idle while the last works. So the sequence is
-// cut into 2N chunks and rank r holds chunks r and 2N−1−r: an early one, which sees little, and a late one, which sees
-// much. At every step but the first each rank then has exactly two whole pairs of chunks to work on:
-//   keys from an earlier rank s < r: both its chunks of queries see the early chunk s and neither the late one 2N−1−s
-//   keys from a later rank   s > r: its late chunk sees both chunks, its early one neither
-// so that no mask is needed; and at the first step, with its own keys, the mask of an ordinary sequence of two chunks.
+// cut into 2N chunks and rank r holds chunks r and 2N−1−r. The early one sees little, and the late one sees much. At
+// every step but the first each rank then has exactly two whole pairs of chunks to work on:
+//   keys from an earlier rank s < r   both its chunks of queries see the early chunk s and neither sees the late 2N−1−s
+//   keys from a later rank   s > r    its late chunk sees both chunks and its early one neither
+// So these steps need no mask. The first step, with its own keys, has the mask of an ordinary sequence of two chunks.
 //
-// Written over the seam: the backend's block form (attention/blocks.h, dev/reference.h) is declared before this header.
-// A rank's tensors are those of its 2·Tc tokens in the order (early chunk, late chunk): qkv (B, 2Tc, 3, NH, HS), out
-// and dout (B, 2Tc, NH, HS), lse (B, NH, 2Tc), dqkv as qkv.
+// The backend declares its block form before it includes this header (attention/blocks.h, dev/reference.h). A rank's
+// tensors hold its 2·Tc tokens in the order (early chunk, late chunk). They are qkv (B, 2Tc, 3, NH, HS), out and dout
+// (B, 2Tc, NH, HS), lse (B, NH, 2Tc), and dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once
@@ -33,21 +33,22 @@ struct Zigzag {
     int chunk(int rank, int half) const { return half == 0 ? rank : 2 * ranks - 1 - rank; }
     int owner(int chunk) const { return std::min(chunk, 2 * ranks - 1 - chunk); }
     int source(int rank, int step) const { return (rank - step + ranks) % ranks; }  // of the keys at a step
-    // Do queries of one chunk see keys of another: all, some (it is the same chunk), or none?
+    // True if any query of one chunk sees any key of the other. The mask cuts a pair only if both are the same chunk.
     static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
-    // How many chunks of another rank's keys do a rank's queries see? The early one, or both: and who sees the late one
-    // comes last on the way of its gradients, so that before, nobody has added to them, and afterwards, everybody does.
+    // How many chunks of another rank's keys the queries of `rank` see at a step, which is both or only the early one.
+    // The gradients of those keys reach the ranks that see both last. So until then nobody has added to the late
+    // chunk's, and from then on every rank adds.
     int seen(int rank, int step) const { return sees(chunk(rank, 1), chunk(source(rank, step), 1)) ? 2 : 1; }
 };
 
-// A rank's part in the ring: keys and values of two ranks, fp32 state of its own tokens, fp32 gradients of three ranks'
-// keys and values. Comm: the ranks of one sequence, as in layers/comm.h.
+// A rank's part in the ring. It holds keys and values of two ranks, the fp32 state of its own tokens, and four fp32
+// buffers for gradients of keys and values. Comm connects the ranks of one sequence, as in layers/comm.h.
 template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring {
   public:
     using A = Acc<X>;
-    // start() gives it memory of bytes(), all of one allocation, and the others. Nobody may free that before stop(), which
-    // all ranks call at once, because other ranks have mapped it.
+    // start() gives it memory of bytes(), which must be one whole allocation, and the communicator. Other ranks map
+    // that memory, so nobody may free it before stop(), which all ranks call together.
     Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0)
         : dev_(dev), zigzag_{ranks}, rank_(rank), B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
         bytes_ = place(nullptr);
@@ -74,14 +75,14 @@ class Ring {
     const float scale_;
     size_t bytes_;
     Comm* comm_ = nullptr;
-    X* kv_[2];       // (B, 2Tc, 2, NH, HS): at work, and on its way in
-    A* dkv_[2];      // (2: K and V, B, 2Tc, NH, HS) of the ranks so far: at work, and on its way in
-    A* own_;         // the same: this rank's addition to it
-    A* home_;        // the same: of its own keys by its own queries
-    A* o_;           // (B, 2Tc, NH, HS): running output; in backward dq_sum of all queries (attention/attention.h)
+    X* kv_[2];       // (B, 2Tc, 2, NH, HS), [0] at work and [1] on its way in
+    A* dkv_[2];      // (K and V, B, 2Tc, NH, HS), the sum of the ranks so far, [0] at work and [1] on its way in
+    A* own_;         // the same shape, this rank's addition to it
+    A* home_;        // the same shape, from its own keys and queries
+    A* o_;           // (B, 2Tc, NH, HS) running output, and in backward dq_sum of all queries (attention/attention.h)
     A* D_;           // (B, NH, 2Tc)
-    double* lse_;    // as D_: the running one
-    char* scratch_;  // of the kernels
+    double* lse_;    // as D_, the running one
+    char* scratch_;  // the kernels'
 
     size_t place(void* memory) {
         size_t used = 0;
@@ -106,8 +107,8 @@ class Ring {
     size_t tokens() const { return size_t(B_) * 2 * Tc_; }
     size_t elements() const { return tokens() * C(); }
 
-    // Queries [q0, q0 + Tq) of this rank against the first Tk of its own keys, which are neighbours in order: the mask is
-    // that of a sequence of 2Tc tokens. Or of another rank's: there is none.
+    // Queries [q0, q0 + Tq) of this rank. Against the first q0 + Tq of its own keys, whose chunks are neighbours in
+    // order, the mask is an ordinary one of a sequence of 2Tc tokens. Against another rank's keys there is none.
     BlockShape own_keys(int q0, int Tq) const { return block(q0, Tq, q0 + Tq, true); }
     BlockShape others_keys(int step) const {
         const int seen = zigzag_.seen(rank_, step), Tq = seen == 2 ? Tc_ : 2 * Tc_;
@@ -139,9 +140,9 @@ class Ring {
 
     int next() const { return (rank_ + 1) % zigzag_.ranks; }
     int before() const { return zigzag_.source(rank_, 1); }
-    // Elements of dk, and of dv, of a sequence that have a sum when a rank has added its part: those of the keys of `step`.
+    // Elements of one sequence of dk (and of dv) that hold a sum once `rank` has added its part for the keys of `step`.
     size_t summed(int rank, int step) const { return zigzag_.seen(rank, step) * Tc_ * C(); }
-    // buffers[0] goes to the next rank while buffers[1] comes from the one before. When it has come, it is buffers[0].
+    // Buffer [0] goes to the next rank while [1] comes from the one before. Once it has come, arrive() makes it [0].
     void pass_on_kv(int step, const X* qkv) {
         if (step == 0)  // its own
             comm_->send_recv_rows(next(), kv_[0], qkv + C(), 3 * C(), 2 * C(), tokens(), before(), kv_[1]);
@@ -154,8 +155,8 @@ class Ring {
             comm_->send_recv(next(), dkv_[0] + at, summed(rank_, step - 1), before(), dkv_[1] + at,
                              summed(before(), step - 1));
     }
-    // What travels during a step: keys and values, but not in the last one; in backward, from the third step on and once
-    // more after the last, the gradients of the keys of the step before.
+    // Keys and values travel during every step but the last. In backward the gradients of the keys of the step before
+    // travel too, from the third step on and once more after the last.
     bool kv_travels(int step) const { return step + 1 < zigzag_.ranks; }
     bool dkv_travels(int step, Pass pass) const { return pass == Pass::backward && step > 1; }
     void depart(int step, Pass pass, const X* qkv) {
@@ -189,8 +190,8 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
     copy_rows(dev_, lse, elements() / HS_, lse_, elements() / HS_, elements() / HS_, 1);
 }
 
-// The gradients of a rank's keys start their way at the next rank, at step 1, and are home after ranks − 1 hops, the
-// last of them behind the queries and keys of its own early chunk, which therefore come last.
+// The gradients of a rank's keys start at the next rank, at step 1, and are home after ranks − 1 hops. The last hop is
+// hidden behind the queries and keys of the rank's own early chunk, so these come last.
 template <class Dev, class X, class Comm>
 void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
     const int ranks = zigzag_.ranks;
@@ -203,7 +204,7 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
     arrive(0, Pass::backward);
 
     for (int step = 1; step < ranks; step++) {
-        const bool first = step == 1;  // starts the sum
+        const bool first = step == 1;  // this rank starts the sum
         depart(step, Pass::backward, qkv);
         BlockShape s = others_keys(step);
         s.write_dkv = true;
@@ -217,7 +218,7 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
 
     depart(ranks, Pass::backward, qkv);
     backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
-    // While the last gradients come.
+    // The last gradients come meanwhile.
     attention_write_dq(dev_, Heads<X>{dqkv, 2 * Tc_ * 3 * C(), 3 * C()}, o_, own_keys(0, 2 * Tc_));
     arrive(ranks, Pass::backward);
     const size_t come = ranks > 1 ? summed(before(), ranks - 1) / C() : 0;  // tokens of a sequence

@@ -1,10 +1,10 @@
-// Tensor maps: how the TMA unit of sm_90 finds the rows of a (B, T, NH, HS) tensor, whatever its strides.
+// A tensor map tells the TMA unit of sm_90 where the rows of a (B, T, NH, HS) tensor lie, whatever its strides.
 #pragma once
 #include <cuda.h>
 
 #include "attention/attention.h"
 
-// cuTensorMapEncodeTiled is a driver function; asking the runtime for it keeps libcuda out of the link.
+// cuTensorMapEncodeTiled is a driver function. We ask the runtime for it, so that nothing links libcuda.
 inline auto tensor_map_encoder() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -18,9 +18,10 @@ inline auto tensor_map_encoder() {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-// Describes bf16 x (B, T, NH, HS) for copies of boxes of 64 elements of one head by `rows` tokens of one sequence, with
-// coordinates (d, h, t, b). In shared memory a box is rows of 128 bytes in the 128-byte swizzle: 16-byte chunk c of row
-// r lies at c ^ (r % 8). Each sequence ends at T: a box that reaches past it reads zeros, not the next sequence's rows.
+// Describes bf16 x (B, T, NH, HS) for copies of boxes with coordinates (d, h, t, b). A box is 64 elements of one head
+// by `rows` tokens of one sequence. In shared memory its rows are 128 bytes in the 128-byte swizzle, where 16-byte
+// chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box that reaches past it reads zeros and not the
+// next sequence's rows. Throws Error if the driver refuses.
 template <class X>
 CUtensorMap tensor_map(const char* name, const Heads<X>& x, int B, int T, int NH, int HS, int rows) {
     static const auto encode = tensor_map_encoder();
