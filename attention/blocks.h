@@ -1,6 +1,5 @@
-// The block form of attention as functions that the CUDA and the CPU backend both have. attention/chunks.h and
-// attention/ring.h call them. dev/reference.h has the CPU's. The kernel is the one that flash attention uses on this
-// GPU.
+// Calls of the block form on CUDA, for attention/chunks.h and attention/ring.h. The CPU has the same in
+// dev/reference.h. The kernel is the one that the layer's flash attention uses on this GPU.
 #pragma once
 #include "attention/attention.h"
 

@@ -1,4 +1,4 @@
-// Flash attention, fp32, on CUDA cores (every GPU from sm_75): the algorithm at its plainest.
+// Flash attention, fp32, on CUDA cores (every GPU from sm_75). This is the algorithm at its plainest.
 //
 // Forward, for one tile of Br query rows against one tile of Bc keys at a time:
 //   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
@@ -9,20 +9,20 @@
 //   P = exp(scale·Q Kᵀ − lse);  dV += Pᵀ dO                         (lse with the bits that fp32 has no room for)
 //   dS = P∘(dO Vᵀ − D);         dK += scale·dSᵀ Q;  dQ += scale·dS K
 //
-// New against naive: S and P are never stored. Forward: a block of 4 warps keeps Br query rows of one (b, head), and K
-// and V stream past them; m and l make the softmax right without having seen the whole row. Backward: a block keeps Bc
-// keys, and Q and dO stream past them; P is computed again from lse.
+// New against naive: S and P are never stored. In forward a block of 4 warps keeps Br query rows of one (b, head), and
+// K and V stream past them. m and l make the softmax right without having seen the whole row. In backward a block keeps
+// Bc keys, and Q and dO stream past them. It computes P again from lse.
 //
-// What bounds it: the FFMA rate, then shared memory. A thread multiplies with outer products in registers: an M × N
-// sub-tile costs M + N loads of 16 bytes for 4·M·N FFMAs, so sub-tiles are as large as 255 registers allow. P (and dS)
-// change owners between one product and the next, through shared memory.
+// The FFMA rate bounds it, then shared memory. A thread multiplies with outer products in registers. An M × N sub-tile
+// costs M + N loads of 16 bytes for 4·M·N FFMAs, so sub-tiles are as large as 255 registers allow. P (and dS) change
+// owners between one product and the next, through shared memory.
 //
 // dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
-// query tile's counter: no atomics on floats, and the same bits on every run.
+// query tile's counter. So there are no atomics on floats, and every run gives the same bits.
 //
-// Forward writes: out, lse (every element).  Backward writes: dqkv (every element); D, lse_rest and the counters in scratch.
-// The block form updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
-// Limits: HS in {64, 128}; any T ≥ 1.   Run: ./dev/bench_attention --kernel flash_fp32
+// Writes: forward out, lse, backward dqkv (every element) and D, lse_rest and the counters in scratch.
+// Block form: updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
+// Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <algorithm>
 #include <climits>
 
@@ -34,7 +34,7 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
 
-constexpr int kThreads = 128;  // 4 warps: one for each scheduler of an SM
+constexpr int kThreads = 128;  // 4 warps, one for each scheduler of an SM
 constexpr int kWarps = kThreads / 32;
 constexpr int kLaneRows = 4, kLaneCols = 8;  // a warp's lanes as a grid
 constexpr int kChunk = 16;                   // terms of a dot product that are summed in one go, as in attention_D
@@ -44,8 +44,8 @@ constexpr int kChunk = 16;                   // terms of a dot product that are 
 template <int HS_, int Br_, int Bc_>
 struct Tiles {
     static constexpr int HS = HS_, Br = Br_, Bc = Bc_;
-    // Row lengths in shared memory. +4 floats: lanes that read 16 bytes of 8 neighbouring rows hit 8 different bank
-    // groups. +8: a warp that writes 8 neighbouring floats in each of 4 rows hits 32 different banks.
+    // Row lengths in shared memory. With +4 floats, lanes that read 16 bytes of 8 neighbouring rows hit 8 different
+    // bank groups. With +8, a warp that writes 8 neighbouring floats in each of 4 rows hits 32 different banks.
     static constexpr int kRow = HS + 4, kPRow = Bc + 8;
     enum : int {
         kForwardFloats = (Br + Bc) * kRow + Br * kPRow,      // Q, K or V, P
@@ -54,19 +54,19 @@ struct Tiles {
 };
 
 //                                              a thread's S, O            shared memory
-using Forward64 = Tiles<64, 128, 64>;        // 8×8, 8×8: 128 accumulators  88 KB, two blocks an SM on sm_90
-using Forward128 = Tiles<128, 64, 64>;       // 4×8, 4×16                   86 KB
-using ForwardSmall64 = Tiles<64, 64, 64>;    // 4×8, 4×8                    53 KB: Turing gives a block 64 KB
-using ForwardSmall128 = Tiles<128, 32, 64>;  // 2×8, 2×16                   60 KB
+using Forward64 = Tiles<64, 128, 64>;        // 8×8, 8×8: 128 accumulators  87 KB, two blocks an SM on sm_90
+using Forward128 = Tiles<128, 64, 64>;       // 4×8, 4×16                   84 KB
+using ForwardSmall64 = Tiles<64, 64, 64>;    // 4×8, 4×8                    52 KB, as Turing gives a block 64 KB
+using ForwardSmall128 = Tiles<128, 32, 64>;  // 2×8, 2×16                   59 KB
 //                                              a thread's S, dP, dK, dV
-using Backward64 = Tiles<64, 64, 64>;         // all 4×8: 128 accumulators   88 KB
-using Backward128 = Tiles<128, 32, 64>;       // 2×8, 2×8, 4×16, 4×16        111 KB: sm_80, sm_90, sm_100
-using BackwardSmall64 = Tiles<64, 32, 64>;    // 2×8, 2×8, 4×8, 4×8          62 KB
-using BackwardSmall128 = Tiles<128, 16, 32>;  // 1×4, 1×4, 2×16, 2×16        54 KB
+using Backward64 = Tiles<64, 64, 64>;         // all 4×8: 128 accumulators   86 KB
+using Backward128 = Tiles<128, 32, 64>;       // 2×8, 2×8, 4×16, 4×16        108 KB, for sm_80, sm_90, sm_100
+using BackwardSmall64 = Tiles<64, 32, 64>;    // 2×8, 2×8, 4×8, 4×8          60 KB
+using BackwardSmall128 = Tiles<128, 16, 32>;  // 1×4, 1×4, 2×16, 2×16        52 KB
 
-// The lane grid: bits 0 and 4 of the lane are the row, bits 1 to 3 the column. Lanes that share an address then differ
-// in bit 0 (same column) or bit 1 (same row), which lets the hardware serve a 16-byte load of the warp in 2 passes,
-// not 4.
+// The lane grid. Bits 0 and 4 of the lane are the row, and bits 1 to 3 the column. Lanes that share an address then
+// differ in bit 0 (same column) or bit 1 (same row). That lets the hardware serve a 16-byte load of the warp in 2
+// passes, not 4.
 __device__ static int lane_row() {
     return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2);
 }
@@ -84,7 +84,7 @@ __device__ static float row_sum(float x) {
     return x;
 }
 
-// 2^x by the special function unit; exp2f without the detour for denormal results.
+// 2^x by the special function unit, without the detour that exp2f takes for denormal results.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 __device__ static float exp2_approx(float x) {
     float y;
@@ -94,12 +94,12 @@ __device__ static float exp2_approx(float x) {
 constexpr float kLog2e = 1.4426950408889634f;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles between global and shared memory, through registers: the loads can be on their way while something else runs
+// Tiles move between global and shared memory through registers, so that the loads can run beside something else.
 
 template <int Rows, int HS>
 using Stage = float4[Rows * HS / 4 / kThreads];
 
-// A row is HS/4 threads wide; each thread takes one 16-byte chunk of every kRowsAtOnce-th row.
+// A row is HS/4 threads wide. Each thread takes one 16-byte chunk of every kRowsAtOnce-th row.
 template <int HS>
 constexpr int kRowsAtOnce = kThreads / (HS / 4);
 
@@ -126,8 +126,9 @@ __device__ void store(float* smem, const Stage<Rows, HS>& stage, float factor = 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. A thread's rows are row, row + 4, … of its warp's (in matmul_tn: M neighbours), its columns col, col + 8, …
-// (in matmul_nt) or 4·col … 4·col + 3, then the same + 32, … (in the others). a and b point to the thread's first.
+// Products. a and b point to the thread's first row and column. Its rows are row, row + 4, … of its warp's, or M
+// neighbours in matmul_tn. Its columns are col, col + 8, … in matmul_nt, and in the others 4·col … 4·col + 3, then the
+// same + 32, ….
 
 template <int N>
 __device__ void load(float (&to)[N], const float* from, int stride = 4) {
@@ -192,13 +193,13 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 
 struct ForwardArgs {
     float* out;       // (B,Tq,NH,HS)
-    float* lse;       // (B,NH,Tq), written; null: the block form
-    double* lse_acc;  // of the block form: out and lse_acc hold the state of earlier blocks
-    const float* lse_in;  // of lse_rest_kernel: what forward wrote
-    float* lse_rest;      // of lse_rest_kernel: written; null otherwise
+    float* lse;       // (B,NH,Tq), written, or null in the block form
+    double* lse_acc;  // block form only. out and lse_acc hold the state of earlier blocks
+    const float* lse_in;  // for lse_rest_kernel, what forward wrote
+    float* lse_rest;      // written by lse_rest_kernel, null otherwise
     Heads<const float> q, k, v;
     int Tq, Tk, NH;
-    int q_rows;  // of out and lse: see BlockShape
+    int q_rows;  // of out and lse (see BlockShape)
     int shift;   // query i sees the keys j ≤ i + shift
     float scale;
 };
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
     fetch<Bc, HS>(kv_stage, k, args.k.token, kv_end);
     store<Bc, HS>(kv_smem, kv_stage);
 
-    float o_regs[M][kOut] = {}, m[M], l[M] = {};  // l: this thread's columns only
+    float o_regs[M][kOut] = {}, m[M], l[M] = {};  // l is of this thread's columns only
     for (int i = 0; i < M; i++) m[i] = -INFINITY;
 
     for (int kv0 = 0; kv0 < kv_end; kv0 += Bc) {
@@ -247,12 +248,12 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
                 }
         }
 
-        // Online softmax: everything so far was relative to the old m.
+        // Online softmax. Everything so far was relative to the old m.
         for (int i = 0; i < M; i++) {
             float m_new = s_regs[i][0];
             for (int j = 1; j < N; j++) m_new = fmaxf(m_new, s_regs[i][j]);
             m_new = fmaxf(m[i], row_max(m_new));
-            const float base = m_new == -INFINITY ? 0.f : m_new;  // a row that has seen no key: exp(−∞ − 0), not −∞ + ∞
+            const float base = m_new == -INFINITY ? 0.f : m_new;  // a row without keys gets exp(−∞ − 0), not −∞ + ∞
             const float correction = exp2_approx((m[i] - base) * kLog2e);
             m[i] = m_new;
             float l_tile = 0.f;
@@ -270,8 +271,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         __syncthreads();  // V is there, and P, whose rows stay within a warp
         const int kv_next = kv0 + Bc;
         if (kv_next < kv_end) fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token, args.k.token, kv_end - kv_next);
-        // A sum of its own for each tile: chains of Bc additions, not of T, and an error of O that does not grow with
-        // T. It shows in dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
+        // Each tile has a sum of its own. Chains are then Bc additions long and not T, so the error of O does not grow
+        // with T. It would show in dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
         float pv_regs[M][kOut] = {};
         matmul_nn<Bc>(pv_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
         for (int i = 0; i < M; i++)
@@ -319,9 +320,10 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Before backward, in the whole form: what lse lost when it was rounded to fp32, in units of log 2. At |lse| = 128 that is up
-// to 2^-17 of P, the same for all keys of a row, and 30 times naive's error. A row's P shall add up to 1, so log Σ P is what
-// is missing. Tiles without a large lse, as all are in ordinary training, only write zeros.
+// Runs before backward in the whole form. It finds what lse lost when it was rounded to fp32, in units of log 2. At
+// |lse| = 128 that is up to 2^-17 of P, the same for all keys of a row, and 30 times naive's error. A row's P must add
+// up to 1, so log Σ P is what is missing. In ordinary training no tile has a large lse, and tiles without one only
+// write zeros.
 constexpr float kLargeLse = 16;
 
 template <class Tile>
@@ -376,20 +378,20 @@ struct BackwardArgs {
     Heads<float> dq, dk, dv;
     Heads<const float> q, k, v, dout;
     const float *lse, *D;   // (B,NH,Tq)
-    const float* lse_rest;  // (B,NH,Tq), in units of log 2; null: the block form
+    const float* lse_rest;  // (B,NH,Tq), in units of log 2, or null in the block form
     int* ticket;           // the next block's number
-    int* key_tiles_added;  // (B·NH, query tiles): how many key tiles are in dq
+    int* key_tiles_added;  // (B·NH, query tiles), how many key tiles are in dq
     int Tq, Tk, NH, heads;
-    int q_rows;  // of lse and D: see BlockShape
+    int q_rows;  // of lse and D (see BlockShape)
     int shift;   // query i sees the keys j ≤ i + shift
     float scale;
-    bool add_dq, add_dkv;  // into dq, dk, dv; else they are written
+    bool add_dq, add_dkv;  // into dq, dk, dv. If false they are written
 };
 
 __device__ static void add4(float* to, const float* x, bool add, float factor = 1.f) {
     float4 sum{x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
     if (add) {
-        const float4 old = __ldcg(reinterpret_cast<float4*>(to));  // past L1, which does not see other SMs' writes
+        const float4 old = __ldcg(reinterpret_cast<float4*>(to));  // bypasses L1, which does not see other SMs' writes
         sum.x += old.x, sum.y += old.y, sum.z += old.z, sum.w += old.w;
     }
     *reinterpret_cast<float4*>(to) = sum;
@@ -408,8 +410,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     float* p_smem = do_smem + Br * kRow;             // (Br, Bc), P and dS in turn
     __shared__ int ticket_smem;
 
-    // Blocks number themselves in the order in which they start, because each waits for its predecessor in its head:
-    // key tile j of all heads, then j + 1. It is also the longest first.
+    // Each block waits for its predecessor in its head, so blocks number themselves in the order in which they start.
+    // Key tile j of all heads comes before j + 1. The longest then come first too.
     if (threadIdx.x == 0) ticket_smem = atomicAdd(args.ticket, 1);
     __syncthreads();
     const int bh = ticket_smem % args.heads, key_tile = ticket_smem / args.heads, kv0 = key_tile * Bc;
@@ -442,8 +444,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     load_queries(query_tiles - 1);
     __syncthreads();
 
-    // From the last query tile back: all key tiles meet the last query tile first, so they wait for one another once,
-    // at the start, and then follow at a distance.
+    // Goes from the last query tile back. All key tiles then meet the last query tile first, so they wait for one
+    // another once, at the start, and follow at a distance.
     float dk_regs[Mk][kOut] = {}, dv_regs[Mk][kOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
@@ -454,7 +456,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             lse[i] = t < args.Tq ? args.lse[at] : INFINITY;
             rest[i] = t < args.Tq && args.lse_rest ? args.lse_rest[at] : 0.f;
             D[i] = t < args.Tq ? args.D[at] : 0.f;
-            if (lse[i] == -INFINITY) lse[i] = INFINITY;  // the row saw no key at all: P = 0
+            if (lse[i] == -INFINITY) lse[i] = INFINITY;  // the row saw no key at all, so P = 0
         }
 
         float* p_own = p_smem + row * kPRow + col;  // this thread's elements of P, then of dS
@@ -470,8 +472,9 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
                     p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
                 }
         }
-        // dP, in sums of kChunk terms: where P is close to 1, dP − D cancels, and what is left of dS is dP's rounding
-        // error, half as large as with one long sum. attention_D adds in the same order: at P = 1 it cancels exactly.
+        // dP is summed kChunk terms at a time. If P is close to 1, dP − D cancels, and what is left of dS is dP's
+        // rounding error, half as large as with one long sum. attention_D adds in the same order, so at P = 1 it
+        // cancels exactly.
         float ds_regs[M][N] = {};
 #pragma unroll 1
         for (int k = 0; k < HS; k += kChunk) {
@@ -538,8 +541,8 @@ static void check(const char* what, const BlockShape& s) {
                    what, s.B, s.Tq, s.Tk, s.NH));
 }
 
-// Query i sees key j where i + shift ≥ j. Without a mask, or with one that shows everything or nothing, it is clamped
-// so that no sum overflows.
+// Query i sees key j if i + shift ≥ j. The shift is clamped where there is no mask, or one that shows everything or
+// nothing, so that no sum overflows.
 static int shift_of(const BlockShape& s) {
     if (!s.causal) return s.Tk;
     return static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
@@ -580,8 +583,8 @@ static void forward_any(const Cuda& dev, const char* what, ForwardArgs args, Hea
     if (!launched) throw_no_tile(dev, what);
 }
 
-// Counters: the ticket, then one for each query tile of at least 16 rows of each head. D comes first, in the whole
-// form.
+// How many counters scratch holds. The ticket is first, then one for each query tile of at least 16 rows of each head.
+// In the whole form D and lse_rest come before them.
 static size_t counters(const BlockShape& s) {
     return 1 + static_cast<size_t>(s.B) * s.NH * ((s.Tq + 15) / 16);
 }

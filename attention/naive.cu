@@ -1,20 +1,24 @@
-// Naive attention: the formula as it stands, three matrix products and a softmax. The baseline of every benchmark.
+// Naive attention is the formula as it stands, three matrix products and a softmax. It is the baseline of every
+// benchmark.
 //
 //   S = scale·Q Kᵀ      P = softmax S      out = P V                                  lse = log Σ exp S
 //   dV = Pᵀ dO          dP = dO Vᵀ         dS = P∘(dP − D),  D = rowsum(P∘dP)
 //   dQ = scale·dS K     dK = scale·dSᵀ Q
 //
-// The products are cuBLAS's, one batched call for the matrices of all B·NH heads, which read q, k and v where the QKV matmul left
-// them: a head is a matrix with row stride 3C, so nothing is permuted. The two softmax kernels in between are ours. S,
-// P and dP, dS are (B, NH, T, T). They are what bounds this kernel: at HS = 64 an element of S costs 128 FLOPs and then
-// goes to memory and back twice in forward, four times in backward. Never writing them is the whole idea of flash.
+// cuBLAS does the products, one batched call for the matrices of all B·NH heads. It reads q, k and v where the QKV
+// matmul left them. A head is a matrix with row stride 3C, so nothing is permuted. The two softmax kernels in between
+// are ours.
 //
-// S is overwritten by P in `att`, which backward needs; dP by dS in scratch, where the pointers are too. Their rows are
-// padded to 16 bytes, so that any T gets wide accesses. Products and softmax work on full squares: above the diagonal a
-// causal P and dS are zero.
+// S, P, dP and dS are (B, NH, T, T), and they bound this kernel. At HS = 64 an element of S costs 128 FLOPs. It then
+// goes to memory and back twice in forward, and four times in backward. Flash attention's whole idea is never to write
+// them.
+//
+// P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch, which also holds the pointers. Their
+// rows are padded to 16 bytes, so that any T gets wide accesses. Products and softmax work on full squares. Above the
+// diagonal a causal P and dS are zero.
 //
 // Writes: out, lse, att; dqkv (every element).  Accumulates into: nothing.
-// Limits: any T ≥ 1; HS rows of whole 16 bytes; every buffer 16-byte aligned.
+// Limits: any T ≥ 1. A row of HS elements is a multiple of 16 bytes. Every buffer is 16-byte aligned.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/attention.h"
 #include "layers/cublas.h"
@@ -22,7 +26,7 @@
 
 namespace {
 
-// A row of S is shared by a warp if it is short, which needs no barrier, else by a block: with a warp each, so many
+// A warp works on a short row of S, so that it needs no barrier, and a block on a long one. With a warp each, so many
 // long rows would be in flight that a row has left the cache when its second pass begins.
 constexpr int kBlock = 128;
 constexpr int kShortRowBytes = 2048;
@@ -36,17 +40,18 @@ __device__ float row_max(float x) {
     return Threads == kWarp ? warp_max(x) : block_max(x);
 }
 
-// att (rows, ld): P over S, zeros from the row's last key on. lse (rows). A row is a query (b, h, i).
+// Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse (rows). A row is a query
+// (b, h, i).
 template <class X, int Threads, bool Causal>
 __global__ void softmax_forward_kernel(X* att, float* lse, size_t rows, int T, int ld) {
     constexpr int V = kVec<X>;
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
-    if (row >= rows) return;  // never some threads of a row only
+    if (row >= rows) return;  // all threads of a row, or none
     const int lane = threadIdx.x % Threads;
     const int keys = Causal ? static_cast<int>(row % T) + 1 : T;
     X* s = att + row * ld;
 
-    // One pass for the maximum m and the sum l: when m grows, what was summed so far shrinks.
+    // One pass finds the maximum m and the sum l. When m grows, what was summed so far shrinks.
     float m = -INFINITY, l = 0.f;
     for (int j = lane * V; j < keys; j += Threads * V) {
         const Vec<X, V> x = load<V>(s + j);
@@ -73,7 +78,7 @@ __global__ void softmax_forward_kernel(X* att, float* lse, size_t rows, int T, i
     }
 }
 
-// datt (rows, ld): dS over dP. scale is left to the products that follow.
+// Overwrites dP with dS in datt (rows, ld). The products that follow apply scale.
 template <class X, int Threads, bool Causal>
 __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int T, int ld) {
     constexpr int V = kVec<X>;
@@ -105,7 +110,7 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// One matrix for each (b, h): at ptr + b·batch + h·head bytes, its rows `ld` elements apart.
+// One matrix for each (b, h). It begins at ptr + b·batch + h·head bytes, and its rows are `ld` elements apart.
 struct Matrices {
     char* ptr;
     size_t batch, head;
@@ -129,7 +134,7 @@ Matrices squares(X* att, const AttentionShape& s) {  // (B, NH, T, T), rows padd
     return {(char*)att, head * s.NH, head, ld};
 }
 
-// pointers (count, B, NH): where cublasGemmBatchedEx looks for its matrices. One launch does all of a pass.
+// Writes pointers (count, B, NH), in which cublasGemmBatchedEx finds its matrices. One launch does all of a pass.
 constexpr int kMostOperands = 9;
 struct Operands {
     Matrices of[kMostOperands];
@@ -143,7 +148,7 @@ __global__ void pointers_kernel(void** pointers, Operands operands, size_t heads
     pointers[i] = m.ptr + head / NH * m.batch + head % NH * m.head;
 }
 
-// Batched products among the operands of a pass, which are named by their index.
+// Batched products among the operands of a pass. An operand is named by its index.
 template <class X>
 class Products {
   public:
@@ -153,8 +158,8 @@ class Products {
                                                                                               heads_, s.NH);
         LAUNCH_CHECK("pointers_kernel");
     }
-    // Row-major c (m × n) = alpha · a b, where a is (m × k), or (k × m) and transposed; b likewise. cuBLAS counts by
-    // columns: it is asked for cᵀ = bᵀ aᵀ, and a row-major matrix is its transpose already.
+    // Row-major c (m × n) = alpha · a b, where a is (m × k), or (k × m) if transposed, and b likewise. cuBLAS is
+    // column-major, and a row-major matrix is its transpose already. So it is asked for cᵀ = bᵀ aᵀ.
     void multiply(int c, float alpha, int a, bool transpose_a, int b, bool transpose_b, int m, int n, int k) const {
         constexpr cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_32F;
         const bool tf32 = std::is_same_v<X, float> && dev_.tf32;
@@ -188,7 +193,7 @@ void** pointers_in(void* scratch, const AttentionShape& s) {
     return reinterpret_cast<void**>(static_cast<char*>(scratch) + saved_bytes<X>(s));
 }
 
-// cuBLAS cannot see how the pointers in an array are aligned: it takes 16 bytes for granted, and so do our kernels.
+// cuBLAS cannot see how the pointers in an array are aligned, so it relies on 16 bytes. So do our kernels.
 template <class X, class... P>
 void check_limits(const AttentionShape& s, const P*... buffers) {
     if (s.HS * sizeof(X) % 16 != 0)
