@@ -51,7 +51,7 @@ struct AttentionKernel {
     void (*forward_block)(const Cuda&, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,
                           const BlockShape&);
     // Adds into the caller's dk and dv (B,Tk,NH,HS), or writes them if write_dkv, and adds into dq_sum. dk and dv are
-    // fp32, and contiguous except that sequences are k_rows tokens apart. lse (B,NH,Tq) is the global one, and D
+    // fp32. They are contiguous, except that sequences are k_rows tokens apart. lse (B,NH,Tq) is the global one, and D
     // (B,NH,Tq) comes from attention_D. scratch has block_scratch_bytes(shape). What is enough for all queries is
     // enough for any part of them.
     //

@@ -12,7 +12,7 @@
 // the whole row's. With the lse of its own keys alone, a block would compute the gradients of another function. The
 // owner of a sum clears it where it begins. The kernel that adds to it never does.
 // The backend declares its block form before it includes this header (attention/blocks.h, dev/reference.h).
-// qkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T), dqkv as qkv.
+// Tensors are qkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T), dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/study_ring
 #pragma once

@@ -7,22 +7,22 @@
 //              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
 //
 // New against flash_fp32: operands live in tensor-core fragments. The accumulator of one product is the A operand of
-// the next (P of P·V, dS of dS·K), so S, P, dP and dS never leave registers. Tiles come to shared memory by cp.async in
-// a 2-stage ring, one barrier a stage, and from there to fragments by ldmatrix; a warp owns 32 rows so that every
-// fragment of the streamed operand feeds two MMAs: shared-memory bandwidth would be the bound otherwise.
+// the next (P of P·V, dS of dS·K), so S, P, dP and dS never leave registers. cp.async brings tiles to shared memory in
+// two stages, with one barrier a stage, and ldmatrix brings them from there to fragments. A warp owns 32 rows, so that
+// every fragment of the streamed operand feeds two MMAs. Otherwise shared-memory bandwidth would be the bound.
+// Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in memory, and any
+// order of blocks gives the same bits. dq_kernel keeps queries and streams keys. It also makes D. dkdv_kernel keeps
+// keys and streams queries. It computes Sᵀ and dPᵀ (keys as rows), so that Pᵀ and dSᵀ are A operands again. The price
+// is 7 products, not 5.
 //
-// Backward is two kernels, and each writes what it owns: no atomics, no fp32 dQ in memory, any order of blocks gives
-// the same bits. dq_kernel keeps queries and streams keys; on the way it makes D. dkdv_kernel keeps keys, streams
-// queries, and computes Sᵀ and dPᵀ (keys as rows) so that Pᵀ and dSᵀ are A operands again. The price is 7 products,
-// not 5.
+// The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv. Only the epilogue
+// differs. A causal warp skips subtiles that it cannot see, and masks only those that the diagonal or the end of the
+// keys crosses. A subtile is 32 keys or queries, or in forward at HS 64 a stage of 64 keys. A row that sees no key has
+// o = 0, lse = −inf and zero gradients.
 //
-// The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv; only the epilogue
-// differs. A causal warp skips 32-row subtiles that it cannot see and masks only those that the diagonal or the end of
-// the keys crosses. A row that sees no key has lse = −inf, o = 0, and zero gradients.
-//
-// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq_sum,
-// and adds into or writes dk, dv.
-// Scratch: float2 {log2(e)·lse, D} (B, NH, T), written by dq_kernel for dkdv_kernel.
+// Writes: forward out, lse; backward dqkv (every element).
+// Block form: merges into o_acc, lse; adds into dq_sum, and adds into or writes dk, dv.
+// Scratch: float2 {log2(e)·lse, D} (B, NH, T), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <algorithm>
 #include <climits>
@@ -40,27 +40,28 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A warp owns MTiles MMA tiles of 16 rows and takes Sub rows of the streamed operand at a time out of a stage of
-// Br or Bc. Registers decide: two blocks of 128 threads on an SM leave 255 a thread, and the accumulators take 192.
-// Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
+// Tiles. A warp owns MTiles MMA tiles of 16 rows. It takes Sub rows of the streamed operand at a time out of a stage of
+// Br or Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave 255 a thread, and the accumulators
+// take up to 192. Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
 
 template <int HS>
 struct ForwardTiles {
     static constexpr int Warps = 4, MTiles = 2, Threads = 32 * Warps, MinBlocks = 2;
     static constexpr int Br = Warps * MTiles * 16;
-    static constexpr int Bc = HS == 64 ? 64 : 32;   // a stage at once: at HS 128 O takes 128 registers, at 64 S may
+    // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS 128.
+    static constexpr int Bc = HS == 64 ? 64 : 32;
     static constexpr bool QInRegisters = HS == 64;  // else its fragments are fetched again for every tile of keys
-    static constexpr int Smem = (Br + 4 * Bc) * HS * 2;  // Q, 2 stages of K and V: 48 KB, 64 KB
+    static constexpr int Smem = (Br + 4 * Bc) * HS * 2;  // Q, 2 stages of K and V (48 KB, 64 KB)
 };
 
 template <int HS>
 struct DqTiles {
     static constexpr int Warps = 4, MTiles = 2, Threads = 32 * Warps, MinBlocks = 2;
     static constexpr int Br = Warps * MTiles * 16;
-    static constexpr int Bc = HS == 64 ? 128 : 32;  // as large as fits: a barrier a stage
+    static constexpr int Bc = HS == 64 ? 128 : 32;  // as large as fits, because each stage costs a barrier
     static constexpr int Sub = 32;                  // S and dP take 32 registers each
     static constexpr bool QInRegisters = HS == 64;  // and dO
-    // Q, dO, 2 stages of K and V, row statistics: 97 KB
+    // Q, dO, 2 stages of K and V, row statistics (97 KB)
     static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;
 };
 
@@ -71,20 +72,20 @@ struct DkdvTiles {
     static constexpr int Bc = Warps * MTiles * 16;
     static constexpr int Br = HS == 64 ? 128 : 32;
     static constexpr int Sub = 32;  // Sᵀ and dPᵀ take 16·MTiles registers each
-    // K, V, 2 stages of Q, dO and row statistics: 98 KB, 65 KB
+    // K, V, 2 stages of Q, dO and row statistics (98 KB, 65 KB)
     static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles in shared memory: rows of HS elements whose 16-byte chunks are permuted, chunk c of row r lying at c ^ (r % 8).
-// Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
+// Tiles in shared memory are rows of HS elements whose 16-byte chunks are permuted, with chunk c of row r at c ^ (r %
+// 8). Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
 
 template <int HS>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
 }
 
-// Starts copying rows [row0, row0 + Rows) of one head; rows at or past `end` become zeros.
+// Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros.
 template <int HS, int Rows, int Threads>
 __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_t token, int row0, int end) {
     constexpr int Chunks = HS / 8, RowsAtOnce = Threads / Chunks;
@@ -95,15 +96,16 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_
 }
 
 // The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
-// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right:
-// what an A operand wants, and transposed a B operand. The swizzle makes col an xor; the tile starts at a multiple of
-// its row, so the xor may follow the addition, and one register then serves all rows and columns.
+// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right.
+// An A operand wants this order, and so does a B operand that is loaded transposed. The swizzle makes col an xor. The
+// tile starts at a multiple of its row, so the xor may follow the addition. One register then serves all rows and
+// columns.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
     return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
 }
-// The same in the order upper left, upper right, lower left, lower right: a B operand whose columns are the tile's
+// The same in the order upper left, upper right, lower left, lower right, for a B operand whose columns are the tile's
 // rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
 template <int HS>
 __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
@@ -111,13 +113,13 @@ __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
     return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
 }
 
-// a = the A operand: 16·M rows from the tile's first, k-step [col, col + 16).
+// Loads a, the A operand, with 16·M rows from the tile's first and k-step [col, col + 16).
 template <int HS, int M>
 __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
-// c (16·M × 8·N) += a · Bᵀ over one k-step, [col, col + 16) of the tile's columns; c's columns are its first 8·N rows.
+// c (16·M × 8·N) += a · Bᵀ over one k-step, [col, col + 16) of the tile's columns. c's columns are its first 8·N rows.
 template <int HS, int M, int N>
 __device__ __forceinline__ void mma_abt(float (&c)[M][N][4], const uint32_t (&a)[M][4], uint32_t tile, int col) {
     for (int n = 0; n < N; n += 2) {
@@ -130,7 +132,7 @@ __device__ __forceinline__ void mma_abt(float (&c)[M][N][4], const uint32_t (&a)
     }
 }
 
-// c (16·M × HS) += a · B over one k-step: k is the tile's rows [row, row + 16), c's columns are its columns.
+// c (16·M × HS) += a · B over one k-step, the tile's rows [row, row + 16). c's columns are the tile's columns.
 template <int HS, int M>
 __device__ __forceinline__ void mma_ab(float (&c)[M][HS / 8][4], const uint32_t (&a)[M][4], uint32_t tile, int row) {
 #pragma unroll
@@ -144,7 +146,7 @@ __device__ __forceinline__ void mma_ab(float (&c)[M][HS / 8][4], const uint32_t 
     }
 }
 
-// a = the A operand for k-step `kk` made of an accumulator: its columns [16·kk, 16·kk + 16), rounded to bf16.
+// Makes a, the A operand for k-step `kk`, of columns [16·kk, 16·kk + 16) of an accumulator, rounded to bf16.
 template <int M, int N>
 __device__ __forceinline__ void to_a(uint32_t (&a)[M][4], const float (&c)[M][N][4], int kk) {
     for (int m = 0; m < M; m++)
@@ -154,8 +156,9 @@ __device__ __forceinline__ void to_a(uint32_t (&a)[M][4], const float (&c)[M][N]
         }
 }
 
-// Rounds c, rows [row, row + 16·M) of a tile, and writes the rows before `end` of those at dst = tile row 0. Goes
-// through the warp's own rows of `tile` in shared memory, so that lanes write 16 bytes each and whole rows together.
+// Rounds c, which holds rows [row, row + 16·M) of a tile, and writes those before `end`. dst is the tile's row 0. c
+// goes through the warp's own rows of `tile` in shared memory, so that lanes write 16 bytes each and whole rows
+// together.
 template <int HS, int M>
 __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsigned char* tile, int row, bf16* dst,
                                            size_t token, int end) {
@@ -178,7 +181,7 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
     }
 }
 
-// The same for the block form: adds c into fp32 rows.
+// The same for the block form. It adds c into fp32 rows, or writes them if !add.
 template <int HS, int M>
 __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
                                          bool add) {
@@ -196,16 +199,16 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a launch covers. Blocks are numbered so that those running at once share keys in L2 (heads go in groups of
-// `group`), and within a group the longest come first, so that the last to finish are short.
+// What a launch covers. Blocks are numbered in groups of `group` heads, so that those running at once share keys in L2.
+// The longest of a group come first, so that the last to finish are short.
 
 struct Problem {
     Heads<const bf16> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
-    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc: see BlockShape
-    int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
+    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc (see BlockShape)
+    int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
     int tiles, group;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
+    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
 };
 
 struct Work {
@@ -226,9 +229,9 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 
 struct ForwardArgs {
     Problem p;
-    Heads<bf16> out;  // whole form: written
+    Heads<bf16> out;  // written in the whole form
     float* lse;
-    float* o_acc;  // block form: merged into; null otherwise
+    float* o_acc;  // merged into in the block form, null otherwise
     double* lse_acc;
 };
 
@@ -248,7 +251,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);  // the last query sees keys before this
-    const int k_tiles = (k_end + Bc - 1) / Bc;                  // ≤ 0: no query of this tile sees a key
+    const int k_tiles = (k_end + Bc - 1) / Bc;                  // ≤ 0 if no query of this tile sees a key
 
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
@@ -261,7 +264,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 
     uint32_t q_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4];
     float o[M][HS / 8][4] = {};
-    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end
+    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8. l is of this lane's columns until the end
     for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
@@ -289,8 +292,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 }
         }
 
-        // m is a reference that keeps the exponentials in range, not necessarily the maximum: O and l are rescaled only
-        // when some row of the warp outgrew it by more than 2^8, which after the first tile hardly ever happens.
+        // m is a reference that keeps the exponentials in range, not necessarily the maximum. O and l are rescaled only
+        // when some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first tile.
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
@@ -300,7 +303,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
                 m_new[i][r] = x;
-                outgrown |= (x - m[i][r]) * p.scale_log2 > 8.f;  // −inf − −inf is NaN: false
+                outgrown |= (x - m[i][r]) * p.scale_log2 > 8.f;  // −inf − −inf is NaN, hence false
             }
         if (__any_sync(~0u, outgrown)) {
             for (int i = 0; i < M; i++)
@@ -316,7 +319,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * p.scale_log2;
 
-        for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step of P·V, its MMAs beside the next one's exponentials
+        for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs of P·V run beside the next one's exponentials
             for (int i = 0; i < M; i++)
                 for (int n = 2 * kk; n < 2 * kk + 2; n++)
                     for (int e = 0; e < 4; e++) {
@@ -348,7 +351,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             float sum = l[i][r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
+            const bool unseen = sum == 0.f;  // the row saw no key. With one the sum is at least 1, or NaN
             const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
             lse[i][r] = unseen ? -INFINITY : (m[i][r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
             for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
@@ -393,11 +396,11 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 
 struct BackwardArgs {
     Problem p;
-    Heads<const bf16> dout, out;      // out: whole form only
-    const float *lse, *D;             // D: block form only
+    Heads<const bf16> dout, out;      // out is for the whole form only
+    const float *lse, *D;             // D is for the block form only
     float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
-    Heads<bf16> dq, dk, dv;           // whole form: written
-    float *dq_acc, *dk_acc, *dv_acc;  // block form: added into; null otherwise
+    Heads<bf16> dq, dk, dv;           // written in the whole form
+    float *dq_acc, *dk_acc, *dv_acc;  // added into in the block form, null otherwise
     bool write_dkv;
 };
 
@@ -413,7 +416,7 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
     return sum;
 }
 
-// D[i] of row row0 + i·32/(HS/8) + lane/(HS/8): HS/8 lanes share a row, 8 elements each. All loads are issued before
+// D[i] belongs to row row0 + i·32/(HS/8) + lane/(HS/8). HS/8 lanes share a row, 8 elements each. All loads are issued before
 // the first sum, so that their latency is paid once.
 template <int HS, int Rows>
 __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_t dout_token, const bf16* out,
@@ -464,7 +467,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     if (k_tiles > 0) load_kv(0);
     cp_async_commit();
 
-    // While those copies are under way: lse and D of the warp's rows, for this kernel and for dkdv_kernel.
+    // Beside those copies the warp makes lse and D of its rows, for this kernel and for dkdv_kernel.
     {
         constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
         const int row = warp_row + lane % (16 * M), t = q0 + row;
@@ -511,7 +514,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];
         for (int i = 0; i < M; i++)
             for (int n = 0; n < Sub / 8; n++)
-                for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it: dP − D
+                for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it, giving dP − D
 #pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) {
             auto &q_a = q_regs[Tiles::QInRegisters ? kk : 0], &do_a = do_regs[Tiles::QInRegisters ? kk : 0];
@@ -589,7 +592,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     const int first_tile = max(0, k0 - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
     const int q_tiles = (p.Tq + Br - 1) / Br;
 
-    // Queries past Tq arrive as zeros, dO and D too: they add nothing. Keys past Tk fill rows that are never written.
+    // Queries past Tq arrive as zeros, as do their dO and D, so they add nothing. Keys past Tk fill rows that are never
+    // written.
     auto load_q = [&](int j) {
         const int stage = j & 1, row = j * Br + threadIdx.x;
         load_tile<HS, Br, Threads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token, j * Br, p.Tq);
@@ -615,7 +619,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
             mma_abt<HS>(s, a, q_tile, kk * 16);
         }
-        // {lse, D} of this lane's columns of subtile column n: e = 0 and 1.
+        // {lse, D} of this lane's two columns (e = 0 and 1) of subtile column n.
         auto columns = [&](int n) { return stats[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
@@ -634,9 +638,9 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
             for (int i = 0; i < M; i++)
-                for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it: dP − D
+                for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it, giving dP − D
         }
-#pragma unroll 2  // not 4: the compiler would fetch so far ahead that it spills
+#pragma unroll 2  // with 4 the compiler would fetch so far ahead that it spills
         for (int kk = 0; kk < HS / 16; kk++) {
             load_a<HS>(a, v_smem + warp_row * HS * 2, kk * 16);
             mma_abt<HS>(dp, a, do_tile, kk * 16);
@@ -665,7 +669,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         }
     }
     cp_async_wait<0>();
-    __syncthreads();  // K and V have landed even if no query saw them: the epilogue overwrites them
+    __syncthreads();  // the epilogue overwrites K and V, so they must have landed even if no query saw them
 
     for (int i = 0; i < M; i++)
         for (int n = 0; n < HS / 8; n++)
@@ -705,8 +709,8 @@ Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const He
     return p;
 }
 
-// One block for each of `tiles` of each head. A head streams `T` rows twice (K and V, or Q and dO); a group of heads
-// should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+// Launches one block for each of `tiles` tiles of each head. A head streams `T` rows twice (K and V, or Q and dO). A
+// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
 template <class Args>
 void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem, const Cuda& dev) {
     constexpr size_t kGroupBytes = 32 << 20;

@@ -20,7 +20,7 @@
 // dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
 // query tile's counter. So there are no atomics on floats, and every run gives the same bits.
 //
-// Writes: forward out, lse, backward dqkv (every element) and D, lse_rest and the counters in scratch.
+// Writes: forward out, lse; backward dqkv (every element).  Scratch: D, lse_rest and the counters.
 // Block form: updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
 // Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <algorithm>

@@ -1,21 +1,23 @@
-// One PTX instruction, one inline function: what sm_80 and later offer for asynchronous copies and matrix fragments.
-// The manual's sections are named by their anchors in https://docs.nvidia.com/cuda/parallel-thread-execution/.
+// One PTX instruction, one inline function. These are what sm_80 and later offer for asynchronous copies and matrix
+// fragments. The manual's sections are named by their anchors in
+// https://docs.nvidia.com/cuda/parallel-thread-execution/.
 #pragma once
 #include <cstdint>
 
-// Shared-memory address of a generic pointer, as the instructions below take it
-// (#data-movement-and-conversion-instructions-cvta)
+// Shared-memory address of a generic pointer, as the instructions below take it.
+// #data-movement-and-conversion-instructions-cvta
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Starts copying 16 bytes to shared memory, past L1 and past the registers; zeros if !valid, and then src is not read.
+// Starts copying 16 bytes to shared memory, past L1 and past the registers. If !valid it writes zeros and does not read
+// src.
 // #data-movement-and-conversion-instructions-cp-async
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* src, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
 }
-// The same for 8 or 4 bytes (through L1: .cg copies 16 bytes only).
+// The same for 8 or 4 bytes. They pass through L1, because .cg copies 16 bytes only.
 __device__ __forceinline__ void cp_async_8(uint32_t smem, const void* src, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(smem), "l"(src), "r"(valid ? 8 : 0) : "memory");
 }
@@ -26,14 +28,14 @@ __device__ __forceinline__ void cp_async_4(uint32_t smem, const void* src, bool 
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
-// Waits until at most `Pending` of this thread's groups are under way; other threads' copies need a barrier after it.
+// Waits until at most `Pending` of this thread's groups are under way. Other threads' copies need a barrier after it.
 // #data-movement-and-conversion-instructions-cp-async-wait-group
 template <int Pending>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 
-// Four 8×8 matrices of 16-bit elements: lanes 8i … 8i+7 give the addresses of the rows of matrix i; in r[i] lane l gets
+// Four 8×8 matrices of 16-bit elements. Lanes 8i … 8i+7 give the addresses of the rows of matrix i. In r[i] lane l gets
 // elements 2(l%4), 2(l%4)+1 of its row l/4. #warp-level-matrix-instructions-ldmatrix
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t smem) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -41,7 +43,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t smem) {
                  : "r"(smem)
                  : "memory");
 }
-// The same with each matrix transposed: lane l gets rows 2(l%4), 2(l%4)+1 of column l/4.
+// The same with each matrix transposed, so lane l gets rows 2(l%4), 2(l%4)+1 of column l/4.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t smem) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -68,7 +70,7 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same with sums in fp16 too, packed: c[0] = (g, t..t+1), c[1] = (g+8, t..t+1).
+// The same with sums in fp16 too, packed as c[0] = (g, t..t+1), c[1] = (g+8, t..t+1).
 __device__ __forceinline__ void mma_m16n8k16_f16(uint32_t (&c)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};\n"
         : "+r"(c[0]), "+r"(c[1])
@@ -93,20 +95,20 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
-// 1/x to 1 ulp; 0 where that is subnormal. #floating-point-instructions-rcp
+// 1/x to 1 ulp, but 0 if the result is subnormal. #floating-point-instructions-rcp
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
 }
-// 2^x to 2 ulp, without exp2f's care for subnormal results; 2^−inf = 0. #floating-point-instructions-ex2
+// 2^x to 2 ulp, without exp2f's care for subnormal results. 2^−inf = 0. #floating-point-instructions-ex2
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
 }
-// Of two fp16 in one register; the result may be subnormal. An instruction of PTX, not of the hardware: sm_75 to sm_90
-// work on one half at a time. #half-precision-floating-point-instructions-ex2
+// 2^x of two fp16 in one register. The result may be subnormal. It is one instruction in PTX only, because sm_75 to
+// sm_90 work on one half at a time. #half-precision-floating-point-instructions-ex2
 __device__ __forceinline__ uint32_t exp2_approx_f16x2(uint32_t x) {
     uint32_t y;
     asm("ex2.approx.f16x2 %0, %1;\n" : "=r"(y) : "r"(x));

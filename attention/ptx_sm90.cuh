@@ -1,6 +1,7 @@
-// One PTX instruction, one inline function: what sm_90a adds. The tensor memory accelerator (TMA) copies whole tiles,
-// an mbarrier says when they have landed, and a warpgroup of four warps multiplies them straight out of shared memory.
-// The manual's sections are named by their anchors in https://docs.nvidia.com/cuda/parallel-thread-execution/.
+// One PTX instruction, one inline function. These are what sm_90a adds. The tensor memory accelerator (TMA) copies
+// whole tiles, an mbarrier says when they have landed, and a warpgroup of four warps multiplies them straight out of
+// shared memory. The manual's sections are named by their anchors in
+// https://docs.nvidia.com/cuda/parallel-thread-execution/.
 #pragma once
 #include <cuda.h>  // CUtensorMap
 
@@ -9,14 +10,14 @@
 #include "attention/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mbarrier: counts arrivals and bytes. Its phase ends when `count` threads have arrived and all expected bytes have
-// landed. A phase is named by its parity, 0 first; waiting for parity 1 of a new barrier returns at once.
+// An mbarrier counts arrivals and bytes. Its phase ends when `count` threads have arrived and all expected bytes have
+// landed. A phase is named by its parity, 0 first. Waiting for parity 1 of a new barrier returns at once.
 
 // #parallel-synchronization-and-communication-instructions-mbarrier-init
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
 }
-// Makes the inits above visible to the TMA unit; other threads need a __syncthreads after it. #membar
+// Makes the inits above visible to the TMA unit. Other threads need a __syncthreads after it. #membar
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -24,12 +25,12 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
-// Arrives, and makes the phase wait for `bytes` of copies besides.
+// Arrives, and makes the phase wait for `bytes` of copies too.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// True if the phase has ended; sleeps for a time before it says false.
+// True if the phase has ended. It sleeps for a time before it says false.
 // #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
@@ -48,8 +49,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
-// Arrives at the same barrier of block `rank` of the cluster, whose shared memory is laid out as ours. It orders nothing
-// but this thread's use of that memory: a release of cluster scope would wait for all its stores.
+// Arrives at the same barrier of block `rank` of the cluster, whose shared memory is laid out like ours. It orders only
+// this thread's use of that memory, because a release of cluster scope would wait for all its stores.
 // #data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     asm volatile(
@@ -72,7 +73,7 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 2^x of two bf16 in one register; the hardware works on one at a time.
+// 2^x of two bf16 in one register. The hardware works on one at a time.
 // #half-precision-floating-point-instructions-ex2
 __device__ __forceinline__ uint32_t exp2_approx_bf16x2(uint32_t x) {
     uint32_t y;
@@ -87,7 +88,8 @@ __device__ __forceinline__ int lane_id() {
     return lane;
 }
 
-// Registers of each thread of the warpgroup from here on; a multiple of 8. #miscellaneous-instructions-setmaxnreg
+// Sets how many registers each thread of the warpgroup has from here on, a multiple of 8.
+// #miscellaneous-instructions-setmaxnreg
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Registers));
@@ -98,14 +100,14 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes; what lies outside of the tensor is
+// TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes. What lies outside of the tensor is
 // read as zero and never written. Coordinates are in elements, fastest dimension first.
 
 // Fetches the map itself. #data-movement-and-conversion-instructions-prefetch-prefetchu
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
-// Box → shared memory; its bytes count on `barrier`. #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+// Box → shared memory. Its bytes count on `barrier`. #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
                                             int c2, int c3) {
     asm volatile(
@@ -134,8 +136,8 @@ __device__ __forceinline__ void bulk_store(void* dst, uint32_t smem,
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
                  : "memory");
 }
-// tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`; the bytes count on the
-// barrier at that place in each.
+// tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`. In each the bytes count on
+// the barrier at that place.
 __device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
                                                       int c1, int c2, int c3, uint16_t blocks) {
     asm volatile(
@@ -148,8 +150,9 @@ __device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUten
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
-// Waits until at most `Pending` of this thread's groups have still to read their shared memory (then it may be
-// overwritten), or to be written. #data-movement-and-conversion-instructions-cp-async-bulk-wait-group
+// Waits until at most `Pending` of this thread's groups have still to read their shared memory. What has been read may
+// be overwritten. bulk_wait waits until they are written.
+// #data-movement-and-conversion-instructions-cp-async-bulk-wait-group
 template <int Pending>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(Pending) : "memory");
@@ -158,8 +161,8 @@ template <int Pending>
 __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
-// Orders this thread's ordinary writes to shared memory before later reads by TMA or wgmma; other threads' need a
-// barrier besides. #membar (fence.proxy)
+// Orders this thread's ordinary writes to shared memory before later reads by TMA or wgmma. Other threads' writes need
+// a barrier too. #membar (fence.proxy)
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
@@ -175,7 +178,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4
 // ---------------------------------------------------------------------------------------------------------------------
 // Between blocks, through L2.
 
-// What the writer's release made visible is visible to this thread after it.
+// Loads *p. What the writer's release made visible is visible to this thread after it.
 // #data-movement-and-conversion-instructions-ld
 __device__ __forceinline__ int load_acquire_gpu(const int* p) {
     int x;
@@ -186,8 +189,8 @@ __device__ __forceinline__ int load_acquire_gpu(const int* p) {
 __device__ __forceinline__ void store_release_gpu(int* p, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
 }
-// A kernel launched with programmatic stream serialization starts when all blocks of the one before have allowed it, or
-// have ended, and waits for that one's end and its writes where it needs them.
+// A kernel launched with programmatic stream serialization starts when all blocks of the kernel before it have allowed
+// it or have ended. Where it needs that kernel's writes, it waits for its end.
 // #parallel-synchronization-and-communication-instructions-griddepcontrol
 __device__ __forceinline__ void grid_allow_dependents() {
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
@@ -195,7 +198,7 @@ __device__ __forceinline__ void grid_allow_dependents() {
 __device__ __forceinline__ void grid_wait_dependency() {
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }
-// p[0..3] += …, in L2; nothing comes back. #parallel-synchronization-and-communication-instructions-red
+// p[0..3] += …, in L2. Nothing comes back. #parallel-synchronization-and-communication-instructions-red
 __device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
@@ -205,20 +208,20 @@ __device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. Asynchronous: between wgmma_fence and
+// wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. It is asynchronous. Between wgmma_fence and
 // wgmma_wait the registers of D, and of A if it is in registers, belong to the tensor cores.
 //
-// Warp w of the warpgroup holds rows 16w … 16w+15 in the layout of mma.m16n8k16 (ptx_sm80.cuh): d[n][…] is the 16×8
-// tile of columns 8n … 8n+7, and a the A fragment. So D, packed to bf16, is again an A operand.
+// Warp w of the warpgroup holds rows 16w … 16w+15 in the layout of mma.m16n8k16 (ptx_sm80.cuh). d[n][…] is the 16×8
+// tile of columns 8n … 8n+7, and a is the A fragment. So D, packed to bf16, is again an A operand.
 
-// The descriptor of a matrix in shared memory: rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle, eight of which
-// make an atom of 1024 bytes (aligned so). Atoms follow each other every 1024 bytes.
+// The descriptor of a matrix in shared memory. The matrix is rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle.
+// Eight rows make an atom of 1024 bytes, aligned to 1024. Atoms follow each other every 1024 bytes.
 // #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 //   not transposed   a row is one m or n, its 64 elements are k. A k-step of 16 is 32 bytes further on.
 //   transposed       a row is one k, its 64 elements are m or n. A k-step of 16 is 2048 bytes further on, and the next
 //                    64 of m or n are `next64` bytes further on.
-// Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each / 16; 62–63 = 1:
-// swizzle.
+// Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each / 16. 62–63 = 1 means
+// this swizzle.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t next64 = 16) {
     return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{next64 >> 4} << 16 | (smem & 0x3FFFF) >> 4;
 }
@@ -227,7 +230,7 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t 
     return descriptor + (bytes >> 4);
 }
 
-// Before the first wgmma that uses registers which other instructions wrote.
+// Goes before the first wgmma that uses registers which other instructions wrote.
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
@@ -242,8 +245,8 @@ template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
 }
-// No instruction: keeps the compiler from moving uses of d across this point. Goes after the wait, and before the
-// fence.
+// No instruction, but it keeps the compiler from moving uses of d across this point. It goes after the wait and before
+// the fence.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
@@ -280,8 +283,8 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
                    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // clang-format on
 
-// d (+)= A · B with both in shared memory, `a` and `b` descriptors; B is N×16 (not transposed: rows are n). The N of
-// the instruction is 8 times that of d. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+// d (+)= A · B with both in shared memory. `a` and `b` are their descriptors. B is N×16 (if not transposed its rows are
+// n). The N of the instruction is 8 times d's. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool accumulate) {
     static_assert(N == 8 || N == 16 || N == 32);
@@ -316,7 +319,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t 
             : WGMMA_D8(0), WGMMA_D8(8)
             : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
-// d = A · B, for accumulators that hold something else until then: as d is not read, its registers are free up to here.
+// d = A · B, for accumulators that hold something else until then. d is not read, so its registers are free up to here.
 template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint64_t b) {
     static_assert(N == 8 || N == 16);
@@ -356,8 +359,8 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4
             : WGMMA_D8(0), WGMMA_D8(8)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
 }
-// The same two for operands in fp16, d 128 and 64 columns wide; B's rows are n, and k. The sums are fp32, or fp16 in
-// pairs: d[n][0] row g, d[n][1] row g + 8.
+// The same two for operands in fp16. In wgmma_ss_f16 d is 128 columns wide and B's rows are n. In wgmma_rs_f16 d is 64
+// columns wide and B's rows are k. The sums are fp32, or fp16 in pairs with row g in d[n][0] and row g + 8 in d[n][1].
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{\n"

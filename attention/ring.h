@@ -107,8 +107,8 @@ class Ring {
     size_t tokens() const { return size_t(B_) * 2 * Tc_; }
     size_t elements() const { return tokens() * C(); }
 
-    // Queries [q0, q0 + Tq) of this rank. Against the first q0 + Tq of its own keys, whose chunks are neighbours in
-    // order, the mask is an ordinary one of a sequence of 2Tc tokens. Against another rank's keys there is none.
+    // Queries [q0, q0 + Tq) of this rank against the first q0 + Tq of its own keys. The chunks are neighbours in order,
+    // so the mask is an ordinary one of a sequence of 2Tc tokens. Against another rank's keys there is none.
     BlockShape own_keys(int q0, int Tq) const { return block(q0, Tq, q0 + Tq, true); }
     BlockShape others_keys(int step) const {
         const int seen = zigzag_.seen(rank_, step), Tq = seen == 2 ? Tc_ : 2 * Tc_;
