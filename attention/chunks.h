@@ -11,7 +11,8 @@
 // Chunks add up only with the lse and D of the whole row, because only then are P = exp(S − lse) and dS = P∘(dP − D)
 // the whole row's. With the lse of its own keys alone, a block would compute the gradients of another function. The
 // owner of a sum clears it where it begins. The kernel that adds to it never does.
-// The backend declares its block form before it includes this header (attention/blocks.h, dev/reference.h).
+//
+// Include the backend's block form (attention/blocks.h or dev/reference.h) before this header.
 // Tensors are qkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T), dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/study_ring
@@ -25,7 +26,7 @@ class Chunks {
   public:
     using A = Acc<X>;
     // Only B, Tq = Tk = T, NH, HS, causal and scale of `shape` are used. Chunks have q_chunk and k_chunk tokens, and
-    // the last ones what is left. place() gives it memory of bytes().
+    // the last ones hold what is left. place() gives it memory of bytes().
     Chunks(const Dev& dev, const BlockShape& shape, int q_chunk, int k_chunk)
         : dev_(dev), s_(shape), q_chunk_(std::min(q_chunk, s_.Tq)), k_chunk_(std::min(k_chunk, s_.Tk)) {
         bytes_ = place(nullptr);

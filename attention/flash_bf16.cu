@@ -10,6 +10,7 @@
 // the next (P of P·V, dS of dS·K), so S, P, dP and dS never leave registers. cp.async brings tiles to shared memory in
 // two stages, with one barrier a stage, and ldmatrix brings them from there to fragments. A warp owns 32 rows, so that
 // every fragment of the streamed operand feeds two MMAs. Otherwise shared-memory bandwidth would be the bound.
+//
 // Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in memory, and any
 // order of blocks gives the same bits. dq_kernel keeps queries and streams keys. It also makes D. dkdv_kernel keeps
 // keys and streams queries. It computes Sᵀ and dPᵀ (keys as rows), so that Pᵀ and dSᵀ are A operands again. The price
@@ -416,8 +417,8 @@ __device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
     return sum;
 }
 
-// D[i] belongs to row row0 + i·32/(HS/8) + lane/(HS/8). HS/8 lanes share a row, 8 elements each. All loads are issued before
-// the first sum, so that their latency is paid once.
+// D[i] belongs to row row0 + i·32/(HS/8) + lane/(HS/8). HS/8 lanes share a row, 8 elements each. All loads are issued
+// before the first sum, so that their latency is paid once.
 template <int HS, int Rows>
 __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_t dout_token, const bf16* out,
                                        size_t out_token, int row0, int end) {
@@ -514,7 +515,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];
         for (int i = 0; i < M; i++)
             for (int n = 0; n < Sub / 8; n++)
-                for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it, giving dP − D
+                for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
 #pragma unroll
         for (int kk = 0; kk < HS / 16; kk++) {
             auto &q_a = q_regs[Tiles::QInRegisters ? kk : 0], &do_a = do_regs[Tiles::QInRegisters ? kk : 0];
@@ -638,7 +639,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
             for (int i = 0; i < M; i++)
-                for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it, giving dP − D
+                for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it (dP − D)
         }
 #pragma unroll 2  // with 4 the compiler would fetch so far ahead that it spills
         for (int kk = 0; kk < HS / 16; kk++) {

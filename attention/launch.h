@@ -1,4 +1,4 @@
-// What the launchers of the flash kernels share, views of a layer's tensors and checks. `kernel` is the name that an
+// Views of a layer's tensors, and checks, that the launchers of the flash kernels share. `kernel` is the name that an
 // Error begins with.
 #pragma once
 #include "attention/attention.h"
