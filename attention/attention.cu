@@ -1,7 +1,7 @@
 // Which attention kernel runs, the layer's two calls, and the helpers of the block form.
 //
-// A new kernel is one row in its table below, after the kernels that it beats. `flash` means the last flash row that
-// the GPU can run.
+// A new kernel is one row in its table below, after the kernels that it beats. The last flash row that the GPU can run
+// is what `flash` means.
 #include <climits>
 #include <cmath>
 

@@ -10,8 +10,8 @@
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run.
 //
 // Each kernel comes in two forms. A layer calls the whole form. The block form runs queries of one block against keys
-// and values of another, each with its global offset, and carries its state in fp32. Chunked and ring attention are
-// made of it. Its types, Heads and BlockShape, are in layers/types.h. Flash kernels allocate nothing of size T². The
+// and values of another, each with its global offset. It carries its state in fp32. Chunked and ring attention are made
+// of it. Its types, Heads and BlockShape, are in layers/types.h. Flash kernels allocate nothing of size T². The
 // launcher throws Error for unsupported shapes.
 #pragma once
 #include "layers/cuda.h"
@@ -44,8 +44,8 @@ struct AttentionKernel {
 
     // The block form, which is null in a kernel that has none (naive).
     //
-    // Reads and updates the running state, o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) fp64 (merge.cuh says why), by
-    // the stable merge
+    // Reads and updates the running state, which is o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) fp64. (The reason for
+    // fp64 is in merge.cuh.) The merge is stable:
     //   o ← o − σ(lse_b − lse)(o − o_b);  lse ← logaddexp(lse, lse_b)
     // A row that has seen no key yet has lse = −inf. Its o is not read, because its first keys overwrite it.
     void (*forward_block)(const Cuda&, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,

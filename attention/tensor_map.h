@@ -19,7 +19,7 @@ inline auto tensor_map_encoder() {
 }
 
 // Describes bf16 x (B, T, NH, HS) for copies of boxes with coordinates (d, h, t, b). A box is 64 elements of one head
-// by `rows` tokens of one sequence. In shared memory its rows are 128 bytes in the 128-byte swizzle, where 16-byte
+// by `rows` tokens of one sequence. Its rows in shared memory are 128 bytes in the 128-byte swizzle, where 16-byte
 // chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box that reaches past it reads zeros and not the
 // next sequence's rows. Throws Error if the driver refuses.
 template <class X>
