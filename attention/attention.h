@@ -10,9 +10,9 @@
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run.
 //
 // Each kernel comes in two forms. A layer calls the whole form. The block form runs queries of one block against keys
-// and values of another, each with its global offset. It carries its state in fp32. Chunked and ring attention are made
-// of it. Its types, Heads and BlockShape, are in layers/types.h. Flash kernels allocate nothing of size T². The
-// launcher throws Error for unsupported shapes.
+// and values of another, each with its global offset. It carries its state in fp32, and lse in fp64. Chunked and ring
+// attention are made of it. Its types, Heads and BlockShape, are in layers/types.h. Flash kernels allocate nothing of
+// size T². The launcher throws Error for unsupported shapes.
 #pragma once
 #include "layers/cuda.h"
 #include "layers/types.h"
@@ -57,7 +57,7 @@ struct AttentionKernel {
     //
     // dq_sum is the running fp32 sum of dQ (B,q_rows,NH,HS). Only the kernel knows its layout and scale. Allocate
     // dq_sum_bytes(), which depends on B, q_rows, NH and HS, and zero it before the first call. After the last block
-    // write_dq rounds it and writes every element of dq. Its shape has the blocks' scale.
+    // write_dq, given the blocks' scale, rounds it and writes every element of dq.
     void (*backward_block)(const Cuda&, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
                            Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
                            const BlockShape&);
