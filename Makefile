@@ -81,6 +81,7 @@ build/%.o: %.cpp build/cxx.flags
 build/train_gpt2.o build/layers/comm.o build/layers/peer_copy.o build/dev/test_gpt2.o \
 build/dev/dump_gradients.o: LANGUAGE := -x c++
 
+build/data/corpus.o: data/stories.txt  # copied into the object
 build/dev/reference.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.

@@ -16,8 +16,21 @@
 #include "data/checkpoint.h"
 #include "data/error.h"
 #include "data/grammar.h"
-#include "data/stories.h"
 #include "data/tokenizer.h"
+
+// The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early decides what happens
+// later. The tables carry that: a row of `wish` is a wish with the trouble, the advice and the end that fit it.
+//
+// The assembler copies the text into this object, so that the program is one file and runs from any directory. The path
+// is relative to the repository root, where make compiles.
+extern "C" const char stories_begin[], stories_end[];
+asm(R"(
+    .pushsection .rodata
+    stories_begin:
+    .incbin "data/stories.txt"
+    stories_end:
+    .popsection
+)");
 
 namespace {
 
@@ -26,8 +39,11 @@ constexpr int kFormat = 1;  // raise it when a change here or in grammar.cpp wri
 // Validation comes first, so that its stories stay what they are if the training split ever grows.
 constexpr uint64_t kValStories = 1100, kTrainStories = 31000;
 
+std::string source() {
+    return {stories_begin, stories_end};
+}
 const Grammar& stories() {
-    static const Grammar grammar(kStories);
+    static const Grammar grammar(source());
     return grammar;
 }
 
@@ -89,7 +105,7 @@ bool is_whole(const Split& split) {
 std::string version() {
     const std::string what = format("%d %d %d %d ", kFormat, static_cast<int>(kSeed), static_cast<int>(kTrainStories),
                                     static_cast<int>(kValStories)) +
-                             kStories;
+                             source();
     return format("%016llx", static_cast<unsigned long long>(checksum64(what.data(), what.size())));
 }
 

@@ -479,11 +479,11 @@ def test_rows_name_the_sources():
             assert run(*git, *command).returncode == 0
         commit = run(*git, "rev-parse", "--short=12", "HEAD").stdout.strip()
         tree_is = run(tree / "scripts" / "tree.sh", "--sum").stdout.strip()
-        for path in tree / "README.md", tree / "dev" / "results" / "A" / "attention.jsonl", tree / "dev" / "none.txt":
+        for path in tree / "README.md", tree / "dev" / "results" / "A" / "attention.jsonl", tree / "dev" / "none.md":
             path.write_text("2\n")
         assert state() == state(COMMIT="other", TREE="other") == [commit, "clean"] and len(commit) == 12
         for path in (*sources, tree / "attention" / "new.cu", tree / "dev" / "new.cpp", tree / "scripts" / "new.py",
-                     tree / "scripts" / "new.sh", tree / "layers" / "new.cuh"):
+                     tree / "scripts" / "new.sh", tree / "layers" / "new.cuh", tree / "data" / "new.txt"):
             old = path.read_text() if path.exists() else None
             path.write_text("2\n")
             assert state() == [commit, "dirty"], path
