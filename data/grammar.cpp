@@ -238,6 +238,9 @@ class Reader {
     void find_column(Symbol& s) {
         if (s.kind == Symbol::text) return;
         if (s.kind != Symbol::choose) s.rule = g_.variable_rules[s.variable];
+        for (int other : s.others)
+            if (g_.variable_rules[other] != s.rule)
+                fail(g_.rules[s.rule].name, g_.variables[other] + " remembers no row of it");
         const std::string name = s.column < 0 || g_.rules[s.rule].name.empty() ? "" : columns_[s.column];
         s.column = 0;
         if (name.empty()) return;
@@ -262,9 +265,9 @@ class Writer {
             }
             std::string piece;
             if (s.kind == Symbol::again)
-                piece = memory_[s.variable].text;
+                piece = remembered(s.variable).text;
             else if (s.kind == Symbol::recall)
-                write(memory_[s.variable].row->columns[s.column], piece);
+                write(remembered(s.variable).row->columns[s.column], piece);
             else
                 choose(s, piece);
             if (piece.empty()) continue;  // an option not taken
@@ -278,10 +281,15 @@ class Writer {
     const Grammar& g_;
     uint64_t state_;
     struct Memory {
-        const Alternative* row;
+        const Alternative* row = nullptr;
         std::string text;
     };
     std::vector<Memory> memory_;
+
+    const Memory& remembered(int variable) const {
+        if (!memory_[variable].row) throw Error("grammar: " + g_.variables[variable] + " is not chosen yet");
+        return memory_[variable];
+    }
 
     uint64_t below(uint64_t n) {  // splitmix64, scaled by its high bits: off uniform by less than n/2⁶⁴
         const uint64_t bits = mix64(state_ += kGolden);
@@ -292,7 +300,7 @@ class Writer {
         const Rule& rule = g_.rules[s.rule];
         auto excluded = [&](const Alternative& a) {
             for (int other : s.others)
-                if (memory_[other].row == &a) return true;
+                if (remembered(other).row == &a) return true;
             return false;
         };
         uint64_t total = rule.total;
