@@ -1,8 +1,8 @@
 // The built-in corpus: short English stories from a seeded stochastic grammar.
 //
-// Every choice is drawn from a known distribution and the grammar is unambiguous (no two sequences of choices write the
-// same text), so the probability of a story is the product of its choices, and the corpus's entropy is known exactly:
-// a model's loss can approach it, never pass it.
+// Every choice is drawn from a known distribution, and no two sequences of choices write the same text. So the
+// probability of a story is the product of its choices, and the entropy of the corpus is known exactly. In the long run
+// a model's loss can approach it, but not pass it.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -13,9 +13,10 @@
 // and inside an alternative:
 //
 //   {fruit}                a choice from that rule. A capital, {Fruit}, capitalises what it writes.
-//   {hero:person}          the same, and the row is remembered as hero. {x:table.column} writes another column than the
-//   first. {hero}                 that same text again: no choice. {hero.he}              column "he" of the remembered
-//   row. A column is a template and may hold choices of its own. {friend:person!hero}   a choice among the other rows.
+//   {hero:person}          the same, and the row is remembered as hero. {x:table.column} writes another column.
+//   {hero}                 that same text again: no choice.
+//   {hero.he}              column "he" of the remembered row. A column is a template and may hold choices of its own.
+//   {friend:person!hero}   a choice among the other rows.
 //   (one|two)              a choice among equally likely templates written in place.
 //   [30% text ]            text with that probability, else nothing.
 //   a {fruit}              "an" where what follows starts with a vowel letter.
@@ -23,11 +24,11 @@
 //
 // Weights are integers and choices are made in integers: the same seed writes the same bytes on every machine.
 //
-// Unambiguous. Let every rule be a prefix code: no text of one alternative begins with a text of another, where a
-// letter after the end of a word counts as a difference ("sea" and "seal" differ, "red" and "red clay" do not). Then
-// whoever reads a text from the left, and knows the rows remembered so far, knows each choice; so a text has one
-// derivation, its probability is the product of its choices, and it shows its own end. dev/test_corpus.cpp proves the
-// property for our grammar.
+// A grammar is unambiguous if every rule is a prefix code: no text of one alternative begins with a text of another.
+// A letter after the end of a word counts as a difference, so "sea" and "seal" differ, but "red" and "red clay" do not.
+// Then a reader who comes from the left, and knows the rows remembered so far, knows each choice. A text shows its own
+// end and has one derivation, and its probability is the product of its choices. dev/test_corpus.cpp proves the property
+// for our grammar.
 #pragma once
 #include <cstdint>
 #include <string>
