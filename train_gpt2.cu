@@ -3,9 +3,9 @@
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
 //   ./train_gpt2cu --help                        every option
 //
-// The model is written once over two backends: `Dev` is Cuda (layers/, attention/) or Cpu (dev/reference), and the same
-// layer calls mean the same things on both. `X` is the storage type of weights and activations: bf16 or float on CUDA,
-// float (or double, in tests) on the CPU. Sums, statistics, gradients of weights and optimizer state are A = Acc<X>.
+// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (dev/reference), and both
+// have the same layer calls. `X` is the storage type of weights and activations: bf16 or float on CUDA, float (or
+// double, in tests) on the CPU. Sums, statistics, gradients of weights and optimizer state are A = Acc<X>.
 #include <nvtx3/nvToolsExt.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -44,10 +44,10 @@
 #include "layers/comm.h"
 #include "layers/layers.h"
 #include "layers/peak.h"
-// Over both backends' block forms, so after them.
+// This comes last, because it is written over both backends' block forms.
 #include "attention/ring.h"
 
-// A named stretch of the timeline, for Nsight Systems (make profile), and a sign of life for the ranks that wait.
+// A named stretch of the timeline for Nsight Systems (make profile). It is also a sign of life for the ranks that wait.
 struct Range {
     explicit Range(const char* name) { nvtxRangePushA(name), Job::progress()++; }
     Range(const char* name, int i) : Range(format("%s %d", name, i).c_str()) {}
@@ -64,7 +64,8 @@ struct Config {
     size_t flops_per_token(int T) const;  // forward and backward
 };
 
-// "d12", "d24", "d36", "d48": GPT-2 with that many layers; "tiny": what a CPU trains in a minute, on single bytes.
+// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute, on single
+// bytes.
 static bool find_config(const std::string& name, Config* config) {
     struct Preset {
         const char* name;
@@ -90,14 +91,14 @@ static ModelHeader header_of(const Config& c, DType dtype) {
 // =====================================================================================================================
 // Tensors
 //
-// One table per arena says what there is; it drives allocation, the pointers below, the memory report, checkpoints and
+// One table per arena lists its tensors. It drives allocation, the pointers below, the memory report, checkpoints and
 // the search for the first tensor that is not finite.
 
 struct TensorSpec {
     const char* name;
     DType dtype;
     size_t size;     // elements, of one layer if there are several
-    int layers = 0;  // 0: not a per-layer tensor; kShared: every layer overwrites what the one before it left
+    int layers = 0;  // 0 for a tensor that is not per layer, kShared if every layer overwrites the last one's
     static constexpr int kShared = -1;
     bool decay = false;
     bool matmul = false;  // a matmul's weight
@@ -112,7 +113,7 @@ struct Arena {
     char* base = nullptr;
 
     Arena() = default;
-    // align: 1 packs the tensors as they lie in a checkpoint.
+    // align = 1 packs the tensors as they lie in a checkpoint.
     Arena(const char* name, std::vector<TensorSpec> specs, size_t align = 256) : name(name), tensors(std::move(specs)) {
         for (const TensorSpec& t : tensors) {
             offsets.push_back(bytes);
@@ -121,14 +122,14 @@ struct Arena {
     }
     // Tensor i, or layer l's part of it.
     void* at(size_t i, int l = 0) const {
-        if (i >= tensors.size() || tensors[i].elements() == 0) return nullptr;  // as all of a model that only generates
+        if (i >= tensors.size() || tensors[i].elements() == 0) return nullptr;  // as in a model that only generates
         const TensorSpec& t = tensors[i];
         return base + offsets[i] + (t.layers > 0 ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
     }
 };
 
-// The sixteen parameter tensors in llm.c's file order; for a per-layer one the pointer is that layer's part.
-// P is X for the parameters themselves and A for their gradients.
+// The sixteen parameter tensors in llm.c's file order. A per-layer tensor's pointer is to that layer's part. P is X for
+// the parameters themselves and A for their gradients.
 template <class P>
 struct Parameters {
     P *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb;
@@ -162,17 +163,17 @@ static size_t count_parameters(const Config& c) {
     return n;
 }
 
-// 2 FLOPs forward and 4 backward for each parameter, and causal attention's 6·L·C·T.
+// Each parameter costs 2 FLOPs forward and 4 backward, and causal attention 6·L·C·T.
 size_t Config::flops_per_token(int T) const {
     return 6 * count_parameters(*this) + 6 * static_cast<size_t>(L) * C * T;
 }
 
-// Those FLOPs as a part of the peak of all ranks' GPUs, `peak` TFLOP/s each; NaN where that is not known.
+// Those FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not known.
 static double mfu_percent(const Config& config, int T, double tok_s, int ranks, double peak) {
     return peak > 0 ? 100 * tok_s * config.flops_per_token(T) / (ranks * peak * 1e12) : NAN;
 }
 
-// What forward keeps for backward. Per-layer tensors point at one layer's part. N = B·T rows.
+// What forward keeps for backward. A per-layer tensor's pointer is to one layer's part. N = B·T rows.
 template <class X>
 struct Activations {
     X* encoded;                  // (N, C) wte + wpe
@@ -194,33 +195,34 @@ struct Activations {
 // Buffers that every layer reuses.
 template <class X>
 struct Buffers {
-    X* logits;       // (chunk, Vp): the classifier works through the rows a chunk at a time
+    X* logits;       // (chunk, Vp), because the classifier works through the rows a chunk at a time
     Acc<X>* losses;  // (N)
-    Acc<X>* stats;   // mean loss of each micro-batch, rank after rank; the gradient's norm; each rank's part of it
-    Acc<X>* share;   // this rank's share of the summed gradients, and a gate, where the optimizer is sharded
+    Acc<X>* stats;   // mean loss of each micro-batch, rank after rank, then the gradient's norm, then each rank's norm
+    Acc<X>* share;   // if the optimizer is sharded, this rank's share of the summed gradients, and a gate
     X* dresidual;    // (N, C) gradient of the residual stream
-    X* wide;         // (N, 4C) gradient of fch, then of qkv; where GELU's outputs are kept, theirs is the memory for it
-    void* scratch;   // for whoever runs: D, partial sums, pointers
+    X* wide;         // (N, 4C) gradient of fch, then of qkv. It lies over GELU's outputs if those are kept
+    void* scratch;   // for whichever layer runs: D, partial sums, pointers
     int* batch;      // tokens, targets and encoder plans of a whole step
 };
 
 // =====================================================================================================================
 // Several ranks
 //
-// Data parallel: rank r of n trains on micro-batches r, r + n, … of every step, and gradients are added up over the
-// ranks. Sharded (ZeRO-1, Rajbhandari et al. 2020): a rank gets only its share of the summed gradients, keeps optimizer
-// state for that share alone, updates it, and all ranks gather the parameters.
+// In data parallel training rank r of n trains on micro-batches r, r + n, … of every step, and gradients are summed
+// over the ranks. If the optimizer is sharded (ZeRO-1, Rajbhandari et al. 2020), a rank gets only its share of the
+// summed gradients. It keeps optimizer state for that share alone and updates it, and then all ranks gather the
+// parameters.
 //
-// When gradients are added up: all at once after backward, or, to overlap it, the matmul weights of each layer as soon
-// as backward is through with it (the buckets). Between machines the time to hide is long. On one machine hiding it
-// costs more than it takes: 124M on 4 H200s at B = 64, a step of 105.5 ms without any sums became one of 108.0 with all of
-// them at its end, of 109.4 with each layer's beside the next layer's backward (ZeRO-1: 106.6, 107.0, 108.0). Begun with
-// attention's or GELU's backward it was 108.8 and 109.8; with at most 8 blocks for NCCL 111. The likely reasons: NCCL's
-// blocks hold multiprocessors that matmuls of one persistent block on each count on, and what they draw is missing where
-// the power cap decides the clock.
+// Gradients are summed all at once after backward, or with --overlap each layer's matmul weights as soon as backward
+// has finished that layer. Between machines there is much time to hide. On one machine hiding it costs more than it
+// saves. On 4 H200s with 124M at B = 64 a step without any sums takes 105.5 ms. With all of them at its end it takes
+// 108.0, and with each layer's sums beside the next layer's backward 109.4 (ZeRO-1: 106.6, 107.0, 108.0). Sums that
+// began with attention's or GELU's backward gave 108.8 and 109.8, and at most 8 blocks for NCCL gave 111. There are two
+// likely reasons. NCCL's blocks hold multiprocessors that a matmul of one persistent block per multiprocessor counts
+// on. And where the power cap decides the clock, the power they draw is missing elsewhere.
 //
-// The share of rank r: part r of n of every tensor; of one that is summed by layer, part r of each layer's. Gradients and
-// state of a share lie back to back.
+// Rank r's share is part r of n of every tensor, or of each layer's part of a tensor that is summed by layer. The
+// gradients and the state of a share lie back to back.
 static bool by_layer(const TensorSpec& t, bool overlap) {
     return overlap && t.matmul && t.layers > 0;
 }
@@ -230,7 +232,7 @@ static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks
     for (const TensorSpec& t : params.tensors) {
         const size_t pieces = by_layer(t, overlap) ? t.layers : 1, stride = t.elements() / pieces;
         const size_t size = stride / ranks, begin = at + rank * size;
-        if (ranks == 1)  // everything: one piece a tensor
+        if (ranks == 1)  // everything, one piece per tensor
             share.push_back({at, t.elements(), t.decay});
         else
             share.push_back({begin, size, t.decay, pieces, stride, begin - state});
@@ -239,8 +241,8 @@ static std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks
     return share;
 }
 
-// Calls f(place in the whole state, place in the share's state, elements) for every piece of a share of the optimizer's
-// arrays (m, v and perhaps master), which have n elements each in the whole.
+// Calls f(place in the whole state, place in the share's state, elements) for every piece of a share. The optimizer has
+// `arrays` arrays (m, v and perhaps master) of n elements each in the whole.
 template <class F>
 static void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, size_t arrays, F f) {
     for (size_t array = 0; array < arrays; array++)
@@ -248,14 +250,15 @@ static void for_each_piece(const std::vector<ParamRange>& share, size_t n, int r
             for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
 }
 
-// Context parallel: groups of `context` neighbouring ranks share their sequences, and each rank has two chunks of every
-// one (attention/ring.h). Whatever works on rows alone does not notice; attention goes around the ring. The groups are
-// what data parallel's ranks are without it, and gradients are added up over all ranks as before.
+// In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
+// of every sequence (attention/ring.h). Layers that work on single rows do not notice, and attention goes around the
+// ring. A group reads the batches that a single rank would read otherwise. Gradients are summed over all ranks as
+// before.
 //
-// What a model needs to know of the others. Default: alone.
+// What a model needs to know about the other ranks. By default it is alone.
 template <class Dev>
 struct Ranks {
-    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks; of those that share sequences
+    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks, of those that share sequences
     int rank = 0, size = 1;
     bool sharded = false, overlap = false;
     int context = 1;                                     // ranks that share a sequence
@@ -264,7 +267,7 @@ struct Ranks {
     int context_rank() const { return rank % context; }  // within it
 };
 
-// A tensor of C channels is divided into shares of whole 16-byte vectors.
+// Every rank's share of a tensor with C channels must be whole 16-byte vectors.
 static bool can_shard(const Config& c, int ranks) {
     return c.C % (4 * ranks) == 0;
 }
@@ -288,16 +291,16 @@ class GPT2 {
     const size_t num_parameters;
     Arena params, grads, adam, acts, buffers, ring_memory;
 
-    // Only the tables; allocate() makes them memory. training: with gradients, optimizer state and what backward needs.
-    // recompute: what forward does not keep and backward computes again: 1 the outputs of GELU, 2 of layer norms too.
-    // micro_steps are this rank's.
+    // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
+    // needs. recompute says what forward does not keep and backward computes again: at 1 the outputs of GELU, at 2 also
+    // those of the layer norms. micro_steps is this rank's number.
     GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
          int recompute = 0, const Ranks<Dev>& ranks = {});
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);
     }
-    // The orderly end, on all ranks at once: afterwards the memory may go. While an Error unwinds nobody calls it, since
-    // the others might not come.
+    // The orderly end. All ranks call it together, and afterwards the memory may be freed. Nobody calls it while an
+    // Error unwinds, because the others might not come.
     void leave_ring() {
         if (ring_) ring_->stop();
     }
@@ -315,13 +318,13 @@ class GPT2 {
     void init_random(uint64_t seed);
     void load(const std::string& path);
 
-    // The step: upload all its micro-batches, then for each forward, loss (which starts backward) and backward.
+    // A step uploads all its micro-batches, then calls forward, loss (which starts backward) and backward for each.
     size_t batch_ints() const { return 2 * rows_ + encoder_plan_ints(dev, rows_); }  // of one micro-batch
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
-    // Device tokens (b, t) → acts.lnf. alone: the tokens are a whole sequence, and no other rank takes part.
+    // Device tokens (b, t) → acts.lnf. alone means that the tokens are a whole sequence and no other rank takes part.
     void forward(const int* tokens, int b, int t, bool alone = false);
-    // accumulate: weight gradients are added to what is there; else they are written.
+    // Adds to the weight gradients if accumulate is true, and overwrites them otherwise.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
     void backward(const int* plan, bool accumulate, bool sum_over_ranks);
     void clear_gradients();
@@ -354,7 +357,7 @@ class GPT2 {
   private:
     const size_t rows_, chunk_;  // N = B·T, rows of logits that exist at once
     Buffers<X> buffers_{};
-    std::unique_ptr<Ring<Dev, X>> ring_;  // where several ranks share a sequence
+    std::unique_ptr<Ring<Dev, X>> ring_;  // if several ranks share a sequence
     typename Dev::Graph graph_;           // of train_micro_batches
 
     template <class P>
@@ -371,16 +374,16 @@ class GPT2 {
     void gather_parameters();
 };
 
-// Rows of logits that exist at once: enough to fill the GPU, little enough that (B·T, Vp) never exists whole.
+// Rows of logits that exist at once. They are enough to fill the GPU, and so few that (B·T, Vp) never exists whole.
 static size_t classifier_chunk(size_t rows, int Vp, DType t) {
     size_t chunk = 512;
     while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(512) << 20)) chunk *= 2;
     return std::min(chunk, rows);
 }
 
-// Behind the gradients stands a gate of a few elements, 0 or NaN: update() writes 0·loss there and lets the norm run
-// over it, so that one number stops the update both for a gradient and for a loss that is not finite. (Four elements,
-// so that the norm's 16-byte loads stay possible.)
+// A gate of a few elements, 0 or NaN, follows the gradients. update() writes 0·loss there and includes it in the norm.
+// So one number stops the update if a gradient or a loss is not finite. There are four elements to keep the norm's
+// 16-byte loads possible.
 constexpr size_t kGate = 4;
 
 constexpr int kNoLayer = -1;
@@ -423,7 +426,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
         specs.push_back({"loss", a, kGate});
         grads = Arena("gradients", specs, 1);
         const size_t own = n / shards();
-        // Back to back, whatever the number of shards: of their pieces a checkpoint is put together.
+        // The arrays lie back to back for any number of shards, because a checkpoint is put together from their pieces.
         adam = Arena("optimizer", {{"m", a, own}, {"v", a, own}, {"master", a, has_master ? own : 0}}, 16);
     }
     const size_t saved = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
@@ -447,7 +450,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                  {"lnf", x, N * C},
                                  {"lnf_mean", a, N},
                                  {"lnf_rstd", a, N}});
-    const int most_alone = ring_ ? 1 : B;  // sequences that attention is given without the ring: samples
+    const int most_alone = ring_ ? 1 : B;  // sequences that attention gets without the ring, which are samples
     const size_t scratch =
         std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
                   encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C),
@@ -460,7 +463,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
                                 {"wide", x, training && recompute >= 1 ? N * 4 * C : 0},
                                 {"scratch", DType::i32, (scratch + 3) / 4},
                                 {"batch", DType::i32, size_t(micro_steps) * batch_ints()}});
-    // By itself, for other ranks write into it.
+    // A separate allocation, because other ranks map it and write into it.
     if (ring_) ring_memory = Arena("ring", {{"ring", DType::i32, ring_->bytes() / 4}});
 }
 
@@ -516,7 +519,7 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
                                    w.ln2b, N, C);
         matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
         matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C);
-        // The residual's sum belongs to the layer norm that reads it: the next layer's first, or the final one.
+        // The layer norm that reads the residual also adds to it. After the last layer that is the final layer norm.
         if (l + 1 < L) {
             const Activations<X> next = activations(l + 1);
             const Parameters<X> nw = weights(l + 1);
@@ -530,8 +533,8 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     }
 }
 
-// Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, also what must
-// happen while a chunk's logits exist: adds into dwte and overwrites lnf with d(mean loss of the step)/d lnf.
+// Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does what
+// needs a chunk's logits. It adds into dwte and overwrites lnf with d(mean loss of the step)/d lnf.
 template <class Dev, class X>
 void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate) {
     Range range("loss");
@@ -552,8 +555,8 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: adds into the gradients of all parameters, or writes those of the weights. Starts from lnf, where loss()
-// left its gradient, and keeps using its memory for the gradient of a layer norm's output.
+// Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not `accumulate`. It starts
+// from lnf, where loss() left its gradient, and reuses that memory for the gradient of each layer norm's output.
 
 template <class Dev, class X>
 void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_ranks) {
@@ -567,8 +570,8 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
     Parameters<X> w = weights();
     Parameters<A> g = gradients();
 
-    // A layer norm's backward also sums the rows of the residual stream's gradient: the bias gradient of the projection
-    // that was added there last.
+    // A layer norm's backward also sums the rows of the residual stream's gradient. That is the bias gradient of the
+    // projection that was added there last.
     dev.zero(dresidual, N * C * sizeof(X));
     layernorm_backward(dev, dresidual, g.lnfw, g.lnfb, gradients(config.L - 1).fcprojb, scratch, dln, a.residual3,
                        w.lnfw, a.lnf_mean, a.lnf_rstd, N, C);
@@ -584,7 +587,7 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         if (recompute == 0) fcproj_weight_gradient();  // before fch's gradient takes the place of GELU's output
         matmul_gelu_backward(dev, wide, g.fcb, recompute >= 1 ? a.gelu : nullptr, scratch, dresidual, w.fcprojw, a.fch,
                              N, 4 * C, C);
-        if (recompute >= 1) fcproj_weight_gradient();  // of the output that the pass over fch made again
+        if (recompute >= 1) fcproj_weight_gradient();  // needs the output that the pass over fch recomputed
         if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
         matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
@@ -605,7 +608,8 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
     if (sum_over_ranks) sum_gradients(kNoLayer);
 }
 
-// Starts adding up over the ranks the gradients of a layer, or of all that does not go by layer.
+// Starts summing the gradients of a layer over the ranks, or with kNoLayer those of all tensors that do not go by
+// layer.
 template <class Dev, class X>
 void GPT2<Dev, X>::sum_gradients(int layer) {
     Range range("sum gradients");
@@ -625,10 +629,10 @@ void GPT2<Dev, X>::sum_gradients(int layer) {
     });
 }
 
-// The ranks' updated shares of the parameters, to all.
+// Gathers the ranks' updated shares of the parameters on all ranks.
 template <class Dev, class X>
 void GPT2<Dev, X>::gather_parameters() {
-    const std::vector<ParamRange> first = share(0);  // of rank 0: where each tensor's pieces begin
+    const std::vector<ParamRange> first = share(0);  // rank 0's pieces are where each tensor's begin
     ranks.comm->fork();
     ranks.comm->group([&] {
         for (const ParamRange& r : first)
@@ -649,7 +653,7 @@ Positions GPT2<Dev, X>::positions() const {
     return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
 }
 
-// All ranks of a group read the same sequences; each keeps its own tokens of them.
+// All ranks of a group read the same sequences, and each keeps its own tokens of them.
 template <class Dev, class X>
 void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
     if (ring_) {
@@ -672,7 +676,7 @@ void GPT2<Dev, X>::upload(const int* host, int micro_batches) {
     dev.upload(buffers_.batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
 }
 
-// The weights of the matmuls need no zeros: the first micro-batch writes their gradients.
+// The matmul weights need no zeros, because the first micro-batch overwrites their gradients.
 template <class Dev, class X>
 void GPT2<Dev, X>::clear_gradients() {
     size_t begin = 0;  // of the stretch of tensors to clear, in bytes
@@ -714,8 +718,8 @@ void GPT2<Dev, X>::evaluate_micro_batch(int i) {
     loss(targets(i), B, T, own_stats() + i, false);
 }
 
-// Nothing is updated where a loss or the gradient's norm is not finite; the caller sees that in stats[num_losses()].
-// With a sharded optimizer the norm of all is the norm of the shares' norms.
+// Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in stats[num_losses()]. If the
+// optimizer is sharded, the whole norm is the norm of the shares' norms.
 template <class Dev, class X>
 void GPT2<Dev, X>::update(const AdamW& hyper) {
     Range range("update");
@@ -740,7 +744,7 @@ void GPT2<Dev, X>::update(const AdamW& hyper) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Parameters: random, or from a file
 
-// A stateless generator: the same (seed, index) gives the same number on every machine and thread.
+// A stateless generator. The same (seed, index) gives the same number on every machine and thread.
 static uint64_t mix(uint64_t seed, uint64_t index) {
     return mix64(seed + (index + 1) * kGolden);
 }
@@ -752,7 +756,7 @@ static double normal(uint64_t seed, uint64_t index) {  // Box–Muller
     return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
 }
 
-// From the master's precision to X, on the device; of the master this rank's share.
+// Uploads the values as X, and as this rank's share of the master weights. The host rounds them to X.
 template <class Dev, class X>
 void GPT2<Dev, X>::set_parameters(std::vector<A>& values) {
     if (master()) {
@@ -774,8 +778,8 @@ void GPT2<Dev, X>::set_parameters(std::vector<A>& values) {
     }
 }
 
-// GPT-2's initialisation: normal with σ = 0.02, the two projections into the residual stream scaled by 1/√(2L) (Radford
-// et al. 2019, §2.3), biases 0, layer norm weights 1. Padding rows of wte are 0.
+// GPT-2's initialisation (Radford et al. 2019, §2.3). Weights are normal with σ = 0.02, scaled by 1/√(2L) in the two
+// projections into the residual stream. Biases are 0 and layer norm weights 1. Padding rows of wte are 0.
 template <class Dev, class X>
 void GPT2<Dev, X>::init_random(uint64_t seed) {
     std::vector<A> values(num_parameters);
@@ -811,8 +815,8 @@ void GPT2<Dev, X>::load(const std::string& path) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// When a loss is not finite: run again, micro-batch by micro-batch, and name the first tensor in the order of
-// computation.
+// If a loss is not finite, this runs the step again, micro-batch by micro-batch, and names the first tensor in the
+// order of computation.
 
 template <class Dev, class X>
 std::string GPT2<Dev, X>::count_in(const Arena& arena, size_t i, int l) {
@@ -828,7 +832,7 @@ std::string GPT2<Dev, X>::count_in(const Arena& arena, size_t i, int l) {
 
 constexpr char kNoneFound[] = "none on a second run";
 
-// An arena's tensors in the order of computation: what comes before the layers, layer by layer, what comes after them.
+// An arena's tensors in the order of computation: those before the layers, then layer by layer, then those after them.
 static std::vector<std::pair<size_t, int>> computation_order(const Arena& arena, int layers) {
     size_t first = 0, last = arena.tensors.size();
     while (first < last && arena.tensors[first].layers == 0) first++;
@@ -852,7 +856,7 @@ std::string GPT2<Dev, X>::first_nonfinite() {
         return "";
     };
     std::string found = search(params, false);
-    // Of the ranks of a ring none may stop before the others do.
+    // No rank of a ring may stop before the others do.
     for (int i = 0; i < micro_steps && (found.empty() || ring_); i++) {
         evaluate_micro_batch(i);
         if (found.empty()) found = search(acts, false);
@@ -875,7 +879,7 @@ struct Sampling {
 template <class Dev, class X>
 std::vector<float> GPT2<Dev, X>::logits_of_last(const std::vector<int>& context) {
     const int used = static_cast<int>(std::min<size_t>(context.size(), T));
-    // Round t up so that matmul plans are reused from token to token; what follows the last token cannot be seen by it.
+    // Rounds t up so that matmul plans are reused from token to token. The last token cannot see what follows it.
     const int t = std::min((used + 63) / 64 * 64, T);
     std::vector<int> padded(t, 0);
     std::copy(context.end() - used, context.end(), padded.begin());
@@ -890,8 +894,8 @@ std::vector<float> GPT2<Dev, X>::logits_of_last(const std::vector<int>& context)
     return logits;
 }
 
-// A token from softmax(logits / temperature) over the top_k largest, by one uniform number; temperature 0 takes the
-// largest.
+// Draws a token from softmax(logits / temperature) over the top_k largest, with the uniform number u. Temperature 0
+// takes the largest.
 static int sample_token(const std::vector<float>& logits, const Sampling& s, double u) {
     std::vector<int> order(logits.size());
     std::iota(order.begin(), order.end(), 0);
@@ -942,9 +946,9 @@ struct Validation {
     uint64_t batches;
 };
 
-// Mean loss over the loader's first batches; 0, or more than there are: all whole ones. Each rank has its share of
-// them; their losses are added in the order of the batches, so that the sum does not depend on the number of ranks.
-// Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
+// Mean loss over the loader's first `batches` batches, or over all whole ones if it is 0 or too large. Each rank
+// evaluates its share of them. Their losses are summed in the order of the batches, so that the sum does not depend on
+// the number of ranks. Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
 template <class Dev, class X>
 Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& job) {
     const Ranks<Dev>& ranks = model.ranks;
@@ -970,13 +974,13 @@ Validation validate(GPT2<Dev, X>& model, Loader& loader, uint64_t batches, Job& 
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
 }
 
-// The model's answer to each question: the ending whose tokens have the lowest mean loss after the context.
-// losses[i][e] is that mean for ending e of choice i.
+// losses[i][e] is the mean loss of the tokens of ending e of choice i after its context. The model's answer is the
+// ending with the lowest.
 template <class Dev, class X>
 std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::vector<Choice>& choices, Job& job) {
     Range range("multiple choice");
     const size_t B = model.B, T = model.T, N = B * T;
-    std::vector<std::pair<size_t, size_t>> rows;  // choice, ending: a row of a batch each
+    std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
     std::vector<std::vector<double>> losses(choices.size());
     for (size_t i = 0; i < choices.size(); i++) {
         losses[i].resize(choices[i].endings.size());
@@ -1004,7 +1008,7 @@ std::vector<std::vector<double>> ending_losses(GPT2<Dev, X>& model, const std::v
             losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
-    if (job.size > 1)  // what another rank has found is 0 here
+    if (job.size > 1)  // what another rank computed is 0 here
         for (std::vector<double>& of_choice : losses) job.sum(of_choice);
     return losses;
 }
@@ -1040,7 +1044,7 @@ struct Options {
     float temperature = 1.f;
 
     std::vector<Option> table();
-    double learning_rate(int step) const;  // of the step that makes this one, from 0
+    double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
 
 std::vector<Option> Options::table() {
@@ -1121,7 +1125,8 @@ std::vector<Option> Options::table() {
     };
 }
 
-// Warm-up is linear to the full rate at step `warmup`; then by --schedule down to final_lr·lr at the last step.
+// Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
+// step.
 double Options::learning_rate(int step) const {
     if (step < warmup) return lr * (step + 1.0) / warmup;
     const double left = max_steps - warmup, at = left > 1 ? (step - warmup) / (left - 1) : 0;  // 0..1
@@ -1135,8 +1140,9 @@ double Options::learning_rate(int step) const {
     return lr * (final_lr + (1 - final_lr) * factor);
 }
 
-// SIGINT and SIGTERM: finish the step, write a checkpoint, leave. A second one ends the program at once, if it comes a second
-// later: before, it is the same one, which many that pass on signals send to a process and to its group.
+// SIGINT and SIGTERM finish the step, write a checkpoint and leave. A second one ends the program at once if it comes
+// more than a second later. Within a second it counts as the same signal, because many programs that pass signals on
+// send them to a process and to its group.
 static volatile std::sig_atomic_t g_signal = 0;
 static timespec g_signal_time;
 static void on_signal(int signal) {
@@ -1150,10 +1156,10 @@ static void on_signal(int signal) {
     }
 }
 
-// A rank that stands still for so long hangs: in a step like those before it; where nobody knows how long it takes.
+// A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
 constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
 
-// Where the data comes from, and the loss that no model can beat if that is known.
+// Where the data comes from, and the loss that no model can beat, if that is known.
 struct Data {
     std::string train, val;
     double floor = NAN;  // nats per token of the validation data
@@ -1167,7 +1173,7 @@ static Data find_data(const Options& o) {
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
 
-// Every tensor with its size; for what grows with the batch also the bytes that one token adds.
+// Prints every tensor's size, and for what grows with the batch also the bytes that one token adds.
 template <class Dev, class X>
 void print_memory_table(GPT2<Dev, X>& model) {
     const double tokens = static_cast<double>(model.B) * model.T;
@@ -1218,7 +1224,7 @@ void allocate_or_explain(GPT2<Dev, X>& model) {
     }
 }
 
-// A training run: the model and all that goes with it from step to step.
+// A training run: the model and all that accompanies it from step to step.
 template <class Dev, class X>
 class Run {
   public:
@@ -1228,11 +1234,11 @@ class Run {
     void describe() const;
     void open_log();
     void train_step();
-    void watch();    // validation and samples, where this step has them
+    void watch();    // validation and samples, if they are due after this step
     void save();     // a checkpoint of this step
-    bool restore();  // the newest checkpoint; false if there is none
+    bool restore();  // the newest checkpoint, false if there is none
     bool saved() const { return last_checkpoint == step; }
-    int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, of any rank's
+    int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     uint64_t train_tokens() const { return train.num_tokens(); }
     uint64_t val_identity() const { return val ? val->identity() : 0; }
     const Identity& run_identity() const { return identity; }
@@ -1254,13 +1260,13 @@ class Run {
     int last_checkpoint = -1, signal = 0;
     double mean_ms = 0;
 
-    // Batches of two steps, pinned: one that the GPU works on, one that is prepared meanwhile. `position` is where the
-    // training data goes on after the first of them.
+    // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
+    // `position` after the first of them.
     int *host = nullptr, *batch = nullptr, *next = nullptr;
     bool prepared = false;
-    std::exception_ptr late_error;  // of preparing `next`
+    std::exception_ptr late_error;  // thrown while `next` was prepared
     LoaderState position{};
-    void prepare(int* to) {  // of the micro-batches r, r + n, … of the step, in group r of n
+    void prepare(int* to) {  // group r of n takes micro-batches r, r + n, … of the step
         for (int i = 0; i < model.micro_steps; i++) {
             train.skip(model.ranks.group());
             model.fill_batch(to + i * model.batch_ints(), train);
@@ -1271,7 +1277,7 @@ class Run {
     std::vector<char> gather_optimizer();
     void scatter_optimizer(std::vector<char>& whole);
 
-    // The parts of a checkpoint beside the model: for reading and for writing.
+    // The parts of a checkpoint beside the model, for reading and for writing.
     struct Counters {
         uint64_t step, model_checksum;
         LoaderState train;
@@ -1281,7 +1287,7 @@ class Run {
     }
     void read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params);
     std::string first_nonfinite();
-    int first_step = 0;  // that this process makes
+    int first_step = 0;  // of this process
 };
 
 template <class Dev, class X>
@@ -1337,7 +1343,7 @@ void Run<Dev, X>::describe() const {
     std::printf("  %-16s %9.1f MiB\n", "total", model.total_bytes() / kMiB);
 }
 
-// A fresh run's log begins anew, also where -y found no checkpoint. A resumed one's loses the rows that it will write again.
+// A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
 template <class Dev, class X>
 void Run<Dev, X>::open_log() {
     if (o.output_dir.empty() || job.rank > 0) return;
@@ -1375,14 +1381,14 @@ void Run<Dev, X>::train_step() {
             late_error = std::current_exception();
         }  // this step's result comes first
     }
-    // Still while the GPU works: a signal to one rank is one to all, at the same step.
+    // This too runs while the GPU works. A signal to one rank becomes one to all, at the same step.
     if (job.size > 1)
         for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
 
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
     job.expect_progress(kLongStallSeconds);
-    double loss = 0;  // in the order of the data, whoever had it
+    double loss = 0;  // in the order of the data, whichever rank had it
     for (int i = 0; i < model.micro_steps; i++)
         for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
     loss /= model.num_losses();
@@ -1434,7 +1440,7 @@ void Run<Dev, X>::watch() {
     }
 }
 
-// Rank r's share of the optimizer's state, from or to its places in the whole.
+// Copies rank r's share of the optimizer's state from or to its places in the whole.
 template <class Dev, class X>
 void Run<Dev, X>::copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const {
     const size_t arrays = model.has_master ? 3 : 2;
@@ -1444,8 +1450,8 @@ void Run<Dev, X>::copy_share(int r, std::vector<char>& whole, std::vector<char>&
     });
 }
 
-// The optimizer's state as one rank would have it, on rank 0: m, v and master, each in the order of the parameters.
-// What a checkpoint holds does not depend on the number of ranks.
+// Puts the optimizer's state together on rank 0 as a single rank would have it: m, v and master, each in the order of
+// the parameters. So a checkpoint's contents do not depend on the number of ranks.
 template <class Dev, class X>
 std::vector<char> Run<Dev, X>::gather_optimizer() {
     std::vector<char> own(model.adam.bytes);
@@ -1460,7 +1466,7 @@ std::vector<char> Run<Dev, X>::gather_optimizer() {
     return whole;
 }
 
-// The other way round: from rank 0 to all.
+// The other way round, from rank 0 to all.
 template <class Dev, class X>
 void Run<Dev, X>::scatter_optimizer(std::vector<char>& whole) {
     std::vector<char> own(model.adam.bytes);
@@ -1471,7 +1477,7 @@ void Run<Dev, X>::scatter_optimizer(std::vector<char>& whole) {
     } else if (job.rank > 0) {
         job.exchange({{0, nullptr, 0, own.data(), own.size()}});
     } else {
-        for (int r = job.size - 1; r >= 0; r--) {  // our own last: it stays
+        for (int r = job.size - 1; r >= 0; r--) {  // our own comes last, because it stays in `own`
             copy_share(r, whole, own, false);
             if (r > 0) job.exchange({{r, own.data(), own.size(), nullptr, 0}});
         }
@@ -1505,7 +1511,7 @@ void Run<Dev, X>::save() {
     if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
 }
 
-// Rank 0 reads and sends: the directory need not be there on other machines.
+// Rank 0 reads and sends, because the directory need not exist on other machines.
 template <class Dev, class X>
 bool Run<Dev, X>::restore() {
     int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : -1;
@@ -1546,7 +1552,7 @@ void Run<Dev, X>::read_checkpoint(int newest, Counters& counters, std::vector<ch
                    static_cast<unsigned long long>(counters.model_checksum)));
 }
 
-// Creates the output directory; refuses one with an earlier run in it unless that is to be resumed.
+// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed.
 static void prepare_output_dir(const Options& o) {
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
@@ -1565,10 +1571,10 @@ static Attention attention_of(const Options& o) {
     return o.attention == "naive" ? Attention::naive : Attention::flash;
 }
 
-// The defaults that depend on the device, the model and the ranks; then, with the data known, those that depend on its
-// size.
+// The defaults that depend on the device, the model and the ranks. resolve_steps has those that need the size of the
+// data.
 static void resolve_sizes(Options& o, const Config& config, bool on_cpu, int all_ranks) {
-    const int context = o.context_parallel, ranks = all_ranks / context;  // those with sequences of their own
+    const int context = o.context_parallel, ranks = all_ranks / context;  // groups with sequences of their own
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
     if (o.T == 0) o.T = std::min(config.max_T, on_cpu ? 64 : 1024);
     if (context > 1 && o.T % (2 * context))
@@ -1610,7 +1616,7 @@ void start_weights(GPT2<Dev, X>& model, const Options& o, bool from_file) {
         model.init_random(o.seed);
 }
 
-// The data of the run: on rank 0 first, which may have to write it where the others will find it.
+// The data of the run. Rank 0 goes first, because it may have to write the data where the others will find it.
 static Data find_data_together(const Options& o, Job& job) {
     Data data;
     if (job.rank == 0) data = find_data(o);
@@ -1619,7 +1625,7 @@ static Data find_data_together(const Options& o, Job& job) {
     return data;
 }
 
-// What must be the same on all ranks beside the arguments, of which more can be seen by now.
+// Checks what must be the same on all ranks beside the arguments. Only now is this known.
 template <class Dev, class X>
 void agree_on_start(const GPT2<Dev, X>& model, const Run<Dev, X>& run, Job& job) {
     if (job.size == 1) return;
@@ -1638,7 +1644,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     resolve_sizes(o, config, on_cpu, job.size);
     if (o.overlap < 0) o.overlap = job.local_size < job.size;
     ranks.sharded = o.zero > 0 && job.size > 1, ranks.overlap = o.overlap > 0;
-    // The model's tables first: what cannot be is said before data is touched.
+    // The model's tables come first, so that an impossible request is refused before data is touched.
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
     GPT2<Dev, X> model(dev, config, attention_of(o), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
@@ -1680,7 +1686,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     return run.interrupted() ? 128 + run.interrupted() : 0;
 }
 
-// --eval-only: the loss over the whole validation data, and the answers to --hellaswag one by one.
+// --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by one.
 template <class Dev, class X>
 int run_evaluate(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, const Ranks<Dev>& ranks) {
     resolve_sizes(o, config, std::is_same_v<Dev, Cpu>, job.size);
@@ -1740,7 +1746,7 @@ int run_with(const Dev& dev, Options& o, Job& job) {
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
         config = config_of(read_model_header(o.init));
     }
-    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has as many positions as it is asked for
+    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has as many positions as -t asks for
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);
@@ -1761,12 +1767,13 @@ int run_with(const Dev& dev, Options& o, Job& job) {
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
-// Threads that spin while they wait for each other are fast on an idle machine and four times slower than sleeping ones
-// where another program has one of the cores. OpenMP reads the choice before main: so start once more with it made.
+// Threads that spin while they wait for each other are fast on an idle machine. If another program has one of the cores
+// they are four times slower than sleeping ones. OpenMP reads the choice before main, so the program starts once more
+// with it made.
 static void wait_passively(char** argv) {
     if (std::getenv("OMP_WAIT_POLICY")) return;
     setenv("OMP_WAIT_POLICY", "passive", 1);
-    execv("/proc/self/exe", argv);  // returns only if it failed: then we go on as we are
+    execv("/proc/self/exe", argv);  // returns only if it failed, and then we go on as we are
 }
 
 // Meets the other ranks, which must be the same program with the same arguments. Rank 0 alone prints.
@@ -1785,7 +1792,7 @@ static void meet(Job& job, Options& o) {
     if (job.rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
 }
 
-// The run, on this rank's device. `gpus`: of this machine.
+// The run, on this rank's device. gpus is the number on this machine.
 static int run_on_device(Options& o, Job& job, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
@@ -1793,7 +1800,7 @@ static int run_on_device(Options& o, Job& job, int gpus) {
         const int cores = static_cast<int>(std::thread::hardware_concurrency());
         return run_with<Cpu, float>(Cpu(std::max(1, cores / job.local_size)), o, job);
     }
-    // A launcher may show each rank its own GPU alone.
+    // A launcher may show each rank only its own GPU.
     const int device = gpus == 1 && job.local_size > 1 && std::getenv("CUDA_VISIBLE_DEVICES") ? 0 : job.local_rank;
     if (device >= gpus)
         throw Error(format("rank %d is number %d on this machine, which has %d %s: start fewer ranks", job.rank,
