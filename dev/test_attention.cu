@@ -1,24 +1,24 @@
 // Every attention kernel of the table against the fp64 reference.
 //
 //   accuracy     out, lse, dq, dk, dv on the inputs and shapes that find bugs
-//   logits       of up to ±200, of one size, mixed and rising: whole, in chunks, and in masked blocks
+//   logits       of up to ±200, of one size, mixed and rising, whole, in chunks, and in masked blocks
 //   extremes     zeros
 //   nan          one NaN reaches what depends on it, and no other head, sequence or distant row
 //   stream       all work is on the device's stream
 //   small tiles  flash_fp32's, for GPUs with less shared memory
 //   determinism  the same bytes from every run
-//   block        chunked queries and keys in any order equal the whole; masked blocks; accumulators are added into
-//   halves       blocks so large that some work is cut in two: right, and the same bytes from every run
+//   block        chunked queries and keys in any order equal the whole, masked blocks, accumulators are added into
+//   halves       blocks so large that some work is cut in two are right, and give the same bytes in every run
 //   few blocks   a little of that, for compute-sanitizer
 //   limits       what a kernel does not support gives an Error, never a wrong result
 //   big          tensors of more than 2³¹ elements
 //   groups       more heads than are in work at a time
 //
-// The rule is that of dev/bounds.h: an error of at most k times naive's.
-// naive itself, the yardstick, is held to a relative L2 error.
+// The rule of dev/bounds.h allows an error of at most k times naive's. naive itself, the yardstick, is held to a
+// relative L2 error.
 //
-// Every buffer lies between two guards and starts as NaN bytes, guards included: an element that is not written,
-// scratch that is not cleared and a read past the end all show as NaN, and a write past the end changes a guard.
+// Every buffer lies between two guards and starts as NaN bytes, guards included. So an element that is not written,
+// scratch that is not cleared and a read past the end all show as NaN. A write past the end changes a guard.
 //
 // Run: ./dev/test_attention [part of a test's name, e.g. flash_bf16]      SEED=n for other random numbers
 #include <algorithm>
@@ -42,7 +42,7 @@
 #include "dev/test.h"
 #include "layers/layers.h"
 
-// What naive's relative L2 error may be.
+// The limit on naive's relative L2 error.
 template <class X>
 constexpr double kNaiveL2 = std::is_same_v<X, bf16> ? 2e-2 : 1e-5;
 
@@ -96,7 +96,7 @@ class Buffer {
         gpu().upload(data(), values.data(), bytes_);
     }
     ~Buffer() {
-        try {  // after a fault on the device every call fails; the test has reported it by then
+        try {  // after a fault on the device every call fails, and the test has reported it by then
             check_guards();
             gpu().free(base_);
         } catch (const Error&) {}
@@ -143,11 +143,11 @@ class Buffer {
 // Problems: a shape, its inputs, and the fp64 result
 
 // The last three have logits of up to ±Case::logit:
-//   constant  every logit is Case::logit, exactly where scale·HS is 8
-//   mixed     a row's are of one sign, its own, and of any size. The last row's are negative: its lse is what a kernel
-//             could take for that of rows beyond T.
-//   ramp      they rise along the keys, 16 at a time, in half of the rows and fall in the others, so that the maximum
-//             rises by hundreds whichever way a kernel walks
+//   constant  every logit is Case::logit, exactly if scale·HS is 8
+//   mixed     a row's logits are of any size, and of one sign. The last row's are negative, because a kernel could take
+//             its lse for the lse of rows beyond T.
+//   ramp      they rise along the keys, 16 at a time, in half of the rows, and fall in the others. So the maximum rises
+//             by hundreds whichever way a kernel walks.
 enum class Input { normal, large_q, shifted, early_keys, magnitudes, magnitudes_reversed, constant, mixed, ramp };
 
 struct Case {
@@ -172,7 +172,7 @@ struct Case {
     }
 };
 
-using Result = std::array<std::vector<double>, kTensors>;  // out, dq, dk, dv (B,T,NH,HS); lse (B,NH,T)
+using Result = std::array<std::vector<double>, kTensors>;  // out, dq, dk, dv (B,T,NH,HS), and lse (B,NH,T)
 using Errors = std::array<double, kTensors>;
 
 template <class X>
@@ -180,7 +180,7 @@ struct Problem {
     Case c;
     std::vector<X> qkv, dout;
     Result ref;
-    Errors tiny;  // of the rule
+    Errors tiny;  // of the rule in dev/bounds.h
 };
 
 template <class X>
@@ -211,7 +211,7 @@ static double max_abs(const std::vector<double>& x) {
     for (double v : x) m = std::max(m, std::fabs(v));
     return m;
 }
-// NaN if any difference is.
+// NaN if any difference is NaN.
 static double max_error(const std::vector<double>& got, const std::vector<double>& want) {
     if (got.size() != want.size()) throw Error(format("%zu elements, expected %zu", got.size(), want.size()));
     double m = 0;
@@ -231,8 +231,8 @@ static double l2_norm(const std::vector<double>& x) {
     return l2_error(x, std::vector<double>(x.size()));
 }
 
-// q and k of inputs with a logit: q_i = a(x_i w + noise) and k_j = a(y_j w + noise) with w a vector of ±1 for each head, so
-// that S is x_i·y_j·logit, plus noise of about 3. Constant inputs have no noise, and w = 1.
+// For inputs with a logit, q_i = a(x_i w + noise) and k_j = a(y_j w + noise). w is a vector of ±1 for each head, so S
+// is x_i·y_j·logit, plus noise of about 3. Constant inputs have no noise, and w = 1.
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     const AttentionShape& s = p.c.shape;
@@ -280,7 +280,7 @@ void make_inputs(Problem<X>& p) {
                                 {1, 1, 1, 1},
                                 {1, 1, 1, 1}};
     const float shift = p.c.input == Input::shifted ? 0.5f : 0.f, *factor = factors[static_cast<int>(p.c.input)];
-    // Logits whose maximum grows by hundreds while a kernel walks from the last keys to the first.
+    // The maximum of these logits grows by hundreds while a kernel walks from the last keys to the first.
     const float early_factor = p.c.input == Input::early_keys ? 60.f : 1.f;
     for (size_t i = 0; i < p.qkv.size(); i++) {
         const bool is_early_key = i / C % 3 == 1 && i / C / 3 % s.T < 32;
@@ -290,7 +290,7 @@ void make_inputs(Problem<X>& p) {
     if (p.c.logit != 0.f) make_large_logits(p, rng);
 }
 
-// The largest absolute value and the largest norm of a head's row, of part `first` of `parts`.
+// The largest absolute value and the largest norm of a head's row, in part `first` of `parts`.
 struct Largest {
     double value = 0, norm = 0;
 };
@@ -310,7 +310,7 @@ Largest largest(const std::vector<X>& x, const AttentionShape& s, int parts, int
     return m;
 }
 
-// What another good kernel need not get right though a lucky naive one does. The fp32 rounding error of a dot product
+// Errors that another good kernel may make though a lucky naive one does not. The fp32 rounding error of a dot product
 // a·b is about u|a||b|.
 template <class X>
 Errors tiny_errors(const Problem<X>& p) {
@@ -321,14 +321,14 @@ Errors tiny_errors(const Problem<X>& p) {
     constexpr double u = 0x1p-24;
     Errors tiny;
     for (int i = 0; i < kTensors; i++) tiny[i] = one_rounding<X>(i, max_abs(p.ref[i]));
-    // A query that sees one key has P = 1 and dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly; flash's
-    // D = rowsum(dO∘O) is another dot product than dP, and the rounding errors of both stay in dS.
+    // A query that sees one key has P = 1 and dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly. Flash's D
+    // = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay in dS.
     tiny[Dq] += scale * 2 * u * dP * k.value;
     tiny[Dk] += scale * 2 * u * dP * q.value;
-    // So few tokens that cuBLAS sums in a way of its own and the largest error of naive is luck: the error of an
-    // element of P, u|S| and its rounding to X, carried through.
+    // With so few tokens cuBLAS sums in a way of its own, and naive's largest error is luck. So the error of an element
+    // of P, which is u|S| and its rounding to X, is carried through.
     if (s.T <= 2) tiny[Lse] += u * S;
-    // All keys are one, so the exact dq is 0: a row of dS times that key. The rounding of dS stays.
+    // All keys are the same, and each row of dS sums to 0, so the exact dq is 0. The rounding of dS stays.
     if (p.c.input == Input::constant) tiny[Dq] += kRoundoff<X> * scale * dP * k.value;
     if (s.T == 2) {
         const double P = kRoundoff<X> + u * S;
@@ -397,7 +397,7 @@ static Errors errors(double (*norm)(const std::vector<double>&, const std::vecto
     return e;
 }
 
-// Computed once per case: the fp64 result is most of this program's time.
+// Each case is computed once, because the fp64 result is most of this program's time.
 template <class X>
 const Problem<X>& problem(const Case& c) {
     static std::map<std::string, Problem<X>> cache;
@@ -423,7 +423,8 @@ const Problem<X>& problem(const Case& c) {
     return cache.emplace(c.text(), std::move(p)).first->second;
 }
 
-// Naive's errors, for those who ask: naive multiplies with cuBLAS, and compute-sanitizer finds races in its kernels.
+// Naive's errors are computed only on demand, because compute-sanitizer finds races in cuBLAS, which naive multiplies
+// with.
 struct NaiveErrors {
     Errors max;  // max|naive − ref|
     Errors l2;   // ‖naive − ref‖
@@ -438,21 +439,21 @@ const NaiveErrors& naive_errors(const Problem<X>& p) {
         .first->second;
 }
 
-// The relative error of P that an error ε of S makes is e^ε − 1. S is a dot product of HS terms, in error by about √HS·u|S|,
-// and naive rounds it to X. What has weight is S near a row's lse.
+// An error ε of S makes a relative error e^ε − 1 of P. S is a dot product of HS terms, in error by about √HS·u|S|, and
+// naive rounds it to X. Only an S near its row's lse has weight.
 template <class X>
 double error_of_P(const Problem<X>& p) {
     const double of_S = (std::is_same_v<X, bf16> ? kRoundoff<X> : 0) + std::sqrt(p.c.shape.HS) * 0x1p-24;
     return std::expm1(of_S * max_abs(p.ref[Lse]));
 }
-// It is about that of every tensor's norm too. kNaiveL2 covers it while logits are small.
+// The norm of every tensor has about the same relative error. While logits are small kNaiveL2 covers it.
 constexpr double kLargeLse = 64;
 template <class X>
 double large_logits_error(const Problem<X>& p) {
     return max_abs(p.ref[Lse]) > kLargeLse ? error_of_P(p) : 0;
 }
-// Naive's largest error beside a tensor's largest element: P's, a dot product of T terms, and a rounding to X each of P or
-// dS, of dP and of the result. Its own bound is twice that.
+// Naive's largest error, relative to a tensor's largest element. It has P's error, a dot product of T terms, and one
+// rounding to X each of P or dS, of dP and of the result. Naive's own bound is twice that.
 template <class X>
 double naive_error(const Problem<X>& p) {
     return error_of_P(p) + std::sqrt(p.c.shape.T) * 0x1p-24 + 3 * kRoundoff<X>;
@@ -483,14 +484,14 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
         } else {
             const ErrorBound k = error_bound(kernel, i, p.c.shape);
             const NaiveErrors& naive = naive_errors(p);
-            // Where all logits are equal, the P of a row are one number. Its rounding does not average out, and naive's is
-            // luck: 1/33 happens to be nearly exact.
+            // If all logits are equal, all P of a row are the same number. Its rounding does not average out, and
+            // naive's error is luck, because 1/33 happens to be nearly exact.
             const double P = p.c.input != Input::constant ? 0 : std::max(k.roundoff, 0x1p-23);
             const double one = std::max(P, roundoff<X>(k, i, naive.max[i], largest)), tiny = p.tiny[i] + one * largest;
             check("max", error, k.max * naive.max[i] + tiny,
                   format("%g·naive's %.3g + tiny %.3g", k.max, naive.max[i], tiny).c_str());
-            // Where naive is exact its L2 error is luck: for T ≤ 2, and where S is exact in dq and dk, of which only D's
-            // rounding is left.
+            // If naive is exact its L2 error is luck. It is exact for T ≤ 2. If S is exact, only D's rounding is left
+            // in dq and dk.
             const bool exact_dS = p.c.input == Input::constant && (i == Dq || i == Dk);
             if (p.c.shape.T > 2 && !exact_dS)
                 check("L2", error_l2, k.l2 * naive.l2[i] + one * l2_norm(p.ref[i]),
@@ -502,8 +503,8 @@ void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const R
 // ---------------------------------------------------------------------------------------------------------------------
 // Accuracy
 
-// A walk through the product of shapes and inputs in which the counters' periods are coprime, so that every pair of
-// values meets. Long sequences come with few heads: the reference's time grows with B·NH·T²·HS.
+// Walks through the product of shapes and inputs. The counters' periods are coprime, so every pair of values meets.
+// Long sequences come with few heads, because the reference's time grows with B·NH·T²·HS.
 static std::vector<Case> accuracy_cases() {
     std::vector<Case> all;
     const std::pair<int, int> few[] = {{1, 1}, {1, 2}, {2, 1}}, many[] = {{1, 1}, {3, 12}, {1, 25}, {3, 1}, {1, 12}};
@@ -517,19 +518,19 @@ static std::vector<Case> accuracy_cases() {
             }
     all.push_back({{3, 65, 25, 64, true}, Input::normal});
     all.push_back({{3, 129, 25, 64, true}, Input::shifted});
-    // More heads than flash_bf16_sm90's backward has in work at a time: later ones take over the place of earlier ones.
-    // For flash kernels in bf16 only, as fp64's plain loops take seconds for them.
+    // flash_bf16_sm90's backward has fewer heads than this in work at a time, so later ones take over the place of
+    // earlier ones. Only flash kernels in bf16 run these, because fp64's plain loops take seconds for them.
     all.push_back({{40, 129, 25, 64, true}, Input::normal});
     all.push_back({{20, 129, 25, 128, true}, Input::normal});
     all.push_back({{1, 200, 2, 64, true, 0.3f}, Input::normal});
     all.push_back({{1, 200, 2, 128, false, 0.02f}, Input::large_q});
-    // For flash_bf16_sm90, which keeps its first maximum until a sum grows out of range. Flash kernels in bf16 only:
-    // the rounding of logits of several hundred is what fp32's bounds are not made for, and naive's bound for itself.
+    // flash_bf16_sm90 keeps its first maximum until a sum grows out of range. Only flash kernels in bf16 run these,
+    // because fp32's bounds, and naive's bound for itself, are not made for the rounding of logits of several hundred.
     for (int HS : {64, 128}) {
         all.push_back({{2, 450, 3, HS, true}, Input::early_keys});
         all.push_back({{2, 450, 3, HS, false}, Input::early_keys});
     }
-    // Exactly a tile or two of every kernel.
+    // These are exactly a tile or two of every kernel.
     for (int HS : {64, 128})
         for (bool causal : {true, false}) all.push_back({{1, 128, 3, HS, causal}});
     for (int HS : {64, 128})
@@ -538,7 +539,7 @@ static std::vector<Case> accuracy_cases() {
     return all;
 }
 
-// ACCURACY=1 in the environment prints every largest error and relative L2 error (and its multiple of naive's).
+// With ACCURACY=1 in the environment prints every largest error and relative L2 error (and its multiple of naive's).
 template <class X>
 void accuracy(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
@@ -566,7 +567,7 @@ void accuracy(int index) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Extremes: inputs of nothing but zeros
+// Extremes: all inputs are zeros
 
 template <class X>
 void extremes(int index) {
@@ -584,10 +585,10 @@ void extremes(int index) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One NaN, in a row of q, k, v or dout of one head of one sequence. Every element that depends on it is NaN; every element
-// of other heads and sequences, and of rows farther away than any tile is long, has the bits that it has without the NaN.
-// In between is where a tile may carry it: on tensor cores a masked P of 0 times NaN is NaN. naive's products are over
-// whole heads, so that its tile is the head.
+// One NaN stands in a row of q, k, v or dout of one head of one sequence. Every element that depends on it is NaN.
+// Elements of other heads and sequences, and of rows farther away than any tile is long, have the bits that they have
+// without the NaN. In between a tile may carry it, because on tensor cores a masked P of 0 times NaN is NaN. naive's
+// products are over whole heads, so its tile is the head.
 
 enum class Reach { none, row, later, earlier, all };  // rows of a tensor that depend on row `at`, in causal attention
 
@@ -601,7 +602,7 @@ void one_nan(int index) {
         const char* of;
         Reach reach[kTensors];  // out, lse, dq, dk, dv
     } inputs[] = {{"q", {row, row, row, earlier, earlier}},
-                  {"k", {later, later, later, all, all}},  // of the rows of P that are NaN the last sees every key
+                  {"k", {later, later, later, all, all}},  // the last of the rows of P that are NaN sees every key
                   {"v", {later, none, later, all, none}},
                   {"dout", {none, none, row, earlier, earlier}}};
     for (int HS : {64, 128})
@@ -622,7 +623,7 @@ void one_nan(int index) {
                     const Reach reach = inputs[which].reach[i];
                     size_t wrong = 0, first = 0;
                     for (size_t e = 0; e < got[i].size(); e++) {
-                        const size_t r = i == Lse ? e : e / HS;  // of (B, NH, T) or (B, T, NH)
+                        const size_t r = i == Lse ? e : e / HS;  // row of (B, NH, T) or (B, T, NH)
                         const int t = static_cast<int>(i == Lse ? r % T : r / s.NH % T);
                         const size_t head = i == Lse ? r / T % s.NH : r % s.NH, sequence = r / s.NH / T;
                         bool must = false, may = false;
@@ -658,8 +659,8 @@ Heads<const X> heads(const X* qkv, int part, int begin, const AttentionShape& s)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Streams. The inputs arrive late on a stream with which no other is ordered, not even the default one. Scratch and outputs
-// are poisoned on it too. So work on any other stream sees NaN, or is overwritten by it.
+// Streams. The inputs arrive late on a stream with which no other is ordered, not even the default one. Scratch and
+// outputs are poisoned on it too. So work on any other stream sees NaN, or the stream overwrites it.
 
 template <class X>
 std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel, const Problem<X>& p, unsigned pause) {
@@ -783,8 +784,8 @@ static std::vector<Chunk> chunks(const std::vector<int>& sizes) {
     return all;
 }
 
-// One chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T). A chunk's own tensors
-// are `more` rows longer than it.
+// Puts one chunk's (B, size, NH, HS) into its place in (B, T, NH, HS), and (B, NH, size) into (B, NH, T). A chunk's own
+// tensors are `more` rows longer than it.
 static void place(std::vector<double>& to, const std::vector<float>& from, Chunk c, int more, const AttentionShape& s) {
     const size_t C = static_cast<size_t>(s.NH) * s.HS;
     for (int b = 0; b < s.B; b++)
@@ -798,7 +799,7 @@ static void place_rows(std::vector<double>& to, const std::vector<float>& from, 
             to[static_cast<size_t>(bh) * s.T + c.begin + i] = from[bh * (c.size + more) + i];
 }
 
-// D by attention_D, on the host, checked against fp64 with the bound of a dot product's rounding error.
+// Computes D with attention_D, and checks it on the host against fp64 with the bound of a dot product's rounding error.
 template <class X>
 std::vector<float> checked_D(Buffer& out, const Problem<X>& p) {
     const AttentionShape& s = p.c.shape;
@@ -821,8 +822,9 @@ std::vector<float> checked_D(Buffer& out, const Problem<X>& p) {
 }
 
 // Runs the problem chunk by chunk, key chunks in shuffled order as a ring would bring them. Offsets start at
-// `first_position`; dk and dv are added into accumulators that start as `prefill`·N(0,1), but written by the first block of
-// a chunk if prefill is 0. Chunks' tensors are `more` rows longer than they; in dq's sum a third of these come before them.
+// `first_position`. dk and dv are added into accumulators that start as `prefill`·N(0,1). If prefill is 0 the first
+// block of a chunk writes them instead. The chunks' tensors are `more` rows longer than the chunks. In dq's sum a third
+// of these rows come first.
 template <class X>
 void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::vector<int>& q_sizes,
                   const std::vector<int>& k_sizes, long long first_position, float prefill, int more = 0) {
@@ -843,7 +845,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     Result got, want = p.ref;
     for (int i = 0; i < kTensors; i++) got[i].resize(p.ref[i].size());
 
-    // Forward, and the one rounding at the end.
+    // Forward, with the one rounding at the end.
     std::list<Buffer> lse, o;
     for (Chunk q : q_chunks) {
         const size_t rows = static_cast<size_t>(q.size + more) * s.B * s.NH;
@@ -867,7 +869,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     for (size_t i = 0; i < o_all.size(); i++)
         CHECK(static_cast<float>(rounded[i]) == static_cast<float>(round_to<X>(o_all[i])));
 
-    // Backward, pairs of chunks in shuffled order, each with the global lse and D of its queries.
+    // Backward, with pairs of chunks in shuffled order, each with the global lse and D of its queries.
     const std::vector<float> D_all = checked_D<X>(out, p);
     std::list<Buffer> D, dq_sum, dk, dv;
     auto accumulator = [&](const char* name, Chunk chunk, int tensor) {
@@ -930,10 +932,10 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
               s);
     }
 
-    // As good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of sums, so
-    // the largest error may differ by chance (see dev/bounds.h); the L2 error may not.
+    // Blocks are as good as the kernel's whole form, plus one fp32 rounding for each merge. Chunks change the order of
+    // sums, so the largest error may differ by chance (see dev/bounds.h), but the L2 error may not.
     const double merges = static_cast<double>(std::max(q_chunks.size(), k_chunks.size())) * 0x1p-24;
-    // A partial call gets lse in fp32, and its rounding is a relative error of P. It counts where lse is large, and twice
+    // A partial call gets lse in fp32, and its rounding is a relative error of P. It counts if lse is large, and twice
     // in the largest error, because what is added up is larger than the sum.
     const double largest_lse = max_abs(p.ref[Lse]), lse_rounding = largest_lse > kLargeLse ? 0x1p-24 * largest_lse : 0;
     for (int i = 0; i < kTensors; i++) {
@@ -944,7 +946,8 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
                     format("%s %s in %zu x %zu chunks, prefill %g: %s: %s error %.3g > %.3g", kernel.name,
                            c.text().c_str(), q_chunks.size(), k_chunks.size(), prefill, kNames[i], norm, error, bound));
         };
-        // For the largest error twice: what is added up is larger than its sum, and lse's error is in each part.
+        // The largest error counts it twice, because what is added up is larger than its sum and lse's error is in each
+        // part.
         const double extra = i >= Dq ? lse_rounding : 0, relative = merges + extra;
         check("max", max_error(got[i], want[i]),
               2 * max_error(whole[i], p.ref[i]) + std::max(p.tiny[i], (relative + extra) * max_abs(want[i])));
@@ -955,7 +958,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     }
 }
 
-// Queries before any of their keys: such rows stay as attention_clear_state made them, and have zero gradients.
+// Queries before any of their keys. Their rows stay as attention_clear_state made them, and have zero gradients.
 template <class X>
 void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int Tk, int k_offset,
                          Input input = Input::normal, float logit = 0.f) {
@@ -1067,7 +1070,7 @@ void logits(int index) {
         for (const auto& [input, logit] : inputs) check_masked_blocks(kernel, HS, 130, 200, 33, input, logit);
 }
 
-// flash_fp32's tiles for 64 KB of shared memory, which is what Turing gives a block; and the Error where there is less.
+// flash_fp32's tiles for 64 KB of shared memory, which is what Turing gives a block, and the Error if there is less.
 template <class X>
 void small_tiles(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
@@ -1100,8 +1103,8 @@ void small_tiles(int index) {
     }
 }
 
-// So many keys and heads that flash_bf16_sm90 cuts the last key tiles in two: 28 of 160, on 132 multiprocessors. And again
-// and again, as the sum of two has no order, and must not need one.
+// Has so many keys and heads that flash_bf16_sm90 cuts the last key tiles in two, 28 of 160 on 132 multiprocessors. It
+// runs many times, because the sum of two halves has no order and must not need one.
 template <class X>
 void halves(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
@@ -1131,8 +1134,8 @@ void halves(int index) {
     }
 }
 
-// So little that it ends under compute-sanitizer: racecheck of `block` with flash_fp16x3 takes longer than four minutes.
-// But so many heads that blocks which stay and take item after item (sm_90a) come round their stages.
+// So little that it ends under compute-sanitizer, because racecheck of `block` with flash_fp16x3 takes longer than four
+// minutes. But it has so many heads that the persistent blocks of sm_90a wrap around their stages.
 template <class X>
 void few_blocks(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
@@ -1149,7 +1152,7 @@ void few_blocks(int index) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Limits
 
-// Runs a case with qkv `misalign` elements past its natural place: an Error, or the right result.
+// Runs a case with qkv `misalign` elements past its natural place. An Error is fine, and so is the right result.
 template <class X>
 void check_error_or_right(const AttentionKernel<X>& kernel, const Case& c, int misalign) {
     Problem<X> p;
@@ -1207,7 +1210,7 @@ void limits(int index) {
     check_outside(shape, "of 64");
 }
 
-// One sequence B times over, of which some are looked at.
+// Runs one sequence B times over, and looks at some of the copies.
 template <class X>
 void check_many(const AttentionKernel<X>& kernel, const Case& c, size_t B, const std::vector<size_t>& looked_at) {
     const Problem<X>& p = problem<X>(c);
@@ -1242,7 +1245,7 @@ void check_many(const AttentionKernel<X>& kernel, const Case& c, size_t B, const
         check_result(kernel, p, got);
     }
 }
-// More than 2³¹ elements of qkv and dqkv; and of out, dout and dq, where the GPU has the memory.
+// More than 2³¹ elements of qkv and dqkv, and if the GPU has the memory also of out, dout and dq.
 template <class X>
 void big(int index) {
     const size_t B = (size_t{1} << 31) / (3 * 65 * 25 * 64) + 2;
@@ -1253,7 +1256,7 @@ void big_out(int index) {
     const size_t B = (size_t{1} << 31) / (65 * 25 * 64) + 2;
     check_many(kernel_for_this_gpu<X>(index), {{1, 65, 25, 64, true}}, B, {0, 1, B / 3, B - 2, B - 1});
 }
-// So many heads, so long, that flash_bf16_sm90 takes them in groups and gives a place in dQ's sum a second time.
+// So many and so long heads that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum a second time.
 template <class X>
 void groups(int index) {
     check_many(kernel_for_this_gpu<X>(index), {{1, 1040, 25, 128, true}}, 5, {0, 1, 2, 3, 4});
@@ -1283,8 +1286,8 @@ void check_layer(Attention kind) {
                           r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
     check_result(kernel, p, r.result());
 }
-// Attention in chunks (attention/chunks.h), by the kernel of the layer: as good as the unchunked call, plus one fp32 rounding
-// for each merge, for sizes of chunks that divide T and for those that do not.
+// Attention in chunks (attention/chunks.h) with the layer's kernel is as good as the unchunked call, plus one fp32
+// rounding for each merge. That holds for chunk sizes that divide T and for those that do not.
 template <class X>
 void check_chunks() {
     const Cuda& dev = gpu();
@@ -1380,7 +1383,7 @@ void add_all_tests(std::integer_sequence<int, Index...>) {
     (add_tests<bf16, Index>(), ...);
 }
 
-TEST_LIMIT(600);  // references of long sequences take their time
+TEST_LIMIT(600);  // references of long sequences take long
 
 int main(int argc, char** argv) {
     add_all_tests(std::make_integer_sequence<int, 6>());
