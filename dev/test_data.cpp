@@ -1,4 +1,4 @@
-// Tests of data/: options, log, checkpoints, tokenizer, loader. Every error is provoked, and its one line read.
+// Tests of data/: options, log, checkpoints, tokenizer, loader. They provoke every error and read its one line.
 //
 //   ./dev/test_data            all        ./dev/test_data loader     those with "loader" in their name
 #include <dirent.h>
@@ -61,8 +61,8 @@ static std::string read_file(const std::string& path) {
     return std::string(std::istreambuf_iterator<char>(in), {});
 }
 
-// Lowers this process's limit on file sizes or open files for a scope. Past the first, write(2) fails with EFBIG as it
-// does with ENOSPC on a full disk: after a part of the data was taken.
+// Lowers this process's limit on file sizes or open files for a scope. Past the limit on sizes write(2) fails with
+// EFBIG, as it does with ENOSPC on a full disk, after a part of the data was taken.
 struct Limit {
     Limit(int what, rlim_t value) : what(what) {
         std::signal(SIGXFSZ, SIG_IGN);
@@ -253,7 +253,7 @@ TEST(log_json) {
     CHECK(value("a\"b\\c\n\t\r") == "a\\\"b\\\\c\\n\\t\\u000d");
     CHECK(value(std::string("\0\x1f\x7f", 3)) == "\\u0000\\u001f\\u007f");
     CHECK(value("é€😀") == "é€😀");
-    // Not UTF-8: lone continuation, cut sequences, overlong, surrogate, past U+10FFFF, never a lead byte.
+    // These are not UTF-8: a lone continuation, cut sequences, overlong, surrogate, past U+10FFFF, never a lead byte.
     CHECK(value("\x80z") == "\\ufffdz");
     CHECK(value("\xE2\x82") == "\\ufffd\\ufffd");
     CHECK(value("\xC3\"") == "\\ufffd\\\"");
@@ -298,7 +298,7 @@ TEST(log_append_truncate) {
     Log::truncate_after(path, 3);
     CHECK(read_file(path) == want);
 
-    // A row cut off by a crash goes away, when the log is cut and when it is appended to.
+    // A row cut off by a crash goes away, both when the log is cut and when it is appended to.
     write_file(path, want + "{\"kind\": \"tr");
     Log::truncate_after(path, 100);
     CHECK(read_file(path) == want);
@@ -324,8 +324,7 @@ TEST(log_errors) {
     if (access("/dev/full", W_OK) == 0)
         CHECK_ERROR_PARTS(Log("/dev/full").write(Row("train")), "/dev/full", "No space left on device",
                           "free some space");
-    // A disk that fills up in the middle of a row: the rows before it stay, the part of it goes, and later rows are
-    // whole.
+    // If a disk fills up in the middle of a row, the rows before it stay and the part of it goes. Later rows are whole.
     const std::string path = dir / "log.jsonl", long_text(300, 'x');
     Log log(path);
     log.write(Row("train").add("step", 1));
@@ -345,12 +344,12 @@ TEST(log_errors) {
 TEST(checksum) {
     std::vector<unsigned char> data(1000);
     for (size_t i = 0; i < data.size(); i++) data[i] = static_cast<unsigned char>(i * 7 + i / 256 + 1);
-    // Pinned: files on disk depend on these values.
+    // The values are pinned, because files on disk depend on them.
     CHECK(checksum64(nullptr, 0) == 0x597414bc0d424406u);
     CHECK(checksum64(data.data(), 8) == 0xd90c9dc0f7b807cfu);
     CHECK(checksum64(data.data(), 1000, 5) == 0x69282bffc8c8222eu);
     // Other lengths, seeds and single bits give other values, also for runs of zeros. (No two flipped bits give the
-    // same value, so neither do they cancel each other.)
+    // same value, so no two cancel each other either.)
     std::set<uint64_t> seen;
     size_t count = 0;
     for (size_t n = 0; n <= 100; n++, count++) seen.insert(checksum64(data.data(), n));
@@ -363,7 +362,7 @@ TEST(checksum) {
         data[bit / 8] = static_cast<unsigned char>(data[bit / 8] ^ 1u << bit % 8);
     }
     CHECK(seen.size() == count);
-    // Memory that is not aligned.
+    // Memory that is not aligned gives the same.
     std::vector<unsigned char> shifted(1001);
     std::copy(data.begin(), data.end(), shifted.begin() + 1);
     CHECK(checksum64(shifted.data() + 1, 1000) == checksum64(data.data(), 1000));
@@ -388,10 +387,10 @@ TEST(atomic_file) {
     for (int i = 0; i < 300000; i++) want += "0123456789";
     CHECK(read_file(path) == want);
     CHECK(dir.names() == std::set<std::string>{"out.bin"});
-    { AtomicFile(path).write("half", 4); }  // not committed: the old file stays, nothing else does
+    { AtomicFile(path).write("half", 4); }  // not committed, so only the old file stays
     CHECK(read_file(path) == want);
     CHECK(dir.names() == std::set<std::string>{"out.bin"});
-    // It is replaced, never missing: somebody who looks all the time sees either.
+    // The file is replaced, and is never missing. A thread that looks all the time sees the old one or the new one.
     std::atomic<bool> done{false};
     std::atomic<int> missing{0};
     std::thread looking([&] {
@@ -408,11 +407,12 @@ TEST(atomic_file) {
     CHECK(read_file(path) == "new");
 }
 
-// On disk under the temporary name before it has the final one, and then the directory: what a crash leaves is whole.
+// The file is on disk under its temporary name before it gets the final one, and then the directory is. So a crash
+// leaves a whole file.
 TEST(atomic_file_is_on_disk_before_it_has_its_name) {
     const TempDir dir;
     const std::string path = dir / "out.bin", temporary = format("out.bin.tmp.%d", static_cast<int>(getpid()));
-    write_file(dir / temporary, std::string(5000, 'x'));  // of a process of the same number, as in a container
+    write_file(dir / temporary, std::string(5000, 'x'));  // from a process with the same number, as in a container
     const mode_t mask = umask(022);
     calls.clear();
     std::string content(3 << 20, '\0');
@@ -452,7 +452,7 @@ TEST(atomic_file_errors) {
         struct stat info;
         CHECK(stat("/dev/full", &info) == 0 && S_ISCHR(info.st_mode));  // not replaced by a file
     }
-    // Out of space half-way: the old file stays, and no temporary.
+    // If space runs out half-way, the old file stays and no temporary does.
     const std::string path = dir / "out.bin";
     write_file(path, "old");
     for (const size_t piece : {size_t{1000}, size_t{2} << 20}) {
@@ -485,7 +485,7 @@ static void poke(std::string& bytes, size_t offset, T value) {
 
 TEST(model_round_trip) {
     const TempDir dir;
-    // The sixteen tensors of GPT-2 124M, in llm.c's order, added up one by one.
+    // The sixteen tensors of GPT-2 124M are added up one by one, in llm.c's order.
     const size_t V = 50304, T = 1024, L = 12, C = 768;
     const size_t tensors[16] = {V * C, T * C, L * C,         L * C,     L * 3 * C * C, L * 3 * C, L * C * C, L * C,
                                 L * C, L * C, L * 4 * C * C, L * 4 * C, L * C * 4 * C, L * C,     C,         C};
@@ -521,7 +521,7 @@ TEST(model_round_trip) {
                           format("expected %zu parameters", header.num_parameters() + 8), "the file changed");
     }
     ModelHeader longest = kTiny;
-    longest.max_T = 262144;  // that of scripts/run_long_context_gpus.sh
+    longest.max_T = 262144;  // the context of scripts/run_long_context_gpus.sh
     write_model(dir / "long.bin", longest, std::vector<float>(longest.num_parameters()).data());
     CHECK(read_model_header(dir / "long.bin").max_T == 262144);
 }
@@ -611,7 +611,7 @@ TEST(state_round_trip) {
     std::vector<Section> sections = back.sections();
     std::reverse(sections.begin(), sections.end());
     back.m.assign(back.m.size(), 0);
-    read_state(path, reordered, sections);  // names count, not their order
+    read_state(path, reordered, sections);  // sections are found by name, in any order
     CHECK(back == written);
     write_state(path, {}, {});
     read_state(path, {}, {});
@@ -630,7 +630,7 @@ TEST(state_every_flipped_bit) {
         CHECK(pwrite(fd, &flipped, 1, static_cast<off_t>(bit / 8)) == 1);
         const std::string error = test::error_of([&] { read_state(path, kRun, back.sections()); });
         if (error.find(path) == std::string::npos || error.find("offset") == std::string::npos) {
-            // A length in the header that is now past the end has no offset, but expected and found.
+            // If a length in the header now lies past the end, the error has no offset, but it has expected and found.
             if (error.find("truncated: expected") == std::string::npos && missed++ < 3)
                 test::report(__FILE__, __LINE__, format("bit %zu: got \"%s\"", bit, error.c_str()));
         }
@@ -772,7 +772,7 @@ TEST(checkpoint_directory) {
     prune_checkpoints(dir.path, 1);
     want.erase("model_00000200.bin"), want.erase("state_00000200.bin");
     CHECK(dir.names() == want);
-    // A model that cannot be removed (here a directory) is an error; its state is gone, so that the step does not count.
+    // A model that cannot be removed (here a directory) is an error. Its state is gone, so the step does not count.
     touch(state_path(dir.path, 100));
     fs::create_directory(model_path(dir.path, 100));
     CHECK_ERROR_PARTS(prune_checkpoints(dir.path, 1), "model_00000100.bin: cannot remove");
@@ -791,7 +791,7 @@ TEST(tokenizer_bytes) {
                                          {0xA1, 94},  {0xAC, 105}, {0xAE, 106}, {0xFF, 187}, {0, 188},
                                          {'\n', 198}, {' ', 220},  {0x7F, 221}, {0xA0, 254}, {0xAD, 255}};
     for (const auto& [byte, token] : known) CHECK(byte_to_token(static_cast<unsigned char>(byte)) == token);
-    // The rule as GPT-2 states it: the printable bytes in order, then each other byte as it comes.
+    // GPT-2 states the rule so: first the printable bytes in order, then each other byte as it comes.
     std::vector<int> order;
     for (int b = '!'; b <= '~'; b++) order.push_back(b);
     for (int b = 0xA1; b <= 0xAC; b++) order.push_back(b);
@@ -899,7 +899,7 @@ Batch next(Loader& loader, int B, int T) {
     loader.next(batch.inputs.data(), batch.targets.data());
     return batch;
 }
-// Shards of 41, 8, 23, 4 and 60 tokens; all tokens are different. With T = 4: 10 + 1 + 5 + 0 + 14 = 30 windows.
+// Shards of 41, 8, 23, 4 and 60 tokens, all different. With T = 4 they have 10 + 1 + 5 + 0 + 14 = 30 windows.
 struct Shards : TempDir {
     const std::vector<size_t> sizes = {41, 8, 23, 4, 60};
     const std::string pattern = *this / "train_*.bin";
@@ -920,7 +920,7 @@ TEST(loader_in_order) {
     Loader loader(shards.pattern, 4, 4, 50257, false, 1);
     CHECK(loader.num_tokens() == 136 && loader.batches_per_epoch() == 7);
     CHECK(loader.description() == "5 shards, 136 tokens");
-    // Three epochs of 30 windows in 22.5 batches of 4: batches go on across the end of an epoch.
+    // Three epochs of 30 windows are 22.5 batches of 4, because a batch may continue past the end of an epoch.
     for (size_t i = 0; i < 22; i++) {
         CHECK(loader.state().batches == i && loader.state().epoch * 30 + loader.state().window == 4 * i);
         const Batch batch = next(loader, 4, 4);
@@ -962,7 +962,7 @@ TEST(loader_shuffle) {
         orders.insert(shards.starts);
         CHECK(orders.size() == epochs + 1);  // another order every time
     }
-    // The first windows' order of every seed and epoch is its own, and its first shard is any that has a window.
+    // Every seed and epoch has its own order of the first windows, and its first shard is any that has a window.
     std::set<std::vector<int>> orders;
     std::set<int> first_shards;
     for (uint64_t seed = 0; seed < 8; seed++)
@@ -981,7 +981,7 @@ TEST(loader_shuffle) {
         }
     CHECK(orders.size() == 64);
     CHECK((first_shards == std::set<int>{0, 1, 2, 4}));
-    // Pinned, because checkpoints depend on it: they hold a position in this order.
+    // The order is pinned, because checkpoints hold a position in it.
     Loader pinned(shards.pattern, 10, 4, 50257, true, 3);
     std::vector<int> starts;
     const Batch batch = next(pinned, 10, 4);
@@ -989,7 +989,7 @@ TEST(loader_shuffle) {
     CHECK((starts == std::vector<int>{12, 20, 28, 24, 16, 4, 36, 32, 8, 0}));
 }
 
-// Shards of one size have orders of their own.
+// Shards of the same size have different orders.
 TEST(loader_shuffles_each_shard_its_own_way) {
     const TempDir dir;
     for (int i = 0; i < 2; i++) write_file(dir / format("%d.bin", i), shard_bytes(counting(101, 1000 * i)));
@@ -1000,7 +1000,7 @@ TEST(loader_shuffles_each_shard_its_own_way) {
     CHECK(equal < 10);  // one on average
 }
 
-// The order of few windows takes every permutation about equally often: what an epoch begins with does not repeat.
+// With few windows every permutation comes about equally often, so what an epoch begins with does not repeat.
 TEST(loader_shuffle_uniform) {
     const TempDir dir;
     write_file(dir / "three.bin", shard_bytes(counting(7, 0)));
@@ -1010,7 +1010,7 @@ TEST(loader_shuffle_uniform) {
     for (int e = 0; e < epochs; e++) counts[next(loader, 3, 2).inputs]++;
     CHECK(counts.size() == 6);
     for (const auto& [order, n] : counts) CHECK_NEAR(n, epochs / 6.0, 150);  // five standard deviations
-    // And of many: every window comes first in some epoch about as often as any other (10 counts each on average).
+    // With many windows each comes first in some epoch about as often as any other (10 counts each on average).
     write_file(dir / "many.bin", shard_bytes(counting(1001, 0)));
     Loader many(dir / "many.bin", 1, 1, 50257, true, 9);
     std::vector<int> first(1000);
@@ -1046,7 +1046,7 @@ TEST(loader_restore_at_every_point) {
         }
 }
 
-// Ranks that each read their share of the batches, and skip the others', see the one stream between them.
+// Each rank reads its share of the batches and skips the others'. Together they see the one stream.
 TEST(loader_skip) {
     const Shards shards;
     for (const uint64_t ranks : {1, 2, 3}) {
@@ -1164,7 +1164,7 @@ TEST(loader_errors) {
                 {path, "too little data", "9 tokens", "2 windows of 4", "found 8 tokens"});
     CHECK(error(shard_bytes(counting(9, 0))).empty());
     check_error(__LINE__, error(shard_bytes({})), {path, "too little data", "found 0 tokens"});
-    // Enough tokens, but no shard has a whole window.
+    // There are enough tokens, but no shard has a whole window.
     for (int i = 0; i < 10; i++) write_file(dir / format("small_%d.bin", i), shard_bytes(counting(4, 0)));
     check_error(__LINE__, load(dir / "small_*.bin"), {"too little data", "found 40 tokens in 10 files, 0 windows"});
 
@@ -1174,7 +1174,7 @@ TEST(loader_errors) {
     CHECK_ERROR_PARTS(Loader(dir / "b.txt", 0, 4, 50257, true, 0), "B=0");
     CHECK_ERROR_PARTS(Loader(dir / "b.txt", 4, -1, 50257, true, 0), "T=-1");
 
-    if (geteuid() != 0) {  // a directory that cannot be read is no reason to train on the others' shards alone
+    if (geteuid() != 0) {  // if one cannot be read, training must not go on with the others' shards alone
         for (const char* sub : {"sub1", "sub2"}) {
             fs::create_directory(dir / sub);
             write_file(dir / sub + "/a.bin", good);
@@ -1188,7 +1188,7 @@ TEST(loader_errors) {
     write_file(dir / "x[1].bin", good);
     CHECK(load(dir / "x[1].bin").empty());
 
-    // The data changes under a running loader.
+    // The data changes while a loader runs.
     write_file(path, good);
     Loader loader(path, 2, 4, 50257, false, 0);
     fs::resize_file(path, 1030);
@@ -1267,7 +1267,7 @@ TEST(loader_identity) {
     const auto identity = [](const std::string& pattern) { return Loader(pattern, 1, 4, 50257, false, 0).identity(); };
     const uint64_t before = identity(shards.pattern);
     CHECK(identity(shards.pattern) == before);
-    CHECK(Loader(shards.pattern, 2, 3, 65536, true, 8).identity() == before);  // of the data, not of how it is read
+    CHECK(Loader(shards.pattern, 2, 3, 65536, true, 8).identity() == before);  // of the data, however it is read
     const TempDir moved;
     for (const std::string& name : shards.names()) fs::copy(shards / name, moved / name);
     CHECK(identity(moved / "*.bin") == before);
@@ -1285,7 +1285,8 @@ TEST(loader_identity) {
     write_file(path, good);
     write_file(moved / "z.bin", shard_bytes({}));
     CHECK(identity(moved / "*.bin") != before);
-    // A large file is sampled: its size, its first and its last bytes count, and a hundredth of it wherever it lies.
+    // A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it spread over the
+    // rest.
     std::string text(5 << 20, 'x');
     seen.clear();
     for (const char* change : {"none", "longer", "last", "first", "early", "late"}) {
@@ -1320,10 +1321,10 @@ TEST(choices) {
     CHECK_ERROR(read_choices(path + ".none", 257, 64), "choices.bin.none");
 
     const std::string whole = read_file(path);
-    const int32_t header[4] = {20240522, 1, 2, 40};  // the last: bytes of the longest example, 20 numbers
+    const int32_t header[4] = {20240522, 1, 2, 40};  // the last is the bytes of the longest example, 20 numbers
     CHECK(std::memcmp(whole.data(), header, sizeof header) == 0);
     std::string unanswered = whole;
-    unanswered[1030] = 4;  // of four endings the fifth is right
+    unanswered[1030] = 4;  // the label says the fifth of four endings
     write_file(path, unanswered);
     CHECK_ERROR(read_choices(path, 257, 64), "number of endings at offset");
     write_choices(path, {});

@@ -1,7 +1,7 @@
-// Every layer but attention against the fp64 reference, for float and bf16; and the device itself.
+// Tests every layer but attention against the fp64 reference, for float and bf16, and the device itself.
 //
 // Inputs are random and rounded to X first, so that both sides compute from the same numbers. What a layer writes
-// starts as NaN, and so does scratch; what it adds into starts as random values, which the reference adds to as well.
+// starts as NaN, and so does scratch. What it adds into starts as random values, which the reference adds to as well.
 // Layers with sums over rows run twice and must give the same bits. Whatever they read arrives late (dev/late.h).
 #include <algorithm>
 #include <limits>
@@ -17,14 +17,15 @@
 namespace {
 
 // Tolerances, relative to the largest reference value of the tensor:
-// - fp32: unit roundoff 6e-8; a few operations a value, and sums of n random terms whose error grows like √n·6e-8.
+// - fp32 has a unit roundoff of 6e-8. A value takes a few operations. The error of a sum of n random terms grows like
+//   √n·6e-8.
 constexpr double kFp32 = 4e-6;
-// - bf16 output: one rounding to 8 bits, 2⁻⁸, after an error as for fp32.
+// - bf16 output has one rounding to 8 bits, 2⁻⁸, after an error as for fp32.
 constexpr double kBf16 = 1.0 / 256 + kFp32;
-// - TF32 products: both factors lose all but 10 bits of mantissa, 2⁻¹⁰ each where they are cut off.
+// - TF32 products lose all but 10 bits of both factors' mantissas, 2⁻¹⁰ each if they are cut off.
 constexpr double kTf32 = 2.0 / 1024;
-// - bf16 products summed in fp32: tensor cores cut sums off instead of rounding, 1.2e-7 an addition, hence growing like
-// n.
+// - bf16 products are summed in fp32. Tensor cores cut sums off instead of rounding, so the error is 1.2e-7 an
+//   addition and grows like n.
 constexpr double kTensorCoreSum = 2e-5;
 
 template <class X>
@@ -39,7 +40,7 @@ Cuda& gpu() {
     return dev;
 }
 
-// The GPU, for a call of a layer: each is made late, see dev/late.h.
+// The GPU for one call of a layer, made late for each call (see dev/late.h).
 struct Late {
     Late() { gpu(); }
     operator const Cuda&() const { return late(gpu()); }
@@ -91,7 +92,7 @@ std::vector<int> tokens_below(int V, size_t n, uint64_t seed) {
     return tokens;
 }
 
-// An array on the GPU, poisoned to begin with. `offset` elements precede it, to break its alignment.
+// An array on the GPU that starts poisoned. `offset` elements precede it, to break its alignment.
 template <class T>
 class Array {
   public:
@@ -137,7 +138,7 @@ bool same_bits(const Values& a, const Values& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
 }
 
-// `least`: what errors are relative to if no reference value is as large.
+// Errors are relative to the largest reference value, or to `least` if that is larger.
 void compare(const std::string& what, const Values& got, const Values& want, double tolerance, double least = 0.0) {
     double largest = least;
     for (double w : want) largest = std::max(largest, std::fabs(w));
@@ -161,7 +162,7 @@ std::string label(const char* what, size_t a, size_t b, size_t c) {
 __global__ void empty_kernel() {}
 TEST(device) {
     const Cuda& dev = gpu();
-    cudaFuncAttributes built;  // make adds the a to 90; on a 9.0 the code may also come from PTX for 80
+    cudaFuncAttributes built;  // make adds the a to 90. On a 9.0 the code may also come from PTX for 80
     CUDA_CHECK(cudaFuncGetAttributes(&built, empty_kernel));
     CHECK(dev.sm90a == (dev.sm == 90 && built.ptxVersion == 90));
     CHECK(dev.sm >= 50 && dev.num_sms > 0 && dev.total_bytes > 0 && !dev.name.empty());
@@ -197,7 +198,7 @@ TEST(another_stream_is_noticed) {
         CHECK(same_bits(to.values(), other ? Values{3.0, 4.0} : Values{1.0, 2.0}));
         CHECK(same_bits(from.values(), {1.0, 2.0}));
     }
-    const Late late;  // what is read too early
+    const Late late;  // work that reads too early sees NaN
     const Cuda& dev = late;
     float early[2];
     CUDA_CHECK(cudaMemcpy(early, from, sizeof early, cudaMemcpyDeviceToHost));
@@ -254,7 +255,7 @@ void check_encoders() {
     check_encoder<X>(1, kEncoderChunk + 1, 64, 3, std::vector<int>(kEncoderChunk + 1, 2));  // one more
     std::vector<int> different(4096), pairs(33 * 64);
     for (int i = 0; i < 4096; i++) different[i] = (i * 1021) % 4096;
-    for (int i = 0; i < 33 * 64; i++) pairs[i] = i % 64;  // 33 positions a token: the most partial rows there can be
+    for (int i = 0; i < 33 * 64; i++) pairs[i] = i % 64;  // 33 positions a token, the most partial rows there can be
     check_encoder<X>(16, 256, 64, 4096, different);
     check_encoder<X>(33, 64, 64, 64, pairs);
     check_encoder<X>(3, 66, 64, 40, tokens_below(40, 198, 3), {33, 33, 7 * 33});  // a rank's two chunks of a sequence
@@ -280,7 +281,7 @@ template <class X>
 void check_layernorm(size_t N, int C, size_t offset = 0) {
     const Late dev;
     const std::string what = label<X>("layernorm", N, C, offset);
-    // A mean far from zero would show a variance computed as E[x²] − E[x]².
+    // A mean far from zero would expose a variance computed as E[x²] − E[x]².
     const Values a = normal<X>(N * C, 1.0, 8.0), b = normal<X>(N * C), weight = normal<X>(C, 0.5, 1.0),
                  bias = normal<X>(C);
     const Array<X> a_gpu(a, offset), b_gpu(b, offset), weight_gpu(weight, offset), bias_gpu(bias, offset);
@@ -290,14 +291,14 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     const Array<X> out_gpu(N * C, offset);
     const Array<float> mean_gpu(N), rstd_gpu(N);
     layernorm_forward<X>(dev, out_gpu, mean_gpu, rstd_gpu, a_gpu, weight_gpu, bias_gpu, N, C);
-    // x is near 8, so its distance to the mean has an absolute error of 8 roundings; C = 1 and 2 can have a tiny
+    // x is near 8, so its distance to the mean has an absolute error of 8 roundings. C = 1 and 2 can have a tiny
     // variance.
     const double spread = C > 2 ? 8.0 : 1000.0;
     compare(what + " out", out_gpu.values(), out, std::max(kOutput<X>, spread * 6e-8));
     compare(what + " mean", mean_gpu.values(), mean, kFp32);
     compare(what + " rstd", rstd_gpu.values(), rstd, kFp32);
 
-    // Three ways to place the residual: apart, over a, over b. The same values each time.
+    // The residual can be placed apart, over a, or over b. The values must be the same each time.
     Values sum(N * C);
     for (size_t i = 0; i < N * C; i++) sum[i] = host_float(rounded<X>(a[i] + b[i]));  // as stored
     layernorm_forward(cpu(), out.data(), mean.data(), rstd.data(), sum.data(), weight.data(), bias.data(), N, C);
@@ -378,7 +379,7 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
         matmul_forward(cpu(), out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
         const Array<X> out_gpu(N * OC, offset);
         matmul_forward<X>(dev, out_gpu, inp_gpu, weight_gpu, with_bias ? static_cast<X*>(bias_gpu) : nullptr, N, C, OC);
-        // Where sizes are odd, cuBLASLt may round the product before it adds the bias.
+        // With odd sizes cuBLASLt may round the product before it adds the bias.
         compare(what + (with_bias ? " out, bias" : " out"), out_gpu.values(), out, with_bias ? 2.0 * output : output);
     }
 
@@ -394,7 +395,7 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
     dweight_gpu.set(dweight);
     run(nullptr);  // only dweight
     CHECK(same_bits(dweight_gpu.values(), first[1]));
-    const Array<float> written(size_t(OC) * C);  // poisoned: not added into
+    const Array<float> written(size_t(OC) * C);  // starts poisoned, because it is not added into
     matmul_backward<X>(dev, nullptr, written, dout_gpu, inp_gpu, weight_gpu, N, C, OC, false);
     Values written_want(size_t(OC) * C, std::numeric_limits<double>::quiet_NaN());
     matmul_backward<double>(cpu(), nullptr, written_want.data(), dout.data(), inp.data(), weight.data(), N, C, OC,
@@ -457,13 +458,13 @@ TEST(matmul_bf16) {
     check_matmuls<bf16>();
 }
 
-// A race of algorithms of our own: who adds in another order is refused, also where the call's operands cannot tell.
+// A race of algorithms of our own. One that adds in another order is refused, also if the call's operands cannot tell.
 enum { kWhole, kSplit, kSplitIfAdded, kSplitOnOwn, kIdle };
 TEST(matmul_race) {
     const Cuda& dev = gpu();
     MatmulProduct p = {1024, 1024, 2048, false, false};
     const size_t n = p.rows * p.k;
-    // A·B, of all of K at once or of two parts.
+    // A·B, over all of K at once or in two parts.
     const auto multiply = [&](const MatmulOperands& o, bool accumulate, bool split) {
         const float one = 1.f, zero = 0.f;
         const size_t cut = split ? 600 : 0;
@@ -496,16 +497,16 @@ TEST(matmul_race) {
         const Numbers kinds = {kWhole, kSplit, kWhole, kSplitIfAdded, kSplitOnOwn, kIdle};
         const RaceResult random = race_of(kinds, a, b);
         CHECK((random.equal == Numbers{0, 2}) && (random.fastest == 0 || random.fastest == 2));
-        CHECK((race_of(kinds, ones, ones).equal == Numbers{0, 2, 4}));  // whose sums are exact in every order
+        CHECK((race_of(kinds, ones, ones).equal == Numbers{0, 2, 4}));  // these sums are exact in every order
         CHECK((race_of({kSplit, kWhole, kSplit, kIdle}, ones, ones).equal == Numbers{0, 2}));  // the first decides
         const RaceResult idle = race_of({kWhole, kIdle}, a, b);  // the fastest, if it took part
         CHECK(idle.equal == Numbers{0} && idle.fastest == 0);
         CHECK(same_bits(d.values(), before) == accumulate);
 
-        runs = 0;  // nothing can be compared: the first, without a run
+        runs = 0;  // nothing can be compared, so the first is taken without a run
         CHECK((race_of({kWhole, kWhole}, zeros, b).equal == Numbers{0}) && runs == 0);
         CHECK((race_of({kWhole, kWhole}, a, zeros).equal == Numbers{0}) && runs == 0);
-        std::vector<void*> rest;  // all memory but a few MiB: hostile A and B take 16
+        std::vector<void*> rest;  // all memory but a few MiB, because hostile A and B take 16
         for (size_t bytes = dev.free_bytes(); bytes >= 4 << 20; bytes /= 2) try {
                 rest.push_back(dev.alloc(bytes));
             } catch (const OutOfMemory&) {}
@@ -513,7 +514,7 @@ TEST(matmul_race) {
         for (void* p : rest) dev.free(p);
     }
 
-    // Each hostile set tells by itself, and is what its name says.
+    // Each hostile set can tell by itself, and is what its name says.
     const size_t rows = p.rows, K = p.k;
     const Array<float> hostile_a(n), hostile_b(n);
     const Array<bf16> hostile_bf16(n);
@@ -565,7 +566,7 @@ void check_matmul_gelu(size_t N, int C, int OC, size_t offset = 0) {
     compare(what + " pre", pre_gpu.values(), pre, output);
     compare(what + " out", out_gpu.values(), out, output);
 }
-// dpre = (dout·weight)∘gelu'(pre), its sum over rows, and gelu(pre) again; C is pre's width.
+// dpre = (dout·weight)∘gelu'(pre), its sum over rows, and gelu(pre) again. C is pre's width.
 template <class X>
 void check_matmul_gelu_backward(size_t N, int C, int OC, size_t offset = 0) {
     const Late dev;
@@ -591,13 +592,14 @@ void check_matmul_gelu_backward(size_t N, int C, int OC, size_t offset = 0) {
     const Values got = dpre_gpu.values();
     for (size_t i = 0; i < N * C; i++) sum[i % C] += got[i];
     compare(what + " dpre_sum", sum_gpu.values(), sum, kFp32);
-    const Array<X> fresh(N * C, offset);  // what backward makes again has the bits of a GELU of its own
+    const Array<X> fresh(N * C, offset);  // what backward makes again has the bits that gelu_forward gives
     gelu_forward<X>(dev, fresh, pre_gpu, N * C);
     CHECK(same_bits(out_gpu.values(), fresh.values()));
 }
 template <class X>
 void check_matmul_gelus() {
-    // From the seventh on for matmul_sm90: one row, odd numbers of rows, one chunk of K, two tiles a cluster, six, d48.
+    // From the seventh on these are for matmul_sm90: one row, odd numbers of rows, one chunk of K, two tiles a cluster,
+    // six, d48.
     const int shapes[][3] = {{1, 8, 8},         {3, 7, 5},        {127, 65, 33},    {127, 768, 264},  {1000, 64, 768},
                              {1024, 768, 3072}, {1, 768, 256},    {129, 192, 512},  {1000, 768, 256}, {20001, 64, 256},
                              {9000, 128, 512},  {9000, 64, 2560}, {129, 1600, 6400}};
@@ -647,7 +649,7 @@ void check_gelu(size_t N, int C, size_t offset = 0) {
     gelu_backward<double>(cpu(), dinp.data(), Values(C).data(), nullptr, nullptr, inp.data(), dout.data(), N, C);
     backward(dinp_gpu, sum_gpu, nullptr, dout_gpu);
     const Values got = dinp_gpu.values();
-    // Value by value: relative where the result is a sizeable part of x, else to 1.
+    // Errors are checked value by value, relative to the result if that is a sizeable part of x, else to 0.01.
     const Values got_out = out_gpu.values();
     for (size_t i = 0; i < n; i++) {
         if (std::fabs(got_out[i] - out[i]) <= kOutput<X> * std::max(std::fabs(out[i]), 1e-2)) continue;
@@ -700,7 +702,7 @@ void check_classifier(size_t N, int V, int Vp, double scale, size_t offset = 0) 
 
     Values losses(N);
     classifier(cpu(), logits.data(), losses.data(), targets.data(), double(dloss), N, V, Vp);
-    compare(what + " losses", losses_gpu.values(), losses, kFp32, 1.0);  // a difference of values of at least that size
+    compare(what + " losses", losses_gpu.values(), losses, kFp32, 1.0);  // a difference of values at least that large
     const Values dlogits = logits_gpu.values();
     compare(what + " dlogits", dlogits, logits, kOutput<X>, dloss);
     for (size_t n = 0; n < N; n++)
@@ -727,7 +729,7 @@ void check_classifiers() {
     check_classifier<X>(300, 50257, 50304, 1.0);
     check_classifier<X>(3, 60001, 60032, 1.0);  // two rows fit no SM
 
-    // A target outside the vocabulary, padding included, is noticed; the other rows are as they should be.
+    // A target outside the vocabulary, padding included, makes its row NaN. The other rows are as they should be.
     const int V = 257, Vp = 384;
     const Array<X> logits(normal<X>(4 * Vp));
     const Array<float> losses(4);
@@ -737,7 +739,7 @@ void check_classifiers() {
     CHECK(std::isnan(dlogits[5]) && std::isfinite(dlogits[3 * Vp + 5]));
     CHECK_ERROR(classifier<X>(gpu(), logits, losses, nullptr, 1.f, 4, Vp + 1, Vp), "V = 385");
 
-    // A logit that is NaN or +∞ is noticed in its row, wherever it stands; −∞ is a probability of zero.
+    // A logit that is NaN or +∞ is noticed in its row, wherever it is. −∞ is a probability of zero.
     for (int at : {0, 100, V - 1}) {
         Values broken = normal<X>(4 * Vp);
         broken[at] = NAN, broken[Vp + at] = INFINITY, broken[2 * Vp + at] = -INFINITY;
@@ -821,7 +823,7 @@ AdamW hyper(int step, float max_norm = 1.f) {
     return {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, max_norm, step, 42};
 }
 
-// The state of the optimizer, for X = bf16 with a float twin that must have the same master.
+// The optimizer's state. For X = bf16 a float twin must have the same master.
 TEST(adamw_against_reference) {
     const Late dev;
     for (const float max_norm : {0.f, 1.f, 1000.f}) {
@@ -856,7 +858,8 @@ TEST(adamw_against_reference) {
     }
 }
 
-// Four ranks that update their shares write the bits that one writes for all, stochastic rounding included.
+// Four ranks that each update their share write the same bits as one rank that updates all, stochastic rounding
+// included.
 TEST(adamw_shares) {
     const Late dev;
     const size_t piece = 1000, n = 3 * 4 * piece + 4096, own = n / 4;
@@ -901,7 +904,7 @@ TEST(adamw_broken_norm) {
     }
 }
 
-// With lr = 0 the master stays and only the rounding acts: the mean over n draws is the master, within 4 sigma.
+// With lr = 0 the master stays and only the rounding acts. The mean over n draws is the master, within 4 sigma.
 TEST(adamw_stochastic_rounding) {
     const Late dev;
     const size_t n = 1 << 20;
@@ -922,7 +925,7 @@ TEST(adamw_stochastic_rounding) {
                          value = float(below + fraction * (above - below));
             const double exact = (value - below) / (above - below);  // as fp32 holds it
             const Values drawn = draw(value, ++step);
-            for (size_t lane = 0; lane < 4; lane++) {  // the elements that share a hash, each by itself
+            for (size_t lane = 0; lane < 4; lane++) {  // each of the elements that share a hash is counted apart
                 size_t up = 0, neither = 0;
                 for (size_t i = lane; i < n; i += 4) {
                     up += drawn[i] == above;
@@ -936,7 +939,7 @@ TEST(adamw_stochastic_rounding) {
     CHECK(same_bits(first, draw(3.007, 1)));
     size_t equal = 0;
     for (size_t i = 0; i < n; i++) equal += first[i] == second[i];
-    CHECK(equal < n * 0.6);  // another step, other bits: about half agree by chance
+    CHECK(equal < n * 0.6);  // another step gives other bits, and about half agree by chance
     CHECK(std::isnan(draw(NAN, 1)[7]));
     CHECK(std::isnan(draw(INFINITY, 1)[7]));  // ∞ − 0·∞
 }

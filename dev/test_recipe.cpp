@@ -1,7 +1,7 @@
-// The recipe from end to end: ./train_gpt2cu trains a small model with every option away from its default. What it
-// logs, prints, samples and saves is held to fp64 loops of this file. They do the order of data, accumulation, clipping,
-// AdamW, decay, schedules, validation and sampling over again. Only the layers are the program's: dev/reference in
-// double, which dev/test_reference holds to finite differences.
+// Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from its default. What
+// it logs, prints, samples and saves is compared with fp64 loops of this file. They repeat the order of data,
+// accumulation, clipping, AdamW, decay, schedules, validation and sampling. Only the layers are shared with the
+// program. They are dev/reference in double, which dev/test_reference checks against finite differences.
 #include "dev/reference.h"
 
 #include <algorithm>
@@ -22,10 +22,10 @@ using Vec = std::vector<double>;
 using Tokens = std::vector<int>;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The model: GPT-2 in double. V is the program's byte vocabulary, so that it can write samples.
+// The model is GPT-2 in double. V is the program's byte vocabulary, so that it can write samples.
 
 constexpr int kPositions = 24, V = 257, Vp = 264, L = 2, NH = 2, C = 32, HS = C / NH;
-constexpr int kEnd = 256;  // <|endoftext|>; a letter's token is its distance from '!'
+constexpr int kEnd = 256;  // <|endoftext|>. A letter's token is its distance from '!'
 
 enum { WTE, WPE, LN1W, LN1B, QKVW, QKVB, ATTPROJW, ATTPROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB, LNFW, LNFB };
 struct Tensor {
@@ -111,7 +111,7 @@ struct Gpt2 {
         layernorm_forward(cpu, lnf.data(), meanf.data(), rstdf.data(), x->data(), w(LNFW), w(LNFB), N, C);
     }
 
-    // The loss of each of T tokens. With g, dloss times the gradient of their sum is added to it.
+    // The loss of each of T tokens. If g is given, dloss times the gradient of their sum is added to it.
     Vec losses(const int* tokens, const int* targets, int T, Vec* g = nullptr, double dloss = 0) {
         forward(tokens, T);
         const size_t N = T;
@@ -145,7 +145,7 @@ struct Gpt2 {
         return losses;
     }
 
-    // Mean loss of the windows first, first + 1, … of a stream: T tokens each, and the one after them.
+    // Mean loss of the windows `windows` of a stream. A window has T inputs, and the targets are one token later.
     double mean_loss(const Tokens& stream, const std::vector<int>& windows, int T, Vec* g = nullptr) {
         double sum = 0;
         for (int window : windows) {
@@ -165,7 +165,7 @@ struct Gpt2 {
         return row;
     }
 
-    // The mean loss of an ending's tokens alone.
+    // The mean loss of an ending's tokens, without the context's.
     double ending_loss(const Tokens& context, const Tokens& ending) {
         Tokens text = context;
         text.insert(text.end(), ending.begin(), ending.end());
@@ -188,8 +188,8 @@ bool is_letter(int token) {
     return (token >= 'A' - '!' && token <= 'Z' - '!') || (token >= 'a' - '!' && token <= 'z' - '!');
 }
 
-// Weights large enough that windows differ in loss and gradients are clipped. Only letters are likely, so that samples
-// can be read back; `end` says how likely the end of a text is.
+// The weights are large enough that windows differ in loss and gradients are clipped. Only letters are likely, so that
+// samples can be read back. `end` says how likely the end of a text is.
 Gpt2 make_model(double end) {
     Gpt2 model;
     std::mt19937_64 random(11);
@@ -220,7 +220,7 @@ std::string model_file(double end) {
     return path;
 }
 
-// Letters, most of them a function of the one before, and here and there the end of a document.
+// Letters, most of which are a function of the one before, and here and there the end of a document.
 Tokens make_tokens(int n, int seed) {
     Tokens tokens;
     std::mt19937_64 random(seed);
@@ -230,7 +230,7 @@ Tokens make_tokens(int n, int seed) {
     }
     return tokens;
 }
-// A few tokens behind the last whole window belong to none.
+// A few tokens after the last whole window belong to no window.
 const Tokens& train_tokens() {
     static const Tokens tokens = make_tokens(kTrainWindows * T + 6, 1);
     return tokens;
@@ -243,7 +243,7 @@ std::string shard_file(const std::string& name, const Tokens& tokens) {
     const std::string path = dir() + "/" + name;
     int32_t header[256] = {20240520, 1, static_cast<int32_t>(tokens.size())};
     std::vector<uint16_t> stored;
-    for (int token : tokens) stored.push_back(token == kEnd ? 50256 : token);  // shards say it in GPT-2's vocabulary
+    for (int token : tokens) stored.push_back(token == kEnd ? 50256 : token);  // shards store it in GPT-2's vocabulary
     write_file(path, bytes_of(header, sizeof header) + bytes_of(stored.data(), 2 * stored.size()));
     return path;
 }
@@ -258,7 +258,7 @@ std::vector<Choice> make_choices() {
     return choices;
 }
 
-// Options of every run here.
+// Options that every run here has.
 std::string data_options() {
     return format("--device cpu -t %d -i ", T) + shard_file("train.bin", train_tokens()) + " ";
 }
@@ -292,7 +292,7 @@ std::string text_of(const std::string& row) {
     return row.substr(begin, row.rfind('"') - begin);
 }
 
-// Relative L2 distance, or the whole length where `b` is 0.
+// Relative L2 distance, or the absolute one if `b` is 0.
 double apart(const double* a, const double* b, size_t n) {
     double d = 0, s = 0;
     for (size_t i = 0; i < n; i++) d += (a[i] - b[i]) * (a[i] - b[i]), s += b[i] * b[i];
@@ -306,7 +306,7 @@ Vec floats_at_the_end(const std::string& path, size_t n) {
     return Vec(x.begin(), x.end());
 }
 
-// The windows that a run with nearly no learning rate trains on, a window a step, found by their losses.
+// A run with nearly no learning rate trains on one window a step. The windows are found by their losses.
 std::vector<int> windows_of(const std::string& options, int steps, const std::string& out) {
     CHECK_RUN(run(data_options() + "-e " + model_file(kEndOften) + " -b 1 -v 0 -l 1e-30 " + options +
                   format(" -x %d -o ", steps) + out),
@@ -324,7 +324,7 @@ std::vector<int> windows_of(const std::string& options, int steps, const std::st
     if (windows.size() != size_t(steps)) throw Error(format("%zu of %d steps in the log", windows.size(), steps));
     return windows;
 }
-// Some epochs of a seed's order, by a run that also writes samples.
+// Some epochs of a seed's order, from a run that also writes samples.
 std::string order_folder(int seed) {
     return dir() + format("/order_%d", seed);
 }
@@ -335,14 +335,14 @@ const std::vector<int>& order_of(int seed) {
     return known[seed];
 }
 
-// Walks along a sample. Each of its tokens must be one of the k likeliest after those before it. A sample shorter than n
-// must have ended because the end of the text was one of them too.
+// Walks along a sample. Each of its tokens must be one of the k likeliest after those before it. If a sample is shorter
+// than n, the end of the text must have been one of them too.
 struct SampleCheck {
     Gpt2& model;
     int T, k;
     double temperature = 1;
-    int tokens = 0, place = 0;         // place: of the least likely token taken, from 1
-    double surplus = 0, variance = 0;  // of the likeliest: how often it was taken, less its probability
+    int tokens = 0, place = 0;         // place of the least likely token taken, from 1
+    double surplus = 0, variance = 0;  // how often the likeliest was taken, less its probability
 
     void operator()(const std::string& prompt, const std::string& text, int n) {
         if (text.compare(0, prompt.size(), prompt) || text.size() > prompt.size() + n)
@@ -368,7 +368,7 @@ struct SampleCheck {
     }
 };
 
-// The lines of a run, word by word from the rows of its log: what is printed is what is logged.
+// Checks the lines that a run prints, word by word, against the rows of its log.
 void check_lines(const std::string& text, const std::string& out, int steps, int tokens_per_step) {
     double mean_ms = 0;
     const auto expect = [&](const std::string& line) {
@@ -399,8 +399,8 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
 // The recipe
 
 struct Recipe {
-    std::string extra;  // options that change no number; samples are of the likeliest tokens
-    int seed, B, windows;  // windows: of a step
+    std::string extra;  // options that change no number. Samples take the likeliest tokens
+    int seed, B, windows;  // `windows` is for one step
     std::string schedule;
     int warmup;
     double lr, final_lr, weight_decay, beta2, max_norm;
@@ -409,7 +409,7 @@ struct Recipe {
 };
 constexpr int kSteps = 24;
 
-// Every number by its option: by the long names, or where there is one by its letter.
+// Gives every number with its option, under its long name, or with `letters` under its letter if it has one.
 std::string options_of(const Recipe& r, bool letters) {
     const struct {
         const char *name, *letter;
@@ -436,7 +436,7 @@ std::string options_of(const Recipe& r, bool letters) {
 
 double rate(const Recipe& r, int step) {
     if (step < r.warmup) return r.lr / r.warmup * (step + 1);
-    const double x = double(step - r.warmup) / (kSteps - 1 - r.warmup);  // 0 behind warm-up, 1 at the last step
+    const double x = double(step - r.warmup) / (kSteps - 1 - r.warmup);  // 0 after warm-up, 1 at the last step
     const double low = r.lr * r.final_lr;
     if (r.schedule == "cosine") return low + (r.lr - low) * std::pow(std::cos(M_PI / 2 * x), 2);
     if (r.schedule == "linear") return low * x + r.lr * (1 - x);
@@ -444,7 +444,8 @@ double rate(const Recipe& r, int step) {
     return r.lr;
 }
 
-// The same training in double, beside what the program wrote. clipped: how many steps must have been, −1 for some.
+// Repeats the training in double and compares it with what the program wrote. `clipped` is how many steps must have
+// been clipped, or −1 for some.
 void check_recipe(const Recipe& r, const std::string& options, const std::string& out, int clipped) {
     const Result result = run(data_options() + val_options() + "-e " + model_file(kEndOften) + " " + options +
                               format(" -x %d -o ", kSteps) + out);
@@ -507,7 +508,7 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
     CHECK(row("train", kSteps).empty() && row("val", vals).empty() && row("sample", samples).empty());
     CHECK(clipped < 0 ? found_clipped > 2 && found_clipped < kSteps - 2 : found_clipped == clipped);
 
-    // Tensor by tensor: how far the parameters went, and both moments.
+    // For each tensor this compares how far the parameters went, and both moments.
     const Vec end = floats_at_the_end(model_path(out, kSteps), kParameters),
               moments = floats_at_the_end(state_path(out, kSteps), 2 * kParameters);
     for (int t = WTE; t <= LNFB; t++)
@@ -515,7 +516,7 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
             const size_t at = offset_of(t, l), n = kTensors[t].size;
             Vec went(n), wanted(n);
             for (size_t i = 0; i < n; i++) {
-                if (t == QKVB && i / C == 1) continue;  // a key's bias: no gradient but rounding, which AdamW blows up
+                if (t == QKVB && i / C == 1) continue;  // a key's bias gradient is only rounding, which AdamW blows up
                 went[i] = end[at + i] - start[at + i], wanted[i] = model.p[at + i] - start[at + i];
             }
             const auto check = [&](const char* what, const double* got, const double* want, double tolerance) {
@@ -533,8 +534,8 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
 
 }  // namespace
 
-// No option is at its default in the first four, and all are in the last. A largest norm of 2e-5 makes gradients so
-// small that AdamW's ε matters.
+// The first four have no option at its default, and the last has all at their defaults. A largest norm of 2e-5 makes
+// gradients so small that AdamW's ε matters.
 TEST(training_follows_the_recipe) {
     const Recipe defaults = {"--temperature 0", 1, 4, 4, "cosine", 8, 2e-3, 0.1, 0.1, 0.95, 1, 2, 20, 4, 700, ""};
     const struct {
@@ -552,7 +553,8 @@ TEST(training_follows_the_recipe) {
     check_recipe(defaults, defaults.extra, dir() + "/defaults", kSteps);
 }
 
-// Each epoch has each window once, in an order that the seed and the epoch choose; --no-shuffle and --overfit do not.
+// Each epoch has each window once, in an order that depends on the seed and the epoch. With --no-shuffle and --overfit
+// it does not.
 TEST(order_of_the_data) {
     std::set<std::vector<int>> orders;
     for (int seed : {1, 5})
@@ -567,14 +569,15 @@ TEST(order_of_the_data) {
     CHECK(windows_of("-s 0 --overfit --seed 5", 4, dir() + "/overfit") == std::vector<int>(4, order_of(5)[0]));
 }
 
-// One chooses a sample's tokens as often as they are likely, after all that is before them: the prompt, and the last T.
+// A sample takes each token as often as it is likely after all that the model sees, which is the prompt and the last T
+// tokens.
 TEST(samples_follow_the_model) {
     Gpt2 model = make_model(kNoEnd);
     const std::string generate = "--device cpu -e " + model_file(kNoEnd) + " --generate 250 ";
     std::set<std::string> texts;
     const struct {
         const char *options, *prompt;
-        int T, k, most;  // most: the least likely token to expect, in places from 1
+        int T, k, most;  // `most` is the place of the least likely token to expect, from 1
         double temperature;
     } cases[] = {{"--seed 1 --temperature 0.5 --top-k 3 --prompt Fox ", "Fox", kPositions, 3, 3, 0.5},
                  {"--seed 2 --temperature 0.5 --top-k 3 --prompt Fox -t 8 ", "Fox", 8, 3, 3, 0.5},
@@ -595,12 +598,12 @@ TEST(samples_follow_the_model) {
     }
     CHECK(texts.size() == 6);
     CHECK(run(generate + "--seed 2 ").out == last + "\n");
-    // Nothing that a terminal takes for an order.
+    // Prints nothing that a terminal takes for a command.
     const Result orders = run(generate + "--prompt '\x1b[2J'");
     CHECK_RUN(orders, 0, "[2J");
     CHECK(!contains(orders.out, "\x1b"));
 
-    // In a run whose weights stand still: another sample at each step and for each seed. Some end by themselves.
+    // In a run whose weights stand still each step and each seed gives another sample. Some end by themselves.
     texts.clear();
     size_t ended = 0;
     model = make_model(kEndOften);
@@ -614,7 +617,7 @@ TEST(samples_follow_the_model) {
     CHECK(texts.size() == 10 && ended > 0 && ended < 10);
 }
 
-// --eval-only, number by number: over all whole batches or so many, and the loss of each ending.
+// --eval-only prints the loss over all whole batches, or over -m of them, and the loss of each ending.
 TEST(evaluation_says_what_the_model_loses) {
     Gpt2 model = make_model(kEndOften);
     const std::string options =
@@ -641,7 +644,7 @@ TEST(evaluation_says_what_the_model_loses) {
         }
         CHECK(contains(r.out, format("hellaswag %d of 7, %.2f%%\n", correct, correct / 0.07)));
     }
-    // Without -m all of them, also where a run in training would take 20.
+    // Without -m it takes all batches, although a run in training would take 20.
     const std::string one_by_one = format("--device cpu --eval-only -b 1 -t %d -j ", T) + dir() + "/val.bin -e ";
     CHECK_RUN(run(one_by_one + model_file(kEndOften)), 0,
               format("over %d batches of 1 x %d tokens\n", kValWindows, T).c_str());
@@ -649,13 +652,13 @@ TEST(evaluation_says_what_the_model_loses) {
                                  "/choices.bin -e " + model_file(kEndOften));
     CHECK_RUN(questions, 0, "hellaswag ");
     CHECK(!contains(questions.out, "val loss"));
-    // Questions longer than T have no place in a batch, here and in training.
+    // Questions longer than T do not fit into a batch, here or in training.
     for (const std::string& how : {std::string("--eval-only "), "-x 1 " + data_options() + "-t 8 "})
         CHECK_RUN(run("--device cpu -t 8 " + how + "--hellaswag " + dir() + "/choices.bin -e " + model_file(kEndOften)),
                   1, "length of an example");
 }
 
-// What a new model starts from, and that steps take as long as the log says by the clock of who watches.
+// Checks what a new model starts from, and that steps take as long as the log says, by a clock outside the program.
 TEST(a_new_model_starts_as_gpt2_does) {
     const std::string options = "--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + shard_file("train.bin", train_tokens());
     Vec weights[2];
@@ -678,7 +681,7 @@ TEST(a_new_model_starts_as_gpt2_does) {
                                  std::chrono::duration<double, std::milli>(seen.back() - seen.front()).count();
             CHECK(ratio > 0.7 && ratio < 1.4);
         }
-        const std::string row = rows(out, "run").at(0);  // of defaults too
+        const std::string row = rows(out, "run").at(0);  // logs defaults too
         for (const auto& [key, number] : std::map<std::string, double>{
                  {"B", 4}, {"T", 64}, {"tokens_per_step", 256}, {"steps", steps}, {"seed", seed}, {"gpus", 1}})
             CHECK_NEAR(value(row, key), number, 0);
@@ -689,7 +692,7 @@ TEST(a_new_model_starts_as_gpt2_does) {
         Vec& w = weights[seed - 1];
         w = floats_at_the_end(model_path(out, steps), static_cast<size_t>(value(row, "parameters")));
         const double* at = w.data();
-        Vec before(4 * 128 * 128);  // of another matrix: no two may go together
+        Vec before(4 * 128 * 128);  // of another matrix, because no two may be correlated
         for (const Tensor& t : tensors)
             for (size_t l = 0; l < t.layers; l++, at += t.size) {
                 const std::string name = t.name;
@@ -723,7 +726,7 @@ TEST(a_new_model_starts_as_gpt2_does) {
     CHECK_NEAR(together, 0, 5 * std::sqrt(257.0 * 128));
 }
 
-// So long a run that its end can be told only in minutes. A token in the fourth window that no model knows ends it.
+// This run is so long that its end is minutes away. A token in the fourth window that no model knows ends it.
 TEST(a_long_run_says_when_it_ends) {
     Tokens tokens = train_tokens();
     tokens[3 * T + 5] = 999;
