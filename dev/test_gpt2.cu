@@ -1,5 +1,6 @@
-// The whole model: gradients against finite differences and against the fp64 reference, flash against naive over a
-// training run, determinism, memory, and the pieces of the program that need no model. Includes the program itself.
+// Tests the whole model: gradients against finite differences and the fp64 reference, flash against naive over a
+// training run, determinism and memory. Also tests the pieces of the program that need no model. Includes the program
+// itself.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
@@ -11,7 +12,7 @@ namespace {
 
 const Config kSmall = {80, 250, 256, 2, 2, 128};  // HS = 64, the least that flash runs
 
-// Tokens with structure, so that training has something to learn: each is mostly a function of the one before.
+// Tokens with structure, so that training has something to learn. Each is mostly a function of the one before.
 std::vector<int> make_tokens(size_t n, int V, uint64_t seed) {
     std::vector<int> tokens(n);
     int at = 1;
@@ -51,7 +52,7 @@ void poison(const Cuda& dev, const Arena& a) {
     CUDA_CHECK(cudaMemsetAsync(a.base, 0xff, a.bytes, dev.stream));
 }
 
-// Mean loss of the step's micro-batches, leaving their gradients where NaN stood before.
+// Mean loss of the step's micro-batches. Their gradients replace NaN.
 template <class Dev, class X>
 double loss_and_gradient(GPT2<Dev, X>& model) {
     poison(model.dev, model.grads);
@@ -65,7 +66,7 @@ AdamW hyper(double lr, int step) {
     return {static_cast<float>(lr), 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, step, 1};
 }
 
-// Losses of `steps` steps from one init; the parameters' bytes at the end through `bytes` if wanted.
+// Losses of `steps` steps from the same init. If wanted, `bytes` gets the parameters' bytes at the end.
 template <class X>
 std::vector<double> train(const Cuda& dev, const Config& config, Attention attention, int B, int T, int steps,
                           const std::vector<int>& stream, double lr, std::vector<char>* bytes = nullptr) {
@@ -99,8 +100,8 @@ const Cuda& strict_gpu() {
     return dev;
 }
 
-// Gradients of every parameter tensor against the fp64 reference with the same (rounded) weights and tokens.
-// bound: relative L2 error per tensor.
+// Compares the gradients of every parameter tensor with the fp64 reference, which has the same (rounded) weights and
+// tokens. bound is the relative L2 error per tensor.
 template <class X>
 void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound, int recompute = 0) {
     const Cpu cpu;
@@ -138,7 +139,7 @@ TEST(parameter_count_of_presets) {
     Config c;
     CHECK(find_config("d12", &c) && count_parameters(c) == 124475904);
     CHECK(!find_config("d13", &c));
-    const std::pair<const char*, size_t> published[] = {  // of GPT-2, whose vocabulary has no padding
+    const std::pair<const char*, size_t> published[] = {  // GPT-2's, whose vocabulary has no padding
         {"d12", 124439808}, {"d24", 354823168}, {"d36", 774030080}, {"d48", 1557611200}};
     for (const auto& [name, parameters] : published)
         CHECK(find_config(name, &c) && count_parameters(c) == parameters + size_t(c.Vp - c.V) * c.C);
@@ -149,14 +150,13 @@ TEST(parameter_count_of_presets) {
     }
 }
 
-// Every parameter belongs to one rank, and a rank's state has each of its elements once, back to back, in whole
-// vectors.
+// Every parameter belongs to one rank. A rank's state has each of its elements once, back to back, in whole vectors.
 TEST(shares_divide_the_parameters) {
     for (const bool overlap : {false, true})
         for (int ranks : {1, 2, 8}) {
             Config config{};
             CHECK(find_config("d12", &config) && can_shard(config, ranks));
-            config.L = 2, config.Vp = 256, config.max_T = 16;  // little enough to count
+            config.L = 2, config.Vp = 256, config.max_T = 16;  // few enough parameters to count
             const Arena params("parameters", parameter_specs(config, DType::f32), 1);
             const size_t n = count_parameters(config);
             std::vector<int> owner(n, -1), seen(n);
@@ -176,7 +176,7 @@ TEST(shares_divide_the_parameters) {
                 CHECK(decayed > n / ranks / 2);
             }
             CHECK(std::count(seen.begin(), seen.end(), 1) == std::ptrdiff_t(n));
-            for (size_t t = 0; t < params.tensors.size(); t++) {  // or each of its layers, in as many equal parts
+            for (size_t t = 0; t < params.tensors.size(); t++) {  // each tensor, or each of its layers, has equal parts
                 const TensorSpec& tensor = params.tensors[t];
                 const size_t layers = by_layer(tensor, overlap) ? tensor.layers : 1, size = tensor.elements() / layers;
                 for (size_t l = 0; l < layers; l++)
@@ -187,7 +187,7 @@ TEST(shares_divide_the_parameters) {
     CHECK(!can_shard({16, 100, 128, 1, 2, 128}, 3) && !can_shard({16, 100, 128, 1, 1, 64}, 32));
 }
 
-// A share's m and v lie as for_each_piece() counts them, without a gap: 64 floats do not always divide a share.
+// A share's m and v lie as for_each_piece() counts them, without a gap, because 64 floats do not always divide a share.
 TEST(shares_of_the_optimizer_are_packed) {
     for (const char* name : {"tiny", "d12", "d36", "d48"})
         for (int ranks : {1, 2, 4, 8}) {
@@ -202,7 +202,7 @@ TEST(shares_of_the_optimizer_are_packed) {
         }
 }
 
-// m, v and master of all ranks, put together and taken apart again.
+// m, v and master of all ranks are put together and taken apart again.
 TEST(shares_of_the_optimizer_make_a_whole) {
     const Config config = kSmall;
     const Arena params("parameters", parameter_specs(config, DType::f32), 1);
@@ -223,8 +223,8 @@ TEST(shares_of_the_optimizer_make_a_whole) {
         }
 }
 
-// With the optimizer sharded a step sums gradients into a buffer of its own, behind which the gate stands: of what was
-// there before, nothing is read. So many micro-batches that their losses and the norm fill a line of memory.
+// If the optimizer is sharded, a step sums gradients into a separate buffer, which the gate follows. It must read
+// nothing that was there before. There are so many micro-batches that their losses and the norm fill a line of memory.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
     const Cpu cpu;
     Job alone;
@@ -248,7 +248,7 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
     CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
 }
 
-// By which the job tells a rank that works from one that hangs.
+// The job uses these signs to tell a rank that works from one that hangs.
 TEST(each_stretch_of_work_is_a_sign_of_life) {
     const uint64_t before = Job::progress();
     {
@@ -277,7 +277,7 @@ TEST(data_is_the_corpus_or_what_is_given) {
     }
 }
 
-// What the sizes of the model, of the data and of the machine decide where the user does not.
+// The defaults that depend on the sizes of the model, of the data and of the machine.
 TEST(defaults) {
     const struct {
         const char* model;
@@ -292,7 +292,7 @@ TEST(defaults) {
         Options o;
         CHECK(find_config(c.model, &config));
         resolve_sizes(o, config, c.on_cpu, c.ranks);
-        CHECK(o.sample_length == 700);  // dev/test_recipe has the others that no size decides
+        CHECK(o.sample_length == 700);  // dev/test_recipe has the others that depend on no size
         CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step && o.zero == c.zero && o.lr == c.lr);
     }
     const struct {
@@ -314,7 +314,7 @@ TEST(defaults) {
     }
 }
 
-// What the int of the step's tokens can count, and a quarter of it for a micro-batch.
+// An int must be able to count a step's tokens, and a quarter of its range a micro-batch's.
 TEST(tokens_beyond_an_int_are_refused) {
     const struct {
         int B, T, ranks;
@@ -332,7 +332,7 @@ TEST(tokens_beyond_an_int_are_refused) {
     }
 }
 
-// dev/test_recipe sees their shapes; these are the ends that no run of it has.
+// dev/test_recipe sees the schedules' shapes. These are the ends that no run of it has.
 TEST(schedules_of_the_shortest_runs) {
     Options o;
     o.lr = 1.f, o.final_lr = 0.1f;
@@ -347,7 +347,7 @@ TEST(schedules_of_the_shortest_runs) {
     }
 }
 
-// Evenly spread random numbers choose each token exactly as often as it is likely.
+// Evenly spaced random numbers choose each token exactly as often as it is likely.
 TEST(sampling_follows_the_distribution) {
     const std::vector<float> logits = {0.f, std::log(2.f), std::log(5.f), -INFINITY};
     const double r2 = std::sqrt(2.0), r5 = std::sqrt(5.0), all = 1 + r2 + r5;
@@ -369,7 +369,8 @@ TEST(sampling_follows_the_distribution) {
     CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
 }
 
-// By hand: N = 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768, and 6·N + 6·12·768·1024 FLOPs a token.
+// By hand, N = 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
+// FLOPs.
 TEST(mfu_by_hand) {
     Config config;
     CHECK(find_config("d12", &config));
@@ -378,7 +379,8 @@ TEST(mfu_by_hand) {
     CHECK(std::isnan(mfu_percent(config, 1024, 1e5, 1, 0)));
 }
 
-// A CPU by a GPU's name, so that a run has an MFU: 67 TFLOP/s, and 5349888 FLOPs a token of the tiny model at T = 32.
+// A CPU with a GPU's name, so that a run has an MFU. It has 67 TFLOP/s, and a token of the tiny model takes 5349888
+// FLOPs at T = 32.
 TEST(a_run_logs_its_mfu) {
     const std::string out = format("/tmp/test_gpt2_%d", getpid());
     Options o;
@@ -403,7 +405,7 @@ TEST(a_run_logs_its_mfu) {
     std::filesystem::remove_all(out);
 }
 
-// What is computed again has the same bits as what would have been kept; and it is not kept.
+// What is computed again is not kept, and has the same bits as what would have been kept.
 TEST(recompute_changes_memory_not_gradients) {
     const Cpu cpu;
     const int B = 2, T = 20;
@@ -445,12 +447,12 @@ TEST(reference_model_gradient_by_finite_differences) {
         model.evaluate_micro_batch(0);
         return model.stats()[0];
     };
-    // In each tensor along a random direction, and along three of its elements.
+    // In each tensor the gradient is checked along a random direction and along three of its elements.
     for (size_t i = 0; i < model.params.tensors.size(); i++) {
         const size_t begin = model.params.offsets[i] / sizeof(double), n = model.params.tensors[i].elements();
         const double h = 1e-5;
         const std::vector<double> saved(w + begin, w + begin + n);
-        for (const size_t element : {n, size_t{0}, n / 3, n - 1}) {  // n: all of them
+        for (const size_t element : {n, size_t{0}, n / 3, n - 1}) {  // n stands for all of them
             const auto direction = [&](size_t k) { return element == n ? normal(13, begin + k) : double(k == element); };
             double slope = 0, value[2];
             for (size_t k = 0; k < n; k++) slope += gradient[begin + k] * direction(k);
@@ -467,7 +469,7 @@ TEST(reference_model_gradient_by_finite_differences) {
     }
 }
 
-// With a vocabulary so large that the rows of one batch's logits, 640, exist in two parts.
+// The second vocabulary is so large that the rows of one batch's logits, 640, are computed in two parts.
 TEST(accumulated_micro_batches_equal_one_batch) {
     const Cpu cpu;
     for (const Config& config : {Config{16, 30, 32, 2, 2, 8}, Config{160, 65600, 65664, 1, 1, 8}}) {
@@ -486,7 +488,7 @@ TEST(accumulated_micro_batches_equal_one_batch) {
     }
 }
 
-// The first in the order of computation: forward from the first layer on, backward from the last.
+// The first tensor in the order of computation is named: forward from the first layer on, backward from the last.
 TEST(the_first_tensor_that_is_not_finite_is_named) {
     const Cpu cpu;
     const Config config = {16, 30, 32, 3, 2, 8};
@@ -502,7 +504,7 @@ TEST(the_first_tensor_that_is_not_finite_is_named) {
         CHECK(found([](const auto&) {}) == kNoneFound);
         const std::string forward = found([](const auto& w) { w.ln2w[3] = w.fcw[3] = 1e30f; });
         CHECK(forward.find("fch of layer 1 (activations, ") == 0);
-        // All that goes into the MLP is 0, and so is what comes out of it, whatever its weights; not so the gradients.
+        // The MLP's input is 0, and so is its output, whatever its weights are. But the gradients are not.
         const std::string backward = found([&](const auto& w) {
             std::fill_n(w.ln2w, config.C, 0.f);
             std::fill_n(w.fcw, 4 * config.C * config.C, 1e30f), std::fill_n(w.fcprojw, 4 * config.C * config.C, 1e30f);
@@ -534,7 +536,7 @@ TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
     CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
 }
 
-// On a machine with so much memory as some batch takes: that one, and not a larger one.
+// On a machine with exactly as much memory as some batch takes, that batch fits, and no larger one.
 TEST(out_of_memory_says_what_fits) {
     Cpu cpu(1);
     const auto with_batch = [&](int B) { return GPT2<Cpu, float>(cpu, kSmall, Attention::flash, B, 80, 1, true); };
@@ -576,7 +578,7 @@ TEST(arenas_are_what_is_allocated) {
             bytes = last - a->base + t.size * size_of(t.dtype);
             CHECK(bytes <= a->bytes);
         }
-        CHECK(a->bytes < bytes + 256);  // and with no room at the end but what alignment takes
+        CHECK(a->bytes < bytes + 256);  // at the end there is only what alignment takes
         total += a->bytes;
     }
     CHECK(total == model.total_bytes());
@@ -653,7 +655,7 @@ TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
     for (size_t i = 0; i < choices.size(); i++)
         for (size_t e = 0; e < 4; e++) {
             std::vector<int> text = choices[i].context;
-            double sum = 0;  // token by token, each from the logits after what is before it
+            double sum = 0;  // token by token, each from the logits of what is before it
             for (int token : choices[i].endings[e]) {
                 const std::vector<float> logits = model.logits_of_last(text);
                 double z = 0;
@@ -718,7 +720,7 @@ TEST(gpu_two_runs_are_bit_equal_fp32) {
     check_determinism<float>();
 }
 
-// What --memory prints is what is allocated.
+// --memory prints what is allocated.
 TEST(gpu_memory_is_what_the_table_says) {
     const Cuda& dev = gpu();
     Config config;

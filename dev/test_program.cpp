@@ -1,5 +1,6 @@
-// The program as its users run it: ./train_gpt2cu as a subprocess, its output, exit codes and files. Mostly with
-// --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on any machine.
+// Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
+// checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
+// any machine.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -17,15 +18,15 @@
 #include "dev/program.h"
 #include "layers/cuda.h"
 
-// Or the program would start itself once more, to choose how threads wait.
+// Without this the program would start itself once more, to choose how threads wait.
 static const bool kOneStart = !setenv("OMP_WAIT_POLICY", "passive", 1);
 
-// Every option: its letter, what its value is called, range and default as --help has them, and three values that a run
-// must show as its settings. No two options have the same three, so none can stand for another.
+// Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
+// run must show these as its settings. No two options have the same three, so none can stand for another.
 TEST(every_option_sets_what_it_names) {
     struct Row {
         const char *name, *letter, *value, *help;
-        std::string a, b, c;  // "": not given
+        std::string a, b, c;  // "" if not given
     };
     const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options",
                       model = dir() + "/model.bin";
@@ -78,7 +79,7 @@ TEST(every_option_sets_what_it_names) {
         {"--temperature", "", " X", "(0..; default 1)", "0.71", "0.72", "0.73"},
         {"--top-k", "", " N", "(0..; default 0)", "51", "52", "53"}};
     std::string help = run("--help").out, flat;
-    for (const char c : help)  // one space for each stretch of them
+    for (const char c : help)  // one space for each stretch of white space
         if (!std::isspace(c) || flat.empty() || flat.back() != ' ') flat += std::isspace(c) ? ' ' : c;
     size_t at = 0;
     for (size_t i = 0; i < rows.size(); i++) {
@@ -145,7 +146,7 @@ TEST(errors_exit_with_1_and_one_line) {
     CHECK_RUN(run("--device cpu -e " + dir() + "/bad.bin"), 1, "20240326");
     const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model_path(dir() + "/positions", 1),
                       text = run(greedy).out;
-    CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);  // nobody asks for so many
+    CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);  // no more positions than were asked for
     if (Cuda::count() == 0) CHECK_RUN(run(tiny() + "-x 1 --device cuda"), 1, "; use --device cpu");
     const Result r = run(long_context);
     const std::string last = r.out.substr(r.out.find("train_gpt2cu:"));
@@ -171,16 +172,16 @@ TEST(trains_on_a_text_file_and_the_loss_falls) {
     CHECK(exists(model_path(dir() + "/learn", 60)) && exists(state_path(dir() + "/learn", 60)));
 }
 
-// Without -x one pass over the text: 1000 bytes and the token before them are 15 steps of 64 and a rest.
+// Without -x a run takes one pass over the text. 1000 bytes and the token before them are 15 steps of 64 and a rest.
 TEST(trains_for_one_epoch_of_own_data) {
     write_file(dir() + "/thousand.txt", read_file(text_file()).substr(0, 1000));
     CHECK_RUN(run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt"), 0, "step 15/15 | loss ");
 }
 
 TEST(memory_table_and_profile) {
-    // d12: C = 768, L = NH = 12. A token's floats: qkv (3C), atty, residual2, fch (4C), residual3, two statistics of
-    // each layer norm and NH of lse in a layer; encoded and lnf with its two outside. The layer norms' outputs (C each)
-    // and GELU's (4C) are kept for each layer, or once.
+    // d12 has C = 768 and L = NH = 12. In a layer a token's floats are qkv (3C), atty, residual2, fch (4C), residual3,
+    // two statistics of each layer norm and NH of lse. Outside the layers they are encoded, and lnf with its two. The
+    // layer norms' outputs (C each) and GELU's (4C) are kept for each layer, or once.
     const int C = 768, L = 12, fixed = L * ((3 + 1 + 1 + 4 + 1) * C + 4 + 12) + 2 * C + 2;
     const int floats[3] = {fixed + L * 2 * C + L * 4 * C, fixed + L * 2 * C + 4 * C, fixed + 2 * C + 4 * C};
     for (int recompute = 0; recompute <= 2; recompute++) {
@@ -188,7 +189,7 @@ TEST(memory_table_and_profile) {
         CHECK_RUN(r, 0, format(" %d.0\n", 4 * floats[recompute]).c_str());
         CHECK(contains(r.out, "parameters   qkvw       fp32      12       21233664        81.00 "));  // 3C·C·L
     }
-    // What is listed makes the total (every element has 4 bytes here), and a run has the same.
+    // What is listed adds up to the total (every element has 4 bytes here), and a run reports the same total.
     std::map<std::string, double> listed;
     const std::string table = run(tiny() + "--memory").out;
     std::istringstream lines(table);
@@ -214,8 +215,8 @@ TEST(evaluation_asks_for_its_data) {
     CHECK_RUN(run(base + "--hellaswag " + text_file()), 1, "20240522");
 }
 
-// On GPUs 10 steps and 10 resumed equal 20 straight: parameters, optimizer, position in the data. More on the CPU, in
-// dev/test_resume.
+// On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
+// dev/test_resume has more, on the CPU.
 TEST(resume_is_bit_exact_gpu) {
     if (!has_gpu()) SKIP("no GPU");
     for (const std::string precision : {"bf16", "fp32"}) {
@@ -232,7 +233,7 @@ TEST(resume_is_bit_exact_gpu) {
     }
 }
 
-// Batches are prepared a step ahead; an error in one comes up when it is that batch's turn, not a step early.
+// Batches are prepared a step ahead. An error in one comes up in that batch's step, not a step early.
 TEST(an_error_in_the_data_waits_for_its_step) {
     std::vector<int32_t> header(256);
     header[0] = 20240520, header[1] = 1, header[2] = 4 * 64 + 1;
@@ -248,7 +249,7 @@ TEST(an_error_in_the_data_waits_for_its_step) {
     CHECK(contains(r.out, "step 3/4"));
 }
 
-// The program stands still meanwhile, or it might end by itself before the second.
+// The program is stopped meanwhile, because otherwise it might end by itself before the second signal.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second", output = out + ".txt";
     const Result r = shell("./train_gpt2cu --device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() +
@@ -269,8 +270,8 @@ TEST(unwritable_and_full_output) {
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
     CHECK_RUN(run(tiny() + "-x 1 -o " + dir() + "/new/and/deep"), 0, "checkpoint");
-    // A file system of one megabyte stands in for a full disk where the user may mount one; else a limit on file size
-    // does.
+    // If the user may mount one, a file system of one megabyte stands in for a full disk. Otherwise a limit on file
+    // size does.
     const std::string out = dir() + "/full";
     const Result r = shell("(ulimit -f 1000; trap '' XFSZ; ./train_gpt2cu " + tiny() + "-x 4 -n 2 -o " + out + ")");
     CHECK(r.code == 1 && contains(r.out, "model_00000002.bin"));
@@ -293,7 +294,7 @@ TEST(a_loss_that_is_not_finite_stops_before_the_update) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Several ranks: processes on the CPU, GPUs where there are at least two
+// Several ranks: processes on the CPU, and GPUs if there are at least two
 
 namespace {
 
@@ -302,7 +303,7 @@ std::string ranks_options() {
            " ";
 }
 
-// The same on GPUs, of which there must be at least two: how many to use, 2 or 4.
+// The same on GPUs. There must be at least two, and the result is how many to use, 2 or 4.
 std::string gpu_options() {
     return "--device cuda -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 6 -l 1e-3 -i " + text_file() + " -j " +
            text_file() + " ";
@@ -313,7 +314,7 @@ int two_gpus() {
     return gpus < 4 ? 2 : 4;
 }
 
-// A number of every row of a kind in a run's log.
+// One number from every row of a kind in a run's log.
 std::vector<double> logged(const std::string& run, const std::string& kind, const std::string& key) {
     std::vector<double> values;
     std::istringstream log(read_file(dir() + "/" + run + "/log.jsonl"));
@@ -321,14 +322,14 @@ std::vector<double> logged(const std::string& run, const std::string& kind, cons
         if (contains(line, "\"kind\": \"" + kind + "\"")) values.push_back(number_after(line, "\"" + key + "\": "));
     return values;
 }
-// The largest |a − b|/b; NaN stays.
+// The largest |a − b|/b. NaN stays NaN.
 double apart(const std::vector<double>& a, const std::vector<double>& b) {
     double worst = 0;
     for (size_t i = 0; i < std::min(a.size(), b.size()); i++)
         if (const double x = std::fabs(a[i] - b[i]) / b[i]; !(x <= worst)) worst = x;
     return worst;
 }
-// As many such numbers as there must be in both logs, with |a − b| ≤ tolerance·b.
+// Both logs must have `count` such numbers, with |a − b| ≤ tolerance·b.
 void check_close(const std::string& run, const std::string& other, const char* kind, const char* key, size_t count,
                  double tolerance) {
     const std::vector<double> a = logged(run, kind, key), b = logged(other, kind, key);
@@ -339,8 +340,8 @@ void check_close(const std::string& run, const std::string& other, const char* k
                             key, run.c_str(), other.c_str(), a.size(), b.size(), count, worst, tolerance));
 }
 
-// `command` in the background, its output in `output`; when a line matches `sign`, `action` is run, with $! the process
-// and $(ranks) those of its ranks. Ends with "code " and its exit code.
+// Runs `command` in the background, with its output in `output`. If a line matches `sign`, it runs `action`, in which
+// $! is the process and $(ranks) its ranks. The result ends with "code " and the exit code.
 Result shell_with_action(const std::string& command, const std::string& output, const std::string& sign,
                          const std::string& action) {
     return shell("ranks() { pgrep -P $!; }; " + command + " >" + output + " 2>&1 & for i in $(seq 600); do grep -qs '" +
@@ -348,7 +349,7 @@ Result shell_with_action(const std::string& command, const std::string& output, 
                  "; wait $!; echo code $?");
 }
 
-// A shell's prefix that makes the program behind it rank `rank` of `size`.
+// A shell prefix that makes the following program rank `rank` of `size`.
 std::string as_rank(int rank, int size, int port) {
     return format("MASTER_ADDR=127.0.0.1 MASTER_PORT=%d RANK=%d WORLD_SIZE=%d ", port, rank, size);
 }
@@ -378,7 +379,7 @@ TEST(ranks_train_as_one) {
         CHECK(logged(name, "val", "loss_nats")[0] == logged("one", "val", "loss_nats")[0]);  // before any update
         CHECK(read_file(state_path(dir() + "/" + name, 10)).size() == read_file(state_path(dir() + "/one", 10)).size());
     }
-    // Three cannot divide 128 channels: the optimizer is then on each.
+    // Three ranks cannot divide 128 channels, so each has the whole optimizer.
     const Result three = run(ranks_options() + "-d 96 -x 2 -v 0 --gpus 3");
     CHECK_RUN(three, 0, "optimizer on each, gradients summed after");
     CHECK(contains(three.out, "step 2/2"));
@@ -403,7 +404,7 @@ TEST(gpus_train_as_one) {
     }
 }
 
-// Saved on `most` ranks, resumed on one, then on two: losses as those of one rank that went on.
+// Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank that never stopped.
 static void check_regrouped(const std::string& options, int most, double tolerance, const std::string& name) {
     const std::string out = dir() + "/re" + name;
     CHECK(run(options + "-v 0 -x 12 -o " + dir() + "/" + name).code == 0);
@@ -412,7 +413,7 @@ static void check_regrouped(const std::string& options, int most, double toleran
     CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
     check_close("re" + name, name, "train", "loss_nats", 12, tolerance);
 }
-// --context-parallel: ranks that share sequences, and groups of them, train, validate and resume as one rank does.
+// With --context-parallel, ranks that share sequences, and groups of them, train, validate and resume as one rank does.
 TEST(ranks_share_sequences) {
     const std::string options = ranks_options() + "-b 2 -d 256 -v 5 -m 5 ";
     CHECK(run(options + "-x 10 -o " + dir() + "/whole").code == 0);
@@ -439,7 +440,7 @@ TEST(ranks_share_sequences) {
     CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
 }
 
-// In bf16 a tiny model's losses part soon, whatever is different: by no more than those of another seed do.
+// In bf16 a tiny model's losses diverge soon after any difference, but by no more than with another seed.
 TEST(gpus_share_sequences) {
     const int gpus = two_gpus();
     for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
@@ -501,7 +502,7 @@ TEST(usage_errors_of_ranks) {
     CHECK_RUN(run("--device cpu --gpus 2 -e tiny -i " + dir() + "/nothing.txt"), 1, "nothing.txt");
 }
 
-// While checkpoints are written without a pause; whatever was cut off, what is left is whole.
+// Kills a rank while checkpoints are written without a pause. Whatever was cut off, what is left must be whole.
 static void check_killed(const std::string& options, int ranks, const std::string& name) {
     for (const char* victim : {"head -n 1", "tail -n 1"}) {
         const std::string out = dir() + "/" + name + std::string(victim, 4), output = out + ".txt";
@@ -510,7 +511,7 @@ static void check_killed(const std::string& options, int ranks, const std::strin
             "^step 5/", "echo rank $(ranks | " + std::string(victim) + "); kill -9 $(ranks | " + victim + ")");
         CHECK(contains(r.out, "code 137"));
         const int pid = static_cast<int>(number_after(r.out, "rank "));
-        const std::string text = read_file(output);  // at once: not because it was silent
+        const std::string text = read_file(output);  // the parent says it at once, and does not wait for silence
         CHECK(contains(text, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : ranks - 1, pid)) &&
               contains(text, ") died: "));
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
@@ -533,15 +534,15 @@ TEST(a_killed_parent_takes_its_ranks_along) {
     const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
                                        "^step 3/", action);
     CHECK(contains(r.out, "code 137"));
-    CHECK(contains(r.out, "groups 2\n"));  // the ranks have one of their own: Ctrl-C reaches the parent alone
+    CHECK(contains(r.out, "groups 2\n"));  // the ranks have their own group, so Ctrl-C reaches only the parent
     CHECK(shell("wc -w <" + output + ".pids").out == "2\n");
-    // Gone, or a zombie that waits for a parent to take note.
+    // Each is gone, or a zombie that waits for a parent to take note.
     const std::string living = "for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
     for (int i = 0; i < 100 && !shell(living).out.empty(); i++) usleep(100000);
     CHECK(shell(living).out.empty());
 }
 
-// As a program that ignores its children's ends leaves it to those that it starts.
+// A program that ignores its children's ends passes that on to the programs that it starts.
 TEST(a_parent_sees_its_ranks_end_where_that_was_ignored) {
     const std::string ignoring = "timeout 30 env --ignore-signal=CHLD ";
     if (shell(ignoring + "true").code != 0) SKIP("no env that ignores signals");
@@ -550,7 +551,7 @@ TEST(a_parent_sees_its_ranks_end_where_that_was_ignored) {
     CHECK_RUN(shell(command + " -j none.txt"), 1, "none.txt");
 }
 
-// On the CPU, and on GPUs where there are two, at the same time: the silence lasts 20 s.
+// The CPU, and the GPUs if there are two, are tested at the same time, because the silence lasts 20 s.
 TEST(a_stopped_rank_ends_the_job) {
     std::vector<std::pair<std::string, std::string>> cases = {{ranks_options(), dir() + "/stopped.txt"}};
     if (Cuda::count() >= 2) cases.push_back({gpu_options(), dir() + "/gpu_stopped.txt"});
@@ -583,13 +584,14 @@ TEST(an_error_in_one_ranks_data_ends_the_job) {
     std::vector<int32_t> header(256);
     header[0] = 20240520, header[1] = 1, header[2] = 8 * 64 + 1;
     std::vector<uint16_t> tokens(header[2], 7);
-    tokens[5 * 64 + 10] = 9999;  // in the sixth window: the third of rank 1
+    tokens[5 * 64 + 10] = 9999;  // in the sixth window, which is rank 1's third
     const std::string path = dir() + "/late_ranks.bin";
     write_file(path, std::string(reinterpret_cast<char*>(header.data()), 1024) +
                          std::string(reinterpret_cast<char*>(tokens.data()), tokens.size() * 2));
     const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " + path);
     CHECK_RUN(r, 1, "9999");
-    // Of step 2, rank 0 may or may not say something before the error of rank 1, which has had its sums, ends it.
+    // In step 2 rank 1 has an error after it had its sums. Rank 0 may or may not print something before that error ends
+    // it.
     CHECK(contains(r.out, "step 1/4") && !contains(r.out, "step 3/4") && contains(r.out, "rank 1 (pid "));
 }
 

@@ -1,5 +1,6 @@
-// Checkpoints and resuming, through ./train_gpt2cu on the CPU. A run that stops anywhere and goes on must write what
-// one that never stopped writes: every later model, state and row of the log, byte for byte. (GPUs: dev/test_program.)
+// Tests checkpoints and resuming, through ./train_gpt2cu on the CPU. A run that stops anywhere and resumes must write
+// what one that never stopped writes. Every later model, state and row of the log is the same byte for byte.
+// dev/test_program has the GPUs.
 #include <signal.h>
 
 #include <algorithm>
@@ -13,7 +14,8 @@
 
 namespace {
 
-// One thread, and no second start to choose how threads wait: a run of such a small model takes a third of the time.
+// With one thread, and no second start to choose how threads wait, a run of such a small model takes a third of the
+// time.
 const bool kOneThread = !setenv("OMP_THREAD_LIMIT", "1", 1) && !setenv("OMP_WAIT_POLICY", "passive", 1);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -23,10 +25,10 @@ constexpr int kMaxT = 32, kV = 257, kL = 2, kNH = 1, kC = 64, kVp = 384;
 
 struct Tensor {
     const char* name;
-    size_t size;  // of a layer
+    size_t size;  // of one layer
     bool layered;
 };
-// llm.c's sixteen, in the order of its file.
+// llm.c's sixteen tensors, in its file order.
 const std::vector<Tensor> kTensors = {
     {"wte", kVp * kC, false},       {"wpe", kMaxT * kC, false},
     {"ln1w", kC, true},             {"ln1b", kC, true},
@@ -62,7 +64,7 @@ std::string model_header(int version, int max_T = kMaxT) {
     std::copy(std::begin(fields), std::end(fields), header.begin());
     return bytes_of(header);
 }
-// Weights of 0.05 to 0.1, but the rows that only pad the vocabulary.
+// Weights of 0.05 to 0.1, but not in the rows that only pad the vocabulary.
 std::vector<float> weights() {
     std::vector<float> values(num_parameters());
     uint32_t state = 7;
@@ -85,7 +87,7 @@ std::string shard(size_t tokens, uint32_t seed) {
     for (uint16_t& id : ids) id = static_cast<uint16_t>(random_bits(seed) % 256);
     return bytes_of(header) + bytes_of(ids);
 }
-// Shards of 7, 4 and 11 windows of 16 tokens.
+// The shards have 7, 4 and 11 windows of 16 tokens.
 constexpr int kWindows = 22;
 std::string write_shards(const std::string& name) {
     const std::string folder = dir() + "/" + name;
@@ -100,7 +102,7 @@ const std::string& shards() {
     return folder;
 }
 
-// A step takes 4 windows in 2 micro-batches, so an epoch ends inside a step; 18 steps go into the fourth epoch.
+// A step takes 4 windows in 2 micro-batches, so an epoch ends inside a step. 18 steps go into the fourth epoch.
 constexpr int kSteps = 18;
 std::string model_and_data() {
     return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/c.bin ";
@@ -123,7 +125,7 @@ std::set<std::string> files_of(const std::string& folder) {
     for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
     return names;
 }
-// The log's rows but those of kind "run", and without times.
+// The log's rows without times, and without those of kind "run".
 std::vector<std::string> rows_of(const std::string& folder) {
     std::vector<std::string> rows;
     std::istringstream log(read_file(folder + "/log.jsonl"));
@@ -131,7 +133,7 @@ std::vector<std::string> rows_of(const std::string& folder) {
         if (!contains(line, "{\"kind\": \"run\"")) rows.push_back(line.substr(0, line.find(", \"step_ms\"")));
     return rows;
 }
-// Which rows there must be: the kind and the step of each.
+// The kind and the step of each row that there must be.
 std::vector<std::string> expected_rows(int steps, int val_every, int sample_every, bool question) {
     std::vector<std::string> rows;
     for (int step = 0; step <= steps; step++) {
@@ -154,7 +156,7 @@ void check_rows(const std::string& folder, const std::vector<std::string>& expec
                                        folder.c_str(), i, rows.size(), expected.size(), want.c_str(), got.c_str()));
     }
 }
-// Files that must be the same and not empty.
+// Checks that two files are the same and not empty.
 void check_same(const std::string& a, const std::string& b) {
     const std::string x = read_file(a), y = read_file(b);
     if (!x.empty() && x == y) return;
@@ -179,8 +181,8 @@ void copy_checkpoint(const std::string& from, const std::string& to, int step) {
     for (const auto& path : {model_path, state_path}) std::filesystem::copy_file(path(from, step), path(to, step));
 }
 
-// Runs the program and sends it `signal` as soon as it has printed `sign`, which it must. It comes twice, as from
-// timeout(1), which signals its child and then its group.
+// Runs the program and sends it `signal` as soon as it has printed `sign`, which it must print. The signal comes twice,
+// as from timeout(1), which signals its child and then its group.
 Result run_and_signal(const std::string& arguments, const std::string& sign, int signal) {
     FILE* pipe = popen(("echo $$; exec ./train_gpt2cu " + arguments + " 2>&1").c_str(), "r");
     Result r{-1, ""};
@@ -198,7 +200,7 @@ Result run_and_signal(const std::string& arguments, const std::string& sign, int
     return r;
 }
 
-// The run that never stops, with a checkpoint of each step.
+// A run that never stops, with a checkpoint of each step.
 const std::string& straight_run() {
     static const std::string out = dir() + "/straight";  // and what it prints in straight.txt
     if (!exists(out)) {
@@ -226,7 +228,7 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
                  "\"tokens_per_step\": 64, \"steps\": 18, \"seed\": 5, \"gpus\": 1, \"context_parallel\": 1, "
                  "\"floor_nats\": null}",
                  num_parameters()));
-    // What is printed is what is logged.
+    // The printed numbers are the logged ones.
     const std::string printed = read_file(out + ".txt");
     const auto logged = [&](const char* key) { return number_after(line, "\"" + std::string(key) + "\": "); };
     while (std::getline(log, line)) {
@@ -248,7 +250,7 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     }
     for (int step = 1; step <= kSteps; step++) {
         const std::string state = read_file(state_path(out, step)), model = read_file(model_path(out, step));
-        const size_t at = 16 + value_at<uint32_t>(state, 12) + 8;  // behind the table and its checksum
+        const size_t at = 16 + value_at<uint32_t>(state, 12) + 8;  // after the table and its checksum
         const int windows = 4 * step;                              // handed out
         const uint64_t expected[5] = {uint64_t(step), checksum64(&model[1024], model.size() - 1024),
                                       uint64_t(windows / kWindows), uint64_t(windows % kWindows), uint64_t(2 * step)};
@@ -261,7 +263,7 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
         CHECK(state.size() == at + sizeof expected + 2 * num_parameters() * sizeof(float));
         CHECK(model.size() == 1024 + num_parameters() * sizeof(float));
     }
-    // Neither saving nor the number of threads changes anything: one that saves at the end alone ends the same.
+    // Neither saving nor the number of threads changes anything. A run that saves only at the end has the same end.
     const std::string quiet = dir() + "/quiet";
     CHECK_RUN(shell("unset OMP_THREAD_LIMIT; ./train_gpt2cu " + options() + with_question() + "-o " + quiet), 0,
               "checkpoint");
@@ -270,9 +272,9 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     check_same_run(out, quiet, kSteps, kSteps);
 }
 
-// From any checkpoint: in the middle of the first epoch, at the last step before its end, inside a later one, at a step
-// with a validation and a sample. The log goes further than the checkpoint, and its last row is cut. There is a later
-// model without a state.
+// Resumes from any checkpoint: in the middle of the first epoch, at the last step before its end, inside a later one,
+// at a step with a validation and a sample. The log goes further than the checkpoint, and its last row is cut. There is
+// a later model without a state.
 TEST(resumes_from_any_checkpoint) {
     const std::string& straight = straight_run();
     for (const int step : {1, 5, 6, 15, 17}) {
@@ -287,7 +289,7 @@ TEST(resumes_from_any_checkpoint) {
     }
 }
 
-// The data in order, one text, one batch again and again, two ranks.
+// The data in order, one text, one batch again and again, and two ranks.
 TEST(resumes_with_other_data_and_ranks) {
     const struct {
         const char* name;
@@ -309,7 +311,7 @@ TEST(resumes_with_other_data_and_ranks) {
     }
 }
 
-// Stopped while it runs, with the next batch prepared: by a signal that lets it finish its step and save, or killed
+// The run is stopped with the next batch prepared. Either a signal lets it finish its step and save, or it is killed
 // after rows that no checkpoint has.
 TEST(resumes_after_a_signal) {
     const int steps = 150;
@@ -330,7 +332,7 @@ TEST(resumes_after_a_signal) {
     }
 }
 
-// A run that was killed before its first checkpoint starts anew, and so does its log.
+// A run that was killed before its first checkpoint starts anew, with a new log.
 TEST(nothing_to_resume_is_a_fresh_run) {
     const std::string out = dir() + "/fresh";
     std::filesystem::create_directory(out);
@@ -356,7 +358,7 @@ TEST(a_finished_run_is_left_alone) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What is refused
 
-// Other settings, each by its name, with what the checkpoint has and what the run has.
+// Other settings are refused by name, with the checkpoint's value and the run's.
 TEST(refuses_other_settings_by_name) {
     const std::string out = dir() + "/refuse", other_model = dir() + "/other.bin";
     copy_checkpoint(straight_run(), out, 3);
@@ -397,7 +399,7 @@ TEST(refuses_other_settings_by_name) {
     std::filesystem::rename(shards() + "_moved", shards());
 }
 
-// What a machine without a GPU cannot have otherwise: the state file says it, field by field.
+// A machine without a GPU cannot have these differences, so the state file is changed, field by field.
 TEST(refuses_another_identity_field_by_field) {
     const std::string out = dir() + "/fields";
     copy_checkpoint(straight_run(), out, 3);
@@ -472,7 +474,7 @@ TEST(refuses_damaged_checkpoints) {
     }
     std::filesystem::remove(model_path(out, 4));
     CHECK_RUN(run(command), 1, (model_path(out, 4) + ": cannot open").c_str());
-    std::filesystem::remove(state_path(out, 4));  // as if the program had died between the two files
+    std::filesystem::remove(state_path(out, 4));  // as if the program died between the two files
     write_file(model_path(out, 4), model);
     CHECK_RUN(run(command), 0, "resumed at step 2\n");
     check_same(state_path(straight_run(), kSteps), state_path(out, kSteps));
@@ -514,7 +516,7 @@ TEST(which_checkpoints_are_written_and_kept) {
     }
 }
 
-// A rate that ruins the weights in the first step; the second one stops before its update.
+// The rate ruins the weights in the first step. The second step stops before its update.
 TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     const std::string out = dir() + "/ruined";
     CHECK_RUN(run(options() + "-v 0 -s 0 -u 0 -l 1e30 -n 1 -o " + out), 1,
@@ -522,7 +524,8 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     CHECK((files_of(out) == std::set<std::string>{"log.jsonl", "model_00000001.bin", "state_00000001.bin"}));
 }
 
-// A disk that is full after the model leaves no state, so the step does not count. A limit on file size stands for it.
+// If a disk is full after the model, there is no state, so the step does not count. A limit on file size stands in for
+// it.
 TEST(the_state_is_written_last) {
     const std::string out = dir() + "/last";
     const Result r = shell("ulimit -f 1500; trap '' XFSZ; ./train_gpt2cu " + options() + "-v 0 -s 0 -n 2 -o " + out);
@@ -531,7 +534,7 @@ TEST(the_state_is_written_last) {
     check_rows(out, {"{\"kind\": \"train\", \"step\": 1,", "{\"kind\": \"train\", \"step\": 2,"});
 }
 
-// What is read is what is written: header and tensors, of both types of file. The rate is too small to change a weight.
+// What is read is what is written, header and tensors, in both types of file. The rate is too small to change a weight.
 TEST(a_model_file_comes_back_byte_for_byte) {
     const std::string still = options(1) + "-v 0 -s 0 -u 0 -l 1e-30 -o ", wanted = read_file(small_model());
     CHECK_RUN(run(still + dir() + "/back"), 0, "checkpoint");
@@ -552,7 +555,7 @@ TEST(a_model_file_comes_back_byte_for_byte) {
     check_same(as_fp32, model_path(dir() + "/back_bf16", 1));
 }
 
-// A vocabulary that has no end of a text trains, without samples.
+// A model whose vocabulary has no end of a text trains, without samples.
 TEST(a_model_that_cannot_write_trains) {
     const std::string path = dir() + "/no_end.bin", out = dir() + "/no_end";
     std::string header = model_header(3);
@@ -565,7 +568,7 @@ TEST(a_model_that_cannot_write_trains) {
     check_rows(out, expected);
 }
 
-// Where each tensor lies: a NaN at its first or its last element is found in that tensor, and in that layer.
+// Checks where each tensor lies. A NaN at its first or its last element is found in that tensor, and in that layer.
 TEST(every_tensor_has_its_place_in_the_file) {
     const std::string whole = read_file(small_model()), path = dir() + "/nan.bin";
     const float nan = NAN;
