@@ -1,5 +1,5 @@
-// What fp16 inside flash attention's forward would buy, and where 1/l is better placed: a study, not a kernel of the
-// ladder. HS 64, causal.
+// A study, not a kernel of the ladder. It shows what fp16 inside flash attention's forward would buy, and where 1/l is
+// better placed. HS is 64, and attention is causal.
 //
 //   S = Q Kᵀ                  summed by the tensor cores in fp32 or in fp16                          qk16
 //   P = exp(scale·S − m)      one by one in fp32, or in pairs: ex2.approx.f16x2, .bf16x2             exp16
@@ -7,24 +7,25 @@
 //   O = e^{m−m'} O + P V      summed in fp32, in fp16, or in fp16 for a tile of keys, fp32 between   pv16, pv16tile
 //   out = O / l               once at the end, or O normalised at every tile:                        in-loop
 //                             O = (e^{m−m'} l/l') O + (P / l') V
-//   registers                 those that sums in fp16 leave free, spent: 3 blocks an SM, not 2;      more-warps
-//                             wgmma: 4 warpgroups on a tile of keys, not 3
+//   registers                 those that sums in fp16 leave free, for 3 blocks an SM instead of 2, ormore-warps
+//                             with wgmma for 4 warpgroups on a tile of keys instead of 3
 //
-// Each choice is a flag of a template parameter, and two kernels take all of them: one on mma.sync, after flash_bf16
-// (sm_80+), one on wgmma, after flash_bf16_sm90 (9.0). Differences from those: m is the true running maximum, so that
-// P ≤ 1 is a fact and the sums' bounds can be relied on; wgmma's first tile is always a whole one. What differs between
-// the variants is in the small functions of the second section; the kernels are vehicles.
+// Each choice is a flag of a template parameter, and two kernels take all of them. One uses mma.sync, after flash_bf16
+// (sm_80+), and one wgmma, after flash_bf16_sm90 (9.0). They differ from those in two points. m is the true running
+// maximum, so P ≤ 1 is a fact and the sums' bounds can be relied on. And wgmma's first tile is always a whole one. What
+// differs between the variants is in the small functions of the second section. The kernels are vehicles.
 //
-// Sums in fp16 exist only for operands in fp16: for bf16 there are the variants of 1/l, the shift and the exponentials.
+// Sums in fp16 need operands in fp16, so bf16 has only the variants of 1/l, the shift and the exponentials.
 //
 //   oracle     the formula in fp64 on the GPU (dev/oracle.cuh)
-//   yardstick  naive in the same type on the same inputs: S and P rounded to it, sums in fp32
-//   inputs     N(0,1); q five times as large; q and k 8 and 64 times; v N(0.5,1) times 1000; all of mean 0.5
+//   yardstick  naive in the same type on the same inputs, with S and P rounded to it and sums in fp32
+//   inputs     N(0,1), q five times as large, q and k 8 and 64 times, v N(0.5,1) times 1000, and all of mean 0.5
 //   figures    of out: largest error, relative L2 error, signal-to-noise ratio, the multiple of naive's L2 error, and
-//              how many elements are not finite; TFLOP/s, cool (dev/bench.h)
+//              how many elements are not finite. TFLOP/s, cool (dev/bench.h)
 //
-// A variant's errors come first. If at N(0,1), T = 1024 its L2 error passes 4 times naive's, or is no number, it is not
-// timed and the exit code is 1. What longer sequences and other inputs do to it, overflow too, is the study's result.
+// A variant's errors come first. If at N(0,1), T = 1024 its L2 error is more than 4 times naive's, or is no number, it
+// is not timed and the exit code is 1. What longer sequences and other inputs do to it, overflow too, is the study's
+// result.
 //
 // Run: ./dev/study_accumulation --help
 #include <cuda_fp16.h>
@@ -49,7 +50,7 @@
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
 #endif
 
-__device__ inline float to_float(__half x) {  // beside those of layers/vector.cuh
+__device__ inline float to_float(__half x) {  // the fp16 one beside those of layers/vector.cuh
     return __half2float(x);
 }
 
@@ -121,14 +122,14 @@ __device__ __forceinline__ uint32_t exp2_pair(uint32_t x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What the variants differ in. A lane holds of a 16 × 8 tile of S, P or O, with g = lane/4 and t = 2·(lane%4),
+// The variants differ in what follows. Of a 16 × 8 tile of S, P or O a lane holds, with g = lane/4 and t = 2·(lane%4),
 //   fp32   [0..1] = (g, t..t+1)   [2..3] = (g+8, t..t+1)          pairs   [0] = (g, t..t+1)   [1] = (g+8, t..t+1)
-// which is also how P is an A operand. r = 0, 1 below are the rows g and g + 8.
+// P is an A operand in the same layout. r = 0, 1 below are the rows g and g + 8.
 
 template <bool Pairs>
 using Tile = std::conditional_t<Pairs, uint32_t[2], float[4]>;
 
-// Row r's columns from end[r] on become −∞; columns count from the lane's first.
+// Sets row r's columns from end[r] on to −∞. Columns count from the lane's first.
 template <int N>
 __device__ __forceinline__ void mask(float (&s)[N][4], const int (&end)[2]) {
 #pragma unroll
@@ -150,7 +151,7 @@ __device__ __forceinline__ void mask(uint32_t (&s)[N][2], const int (&end)[2]) {
         }
 }
 
-// The largest of row r among the lane's columns.
+// The largest value of row r in the lane's columns.
 template <int N>
 __device__ __forceinline__ float lane_max(const float (&s)[N][4], int r) {
     float x0 = s[0][2 * r], x1 = s[0][2 * r + 1];
@@ -166,15 +167,15 @@ __device__ __forceinline__ float lane_max(const uint32_t (&s)[N][2], int r) {
     return fmaxf(__low2float(x), __high2float(x));
 }
 
-// A row's part of l and of its reference: P = 2^(scale_log2·S − reference), reference = scale_log2·m + shift.
+// A row's part of l and of its reference. P = 2^(scale_log2·S − reference), and reference = scale_log2·m + shift.
 struct Softmax {
     float scale_log2, shift_log2;
     float reference[2] = {-INFINITY, -INFINITY};
-    float l[2] = {0.f, 0.f};  // not in-loop: this lane's columns only, summed at the end
-    float alpha[2];           // what the last tile scaled l by, and O is to be scaled by
+    float l[2] = {0.f, 0.f};  // without in-loop this lane's columns only, summed at the end
+    float alpha[2];           // what the last tile scaled l by, and the factor for O
 };
 
-// Takes the tile's maxima into the references. Every row has met a key, so that none stays −∞.
+// Updates the references with the tile's maxima. Every row has met a key, so that none stays −∞.
 template <class V, class S>
 __device__ __forceinline__ void raise_reference(Softmax& x, const S& s) {
 #pragma unroll
@@ -183,14 +184,15 @@ __device__ __forceinline__ void raise_reference(Softmax& x, const S& s) {
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
         float reference = fmaxf(x.reference[r], fmaf(m, x.scale_log2, x.shift_log2));
-        // Subtracted in fp16: a reference that fp16 has cancels exactly between P and l, whatever it is.
+        // It is subtracted in fp16. If fp16 can represent a reference, it cancels exactly between P and l, whatever it
+        // is.
         if (V::Qk16 && V::Exp16) reference = __half2float(__float2half_rn(reference));
         x.alpha[r] = exp2_approx(x.reference[r] - reference);
         x.reference[r] = reference;
     }
 }
 
-// P of one tile, added to `sums`, which has a tile's shape.
+// Computes P of one tile and adds it to `sums`, which has a tile's shape.
 template <class V>
 __device__ __forceinline__ void exponentials(Tile<V::Exp16>& p, const Tile<V::Qk16>& s, Tile<V::Exp16>& sums,
                                              const Softmax& x) {
@@ -221,8 +223,8 @@ __device__ __forceinline__ void exponentials(Tile<V::Exp16>& p, const Tile<V::Qk
     }
 }
 
-// l of the tile's sums. In-loop it is the whole row's, alpha becomes the factor of a normalised O, and what comes back
-// that of P.
+// Adds the tile's sums to l. In-loop l is the whole row's, alpha becomes the factor of a normalised O, and the result
+// is the factor of P.
 template <class V>
 __device__ __forceinline__ float2 add_sums(Softmax& x, const Tile<V::Exp16>& sums) {
     float inverse[2];
@@ -262,14 +264,14 @@ __device__ __forceinline__ void scale_rows(uint32_t (&x)[N][2], float factor0, f
         for (int r = 0; r < 2; r++) x[n][r] = bits_of(__hmul2(as_pair<X>(x[n][r]), factors[r]));
 }
 
-// What O is scaled by before a tile is added: always if it is normalised, else only where a row's maximum rose.
+// Scales O before a tile is added. A normalised O is always scaled, otherwise only if a row's maximum rose.
 template <class V, class O>
 __device__ __forceinline__ void rescale(O& o, const Softmax& x) {
     if (V::InLoop || __any_sync(~0u, !(x.alpha[0] == 1.f && x.alpha[1] == 1.f)))
         scale_rows<typename V::X>(o, x.alpha[0], x.alpha[1]);
 }
 
-// o += a tile's product that was summed in fp16.
+// Adds a tile's product that was summed in fp16 to o.
 template <int N>
 __device__ __forceinline__ void add(float (&o)[N][4], const uint32_t (&product)[N][2]) {
 #pragma unroll
@@ -293,7 +295,7 @@ __device__ __forceinline__ void operand(uint32_t (&a)[4], const uint32_t (&p)[N]
     for (int i = 0; i < 4; i++) a[i] = p[2 * kk + i / 2][i % 2];
 }
 
-// Row r of O as out has it, and of lse.
+// finished() gives row r of O in out's form. finish() gives O's last factor, and lse.
 template <class X>
 __device__ __forceinline__ uint32_t finished(const float (&o)[4], int r, float factor) {
     return pack<X>(o[2 * r] * factor, o[2 * r + 1] * factor);
@@ -318,8 +320,8 @@ __device__ __forceinline__ void finish(const Softmax& x, float (&factor)[2], flo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a launch covers. Items are tiles of queries: heads in groups whose keys and values stay in L2, the longest
-// first.
+// What a launch covers. Its items are tiles of queries. Heads come in groups whose keys and values stay in L2, longest
+// tiles first.
 
 struct Problem {
     int T, NH, heads, tiles, group;  // heads = B·NH
@@ -346,7 +348,8 @@ Problem problem(const AttentionShape& s, float* lse, int flags, int Br) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma.sync: a block of 4 warps, 32 queries each; K and V through a 2-stage ring by cp.async (see flash_bf16.cu)
+// mma.sync: a block of 4 warps with 32 queries each. K and V come through a 2-stage ring by cp.async (see
+// flash_bf16.cu)
 
 struct MmaTiles {
     static constexpr int M = 2, Threads = 128, Br = 4 * 16 * M, Bc = 64, KvBytes = Bc * HS * 2;
@@ -363,8 +366,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const X* head, size_t t
     for (int i = 0; i < Rows; i += MmaTiles::Threads / 8, src += MmaTiles::Threads / 8 * token)
         cp_async_16(tile + swizzled(row + i, chunk), src, row0 + row + i < end);
 }
-// The lane's address for ldmatrix of a 16×16 block, as an A operand or transposed as a B operand; then as a B operand
-// whose columns are the tile's rows.
+// The lane's address for ldmatrix of a 16×16 block, as an A operand or transposed as a B operand. The second function's
+// is for a B operand whose columns are the tile's rows.
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
     return ((tile + swizzled(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
@@ -401,7 +404,7 @@ __global__ __launch_bounds__(MmaTiles::Threads,
 
     const Work w = work_item(p, blockIdx.x);
     const int q0 = (p.tiles - 1 - w.tile) * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
-    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
+    const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.T) + Bc - 1) / Bc;
     auto head = [&](const auto& x) { return x.ptr + w.b * x.batch + w.h * HS; };
 
@@ -514,7 +517,7 @@ __global__ __launch_bounds__(MmaTiles::Threads,
 
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < M; i++) {  // through the warp's own rows of Q, so that whole rows are written together
+    for (int i = 0; i < M; i++) {  // rows go through the warp's own rows of Q, so that whole rows are written together
         float factor[2], lse[2];
         finish<V>(rows[i], factor, lse);
 #pragma unroll
@@ -539,8 +542,8 @@ __global__ __launch_bounds__(MmaTiles::Threads,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// wgmma: W consumer warpgroups of 64 queries and a producer on TMA, persistent blocks, tiles from a counter (see
-// flash_bf16_sm90.cu, whose barriers and ring these are)
+// wgmma: W consumer warpgroups of 64 queries and a producer on TMA. Blocks are persistent and take tiles from a
+// counter. The barriers and the ring are those of flash_bf16_sm90.cu.
 
 template <bool MoreWarps>
 struct WgmmaTiles {
@@ -557,7 +560,7 @@ struct WgmmaArgs {
     Problem p;
     CUtensorMap q, k, v, out;
 };
-__device__ int next_item;  // the last block to ask sets it back to 0; one launch runs at a time
+__device__ int next_item;  // the last block to ask sets it back to 0. One launch runs at a time
 
 template <int Stages>
 struct Ring {
@@ -587,8 +590,9 @@ __global__ __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads,
     auto q_smem = [&](int slot, int w) { return base + (slot * W + w) * Tiles::QBytes; };
     auto k_smem = [&](int stage) { return base + Tiles::K + stage * Tiles::KvBytes; };
     auto v_smem = [&](int stage) { return base + Tiles::V + stage * Tiles::KvBytes; };
-    int* const item_smem = reinterpret_cast<int*>(smem + Tiles::NextItem);  // [2], beside the slots of Q; −1: no more
-    // Counted from the last query: a remainder makes the shortest tile shorter, and warpgroups there have q < 0.
+    int* const item_smem = reinterpret_cast<int*>(smem + Tiles::NextItem);  // [2], one per slot of Q. −1 if no more
+    // Rows are counted from the last query. A remainder makes the shortest tile shorter, and warpgroups there have q <
+    // 0.
     auto first_query = [&](const Work& w) { return (p.T + 63) / 64 * 64 - (w.tile + 1) * Br; };
 
     if (threadIdx.x == 0) {
@@ -653,13 +657,14 @@ __global__ __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads,
             const Work w = work_item(p, item);
             const int q0 = first_query(w), first_q = q0 + 64 * wg;
             const int k_tiles = (min(q0 + Br, p.T) + Bc - 1) / Bc;
-            // Those that some query here sees. Only the first of them is masked: the others all queries see whole.
+            // my_tiles are those that some query here sees. Only the first is masked, because all queries see the
+            // others whole.
             const int my_tiles = first_q < 0 ? 0 : (min(first_q + 64, p.T) + Bc - 1) / Bc;
 
             Tile<V::Qk16> s[Bc / 8];
             Tile<V::Exp16> probabilities[Bc / 8];
             Tile<V::Pv16> o[HS / 8] = {};
-            Tile<true> product[HS / 8];  // pv16tile: of the tile under way
+            Tile<true> product[HS / 8];  // for pv16tile, of the current tile
             uint32_t p_regs[Bc / 16][4];
             Softmax rows{p.scale_log2, p.shift_log2};
             float2 inverse;
@@ -725,14 +730,14 @@ __global__ __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads,
                 if constexpr (V::InLoop)
                     scale_rows<X>(probabilities, inverse.x, inverse.y);
                 else if constexpr (V::Exp16)
-                    // P is an operand already, but in registers of its own. The compiler would save the copy by making
-                    // P in p_regs, which are the tensor cores' until finish_pv, and then serialize the wgmmas (C7513).
-                    // So the copy is a product by a 1 that it does not know.
+                    // P is an operand already, but in separate registers. The compiler would save the copy by making P
+                    // in p_regs, which belong to the tensor cores until finish_pv, and then serialize the wgmmas
+                    // (C7513). So the copy is a product by a 1 that the compiler does not know.
                     scale_rows<X>(probabilities, p.one, p.one);
 #pragma unroll
                 for (int kk = 0; kk < Bc / 16; kk++) operand<X>(p_regs[kk], probabilities, kk);
             };
-            // S of tile j beside O += P V of the tile before it, whose stage `ring` names.
+            // Computes S of tile j beside O += P V of the tile before it, whose stage `ring` names.
             auto step = [&](int j) {
                 const Ring<Stages> previous = ring;
                 ring.advance();
@@ -742,8 +747,8 @@ __global__ __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads,
                 wgmma_wait<1>();
                 wgmma_hold(s);
                 softmax(j, std::false_type{});
-                // Here, because a loop keeps the compiler from moving the exponentials past the wait below: they are to
-                // run beside O += P V.
+                // The wait is a loop, so the compiler does not move the exponentials past the wait below. They must run
+                // beside O += P V.
                 mbarrier_wait(v_full(ring.stage), ring.phase);
                 finish_pv();
                 rescale<V>(o, rows);
@@ -827,7 +832,7 @@ void forward_wgmma(const Cuda& dev, X* out, float* lse, const X* qkv, const Atte
     using Tiles = WgmmaTiles<V::MoreWarps>;
     const auto kernel = wgmma_kernel<V>;
     WgmmaArgs args{problem(s, lse, F, Tiles::Br), {}, {}, {}, {}};
-    // TMA moves bits: to it fp16 is as good as bf16.
+    // TMA moves bits, so fp16 is as good to it as bf16.
     const auto map = [&](const char* name, const Heads<const X>& x, int rows) {
         return tensor_map(name, Heads<const bf16>{reinterpret_cast<const bf16*>(x.ptr), x.batch, x.token}, s.B, s.T,
                           s.NH, HS, rows);
@@ -864,7 +869,7 @@ std::vector<Subject<X>> subjects() {  // each choice alone, then together
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The yardstick: S and P are rounded to X, sums are fp32
+// The yardstick, with S and P rounded to X and sums in fp32
 
 template <class X>
 __global__ void softmax_kernel(X* s, int T) {  // a block owns a row
@@ -889,7 +894,7 @@ void naive(const Cuda& dev, X* out, const X* qkv, const AttentionShape& s) {
     for (int i = 0; i < s.B * s.NH; i++) {
         const X* q = qkv + size_t(i / s.NH) * T * 3 * C + i % s.NH * HS;
         X* o = out + size_t(i / s.NH) * T * C + i % s.NH * HS;
-        // cuBLAS counts by columns: Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ.
+        // cuBLAS counts by columns, so it computes Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ.
         CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, T, T, HS, &scale, q + C, type, 3 * C, q, type,
                                   3 * C, &zero, att, type, T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
         softmax_kernel<<<T, kThreads, 0, dev.stream>>>(att, T);
@@ -905,7 +910,7 @@ void naive(const Cuda& dev, X* out, const X* qkv, const AttentionShape& s) {
 
 struct Input {
     const char *name, *text;
-    float factor[3], shift[3];  // of q, k, v: (N(0,1) + shift)·factor
+    float factor[3], shift[3];  // of q, k, v, which are (N(0,1) + shift)·factor
 };
 const Input kInputs[] = {
     {"normal", "N(0,1)", {1, 1, 1}, {}},
@@ -948,7 +953,7 @@ struct Result {
     X* out_ptr() const { return static_cast<X*>(out.get()); }
     float* lse_ptr() const { return static_cast<float*>(lse.get()); }
 
-    // Head h of sequence b, which the oracle has worked out.
+    // Adds head h of sequence b, whose reference the oracle has computed.
     void add(const Cuda& dev, const Oracle& oracle, const AttentionShape& s, int b, int h) {
         const int C = s.NH * HS;
         ErrorSums* const to = static_cast<ErrorSums*>(sums.get());
@@ -973,8 +978,8 @@ struct Result {
 // ---------------------------------------------------------------------------------------------------------------------
 // The study
 
-constexpr int kValidated = 1024;  // the T at which
-constexpr double kAllowed = 4;    // this multiple of naive's L2 error is not to be passed
+constexpr int kValidated = 1024;  // the T of the check
+constexpr double kAllowed = 4;    // the multiple of naive's L2 error that must not be passed
 
 struct Options {
     std::string vehicle = "all", dtype = "all", variant = "all", shapes = "32x1024,4x4096,2x16384", out;
@@ -1103,11 +1108,11 @@ struct Study {
             log.write(row_of(kernel, variant, s).add("ms", ms).add("tflops", rate));
         };
         for (const auto& [x, vehicle, is_wrong] : subjects)
-            if (!is_wrong && !(x.flags & kShift))  // the shift is an argument: the same kernel
+            if (!is_wrong && !(x.flags & kShift))  // the shift is an argument, so the kernel is the same
                 timed(kVehicles[vehicle], name_of(x.flags), [&, forward = x.forward[vehicle]](int) {
                     forward(dev, result.out_ptr(), result.lse_ptr(), qkv, s);
                 });
-        if constexpr (std::is_same_v<X, bf16>)  // the trainer's, beside which the vehicles are to be judged
+        if constexpr (std::is_same_v<X, bf16>)  // the vehicles are to be judged beside the trainer's kernels
             for (const AttentionKernel<bf16>* k : {&flash_bf16, &flash_bf16_sm90})
                 if (k->runs_on(dev) && options.variant == "all")
                     timed(k->name, "trainer",

@@ -1,5 +1,5 @@
-// The collectives over NCCL, a forked process for each GPU: values, streams, CUDA graphs, and a rank that dies while
-// the others' GPUs wait for it. Needs two GPUs and NCCL. (dev/test_job.cpp has the CPU's.)
+// Tests the collectives over NCCL, with a forked process for each GPU. It tests values, streams, CUDA graphs, and a
+// rank that dies while the others' GPUs wait for it. Needs two GPUs and NCCL. (dev/test_job.cpp has the CPU's.)
 //
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Asked in a process of its own: CUDA does not survive a fork.
+// A separate process asks, because CUDA does not survive a fork.
 int gpus() {
     static const int count = [] {
         Processes one;
@@ -24,7 +24,7 @@ int gpus() {
     return std::min(count, 4);
 }
 
-// Two to four ranks, each with its GPU.
+// Two to four ranks, each with one GPU.
 template <class F>
 void on_gpus(F body) {
     const int most = gpus();
@@ -45,7 +45,7 @@ void on_gpus(F body) {
     }
 }
 
-// Integers, so that sums are exact in any order.
+// The values are integers, so that sums are exact in any order.
 float value(int rank, size_t i) {
     return static_cast<float>((i * 7 + rank * 13) % 101);
 }
@@ -55,7 +55,7 @@ float sum_of_values(int size, size_t i) {
     return sum;
 }
 
-// Device memory with x(i) in it.
+// Device memory that holds x(i).
 struct Floats {
     const Cuda& dev;
     size_t n;
@@ -117,7 +117,7 @@ TEST(nccl_collectives) {
     });
 }
 
-// Values whose sums round: ranks that each update all parameters would drift apart if theirs were not the same bits.
+// The sums of these values round. If ranks that each update all parameters got different bits, they would drift apart.
 TEST(nccl_sums_have_the_same_bits) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
         const auto fraction = [rank = comm.rank](size_t i) { return 1.f / (3.f + value(rank, i)); };
@@ -140,8 +140,8 @@ TEST(nccl_sums_have_the_same_bits) {
     });
 }
 
-// The order of streams: what is summed is what the device wrote before fork(), and it reads sums after join(). The same
-// as a CUDA graph, replayed, with calls outside the graph in between.
+// The order of streams. The sums are of what the device wrote before fork(), and it reads them after join(). The same
+// happens in a CUDA graph, replayed, with calls outside the graph in between.
 TEST(nccl_in_a_graph) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
         const size_t n = 1 << 20;
@@ -174,7 +174,7 @@ TEST(nccl_in_a_graph) {
     });
 }
 
-// The ring where there is one GPU: its ranks are threads.
+// The ring on a machine with one GPU. Its ranks are threads.
 template <class F>
 void on_one_gpu(F check) {
     Processes one;
@@ -203,7 +203,7 @@ TEST(ring_errors_do_not_grow_on_a_gpu) {
     });
 }
 
-// As between machines: by NCCL, whether or not the GPUs reach each other's memory.
+// Goes through NCCL, as between machines, whether or not the GPUs reach each other's memory.
 struct ByNccl : NcclComm {
     using NcclComm::NcclComm;
     void share(void*, size_t) {}
@@ -215,8 +215,8 @@ void check_rings(const Cuda& dev, Comm& comm, Job& job) {
     check_ring<bf16>(dev, comm, job, s);
     check_ring<bf16>(dev, comm, job, {1, 2 * comm.size * 128, 1, 128}, 3);
 }
-// Every flash kernel that this GPU would choose, against the whole sequence in fp64; by copy engines and by NCCL; and two
-// rings of two ranks side by side.
+// Checks every flash kernel that this GPU would choose against the whole sequence in fp64, with copy engines and with
+// NCCL, and two rings of two ranks side by side.
 TEST(nccl_ring_attention) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
         check_rings(dev, comm, job);

@@ -1,5 +1,5 @@
-// The processes of a job without a model: meeting, exchanging, the collectives of the CPU, and every way in which a
-// rank can be missing, wrong, dead or stuck. Ranks are forked children; what they say on stderr is read back.
+// Tests the processes of a job without a model: meeting, exchanging, the collectives of the CPU, and every way in which
+// a rank can be missing, wrong, dead or stuck. Ranks are forked children, and what they write to stderr is read back.
 //
 // Run: ./dev/test_job [part of a test's name]
 #include <sched.h>
@@ -18,7 +18,7 @@
 
 namespace {
 
-// A connection to the port that has sent `text`; -1 if nobody listens.
+// A connection to the port that has sent `text`, or -1 if nobody listens.
 int connect_and_say(int port, const std::string& text) {
     const int fd = socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in a = {};
@@ -30,7 +30,7 @@ int connect_and_say(int port, const std::string& text) {
     return fd;
 }
 
-// The same once somebody listens there, who has been started already.
+// Does the same as soon as a process that was started before listens there.
 int connect_when_it_listens(int port) {
     for (int i = 0; i < 1000; i++, sleep_for(0.01))
         if (const int fd = connect_and_say(port, ""); fd >= 0) return fd;
@@ -59,7 +59,7 @@ void check_collectives(Job& job) {
     for (const size_t n : {1, 2, 7, 64, 1001}) {
         std::vector<A> x = values<A>(rank, n);
         comm.all_reduce(x.data(), n);
-        CHECK(x == sum_of_values<A>(size, n));  // bit for bit: in the order of ranks
+        CHECK(x == sum_of_values<A>(size, n));  // bit for bit, because ranks are summed in order
 
         const std::vector<A> parts = values<A>(rank, size * n), sum = sum_of_values<A>(size, size * n);
         std::vector<A> own(n, A(NAN));
@@ -119,7 +119,7 @@ TEST(ranks_exchange) {
             CHECK(from_first.front() == 7 && from_first.back() == 7);
             std::vector<double> x = values<double>(job.rank, 100);
             job.sum(x);
-            CHECK(x == sum_of_values<double>(job.size, 100));  // bit for bit: in the order of ranks
+            CHECK(x == sum_of_values<double>(job.size, 100));  // bit for bit, because ranks are summed in order
             job.agree({{"model", "d12"}, {"lr", "1"}});
             job.leave();
             return 0;
@@ -140,7 +140,7 @@ TEST(collectives) {
     }
 }
 
-// GPUs map each other's memory: a rank that ends without having left it dies. After the job's end it is too late.
+// GPUs map each other's memory, so a rank must leave shared memory before its job ends. A rank that has not is aborted.
 TEST(shared_memory_is_left_before_the_end) {
     for (bool orderly : {true, false}) {
         ForkedRanks ranks(2, [=](Job& job) {
@@ -177,7 +177,7 @@ TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
     CHECK_ENDED_WELL(ranks);
 }
 
-// Rank 1 is on a machine of its own, as far as names of machines say.
+// Host names say that rank 1 is on another machine.
 TEST(machines_are_told_apart) {
     const auto move = [] { return unshare(CLONE_NEWUSER | CLONE_NEWUTS) == 0 && sethostname("elsewhere", 9) == 0; };
     Processes probe;
@@ -196,7 +196,7 @@ TEST(machines_are_told_apart) {
     CHECK_ENDED_WELL(ranks);
 }
 
-// Rank 1 waits for longer than its patience, since each of the others comes within its own.
+// Rank 1 waits for longer than its patience, because each of the others comes within its own.
 TEST(the_last_rank_may_come_late) {
     const int port = free_port();
     Processes ranks;
@@ -225,7 +225,7 @@ TEST(a_rank_that_works_long_is_not_missed) {
     CHECK_ENDED_WELL(ranks);
 }
 
-// Every beat may find a step at the same point: that is no standstill.
+// Every beat may find a step at the same point. That is no standstill.
 TEST(many_equal_steps_are_progress) {
     ForkedRanks ranks(2, [](Job& job) {
         for (int step = 0; step < 40; step++) {
@@ -278,7 +278,7 @@ TEST(wrong_ranks_are_refused_on_both_sides) {
     CHECK(contains(ranks.text(), "two processes have the same rank"));
 }
 
-// With an address of this machine alone, all ranks listen for this machine alone.
+// If the address is this machine's alone, ranks listen only for this machine.
 TEST(nobody_listens_to_other_machines_without_need) {
     const auto listeners = [](int pid) {  // local addresses of the sockets in which a process listens, by /proc
         std::vector<std::string> addresses;
@@ -312,7 +312,7 @@ TEST(nobody_listens_to_other_machines_without_need) {
     }
 }
 
-// An earlier job that still waits for ranks is not joined, and is not disturbed either.
+// A new job neither joins nor disturbs an earlier one that still waits for ranks.
 TEST(an_old_job_is_never_joined) {
     const int port = free_port();
     Processes old, young;
@@ -335,7 +335,7 @@ TEST(an_old_job_is_never_joined) {
 }
 
 TEST(a_running_job_cannot_be_joined) {
-    int gate[2];  // shut until the parent closes its end
+    int gate[2];  // closed until the parent closes its end
     CHECK(pipe(gate) == 0);
     ForkedRanks ranks(2, [=](Job& job) {
         job.barrier();
@@ -385,7 +385,7 @@ TEST(strangers_at_the_port) {
     close(fd);
 }
 
-// A rank's second connection must say the key that rank 0 has sent it, or it is nobody's.
+// A rank's second connection must say the key that rank 0 has sent it. Otherwise it is nobody's.
 TEST(without_the_key_nobody_is_a_rank) {
     const int port = free_port();
     Processes first;
@@ -433,7 +433,7 @@ TEST(differences_are_named) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Faults. The others wait in a collective that will never end.
+// Faults, in which the others wait in a collective that will never end
 
 TEST(a_death_ends_all_and_is_named) {
     for (int i = 0; i < 6; i++) {
@@ -450,7 +450,7 @@ TEST(a_death_ends_all_and_is_named) {
         const auto begin = Clock::now();
         const std::vector<int> codes = ranks.wait();
         for (int r = 0; r < 3; r++) CHECK(codes[r] == (r == victim ? 137 : 1));
-        CHECK(seconds_since(begin) < 10);  // not by its silence
+        CHECK(seconds_since(begin) < 10);  // so it was not found by its silence
         CHECK(contains(ranks.text(), format("rank %d (pid ", victim)) && contains(ranks.text(), "died"));
     }
 }
@@ -475,8 +475,8 @@ TEST(a_process_that_stands_still_ends_all_and_is_named) {
     }
 }
 
-// Its watching thread still beats, but the main thread gets nowhere. The others wait on the host, or stand on their
-// GPUs.
+// The rank's watching thread still beats, but its main thread makes no progress. The others wait on the host or on
+// their GPUs.
 TEST(a_rank_without_progress_ends_all_and_is_named) {
     for (bool on_host : {true, false})
         for (int victim : {0, 1}) {
@@ -542,7 +542,7 @@ TEST(launchers_variables) {
     const std::map<std::string, std::string> mpich = {{"PMI_RANK", "5"},        {"PMI_SIZE", "6"},
                                                       {"MPI_LOCALRANKID", "1"}, {"MASTER_ADDR", "n4"},
                                                       {"MASTER_PORT", "5002"},  {"RANK", ""},
-                                                      {"WORLD_SIZE", ""}};  // empty: not there
+                                                      {"WORLD_SIZE", ""}};  // empty means not set
     const auto in = [](std::map<std::string, std::string> variables, const std::string& drop, auto body) {
         variables.erase(drop);
         for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);

@@ -1,4 +1,4 @@
-// The peak table behind MFU, with the names that drivers report.
+// Tests the peak table behind MFU, with the names that drivers report.
 //
 // Run: ./dev/test_peak
 #include "dev/test.h"
@@ -8,7 +8,7 @@ namespace {
 
 struct Case {
     const char* gpu;
-    double bf16, tf32, fp32;  // --precision bf16; fp32; fp32 --no-tf32
+    double bf16, tf32, fp32;  // --precision bf16, fp32, fp32 --no-tf32
 };
 
 void check(const Case& c) {
@@ -26,7 +26,7 @@ void check(const Case& c) {
 
 }  // namespace
 
-// Figures as the data sheets and architecture papers print them, not as the table derives them.
+// The figures are as the data sheets and architecture papers print them, not as the table derives them.
 TEST(data_sheet_figures_by_device_name) {
     for (const Case& c : std::initializer_list<Case>{
              {"Tesla V100-SXM2-16GB", 0, 15.7, 15.7},
@@ -80,8 +80,9 @@ TEST(data_sheet_figures_by_device_name) {
         check(c);
 }
 
-// The others, as cores and clock make them: an addition and a multiplication per core and cycle in fp32. Tensor cores are
-// twice as fast in bf16, those for workstations four times, and half as fast as that in TF32. Those of Turing have neither.
+// The other figures follow from cores and clock, with an addition and a multiplication per core and cycle in fp32.
+// Tensor cores are twice as fast in bf16, and four times in workstation GPUs. In TF32 they are half as fast as in bf16.
+// Turing's have neither type.
 TEST(rates_by_cores_and_boost_clock) {
     const struct {
         const char* gpu;
@@ -128,7 +129,7 @@ TEST(rates_by_cores_and_boost_clock) {
     }
 }
 
-// Parts with rates of their own, slices, vGPUs, and names that merely contain a known one.
+// Parts with unusual rates, slices, vGPUs, and names that merely contain a known one.
 TEST(other_names_have_no_peak) {
     for (const char* gpu : {"",
                             "CPU, 2 threads",
@@ -153,7 +154,7 @@ TEST(other_names_have_no_peak) {
         check({gpu, 0, 0, 0});
 }
 
-// Two rows of one name, or a name that no device name turns into, would be dead.
+// A second row with the same name, or a name that no device name turns into, would never be used.
 TEST(every_row_is_reachable) {
     for (const peak::Entry& e : peak::table) {
         CHECK(peak_tflops(std::string("NVIDIA ") + e.name, false, false) == e.rates.fp32);

@@ -1,5 +1,5 @@
-// The trainer's ranks as processes without a GPU: whatever the grouping, they train, validate and save as one rank does. In
-// fp64, so that a difference is a mistake and no rounding. Includes the program itself.
+// Tests the trainer's ranks as processes without a GPU. Whatever the grouping, they train, validate and save as one
+// rank does. They compute in fp64, so that a difference is a mistake and no rounding. Includes the program itself.
 //
 // Run: ./dev/test_ranks [part of a test's name]
 #define TRAIN_GPT2_NO_MAIN
@@ -84,7 +84,7 @@ void train(const Grouping& g, const Shared& to) {
         Outcome mine{};
         for (int step = 0; step < kSteps; step++) {
             run.train_step();
-            // Group j of n has micro-batches j, j + n, …, and each of its ranks the mean of its own tokens' losses.
+            // Group j of n has micro-batches j, j + n, …, and each of its ranks has the mean of its own tokens' losses.
             const int groups = g.ranks / g.context, steps = kMicroBatches / groups;
             for (int r = 0; r < g.ranks; r++)
                 for (int i = 0; i < steps; i++)
@@ -131,8 +131,8 @@ TEST(ranks_train_and_validate_as_one) {
     }
 }
 
-// The optimizer's state in a checkpoint is that of one rank. Whoever reads it and writes it again writes the same bytes,
-// and goes on as one rank does.
+// The optimizer's state in a checkpoint is what one rank would have. A run that reads it and writes it again writes the
+// same bytes, and continues as one rank does.
 TEST(ranks_save_and_restore_as_one) {
     Options o = options();
     o.max_steps = kSteps + 1, o.schedule = "constant";
@@ -184,8 +184,8 @@ TEST(ranks_save_and_restore_as_one) {
     }
 }
 
-// In a ring what is broken reaches the others at once, and nobody may stop before the others do. Where the optimizer is
-// divided, gathering parameters heals this break, since another rank owns that element.
+// In a ring what is broken reaches the others at once, and no rank may stop before the others do. If the optimizer is
+// divided, gathering the parameters heals this break, because another rank owns that element.
 TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
     for (const Grouping& g : {Grouping{2, 1, false, false}, {4, 1, true, true}, {2, 2, false, false}})
         on_ranks<float>(g, options(), [&](Run<Cpu, float>& run, GPT2<Cpu, float>& model, Job& job) {
@@ -199,7 +199,7 @@ TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
         });
 }
 
-// What differs beside the arguments is found before the first step.
+// Differences beside the arguments are found before the first step.
 TEST(ranks_that_start_differently_are_refused) {
     const std::string other = dir() + "/other.txt";
     write_file(other, read_file(text_file()).substr(1));

@@ -1,6 +1,7 @@
-// Tests of the CPU reference, the oracle of all other tests. Its own oracle is calculus: each backward is compared with
-// central differences of its forward in fp64, along random directions and single elements, and each forward with its
-// formula written the naive way. Outputs that a layer writes start as NaN, those it adds into start random.
+// Tests the CPU reference, the oracle of all other tests. Its own oracle is calculus. Each backward is compared with
+// central differences of its forward in fp64, along random directions and single elements. Each forward is compared
+// with its formula, written the naive way. Outputs that a layer writes start as NaN, and those it adds into start
+// random.
 //
 // Run: ./dev/test_reference [part of a test's name]
 #include <algorithm>
@@ -19,7 +20,7 @@ static const Cpu dev;
 static constexpr float inf = std::numeric_limits<float>::infinity();
 static std::mt19937_64 rng(20240521);
 
-// The same values for float and double, exactly: rounded to float first.
+// Exactly the same values for float and double, because they are rounded to float first.
 template <class X = double>
 static std::vector<X> randn(size_t n, double sigma = 1, double mean = 0) {
     std::normal_distribution<double> normal(mean, sigma);
@@ -65,7 +66,7 @@ static void check_close(const std::string& what, const std::vector<X>& got, cons
         test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
 }
 
-// grad claims to be dloss/dx. Moves x, in place and back, along a few random directions and a few single elements.
+// Checks that grad is dloss/dx. It moves x, in place and back, along a few random directions and a few single elements.
 static void check_gradient(const std::string& what, Vec& x, const Vec& grad, const std::function<double()>& loss) {
     const Vec start = x;
     const double h = 1e-5, round_off = 1e-9 * (1 + std::fabs(loss()));
@@ -131,7 +132,7 @@ TEST(encoder) {
         check_gradient(what + " wte", wte, dwte - dwte0, loss);
         check_gradient(what + " wpe", wpe, dwpe - dwpe0, loss);
     }
-    // A rank's two chunks of a sequence: rows 0, 1 stand at 2, 3 and rows 2, 3 at 6, 7.
+    // In a rank's two chunks of a sequence rows 0 and 1 are at positions 2 and 3, rows 2 and 3 at 6 and 7.
     const Vec wte = {0}, wpe = {0, 1, 2, 3, 4, 5, 6, 7};
     const std::vector<int> tokens(8, 0);
     Vec out = poison(8), dwte(1), dwpe(8);
@@ -181,7 +182,7 @@ TEST(residual_layernorm) {
     const int N = 9, C = 37;
     Vec a = randn(N * C), b = randn(N * C), weight = randn(C, 1, 1), bias = randn(C);
     Vec residual = poison(N * C), out = poison(N * C), mean = poison(N), rstd = poison(N);
-    // The residual stream goes on below as well: its own gradient is what layernorm_backward adds into.
+    // The residual stream goes on below as well, and layernorm_backward adds into its gradient.
     const Vec dout = randn(N * C), dresidual = randn(N * C);
     const auto forward = [&](double* residual) {
         residual_layernorm_forward(dev, residual, out.data(), mean.data(), rstd.data(), a.data(), b.data(),
@@ -211,7 +212,7 @@ TEST(residual_layernorm) {
     }
 }
 
-// Sizes around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
+// The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
 template <class X>
 static void check_matmul(int N, int C, int OC, bool with_bias, double tol) {
     const std::string what = format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC);
@@ -239,7 +240,7 @@ static void check_matmul(int N, int C, int OC, bool with_bias, double tol) {
     matmul_backward<X>(dev, nullptr, alone.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
     CHECK(same_bits(alone, dweight));
 
-    std::vector<X> written(alone.size(), NAN), added(alone.size(), X(0));  // written is added to nothing
+    std::vector<X> written(alone.size(), NAN), added(alone.size(), X(0));  // in `written` there is nothing to add to
     matmul_backward<X>(dev, nullptr, written.data(), dout.data(), inp.data(), weight.data(), N, C, OC, false);
     matmul_backward<X>(dev, nullptr, added.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
     CHECK(same_bits(written, added));
@@ -292,7 +293,7 @@ TEST(gelu) {
     gelu_backward<double>(dev, dinp.data(), none.data(), nullptr, nullptr, inp.data(), dout.data(), N, C);
     check_gradient("gelu", inp, dinp, loss);
 
-    loss();  // out of the unperturbed input again
+    loss();  // from the unperturbed input again
     Vec in_place = dout;
     gelu_backward(dev, in_place.data(), sum.data(), again.data(), nullptr, inp.data(), in_place.data(), N, C);
     CHECK(same_bits(in_place, dinp) && same_bits(again, out) && same_bits(sum, none));
@@ -313,7 +314,7 @@ TEST(gelu) {
     }
 }
 
-// Attention with the (T,T) matrix written out: out and lse by the definition.
+// Attention with the (T,T) matrix written out, and out and lse by the definition.
 static void naive_attention(Vec& out, Vec& lse, const Vec& qkv, int B, int T, int NH, int HS, bool causal,
                             double scale) {
     const auto at = [&](int b, int t, int which, int h, int d) {
@@ -384,8 +385,8 @@ TEST(attention_of_a_layer) {  // is the causal one with scale 1/√HS
                 "head size 257");
 }
 
-// A matmul's bias has its gradient from another layer's backward: here as in the trainer, behind q, k, v's product,
-// attention, its projection, the residual's layer norm and the first half of the MLP.
+// The gradient of a matmul's bias comes from another layer's backward. Here the layers are as in the trainer: q, k, v's
+// product, attention, its projection, the residual's layer norm and the first half of the MLP.
 TEST(bias_gradients) {
     const int B = 2, T = 9, NH = 2, HS = 5, C = NH * HS, N = B * T;
     const Vec inp = randn(N * C), qkvw = randn(3 * C * C, 0.3), projw = randn(C * C, 0.3), lnw = randn(C, 1, 1),
@@ -425,7 +426,7 @@ TEST(bias_gradients) {
     check_gradient("projb", projb, dprojb, loss);
     check_gradient("fcb", fcb, dfcb, loss);
 
-    for (int c = 0; c < C; c++) {  // what the GPU has in place of two thirds of the sums
+    for (int c = 0; c < C; c++) {  // what the GPU computes instead of two thirds of the sums
         double v = 0;
         for (int r = 0; r < C; r++) v += dprojb[r] * projw[r * C + c];
         CHECK_NEAR(dqkvb[C + c], 0, 1e-12);
@@ -436,7 +437,7 @@ TEST(bias_gradients) {
 TEST(attention_large_scores) {
     const int B = 1, T = 65, NH = 2, HS = 64;
     const size_t n = size_t(B) * T * NH * HS;
-    for (float sharpen : {5.f, 1e4f}) {  // scores to ±1e5: exp overflows unless the maximum is taken off
+    for (float sharpen : {5.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
         std::vector<float> qkv = randn<float>(3 * n, 1, 0.5), out = poison<float>(n), lse = poison<float>(B * NH * T);
         std::vector<float> dout = randn<float>(n), dqkv = poison<float>(3 * n);
         for (size_t i = 0; i < 3 * n; i++)
@@ -461,7 +462,7 @@ TEST(classifier) {
         const double dloss = 0.37;
         const std::vector<int> targets = random_tokens(N, V);
         Vec logits = randn(N * Vp, 3), losses = poison(N);
-        for (int n = 0; n < N; n++)  // padding is never read; NaN would hide from max
+        for (int n = 0; n < N; n++)  // padding is never read. This is +∞, because NaN would hide from max
             std::fill(&logits[n * Vp] + V, &logits[n * Vp] + Vp, inf);
 
         const Vec before = logits;
@@ -487,7 +488,7 @@ TEST(classifier) {
         check_gradient(what, logits, dlogits, loss);
     }
 
-    // Targets outside the vocabulary, padding included, cost NaN; their neighbours do not notice.
+    // Targets outside the vocabulary, padding included, give a loss of NaN. Their neighbours do not notice.
     const int V = 5, Vp = 8;
     const std::vector<int> targets = {2, -1, 2, V, Vp, 1 << 30};
     std::vector<float> logits = randn<float>(targets.size() * Vp), losses(targets.size());
@@ -543,7 +544,7 @@ struct ScalarAdamW {
 
 template <class X>
 static void check_adamw(float max_norm, double tol) {
-    const std::vector<ParamRange> ranges = {{2, 30, true}, {32, 5, false}, {40, 60, true}};  // 0, 1, 37…39: nobody's
+    const std::vector<ParamRange> ranges = {{2, 30, true}, {32, 5, false}, {40, 60, true}};  // 0, 1, 37…39 are in none
     const size_t n = 103;
     std::vector<X> params = randn<X>(n), m(n), v(n);
     const std::vector<X> start = params;
@@ -577,7 +578,8 @@ static void check_adamw(float max_norm, double tol) {
     }
 }
 
-// Shares of a tensor in three pieces and of one in one, each with a state of its own: as one update of everything.
+// Updating shares of a tensor in three pieces and of one in one, each with its own state, equals one update of
+// everything.
 TEST(adamw_shares) {
     const size_t n = 3 * 40 + 24, ranks = 4;
     const AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, 1.f, 3, 0};
@@ -610,7 +612,7 @@ TEST(adamw) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Every layer once, with inputs from `seed`; the outputs one after the other.
+// Runs every layer once, with inputs from `seed`, and returns the outputs one after the other.
 template <class X>
 static std::vector<std::pair<const char*, std::vector<X>>> every_layer(const Cpu& dev, int B, int T, int NH, int HS,
                                                                        int V) {

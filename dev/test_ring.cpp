@@ -1,5 +1,6 @@
-// Ring attention on the CPU: who has what of the sequence, the merge of partial results, the block form against the
-// whole, and the ring itself, over processes, against attention that was never split, in fp64.
+// Tests ring attention on the CPU: which rank has which part of the sequence, the merge of partial results, and the
+// block form against the whole. The ring itself runs over processes and is compared with attention that was never
+// split, in fp64.
 //
 // Run: ./dev/test_ring [part of a test's name]
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// The check of every rank of a job.
+// Runs the check on every rank of a job.
 template <class X>
 void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
     ForkedRanks job(ranks, [=](Job& job) {
@@ -47,16 +48,16 @@ TEST(zigzag_divides_the_sequence) {
             for (int step = 0; step < N; step++) {
                 const int source = zigzag.source(r, step);
                 sources.insert(source);
-                // The keys that a rank has at a step are those that the rank before had at the step before.
+                // The keys that a rank has at a step are those that the rank before it had one step earlier.
                 if (step > 0) CHECK(zigzag.source((r + N - 1) % N, step - 1) == source);
                 int work = 0;
                 for (int q : {0, 1})
                     for (int k : {0, 1}) work += Zigzag::sees(zigzag.chunk(r, q), zigzag.chunk(source, k));
-                CHECK(work == (step == 0 ? 3 : 2));  // the same on every rank; two of the three are half masked
+                CHECK(work == (step == 0 ? 3 : 2));  // the same on every rank. Two of the three are half masked
                 pairs += work;
             }
             CHECK(sources.size() == size_t(N) && zigzag.source(r, 0) == r);
-            int added = 1;  // to so many chunks of its gradients, on their way: r + 1, r + 2, …
+            int added = 1;  // to this many chunks of its gradients, on their way to ranks r + 1, r + 2, …
             for (int step = 1; step < N; step++) {
                 const int at = (r + step) % N;
                 int seen = 0;
@@ -91,14 +92,14 @@ TEST(merge_of_partial_results) {
         CHECK((merged(7, far, -2, -far) == std::vector<double>{7, far}));
         CHECK((merged(7, -far, -2, far) == std::vector<double>{-2, far}));
     }
-    CHECK(std::isnan(merged(7, 1, NAN, 1)[0]) && std::isnan(merged(7, 1, 2, NAN)[0]));  // what is broken stays so
+    CHECK(std::isnan(merged(7, 1, NAN, 1)[0]) && std::isnan(merged(7, 1, 2, NAN)[0]));  // a NaN stays
     float o = 7;
     double lse = 90;
     const float o_b = -2;
     attention_merge(&o, &lse, &o_b, -90., 1);  // exp(180) is infinite in fp32
     CHECK(o == 7 && lse == 90);
 
-    // In any order, and with fp32's rounding alone.
+    // Merging works in any order, and only fp32's rounding differs.
     std::mt19937 rng(5);
     std::normal_distribution<double> distribution(0, 20);
     for (int trial = 0; trial < 100; trial++) {
@@ -118,7 +119,7 @@ TEST(merge_of_partial_results) {
     }
 }
 
-// Chunks of queries against chunks of keys, later keys first, blocks among them that the mask hides whole.
+// Chunks of queries against chunks of keys, later keys first. The mask hides some of the blocks whole.
 TEST(blocks_make_the_whole) {
     const int B = 2, T = 37, NH = 3, HS = 16, C = NH * HS;
     const float scale = 0.3f;
@@ -195,7 +196,7 @@ TEST(too_large_a_head_is_refused) {
                 "head size 257");
 }
 
-// With a scale that is not 1/√HS, here and below.
+// The scale is not 1/√HS, here and below.
 TEST(chunks_make_the_whole) {
     const Cpu cpu(1);
     const AttentionShape s{2, 37, 3, 16, true, 0.4f};
@@ -205,7 +206,7 @@ TEST(chunks_make_the_whole) {
     check_chunks<float>(cpu, s, 7, 10);
 }
 
-// Over processes.
+// The ring runs over processes.
 TEST(ring_equals_the_whole) {
     for (int ranks : {1, 2, 3, 4})
         for (int Tc : {1, 7, 16}) check_job<double>(ranks, {2, 2 * ranks * Tc, 2, 32, true, 0.3f});
@@ -214,7 +215,7 @@ TEST(ring_equals_the_whole) {
     check_job<float>(4, {1, 264, 2, 64}, 5);
 }
 
-// What the ring's studies and its benchmark judge by.
+// The ring's studies and its benchmark judge by this.
 TEST(worst_keeps_nan) {
     double worst = 0;
     for (double x : {0.5, 2.0, 1.0}) keep_worst(worst, x);
@@ -224,7 +225,7 @@ TEST(worst_keeps_nan) {
 }
 
 TEST(ring_errors_do_not_grow) {
-    check_flat<float>(Cpu(1), {1, 256, 2, 32, true, 0.02f}, 1);  // long sums: one key's error does not decide
+    check_flat<float>(Cpu(1), {1, 256, 2, 32, true, 0.02f}, 1);  // with long sums one key's error does not decide
 }
 
 TEST_MAIN
