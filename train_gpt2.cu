@@ -197,7 +197,7 @@ template <class X>
 struct Buffers {
     X* logits;       // (chunk, Vp), because the classifier works through the rows a chunk at a time
     Acc<X>* losses;  // (N)
-    Acc<X>* stats;   // mean loss of each micro-batch, rank after rank, then the gradient's norm, then each rank's norm
+    Acc<X>* stats;   // mean loss of each micro-batch, rank after rank, the gradient's norm, and each share's norm
     Acc<X>* share;   // if the optimizer is sharded, this rank's share of the summed gradients, and a gate
     X* dresidual;    // (N, C) gradient of the residual stream
     X* wide;         // (N, 4C) gradient of fch, then of qkv. It lies over GELU's outputs if those are kept
@@ -210,7 +210,7 @@ struct Buffers {
 //
 // In data parallel training rank r of n trains on micro-batches r, r + n, … of every step, and gradients are summed
 // over the ranks. If the optimizer is sharded (ZeRO-1, Rajbhandari et al. 2020), a rank gets only its share of the
-// summed gradients. It keeps optimizer state for that share alone and updates it, and then all ranks gather the
+// summed gradients. It keeps optimizer state and updates parameters for that share alone, and then all ranks gather the
 // parameters.
 //
 // Gradients are summed all at once after backward, or with --overlap each layer's matmul weights as soon as backward
@@ -258,7 +258,7 @@ static void for_each_piece(const std::vector<ParamRange>& share, size_t n, int r
 // What a model needs to know about the other ranks. By default it is alone.
 template <class Dev>
 struct Ranks {
-    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks, of those that share sequences
+    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks, and of those that share sequences
     int rank = 0, size = 1;
     bool sharded = false, overlap = false;
     int context = 1;                                     // ranks that share a sequence
@@ -292,8 +292,8 @@ class GPT2 {
     Arena params, grads, adam, acts, buffers, ring_memory;
 
     // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
-    // needs. recompute says what forward does not keep and backward computes again: at 1 the outputs of GELU, at 2 also
-    // those of the layer norms. micro_steps is this rank's number.
+    // needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer norms', and backward computes them
+    // again. micro_steps is this rank's number.
     GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
          int recompute = 0, const Ranks<Dev>& ranks = {});
     ~GPT2() {
@@ -1746,7 +1746,7 @@ int run_with(const Dev& dev, Options& o, Job& job) {
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
         config = config_of(read_model_header(o.init));
     }
-    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has as many positions as -t asks for
+    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least as many positions as -t asks for
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);

@@ -7,8 +7,8 @@
 //   O = e^{m−m'} O + P V      summed in fp32, in fp16, or in fp16 for a tile of keys, fp32 between   pv16, pv16tile
 //   out = O / l               once at the end, or O normalised at every tile:                        in-loop
 //                             O = (e^{m−m'} l/l') O + (P / l') V
-//   registers                 those that sums in fp16 leave free, for 3 blocks an SM instead of 2, ormore-warps
-//                             with wgmma for 4 warpgroups on a tile of keys instead of 3
+//   registers                 those that sums in fp16 leave free, for 3 blocks an SM, not 2,         more-warps
+//                             or with wgmma for 4 warpgroups on a tile of keys, not 3
 //
 // Each choice is a flag of a template parameter, and two kernels take all of them. One uses mma.sync, after flash_bf16
 // (sm_80+), and one wgmma, after flash_bf16_sm90 (9.0). They differ from those in two points. m is the true running
@@ -122,7 +122,7 @@ __device__ __forceinline__ uint32_t exp2_pair(uint32_t x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The variants differ in what follows. Of a 16 × 8 tile of S, P or O a lane holds, with g = lane/4 and t = 2·(lane%4),
+// The variants differ in what follows. With g = lane/4 and t = 2·(lane%4) a lane holds of a 16 × 8 tile of S, P or O
 //   fp32   [0..1] = (g, t..t+1)   [2..3] = (g+8, t..t+1)          pairs   [0] = (g, t..t+1)   [1] = (g+8, t..t+1)
 // P is an A operand in the same layout. r = 0, 1 below are the rows g and g + 8.
 

@@ -231,8 +231,8 @@ static double l2_norm(const std::vector<double>& x) {
     return l2_error(x, std::vector<double>(x.size()));
 }
 
-// For inputs with a logit, q_i = a(x_i w + noise) and k_j = a(y_j w + noise). w is a vector of ±1 for each head, so S
-// is x_i·y_j·logit, plus noise of about 3. Constant inputs have no noise, and w = 1.
+// In inputs with a logit q_i = a(x_i w + noise) and k_j = a(y_j w + noise). w is a vector of ±1 for each head, so S is
+// x_i·y_j·logit, plus noise of about 3. Constant inputs have no noise, and w = 1.
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     const AttentionShape& s = p.c.shape;
@@ -1134,7 +1134,7 @@ void halves(int index) {
     }
 }
 
-// So little that it ends under compute-sanitizer, because racecheck of `block` with flash_fp16x3 takes longer than four
+// A test small enough for compute-sanitizer, because racecheck of `block` with flash_fp16x3 takes longer than four
 // minutes. But it has so many heads that the persistent blocks of sm_90a wrap around their stages.
 template <class X>
 void few_blocks(int index) {
@@ -1256,7 +1256,7 @@ void big_out(int index) {
     const size_t B = (size_t{1} << 31) / (65 * 25 * 64) + 2;
     check_many(kernel_for_this_gpu<X>(index), {{1, 65, 25, 64, true}}, B, {0, 1, B / 3, B - 2, B - 1});
 }
-// So many and so long heads that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum a second time.
+// The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum a second time.
 template <class X>
 void groups(int index) {
     check_many(kernel_for_this_gpu<X>(index), {{1, 1040, 25, 128, true}}, 5, {0, 1, 2, 3, 4});

@@ -369,7 +369,7 @@ TEST(sampling_follows_the_distribution) {
     CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
 }
 
-// By hand, N = 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
+// N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
 // FLOPs.
 TEST(mfu_by_hand) {
     Config config;

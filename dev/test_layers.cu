@@ -823,7 +823,7 @@ AdamW hyper(int step, float max_norm = 1.f) {
     return {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, max_norm, step, 42};
 }
 
-// The optimizer's state. For X = bf16 a float twin must have the same master.
+// The optimizer's state. With X = bf16 the master must equal a float twin's parameters.
 TEST(adamw_against_reference) {
     const Late dev;
     for (const float max_norm : {0.f, 1.f, 1000.f}) {
