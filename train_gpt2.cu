@@ -1746,7 +1746,7 @@ int run_with(const Dev& dev, Options& o, Job& job) {
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
         config = config_of(read_model_header(o.init));
     }
-    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least as many positions as -t asks for
+    if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<Dev, X>(dev, o, config);

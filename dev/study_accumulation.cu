@@ -184,8 +184,7 @@ __device__ __forceinline__ void raise_reference(Softmax& x, const S& s) {
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
         float reference = fmaxf(x.reference[r], fmaf(m, x.scale_log2, x.shift_log2));
-        // It is subtracted in fp16. If fp16 can represent a reference, it cancels exactly between P and l, whatever it
-        // is.
+        // The reference is subtracted in fp16. Any that fp16 can represent cancels exactly between P and l.
         if (V::Qk16 && V::Exp16) reference = __half2float(__float2half_rn(reference));
         x.alpha[r] = exp2_approx(x.reference[r] - reference);
         x.reference[r] = reference;
@@ -591,8 +590,8 @@ __global__ __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads,
     auto k_smem = [&](int stage) { return base + Tiles::K + stage * Tiles::KvBytes; };
     auto v_smem = [&](int stage) { return base + Tiles::V + stage * Tiles::KvBytes; };
     int* const item_smem = reinterpret_cast<int*>(smem + Tiles::NextItem);  // [2], one per slot of Q. −1 if no more
-    // Rows are counted from the last query. A remainder makes the shortest tile shorter, and warpgroups there have q <
-    // 0.
+    // Rows are counted from the last query. A remainder makes the shortest tile shorter, and its first warpgroups may
+    // have q < 0.
     auto first_query = [&](const Work& w) { return (p.T + 63) / 64 * 64 - (w.tile + 1) * Br; };
 
     if (threadIdx.x == 0) {
@@ -747,8 +746,8 @@ __global__ __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads,
                 wgmma_wait<1>();
                 wgmma_hold(s);
                 softmax(j, std::false_type{});
-                // The wait is a loop, so the compiler does not move the exponentials past the wait below. They must run
-                // beside O += P V.
+                // This wait comes here, because it is a loop. So the compiler does not move the exponentials past the
+                // wait below. They are to run beside O += P V.
                 mbarrier_wait(v_full(ring.stage), ring.phase);
                 finish_pv();
                 rescale<V>(o, rows);

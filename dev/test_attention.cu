@@ -7,7 +7,7 @@
 //   stream       all work is on the device's stream
 //   small tiles  flash_fp32's, for GPUs with less shared memory
 //   determinism  the same bytes from every run
-//   block        chunked queries and keys in any order equal the whole, masked blocks, accumulators are added into
+//   block        chunked queries and keys in any order equal the whole, masked blocks add nothing, sums are added into
 //   halves       blocks so large that some work is cut in two are right, and give the same bytes in every run
 //   few blocks   a little of that, for compute-sanitizer
 //   limits       what a kernel does not support gives an Error, never a wrong result
@@ -321,8 +321,8 @@ Errors tiny_errors(const Problem<X>& p) {
     constexpr double u = 0x1p-24;
     Errors tiny;
     for (int i = 0; i < kTensors; i++) tiny[i] = one_rounding<X>(i, max_abs(p.ref[i]));
-    // A query that sees one key has P = 1 and dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly. Flash's D
-    // = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay in dS.
+    // A query that sees one key has P = 1 and dS = P∘(dP − D) = 0. Naive's D = rowsum(P∘dP) cancels exactly.
+    // Flash's D = rowsum(dO∘O) is another dot product than dP, so the rounding errors of both stay in dS.
     tiny[Dq] += scale * 2 * u * dP * k.value;
     tiny[Dk] += scale * 2 * u * dP * q.value;
     // With so few tokens cuBLAS sums in a way of its own, and naive's largest error is luck. So the error of an element
@@ -539,7 +539,7 @@ static std::vector<Case> accuracy_cases() {
     return all;
 }
 
-// With ACCURACY=1 in the environment prints every largest error and relative L2 error (and its multiple of naive's).
+// ACCURACY=1 in the environment makes it print every largest error and relative L2 error (and its multiple of naive's).
 template <class X>
 void accuracy(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
