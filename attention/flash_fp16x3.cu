@@ -9,32 +9,34 @@
 //   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
 //              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
 //
-// Why fp16: it has TF32's 11 significand bits, so a pair keeps as much as a pair of TF32 numbers, but its MMAs run at
+// Why fp16? It has TF32's 11 significand bits, so a pair keeps as much as a pair of TF32 numbers. But its MMAs run at
 // twice the rate, a pair takes 4 bytes instead of 8, and ldmatrix transposes it. bf16 would take three parts and six
-// products. fp16's weakness, its range, is cured by powers of two, which are exact: 2^e brings the largest magnitude of
-// a tile to [2^14, 2^15). What is 2^-17 of it still has all 22 bits, and nothing is off by more than 2^-39 of it.
+// products. fp16's weakness is its range. Powers of two cure that, and they are exact: 2^e brings the largest magnitude
+// of a tile to [2^14, 2^15). An element of 2^-17 of the largest still has all 22 bits, and no element is off by more
+// than 2^-39 of it.
 //
-// Where the scales go: those of Q and K into the factor that turns S into a power of two; those of V (and P), dO, Q and
-// K into the factor with which a tile's product is added to the sum. They cost nothing there.
+// The scales are undone at no cost. The factor that turns S into an exponent of 2 includes those of Q and K. The factor
+// with which a tile's product is added to the sum includes those of V (and P), dO, Q and K.
 //
-// Why tiles are summed twice: tensor cores truncate when they add. A sum of one sign loses up to a unit for each step,
-// always downwards, so a sum over all keys would drift with T. A tile's product starts at 0, takes all its small terms
-// before the first large one, and is added to O, dQ, dK or dV by an ordinary FMA.
+// Tiles are summed twice because tensor cores truncate when they add. A sum of one sign loses up to a unit for each
+// step, always towards zero, so a sum over all keys would drift with T. A tile's product therefore starts at 0, takes
+// all its small terms before the first large one, and an ordinary FMA adds it to O, dQ, dK or dV.
 //
-// New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and are split in shared memory by the
-// block: a barrier after the largest magnitude is known, one after the tile is written. The rest is its structure: a
-// warp owns 32 rows (16 at HS 128), backward is two kernels that each write what they own, no atomics. Non-causal is a
-// mask that hides nothing.
+// New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and the block splits them in shared memory.
+// That takes one barrier after the largest magnitude is known and one after the tile is written. The rest is
+// flash_bf16's structure. A warp owns 32 rows (16 at HS 128). Backward is two kernels that each write what they own,
+// without atomics. Non-causal is a mask that hides nothing.
 //
-// Backward: dS is scaled by its tile's own largest. D comes from the same MMAs as dP, the diagonal of dO Oᵀ, so that
-// dP − D is 0 where one key has all the weight. And a row has two checks: its dS add up to 0, but for D's error, and
-// its P to 1, but for lse's, errors that all its keys share. dq_kernel takes what they do add up to out of D and lse,
-// for dkdv_kernel, and out of dQ; rows of few keys it walks twice. (Whole form only: a block has not the whole row.)
+// Backward scales a tile of dS by its own largest magnitude. D comes from the same MMAs as dP, as the diagonal of
+// dO Oᵀ, so that dP − D is 0 where one key has all the weight. In the whole form two sums of a row show errors that all
+// its keys share. Its dS add up to 0 except for D's error, and its P to 1 except for lse's. dq_kernel takes both errors
+// out of dQ. It also takes them out of D and lse before dkdv_kernel reads these. It walks rows of few keys twice. The
+// block form has no such check, because it sees only part of a row.
 //
-// Writes: forward out, lse; backward dqkv (every element).  Block form: merges into o_acc, lse; adds into dq_sum,
-// and adds into or writes dk, dv.
-// Scratch: float2 {log2(e)·lse, D}, float factor (B, NH, T), written by dq_kernel for dkdv_kernel.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0. A NaN or infinity spreads over the tile it is in.
+// Writes: forward writes out and lse, backward dqkv (every element). The block form merges into o_acc and lse, adds
+// into dq_sum, and adds into or writes dk and dv.
+// Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, q_rows), which dq_kernel writes for dkdv_kernel.
+// Limits: HS in {64, 128}, any T ≥ 1, scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3
 #include <cuda_fp16.h>
 
@@ -56,8 +58,8 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles. A warp owns MTiles MMA tiles of 16 rows and takes Sub rows of the streamed operand at a time. Two blocks of
-// 128 threads share an SM: 255 registers a thread, and at most 113 KB of shared memory a block on sm_90 (99 KB is all
-// there is on sm_86, sm_89 and sm_120). An element takes 4 bytes as a float and 4 as a pair of halves.
+// 128 threads share an SM, which allows 255 registers a thread and, on sm_90, 113 KB of shared memory a block. sm_86,
+// sm_89 and sm_120 have only 99 KB in all. An element takes 4 bytes as a float and 4 as a pair of halves.
 
 template <int HS>
 struct ForwardTiles {
@@ -65,7 +67,7 @@ struct ForwardTiles {
     static constexpr int Br = Warps * MTiles * 16;
     static constexpr int Bc = HS == 64 ? 64 : 32;
     static constexpr int Sub = 32;
-    // K and V as pairs (before them, Q's hi part), as floats; Q's lo part: 80 KB
+    // 80 KB: K and V as pairs (at first Q's hi part lies there), K and V as floats, Q's lo part
     static constexpr int QLo = 16 * Bc * HS, Smem = QLo + 2 * Br * HS;
 };
 
@@ -74,7 +76,7 @@ struct DqTiles {
     static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
     static constexpr int Br = Warps * MTiles * 16;
     static constexpr int Bc = HS == 64 ? 32 : 16;
-    static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;  // Q, dO; K and V as pairs, as floats: 96 KB
+    static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;  // 96 KB: Q and dO, then K and V as pairs and as floats
 };
 
 template <int HS>
@@ -82,22 +84,22 @@ struct DkdvTiles {
     static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
     static constexpr int Bc = Warps * MTiles * 16;
     static constexpr int Br = HS == 64 ? 32 : 16;
-    // K, V; Q and dO as pairs, as floats; 2 stages of row statistics: 96 KB
+    // Just over 96 KB: K and V, then Q and dO as pairs and as floats, then 2 stages of row statistics
     static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Splitting
 
-// The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). Clamped so that 2^e, 2^−e and
-// 2^(−e−14) are normal numbers.
+// The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). It is clamped so that 2^e, 2^−e
+// and 2^(−e−14) are normal numbers.
 __device__ __forceinline__ int exponent_for(uint32_t largest) {
     return max(-113, min(112, 141 - static_cast<int>(largest >> 23)));
 }
 __device__ __forceinline__ float power_of_two(int e) {
     return __int_as_float((127 + e) << 23);
 }
-// 2^e for that e; NaN if an element is NaN or infinite: it then spreads over the tile.
+// 2^e for that e, or NaN if an element is NaN or infinite. The NaN then spreads over the tile.
 __device__ __forceinline__ float factor_for(uint32_t largest) {
     return largest < 0x7f800000u ? power_of_two(exponent_for(largest)) : __int_as_float(0x7fffffff);
 }
@@ -109,7 +111,7 @@ __device__ __forceinline__ void split(uint32_t& hi, uint32_t& lo, float x0, floa
     lo = pack_f16(x0 - rounded.x, x1 - rounded.y);
 }
 
-// The bits of the largest magnitude in the warp; NaN's are larger than any number's.
+// The bits of the largest magnitude in the warp. A NaN's bits are larger than any number's.
 __device__ __forceinline__ uint32_t warp_largest(float x) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_max_sync(~0u, __float_as_uint(x));
@@ -118,34 +120,34 @@ __device__ __forceinline__ uint32_t warp_largest(float x) {
 #endif
 }
 
-// threadIdx.x, read again: addresses that follow from it are computed anew for each tile. Else the compiler would keep
-// them in registers, which the products need.
+// Reads threadIdx.x again, so that addresses that follow from it are computed anew for each tile. Else the compiler
+// would keep them in registers, which the products need.
 __device__ __forceinline__ unsigned thread_again() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
     return thread;
 }
 
-// The same for what follows from x.
+// Does the same for values that follow from x.
 __device__ __forceinline__ uint32_t again(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// Tiles in shared memory: rows of HS halves whose 16-byte chunks are permuted, chunk c of row r lying at c ^ (r % 8).
-// Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict. A tile of
-// hi parts is followed by the tile of lo parts.
+// A tile in shared memory has rows of HS halves, and chunk c (16 bytes) of row r lies at c ^ (r % 8). Eight rows of one
+// column then lie in eight different bank groups, so ldmatrix reads them without conflict. The tile of lo parts follows
+// the tile of hi parts.
 template <int HS>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
 }
 
-// A tile in pieces of 4 floats: thread t of Threads has pieces t, t + Threads, …, of which HS/4 make a row.
+// A tile is copied in pieces of 4 floats, HS/4 a row. Thread t has pieces t, t + Threads, …: this many.
 template <int HS, int Rows, int Threads>
 constexpr int kPieces = Rows* HS / 4 / Threads;
 
-// Starts copying rows [row0, row0 + Rows) of one head as they are; rows at or past `end` become zeros. Each thread will
-// read what it copied itself: no barrier needed.
+// Starts copying rows [row0, row0 + Rows) of one head as they are. Rows at or past `end` become zeros. No barrier is
+// needed, because each thread will read only what it copied itself.
 template <int HS, int Rows, int Threads>
 __device__ __forceinline__ void copy_tile(uint32_t stage, const float* head, size_t token, int row0, int end) {
     constexpr int RowsAtOnce = Threads / (HS / 4);
@@ -166,7 +168,7 @@ __device__ __forceinline__ float largest(const float4 (&x)[N]) {
     return m;
 }
 
-// Writes pieces of a tile, times factor, as pairs of halves.
+// Writes a thread's pieces of a tile, times factor, as pairs of halves.
 template <int HS, int Threads, int N>
 __device__ __forceinline__ void store_split(unsigned char* tile, int lo, const float4 (&x)[N], float factor,
                                             unsigned thread) {
@@ -182,8 +184,9 @@ __device__ __forceinline__ void store_split(unsigned char* tile, int lo, const f
     }
 }
 
-// The operand that a block keeps: each warp fetches and splits its own rows [row, row + Rows) of a tile that starts at
-// row0. Returns the bits of their largest magnitude.
+// Each warp fetches and splits its own rows of an operand that the block keeps. fetch_rows reads rows
+// [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. keep_rows writes them to `tile` as pairs and
+// returns the bits of their largest magnitude.
 template <int HS, int Rows>
 __device__ __forceinline__ void fetch_rows(float4 (&x)[kPieces<HS, Rows, 32>], const float* head, size_t token,
                                            int row0, int end) {
@@ -204,15 +207,15 @@ __device__ __forceinline__ uint32_t keep_rows(unsigned char* tile, int lo, const
 // Products
 
 // The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
-// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right:
-// what an A operand wants, and transposed a B operand. The swizzle makes col an xor; the tile starts at a multiple of
-// its row, so the xor may follow the addition, and one register then serves all rows and columns.
+// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right.
+// An A operand needs this order, and a B operand needs it transposed. The swizzle makes col an xor. The xor may follow
+// the addition because the tile starts at a multiple of its row's size. One register then serves all rows and columns.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
     return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
 }
-// The same in the order upper left, upper right, lower left, lower right: a B operand whose columns are the tile's
+// The same in the order upper left, upper right, lower left, lower right, for a B operand whose columns are the tile's
 // rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
 template <int HS>
 __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
@@ -220,7 +223,7 @@ __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
     return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
 }
 
-// a = the A operand: 16·M rows from the tile's first, k-step [col, col + 16).
+// a = the A operand made of the tile's first 16·M rows and k-step [col, col + 16).
 template <int HS, int M>
 __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
@@ -243,14 +246,14 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
             for (int e = 0; e < 4; e++) c[m][n + i][e] += x[m][i][e];
 }
 
-// c (16·M × 8·N) += A · Bᵀ over HS: A's rows are the first of tile a, c's columns the first rows of tile b. All small
-// terms come before the first large one. S has those in two chains: tensor cores truncate when they add, so a long chain of
-// one sign drifts, and S's error is P's relative one.
+// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first rows of tile b. All
+// small terms come before the first large one. S adds its large terms in two chains, because tensor cores truncate when
+// they add. A long chain of one sign drifts, and S's absolute error is P's relative error.
 template <int HS, int Chains, int M, int N>
 __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile, int a_lo, uint32_t b_tile, int b_lo) {
     uint32_t hi[M][4], lo[M][4], b[4];
     a_tile = again(a_tile), b_tile = again(b_tile);
-#pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
+#pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS; kk += 16) {
         load_a<HS>(hi, a_tile, kk);
         load_a<HS>(lo, a_tile + a_lo, kk);
@@ -261,7 +264,7 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
             mma(c, n, hi, b);
         }
     }
-#pragma unroll 2  // not all: the compiler would fetch so far ahead that it spills
+#pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS / Chains; kk += 16) {
         load_a<HS>(hi, a_tile, kk);
         for (int n = 0; n < N; n += 2) {
@@ -281,8 +284,8 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
         }
 }
 
-// sum (16·M × HS) += unit · A · B over K: k is the rows of tile b, sum's columns are its columns. The tensor cores add
-// up a slice of columns over K only; the long sum is made of ordinary additions, which round to nearest.
+// sum (16·M × HS) += unit · A · B over K. The K rows and HS columns of B are those of `tile`. The tensor cores add up a
+// slice of columns over K only. Ordinary additions, which round to nearest, make the long sum.
 template <int HS, int K, int M>
 __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const uint32_t (&hi)[K / 16][M][4],
                                                const uint32_t (&lo)[K / 16][M][4], uint32_t tile, int b_lo,
@@ -326,7 +329,7 @@ __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)
             }
 }
 
-// Writes c, rows [row, row + 16·M) of a tile, to those before `end` at dst = tile row 0; or adds it to them.
+// Writes c to rows [row, row + 16·M) of a tile whose row 0 is at dst, or adds it to them. Skips rows at or past `end`.
 template <int HS, int M>
 __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
                                            bool add) {
@@ -344,16 +347,16 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], int r
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a launch covers. Blocks are numbered so that those running at once share keys in L2 (heads go in groups of
-// `group`), and within a group the longest come first, so that the last to finish are short.
+// What a launch covers. Heads go in groups of `group`, so that blocks running at once share what they stream in L2.
+// Within a group the longest blocks come first, so that the last to finish are short.
 
 struct Problem {
     Heads<const float> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
-    int q_rows;             // of lse, D, o_acc and scratch: see BlockShape
-    int shift;              // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
+    int q_rows;             // rows of lse, D, o_acc and scratch, see BlockShape
+    int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
     int tiles, group;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
+    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
 };
 
 struct Work {
@@ -369,8 +372,8 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
     return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
 }
 
-// The streamed tiles: two tensors (K and V, or Q and dO), copied as floats while the last tile is worked on, then
-// split.
+// The streamed tiles of two tensors x and y (K and V, or Q and dO). A tile is copied as floats while the block works on
+// the one before it, then split.
 template <int HS, int Rows, int Threads>
 struct Stream {
     static constexpr int Lo = Rows * HS * 2, Pair = 2 * Lo, Pieces = kPieces<HS, Rows, Threads>;
@@ -383,9 +386,9 @@ struct Stream {
         copy_tile<HS, Rows, Threads>(smem_address(smem) + 2 * Pair, x, x_token, row0, end);
         copy_tile<HS, Rows, Threads>(smem_address(smem) + 3 * Pair, y, y_token, row0, end);
     }
-    // Splits what has arrived, calls next() when the floats may be overwritten, and leaves the exponents that scale the
-    // tiles. Begins and ends with a barrier, so to speak: all warps have left the last tile, all find this one. seen()
-    // gets this thread's part of x; factor(row), close to 1, is multiplied into y.
+    // Splits what has arrived, calls next() when the floats may be overwritten, and sets the exponents that scale the
+    // tiles. It waits until all warps have left the last tile, and when it returns all of them find this one. seen()
+    // gets this thread's part of x. Rows of y are multiplied by factor(row), which is close to 1.
     template <class Next, class Seen, class Factor>
     __device__ __forceinline__ void split_tiles(int& x_exponent, int& y_exponent, Next next, Seen seen,
                                                 Factor factor) const {
@@ -409,7 +412,7 @@ struct Stream {
         const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
         store_split<HS, Threads>(smem, Lo, x, factor_for(x_all), thread);
         for (int i = 0; i < Pieces; i++) {
-            y[i] = y_floats[i * Threads];  // again, for lack of registers
+            y[i] = y_floats[i * Threads];  // read again for lack of registers
             const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
             y[i].x *= f, y[i].y *= f, y[i].z *= f, y[i].w *= f;
         }
@@ -423,7 +426,7 @@ struct Stream {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-constexpr float kPScale = 0x1p14f;  // P ≤ 2 times this goes to the tensor cores
+constexpr float kPScale = 0x1p14f;  // the tensor cores get P ≤ 2 times this
 constexpr float kLog2e = static_cast<float>(M_LOG2E);
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 
@@ -431,7 +434,7 @@ struct ForwardArgs {
     Problem p;
     Heads<float> out;  // whole form: written
     float* lse;
-    float* o_acc;  // block form: merged into; null otherwise
+    float* o_acc;  // block form: merged into (null in the whole form)
     double* lse_acc;
 };
 
@@ -452,7 +455,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const int warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     auto first_query = [&] { return w.tile * Br + warp_row; };            // the warp's
     const int k_end = min(p.Tk, min((w.tile + 1) * Br, p.Tq) + p.shift);  // the last query sees keys before this
-    const int k_tiles = (k_end + Bc - 1) / Bc;                            // ≤ 0: no query of this tile sees a key
+    const int k_tiles = (k_end + Bc - 1) / Bc;                            // ≤ 0 if no query of this tile sees a key
 
     auto copy_kv = [&](int j) {
         kv.copy(head_of(p.k, w, HS), p.k.token, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
@@ -460,7 +463,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     };
     if (k_tiles > 0) copy_kv(k_tiles - 1);
 
-    // Q's hi part goes to registers; the first tile of keys takes its place.
+    // Q's hi part goes to registers, and the first tile of keys takes its place in shared memory.
     uint32_t q_hi[HS / 16][M][4];
     __shared__ float q_unit[Tiles::Warps];  // the loop leaves no register for it
     {
@@ -473,15 +476,15 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     }
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
     float o[M][HS / 8][4] = {};
-    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end
+    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8. l has only this lane's columns until the end
     struct alignas(8 * M) Excess {
         float of[M][2];
     };
-    __shared__ Excess l_excess[Threads];  // what rounding added to l; the loop leaves no registers for it
+    __shared__ Excess l_excess[Threads];  // what rounding added to l. The loop leaves no registers for it
     l_excess[threadIdx.x] = Excess{};
     for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
 
-    // Keys [k0, k0 + Sub), whose tiles these are. s · s_unit is S in powers of 2; the product · o_unit is P V.
+    // Handles keys [k0, k0 + Sub), whose tiles these are. s · s_unit is S·log2(e), and the product · o_unit is P V.
     // The warp's query i sees key k0 + j if i − j ≥ ahead.
     auto step = [&](int k0, int ahead, uint32_t k_tile, uint32_t v_tile, float s_unit, float o_unit, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
@@ -500,7 +503,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 mma(s, n, q_hi[kk], b);
             }
         }
-        // The large terms, in two chains as in product_abt, so that backward's S has the same bits.
+        // The large terms go in two chains as in product_abt, so that backward's S has the same bits.
         for (int kk = 0; kk < HS / 32; kk++)
             for (int n = 0; n < Sub / 8; n += 2) mma(s, n, q_hi[kk], b_hi[kk][n / 2]);
         for (int n = 0; n < Sub / 8; n += 2) {
@@ -519,8 +522,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 }
         }
 
-        // m is a reference that keeps the exponentials in range, not necessarily the maximum: O and l are rescaled only
-        // when some row of the warp outgrew it by more than 2, which after the first tiles hardly ever happens.
+        // m keeps the exponentials in range and need not be the maximum. O and l are rescaled only when some row of the
+        // warp outgrew it by more than a factor of 2. After the first tiles that hardly ever happens.
         float m_new[M][2];
         bool outgrown = false;
         for (int i = 0; i < M; i++)
@@ -530,7 +533,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
                 m_new[i][r] = fmaxf(m[i][r], x * s_unit);
-                outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN: false
+                outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN, which compares false
             }
         Excess excess = l_excess[thread_again()];
         if (__any_sync(~0u, outgrown)) {
@@ -552,8 +555,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
                         sum += s[i][n][e];
                     }
-                // Where one key has most of the weight, every other tile's sum is small beside l: what an addition
-                // loses to rounding is kept for the next (Kahan). All of a row's P, and D, have l's error.
+                // If one key has most of the weight, every other tile's sum is small beside l. What an addition loses
+                // to rounding is kept for the next (Kahan), because all of a row's P, and D, have l's error.
                 const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
                 excess.of[i][r] = (l_new - l[i][r]) - addend;
                 l[i][r] = l_new;
@@ -572,7 +575,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 if (j > 0) copy_kv(j - 1);
             },
             [](const auto&) {}, [](int) { return 1.f; });
-        // Not 0, whatever underflows: −∞, the mask, times it must stay −∞.
+        // Not 0, whatever underflows, because the mask's −∞ times it must stay −∞.
         const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit[thread_again() / 32] * power_of_two(-k_exponent));
         const float o_unit = power_of_two(-v_exponent - 14);
 #pragma unroll 1
@@ -594,7 +597,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             float sum = l[i][r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1/2, or NaN
+            const bool unseen = sum == 0.f;  // the row saw no key. If it saw one, sum is at least 1/2, or NaN
             const float inverse = unseen ? 0.f : 1.f / sum;
             lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
             l[i][r] = sum;
@@ -610,7 +613,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
                 const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
-                const bool heavier = own > old;  // ours; the lighter part's weight is σ(−|own − old|)
+                const bool heavier = own > old;  // ours is. The lighter part's weight is σ(−|own − old|)
                 const Merge merged = merge(heavier ? own : old, heavier ? old : own);
                 const float weight = merged.weight;
                 float2* acc = reinterpret_cast<float2*>(
@@ -642,15 +645,15 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 
 struct BackwardArgs {
     Problem p;
-    Heads<const float> dout, out;  // out: whole form only
-    const float *lse, *D;          // D: block form only
-    float2* stats;                 // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D times the factor}
-    float* factors;                // (B, NH, Tq) of P: what log2(e)·lse has no bits for
+    Heads<const float> dout, out;  // out in the whole form only
+    const float *lse, *D;          // D in the block form only
+    float2* stats;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
+    float* factors;  // (B, NH, q_rows) P is to be multiplied by it, for what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
-    bool add_dq, add_dkv;  // block form: into dq, dk, dv; whole form: they are written
+    bool add_dq, add_dkv;  // add into dq, and into dk and dv, or write them
 };
 
-// The largest magnitude of a tile of dS, in bits, and its place in fp16's range.
+// The bits of the largest magnitude in the warp's tile of dS.
 template <int M, int N>
 __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
     float m = 0.f;
@@ -686,7 +689,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     };
     if (k_tiles > 0) copy_kv(0);
 
-    // The warp's rows of Q and dO, and lse and D of its rows.
+    // Loads Q, dO, lse and D of the warp's rows.
     unsigned char* q_rows = smem + warp_row * HS * 2;
     const uint32_t q_tile = smem_address(q_rows), do_tile = q_tile + 2 * QLo;
     const int src_lane = lane / 4 * 4 + lane / 8;  // has, in its columns, the diagonal of row lane/4
@@ -713,16 +716,16 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                 const float* diagonal = d[i][2 * i + r] + 2 * r;
                 const float lse = t < p.Tq ? args.lse[at] : -INFINITY;
                 const float own_D = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
-                // P is 0 in a row that sees no key or is not there. A finite lse would not do for the latter: their S is
-                // 0, and their P, e^−lse, could be infinite and spoil the scale that the warp's rows share.
+                // An infinite lse makes P 0 in a row that sees no key or is past Tq. Past Tq S is 0, so with a finite
+                // lse P = e^−lse could be infinite and spoil the scale that the warp's rows share.
                 lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * kLog2e;
                 D[i][r] = !args.D ? own_D : t < p.Tq ? args.D[at] : 0.f;
             }
     }
     float dS_sum[M][2] = {};    // over this lane's columns
-    uint32_t P_sum[M][2] = {};  // likewise; in units of 2^-30, as floats would lose what is small beside 1
+    uint32_t P_sum[M][2] = {};  // likewise, in units of 2^-30, because floats would lose what is small beside 1
     __shared__ float4
-        k_sums[Threads];  // each thread's part of the sum of all keys; the loop leaves no registers for it
+        k_sums[Threads];  // each thread's part of the sum of all keys. The loop leaves no registers for it
     k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
     float dq[M][HS / 8][4] = {};
 
@@ -754,8 +757,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), KV::Lo, power_of_two(-exponent_for(dS_largest)) * k_unit);
     };
 
-    // What a row's dS and P add up to beyond 0 and 1. The first belongs to D; the second is a relative error of P, of
-    // which lse gets log2(e) times as much.
+    // Finds what a row's dS and P add up to beyond 0 and 1, and starts both sums again. D takes dS. P_excess is a
+    // relative error of P, and the caller gives lse_log2 log2(e) times as much.
     auto settle = [&](int i, int r, float& dS, float& P_excess) {
         dS = dS_sum[i][r];
         uint32_t P = P_sum[i][r];
@@ -768,8 +771,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         D[i][r] += dS;
     };
 
-    // Rows of few keys are walked twice, the first time for D and lse alone: their keys' weights are too unlike for the
-    // mean key, by which longer rows are corrected.
+    // Rows of few keys are walked twice, the first time for D and lse alone. The mean key corrects longer rows, but the
+    // weights of few keys are too unlike for that.
     const bool whole_row = !args.D;
     auto few_keys = [&] { return whole_row && k_tiles <= Br / Bc; };
     auto tile_of = [&](int n) { return n < 0 ? n + k_tiles : n; };
@@ -804,8 +807,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             step(k0, s_unit, dp_unit, k_unit, std::false_type{});
     }
 
-    // D's error has put its product with the weighted mean key Σ P K into dq. What is taken out is that with the mean
-    // key: the other would be a product more.
+    // D's error times the weighted mean key Σ P K is in dq. This takes out the error times the plain mean key instead,
+    // because Σ P K would cost one more product.
     float2 k_mean[HS / 8];
     if (whole_row) {
         const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
@@ -830,7 +833,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                 for (int n = 0; n < HS / 8; n++)
                     dq[i][n][2 * r] -= dS * k_mean[n].x, dq[i][n][2 * r + 1] -= dS * k_mean[n].y;
             } else {
-                change = lse_log2[i][r] == INFINITY ? 0.f : fmaf(args.lse[at], kLog2e, -lse_log2[i][r]);  // lost to rounding
+                // what rounding took from lse_log2
+                change = lse_log2[i][r] == INFINITY ? 0.f : fmaf(args.lse[at], kLog2e, -lse_log2[i][r]);
             }
             const float factor = p.scale * (1.f - kLn2 * change);
             for (int n = 0; n < HS / 8; n++) dq[i][n][2 * r] *= factor, dq[i][n][2 * r + 1] *= factor;
@@ -867,8 +871,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     const int first_tile = max(0, w.tile * Bc - p.shift) / Br;  // the first query that sees key k0 is k0 − shift
     const int q_tiles = (p.Tq + Br - 1) / Br;
 
-    // Queries past Tq arrive as zeros, dO and D too: they add nothing. Keys past Tk are masked: dS is scaled by its
-    // largest.
+    // Queries past Tq add nothing, because their Q, dO and D arrive as zeros. Keys past Tk are masked, because their dS
+    // could spoil the scale that the warp's keys share.
     auto copy_q = [&](int j) {
         const int row = j * Br + threadIdx.x;
         q_do.copy(head_of(p.q, w, HS), p.q.token, head_of(args.dout, w, HS), args.dout.token, j * Br, p.Tq);
@@ -883,7 +887,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     if (first_tile < q_tiles) copy_q(first_tile);
 
     unsigned char* k_rows = smem + warp_row * HS * 2;
-    __shared__ float2 units[Tiles::Warps];  // of K and V; the loop leaves no register for them
+    __shared__ float2 units[Tiles::Warps];  // of K and V. The loop leaves no register for them
     {
         float4 x[kPieces<HS, Rows, 32>];
         fetch_rows<HS, Rows>(x, head_of(p.k, w, HS), p.k.token, first_key(), p.Tk);
@@ -896,7 +900,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     const uint32_t k_tile = smem_address(k_rows), v_tile = k_tile + 2 * KLo;
     float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
 
-    // Tile j's query i sees the warp's key k if i − k ≥ ahead; the warp has `keys` of them.
+    // Tile j's query i sees the warp's key k if i − k ≥ ahead and k < keys.
     auto step = [&](int j, int ahead, int keys, int q_exponent, int do_exponent, auto masked) {
         constexpr bool Masked = decltype(masked)::value;
         const float q_unit = power_of_two(-q_exponent);
@@ -915,7 +919,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
                 }
         }
         for (int n = 0; n < Br / 8; n++) {
-            const float4 c = stats[4 * n + lane % 4];  // {lse, D} of this lane's columns: e = 0 and 1
+            const float4 c = stats[4 * n + lane % 4];  // {lse, D} of this lane's columns e = 0 and 1
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -(e % 2 ? c.z : c.x)));
         }
@@ -926,7 +930,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         for (int n = 0; n < Br / 8; n++) {
             const float4 c = stats[4 * n + lane % 4];
             for (int i = 0; i < M; i++)
-                for (int r = 0; r < 2; r++) {  // P again from its halves: its registers were needed; then dS
+                for (int r = 0; r < 2; r++) {  // P is joined from its halves, because its registers were needed
                     const float2 P = join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
                     dp[i][n][2 * r] = P.x * fmaf(dp[i][n][2 * r], dp_unit, -c.y);
                     dp[i][n][2 * r + 1] = P.y * fmaf(dp[i][n][2 * r + 1], dp_unit, -c.w);
@@ -987,8 +991,8 @@ Problem problem(const Heads<const float>& q, const Heads<const float>& k, const 
     return p;
 }
 
-// One block for each of `tiles` of each head. A head streams `T` rows twice (K and V, or Q and dO); a group of heads
-// should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+// Launches one block for each of `tiles` of each head. A head streams `T` rows of two tensors (K and V, or Q and dO). A
+// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
 template <class Args>
 void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem, const Cuda& dev) {
     constexpr size_t kGroupBytes = 32 << 20;
