@@ -12,8 +12,8 @@
 // Why fp16? It has TF32's 11 significand bits, so a pair keeps as much as a pair of TF32 numbers. But its MMAs run at
 // twice the rate, a pair takes 4 bytes instead of 8, and ldmatrix transposes it. bf16 would take three parts and six
 // products. fp16's weakness is its range. Powers of two cure that, and they are exact: 2^e brings the largest magnitude
-// of a tile to [2^14, 2^15). An element of 2^-17 of the largest still has all 22 bits, and no element is off by more
-// than 2^-39 of it.
+// of a tile to [2^14, 2^15). Elements down to 2^-17 of the largest keep all 22 bits, and none is off by more than 2^-39
+// of it.
 //
 // The scales are undone at no cost. The factor that turns S into an exponent of 2 includes those of Q and K. The factor
 // with which a tile's product is added to the sum includes those of V (and P), dO, Q and K.
@@ -29,9 +29,9 @@
 //
 // Backward scales a tile of dS by its own largest magnitude. D comes from the same MMAs as dP, as the diagonal of
 // dO Oᵀ, so that dP − D is 0 where one key has all the weight. In the whole form two sums of a row show errors that all
-// its keys share. Its dS add up to 0 except for D's error, and its P to 1 except for lse's. dq_kernel takes both errors
-// out of dQ. It also takes them out of D and lse before dkdv_kernel reads these. It walks rows of few keys twice. The
-// block form has no such check, because it sees only part of a row.
+// its keys share. Its dS add up to 0 except for D's error, and its P to 1 except for lse's. dq_kernel takes these
+// errors out of D and lse, which dkdv_kernel reads, and out of dQ. It walks rows of few keys twice. The block form has
+// no such check, because it sees only part of a row.
 //
 // Writes: forward writes out and lse, backward dqkv (every element). The block form merges into o_acc and lse, adds
 // into dq_sum, and adds into or writes dk and dv.
@@ -120,8 +120,8 @@ __device__ __forceinline__ uint32_t warp_largest(float x) {
 #endif
 }
 
-// Reads threadIdx.x again, so that addresses that follow from it are computed anew for each tile. Else the compiler
-// would keep them in registers, which the products need.
+// Reads threadIdx.x again, so that addresses that follow from it are computed anew for each tile. Otherwise the
+// compiler would keep them in registers, which the products need.
 __device__ __forceinline__ unsigned thread_again() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
@@ -142,7 +142,7 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
 }
 
-// A tile is copied in pieces of 4 floats, HS/4 a row. Thread t has pieces t, t + Threads, …: this many.
+// A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads, …
 template <int HS, int Rows, int Threads>
 constexpr int kPieces = Rows* HS / 4 / Threads;
 
@@ -354,7 +354,7 @@ struct Problem {
     Heads<const float> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
     int q_rows;             // rows of lse, D, o_acc and scratch, see BlockShape
-    int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
+    int shift;              // query i sees keys j ≤ i + shift (q_offset − k_offset, or Tk if not causal)
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
 };
@@ -426,7 +426,7 @@ struct Stream {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-constexpr float kPScale = 0x1p14f;  // the tensor cores get P ≤ 2 times this
+constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
 constexpr float kLog2e = static_cast<float>(M_LOG2E);
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 
@@ -597,7 +597,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             float sum = l[i][r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const bool unseen = sum == 0.f;  // the row saw no key. If it saw one, sum is at least 1/2, or NaN
+            const bool unseen = sum == 0.f;  // the row saw no key, as any other sum is at least 1/2, or NaN
             const float inverse = unseen ? 0.f : 1.f / sum;
             lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
             l[i][r] = sum;
@@ -613,7 +613,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 const int row = first_row + 16 * i + 8 * r;
                 if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
                 const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
-                const bool heavier = own > old;  // ours is. The lighter part's weight is σ(−|own − old|)
+                const bool heavier = own > old;  // true if ours is. The lighter part's weight is σ(−|own − old|)
                 const Merge merged = merge(heavier ? own : old, heavier ? old : own);
                 const float weight = merged.weight;
                 float2* acc = reinterpret_cast<float2*>(
@@ -648,9 +648,9 @@ struct BackwardArgs {
     Heads<const float> dout, out;  // out in the whole form only
     const float *lse, *D;          // D in the block form only
     float2* stats;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
-    float* factors;  // (B, NH, q_rows) P is to be multiplied by it, for what log2(e)·lse has no bits for
+    float* factors;  // (B, NH, q_rows) P's factor, for what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
-    bool add_dq, add_dkv;  // add into dq, and into dk and dv, or write them
+    bool add_dq, add_dkv;  // whether to add into dq, and into dk and dv, rather than write them
 };
 
 // The bits of the largest magnitude in the warp's tile of dS.
