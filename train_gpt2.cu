@@ -4,8 +4,9 @@
 //   ./train_gpt2cu --help                        every option
 //
 // The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (dev/reference), and both
-// have the same layer calls. `X` is the storage type of weights and activations: bf16 or float on CUDA, float (or
-// double, in tests) on the CPU. Sums, statistics, gradients of weights and optimizer state are A = Acc<X>.
+// have the same layer calls. `X` is the type in which weights and activations are stored. On CUDA it is bf16 or float.
+// On the CPU it is float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have
+// the type A = Acc<X>.
 #include <nvtx3/nvToolsExt.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -157,9 +157,9 @@ __device__ __forceinline__ void to_a(uint32_t (&a)[M][4], const float (&c)[M][N]
         }
 }
 
-// Rounds c, which holds rows [row, row + 16·M) of a tile, and writes those before `end`. dst is the tile's row 0. c
-// goes through the warp's own rows of `tile` in shared memory, so that lanes write 16 bytes each and whole rows
-// together.
+// c holds rows [row, row + 16·M) of a tile whose row 0 is dst. Rounds them and writes those before `end`. They pass
+// through the warp's own rows of `tile` in shared memory. So each lane writes 16 bytes, and the lanes together write
+// whole rows.
 template <int HS, int M>
 __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsigned char* tile, int row, bf16* dst,
                                            size_t token, int end) {

@@ -211,8 +211,8 @@ __device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
 // wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. It is asynchronous. Between wgmma_fence and
 // wgmma_wait the registers of D, and of A if it is in registers, belong to the tensor cores.
 //
-// Warp w of the warpgroup holds rows 16w … 16w+15 in the layout of mma.m16n8k16 (ptx_sm80.cuh). d[n][…] is the 16×8
-// tile of columns 8n … 8n+7, and a is the A fragment. So D, packed to bf16, is again an A operand.
+// Warp w of the warpgroup holds rows 16w … 16w+15 in the layout of mma.m16n8k16 (ptx_sm80.cuh). The 16×8 tile of
+// columns 8n … 8n+7 is d[n][…], and the A fragment is a. So D, packed to bf16, is again an A operand.
 
 // The descriptor of a matrix in shared memory. The matrix is rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle.
 // Eight rows make an atom of 1024 bytes, aligned to 1024. Atoms follow each other every 1024 bytes.

@@ -18,9 +18,9 @@
 // warps an SM, too few to hide the way to memory. So the TMA unit of sm_90 fetches the next row into shared memory
 // while a warp works on one. Both kernels are bound by memory. They read dout, inp and dinp, and write dinp.
 //
-// The sum of dinp is for the projection whose output the residual stream took just before this layer norm read it. dinp
-// is then the gradient of that output, and its sum over rows the projection's bias gradient. It costs no extra trip to
-// memory.
+// Just before this layer norm reads the residual stream, a projection's output was added to it. So dinp is also the
+// gradient of that output, and its sum over rows is the projection's bias gradient. Summing it here costs no extra trip
+// to memory.
 //
 // Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>

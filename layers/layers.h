@@ -78,9 +78,8 @@ void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, voi
                           const X* weight, const X* pre, size_t N, int C, int OC);
 size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC);
 
-// The bias gradient of the matmul that makes q, k and v. dqkv (N,3C) is that matmul's output gradient, projw (C,C) the
-// weight of the projection behind attention, and dprojb (C) that projection's bias gradient. Only q's part needs a sum
-// over dqkv.
+// The bias gradient of the matmul that makes q, k and v, whose output gradient is dqkv (N,3C). The projection behind
+// attention has the weight projw (C,C) and the bias gradient dprojb (C). Only q's part needs a sum over dqkv.
 //   dqkvb[0, C)    q: adds the sum of dq's rows.
 //   dqkvb[C, 2C)   k: always zero, not touched. Adding the same vector to every key shifts a row's logits equally,
 //                  which softmax ignores.
