@@ -44,7 +44,8 @@ LDLIBS    += $(NCCL_LIBS)
 endif
 endif
 
-SOURCES   := $(wildcard attention/*.cu) $(wildcard dev/reference*.cpp layers/*.cu data/*.cpp)  # what takes long first
+ROOMS     := attention attention/ring layers layers/gpu layers/sm90 layers/comm data run
+SOURCES   := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))  # what takes long first
 KERNELS   := $(filter %.cu,$(SOURCES))
 OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
@@ -78,16 +79,16 @@ build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/layers/comm.o build/layers/peer_copy.o build/dev/test_gpt2.o \
+build/train_gpt2.o build/layers/comm/comm.o build/layers/comm/peer_copy.o build/dev/test_gpt2.o \
 build/dev/dump_gradients.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
-build/dev/reference.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
+build/layers/cpu/reference.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
 build/nccl.flags: FLAGS = $(NCCLFLAGS)
-build/layers/comm.o: build/nccl.flags
-build/layers/comm.o build/archs/layers/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
+build/layers/comm/comm.o: build/nccl.flags
+build/layers/comm/comm.o build/archs/layers/comm/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
 build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
 build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
 build/%.flags: FORCE

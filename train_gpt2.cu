@@ -3,7 +3,7 @@
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
 //   ./train_gpt2cu --help                        every option
 //
-// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (dev/reference), and both
+// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (layers/cpu), and both
 // have the same layer calls. `X` is the type in which weights and activations are stored. On CUDA it is bf16 or float.
 // On the CPU it is float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have
 // the type A = Acc<X>.
@@ -29,24 +29,24 @@
 #include <thread>
 #include <vector>
 
-#include "attention/blocks.h"
-#include "data/checkpoint.h"
-#include "data/choices.h"
+#include "attention/ring/blocks.h"
 #include "data/corpus.h"
-#include "data/error.h"
 #include "data/file.h"
-#include "data/job.h"
 #include "data/loader.h"
-#include "data/log.h"
-#include "data/options.h"
 #include "data/random.h"
 #include "data/tokenizer.h"
-#include "dev/reference_comm.h"
-#include "layers/comm.h"
+#include "layers/comm/comm.h"
+#include "layers/comm/job.h"
+#include "layers/comm/reference_comm.h"
+#include "layers/gpu/error.h"
 #include "layers/layers.h"
-#include "layers/peak.h"
+#include "run/checkpoint.h"
+#include "run/choices.h"
+#include "run/log.h"
+#include "run/options.h"
+#include "run/peak.h"
 // This comes last, because it is written over both backends' block forms.
-#include "attention/ring.h"
+#include "attention/ring/ring.h"
 
 // A named stretch of the timeline for Nsight Systems (make profile). It is also a sign of life for the ranks that wait.
 struct Range {
@@ -252,7 +252,7 @@ static void for_each_piece(const std::vector<ParamRange>& share, size_t n, int r
 }
 
 // In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
-// of every sequence (attention/ring.h). Layers that work on single rows do not notice, and attention goes around the
+// of every sequence (attention/ring/ring.h). Layers that work on single rows do not notice, and attention goes around the
 // ring. A group reads the batches that a single rank would read otherwise. Gradients are summed over all ranks as
 // before.
 //

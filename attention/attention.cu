@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "attention/attention.h"
-#include "layers/layers.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The ladder, slowest first

@@ -11,11 +11,11 @@
 //
 // Each kernel comes in two forms. A layer calls the whole form. The block form runs queries of one block against keys
 // and values of another, each with its global offset. It carries its state in fp32, and lse in fp64. Chunked and ring
-// attention are made of it. Its types, Heads and BlockShape, are in layers/types.h. Flash kernels allocate nothing of
+// attention are made of it. Its types, Heads and BlockShape, are in layers/gpu/types.h. Flash kernels allocate nothing of
 // size T². The launcher throws Error for unsupported shapes.
 #pragma once
-#include "layers/cuda.h"
-#include "layers/types.h"
+#include "layers/gpu/cuda.h"
+#include "layers/gpu/types.h"
 
 struct AttentionShape {
     int B, T, NH, HS;
@@ -93,3 +93,21 @@ void attention_round(const Cuda& dev, X* dst, const float* src, size_t n);
 size_t dq_rows_bytes(const BlockShape&);
 template <class X>
 void write_dq_rows(const Cuda& dev, Heads<X> dq, const float* dq_sum, const BlockShape&);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The layer's calls: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
+
+// Writes out (B,T,C) and lse (B,NH,T). Only naive uses att, attention_saved_bytes() that it fills for backward. Needs
+// attention_scratch_bytes() of scratch, as backward does.
+template <class X>
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
+                       int T, int NH, int HS);
+
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic.
+template <class X>
+void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
+template <class X>
+size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
+template <class X>
+size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);

@@ -48,7 +48,7 @@
 #include "attention/attention.h"
 #include "attention/launch.h"
 #include "attention/merge.cuh"
-#include "attention/ptx_sm80.cuh"
+#include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"

@@ -21,8 +21,8 @@
 // Limits: any T ≥ 1. A row of HS elements is a multiple of 16 bytes. Every buffer is 16-byte aligned.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/attention.h"
-#include "layers/cublas.h"
-#include "layers/vector.cuh"
+#include "layers/gpu/cublas.h"
+#include "layers/gpu/vector.cuh"
 
 namespace {
 

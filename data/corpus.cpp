@@ -13,10 +13,10 @@
 #include <fstream>
 #include <sstream>
 
-#include "data/checkpoint.h"
-#include "data/error.h"
+#include "data/file.h"
 #include "data/grammar.h"
 #include "data/tokenizer.h"
+#include "layers/gpu/error.h"
 
 // The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early decides what happens
 // later. The tables carry that: a row of `wish` is a wish with the trouble, the advice and the end that fit it.

@@ -1,4 +1,4 @@
-// Reading files at 64-bit offsets. (Writing: AtomicFile in checkpoint.h.)
+// Reading files at 64-bit offsets, writing them whole or not at all, and their checksum.
 #pragma once
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -9,8 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <vector>
 
-#include "data/error.h"
+#include "layers/gpu/error.h"
 
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
@@ -75,3 +76,20 @@ struct InputFile {
     uint64_t size;
     int fd;
 };
+
+// Writes a file atomically. On failure it throws Error (path, what, errno in words) and leaves nothing behind. A device
+// or a pipe cannot be replaced, so it is written in place.
+class AtomicFile {
+  public:
+    explicit AtomicFile(const std::string& path);
+    ~AtomicFile();  // removes the temporary if commit() was not reached
+    void write(const void* data, size_t bytes);
+    void commit();  // flush, fsync, rename, fsync of the directory
+  private:
+    std::string path_, tmp_;
+    int fd_ = -1;
+    std::vector<char> buffer_;
+    void flush();
+};
+
+uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine

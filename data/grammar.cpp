@@ -4,8 +4,8 @@
 #include <cctype>
 #include <cmath>
 
-#include "data/error.h"
 #include "data/random.h"
+#include "layers/gpu/error.h"
 
 namespace {
 

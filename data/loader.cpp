@@ -10,7 +10,6 @@
 
 #include <climits>
 
-#include "data/checkpoint.h"
 #include "data/file.h"
 #include "data/random.h"
 #include "data/tokenizer.h"

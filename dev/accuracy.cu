@@ -1,7 +1,7 @@
 // The errors of every attention kernel against fp64, beside the errors of naive in the same precision on the same
 // inputs.
 //
-//   oracle     the formula in fp64 on the GPU (dev/oracle.cuh), checked against dev/reference's plain loops first
+//   oracle     the formula in fp64 on the GPU (dev/oracle.cuh), checked against layers/cpu's plain loops first
 //   yardstick  naive in the same precision, in fp32 without TF32. naive_tf32 is shown beside it and has no bound
 //   inputs     N(0,1), q five times as large, mean +0.5. For bf16 kernels they are rounded first, also for the oracle
 //   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error, signal-to-noise ratio
@@ -21,12 +21,12 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/blocks.h"
-#include "data/options.h"
+#include "attention/ring/blocks.h"
 #include "dev/bench.h"
 #include "dev/bounds.h"
 #include "dev/oracle.cuh"
-#include "dev/reference.h"
+#include "layers/cpu/reference.h"
+#include "run/options.h"
 
 struct Options {
     std::string kernel = "all", shapes, dtype = "all", hs = "64", inputs = "all", out;
@@ -63,7 +63,7 @@ static Options parse(int argc, char** argv) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tests the oracle against dev/reference in double, with a last block that is not whole.
+// Tests the oracle against layers/cpu in double, with a last block that is not whole.
 static void check_oracle(const Cuda& dev, int HS) {
     const AttentionShape s{1, 255, 1, HS};
     const int T = s.T;
@@ -94,7 +94,7 @@ static void check_oracle(const Cuda& dev, int HS) {
             dev.download(got.data(), oracle.results[i], got.size() * sizeof(double));
             for (size_t j = 0; j < got.size(); j++)
                 if (!(std::fabs(got[j] - want[i][j]) <= 1e-12 * std::max(1., std::fabs(want[i][j]))))
-                    throw Error(format("the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, dev/reference has %.17g",
+                    throw Error(format("the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has %.17g",
                                        T, HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
         }
     }

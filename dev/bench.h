@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "data/log.h"
 #include "data/random.h"
-#include "layers/cublas.h"
-#include "layers/cuda.h"
+#include "layers/gpu/cublas.h"
+#include "layers/gpu/cuda.h"
+#include "run/log.h"
 
 // Milliseconds, or a rate, in each protocol. NaN if not measured.
 struct Figures {

@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "data/options.h"
 #include "dev/bench.h"
 #include "dev/oracle.cuh"
+#include "run/options.h"
 
 struct Options {
     std::string kernel = "all", shapes, dtype = "all", hs = "64", out;

@@ -12,10 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "data/options.h"
 #include "dev/bench.h"
-#include "dev/reference.h"
+#include "layers/cpu/reference.h"
 #include "layers/layers.h"
+#include "run/options.h"
 
 namespace {
 

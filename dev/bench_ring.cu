@@ -15,14 +15,14 @@
 #include <string>
 #include <vector>
 
-#include "attention/blocks.h"
-#include "attention/ring.h"
-#include "data/job.h"
-#include "data/options.h"
+#include "attention/ring/blocks.h"
+#include "attention/ring/ring.h"
 #include "dev/bench.h"
 #include "dev/bounds.h"
-#include "layers/comm.h"
+#include "layers/comm/comm.h"
+#include "layers/comm/job.h"
 #include "layers/layers.h"
+#include "run/options.h"
 
 struct Options {
     int gpus = 0, tokens = 16384, heads = 12;
@@ -173,7 +173,7 @@ void validate(const Bench<Comm>& b, int NH, int HS) {
 }
 
 // Times each kind of block of a rank's passes alone, as a share of the unchunked kernel's rate. This shows what cutting
-// into blocks costs. The shapes are the ring's (attention/ring.h).
+// into blocks costs. The shapes are the ring's (attention/ring/ring.h).
 template <class Comm>
 void run_blocks(const Bench<Comm>& b) {
     const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), T = b.options.tokens, Tc = T / 2;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "layers/cublas.h"
+#include "layers/gpu/cublas.h"
 
 // A GPU whose stream is ordered with no other stream, not even the default one.
 struct OwnStream : Cuda {

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "attention/blocks.h"
-#include "dev/reference_comm.h"
+#include "attention/ring/blocks.h"
+#include "layers/comm/reference_comm.h"
 
 // The devices differ only in a thread's first call and in a copy.
 inline void use_here(const Cpu&) {

@@ -1,4 +1,4 @@
-// Attention in fp64 on the GPU. It judges long sequences, because dev/reference takes minutes where this takes
+// Attention in fp64 on the GPU. It judges long sequences, because layers/cpu takes minutes where this takes
 // milliseconds.
 //
 // It computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of query rows with all keys, and a
@@ -12,8 +12,8 @@
 #include "attention/attention.h"
 #include "dev/bench.h"
 #include "dev/bounds.h"
-#include "layers/cublas.h"
-#include "layers/vector.cuh"
+#include "layers/gpu/cublas.h"
+#include "layers/gpu/vector.cuh"
 
 // Bytes of device memory that start as NaN.
 inline DeviceMemory poisoned(const Cuda& dev, size_t bytes) {

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "data/job.h"
 #include "dev/program.h"
+#include "layers/comm/job.h"
 
 using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point t) {

@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "attention/blocks.h"
+#include "attention/ring/blocks.h"
 #include "dev/bounds.h"
-#include "dev/reference.h"
+#include "layers/cpu/reference.h"
 // These use both backends' block forms, so they come after them.
-#include "attention/chunks.h"
-#include "attention/ring.h"
+#include "attention/ring/chunks.h"
+#include "attention/ring/ring.h"
 #include "dev/local_comm.h"
 #include "dev/test.h"
 

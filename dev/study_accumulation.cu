@@ -40,17 +40,17 @@
 
 #include "attention/attention.h"
 #include "attention/launch.h"
-#include "attention/ptx_sm90.cuh"
-#include "attention/tensor_map.h"
-#include "data/options.h"
 #include "dev/bench.h"
 #include "dev/oracle.cuh"
+#include "layers/gpu/ptx_sm90.cuh"
+#include "layers/gpu/tensor_map.h"
+#include "run/options.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
 #endif
 
-__device__ inline float to_float(__half x) {  // the fp16 one beside those of layers/vector.cuh
+__device__ inline float to_float(__half x) {  // the fp16 one beside those of layers/gpu/vector.cuh
     return __half2float(x);
 }
 

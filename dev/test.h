@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "data/error.h"
+#include "layers/gpu/error.h"
 
 namespace test {
 

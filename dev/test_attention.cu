@@ -34,12 +34,12 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/blocks.h"
-#include "attention/chunks.h"
+#include "attention/ring/blocks.h"
+#include "attention/ring/chunks.h"
 #include "dev/bounds.h"
 #include "dev/late.h"
-#include "dev/reference.h"
 #include "dev/test.h"
+#include "layers/cpu/reference.h"
 #include "layers/layers.h"
 
 // The limit on naive's relative L2 error.
@@ -1286,7 +1286,7 @@ void check_layer(Attention kind) {
                           r.qkv.template as<X>(), s.B, s.T, s.NH, s.HS);
     check_result(kernel, p, r.result());
 }
-// Attention in chunks (attention/chunks.h) with the layer's kernel is as good as the unchunked call, plus one fp32
+// Attention in chunks (attention/ring/chunks.h) with the layer's kernel is as good as the unchunked call, plus one fp32
 // rounding for each merge. That holds for chunk sizes that divide T and for those that do not.
 template <class X>
 void check_chunks() {

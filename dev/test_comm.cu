@@ -4,12 +4,12 @@
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
 
-#include "attention/blocks.h"
-#include "data/checkpoint.h"
+#include "attention/ring/blocks.h"
 #include "dev/local_comm.h"
 #include "dev/ranks.h"
 #include "dev/ring_check.h"
-#include "layers/comm.h"
+#include "layers/comm/comm.h"
+#include "run/checkpoint.h"
 
 namespace {
 

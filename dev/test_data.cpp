@@ -17,14 +17,14 @@
 #include <set>
 #include <thread>
 
-#include "data/checkpoint.h"
-#include "data/choices.h"
 #include "data/file.h"
 #include "data/loader.h"
-#include "data/log.h"
-#include "data/options.h"
 #include "data/tokenizer.h"
 #include "dev/test.h"
+#include "run/checkpoint.h"
+#include "run/choices.h"
+#include "run/log.h"
+#include "run/options.h"
 
 namespace fs = std::filesystem;
 

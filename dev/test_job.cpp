@@ -13,8 +13,8 @@
 #include <sstream>
 
 #include "dev/ranks.h"
-#include "dev/reference_comm.h"
 #include "dev/test.h"
+#include "layers/comm/reference_comm.h"
 
 namespace {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "dev/late.h"
-#include "dev/reference.h"
 #include "dev/test.h"
+#include "layers/cpu/reference.h"
 #include "layers/layers.h"
 #include "layers/matmul_race.h"
 

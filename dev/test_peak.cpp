@@ -2,7 +2,7 @@
 //
 // Run: ./dev/test_peak
 #include "dev/test.h"
-#include "layers/peak.h"
+#include "run/peak.h"
 
 namespace {
 

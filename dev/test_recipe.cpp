@@ -1,8 +1,8 @@
 // Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from its default. What
 // it logs, prints, samples and saves is compared with fp64 loops of this file. They repeat the order of data,
 // accumulation, clipping, AdamW, decay, schedules, validation and sampling. Only the layers are shared with the
-// program. They are dev/reference in double, which dev/test_reference checks against finite differences.
-#include "dev/reference.h"
+// program. They are layers/cpu in double, which dev/test_reference checks against finite differences.
+#include "layers/cpu/reference.h"
 
 #include <algorithm>
 #include <array>
@@ -12,9 +12,9 @@
 #include <random>
 #include <set>
 
-#include "data/checkpoint.h"
-#include "data/choices.h"
 #include "dev/program.h"
+#include "run/checkpoint.h"
+#include "run/choices.h"
 
 namespace {
 

@@ -11,8 +11,8 @@
 #include <numeric>
 #include <random>
 
-#include "dev/reference.h"
 #include "dev/test.h"
+#include "layers/cpu/reference.h"
 
 using Vec = std::vector<double>;
 

@@ -8,9 +8,9 @@
 #include <cstring>
 #include <set>
 
-#include "data/checkpoint.h"
-#include "data/choices.h"
 #include "dev/program.h"
+#include "run/checkpoint.h"
+#include "run/choices.h"
 
 namespace {
 

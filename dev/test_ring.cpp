@@ -9,8 +9,8 @@
 #include <set>
 
 #include "dev/ranks.h"
-#include "dev/reference_comm.h"
 #include "dev/ring_check.h"
+#include "layers/comm/reference_comm.h"
 
 namespace {
 

@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""One name, one meaning in a program: what no header declares is static or in an unnamed namespace. If two files define
-a type or function of the same name, it is undefined which of them runs, and no linker reports it.
+"""What sources and objects must look like.
+
+One name, one meaning in a program: what no header declares is static or in an unnamed namespace. If two files define a
+type or function of the same name, it is undefined which of them runs, and no linker reports it. And includes form a tree
+of rooms: a reader can stop at any of them.
 
     make train_gpt2cu && python3 dev/test_symbols.py
 """
@@ -11,7 +14,21 @@ import subprocess
 from harness import Skip, main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ("attention", "layers", "data")
+# Every room of the program, and the rooms that its files may include besides it. The order makes a tree: a room stands
+# behind all that it includes.
+ROOMS = {
+    "layers/gpu": (),
+    "data": ("layers/gpu",),
+    "layers/cpu": ("layers/gpu",),
+    "layers/comm": ("layers/gpu", "layers/cpu"),
+    "layers/sm90": ("layers/gpu",),
+    "layers": ("layers/gpu", "layers/sm90", "data"),
+    "attention": ("layers/gpu",),
+    "attention/ring": ("layers/gpu", "attention"),
+    "run": ("layers/gpu", "data"),
+    ".": ("layers/gpu", "data", "layers", "layers/comm", "attention", "attention/ring", "run"),
+}
+FOLDERS = [room for room in ROOMS if room != "."]
 
 
 def without_comments(text):
@@ -71,6 +88,40 @@ def test_types_and_kernels_are_in_unnamed_namespaces():
                     wrong.append(f"{path.relative_to(ROOT)}:{number}: {line}")
     assert found > 50, found
     assert not wrong, "neither in a header nor in an unnamed namespace:\n" + "\n".join(wrong)
+
+
+def test_includes_form_a_tree():
+    wrong, found = [], 0
+    for number, room in enumerate(ROOMS):
+        assert set(ROOMS[room]) <= set(list(ROOMS)[:number]), room
+        for path in sorted((ROOT / room).iterdir()):
+            if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
+                continue
+            for included in re.findall(r'^#include "(.*)"', path.read_text(encoding="utf-8"), re.M):
+                found += 1
+                if str(pathlib.PurePath(included).parent) not in (room, *ROOMS[room]):
+                    wrong.append(f"{path.relative_to(ROOT)} includes {included}")
+    assert found > 100, found
+    assert not wrong, "\n".join(wrong)
+    rooms = {str(f.relative_to(ROOT).parent) for f in ROOT.glob("[adlr]*/**/*.cu")} - {"dev"}
+    assert rooms <= set(ROOMS), rooms
+
+
+def test_headers_do_not_include_one_another_in_a_circle():
+    files = {str(f.relative_to(ROOT)): f for room in FOLDERS for f in (ROOT / room).iterdir() if f.suffix in (".h", ".cuh")}
+    includes = {name: [i for i in re.findall(r'^#include "(.*)"', f.read_text(encoding="utf-8"), re.M) if i in files]
+                for name, f in files.items()}
+    while free := [name for name in includes if not any(i in includes for i in includes[name])]:
+        for name in free:
+            del includes[name]
+    assert not includes, includes
+
+
+def test_program_has_nothing_of_dev():
+    plan = subprocess.run(["make", "-n", "-B", "train_gpt2cu", "MAKEFLAGS="], cwd=ROOT, capture_output=True, text=True)
+    built = re.findall(r"build/(\S+)\.o", plan.stdout)
+    assert "train_gpt2" in built and len(built) > 40, plan.stdout[-500:] + plan.stderr
+    assert not [name for name in built if name.startswith("dev/")], built
 
 
 if __name__ == "__main__":

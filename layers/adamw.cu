@@ -20,8 +20,8 @@
 #include <cmath>
 
 #include "data/random.h"
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
-#include "layers/vector.cuh"
 
 namespace {
 

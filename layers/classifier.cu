@@ -21,9 +21,9 @@
 #include <algorithm>
 #include <cfloat>
 
-#include "attention/ptx_sm90.cuh"
+#include "layers/gpu/ptx_sm90.cuh"
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
-#include "layers/vector.cuh"
 
 namespace {
 

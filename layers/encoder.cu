@@ -23,8 +23,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
-#include "layers/vector.cuh"
 
 namespace {
 

@@ -11,10 +11,10 @@
 // it.
 //
 // Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
-#include "layers/gelu.cuh"
+#include "layers/gpu/gelu.cuh"
+#include "layers/gpu/partials.cuh"
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
-#include "layers/partials.cuh"
-#include "layers/vector.cuh"
 
 namespace {
 

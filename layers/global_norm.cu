@@ -8,8 +8,8 @@
 // by memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
-#include "layers/vector.cuh"
 
 namespace {
 

@@ -25,10 +25,10 @@
 // Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>
 
-#include "attention/ptx_sm90.cuh"
+#include "layers/gpu/partials.cuh"
+#include "layers/gpu/ptx_sm90.cuh"
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
-#include "layers/partials.cuh"
-#include "layers/vector.cuh"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// The backend seam, CUDA side. Every layer is one call. dev/reference.h has the same list for the CPU, and the trainer
+// The backend seam, CUDA side. Every layer is one call. layers/cpu/reference.h has the same list for the CPU, and the trainer
 // is written once over both. All pointers are device memory, all tensors row-major and contiguous, all launches go to
 // dev.stream. "Writes" means every element, whatever was there before. "Adds into" means that the caller cleared it.
 //
@@ -6,8 +6,8 @@
 // fastest), NH heads, HS = C/NH head size. X is float or bf16. Statistics, losses and weight gradients are fp32.
 // Errors (a failed CUDA or cuBLAS call, an unsupported shape) throw Error with file, line and what was attempted.
 #pragma once
-#include "layers/cuda.h"
-#include "layers/types.h"
+#include "layers/gpu/cuda.h"
+#include "layers/gpu/types.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Encoder (encoder.cu): out = wte[token] + wpe[position of t]
@@ -103,24 +103,6 @@ template <class X>
 void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scratch, const X* inp, const X* dout,
                    size_t N, int C);
 size_t gelu_scratch_bytes(const Cuda& dev, int C);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Attention (attention/): softmax(scale·QKᵀ)V, causal, scale = 1/√HS. The contract is in attention/attention.h.
-
-// Writes out (B,T,C) and lse (B,NH,T). Only naive uses att, attention_saved_bytes() that it fills for backward. Needs
-// attention_scratch_bytes() of scratch, as backward does.
-template <class X>
-void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
-                       int T, int NH, int HS);
-
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic.
-template <class X>
-void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
-template <class X>
-size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
-template <class X>
-size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Classifier (classifier.cu): softmax cross-entropy over logits

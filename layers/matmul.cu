@@ -21,12 +21,12 @@
 #include <map>
 #include <tuple>
 
-#include "layers/cublas.h"
+#include "layers/gpu/cublas.h"
+#include "layers/gpu/partials.cuh"
+#include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
 #include "layers/matmul_race.h"
-#include "layers/matmul_sm90.h"
-#include "layers/partials.cuh"
-#include "layers/vector.cuh"
+#include "layers/sm90/matmul_sm90.h"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include <functional>
 #include <vector>
 
-#include "layers/cuda.h"
+#include "layers/gpu/cuda.h"
 
 enum class Epilogue { none, bias, gelu };
 

@@ -6,7 +6,7 @@
 set -e
 cd "$(dirname "$0")/.."
 sum() {  # of all that is compiled or run here; what is measured and written does not change what is measured
-    find Makefile train_gpt2.cu attention data dev layers scripts \( -path data/cache -o -path dev/results \) -prune -o \
+    find Makefile train_gpt2.cu attention data dev layers run scripts \( -path data/cache -o -path dev/results \) -prune -o \
         -type f -print | grep -E '(\.(cu|cuh|cpp|h|py|sh|txt)|Makefile)$' | LC_ALL=C sort |
         xargs sha256sum | sha256sum | cut -c 1-16
 }

@@ -1,0 +1,103 @@
+#include "data/file.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each step is a bijection
+// of the lane for a given word, and of the word for a given lane. Any change of one word therefore changes the result.
+// The two multiplications spread even the top bit of a word over many bits, so that a second small error does not
+// cancel it.
+
+uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
+    const auto step = [](uint64_t lane, uint64_t word) {
+        lane += word * 0x9E3779B97F4A7C15u;  // odd
+        lane = lane << 31 | lane >> 33;
+        return lane * 0xD6E8FEB86659FD93u;  // odd
+    };
+    const char* p = static_cast<const char*>(data);
+    const auto word_at = [&](size_t offset) {
+        uint64_t word = 0;
+        std::memcpy(&word, p + offset, std::min<size_t>(8, bytes - offset));  // the last one is filled up with zeros
+        return word;
+    };
+    uint64_t lanes[4];
+    for (uint64_t i = 0; i < 4; i++) lanes[i] = step(seed + i, bytes);
+    size_t offset = 0;
+    for (; bytes - offset >= 32; offset += 32) {
+        uint64_t words[4];
+        std::memcpy(words, p + offset, 32);
+        for (int i = 0; i < 4; i++) lanes[i] = step(lanes[i], words[i]);
+    }
+    for (int i = 0; offset < bytes; offset += 8, i++) lanes[i] = step(lanes[i], word_at(offset));
+    uint64_t hash = seed;
+    for (uint64_t lane : lanes) {
+        hash = step(hash, lane);
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AtomicFile
+
+static constexpr size_t kBufferBytes = 1 << 20;
+
+AtomicFile::AtomicFile(const std::string& path) : path_(path) {
+    // A device or a pipe cannot be replaced. It is written in place without a temporary.
+    struct stat info;
+    const bool in_place = stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode);
+    if (!in_place) tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
+    fd_ = open((in_place ? path_ : tmp_).c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd_ < 0) throw file_error(path_, "create", errno);
+    buffer_.reserve(kBufferBytes);
+}
+
+AtomicFile::~AtomicFile() {
+    if (fd_ < 0) return;
+    close(fd_);
+    if (!tmp_.empty()) unlink(tmp_.c_str());
+}
+
+static void write_fully(int fd, const char* data, size_t bytes, const std::string& path) {
+    while (bytes) {
+        const ssize_t n = ::write(fd, data, bytes);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) throw file_error(path, "write", errno);
+        data += n, bytes -= static_cast<size_t>(n);
+    }
+}
+
+void AtomicFile::flush() {
+    write_fully(fd_, buffer_.data(), buffer_.size(), path_);
+    buffer_.clear();
+}
+
+void AtomicFile::write(const void* data, size_t bytes) {
+    const char* p = static_cast<const char*>(data);
+    if (buffer_.size() + bytes > kBufferBytes) flush();
+    if (bytes > kBufferBytes)
+        write_fully(fd_, p, bytes, path_);  // large blocks are not worth a copy
+    else
+        buffer_.insert(buffer_.end(), p, p + bytes);
+}
+
+void AtomicFile::commit() {
+    flush();
+    if (tmp_.empty()) {
+        const int fd = fd_;
+        fd_ = -1;
+        if (close(fd)) throw file_error(path_, "write", errno);
+        return;
+    }
+    // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole file
+    // is there.
+    if (fsync(fd_)) throw file_error(path_, "write", errno);
+    if (rename(tmp_.c_str(), path_.c_str())) throw file_error(path_, "rename the finished file to", errno);
+    close(fd_);
+    fd_ = -1;
+    const size_t slash = path_.rfind('/');
+    const std::string dir = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+    const int dir_fd = open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir_fd < 0) throw file_error(dir, "open", errno);
+    const int error = fsync(dir_fd) ? errno : 0;
+    close(dir_fd);
+    if (error && error != EINVAL) throw file_error(dir, "sync", error);  // EINVAL: the file system has nothing to sync
+}

@@ -1,0 +1,126 @@
+// The processes of one job, one per rank. This file lets them meet, agree and exchange bytes on the host, and ends all
+// of them when one dies or hangs.
+//
+// Meeting: rank 0 listens at MASTER_ADDR:MASTER_PORT, the others connect, and each says which job it means. No file is
+// used that could be stale. Once all ranks are there nobody listens any more, so a running job cannot be joined. From
+// then on every two ranks have their own connection for exchange().
+//
+// Watching: a thread of each rank sends a beat every second to rank 0, and rank 0's thread sends one to all. A
+// connection that closes without goodbye is a death, noticed at once. A rank that is silent for 20 s counts as stopped.
+// A rank hangs if it shows no progress for as long as expect_progress() said while it is not waiting for others on the
+// host. Rank 0 then prints who it was and tells the others. All leave by _exit, whatever their main threads wait for.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "layers/gpu/error.h"
+
+// Who this process is, according to its launcher.
+struct Place {
+    int rank = 0, size = 1;
+    int local_rank = -1;  // among the ranks of this machine, or -1 to count them
+    std::string address;  // where rank 0 listens
+    int port = 0;
+    std::string job;     // the launcher's name for the job; rank 0 refuses a rank with another name
+    int listen_fd = -1;  // rank 0 only: a socket that listens at `port` already
+};
+// Reads the variables of torchrun, Open MPI, MPICH or Slurm. Without any the size is 1. Throws UsageError if they make
+// no sense.
+Place place_from_environment();
+
+// How long a rank waits for others, in seconds.
+struct Patience {
+    double meet = 60;     // until all ranks have come
+    double silence = 20;  // without a beat
+};
+
+// What to send to a rank and to receive from it.
+struct Transfer {
+    int peer;
+    const void* send;
+    size_t send_bytes;
+    void* recv;
+    size_t recv_bytes;
+};
+
+class Job {
+  public:
+    Job();  // a job of one rank, where every call returns at once
+    // Meets the others. Throws Error if the port is busy, a rank did not come, a stranger answers or sizes differ.
+    explicit Job(const Place& place, const Patience& patience = {});
+    ~Job();
+    Job(const Job&) = delete;
+    Job& operator=(const Job&) = delete;
+
+    int rank = 0, size = 1;
+    int local_rank = 0, local_size = 1;  // among the ranks of this machine
+
+    // Runs all transfers at once, at most one for each peer, and returns when all are done. Every rank must make the
+    // matching call.
+    void exchange(const std::vector<Transfer>& transfers);
+
+    // Collectives on the host for small data. Every rank calls them in the same order.
+    std::vector<std::string> all_gather(const std::string& mine);
+    template <class T>
+    std::vector<T> all_gather(const T& mine) {
+        static_assert(std::is_trivially_copyable_v<T>);
+        std::vector<T> all(size, mine);
+        gather_bytes(all.data(), sizeof(T));
+        return all;
+    }
+    template <class T>
+    void broadcast(T* data, size_t count) {  // from rank 0
+        broadcast_bytes(data, count * sizeof(T));
+    }
+    void sum(std::vector<double>& x);  // sums the ranks' x in the order of ranks
+    void barrier() { all_gather(0); }
+
+    // Throws Error on every rank if a field of one rank differs from rank 0's. The message names the field and who has
+    // what.
+    void agree(const std::vector<std::pair<std::string, std::string>>& fields);
+
+    // From here on the main thread must call progress()++ at least once in this many seconds. 0 ends that duty.
+    void expect_progress(double seconds) {
+        began_ = progress().load();
+        expected_ = seconds;
+    }
+    static std::atomic<uint64_t>& progress();
+    // The watching thread calls `check` every second. It returns what is wrong, or "".
+    void also_watch(std::function<std::string()> check);
+
+    // Runs `body`. If it throws, the whole job ends with that message. Nothing outside `body` is unwound, because
+    // destructors there might wait for ranks that are gone. In a job of one rank the exception passes through.
+    template <class F>
+    auto guard(F body) {
+        try {
+            return body();
+        } catch (const UsageError& e) {
+            if (size > 1) fail(e.what(), 2);
+            throw;
+        } catch (const std::exception& e) {
+            if (size > 1) fail(e.what(), 1);
+            throw;
+        }
+    }
+    [[noreturn]] void fail(const std::string& what, int code);
+    void leave();  // ends a job that went well: waits for all ranks, then stops watching
+
+  private:
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
+    std::atomic<double> expected_{0};
+    std::atomic<uint64_t> began_{0};  // progress() when expect_progress() was called
+    void gather_bytes(void* all, size_t bytes);
+    void broadcast_bytes(void* data, size_t bytes);
+};
+
+// --gpus N: runs this program N times on this machine, as the ranks of one job. Forwards SIGINT and SIGTERM. When a
+// rank fails the others have five seconds to end. Returns 0 if all ended well. Otherwise it returns the exit code of
+// the first rank that a signal killed, or if there is none, of the first that failed.
+int launch_ranks(int count, char** argv);

@@ -1,0 +1,673 @@
+// Every layer as plain loops: the specification of the kernels, their fp64 oracle, and the trainer without a GPU.
+//
+// Each function is its formula. Three conventions hold throughout:
+//   - A parallel loop runs over outputs. One thread does all of an output's sum in a fixed order, so results do not
+//     depend on the number of threads. Sums over rows (weight gradients) run in parallel over slices of columns.
+//   - Sums are kept in A = Acc<X>, here X itself. Only the reductions, over millions of terms, use double.
+//   - `omp simd reduction` gives a sum one part per vector lane, which C++ alone forbids. The order is fixed.
+// The exception to plainness is add_product, the matrix product, which has to be fast.
+#include "layers/cpu/reference.h"
+
+#include <omp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "layers/gpu/error.h"
+
+// glibc has exp for whole vectors, and g++ uses it in simd loops because of these declarations. Its last bit may differ
+// from the scalar exp of a loop's remainder. So the parallel loops run over blocks of a fixed size, whatever the number
+// of threads.
+#if defined(__GLIBC__) && defined(__x86_64__)
+extern "C" __attribute__((simd("notinbranch"))) float expf(float) noexcept;
+extern "C" __attribute__((simd("notinbranch"))) double exp(double) noexcept;
+#endif
+
+constexpr size_t kBlock = 1024;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The device
+
+Cpu::Cpu(int threads) {
+    if (threads <= 0) threads = omp_get_num_procs();
+    omp_set_num_threads(threads);
+    name = format("CPU, %d thread%s", threads, threads == 1 ? "" : "s");
+    total_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+}
+
+void* Cpu::alloc(size_t bytes) const {
+    void* p = nullptr;
+    if (posix_memalign(&p, 64, bytes) != 0)
+        throw Error(
+            format("out of memory: cannot allocate %zu bytes on a machine with %zu; use a smaller batch or model",
+                   bytes, total_bytes));
+    return p;
+}
+void Cpu::free(void* p) const {
+    std::free(p);
+}
+void Cpu::zero(void* p, size_t bytes) const {
+    std::memset(p, 0, bytes);
+}
+void Cpu::upload(void* dst, const void* host, size_t bytes) const {
+    std::memcpy(dst, host, bytes);
+}
+void Cpu::download(void* host, const void* src, size_t bytes) const {
+    std::memcpy(host, src, bytes);
+}
+
+// In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and enough to vectorise.
+constexpr int kSlice = 64;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Encoder: out[b,t] = wte[token[b,t]] + wpe[position of t]
+
+template <class X>
+void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                     const Positions& positions) {
+#pragma omp parallel for
+    for (size_t n = 0; n < size_t(B) * T; n++) {
+        const X* token = wte + size_t(tokens[n]) * C;
+        const X* position = wpe + size_t(positions.of(n % T)) * C;
+        for (int c = 0; c < C; c++) out[n * C + c] = token[c] + position[c];
+    }
+}
+
+template <class X>
+void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* dout, const int* tokens, int B, int T,
+                      int C, const Positions& positions) {
+#pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kSlice)
+        for (size_t n = 0; n < size_t(B) * T; n++) {
+            Acc<X>* dtoken = dwte + size_t(tokens[n]) * C;
+            Acc<X>* dposition = dwpe + size_t(positions.of(n % T)) * C;
+            for (int c = c0; c < std::min(c0 + kSlice, C); c++) {
+                dtoken[c] += dout[n * C + c];
+                dposition[c] += dout[n * C + c];
+            }
+        }
+}
+
+void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) {
+    std::copy(tokens, tokens + N, plan);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Layer norm (Ba, Kiros & Hinton 2016): x̂ = (x − mean)·rstd, rstd = 1/√(variance + eps); out = weight·x̂ + bias
+//
+// Backward, with dx̂ = weight·dout and avg the mean over the row:
+//   dx = rstd·(dx̂ − avg(dx̂) − x̂·avg(dx̂·x̂));  dweight = Σ_n dout·x̂;  dbias = Σ_n dout
+
+template <class X>
+void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp, const X* weight, const X* bias,
+                       size_t N, int C) {
+    using A = Acc<X>;
+    constexpr A eps = A(1e-5);
+#pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        const X* x = inp + n * C;
+        A sum = 0, squares = 0;  // two passes, because E[x²] − E[x]² would cancel
+#pragma omp simd reduction(+ : sum)
+        for (int c = 0; c < C; c++) sum += x[c];
+        const A mu = sum / C;
+#pragma omp simd reduction(+ : squares)
+        for (int c = 0; c < C; c++) squares += (x[c] - mu) * (x[c] - mu);
+        const A r = 1 / std::sqrt(squares / C + eps);
+        for (int c = 0; c < C; c++) out[n * C + c] = weight[c] * ((x[c] - mu) * r) + bias[c];
+        mean[n] = mu;
+        rstd[n] = r;
+    }
+}
+
+template <class X>
+void residual_layernorm_forward(const Cpu& dev, X* residual, X* out, Acc<X>* mean, Acc<X>* rstd, const X* a, const X* b,
+                                const X* weight, const X* bias, size_t N, int C) {
+#pragma omp parallel for
+    for (size_t i = 0; i < N * C; i++) residual[i] = a[i] + b[i];
+    layernorm_forward(dev, out, mean, rstd, residual, weight, bias, N, C);
+}
+
+// sum (C) += Σ_rows x (N,C)
+template <class X>
+static void add_rows(Acc<X>* sum, const X* x, size_t N, int C) {
+#pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kSlice) {
+        const int width = std::min(kSlice, C - c0);
+        Acc<X> slice[kSlice] = {};
+        for (size_t n = 0; n < N; n++)
+            for (int c = 0; c < width; c++) slice[c] += x[n * C + c0 + c];
+        for (int c = 0; c < width; c++) sum[c0 + c] += slice[c];
+    }
+}
+
+template <class X>
+void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void*, const X* dout,
+                        const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C) {
+    using A = Acc<X>;
+#pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        const X *x = inp + n * C, *dy = dout + n * C;
+        const A mu = mean[n], r = rstd[n];
+        A avg = 0, avg_x = 0;  // of dx̂ and of dx̂·x̂
+#pragma omp simd reduction(+ : avg, avg_x)
+        for (int c = 0; c < C; c++) {
+            avg += weight[c] * dy[c];
+            avg_x += weight[c] * dy[c] * ((x[c] - mu) * r);
+        }
+        avg /= C;
+        avg_x /= C;
+        for (int c = 0; c < C; c++) dinp[n * C + c] += r * (weight[c] * dy[c] - avg - (x[c] - mu) * r * avg_x);
+    }
+#pragma omp parallel for
+    for (int c0 = 0; c0 < C; c0 += kSlice) {
+        const int width = std::min(kSlice, C - c0);
+        A dw[kSlice] = {}, db[kSlice] = {};
+        for (size_t n = 0; n < N; n++)
+            for (int c = 0; c < width; c++) {
+                const A dy = dout[n * C + c0 + c];
+                dw[c] += dy * ((inp[n * C + c0 + c] - mean[n]) * rstd[n]);
+                db[c] += dy;
+            }
+        for (int c = 0; c < width; c++) dweight[c0 + c] += dw[c];
+        for (int c = 0; c < width; c++) dbias[c0 + c] += db[c];
+    }
+    if (dinp_sum) add_rows(dinp_sum, dinp, N, C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Matmul: out = inp·weightᵀ + bias;  dinp = dout·weight, dweight = doutᵀ·inp
+
+// A matrix read through strides: element (i, j) is p[i·row + j·col]. Transposing swaps the strides.
+namespace {
+template <class X>
+struct Matrix {
+    const X* p;
+    size_t row, col;
+};
+}  // namespace
+
+// Copies m's first `depth` rows, `width` columns wide, into a contiguous strip. Its rows have W ≥ width elements and
+// end in zeros.
+template <size_t W, class Row, class X>
+static void pack(Row* strip, Matrix<X> m, size_t depth, size_t width) {
+    for (size_t k = 0; k < depth; k++)
+        for (size_t w = 0; w < W; w++) strip[k][w] = w < width ? m.p[k * m.row + w * m.col] : X(0);
+}
+
+// c += a·b for c (M,N) row-major, a (M,K), b (K,N). All three products of the layer are this one with different
+// strides.
+//
+// The innermost loop keeps Mr × Nr sums of c in vector registers. For each k it adds the outer product of Mr scalars of
+// a and one cache line of b. The compiler splits that line into as many registers as the instruction set needs, so the
+// sums take 6 registers of AVX-512 or 12 of AVX's 16. The loop reads packed strips of a and b, Kc deep. A strip of b
+// (16 KiB) stays in L1 while Mc rows of a go by. These rows are packed once for all of b's Nc columns.
+template <class X>
+static void add_product(X* c, Matrix<X> a, Matrix<X> b, size_t M, size_t N, size_t K) {
+    constexpr size_t Mr = 6, Nr = 64 / sizeof(X), Mc = 4 * Mr, Nc = 128 * Nr, Kc = 256;
+    struct AStrip {
+        X at[Kc][Mr];
+    };
+    struct alignas(64) BStrip {
+        X at[Kc][Nr];
+    };
+    std::vector<BStrip> b_strips((std::min(N, Nc) + Nr - 1) / Nr);
+    for (size_t j0 = 0; j0 < N; j0 += Nc)
+        for (size_t k0 = 0; k0 < K; k0 += Kc) {
+            const size_t j1 = std::min(j0 + Nc, N), depth = std::min(Kc, K - k0);
+#pragma omp parallel for
+            for (size_t j = j0; j < j1; j += Nr)
+                pack<Nr>(b_strips[(j - j0) / Nr].at, Matrix<X>{b.p + k0 * b.row + j * b.col, b.row, b.col}, depth,
+                         std::min(Nr, N - j));
+#pragma omp parallel for
+            for (size_t i0 = 0; i0 < M; i0 += Mc) {
+                const size_t i1 = std::min(i0 + Mc, M);
+                AStrip a_strips[Mc / Mr];
+                for (size_t i = i0; i < i1; i += Mr)
+                    pack<Mr>(a_strips[(i - i0) / Mr].at, Matrix<X>{a.p + i * a.row + k0 * a.col, a.col, a.row}, depth,
+                             std::min(Mr, M - i));
+                for (size_t j = j0; j < j1; j += Nr)
+                    for (size_t i = i0; i < i1; i += Mr) {
+                        const AStrip& a_strip = a_strips[(i - i0) / Mr];
+                        const BStrip& b_strip = b_strips[(j - j0) / Nr];
+                        X sums[Mr][Nr] = {};
+                        for (size_t k = 0; k < depth; k++)
+                            for (size_t r = 0; r < Mr; r++)
+#pragma omp simd
+                                for (size_t w = 0; w < Nr; w++) sums[r][w] += a_strip.at[k][r] * b_strip.at[k][w];
+                        X tile[Mr][Nr];  // a copy, because indexing by variables would force `sums` out of registers
+                        std::memcpy(tile, sums, sizeof sums);
+                        for (size_t r = 0; r < std::min(Mr, M - i); r++)
+                            for (size_t w = 0; w < std::min(Nr, N - j); w++) c[(i + r) * N + j + w] += tile[r][w];
+                    }
+            }
+        }
+}
+
+template <class X>
+void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
+#pragma omp parallel for
+    for (size_t n = 0; n < N; n++)
+        for (int o = 0; o < OC; o++) out[n * OC + o] = bias ? bias[o] : X(0);
+    add_product<X>(out, {inp, size_t(C), 1}, {weight, 1, size_t(C)}, N, OC, C);
+}
+
+template <class X>
+void matmul_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
+                     int C, int OC, bool accumulate) {
+    if (dweight && !accumulate) dev.zero(dweight, size_t(OC) * C * sizeof(Acc<X>));
+    if (dweight) add_product<X>(dweight, {dout, 1, size_t(OC)}, {inp, size_t(C), 1}, OC, C, N);
+    if (dinp) {
+        dev.zero(dinp, N * C * sizeof(X));
+        add_product<X>(dinp, {dout, size_t(OC), 1}, {weight, size_t(C), 1}, N, C, OC);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GELU, the tanh form of GPT-2 (Hendrycks & Gimpel 2016): ½x(1 + tanh u) with u = √(2/π)·(x + 0.044715 x³)
+//
+// ½(1 + tanh u) = σ(2u) = 1/(1 + e^{−2u}): one exponential, and no cancellation for large negative x. With s = σ(2u):
+//   out = x·s;  dinp = dout·(s + x·s(1 − s)·2u')
+
+template <class A>
+static A two_u(A x) {
+    const A root = std::sqrt(A(8) / A(M_PI));  // 2·√(2/π)
+    return root * (x + A(0.044715) * x * x * x);
+}
+template <class A>
+static A two_du(A x) {
+    const A root = std::sqrt(A(8) / A(M_PI));
+    return root * (1 + 3 * A(0.044715) * x * x);
+}
+
+template <class X>
+void gelu_forward(const Cpu&, X* out, const X* inp, size_t n) {
+#pragma omp parallel for
+    for (size_t i0 = 0; i0 < n; i0 += kBlock)
+#pragma omp simd
+        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++) out[i] = inp[i] / (1 + std::exp(-two_u(inp[i])));
+}
+
+template <class X>
+void gelu_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, const X* inp, const X* dout, size_t N,
+                   int C) {
+    const size_t n = N * C;
+    if (out) gelu_forward(dev, out, inp, n);
+#pragma omp parallel for
+    for (size_t i0 = 0; i0 < n; i0 += kBlock)
+#pragma omp simd
+        for (size_t i = i0; i < std::min(i0 + kBlock, n); i++) {
+            const X x = inp[i], s = 1 / (1 + std::exp(-two_u(x)));
+            dinp[i] = dout[i] * (s + x * s * (1 - s) * two_du(x));
+        }
+    add_rows(dinp_sum, dinp, N, C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention, one row (query) at a time: s = scale·Kq over the keys the query sees, lse = log Σ exp s, p = exp(s − lse),
+// out = Vᵀp
+//
+// Backward (Dao et al. 2022, appendix B.4) takes p from the kept lse, and D = do·o:
+//   dv_j += p_j do;   dp_j = do·v_j;   ds_j = p_j (dp_j − D);   dq += scale·ds_j k_j;   dk_j += scale·ds_j q
+// D replaces the sum Σ_j p_j dp_j in the softmax's derivative: Σ_j p_j (do·v_j) = do·Σ_j p_j v_j = do·o.
+
+template <class X>
+static X dot(const X* a, const X* b, int n) {
+    X sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+// y += alpha·x
+template <class X>
+static void axpy(X* y, X alpha, const X* x, int n) {
+#pragma omp simd
+    for (int i = 0; i < n; i++) y[i] += alpha * x[i];
+}
+
+// Turns a row of S into exp(S − max). max and sum start as −∞ and 0.
+template <class A>
+static void exponentials(A* s, int n, A& max, A& sum) {
+    A m = max, l = sum;
+#pragma omp simd reduction(max : m)
+    for (int j = 0; j < n; j++) m = std::max(m, s[j]);
+#pragma omp simd
+    for (int j = 0; j < n; j++) s[j] = std::exp(s[j] - m);
+#pragma omp simd reduction(+ : l)
+    for (int j = 0; j < n; j++) l += s[j];
+    max = m, sum = l;
+}
+
+constexpr int kMaxHeadSize = 256;
+static void check_head_size(int HS) {
+    if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+}
+
+// Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays in registers.
+template <class F>
+static void with_head_size(int HS, F f) {
+    check_head_size(HS);
+    if (HS == 32)
+        f(std::integral_constant<int, 32>{});
+    else if (HS == 64)
+        f(std::integral_constant<int, 64>{});
+    else
+        f(HS);
+}
+
+template <class X>
+void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
+                       Acc<X> scale) {
+    const size_t C = size_t(NH) * HS, token = 3 * C;  // the rows of a head's q, k or v lie 3C apart
+    with_head_size(HS, [=](auto HS) {
+#pragma omp parallel for collapse(2)
+        for (int b = 0; b < B; b++)
+            for (int h = 0; h < NH; h++) {
+                const X *q = qkv + b * T * token + h * HS, *k = q + C, *v = k + C;
+                std::vector<X> p(T);
+                for (int i = 0; i < T; i++) {
+                    const int keys = causal ? i + 1 : T;
+                    X max = -std::numeric_limits<X>::infinity(), sum = 0, o[kMaxHeadSize] = {};
+                    for (int j = 0; j < keys; j++) p[j] = scale * dot(q + i * token, k + j * token, HS);
+                    exponentials(p.data(), keys, max, sum);
+                    for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v + j * token, HS);
+                    for (int d = 0; d < HS; d++) out[(size_t(b) * T + i) * C + h * HS + d] = o[d] / sum;
+                    lse[(size_t(b) * NH + h) * T + i] = max + std::log(sum);
+                }
+            }
+    });
+}
+
+template <class X>
+void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
+                        int NH, int HS, bool causal, Acc<X> scale) {
+    const size_t C = size_t(NH) * HS, token = 3 * C;
+    with_head_size(HS, [=](auto HS) {
+#pragma omp parallel for collapse(2)
+        for (int b = 0; b < B; b++)
+            for (int h = 0; h < NH; h++) {  // every query adds to dk and dv, so one thread has the whole head
+                const X *q = qkv + b * T * token + h * HS, *k = q + C, *v = k + C;
+                X *dq = dqkv + b * T * token + h * HS, *dk = dq + C, *dv = dk + C;
+                for (int j = 0; j < T; j++) std::fill_n(dk + j * token, HS, X(0));
+                for (int j = 0; j < T; j++) std::fill_n(dv + j * token, HS, X(0));
+                std::vector<X> p(T), ds(T);
+                for (int i = 0; i < T; i++) {
+                    const int keys = causal ? i + 1 : T;
+                    const size_t row = (size_t(b) * T + i) * C + h * HS;
+                    const X *q_i = q + i * token, *do_i = dout + row;
+                    const X L = lse[(size_t(b) * NH + h) * T + i], D = dot(do_i, out + row, HS);
+                    for (int j = 0; j < keys; j++) p[j] = scale * dot(q_i, k + j * token, HS) - L;
+#pragma omp simd
+                    for (int j = 0; j < keys; j++) p[j] = std::exp(p[j]);
+                    for (int j = 0; j < keys; j++) ds[j] = p[j] * (dot(do_i, v + j * token, HS) - D);
+                    X dq_i[kMaxHeadSize] = {};
+                    for (int j = 0; j < keys; j++) {
+                        axpy<X>(dq_i, scale * ds[j], k + j * token, HS);
+                        axpy<X>(dk + j * token, scale * ds[j], q_i, HS);
+                        axpy<X>(dv + j * token, p[j], do_i, HS);
+                    }
+                    std::copy_n(dq_i, HS, dq + i * token);
+                }
+            }
+    });
+}
+
+template <class X>
+void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, void*, const X* qkv, int B, int T, int NH,
+                       int HS) {
+    attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(Acc<X>(HS)));
+}
+template <class X>
+void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
+                        const X*, const X* qkv, int B, int T, int NH, int HS) {
+    attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(Acc<X>(HS)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The block form of attention. A query has seen two sets of keys, with outputs o, o_b and L, L_b = log Σ exp S over
+// each. They merge as
+//   σ = 1/(1 + exp(L − L_b));  o ← o − σ(o − o_b);  L ← log(exp L + exp L_b)
+// This is exact for any L and L_b. If one set is negligible, σ is 0 or 1. An empty set (L = −∞) has no weight.
+
+template <class A>
+void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
+    constexpr double nothing = -std::numeric_limits<double>::infinity();
+    if (lse_b == nothing) return;
+    if (*lse == nothing) {
+        std::copy_n(o_b, HS, o);
+        *lse = lse_b;
+        return;
+    }
+    const A weight = static_cast<A>(1 / (1 + std::exp(*lse - lse_b)));
+    for (int d = 0; d < HS; d++) o[d] -= weight * (o[d] - o_b[d]);
+    *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
+}
+
+// How many of the block's keys its query i sees. They are the first ones.
+static int keys_seen(const BlockShape& s, int i) {
+    if (!s.causal) return s.Tk;
+    return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
+}
+
+template <class X>
+void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                             Heads<const X> v, const BlockShape& s) {
+    using A = Acc<X>;
+    check_head_size(s.HS);
+    const A scale = s.resolved_scale();
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++) {
+            std::vector<A> p(s.Tk);
+            for (int i = 0; i < s.Tq; i++) {
+                const int keys = keys_seen(s, i);
+                if (keys == 0) continue;
+                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
+                A max = -std::numeric_limits<A>::infinity(), sum = 0, o[kMaxHeadSize] = {};
+                for (int j = 0; j < keys; j++)
+                    p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
+                exponentials(p.data(), keys, max, sum);
+                for (int j = 0; j < keys; j++)
+                    axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
+                for (int d = 0; d < s.HS; d++) o[d] /= sum;
+                attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
+                                lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o,
+                                double(max) + std::log(double(sum)), s.HS);
+            }
+        }
+}
+
+template <class X>
+void attention_backward_block(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q,
+                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
+                              const Acc<X>* D, const BlockShape& s) {
+    using A = Acc<X>;
+    const A scale = s.resolved_scale();
+    if (s.write_dkv)
+        for (A* x : {dk, dv})
+            for (int b = 0; b < s.B; b++)
+                std::fill_n(x + size_t(b) * s.rows_of_k() * s.NH * s.HS, size_t(s.Tk) * s.NH * s.HS, A(0));
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
+            for (int i = 0; i < s.Tq; i++) {
+                const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
+                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
+                const X* do_i = dout.ptr + b * dout.batch + i * dout.token + h * s.HS;
+                const int keys = keys_seen(s, i);
+                for (int j = 0; j < keys; j++) {
+                    const X* k_j = k.ptr + b * k.batch + j * k.token + h * s.HS;
+                    const X* v_j = v.ptr + b * v.batch + j * v.token + h * s.HS;
+                    const size_t key = ((size_t(b) * s.rows_of_k() + j) * s.NH + h) * s.HS;
+                    const A p = std::exp(scale * dot(q_i, k_j, s.HS) - lse[row]);
+                    const A ds = scale * p * (dot(do_i, v_j, s.HS) - D[row]);
+                    axpy<X>(dq_sum + ((size_t(b) * s.rows_of_q() + s.q_begin + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
+                    axpy<X>(dk + key, ds, q_i, s.HS);
+                    axpy<X>(dv + key, p, do_i, s.HS);
+                }
+            }
+}
+
+template <class X>
+void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const BlockShape& s) {
+    const size_t C = size_t(s.NH) * s.HS, rows = s.rows_of_q();
+    for (int b = 0; b < s.B; b++) copy_rows(cpu, dq.ptr + b * dq.batch, dq.token, dq_sum + b * rows * C, C, C, rows);
+}
+
+template <class A>
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape& s) {
+    const size_t rows = size_t(s.B) * s.rows_of_q() * s.NH;
+    if (o_acc) std::fill_n(o_acc, rows * s.HS, A(0));
+    std::fill_n(lse, rows, -std::numeric_limits<double>::infinity());
+}
+
+template <class X>
+void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
+    for (size_t row = 0; row < size_t(B) * T * NH; row++) {
+        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
+        D[(b * NH + h) * T + t] = dot(dout + row * HS, out + row * HS, HS);
+    }
+}
+
+template <class Y, class X>
+void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = static_cast<Y>(src[r * src_stride + i]);
+}
+
+template <class A>
+void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] += src[r * src_stride + i];
+}
+
+template <class Y, class A>
+void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows) {
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = a[r * src_stride + i] + b[r * src_stride + i];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Classifier: loss = −log softmax(x)[target] = log Σ exp(x − max) + max − x[target];  dx = dloss·(softmax(x) − onehot)
+
+template <class X>
+void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp) {
+    using A = Acc<X>;
+#pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        X* x = logits + n * Vp;
+        const int target = targets[n];
+        const A max = *std::max_element(x, x + V);
+        A sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < V; i++) sum += std::exp(x[i] - max);
+        const bool valid = target >= 0 && target < V;
+        const A checked = valid ? A(1) : std::numeric_limits<A>::quiet_NaN();  // makes the norm NaN: no update
+        losses[n] = checked * (std::log(sum) + max - x[valid ? target : 0]);
+        if (dloss == 0) continue;
+#pragma omp simd
+        for (int i = 0; i < V; i++) x[i] = checked * dloss * (std::exp(x[i] - max) / sum - (i == target));
+        std::fill(x + V, x + Vp, X(0));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions: one thread each, in double
+
+template <class A>
+void reduce_sum(const Cpu&, A* out, void*, const A* x, A scale, size_t n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < n; i++) sum += x[i];
+    out[0] = A(scale * sum);
+}
+
+template <class A>
+void global_norm(const Cpu&, A* out, void*, const A* x, size_t n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < n; i++) sum += double(x[i]) * x[i];
+    out[0] = A(std::sqrt(sum));
+}
+
+template <class X>
+size_t count_nonfinite(const Cpu&, void*, const X* x, size_t n) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++) count += !std::isfinite(x[i]);
+    return count;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AdamW (Loshchilov & Hutter 2019, Algorithm 2), after clipping g by the global norm:
+//   m ← β₁m + (1 − β₁)g;  v ← β₂v + (1 − β₂)g²;  p ← p − lr·(m̂/(√v̂ + ε) + λp),  m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ)
+
+template <class X>
+void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
+                  const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
+    using A = Acc<X>;
+    if (!std::isfinite(*norm)) return;
+    const A clip = hyper.max_norm > 0 ? std::min(A(1), A(hyper.max_norm) / *norm) : A(1);
+    const A lr = hyper.lr, beta1 = hyper.beta1, beta2 = hyper.beta2, eps = hyper.eps;
+    // In double, because 1 − βᵗ cancels for small t.
+    const A correction1 = A(1 - std::pow(double(hyper.beta1), hyper.step));
+    const A correction2 = A(1 - std::pow(double(hyper.beta2), hyper.step));
+    for (const ParamRange* range = ranges; range < ranges + num_ranges; range++) {
+        const A decay = range->decay ? hyper.weight_decay : 0;
+        for (size_t piece = 0; piece < range->pieces; piece++) {
+            const size_t begin = range->piece(piece), state = range->state(piece);
+#pragma omp parallel for
+            for (size_t k = 0; k < range->size; k++) {
+                const size_t i = begin + k, s = state + k;
+                const A g = clip * grads[s];
+                m[s] = beta1 * m[s] + (1 - beta1) * g;
+                v[s] = beta2 * v[s] + (1 - beta2) * g * g;
+                const A m_hat = m[s] / correction1, v_hat = v[s] / correction2;
+                params[i] -= lr * (m_hat / (std::sqrt(v_hat) + eps) + decay * params[i]);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+#define INSTANTIATE(X)                                                                                                 \
+    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int, const Positions&);    \
+    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&);  \
+    template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
+    template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
+                                             size_t, int);                                                             \
+    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,        \
+                                     const X*, size_t, int);                                                           \
+    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int);                      \
+    template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);           \
+    template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \
+    template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \
+    template void attention_forward(const Cpu&, Attention, X*, X*, X*, void*, const X*, int, int, int, int);           \
+    template void attention_backward(const Cpu&, Attention, X*, void*, const X*, const X*, const X*, const X*,         \
+                                     const X*, int, int, int, int);                                                    \
+    template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
+    template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
+                                     X);                                                                               \
+    template void attention_forward_block(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,     \
+                                          const BlockShape&);                                                          \
+    template void attention_backward_block(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,              \
+                                           Heads<const X>, Heads<const X>, const X*, const X*, const BlockShape&);     \
+    template void attention_write_dq(const Cpu&, Heads<X>, const X*, const BlockShape&);                               \
+    template void attention_merge(X*, double*, const X*, double, int);                                                 \
+    template void attention_clear_state(const Cpu&, X*, double*, const BlockShape&);                                   \
+    template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
+    template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
+    template void add_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                  \
+    template void sum_rows(const Cpu&, X*, size_t, const X*, const X*, size_t, size_t, size_t);                        \
+    template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
+    template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
+    template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \
+    template size_t count_nonfinite(const Cpu&, void*, const X*, size_t);                                              \
+    template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*, int, const AdamW&);
+INSTANTIATE(float)
+INSTANTIATE(double)
+template void copy_rows(const Cpu&, float*, size_t, const double*, size_t, size_t, size_t);

@@ -1,0 +1,186 @@
+// The CUDA backend's device (see cuda.h).
+#include <cuda_profiler_api.h>
+
+#include "layers/gpu/cublas.h"
+#include "layers/gpu/cuda.h"
+
+void cuda_check(cudaError_t status, const char* file, int line, const char* what) {
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // so that the next check does not report this error once more
+    throw Error(
+        format("%s:%d: CUDA: %s (%s) in %s", file, line, cudaGetErrorString(status), cudaGetErrorName(status), what));
+}
+
+void cublas_check(cublasStatus_t status, const char* file, int line, const char* what) {
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    throw Error(format("%s:%d: cuBLAS: %s in %s", file, line, cublasGetStatusName(status), what));
+}
+
+namespace {
+
+// Only the code that runs knows what it was compiled for. On a 9.0 that may be sm_90a, or PTX of an older architecture.
+__global__ void probe_kernel(bool* sm90a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    *sm90a = true;
+#else
+    *sm90a = false;
+#endif
+}
+
+__global__ void pause_kernel(unsigned ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now - start < ns);
+}
+
+}  // namespace
+
+void Cuda::pause(unsigned ns) const {
+    pause_kernel<<<1, 1, 0, stream>>>(ns);
+    LAUNCH_CHECK("pause_kernel");
+}
+
+int Cuda::count(std::string* why) {
+    int n = 0;
+    const cudaError_t status = cudaGetDeviceCount(&n);
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        n = 0;
+    }
+    if (why) *why = status != cudaSuccess ? cudaGetErrorString(status) : n == 0 ? "no CUDA device" : "";
+    return n;
+}
+
+Cuda::Cuda(int device) : device(device) {
+    std::string why;
+    const int n = count(&why);
+    if (n == 0) throw Error("no usable GPU: " + why);
+    if (device < 0 || device >= n) throw Error(format("no GPU %d: this machine has %d, numbered from 0", device, n));
+
+    CUDA_CHECK(cudaSetDevice(device));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    sm = 10 * properties.major + properties.minor;
+    num_sms = properties.multiProcessorCount;
+    block_smem = static_cast<int>(properties.sharedMemPerBlockOptin);
+    name = properties.name;
+    total_bytes = properties.totalGlobalMem;
+
+    cudaFuncAttributes attributes;  // can be read only if this binary has code for the device
+    if (cudaFuncGetAttributes(&attributes, probe_kernel) != cudaSuccess) {
+        cudaGetLastError();
+        throw Error(
+            format("GPU %d (%s) has compute capability %d.%d, which this program was not built for: rebuild with "
+                   "make clean, then make ARCH=%d%s",
+                   device, name.c_str(), properties.major, properties.minor, sm, sm == 90 ? "a" : ""));
+    }
+
+    // In a blocking stream, work that someone puts on the default stream is still ordered with ours.
+    CUDA_CHECK(cudaStreamCreate(&stream));
+    workspace = alloc(kWorkspaceBytes);
+    probe_kernel<<<1, 1, 0, stream>>>(static_cast<bool*>(workspace));
+    LAUNCH_CHECK("probe_kernel");
+    download(&sm90a, workspace, sizeof sm90a);
+    CUBLAS_CHECK(cublasCreate(&blas));
+    CUBLAS_CHECK(cublasSetStream(blas, stream));
+    // cuBLAS promises bitwise reproducible results for one stream. A workspace of ours keeps it from allocating while a
+    // CUDA graph is captured. It is set after the stream, because setting the stream resets it.
+    CUBLAS_CHECK(cublasSetWorkspace(blas, workspace, kWorkspaceBytes));
+    CUBLAS_CHECK(cublasLtCreate(&blaslt));
+}
+
+// A destructor cannot throw, and after a failed kernel every call here fails once more, so statuses are dropped.
+Cuda::~Cuda() {
+    cudaStreamSynchronize(stream);
+    cublasLtDestroy(blaslt);
+    cublasDestroy(blas);
+    cudaFree(workspace);
+    cudaStreamDestroy(stream);
+}
+
+void* Cuda::alloc(size_t bytes) const {
+    void* p = nullptr;
+    const cudaError_t status = cudaMalloc(&p, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        constexpr double GiB = 1 << 30;
+        throw OutOfMemory(format("out of memory on GPU %d (%s): asked for %.2f GiB, free %.2f of %.2f GiB", device,
+                                 name.c_str(), bytes / GiB, free_bytes() / GiB, total_bytes / GiB));
+    }
+    CUDA_CHECK(status);
+    return p;
+}
+
+// Called by destructors while an Error unwinds, so it must not throw. A failure shows at the next checked launch.
+void Cuda::free(void* p) const {
+    cudaFree(p);
+}
+
+void* Cuda::alloc_host(size_t bytes) const {
+    void* p = nullptr;
+    const cudaError_t status = cudaMallocHost(&p, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw OutOfMemory(format("out of pinned host memory: asked for %.1f MiB", bytes / double(1 << 20)));
+    }
+    CUDA_CHECK(status);
+    return p;
+}
+
+void Cuda::free_host(void* p) const {
+    cudaFreeHost(p);
+}
+
+void Cuda::zero(void* p, size_t bytes) const {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
+}
+
+void Cuda::upload(void* dst, const void* host, size_t bytes) const {
+    CUDA_CHECK(cudaMemcpyAsync(dst, host, bytes, cudaMemcpyHostToDevice, stream));
+}
+
+void Cuda::download(void* host, const void* src, size_t bytes) const {
+    CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
+    sync();
+}
+
+void Cuda::sync() const {
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+void Cuda::profile(bool on) const {
+    sync();
+    CUDA_CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
+}
+
+size_t Cuda::free_bytes() const {
+    size_t free = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return free;
+}
+
+CudaGraph::~CudaGraph() {
+    if (recorded_) cudaGraphExecDestroy(recorded_);
+}
+
+void CudaGraph::begin(const Cuda& dev) {
+    CUDA_CHECK(cudaStreamBeginCapture(dev.stream, cudaStreamCaptureModeThreadLocal));
+}
+
+void CudaGraph::end(const Cuda& dev, bool keep) {
+    cudaGraph_t graph = nullptr;
+    const cudaError_t status = cudaStreamEndCapture(dev.stream, &graph);
+    if (!keep) {  // an Error is on its way
+        if (graph) cudaGraphDestroy(graph);
+        cudaGetLastError();
+        return;
+    }
+    CUDA_CHECK(status);
+    CUDA_CHECK(cudaGraphInstantiateWithFlags(&recorded_, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+}
+
+void CudaGraph::replay(const Cuda& dev) {
+    CUDA_CHECK(cudaGraphLaunch(recorded_, dev.stream));
+}

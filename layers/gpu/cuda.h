@@ -1,0 +1,97 @@
+// The CUDA backend's device. It has one GPU, one stream, the cuBLAS handles and its memory, and checks its calls.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "layers/gpu/error.h"
+#include "layers/gpu/types.h"
+
+// Throws Error with file, line and the call itself.
+void cuda_check(cudaError_t status, const char* file, int line, const char* what);
+#define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
+// Goes after every launch and catches a bad configuration at once. An asynchronous fault shows at the next checked
+// call.
+#define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, "launch of " kernel)
+
+struct OutOfMemory : Error {
+    using Error::Error;
+};
+
+struct cublasContext;  // what a cublasHandle_t points to. cublas.h has the rest
+struct cublasLtContext;
+class CudaGraph;
+class NcclComm;  // layers/comm/comm.h
+
+struct Cuda {
+    using Graph = CudaGraph;
+    using Comm = NcclComm;
+    explicit Cuda(int device = 0);  // throws Error if there is no such device
+    ~Cuda();
+    Cuda(const Cuda&) = delete;
+    Cuda& operator=(const Cuda&) = delete;
+
+    // How many devices are usable, 0 also when there is no driver. `why` (may be null) gets the reason in words.
+    static int count(std::string* why = nullptr);
+
+    void* alloc(size_t bytes) const;  // device memory, throws OutOfMemory
+    void free(void* p) const;
+    void* alloc_host(size_t bytes) const;  // pinned
+    void free_host(void* p) const;
+    void zero(void* p, size_t bytes) const;
+    void upload(void* dst, const void* host, size_t bytes) const;    // asynchronous if host is pinned
+    void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
+    void sync() const;
+    void pause(unsigned ns) const;  // holds the stream up for that long
+    void profile(bool on) const;    // marks what Nsight's --capture-range=cudaProfilerApi keeps
+    size_t free_bytes() const;      // device memory that an alloc could still get
+
+    static constexpr const char* kind = "cuda";
+    int device = 0;
+    int sm = 0;          // compute capability ×10, 90 for an H200
+    bool sm90a = false;  // its code was compiled for sm_90a. Otherwise kernels that need wgmma are empty
+    int num_sms = 0;     // multiprocessors
+    int block_smem = 0;  // bytes of shared memory that a block may have, which a test may lower
+    std::string name;    // "NVIDIA H200"
+    size_t total_bytes = 0;
+    bool tf32 = true;    // fp32 matmuls run on tensor cores, or if false in strict fp32
+    bool graphs = true;  // if false CudaGraph::run only runs the work
+    cudaStream_t stream = nullptr;
+    cublasContext* blas = nullptr;
+    cublasLtContext* blaslt = nullptr;
+    void* workspace = nullptr;  // cuBLAS's, kWorkspaceBytes
+    static constexpr size_t kWorkspaceBytes = 64 << 20;
+};
+
+// Work that is enqueued again and again in the same form. The first run is an ordinary one, because it may still make
+// plans. The second is recorded as a CUDA graph. From then on the graph is replayed, so that the GPU does not wait for
+// the host between kernels. The work may depend only on memory whose addresses stay.
+class CudaGraph {
+  public:
+    CudaGraph() = default;
+    ~CudaGraph();
+    CudaGraph(const CudaGraph&) = delete;
+
+    template <class Work>
+    void run(const Cuda& dev, Work work) {
+        if (!dev.graphs || runs_++ == 0) return work();
+        if (!recorded_) {
+            begin(dev);
+            try {
+                work();
+            } catch (...) {
+                end(dev, false);
+                throw;
+            }
+            end(dev, true);
+        }
+        replay(dev);
+    }
+
+  private:
+    void begin(const Cuda& dev);
+    void end(const Cuda& dev, bool keep);
+    void replay(const Cuda& dev);
+    int runs_ = 0;
+    cudaGraphExec_t recorded_ = nullptr;
+};

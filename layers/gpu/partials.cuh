@@ -1,0 +1,61 @@
+// The second stage of every column sum. Blocks have left fp32 partial rows in scratch, which it adds in a fixed order.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+
+#include "layers/gpu/cuda.h"
+#include "layers/gpu/vector.cuh"
+
+struct Outputs {
+    float* out[3];  // null if not wanted
+};
+
+// Returns Σ_r term(r) for r < count and each lane's column, in warp 0 alone. A block has 32 warps, each with several
+// loads in flight, because there are few columns. Warp w adds rows w, w + 32, …, then warp 0 adds the warps' sums in
+// order.
+template <class Term>
+__device__ static float sum_of_warps(int count, Term term) {
+    __shared__ float sum_smem[kWarp][kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int r = warp; r < count; r += kWarp) sum += term(r);
+    sum_smem[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0)
+        for (int w = 1; w < kWarp; w++) sum += sum_smem[w][lane];
+    return sum;
+}
+
+// outputs.out[y][c] += Σ_p partials[p·stride + y·n + c] for c < n, y = blockIdx.y. A block owns 32 columns.
+__global__ static void __launch_bounds__(1024)
+    add_partials_kernel(Outputs outputs, const float* __restrict__ partials, int count, size_t stride, int n) {
+    const int c = blockIdx.x * kWarp + threadIdx.x % kWarp;
+    float* out = outputs.out[blockIdx.y];
+    if (!out) return;
+    partials += blockIdx.y * n;
+    const float sum = sum_of_warps(c < n ? count : 0, [=](int p) { return partials[p * stride + c]; });
+    if (threadIdx.x < kWarp && c < n) out[c] += sum;
+}
+
+// partials is (count, number of outputs, n). Null outputs are skipped.
+static inline void add_partials(const Cuda& dev, std::initializer_list<float*> outputs, const float* partials,
+                                int count, int n) {
+    Outputs out = {};
+    std::copy(outputs.begin(), outputs.end(), out.out);
+    const unsigned number = static_cast<unsigned>(outputs.size());
+    add_partials_kernel<<<dim3(ceil_div(n, kWarp), number), 1024, 0, dev.stream>>>(out, partials, count,
+                                                                                   size_t{number} * n, n);
+    LAUNCH_CHECK("add_partials_kernel");
+}
+
+// Returns into how many slices the N rows of a column sum are cut. The blocks have 8 warps, own 32·V columns each, and
+// fill the GPU when V is the widest. The upper bound does not depend on N or X, so neither does the scratch.
+static inline int column_sum_slices(const Cuda& dev, int columns, size_t N = ~size_t{0}) {
+    constexpr int kBlocksPerSM = 8, kRows = 8;
+    const size_t most = std::max<size_t>(1, dev.num_sms * kBlocksPerSM / ceil_div(columns, kWarp * kVec<bf16>));
+    return static_cast<int>(std::min(most, N / kRows + (N % kRows > 0)));
+}
+static inline size_t column_sum_bytes(const Cuda& dev, int columns) {
+    return static_cast<size_t>(column_sum_slices(dev, columns)) * columns * sizeof(float);
+}

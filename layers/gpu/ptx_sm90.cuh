@@ -1,0 +1,417 @@
+// One PTX instruction, one inline function. These are what sm_90a adds. The tensor memory accelerator (TMA) copies
+// whole tiles, an mbarrier says when they have landed, and a warpgroup of four warps multiplies them straight out of
+// shared memory. The manual's sections are named by their anchors in
+// https://docs.nvidia.com/cuda/parallel-thread-execution/.
+#pragma once
+#include <cuda.h>  // CUtensorMap
+
+#include <cstdint>
+
+#include "layers/gpu/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
+
+// ---------------------------------------------------------------------------------------------------------------------
+// An mbarrier counts arrivals and bytes. Its phase ends when `count` threads have arrived and all expected bytes have
+// landed. A phase is named by its parity, 0 first. Waiting for parity 1 of a new barrier returns at once.
+
+// #parallel-synchronization-and-communication-instructions-mbarrier-init
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
+}
+// Makes the inits above visible to the TMA unit. Other threads need a __syncthreads after it. #membar
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+// #parallel-synchronization-and-communication-instructions-mbarrier-arrive
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// Arrives, and makes the phase wait for `bytes` of copies too.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+// True if the phase has ended. It sleeps for a time before it says false.
+// #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// Arrives at the same barrier of block `rank` of the cluster, whose shared memory is laid out like ours. It orders only
+// this thread's use of that memory, because a release of cluster scope would wait for all its stores.
+// #data-movement-and-conversion-instructions-mapa
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+// All threads of the cluster's blocks meet. #parallel-synchronization-and-communication-instructions-barrier-cluster
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+}
+
+// Named barriers, 1 to 15 (0 is __syncthreads), among `threads` of the block.
+// #parallel-synchronization-and-communication-instructions-bar
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// 2^x of two bf16 in one register. The hardware works on one at a time.
+// #half-precision-floating-point-instructions-ex2
+__device__ __forceinline__ uint32_t exp2_approx_bf16x2(uint32_t x) {
+    uint32_t y;
+    asm("ex2.approx.ftz.bf16x2 %0, %1;\n" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// The lane, read anew rather than kept in a register. #special-registers-laneid
+__device__ __forceinline__ int lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(lane));
+    return lane;
+}
+
+// Sets how many registers each thread of the warpgroup has from here on, a multiple of 8.
+// #miscellaneous-instructions-setmaxnreg
+template <int Registers>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Registers));
+}
+template <int Registers>
+__device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes. What lies outside of the tensor is
+// read as zero and never written. Coordinates are in elements, fastest dimension first.
+
+// Fetches the map itself. #data-movement-and-conversion-instructions-prefetch-prefetchu
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+// Box → shared memory. Its bytes count on `barrier`. #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+__device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
+                                            int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], "
+        "[%2];\n" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+// Shared memory → box. The write joins this thread's bulk group.
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t smem, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
+        "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+// Contiguous bytes, a multiple of 16, both ends aligned to 16. #data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
+        "l"(src), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t smem,
+                                           uint32_t bytes) {  // joins this thread's bulk group
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
+                 : "memory");
+}
+// tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`. In each the bytes count on
+// the barrier at that place.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, int c3, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+        : "memory");
+}
+// Closes this thread's bulk group. #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
+__device__ __forceinline__ void bulk_commit() {
+    asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+// Waits until at most `Pending` of this thread's groups have still to read their shared memory. What has been read may
+// be overwritten. bulk_wait waits until they are written.
+// #data-movement-and-conversion-instructions-cp-async-bulk-wait-group
+template <int Pending>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(Pending) : "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(Pending) : "memory");
+}
+// Orders this thread's ordinary writes to shared memory before later reads by TMA or wgmma. Other threads' writes need
+// a barrier too. #membar (fence.proxy)
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// Four 8×8 matrices of 16-bit elements into shared memory, the reverse of ldmatrix_x4.
+// #warp-level-matrix-instructions-stmatrix
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Between blocks, through L2.
+
+// Loads *p. What the writer's release made visible is visible to this thread after it.
+// #data-movement-and-conversion-instructions-ld
+__device__ __forceinline__ int load_acquire_gpu(const int* p) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+// #data-movement-and-conversion-instructions-st
+__device__ __forceinline__ void store_release_gpu(int* p, int x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
+}
+// A kernel launched with programmatic stream serialization starts when all blocks of the kernel before it have allowed
+// it or have ended. Where it needs that kernel's writes, it waits for its end.
+// #parallel-synchronization-and-communication-instructions-griddepcontrol
+__device__ __forceinline__ void grid_allow_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+}
+__device__ __forceinline__ void grid_wait_dependency() {
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+}
+// p[0..3] += …, in L2. Nothing comes back. #parallel-synchronization-and-communication-instructions-red
+__device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
+__device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. It is asynchronous. Between wgmma_fence and
+// wgmma_wait the registers of D, and of A if it is in registers, belong to the tensor cores.
+//
+// Warp w of the warpgroup holds rows 16w … 16w+15 in the layout of mma.m16n8k16 (ptx_sm80.cuh). The 16×8 tile of
+// columns 8n … 8n+7 is d[n][…], and the A fragment is a. So D, packed to bf16, is again an A operand.
+
+// The descriptor of a matrix in shared memory. The matrix is rows of 64 bf16 = 128 bytes in TMA's 128-byte swizzle.
+// Eight rows make an atom of 1024 bytes, aligned to 1024. Atoms follow each other every 1024 bytes.
+// #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
+//   not transposed   a row is one m or n, its 64 elements are k. A k-step of 16 is 32 bytes further on.
+//   transposed       a row is one k, its 64 elements are m or n. A k-step of 16 is 2048 bytes further on, and the next
+//                    64 of m or n are `next64` bytes further on.
+// Bits 0–13 address, 16–29 leading offset (next64), 32–45 stride offset (the atom's 1024), each / 16. 62–63 = 1 means
+// this swizzle.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t next64 = 16) {
+    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{next64 >> 4} << 16 | (smem & 0x3FFFF) >> 4;
+}
+// The same `bytes` further on.
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
+    return descriptor + (bytes >> 4);
+}
+
+// Goes before the first wgmma that uses registers which other instructions wrote.
+// #asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+}
+// #asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+// Waits until at most `Pending` committed groups are under way.
+// #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
+}
+// No instruction, but it keeps the compiler from moving uses of d across this point. It goes after the wait and before
+// the fence.
+template <int N>
+__device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
+    for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
+    for (int n = 0; n < N; n++) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
+    for (int n = 0; n < N; n++) asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1])::"memory");
+}
+
+// clang-format off
+#define WGMMA_D1(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define WGMMA_D8(n) WGMMA_D1(n), WGMMA_D1(n + 1), WGMMA_D1(n + 2), WGMMA_D1(n + 3), WGMMA_D1(n + 4), WGMMA_D1(n + 5), \
+                    WGMMA_D1(n + 6), WGMMA_D1(n + 7)
+#define WGMMA_W1(n) "=f"(d[n][0]), "=f"(d[n][1]), "=f"(d[n][2]), "=f"(d[n][3])
+#define WGMMA_W8(n) WGMMA_W1(n), WGMMA_W1(n + 1), WGMMA_W1(n + 2), WGMMA_W1(n + 3), WGMMA_W1(n + 4), WGMMA_W1(n + 5), \
+                    WGMMA_W1(n + 6), WGMMA_W1(n + 7)
+#define WGMMA_H1(n) "+r"(d[n][0]), "+r"(d[n][1])
+#define WGMMA_H8(n) WGMMA_H1(n), WGMMA_H1(n + 1), WGMMA_H1(n + 2), WGMMA_H1(n + 3), WGMMA_H1(n + 4), WGMMA_H1(n + 5), \
+                    WGMMA_H1(n + 6), WGMMA_H1(n + 7)
+#define WGMMA_R16  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_R32  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
+                   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_R64  WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "      \
+                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_R128 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "      \
+                   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "        \
+                   "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "          \
+                   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// clang-format on
+
+// d (+)= A · B with both in shared memory. `a` and `b` are their descriptors. B is N×16 (if not transposed its rows are
+// n). The N of the instruction is 8 times d's. #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+template <bool TransposedA = false, bool TransposedB = false, int N>
+__device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool accumulate) {
+    static_assert(N == 8 || N == 16 || N == 32);
+    if constexpr (N == 8)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %34, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
+            "}, %32, %33, p, 1, 1, %35, %36;\n"
+            "}\n"
+            : WGMMA_D8(0)
+            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+    else if constexpr (N == 32)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %130, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_R128
+            "}, %128, %129, p, 1, 1, %131, %132;\n"
+            "}\n"
+            : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
+            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+    else
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %66, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
+            "}, %64, %65, p, 1, 1, %67, %68;\n"
+            "}\n"
+            : WGMMA_D8(0), WGMMA_D8(8)
+            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+}
+// d = A · B, for accumulators that hold something else until then. d is not read, so its registers are free up to here.
+template <bool TransposedA = false, bool TransposedB = false, int N>
+__device__ __forceinline__ void wgmma_ss_set(float (&d)[N][4], uint64_t a, uint64_t b) {
+    static_assert(N == 8 || N == 16);
+    if constexpr (N == 8)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
+                     "}, %32, %33, 0, 1, 1, %34, %35;\n"
+                     : WGMMA_W8(0)
+                     : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
+                     "}, %64, %65, 0, 1, 1, %66, %67;\n"
+                     : WGMMA_W8(0), WGMMA_W8(8)
+                     : "l"(a), "l"(b), "n"(int{TransposedA}), "n"(int{TransposedB}));
+}
+// The same as wgmma_ss with A in registers.
+template <bool TransposedB = false, int N>
+__device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    static_assert(N == 8 || N == 16);
+    if constexpr (N == 8)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %37, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
+            "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
+            "}\n"
+            : WGMMA_D8(0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
+    else
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %69, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
+            "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n"
+            "}\n"
+            : WGMMA_D8(0), WGMMA_D8(8)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
+}
+// The same two for operands in fp16. In wgmma_ss_f16 d is 128 columns wide and B's rows are n. In wgmma_rs_f16 d is 64
+// columns wide and B's rows are k. The sums are fp32, or fp16 in pairs with row g in d[n][0] and row g + 8 in d[n][1].
+__device__ __forceinline__ void wgmma_ss_f16(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" WGMMA_R64
+        "}, %64, %65, p, 1, 1, 0, 0;\n"
+        "}\n"
+        : WGMMA_D8(0), WGMMA_D8(8)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+}
+__device__ __forceinline__ void wgmma_ss_f16(uint32_t (&d)[16][2], uint64_t a, uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 {" WGMMA_R32
+        "}, %32, %33, p, 1, 1, 0, 0;\n"
+        "}\n"
+        : WGMMA_H8(0), WGMMA_H8(8)
+        : "l"(a), "l"(b), "r"(int{accumulate}));
+}
+__device__ __forceinline__ void wgmma_rs_f16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WGMMA_R32
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
+        "}\n"
+        : WGMMA_D8(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+}
+__device__ __forceinline__ void wgmma_rs_f16(uint32_t (&d)[8][2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f16.f16.f16 {" WGMMA_R16
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1;\n"
+        "}\n"
+        : WGMMA_H8(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+}
+#undef WGMMA_D1
+#undef WGMMA_D8
+#undef WGMMA_W1
+#undef WGMMA_W8
+#undef WGMMA_H1
+#undef WGMMA_H8
+#undef WGMMA_R16
+#undef WGMMA_R32
+#undef WGMMA_R64
+#undef WGMMA_R128

@@ -1,0 +1,42 @@
+// A tensor map tells the TMA unit of sm_90 where the rows of a (B, T, NH, HS) tensor lie, whatever its strides.
+#pragma once
+#include <cuda.h>
+
+#include "layers/gpu/cuda.h"
+#include "layers/gpu/types.h"
+
+// cuTensorMapEncodeTiled is a driver function. We ask the runtime for it, so that nothing links libcuda.
+inline auto tensor_map_encoder() {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+#else
+    CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
+#endif
+    if (found != cudaDriverEntryPointSuccess || !function)
+        throw Error("tensor_map: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or later");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+}
+
+// Describes bf16 x (B, T, NH, HS) for copies of boxes with coordinates (d, h, t, b). A box is 64 elements of one head
+// by `rows` tokens of one sequence. Its rows in shared memory are 128 bytes in the 128-byte swizzle, where 16-byte
+// chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box that reaches past it reads zeros and not the
+// next sequence's rows. Throws Error if the driver refuses.
+template <class X>
+CUtensorMap tensor_map(const char* name, const Heads<X>& x, int B, int T, int NH, int HS, int rows) {
+    static const auto encode = tensor_map_encoder();
+    CUtensorMap map;
+    const cuuint64_t dims[4] = {cuuint64_t(HS), cuuint64_t(NH), cuuint64_t(T), cuuint64_t(B)};
+    const cuuint64_t strides[3] = {HS * sizeof(bf16), x.token * sizeof(bf16), x.batch * sizeof(bf16)};
+    const cuuint32_t box[4] = {64, 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
+    const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<bf16*>(x.ptr), dims, strides,
+                                   box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw Error(
+            format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH %d, HS %d, "
+                   "strides %zu and %zu elements, address %p",
+                   name, int(status), B, T, NH, HS, x.batch, x.token, static_cast<const void*>(x.ptr)));
+    return map;
+}

@@ -1,0 +1,157 @@
+// Wide memory accesses, conversions and reductions, which the kernels of this directory are made of.
+//
+// A kernel here is bound by memory, so it moves 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
+// The same kernel instantiated with one element a Vec takes any row length and alignment. vectorises() chooses between
+// the two.
+#pragma once
+#include <cstring>
+
+#include "layers/gpu/ptx_sm80.cuh"  // exp2_approx
+#include "layers/gpu/types.h"
+
+constexpr int kWarp = 32;
+constexpr unsigned kFullMask = 0xffffffffu;
+
+__device__ inline float to_float(float x) {
+    return x;
+}
+__device__ inline float to_float(double x) {
+    return static_cast<float>(x);
+}
+__device__ inline float to_float(bf16 x) {
+    return __bfloat162float(x);
+}
+
+// N values of type X that travel together, read as floats.
+template <class X, int N>
+struct alignas(N * sizeof(X)) Vec {
+    X x[N];
+    __device__ float operator[](int i) const { return to_float(x[i]); }
+};
+
+// Elements of X in 16 bytes.
+template <class X>
+constexpr int kVec = 16 / sizeof(X);
+
+// The integer that makes the compiler emit one load or store of that many bytes. It has 16 at most, and longer vectors
+// take several.
+template <int Bytes>
+struct WordOf {
+    using type = uint4;
+};
+template <>
+struct WordOf<8> {
+    using type = uint2;
+};
+template <>
+struct WordOf<4> {
+    using type = unsigned;
+};
+template <>
+struct WordOf<2> {
+    using type = unsigned short;
+};
+
+template <int N, class X>
+__device__ inline Vec<X, N> load(const X* p) {
+    using Word = typename WordOf<N * sizeof(X)>::type;
+    constexpr int kWords = N * sizeof(X) / sizeof(Word);
+    Word words[kWords];
+    for (int i = 0; i < kWords; i++) words[i] = reinterpret_cast<const Word*>(p)[i];
+    Vec<X, N> v;
+    memcpy(&v, words, sizeof v);
+    return v;
+}
+template <int N, class X>
+__device__ inline void store(X* p, const Vec<X, N>& v) {
+    using Word = typename WordOf<N * sizeof(X)>::type;
+    constexpr int kWords = N * sizeof(X) / sizeof(Word);
+    Word words[kWords];
+    memcpy(words, &v, sizeof v);
+    for (int i = 0; i < kWords; i++) reinterpret_cast<Word*>(p)[i] = words[i];
+}
+
+// Converts all of them to float with one instruction a value, where v[i] takes two for every other bf16.
+template <int N>
+__device__ inline Vec<float, N> to_float(const Vec<bf16, N>& v) {
+    unsigned pairs[N / 2];
+    memcpy(pairs, &v, sizeof v);
+    Vec<float, N> r;
+    for (int i = 0; i < N; i += 2) {
+        r.x[i] = __uint_as_float(pairs[i / 2] << 16);
+        r.x[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    }
+    return r;
+}
+
+// Rounds to nearest.
+template <class X, int N>
+__device__ inline Vec<X, N> round_to(const Vec<float, N>& v) {
+    Vec<X, N> r;
+    if constexpr (std::is_same_v<X, float>)
+        r = v;
+    else if constexpr (N == 1)
+        r.x[0] = __float2bfloat16_rn(v.x[0]);
+    else
+        for (int i = 0; i < N; i += 2) {  // one instruction rounds a pair
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x[i], v.x[i + 1]);
+            r.x[i] = pair.x, r.x[i + 1] = pair.y;
+        }
+    return r;
+}
+template <int N>
+__device__ inline void store(bf16* p, const Vec<float, N>& v) {
+    store(p, round_to<bf16>(v));
+}
+
+// What it stores leaves the caches first, because nobody reads it again soon. 16 bytes at most.
+template <class X, int N>
+__device__ inline void store_streaming(X* p, const Vec<float, N>& v) {
+    using Word = typename WordOf<N * sizeof(X)>::type;
+    const Vec<X, N> rounded = round_to<X>(v);
+    Word word;
+    memcpy(&word, &rounded, sizeof word);
+    __stcs(reinterpret_cast<Word*>(p), word);
+}
+
+// May rows of `row` elements starting at these pointers be read 16 bytes at a time?
+template <class X, class... P>
+bool vectorises(size_t row, const P*... pointers) {
+    return row % kVec<X> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Every lane gets the result, with the same bits.
+__device__ inline float warp_sum(float x) {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, offset));
+    return x;
+}
+
+// Sum over the block in a fixed order. Every thread of the block must call it, and every thread gets the result.
+__device__ inline float block_sum(float x) {
+    __shared__ float warp_smem[kWarp];
+    const int warps = blockDim.x / kWarp;
+    x = warp_sum(x);
+    __syncthreads();  // an earlier call's reads are done
+    if (threadIdx.x % kWarp == 0) warp_smem[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    const int lane = threadIdx.x % kWarp;
+    return warp_sum(lane < warps ? warp_smem[lane] : 0.f);
+}
+__device__ inline float block_max(float x) {
+    __shared__ float warp_smem[kWarp];
+    const int warps = blockDim.x / kWarp;
+    x = warp_max(x);
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) warp_smem[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    const int lane = threadIdx.x % kWarp;
+    return warp_max(lane < warps ? warp_smem[lane] : -INFINITY);
+}
+
+inline unsigned ceil_div(size_t a, size_t b) {
+    return static_cast<unsigned>((a + b - 1) / b);
+}

@@ -1,0 +1,376 @@
+// llm.c's model files and our training state.
+//
+// State file, little-endian:
+//   0   8 bytes   magic "gpt2stat"
+//   8   uint32    version
+//   12  uint32    bytes of the table
+//   16  table     uint32 fields, then for each: string name, string value
+//                 uint32 sections, then for each: string name, uint64 bytes, uint64 checksum
+//                 (a string: uint32 length, then as many bytes)
+//   …   uint64    checksum of everything above
+//   …   sections  back to back up to the end of the file
+// Every byte is covered by the magic, the version, the length of the file or a checksum, so no flipped bit goes
+// unnoticed.
+#include "run/checkpoint.h"
+
+#include <dirent.h>
+
+#include <climits>
+#include <cstdio>
+#include <cstring>
+
+#include "data/file.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
+
+// ---------------------------------------------------------------------------------------------------------------------
+// llm.c's model files
+
+static constexpr int kModelMagic = 20240326, kShardMagic = 20240520;
+static constexpr int kHeaderInts = 256;
+static constexpr size_t kHeaderBytes = kHeaderInts * sizeof(int32_t);
+
+size_t ModelHeader::num_parameters() const {
+    const size_t c = static_cast<size_t>(C);
+    const size_t ln = 2 * c, qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c,
+                 fcproj = 4 * c * c + c;
+    const size_t block = ln + qkv + attproj + ln + fc + fcproj;
+    return static_cast<size_t>(Vp) * c + static_cast<size_t>(max_T) * c + static_cast<size_t>(L) * block + ln;
+}
+
+static ModelHeader read_model_header(const InputFile& file) {
+    const char* path = file.path.c_str();
+    int32_t h[kHeaderInts];
+    if (file.size < kHeaderBytes)
+        throw Error(
+            format("%s: truncated: expected a header of %zu bytes, found a file of %zu; is this a model checkpoint?",
+                   path, kHeaderBytes, file.size));
+    file.read(0, h, kHeaderBytes);
+    if (h[0] != kModelMagic)
+        throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", path, kModelMagic, h[0],
+                           h[0] == kShardMagic ? "this is a token shard, give it as training data"
+                                               : "give a model checkpoint of this program or of llm.c"));
+    if (h[1] != 3 && h[1] != 5)
+        throw Error(
+            format("%s: wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found %d; write the file anew with a "
+                   "current llm.c",
+                   path, h[1]));
+    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, h[2], h[3], h[4], h[5], h[6], h[7]};
+
+    // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
+    const struct {
+        const char* name;
+        int index, low, high;
+    } bounds[] = {
+        {"maxT", 2, 1, 1 << 24},  {"vocabulary", 3, 1, 1 << 24}, {"layers", 4, 1, 1 << 12},
+        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, header.V, 1 << 24},
+    };
+    for (const auto& b : bounds)
+        if (h[b.index] < b.low || h[b.index] > b.high)
+            throw Error(format("%s: damaged header: %s at offset %d: expected %d..%d, found %d; get the file again",
+                               path, b.name, 4 * b.index, b.low, b.high, h[b.index]));
+    if (header.C % header.NH)
+        throw Error(
+            format("%s: damaged header: channels at offset 24: expected a multiple of %d heads, found %d; get the file "
+                   "again",
+                   path, header.NH, header.C));
+    const size_t expected = kHeaderBytes + header.num_parameters() * size_of(header.dtype);
+    if (file.size != expected)
+        throw Error(format("%s: %s: expected %zu bytes (%s, %d layers, %d channels), found %zu; get the file again",
+                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype),
+                           header.L, header.C, file.size));
+    return header;
+}
+
+ModelHeader read_model_header(const std::string& path) {
+    return read_model_header(InputFile(path));
+}
+
+void read_model_parameters(const std::string& path, const ModelHeader& header, void* out) {
+    const InputFile file(path);
+    const ModelHeader now = read_model_header(file);
+    if (now.dtype != header.dtype || now.num_parameters() != header.num_parameters())
+        throw Error(format("%s: expected %zu parameters in %s, found %zu in %s; the file changed while it was read",
+                           path.c_str(), header.num_parameters(), name_of(header.dtype), now.num_parameters(),
+                           name_of(now.dtype)));
+    file.read(kHeaderBytes, out, header.num_parameters() * size_of(header.dtype));
+}
+
+void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
+    if (header.dtype != DType::f32 && header.dtype != DType::bf16)
+        throw Error(format("%s: a model file holds fp32 or bf16, not %s", path.c_str(), name_of(header.dtype)));
+    const int32_t h[kHeaderInts] = {
+        kModelMagic, header.dtype == DType::f32 ? 3 : 5, header.max_T, header.V, header.L, header.NH, header.C,
+        header.Vp};
+    AtomicFile file(path);
+    file.write(h, kHeaderBytes);
+    file.write(parameters, header.num_parameters() * size_of(header.dtype));
+    file.commit();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Training state
+
+static constexpr char kStateMagic[9] = "gpt2stat";
+static constexpr uint32_t kStateVersion = 1;
+static constexpr size_t kStateFixedBytes = 16;  // magic, version, table bytes
+
+template <class T>
+static void put(std::string& to, T value) {
+    to.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+static void put(std::string& to, const std::string& text) {
+    put(to, static_cast<uint32_t>(text.size()));
+    to += text;
+}
+
+void write_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
+    std::string table;
+    put(table, static_cast<uint32_t>(identity.fields.size()));
+    for (const auto& [name, value] : identity.fields) put(table, name), put(table, value);
+    put(table, static_cast<uint32_t>(sections.size()));
+    for (const Section& s : sections) {
+        put(table, s.name);
+        put(table, static_cast<uint64_t>(s.bytes));
+        put(table, checksum64(s.data, s.bytes));
+    }
+    std::string head(kStateMagic, 8);
+    put(head, kStateVersion);
+    put(head, static_cast<uint32_t>(table.size()));
+    head += table;
+    put(head, checksum64(head.data(), head.size()));
+
+    AtomicFile file(path);
+    file.write(head.data(), head.size());
+    for (const Section& s : sections) file.write(s.data, s.bytes);
+    file.commit();
+}
+
+namespace {
+
+// Reads values one after the other from the table, from `offset` in the file up to `end`.
+struct TableReader {
+    const std::string& path;
+    const std::string& head;
+    size_t offset, end;
+
+    void take(void* out, size_t bytes) {
+        if (end - offset < bytes)
+            throw Error(
+                format("%s: damaged table at offset %zu: expected %zu bytes, found %zu; resume from another checkpoint",
+                       path.c_str(), offset, bytes, end - offset));
+        std::memcpy(out, head.data() + offset, bytes);
+        offset += bytes;
+    }
+    template <class T>
+    T number() {
+        T value;
+        take(&value, sizeof value);
+        return value;
+    }
+    std::string text() {
+        std::string value(std::min<size_t>(number<uint32_t>(), end - offset), '\0');
+        take(value.data(), value.size());
+        return value;
+    }
+};
+
+struct StoredSection {
+    std::string name;
+    uint64_t offset, bytes, checksum;
+};
+struct StoredState {
+    Identity identity;
+    std::vector<StoredSection> sections;
+};
+
+constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
+
+// Reads the table of a state file and checks magic, version, checksum and the file's length against the sections.
+StoredState read_table(const InputFile& file) {
+    const char* path = file.path.c_str();
+    const auto too_short = [&](uint64_t expected) {
+        return Error(format("%s: truncated: expected at least %zu bytes, found %zu; %s", path, expected, file.size,
+                            kResumeFromAnother));
+    };
+    std::string head(kStateFixedBytes, '\0');
+    if (file.size < head.size()) throw too_short(head.size());
+    file.read(0, head.data(), head.size());
+    if (head.compare(0, 8, kStateMagic)) {
+        int32_t magic;
+        std::memcpy(&magic, head.data(), sizeof magic);
+        uint64_t found;
+        std::memcpy(&found, head.data(), sizeof found);
+        throw Error(format("%s: wrong magic at offset 0: expected \"%s\", found bytes %016zx; %s", path, kStateMagic,
+                           __builtin_bswap64(found),
+                           magic == kModelMagic ? "this is a model file, it holds no training state"
+                                                : "give a state file of this program"));
+    }
+    uint32_t version, table_bytes;
+    std::memcpy(&version, head.data() + 8, sizeof version);
+    std::memcpy(&table_bytes, head.data() + 12, sizeof table_bytes);
+    if (version != kStateVersion)
+        throw Error(
+            format("%s: wrong version at offset 8: expected %u, found %u; resume with the program that wrote it", path,
+                   kStateVersion, version));
+    const size_t table_end = kStateFixedBytes + table_bytes;
+    if (file.size < table_end + sizeof(uint64_t)) throw too_short(table_end + sizeof(uint64_t));
+    head.resize(table_end + sizeof(uint64_t));
+    file.read(0, head.data(), head.size());
+    uint64_t expected;
+    std::memcpy(&expected, head.data() + table_end, sizeof expected);
+    const uint64_t found = checksum64(head.data(), table_end);
+    if (found != expected)
+        throw Error(format("%s: damaged table (checksum at offset %zu: expected %016zx, found %016zx); %s", path,
+                           table_end, expected, found, kResumeFromAnother));
+
+    TableReader table{file.path, head, kStateFixedBytes, table_end};
+    StoredState state;
+    for (uint32_t n = table.number<uint32_t>(); n > 0; n--) {
+        const std::string name = table.text();
+        state.identity.fields.emplace_back(name, table.text());
+    }
+    uint64_t offset = head.size();
+    for (uint32_t n = table.number<uint32_t>(); n > 0; n--) {
+        StoredSection s{table.text(), offset, 0, 0};
+        s.bytes = table.number<uint64_t>();
+        s.checksum = table.number<uint64_t>();
+        offset += s.bytes;
+        state.sections.push_back(s);
+    }
+    if (file.size != offset)
+        throw Error(format("%s: %s: expected %zu bytes, found %zu; %s", path,
+                           file.size < offset ? "truncated" : "too long", offset, file.size, kResumeFromAnother));
+    return state;
+}
+
+const std::string* find_field(const Identity& identity, const std::string& name) {
+    for (const auto& [key, value] : identity.fields)
+        if (key == name) return &value;
+    return nullptr;
+}
+
+void check_identity(const std::string& path, const Identity& stored, const Identity& ours) {
+    const auto differs = [&](const std::string& name, const std::string* theirs, const std::string* mine) {
+        const std::string had = theirs ? "\"" + *theirs + "\"" : "no such field",
+                          have = mine ? "\"" + *mine + "\"" : "none";
+        return Error(
+            format("%s: checkpoint of another run: %s: the checkpoint has %s, this run has %s; resume with the same "
+                   "settings or start anew in another directory",
+                   path.c_str(), name.c_str(), had.c_str(), have.c_str()));
+    };
+    for (const auto& [name, value] : ours.fields) {
+        const std::string* theirs = find_field(stored, name);
+        if (!theirs || *theirs != value) throw differs(name, theirs, &value);
+    }
+    for (const auto& [name, value] : stored.fields)
+        if (!find_field(ours, name)) throw differs(name, &value, nullptr);
+}
+
+}  // namespace
+
+void read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
+    const InputFile file(path);
+    const StoredState stored = read_table(file);
+    check_identity(path, stored.identity, identity);
+
+    // Checks that every section has its counterpart before the first byte is read into the caller's memory.
+    for (const StoredSection& s : stored.sections) {
+        bool wanted = false;
+        for (const Section& want : sections) wanted |= want.name == s.name;
+        if (!wanted)
+            throw Error(
+                format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
+                       path.c_str(), s.name.c_str(), s.offset));
+    }
+    std::vector<const StoredSection*> sources;
+    for (const Section& want : sections) {
+        const StoredSection* source = nullptr;
+        for (const StoredSection& s : stored.sections)
+            if (s.name == want.name) source = &s;
+        if (!source)
+            throw Error(format("%s: section \"%s\" is missing; resume with the program that wrote it", path.c_str(),
+                               want.name.c_str()));
+        if (source->bytes != want.bytes)
+            throw Error(
+                format("%s: section \"%s\" at offset %zu: expected %zu bytes, found %zu; resume with the same settings",
+                       path.c_str(), want.name.c_str(), source->offset, want.bytes, source->bytes));
+        sources.push_back(source);
+    }
+    for (size_t i = 0; i < sections.size(); i++) {
+        const StoredSection& s = *sources[i];
+        file.read(s.offset, sections[i].data, sections[i].bytes);
+        const uint64_t found = checksum64(sections[i].data, sections[i].bytes);
+        if (found != s.checksum)
+            throw Error(format(
+                "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
+                path.c_str(), s.name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The checkpoints of a run
+
+std::string model_path(const std::string& dir, int step) {
+    return format("%s/model_%08d.bin", dir.c_str(), step);
+}
+std::string state_path(const std::string& dir, int step) {
+    return format("%s/state_%08d.bin", dir.c_str(), step);
+}
+
+namespace {
+
+struct CheckpointFile {
+    std::string name;
+    int step;
+    bool state, temporary;  // state or model; finished or left behind by a run that was cut off
+};
+
+// The files in `dir` that are named like model_path, state_path and their temporaries. None if there is no such
+// directory.
+std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
+    std::vector<CheckpointFile> files;
+    DIR* d = opendir(dir.c_str());
+    if (!d) return files;
+    while (const dirent* entry = readdir(d)) {
+        const std::string name = entry->d_name;
+        char kind[6] = "";
+        int step = -1, length = 0, pid = 0, tail = 0;
+        if (std::sscanf(name.c_str(), "%5[a-z]_%10d.bin%n", kind, &step, &length) != 2 || length == 0 || step < 0)
+            continue;
+        const bool state = !std::strcmp(kind, "state");
+        if (!state && std::strcmp(kind, "model")) continue;
+        const std::string whole = (state ? state_path : model_path)("", step).substr(1);
+        if (name.compare(0, whole.size(), whole)) continue;  // "model_7.bin" is not ours
+        const std::string rest = name.substr(whole.size());
+        const bool temporary = std::sscanf(rest.c_str(), ".tmp.%d%n", &pid, &tail) == 1 && rest.size() == size_t(tail);
+        if (rest.empty() || temporary) files.push_back({name, step, state, temporary});
+    }
+    closedir(d);
+    return files;
+}
+
+}  // namespace
+
+int newest_checkpoint(const std::string& dir) {
+    int newest = -1;
+    for (const CheckpointFile& f : list_checkpoints(dir))
+        if (f.state && !f.temporary) newest = std::max(newest, f.step);
+    return newest;
+}
+
+void prune_checkpoints(const std::string& dir, int keep) {
+    std::vector<int> steps;
+    for (const CheckpointFile& f : list_checkpoints(dir)) {
+        if (f.temporary)
+            unlink((dir + "/" + f.name).c_str());
+        else if (f.state)
+            steps.push_back(f.step);
+    }
+    std::sort(steps.rbegin(), steps.rend());
+    for (size_t i = static_cast<size_t>(std::max(keep, 0)); i < steps.size(); i++) {
+        // The state goes first, because without it the step no longer counts as complete if we stop before the model.
+        for (const std::string& path : {state_path(dir, steps[i]), model_path(dir, steps[i])})
+            if (unlink(path.c_str()) && errno != ENOENT) throw file_error(path, "remove", errno);
+    }
+}

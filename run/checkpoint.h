@@ -1,0 +1,47 @@
+// Files that outlive the process: llm.c's model files, and our training state. Each is written under a temporary name,
+// synced and then renamed, so a file under its final name is whole.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/file.h"
+#include "layers/gpu/types.h"
+
+// ---- llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and header[2..7] =
+// maxT, V, L, NH, C, Vp. The sixteen tensors follow in llm.c's order, each stacked over layers.
+struct ModelHeader {
+    DType dtype;
+    int max_T, V, L, NH, C, Vp;
+    size_t num_parameters() const;  // sum over the sixteen tensors, from the sizes above
+};
+// Throws Error if the file is not found or its magic, version, sizes or length are wrong.
+ModelHeader read_model_header(const std::string& path);
+// Reads the parameters as one block in file order: num_parameters() elements of the header's dtype.
+void read_model_parameters(const std::string& path, const ModelHeader&, void* out);
+void write_model(const std::string& path, const ModelHeader&, const void* parameters);
+
+// ---- Training state (ours): magic, version, identity and sections {name, bytes, checksum}.
+// Identity holds by name everything that must be the same for a resumed run to equal an uninterrupted one.
+struct Identity {
+    std::vector<std::pair<std::string, std::string>> fields;  // {"model", "d12"}, {"B", "4"}, {"precision", "bf16"}, …
+};
+struct Section {
+    std::string name;
+    void* data;  // read into / written from
+    size_t bytes;
+};
+void write_state(const std::string& path, const Identity&, const std::vector<Section>&);
+// Fills the sections. Throws Error if the magic, the version or a checksum is wrong, the file is truncated, or a
+// section is missing or has another size. Also throws if the identity differs, naming the field and both values.
+void read_state(const std::string& path, const Identity&, const std::vector<Section>&);
+
+// Checkpoints of a run live in its output directory as model_00001000.bin and state_00001000.bin. The state is renamed
+// last, so a step is complete when its state is there.
+std::string model_path(const std::string& dir, int step);
+std::string state_path(const std::string& dir, int step);
+int newest_checkpoint(const std::string& dir);          // step, or -1
+// Removes all complete checkpoints but the newest `keep`, and stale temporaries.
+void prune_checkpoints(const std::string& dir, int keep);

@@ -1,0 +1,98 @@
+#include "run/choices.h"
+
+#include <algorithm>
+
+#include "data/file.h"
+#include "run/checkpoint.h"
+
+namespace {
+constexpr int32_t kMagic = 20240522, kVersion = 1;
+constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
+constexpr uint16_t kStart = 65535;
+}  // namespace
+
+std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) {
+    const InputFile file(path);
+    int32_t header[kHeaderBytes / sizeof(int32_t)];
+    file.read(0, header, kHeaderBytes);
+    if (header[0] != kMagic)
+        throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; make the file with data/hellaswag.py",
+                           path.c_str(), kMagic, header[0]));
+    if (header[1] != kVersion)
+        throw Error(
+            format("%s: wrong version at offset 4: expected %d, found %d; make the file with "
+                   "data/hellaswag.py",
+                   path.c_str(), kVersion, header[1]));
+    std::vector<uint16_t> stream((file.size - kHeaderBytes) / sizeof(uint16_t));
+    file.read(kHeaderBytes, stream.data(), stream.size() * sizeof(uint16_t));
+
+    size_t at = 0;
+    const auto fail = [&](const char* what, const std::string& expected, long long found) {
+        throw Error(format("%s: %s at offset %zu: expected %s, found %lld", path.c_str(), what,
+                           kHeaderBytes + at * sizeof(uint16_t), expected.c_str(), found));
+    };
+    const auto next = [&](const char* what, int least, int most) {
+        if (at >= stream.size())
+            throw Error(format("%s: truncated at offset %zu: expected the %s; make the file again", path.c_str(),
+                               kHeaderBytes + at * sizeof(uint16_t), what));
+        const int value = stream[at];
+        if (value < least || value > most) fail(what, format("%d..%d", least, most), value);
+        at++;
+        return value;
+    };
+    const auto tokens = [&](const char* what) {
+        std::vector<int> list(next(what, 1, 65534));
+        for (int& token : list) token = next("token", 0, vocab - 1);
+        return list;
+    };
+    std::vector<Choice> choices;
+    for (int i = 0; i < header[2]; i++) {
+        const size_t start = at;
+        Choice choice;
+        next("start of an example", kStart, kStart);
+        const int bytes = next("size of an example", 0, 65535);
+        choice.index = next("index", 0, 65535);
+        choice.label = next("label", 0, 65535);
+        const int endings = next("number of endings", choice.label + 1, 64);
+        choice.context = tokens("length of a context");
+        for (int e = 0; e < endings; e++) {
+            choice.endings.push_back(tokens("length of an ending"));
+            const size_t length = choice.context.size() + choice.endings.back().size() - 1;
+            if (length > static_cast<size_t>(max_T))
+                fail("length of an example", format("at most T = %d tokens (a larger -t may help)", max_T), length);
+        }
+        if ((at - start) * sizeof(uint16_t) != static_cast<size_t>(bytes))
+            fail("end of an example", format("%d bytes from its start", bytes), (at - start) * sizeof(uint16_t));
+        choices.push_back(std::move(choice));
+    }
+    if (at != stream.size()) fail("end of the file", format("%d examples", header[2]), (stream.size() - at) * 2);
+    if (choices.empty()) throw Error(format("%s: no examples", path.c_str()));
+    return choices;
+}
+
+void write_choices(const std::string& path, const std::vector<Choice>& choices) {
+    std::vector<uint16_t> stream;
+    size_t longest = 0;
+    const auto put = [&](const std::vector<int>& tokens) {
+        stream.push_back(static_cast<uint16_t>(tokens.size()));
+        for (int token : tokens) stream.push_back(static_cast<uint16_t>(token));
+    };
+    for (const Choice& c : choices) {
+        const size_t start = stream.size();
+        for (size_t value : {size_t(kStart), size_t(0), size_t(c.index), size_t(c.label), c.endings.size()})
+            stream.push_back(static_cast<uint16_t>(value));
+        put(c.context);
+        for (const std::vector<int>& ending : c.endings) put(ending);
+        const size_t bytes = (stream.size() - start) * sizeof(uint16_t);
+        if (bytes > 65535)
+            throw Error(format("%s: example %d has %zu bytes, expected at most 65535", path.c_str(), c.index, bytes));
+        stream[start + 1] = static_cast<uint16_t>(bytes);
+        longest = std::max(longest, bytes);
+    }
+    int32_t header[kHeaderBytes / sizeof(int32_t)] = {kMagic, kVersion, static_cast<int32_t>(choices.size()),
+                                                      static_cast<int32_t>(longest)};
+    AtomicFile file(path);
+    file.write(header, kHeaderBytes);
+    file.write(stream.data(), stream.size() * sizeof(uint16_t));
+    file.commit();
+}

@@ -1,0 +1,232 @@
+// Parsing, help and settings from one table of options.
+#include "run/options.h"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+#include "layers/gpu/error.h"
+
+namespace {
+
+const char* const kHelpNames[] = {"--help", "-h"};
+constexpr size_t kHelpWidth = 110;  // columns
+
+std::string value_text(const Option& option) {
+    switch (option.kind) {
+        case Option::Int:
+            return std::to_string(*static_cast<const int*>(option.value));
+        case Option::Float:
+            return format("%g", static_cast<double>(*static_cast<const float*>(option.value)));
+        case Option::Flag:
+            return *static_cast<const bool*>(option.value) ? "on" : "off";
+        default:
+            return *static_cast<const std::string*>(option.value);
+    }
+}
+
+// How messages name an option, for example "--batch (-b)".
+std::string title(const Option& option) {
+    return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+    std::vector<std::string> parts;
+    for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+        end = text.find(separator, begin);
+        parts.push_back(text.substr(begin, end == std::string::npos ? end : end - begin));
+    }
+    return parts;
+}
+
+// The Levenshtein distance: how many insertions, deletions and replacements turn a into b.
+size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            const size_t replace = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min({replace, row[j] + 1, row[j - 1] + 1});
+        }
+    }
+    return row.back();
+}
+
+// " (did you mean x?)" if a candidate starts with `word` or is a few typing errors away, else "".
+std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {
+    const std::string stem = word.substr(std::min(word.find_first_not_of('-'), word.size()));
+    if (stem.empty()) return "";
+    size_t best =
+        (stem.size() < 4 ? 1 : std::max<size_t>(2, stem.size() / 3)) + 1;  // the first distance that is too far
+    std::string nearest;
+    for (const std::string& candidate : candidates) {
+        const std::string name = candidate.substr(std::min(candidate.find_first_not_of('-'), candidate.size()));
+        const bool prefix = stem.size() >= 2 && name.compare(0, stem.size(), stem) == 0;
+        const size_t distance = prefix ? 0 : edit_distance(stem, name);
+        if (distance < best) best = distance, nearest = candidate;
+    }
+    return nearest.empty() ? "" : " (did you mean " + nearest + "?)";
+}
+
+Option* find_option(std::vector<Option>& table, const std::string& name) {
+    for (Option& option : table)
+        if (name == option.name || (*option.letter && name == option.letter)) return &option;
+    return nullptr;
+}
+
+[[noreturn]] void bad_value(const Option& option, const std::string& text, const std::string& why) {
+    throw UsageError(format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), why.c_str()));
+}
+
+void check_range(const Option& option, const std::string& text, double value) {
+    const char* dots = std::strstr(option.range, "..");
+    if (!dots) return;
+    const double inf = std::numeric_limits<double>::infinity();
+    const double low = dots == option.range ? -inf : std::strtod(option.range, nullptr);
+    const double high = dots[2] ? std::strtod(dots + 2, nullptr) : inf;
+    if (!(value >= low && value <= high)) bad_value(option, text, format("is out of range %s", option.range));
+}
+
+void set_value(const Option& option, const std::string& text) {
+    switch (option.kind) {
+        case Option::Int: {
+            int value = 0;
+            const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+            if (error == std::errc::invalid_argument || end != text.data() + text.size())
+                bad_value(option, text, "is not an integer");
+            if (error == std::errc::result_out_of_range)
+                bad_value(option, text, format("is out of range %s", *option.range ? option.range : "of 32 bits"));
+            check_range(option, text, value);
+            *static_cast<int*>(option.value) = value;
+            break;
+        }
+        case Option::Float: {
+            char* end = nullptr;
+            const float value = std::strtof(text.c_str(), &end);
+            const bool whole = !text.empty() && !std::isspace(static_cast<unsigned char>(text[0])) && !*end;
+            if (!whole || !std::isfinite(value)) bad_value(option, text, "is not a finite number");
+            check_range(option, text, std::strtod(text.c_str(), nullptr));
+            *static_cast<float*>(option.value) = value;
+            break;
+        }
+        case Option::Choice: {
+            const std::vector<std::string> choices = split(option.range, '|');
+            if (std::find(choices.begin(), choices.end(), text) == choices.end())
+                bad_value(option, text, format("is not one of %s%s", option.range, suggestion(text, choices).c_str()));
+            *static_cast<std::string*>(option.value) = text;
+            break;
+        }
+        case Option::String:
+            *static_cast<std::string*>(option.value) = text;
+            break;
+        case Option::Flag:
+            if (text != "0" && text != "1") bad_value(option, text, "is not 0 or 1");
+            *static_cast<bool*>(option.value) = text == "1";
+            break;
+    }
+}
+
+}  // namespace
+
+bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
+    // Help comes before any value is set, because it prints the current values as defaults.
+    for (int i = 1; i < argc; i++)
+        for (const char* help : kHelpNames)
+            if (!std::strcmp(argv[i], help)) return true;
+
+    for (int i = 1; i < argc; i++) {
+        std::string name = argv[i], value;
+        const size_t equals = name[0] == '-' ? name.find('=') : std::string::npos;
+        const bool attached = equals != std::string::npos;
+        if (attached) value = name.substr(equals + 1), name.resize(equals);
+
+        const Option* option = find_option(table, name);
+        if (!option) {
+            if (name[0] != '-' || name == "-")
+                throw UsageError(format("unexpected argument \"%s\"; options start with -, see --help", name.c_str()));
+            std::vector<std::string> names;
+            for (const Option& o : table) names.push_back(o.name);
+            throw UsageError(format("unknown option %s%s; see --help", name.c_str(), suggestion(name, names).c_str()));
+        }
+        if (!attached) {
+            const char* next = i + 1 < argc ? argv[i + 1] : nullptr;
+            if (option->kind == Option::Flag) {
+                const bool given = next && (!std::strcmp(next, "0") || !std::strcmp(next, "1"));
+                value = given ? argv[++i] : "1";
+            } else {
+                // "-1" is a value, but the name of another option means that this one's value was forgotten.
+                if (!next || find_option(table, std::string(next).substr(0, std::string(next).find('='))))
+                    throw UsageError(format("%s needs a value%s%s", title(*option).c_str(),
+                                            next ? ", found option " : "", next ? next : ""));
+                value = argv[++i];
+            }
+        }
+        set_value(*option, value);
+    }
+    return false;
+}
+
+std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
+    // The first column is "  -b, --batch N". Options without a letter are indented to line up.
+    size_t letters = 2, width = 0;
+    for (const Option& option : table) letters = std::max(letters, std::strlen(option.letter));
+    const auto left = [&](const Option& option) {
+        const char* argument = option.kind == Option::Int      ? " N"
+                               : option.kind == Option::Float  ? " X"
+                               : option.kind == Option::String ? " TEXT"
+                               : option.kind == Option::Choice ? " NAME"
+                                                               : "";
+        const std::string letter = *option.letter ? std::string(option.letter) + "," : "";
+        return format("  %-*s %s%s", static_cast<int>(letters + 1), letter.c_str(), option.name, argument);
+    };
+    for (const Option& option : table) width = std::max(width, left(option).size() + 2);
+
+    std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
+    const char* group = nullptr;
+    for (const Option& option : table) {
+        if (!group || std::strcmp(group, option.group)) {
+            group = option.group;
+            text += *group ? format("\n%s\n", group) : "\n";
+        }
+        std::string help = option.help;
+        std::string notes;
+        if (*option.range) notes = option.range;
+        const bool unset =
+            option.kind == Option::Flag ? !*static_cast<const bool*>(option.value) : value_text(option).empty();
+        if (!unset) notes += (notes.empty() ? "default " : "; default ") + value_text(option);
+        if (!notes.empty()) help += " (" + notes + ")";
+
+        // Help in the second column, wrapped at words.
+        std::string line = left(option);
+        line.resize(width, ' ');
+        bool first = true;
+        for (const std::string& word : split(help, ' ')) {
+            if (!first && line.size() + 1 + word.size() > kHelpWidth) {
+                text += line + "\n";
+                line.assign(width, ' ');
+                first = true;
+            }
+            line += (first ? "" : " ") + word;
+            first = false;
+        }
+        text += line + "\n";
+    }
+    return text;
+}
+
+std::string options_settings(const std::vector<Option>& table) {
+    size_t width = 0;
+    for (const Option& option : table) width = std::max(width, std::strlen(option.name));
+    std::string text;
+    for (const Option& option : table)
+        if (const std::string value = value_text(option); !value.empty())
+            text += format("%-*s  %s\n", static_cast<int>(width), option.name, value.c_str());
+    return text;
+}
