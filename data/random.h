@@ -1,6 +1,7 @@
 // SplitMix64 (Steele, Lea & Flood 2014) turns a counter into random bits. It gives the same bits on the host, on the
 // device and on every machine.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #ifdef __CUDACC__
@@ -18,3 +19,15 @@ RANDOM_HD inline uint64_t mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 #undef RANDOM_HD
+
+// A stateless generator. The same (seed, index) gives the same number on every machine and thread.
+inline uint64_t mix(uint64_t seed, uint64_t index) {
+    return mix64(seed + (index + 1) * kGolden);
+}
+inline double uniform(uint64_t seed, uint64_t index) {
+    return static_cast<double>(mix(seed, index) >> 11) * 0x1p-53;
+}  // [0, 1)
+inline double normal(uint64_t seed, uint64_t index) {  // Box–Muller
+    const double u = uniform(seed, 2 * index), v = uniform(seed, 2 * index + 1);
+    return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
+}

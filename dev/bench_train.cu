@@ -193,7 +193,7 @@ struct Trainer {
         : dev(dev),
           model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, B, T, 1, true, o.recompute) {
         allocate_or_explain(model);
-        model.init_random(1);
+        init_random(model, 1);
         const size_t n = size_t(B) * T;
         pinned = static_cast<int*>(dev.alloc_host(model.batch_ints() * sizeof(int)));
         for (size_t i = 0; i < 2 * n; i++)
@@ -234,7 +234,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     const double ms = seconds_since(start) / steps * 1e3, tok_s = double(B) * T / ms * 1e3;
     const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // includes CUDA's context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
-    const double mfu = mfu_percent(config, T, tok_s, 1, peak);
+    const double mfu = mfu_percent(config.flops_per_token(T), tok_s, 1, peak);
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);

@@ -23,7 +23,7 @@ void dump(const Dev& dev, const Dump& o) {
     const Attention attention = o.attention == "naive" ? Attention::naive : Attention::flash;
     GPT2<Dev, float> model(dev, config, attention, o.B, o.T, 1, true);
     allocate_or_explain(model);
-    model.load(o.model);
+    load(model, o.model);
 
     const size_t N = size_t(o.B) * o.T;
     const InputFile file(o.batch);

@@ -4,8 +4,10 @@
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
+#include <filesystem>
 #include <fstream>
 
+#include "data/corpus.h"
 #include "dev/test.h"
 
 namespace {
@@ -72,7 +74,7 @@ std::vector<double> train(const Cuda& dev, const Config& config, Attention atten
                           const std::vector<int>& stream, double lr, std::vector<char>* bytes = nullptr) {
     GPT2<Cuda, X> model(dev, config, attention, B, T, 1, true);
     model.allocate();
-    model.init_random(42);
+    init_random(model, 42);
     std::vector<double> losses;
     for (int step = 0; step < steps; step++) {
         upload_batches(model, stream, step);
@@ -108,7 +110,7 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
     GPT2<Cpu, double> reference(cpu, kSmall, attention, B, T, 2, true);
     GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true, recompute);
     reference.allocate(), model.allocate();
-    model.init_random(7);
+    init_random(model, 7);
     std::vector<X> weights(model.num_parameters);
     dev.download(weights.data(), model.params.base, model.params.bytes);
     for (size_t i = 0; i < weights.size(); i++)
@@ -137,15 +139,15 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
 
 TEST(parameter_count_of_presets) {
     Config c;
-    CHECK(find_config("d12", &c) && count_parameters(c) == 124475904);
+    CHECK(find_config("d12", &c) && c.num_parameters() == 124475904);
     CHECK(!find_config("d13", &c));
     const std::pair<const char*, size_t> published[] = {  // GPT-2's, whose vocabulary has no padding
         {"d12", 124439808}, {"d24", 354823168}, {"d36", 774030080}, {"d48", 1557611200}};
     for (const auto& [name, parameters] : published)
-        CHECK(find_config(name, &c) && count_parameters(c) == parameters + size_t(c.Vp - c.V) * c.C);
+        CHECK(find_config(name, &c) && c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
     for (const char* name : {"d12", "d24", "d36", "d48", "tiny"}) {
         CHECK(find_config(name, &c));
-        CHECK(count_parameters(c) == header_of(c, DType::f32).num_parameters());
+        CHECK(c.num_parameters() == c.header(DType::f32).num_parameters());
         CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C == 64 * c.NH);
     }
 }
@@ -155,10 +157,10 @@ TEST(shares_divide_the_parameters) {
     for (const bool overlap : {false, true})
         for (int ranks : {1, 2, 8}) {
             Config config{};
-            CHECK(find_config("d12", &config) && can_shard(config, ranks));
+            CHECK(find_config("d12", &config) && can_shard(config.C, ranks));
             config.L = 2, config.Vp = 256, config.max_T = 16;  // few enough parameters to count
-            const Arena params("parameters", parameter_specs(config, DType::f32), 1);
-            const size_t n = count_parameters(config);
+            const Arena params("parameters", tensors_of<Parameters<float>>(config), 1);
+            const size_t n = config.num_parameters();
             std::vector<int> owner(n, -1), seen(n);
             for (int r = 0; r < ranks; r++) {
                 std::vector<int> state(n / ranks);
@@ -184,7 +186,7 @@ TEST(shares_divide_the_parameters) {
                         CHECK(owner[params.offsets[t] / 4 + l * size + r * size / ranks] == r);
             }
         }
-    CHECK(!can_shard({16, 100, 128, 1, 2, 128}, 3) && !can_shard({16, 100, 128, 1, 1, 64}, 32));
+    CHECK(!can_shard(128, 3) && !can_shard(64, 32));
 }
 
 // A share's m and v lie as for_each_piece() counts them, without a gap, because 64 floats do not always divide a share.
@@ -193,7 +195,7 @@ TEST(shares_of_the_optimizer_are_packed) {
         for (int ranks : {1, 2, 4, 8}) {
             Config config{};
             CHECK(find_config(name, &config));
-            if (!can_shard(config, ranks)) continue;
+            if (!can_shard(config.C, ranks)) continue;
             Ranks<Cpu> of;
             of.size = ranks, of.sharded = true;
             const GPT2<Cpu, float> model(Cpu(1), config, Attention::flash, 1, 64, 1, true, 0, of);
@@ -205,8 +207,8 @@ TEST(shares_of_the_optimizer_are_packed) {
 // m, v and master of all ranks are put together and taken apart again.
 TEST(shares_of_the_optimizer_make_a_whole) {
     const Config config = kSmall;
-    const Arena params("parameters", parameter_specs(config, DType::f32), 1);
-    const size_t n = count_parameters(config), ranks = 4;
+    const Arena params("parameters", tensors_of<Parameters<float>>(config), 1);
+    const size_t n = config.num_parameters(), ranks = 4;
     std::vector<int> whole(3 * n, -1), again(3 * n / ranks);
     for (size_t r = 0; r < ranks; r++)
         for_each_piece(share_of(params, r, ranks, true), n, ranks, 3, [&](size_t at, size_t state, size_t size) {
@@ -238,7 +240,7 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
                                sharded ? ranks : Ranks<Cpu>{});
         model.allocate();
         poison(cpu, model.buffers);
-        model.init_random(7);
+        init_random(model, 7);
         upload_batches(model, stream, 0);
         for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
         model.update(hyper(1e-3, 1));
@@ -291,7 +293,7 @@ TEST(defaults) {
         Config config;
         Options o;
         CHECK(find_config(c.model, &config));
-        resolve_sizes(o, config, c.on_cpu, c.ranks);
+        resolve_sizes(o, config.max_T, config.C, c.on_cpu, c.ranks);
         CHECK(o.sample_length == 700);  // dev/test_recipe has the others that depend on no size
         CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step && o.zero == c.zero && o.lr == c.lr);
     }
@@ -326,7 +328,7 @@ TEST(tokens_beyond_an_int_are_refused) {
     for (const auto& c : cases) {
         Options o;
         o.B = c.B, o.T = c.T;
-        const std::string error = test::error_of([&] { resolve_sizes(o, kSmall, false, c.ranks); });
+        const std::string error = test::error_of([&] { resolve_sizes(o, kSmall.max_T, kSmall.C, false, c.ranks); });
         CHECK(*c.error ? error.find(c.error) != error.npos : error.empty());
         CHECK(*c.error || o.tokens_per_step == c.B * c.T * c.ranks);
     }
@@ -375,8 +377,8 @@ TEST(mfu_by_hand) {
     Config config;
     CHECK(find_config("d12", &config));
     CHECK(config.flops_per_token(1024) == 803478528 && config.flops_per_token(512) == 775166976);
-    CHECK_NEAR(mfu_percent(config, 1024, 1e5, 2, 989), 8034.78528 / 1978, 1e-12);
-    CHECK(std::isnan(mfu_percent(config, 1024, 1e5, 1, 0)));
+    CHECK_NEAR(mfu_percent(config.flops_per_token(1024), 1e5, 2, 989), 8034.78528 / 1978, 1e-12);
+    CHECK(std::isnan(mfu_percent(config.flops_per_token(1024), 1e5, 1, 0)));
 }
 
 // A CPU with a GPU's name, so that a run has an MFU. It has 67 TFLOP/s, and a token of the tiny model takes 5349888
@@ -415,7 +417,7 @@ TEST(recompute_changes_memory_not_gradients) {
     for (int level : {0, 1, 2}) {
         GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, B, T, 2, true, level);
         model.allocate();
-        model.init_random(7);
+        init_random(model, 7);
         poison(cpu, model.acts);
         upload_batches(model, stream, 0);
         loss_and_gradient(model);
@@ -437,7 +439,7 @@ TEST(reference_model_gradient_by_finite_differences) {
     const Config config = {9, 30, 32, 2, 2, 8};
     GPT2<Cpu, double> model(cpu, config, Attention::flash, 2, 9, 1, true);
     model.allocate();
-    model.init_random(3);
+    init_random(model, 3);
     double* w = static_cast<double*>(model.params.at(0));
     for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
     upload_batches(model, make_tokens(2 * 9 + 1, config.V, 5), 0);
@@ -480,7 +482,7 @@ TEST(accumulated_micro_batches_equal_one_batch) {
         const TensorSpec& logits = whole.buffers.tensors[0];
         CHECK(std::string(logits.name) == "logits" && logits.size == size_t(std::min(4 * T, 512)) * config.Vp);
         whole.allocate(), parts.allocate();
-        whole.init_random(3), parts.init_random(3);
+        init_random(whole, 3), init_random(parts, 3);
         upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
         CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
         for (size_t i = 0; i < whole.num_parameters; i++)
@@ -496,10 +498,10 @@ TEST(the_first_tensor_that_is_not_finite_is_named) {
         GPT2<Cpu, float> model(cpu, config, Attention::flash, 2, 16, 2, true, recompute);
         model.allocate();
         const auto found = [&](auto spoil) {
-            model.init_random(3);
+            init_random(model, 3);
             upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
             spoil(model.weights(1));
-            return model.first_nonfinite();
+            return first_nonfinite(model);
         };
         CHECK(found([](const auto&) {}) == kNoneFound);
         const std::string forward = found([](const auto& w) { w.ln2w[3] = w.fcw[3] = 1e30f; });
@@ -518,7 +520,7 @@ TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
     const Config config = {16, 30, 32, 3, 2, 8};
     GPT2<Cpu, float> model(cpu, config, Attention::flash, 2, 16, 2, true);
     model.allocate();
-    model.init_random(3);
+    init_random(model, 3);
     upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
     model.weights(1).ln2w[3] = NAN;
     const std::vector<float> before = download(model, model.params.at(0), model.num_parameters);
@@ -526,7 +528,7 @@ TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
     model.update(hyper(1e-3, 1));
     CHECK(!std::isfinite(model.stats()[2]));
     CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
-    CHECK(model.first_nonfinite().find("ln2w of layer 1 (parameters, 1 of 8") == 0);
+    CHECK(first_nonfinite(model).find("ln2w of layer 1 (parameters, 1 of 8") == 0);
     model.weights(1).ln2w[3] = 1.f;
     loss_and_gradient(model);
     model.stats()[1] = INFINITY;  // a loss that is not finite although the gradient is
@@ -597,11 +599,11 @@ TEST(loads_fp32_and_bf16_checkpoints) {
     std::vector<bf16> rounded(values.size());
     for (size_t i = 0; i < values.size(); i++) rounded[i] = values[i] = static_cast<float>(normal(5, i));
     const std::string path = format("/tmp/test_gpt2_%d.bin", getpid());
-    write_model(path, header_of(kSmall, DType::f32), values.data());
-    model.load(path);
+    write_model(path, kSmall.header(DType::f32), values.data());
+    load(model, path);
     CHECK(std::memcmp(model.params.base, values.data(), model.params.bytes) == 0);
-    write_model(path, header_of(kSmall, DType::bf16), rounded.data());
-    model.load(path);
+    write_model(path, kSmall.header(DType::bf16), rounded.data());
+    load(model, path);
     for (size_t i = 0; i < values.size(); i++)
         CHECK(static_cast<float*>(model.params.at(0))[i] == static_cast<float>(rounded[i]));
     unlink(path.c_str());
@@ -611,7 +613,7 @@ TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
     const Cpu cpu;
     GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
     model.allocate();
-    model.init_random(3);
+    init_random(model, 3);
     CHECK_ERROR(generate(model, Tokenizer(), "", 3, {}, 1), "vocabulary of 250");
 }
 
@@ -624,9 +626,9 @@ TEST(sampling_pads_without_being_seen) {
     const Cpu cpu;
     GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
     model.allocate();
-    model.init_random(3);
+    init_random(model, 3);
     const std::vector<int> context = {5, 6, 7};
-    const std::vector<float> logits = model.logits_of_last(context);
+    const std::vector<float> logits = logits_of_last(model, context);
     model.upload(context.data(), 0);
     model.dev.upload(const_cast<int*>(model.tokens(0)), context.data(), 3 * sizeof(int));
     model.forward(model.tokens(0), 1, 3);
@@ -642,7 +644,7 @@ TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
     const Cpu cpu;
     GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 3, 20, 1, false);
     model.allocate();
-    model.init_random(3);
+    init_random(model, 3);
     double* w = static_cast<double*>(model.params.at(0));
     for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.1 * normal(11, i);
     std::vector<Choice> choices(5);
@@ -657,7 +659,7 @@ TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
             std::vector<int> text = choices[i].context;
             double sum = 0;  // token by token, each from the logits of what is before it
             for (int token : choices[i].endings[e]) {
-                const std::vector<float> logits = model.logits_of_last(text);
+                const std::vector<float> logits = logits_of_last(model, text);
                 double z = 0;
                 for (float x : logits) z += std::exp(static_cast<double>(x));
                 sum += std::log(z) - logits[token];
@@ -742,7 +744,7 @@ TEST(gpu_update_stops_at_nan) {
     const Cuda& dev = gpu();
     GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 2, 64, 1, true);
     model.allocate();
-    model.init_random(3);
+    init_random(model, 3);
     upload_batches(model, make_tokens(2 * 64 + 1, kSmall.V, 5), 0);
     const bf16 nan = NAN;
     dev.upload(model.weights(1).qkvw + 17, &nan, sizeof nan);
@@ -754,16 +756,16 @@ TEST(gpu_update_stops_at_nan) {
     CHECK(!std::isfinite(download(model, model.stats() + 1, 1)[0]));
     dev.download(after.data(), model.params.base, after.size());
     CHECK(before == after);
-    CHECK(model.first_nonfinite().find("qkvw of layer 1 (parameters, 1 of") == 0);
+    CHECK(first_nonfinite(model).find("qkvw of layer 1 (parameters, 1 of") == 0);
 }
 
 TEST(gpu_generates_without_training) {
     const Cuda& dev = gpu();
     GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 1, 80, 1, false);
     model.allocate();
-    model.init_random(3);
-    CHECK(model.master() == nullptr);
-    const std::vector<float> logits = model.logits_of_last({5, 6, 7});
+    init_random(model, 3);
+    CHECK(model.optimizer().master == nullptr);
+    const std::vector<float> logits = logits_of_last(model, {5, 6, 7});
     for (float x : logits) CHECK(std::isfinite(x));
 }
 

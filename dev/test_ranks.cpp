@@ -49,9 +49,9 @@ void on_ranks(const Grouping& g, const Options& o, Work work) {
         ranks.ring = &ring;
         GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true, 1,
                            ranks);
-        Run<Cpu, X> run(cpu, o, model, {o.train_data, o.val_data}, job);
+        Run<GPT2<Cpu, X>> run(cpu, o, model, {o.train_data, o.val_data}, job);
         model.allocate();
-        model.init_random(o.seed);
+        init_random(model, o.seed);
         work(run, model, job);
         model.leave_ring();
         job.leave();
@@ -77,7 +77,7 @@ struct Shared {
 void train(const Grouping& g, const Shared& to) {
     const std::string short_file = dir() + "/short.txt";
     write_file(short_file, read_file(text_file()).substr(0, kValBytes));
-    on_ranks<double>(g, options(), [&](Run<Cpu, double>& run, GPT2<Cpu, double>& model, Job& job) {
+    on_ranks<double>(g, options(), [&](Run<GPT2<Cpu, double>>& run, GPT2<Cpu, double>& model, Job& job) {
         Loader val(short_file, 2, 8, kByteVocab, false, 0);
         const auto validated = [&](int batches) { return validate(model, val, batches, job); };
         const Validation first = validated(0), few = validated(5);
@@ -126,7 +126,7 @@ TEST(ranks_train_and_validate_as_one) {
         close("validation of few batches", several->val_few, one->val_few, 1e-13);
         close("last validation", several->val_last, one->val_last, 1e-11);
         close("validation's batches", several->val_batches, kValBatches, 0);
-        for (size_t i = 0; i < count_parameters(kConfig); i++)
+        for (size_t i = 0; i < kConfig.num_parameters(); i++)
             close("a parameter", several->parameters[i], one->parameters[i], 1e-12);
     }
 }
@@ -140,7 +140,7 @@ TEST(ranks_save_and_restore_as_one) {
     const auto saved = [&](const Grouping& g, const std::string& name, bool resume) {
         o.output_dir = dir() + "/" + name, o.resume = resume;
         std::filesystem::create_directories(o.output_dir);
-        on_ranks<float>(g, o, [&](Run<Cpu, float>& run, GPT2<Cpu, float>& model, Job& job) {
+        on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
             if (resume && !run.restore()) throw Error("nothing to restore");
             while (run.step < kSteps) run.train_step();
             run.save();
@@ -154,7 +154,7 @@ TEST(ranks_save_and_restore_as_one) {
         });
         return std::pair{read_file(state_path(o.output_dir, kSteps)), read_file(model_path(o.output_dir, kSteps))};
     };
-    const size_t n = count_parameters(kConfig);
+    const size_t n = kConfig.num_parameters();
     const auto optimizer = [&](const std::string& state) {  // m and v, the file's last section
         std::vector<float> adam(2 * n);
         std::memcpy(adam.data(), state.data() + state.size() - adam.size() * sizeof(float), adam.size() * sizeof(float));
@@ -188,7 +188,7 @@ TEST(ranks_save_and_restore_as_one) {
 // divided, gathering the parameters heals this break, because another rank owns that element.
 TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
     for (const Grouping& g : {Grouping{2, 1, false, false}, {4, 1, true, true}, {2, 2, false, false}})
-        on_ranks<float>(g, options(), [&](Run<Cpu, float>& run, GPT2<Cpu, float>& model, Job& job) {
+        on_ranks<float>(g, options(), [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
             if (job.rank == 1) model.weights(1).ln2w[3] = NAN;
             const std::vector<char> before(model.params.base, model.params.base + model.params.bytes);
             CHECK_ERROR(run.train_step(),
@@ -212,9 +212,9 @@ TEST(ranks_that_start_differently_are_refused) {
             if (field == "T") o.T = 4;
             const Cpu cpu(1);
             GPT2<Cpu, float> model(cpu, kConfig, Attention::flash, o.B, o.T, 1, true);
-            Run<Cpu, float> run(cpu, o, model, {o.train_data, o.val_data}, job);
+            Run<GPT2<Cpu, float>> run(cpu, o, model, {o.train_data, o.val_data}, job);
             model.allocate();
-            model.init_random(o.seed);
+            init_random(model, o.seed);
             if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;
             agree_on_start(model, run, job);
             return 0;

@@ -25,8 +25,8 @@ ROOMS = {
     "layers": ("layers/gpu", "layers/sm90", "data"),
     "attention": ("layers/gpu",),
     "attention/ring": ("layers/gpu", "attention"),
-    "run": ("layers/gpu", "data"),
-    ".": ("layers/gpu", "data", "layers", "layers/comm", "attention", "attention/ring", "run"),
+    "run": ("layers/gpu", "data", "layers", "layers/comm"),
+    ".": ("layers/comm", "layers", "attention", "attention/ring", "run"),
 }
 FOLDERS = [room for room in ROOMS if room != "."]
 

@@ -313,6 +313,7 @@ void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const 
 template <class X>
 void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
                                 const X* weight, const X* bias, size_t N, int C) {
+    if (!a) return layernorm_forward(dev, out, mean, rstd, b, weight, bias, N, C);
     launch_forward<X, true>(dev, out, mean, rstd, residual, a, b, weight, bias, N, C);
 }
 

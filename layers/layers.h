@@ -38,7 +38,7 @@ void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const 
                        size_t N, int C);
 
 // residual = a + b, then layer norm of the residual as stored. Writes residual (N,C), out (N,C), mean (N), rstd (N).
-// residual may be a or b.
+// residual may be a or b. If a is null there is nothing to add: residual must be b, and is only read.
 template <class X>
 void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
                                 const X* weight, const X* bias, size_t N, int C);

@@ -42,6 +42,6 @@ void read_state(const std::string& path, const Identity&, const std::vector<Sect
 // last, so a step is complete when its state is there.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-int newest_checkpoint(const std::string& dir);          // step, or -1
+int newest_checkpoint(const std::string& dir);  // step, or -1
 // Removes all complete checkpoints but the newest `keep`, and stale temporaries.
 void prune_checkpoints(const std::string& dir, int keep);

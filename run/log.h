@@ -11,7 +11,7 @@ std::string for_terminal(const std::string& text);
 // Builds a line, for example Row("train").add("step", 3).add("loss", 2.5).text()
 class Row {
   public:
-    explicit Row(const char* kind);  // {"kind": kind
+    explicit Row(const char* kind);           // {"kind": kind
     Row& add(const char* key, double value);  // NaN and inf as null
     Row& add(const char* key, long long value);
     Row& add(const char* key, int value) { return add(key, static_cast<long long>(value)); }
@@ -27,7 +27,7 @@ class Row {
 // Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay.
 class Log {
   public:
-    Log() = default;                                       // writes nowhere
+    Log() = default;  // writes nowhere
     explicit Log(const std::string& path, bool append = true);
     ~Log();
     Log(const Log&) = delete;

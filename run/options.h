@@ -5,12 +5,12 @@
 
 struct Option {
     enum Kind { Int, Float, String, Choice, Flag };
-    const char* name;      // "--batch"
-    const char* letter;    // "-b", or "" if it has none
+    const char* name;    // "--batch"
+    const char* letter;  // "-b", or "" if it has none
     Kind kind;
-    void* value;           // int*, float*, std::string*, std::string* (Choice), bool*
+    void* value;  // int*, float*, std::string*, std::string* (Choice), bool*
     const char* help;
-    const char* range;     // Int/Float: "1..1024", "0.." or ""; Choice: "bf16|fp32"
+    const char* range;       // Int/Float: "1..1024", "0.." or ""; Choice: "bf16|fp32"
     const char* group = "";  // heading in --help
 };
 

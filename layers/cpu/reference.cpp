@@ -127,6 +127,7 @@ void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* 
 template <class X>
 void residual_layernorm_forward(const Cpu& dev, X* residual, X* out, Acc<X>* mean, Acc<X>* rstd, const X* a, const X* b,
                                 const X* weight, const X* bias, size_t N, int C) {
+    if (!a) return layernorm_forward(dev, out, mean, rstd, b, weight, bias, N, C);
 #pragma omp parallel for
     for (size_t i = 0; i < N * C; i++) residual[i] = a[i] + b[i];
     layernorm_forward(dev, out, mean, rstd, residual, weight, bias, N, C);

@@ -1,0 +1,90 @@
+// What a model knows: its loss on data that it has not seen, and its answers to multiple-choice questions.
+#pragma once
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "data/loader.h"
+#include "layers/comm/job.h"
+#include "run/choices.h"
+#include "run/range.h"
+
+struct Validation {
+    double loss;
+    uint64_t batches;
+};
+
+// Mean loss over the loader's first `batches` batches, or over all whole ones if it is 0 or too large. Each rank
+// evaluates its share of them. Their losses are summed in the order of the batches, so that the sum does not depend on
+// the number of ranks. Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
+template <class Model>
+Validation validate(Model& model, Loader& loader, uint64_t batches, Job& job) {
+    const auto& ranks = model.ranks;
+    Range range("validate");
+    loader.reset();
+    std::vector<int> host(model.batch_ints());
+    const uint64_t all = loader.batches_per_epoch();
+    if (batches == 0 || batches > all) batches = all;
+    std::vector<double> losses(batches);
+    for (uint64_t i = 0; i < batches; i++) {
+        if (i % ranks.groups() != uint64_t(ranks.group())) {
+            loader.skip(1);
+            continue;
+        }
+        typename Model::A loss;
+        model.fill_batch(host.data(), loader);
+        model.upload(host.data(), 1);
+        model.evaluate_micro_batch(0);
+        model.dev.download(&loss, model.own_stats(), sizeof loss);
+        losses[i] = loss / ranks.context;
+    }
+    job.sum(losses);
+    return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
+}
+
+// losses[i][e] is the mean loss of the tokens of ending e of choice i after its context. The model's answer is the
+// ending with the lowest.
+template <class Model>
+std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices, Job& job) {
+    Range range("multiple choice");
+    const size_t B = model.B, T = model.T, N = B * T;
+    std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
+    std::vector<std::vector<double>> losses(choices.size());
+    for (size_t i = 0; i < choices.size(); i++) {
+        losses[i].resize(choices[i].endings.size());
+        for (size_t e = 0; e < losses[i].size(); e++) rows.push_back({i, e});
+    }
+    std::vector<int> host(model.batch_ints());
+    std::vector<typename Model::A> position(N);
+    for (size_t first = 0; first < rows.size(); first += B) {
+        if (first / B % job.size != size_t(job.rank)) continue;
+        const size_t last = std::min(first + B, rows.size());
+        std::fill(host.begin(), host.end(), 0);
+        for (size_t r = first; r < last; r++) {
+            const Choice& c = choices[rows[r].first];
+            std::vector<int> text = c.context;
+            text.insert(text.end(), c.endings[rows[r].second].begin(), c.endings[rows[r].second].end());
+            std::copy(text.begin(), text.end() - 1, host.begin() + (r - first) * T);
+            std::copy(text.begin() + 1, text.end(), host.begin() + N + (r - first) * T);
+        }
+        model.upload(host.data(), 1);
+        model.evaluate_micro_batch(0);
+        model.dev.download(position.data(), model.losses(), N * sizeof(position[0]));
+        for (size_t r = first; r < last; r++) {
+            const auto [i, e] = rows[r];
+            const size_t begin = (r - first) * T + choices[i].context.size() - 1, n = choices[i].endings[e].size();
+            losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
+        }
+    }
+    if (job.size > 1)  // what another rank computed is 0 here
+        for (std::vector<double>& of_choice : losses) job.sum(of_choice);
+    return losses;
+}
+inline int answer(const std::vector<double>& losses) {
+    return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+}
+inline int count_correct(const std::vector<std::vector<double>>& losses, const std::vector<Choice>& choices) {
+    int correct = 0;
+    for (size_t i = 0; i < choices.size(); i++) correct += answer(losses[i]) == choices[i].label;
+    return correct;
+}

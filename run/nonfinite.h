@@ -1,0 +1,63 @@
+#pragma once
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "run/tensors.h"
+
+// If a loss is not finite, this runs the step again, micro-batch by micro-batch, and names the first tensor in the
+// order of computation.
+
+template <class Model>
+std::string count_in(Model& model, const Arena& arena, size_t i, int l) {
+    using X = typename Model::X;
+    using A = typename Model::A;
+    void* scratch = model.shared().scratch;
+    const TensorSpec& t = arena.tensors[i];
+    if (t.elements() == 0) return "";
+    const size_t bad = t.dtype == dtype_of<X>()
+                           ? count_nonfinite(model.dev, scratch, static_cast<const X*>(arena.at(i, l)), t.size)
+                           : count_nonfinite(model.dev, scratch, static_cast<const A*>(arena.at(i, l)), t.size);
+    if (bad == 0) return "";
+    const std::string layer = t.layers > 0 ? format(" of layer %d", l) : "";
+    return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
+}
+
+constexpr char kNoneFound[] = "none on a second run";
+
+// An arena's tensors in the order of computation: those before the layers, then layer by layer, then those after them.
+inline std::vector<std::pair<size_t, int>> computation_order(const Arena& arena, int layers) {
+    size_t first = 0, last = arena.tensors.size();
+    while (first < last && arena.tensors[first].layers == 0) first++;
+    while (last > first && arena.tensors[last - 1].layers == 0) last--;
+    std::vector<std::pair<size_t, int>> order;
+    for (size_t i = 0; i < first; i++) order.push_back({i, 0});
+    for (int l = 0; l < layers; l++)
+        for (size_t i = first; i < last; i++)
+            if (arena.tensors[i].layers != TensorSpec::kShared) order.push_back({i, l});
+    for (size_t i = last; i < arena.tensors.size(); i++) order.push_back({i, 0});
+    return order;
+}
+
+template <class Model>
+std::string first_nonfinite(Model& model) {
+    const bool ring = model.ranks.context > 1;
+    auto search = [&](const Arena& arena, bool backwards) -> std::string {
+        auto order = computation_order(arena, model.config.L);
+        if (backwards) std::reverse(order.begin(), order.end());
+        for (const auto& [i, l] : order)
+            if (const std::string found = count_in(model, arena, i, l); !found.empty()) return found;
+        return "";
+    };
+    std::string found = search(model.params, false);
+    // No rank of a ring may stop before the others do.
+    for (int i = 0; i < model.micro_steps && (found.empty() || ring); i++) {
+        model.evaluate_micro_batch(i);
+        if (found.empty()) found = search(model.acts, false);
+        if (!found.empty() && !ring) break;
+        model.train_micro_batch(i);
+        if (found.empty()) found = search(model.grads, true);
+    }
+    return found.empty() ? kNoneFound : found;
+}

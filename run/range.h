@@ -1,0 +1,12 @@
+#pragma once
+#include <nvtx3/nvToolsExt.h>
+
+#include "layers/comm/job.h"
+#include "layers/gpu/error.h"
+
+// A named stretch of the timeline for Nsight Systems (make profile). It is also a sign of life for the ranks that wait.
+struct Range {
+    explicit Range(const char* name) { nvtxRangePushA(name), Job::progress()++; }
+    Range(const char* name, int i) : Range(format("%s %d", name, i).c_str()) {}
+    ~Range() { nvtxRangePop(); }
+};

@@ -1,0 +1,167 @@
+#include "run/settings.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <climits>
+#include <filesystem>
+
+#include "data/corpus.h"
+#include "layers/gpu/error.h"
+#include "run/checkpoint.h"
+#include "run/ranks.h"
+
+std::vector<Option> Options::table() {
+    using O = Option;
+    return {
+        {"--train-data", "-i", O::String, &train_data,
+         "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
+        {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i", "", "data"},
+        {"--init", "-e", O::String, &init, "d12, d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)",
+         "", "model"},
+        {"--precision", "", O::Choice, &precision, "auto: bf16 where the GPU has it, else fp32", "auto|bf16|fp32",
+         "model"},
+        {"--attention", "", O::Choice, &attention, "naive materialises T×T", "flash|naive", "model"},
+        {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu", "model"},
+        {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)", "",
+         "model"},
+        {"--recompute", "-r", O::Int, &recompute,
+         "memory for time: keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2", "model"},
+        {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)", "", "model"},
+        {"--gpus", "", O::Int, &gpus,
+         "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); 0: one, or as "
+         "torchrun, srun or mpirun started us",
+         "0..1024", "several GPUs"},
+        {"--zero", "", O::Int, &zero,
+         "1: divide the optimizer's state and its work among the ranks; 0: don't; -1: where channels divide", "-1..1",
+         "several GPUs"},
+        {"--overlap", "", O::Int, &overlap,
+         "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1",
+         "several GPUs"},
+        {"--context-parallel", "", O::Int, &context_parallel,
+         "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024",
+         "several GPUs"},
+        {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; 0: 8 (CPU: 4)", "0..65536", "batch"},
+        {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",
+         "0..4194304", "batch"},
+        {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
+         "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; 0: that", "0..", "batch"},
+        {"--max-steps", "-x", O::Int, &max_steps,
+         "steps; -1: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1..", "batch"},
+        {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order", "", "batch"},
+        {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again", "", "batch"},
+        {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1..",
+         "optimizer"},
+        {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1", "optimizer"},
+        {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
+         "cosine|linear|constant|wsd", "optimizer"},
+        {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0..", "optimizer"},
+        {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999", "optimizer"},
+        {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0..", "optimizer"},
+        {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0..", "optimizer"},
+        {"--val-every", "-v", O::Int, &val_every, "steps between validations; 0: never, -1: ten in the run", "-1..",
+         "watching"},
+        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation; 0: 20 (--eval-only: all)", "0..",
+         "watching"},
+        {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file", "",
+         "watching"},
+        {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit", "", "watching"},
+        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples; 0: never, -1: five in the run", "-1..",
+         "watching"},
+        {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1..", "watching"},
+        {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit", "", "watching"},
+        {"--profile", "", O::Int, &profile, "after five steps, so many inside cudaProfilerStart and Stop, then exit",
+         "0..", "watching"},
+        {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
+         "", "files"},
+        {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
+         "steps between checkpoints; 0: only at the end and when interrupted", "0..", "files"},
+        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; 0: all", "0..", "files"},
+        {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o", "", "files"},
+        {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file, to print samples of BPE models", "",
+         "files"},
+        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
+         "generating"},
+        {"--prompt", "", O::String, &prompt, "text to continue", "", "generating"},
+        {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0..", "generating"},
+        {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; 0: all", "0..", "generating"},
+    };
+}
+
+// Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
+// step.
+double Options::learning_rate(int step) const {
+    if (step < warmup) return lr * (step + 1.0) / warmup;
+    const double left = max_steps - warmup, at = left > 1 ? (step - warmup) / (left - 1) : 0;  // 0..1
+    double factor = 1;
+    if (schedule == "cosine")
+        factor = 0.5 * (1 + std::cos(M_PI * std::min(at, 1.0)));
+    else if (schedule == "linear")
+        factor = 1 - std::min(at, 1.0);
+    else if (schedule == "wsd")
+        factor = at < 0.8 ? 1 : std::max(0.0, (1 - at) / 0.2);
+    return lr * (final_lr + (1 - final_lr) * factor);
+}
+
+void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
+    const int context = o.context_parallel, ranks = all_ranks / context;  // groups with sequences of their own
+    if (o.B == 0) o.B = on_cpu ? 4 : 8;
+    if (o.T == 0) o.T = std::min(max_T, on_cpu ? 64 : 1024);
+    if (context > 1 && o.T % (2 * context))
+        throw UsageError(format("--tokens %d is not a multiple of 2·%d, the chunks of --context-parallel %d: use -t %d",
+                                o.T, context, context, std::max(1, o.T / (2 * context)) * 2 * context));
+    const long long micro_batch = static_cast<long long>(o.B) * o.T;
+    if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
+        throw UsageError(
+            format("B·T = %d·%d is too many tokens for a micro-batch: use a smaller -b with -d", o.B, o.T));
+    const long long least = micro_batch * ranks;
+    const char* const name = context > 1 ? "groups of ranks" : "ranks";
+    if (least > INT_MAX)
+        throw UsageError(
+            format("B·T·%s = %d·%d·%d is too many tokens for a step: use a smaller -b", name, o.B, o.T, ranks));
+    if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(least);
+    if (ranks == 1 && o.tokens_per_step % micro_batch)
+        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
+                                o.T, micro_batch));
+    if (o.tokens_per_step % least)
+        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T·%s = %d·%d·%d = %lld", o.tokens_per_step,
+                                name, o.B, o.T, ranks, least));
+    if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(C, all_ranks);
+    if (o.lr == 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
+}
+void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
+    if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
+    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::max<uint64_t>(1, tokens / o.tokens_per_step));
+    if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
+    if (o.val_batches == 0) o.val_batches = 20;
+    if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
+    if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
+}
+
+void prepare_output_dir(const Options& o) {
+    std::error_code error;
+    std::filesystem::create_directories(o.output_dir, error);
+    if (error)
+        throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
+    const int old = newest_checkpoint(o.output_dir);
+    const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
+    struct stat log;
+    if (!o.resume && (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
+        throw Error(format("%s has %s: add -y 1 to resume it, or give another -o", o.output_dir.c_str(), what.c_str()));
+}
+
+Data find_data(const Options& o) {
+    if (!o.train_data.empty()) return {o.train_data, o.val_data};
+    const Corpus corpus = builtin_corpus("data/cache");
+    if (!o.val_data.empty()) return {corpus.train_path, o.val_data};
+    return {corpus.train_path, corpus.val_path, corpus.val_nats};
+}
+
+Data find_data_together(const Options& o, Job& job) {
+    Data data;
+    if (job.rank == 0) data = find_data(o);
+    job.barrier();
+    if (job.rank > 0) data = find_data(o);
+    return data;
+}

@@ -1,0 +1,51 @@
+// The options of a run, their defaults, and what must be true of them.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layers/comm/job.h"
+#include "layers/gpu/types.h"
+#include "run/options.h"
+
+struct Options {
+    std::string train_data, val_data, init = "auto", output_dir, tokenizer;
+    int B = 0, T = 0, tokens_per_step = 0, max_steps = -1, seed = 1;
+    float lr = 0, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
+    int warmup = -1;
+    std::string schedule = "cosine";
+    int val_every = -1, val_batches = 0, sample_every = -1, sample_length = 700;
+    std::string hellaswag;
+    bool eval_only = false;
+    int checkpoint_every = 0, keep = 0;
+    bool resume = false, overfit = false, no_tf32 = false, no_graph = false, no_shuffle = false, memory = false;
+    int profile = 0;
+    std::string precision = "auto", attention = "flash", device = "auto";
+    int recompute = 1;
+    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1;
+    int generate = 0, top_k = 0;
+    std::string prompt;
+    float temperature = 1.f;
+
+    std::vector<Option> table();
+    Attention kernel() const { return attention == "naive" ? Attention::naive : Attention::flash; }
+    double learning_rate(int step) const;  // of the step that starts after `step` steps
+};
+
+// The defaults that depend on the device, the model and the ranks. resolve_steps has those that need the size of the
+// data.
+void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
+void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
+
+// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed.
+void prepare_output_dir(const Options& o);
+
+// Where the data comes from, and the loss that no model can beat, if that is known.
+struct Data {
+    std::string train, val;
+    double floor = NAN;  // nats per token of the validation data
+};
+Data find_data(const Options& o);
+// The data of the run. Rank 0 goes first, because it may have to write the data where the others will find it.
+Data find_data_together(const Options& o, Job& job);

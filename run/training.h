@@ -1,0 +1,377 @@
+// A training run: the model and all that accompanies it from step to step. Batches are prepared while the GPU works, losses
+// checked and logged, the model validated and sampled, checkpoints written and read.
+#pragma once
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <ctime>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/loader.h"
+#include "run/checkpoint.h"
+#include "run/evaluate.h"
+#include "run/log.h"
+#include "run/memory.h"
+#include "run/nonfinite.h"
+#include "run/peak.h"
+#include "run/ranks.h"
+#include "run/sample.h"
+#include "run/settings.h"
+
+// SIGINT and SIGTERM finish the step, write a checkpoint and leave. A second one ends the program at once if it comes
+// more than a second later. Within a second it counts as the same signal, because many programs that pass signals on
+// send them to a process and to its group.
+inline volatile std::sig_atomic_t g_signal = 0;
+inline timespec g_signal_time;
+inline void on_signal(int signal) {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!g_signal) {
+        g_signal_time = now, g_signal = signal;
+    } else if (now.tv_sec - g_signal_time.tv_sec + (now.tv_nsec - g_signal_time.tv_nsec) * 1e-9 > 1) {
+        std::signal(signal, SIG_DFL);
+        raise(signal);
+    }
+}
+
+// A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
+constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
+
+// The model's FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not known.
+inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, double peak) {
+    return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
+}
+
+// A training run: the model and all that accompanies it from step to step.
+template <class Model>
+class Run {
+  public:
+    using Dev = typename Model::Dev;
+    using X = typename Model::X;
+    using A = typename Model::A;
+    Run(const Dev& dev, const Options& o, Model& model, const Data& data, Job& job);
+    ~Run() { dev.free_host(host); }
+
+    void describe() const;
+    void open_log();
+    void train_step();
+    void watch();    // validation and samples, if they are due after this step
+    void save();     // a checkpoint of this step
+    bool restore();  // the newest checkpoint, false if there is none
+    bool saved() const { return last_checkpoint == step; }
+    int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
+    uint64_t train_tokens() const { return train.num_tokens(); }
+    uint64_t val_identity() const { return val ? val->identity() : 0; }
+    const Identity& run_identity() const { return identity; }
+    int step = 0;  // steps done
+
+  private:
+    const Dev& dev;
+    const Options& o;
+    Model& model;
+    const Data data;
+    Job& job;
+    Loader train;
+    std::unique_ptr<Loader> val;
+    const Tokenizer tokenizer;
+    std::vector<Choice> choices;
+    Identity identity;
+    std::unique_ptr<Log> log = std::make_unique<Log>();
+    int last_checkpoint = -1, signal = 0;
+    double mean_ms = 0;
+
+    // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
+    // `position` after the first of them.
+    int *host = nullptr, *batch = nullptr, *next = nullptr;
+    bool prepared = false;
+    std::exception_ptr late_error;  // thrown while `next` was prepared
+    LoaderState position{};
+    void prepare(int* to) {  // group r of n takes micro-batches r, r + n, … of the step
+        for (int i = 0; i < model.micro_steps; i++) {
+            train.skip(model.ranks.group());
+            model.fill_batch(to + i * model.batch_ints(), train);
+            train.skip(model.ranks.groups() - 1 - model.ranks.group());
+        }
+    }
+    void copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const;
+    std::vector<char> gather_optimizer();
+    void scatter_optimizer(std::vector<char>& whole);
+
+    // The parts of a checkpoint beside the model, for reading and for writing.
+    struct Counters {
+        uint64_t step, model_checksum;
+        LoaderState train;
+    };
+    static std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
+        return {{"counters", &counters, sizeof counters}, {"optimizer", adam.data(), adam.size()}};
+    }
+    void read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params);
+    std::string first_nonfinite();
+    int first_step = 0;  // of this process
+};
+
+template <class Model>
+Run<Model>::Run(const Dev& dev, const Options& o, Model& model, const Data& data, Job& job)
+    : dev(dev),
+      o(o),
+      model(model),
+      data(data),
+      job(job),
+      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed),
+      tokenizer(o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer)) {
+    const auto& c = model.config;
+    if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0);
+    if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
+    const size_t ints = size_t(model.micro_steps) * model.batch_ints();
+    host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
+    batch = host, next = host + ints;
+    identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
+                       {"precision", name_of(dtype_of<X>())},
+                       {"device", Dev::kind},
+                       {"B", std::to_string(o.B)},
+                       {"T", std::to_string(o.T)},
+                       {"tokens per step", std::to_string(o.tokens_per_step)},
+                       {"seed", std::to_string(o.seed)},
+                       {"order of data", o.overfit      ? "one batch"
+                                         : o.no_shuffle ? "as it is"
+                                                        : "shuffled"},
+                       {"attention", o.attention},
+                       {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
+                       {"data", format("%016llx", static_cast<unsigned long long>(train.identity()))}};
+}
+
+template <class Model>
+void Run<Model>::describe() const {
+    const auto& c = model.config;
+    Options settings = o;
+    std::printf("%s", options_settings(settings.table()).c_str());
+    std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
+                dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "");
+    if (job.size > 1)
+        std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n",
+                    job.size, job.local_size, model.ranks.sharded ? "divided among them" : "on each",
+                    model.ranks.overlap ? "beside" : "after",
+                    model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
+    std::printf("model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n", c.L,
+                c.NH, c.C, c.max_T, c.V, c.Vp);
+    std::printf("parameters         %.1f M\n", model.num_parameters / 1e6);
+    std::printf("train data         %s\n", train.description().c_str());
+    if (val) std::printf("validation data    %s\n", val->description().c_str());
+    std::printf("memory\n");
+    for (const Arena* a : model.arenas())
+        if (a->bytes) std::printf("  %-16s %9.1f MiB\n", a->name, a->bytes / kMiB);
+    std::printf("  %-16s %9.1f MiB\n", "total", model.total_bytes() / kMiB);
+}
+
+// A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
+template <class Model>
+void Run<Model>::open_log() {
+    if (o.output_dir.empty() || job.rank > 0) return;
+    const std::string path = o.output_dir + "/log.jsonl";
+    if (step > 0) Log::truncate_after(path, step);
+    log = std::make_unique<Log>(path, step > 0);
+    Row row("run");
+    row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
+    row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
+    row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed).add("gpus", job.size);
+    row.add("context_parallel", model.ranks.context);
+    log->write(row.add("floor_nats", data.floor));
+}
+
+template <class Model>
+void Run<Model>::train_step() {
+    Range range("step", step);
+    const auto start = std::chrono::steady_clock::now();
+    if (late_error) std::rethrow_exception(late_error);
+    if (!prepared) prepare(batch);
+    prepared = true;
+    const bool usual = step > first_step + 1;  // the first steps make plans and connections
+    job.expect_progress(usual ? std::max(kStallSeconds, 5 * mean_ms / 1e3) : kLongStallSeconds);
+    model.upload(batch, model.micro_steps);
+    model.train_micro_batches();
+    const double lr = o.learning_rate(step);
+    model.update(
+        {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)});
+    const bool another = !o.overfit && step + 1 < o.max_steps;
+    if (!o.overfit) position = train.state();
+    if (another) {
+        try {
+            prepare(next);  // while the GPU works
+        } catch (...) {
+            late_error = std::current_exception();
+        }  // this step's result comes first
+    }
+    // This too runs while the GPU works. A signal to one rank becomes one to all, at the same step.
+    if (job.size > 1)
+        for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
+
+    std::vector<A> stats(model.num_losses() + 1);
+    dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
+    job.expect_progress(kLongStallSeconds);
+    double loss = 0;  // in the order of the data, whichever rank had it
+    for (int i = 0; i < model.micro_steps; i++)
+        for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
+    loss /= model.num_losses();
+    const double norm = stats.back();
+    if (!std::isfinite(loss) || !std::isfinite(norm)) {
+        const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+        throw Error(
+            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
+                   "good checkpoint: %s; a lower -l or a longer -u may help",
+                   step + 1, loss, norm, first_nonfinite().c_str(), last_good.c_str()));
+    }
+    if (another) std::swap(batch, next);
+    step++;
+
+    const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+    mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
+    const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
+    const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
+    const int eta = static_cast<int>((o.max_steps - step) * mean_ms / 1e3);
+    std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n", step,
+                o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a", eta / 60,
+                eta % 60);
+    Row row("train");
+    row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
+    log->write(row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu));
+}
+
+template <class Model>
+void Run<Model>::watch() {
+    auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
+    if (val && due(o.val_every)) {
+        const double loss = validate(model, *val, o.val_batches, job).loss;
+        const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
+        std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, loss, floor.c_str());
+        log->write(Row("val").add("step", step).add("loss_nats", loss).add("floor_nats", data.floor));
+    }
+    if (!choices.empty() && due(o.val_every)) {
+        const int correct = count_correct(ending_losses(model, choices, job), choices);
+        std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
+                    100.0 * correct / choices.size());
+        Row row("hellaswag");
+        log->write(row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size())));
+    }
+    if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
+        const Sampling sampling = {o.temperature, o.top_k};
+        const std::string text = generate(model, tokenizer, o.prompt, o.sample_length, sampling, mix(o.seed, step));
+        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
+        log->write(Row("sample").add("step", step).add("text", text));
+    }
+}
+
+// Copies rank r's share of the optimizer's state from or to its places in the whole.
+template <class Model>
+void Run<Model>::copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const {
+    const size_t arrays = model.has_master ? 3 : 2;
+    for_each_piece(model.share(r), model.num_parameters, job.size, arrays, [&](size_t at, size_t state, size_t n) {
+        char *in_whole = whole.data() + at * sizeof(A), *in_share = share.data() + state * sizeof(A);
+        std::memcpy(to_whole ? in_whole : in_share, to_whole ? in_share : in_whole, n * sizeof(A));
+    });
+}
+
+// Puts the optimizer's state together on rank 0 as a single rank would have it: m, v and master, each in the order of
+// the parameters. So a checkpoint's contents do not depend on the number of ranks.
+template <class Model>
+std::vector<char> Run<Model>::gather_optimizer() {
+    std::vector<char> own(model.adam.bytes);
+    dev.download(own.data(), model.adam.base, own.size());
+    if (!model.ranks.sharded) return own;
+    if (job.rank > 0) return job.exchange({{0, own.data(), own.size(), nullptr, 0}}), std::vector<char>();
+    std::vector<char> whole(own.size() * job.size);
+    for (int r = 0; r < job.size; r++) {
+        if (r > 0) job.exchange({{r, nullptr, 0, own.data(), own.size()}});
+        copy_share(r, whole, own, true);
+    }
+    return whole;
+}
+
+// The other way round, from rank 0 to all.
+template <class Model>
+void Run<Model>::scatter_optimizer(std::vector<char>& whole) {
+    std::vector<char> own(model.adam.bytes);
+    if (!model.ranks.sharded) {
+        own = std::move(whole);
+        own.resize(model.adam.bytes);
+        job.broadcast(own.data(), own.size());
+    } else if (job.rank > 0) {
+        job.exchange({{0, nullptr, 0, own.data(), own.size()}});
+    } else {
+        for (int r = job.size - 1; r >= 0; r--) {  // our own comes last, because it stays in `own`
+            copy_share(r, whole, own, false);
+            if (r > 0) job.exchange({{r, own.data(), own.size(), nullptr, 0}});
+        }
+    }
+    dev.upload(model.adam.base, own.data(), own.size());
+    dev.sync();
+}
+
+template <class Model>
+std::string Run<Model>::first_nonfinite() {
+    const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
+    for (int r = 0; r < job.size; r++)
+        if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
+    return found[0];
+}
+
+template <class Model>
+void Run<Model>::save() {
+    Range range("checkpoint");
+    job.expect_progress(0);  // a disk may take its time
+    last_checkpoint = step;
+    if (job.rank > 0 && !model.ranks.sharded) return;
+    std::vector<char> adam = gather_optimizer();
+    if (job.rank > 0) return;  // the others wait at the next step
+    std::vector<char> params(model.params.bytes);
+    dev.download(params.data(), model.params.base, params.size());
+    Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), position};
+    write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), params.data());
+    write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
+    std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
+    if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
+}
+
+// Rank 0 reads and sends, because the directory need not exist on other machines.
+template <class Model>
+bool Run<Model>::restore() {
+    int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : -1;
+    job.broadcast(&newest, 1);
+    if (newest < 0) return false;
+    std::vector<char> adam, params(model.params.bytes);
+    Counters counters{};
+    if (job.rank == 0) read_checkpoint(newest, counters, adam, params);
+    job.broadcast(&counters, 1);
+    job.broadcast(params.data(), params.size());
+    scatter_optimizer(adam);
+    dev.upload(model.params.base, params.data(), params.size());
+    dev.sync();
+    train.restore(position = counters.train);
+    last_checkpoint = step = first_step = newest;
+    return true;
+}
+
+template <class Model>
+void Run<Model>::read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params) {
+    const std::string path = model_path(o.output_dir, newest);
+    adam.resize(model.adam.bytes * model.shards());
+    read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
+    const ModelHeader header = read_model_header(path), mine = model.config.header(dtype_of<X>());
+    if (std::memcmp(&header, &mine, sizeof header))
+        throw Error(format(
+            "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
+            "and its state file to resume from the checkpoint before",
+            path.c_str(), name_of(header.dtype), header.L, header.NH, header.C, header.V, name_of(mine.dtype), mine.L,
+            mine.NH, mine.C, mine.V));
+    read_model_parameters(path, header, params.data());
+    const uint64_t found = checksum64(params.data(), params.size());
+    if (found != counters.model_checksum)
+        throw Error(
+            format("%s: damaged: its parameters have checksum %016llx, expected %016llx by the state file; remove "
+                   "both to resume from the checkpoint before",
+                   path.c_str(), static_cast<unsigned long long>(found),
+                   static_cast<unsigned long long>(counters.model_checksum)));
+}
