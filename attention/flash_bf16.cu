@@ -703,10 +703,9 @@ Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const He
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
     p.q_rows = s.rows_of_q(), p.k_rows = s.rows_of_k();
-    // Beyond these bounds every query sees all keys, or none.
-    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
+    p.shift = s.shift();
     p.scale = s.resolved_scale();
-    p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    p.scale_log2 = s.scale_log2();
     return p;
 }
 

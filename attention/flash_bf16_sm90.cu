@@ -470,9 +470,8 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, 
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
-    // Beyond these bounds every query sees all keys, or none.
-    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
-    p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    p.shift = s.shift();
+    p.scale_log2 = s.scale_log2();
     p.tiles = ceil_div(s.Tq, Tiles::Br);
     const size_t most = std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);
     p.group = ceil_div(p.heads, ceil_div(p.heads, static_cast<int>(most)));

@@ -763,13 +763,12 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.NH = s.NH, args.heads = s.B * s.NH, args.before = layout.before, args.Tq = layout.before + s.Tq,
     args.Tk = s.Tk;
     args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
-    // Beyond these bounds every query sees all keys, or none.
-    args.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
+    args.shift = s.shift();
     args.shift -= layout.before;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
     args.group = layout.group, args.chunk = layout.chunk, args.ring = layout.ring;
     args.scale = s.resolved_scale();
-    args.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    args.scale_log2 = s.scale_log2();
     args.stats = reinterpret_cast<float2*>(at);
     args.sum_tiles = Block ? ceil_div(s.rows_of_q(), layout.Br) : layout.q_tiles;
     if (Block)

@@ -982,12 +982,11 @@ Problem problem(const Heads<const float>& q, const Heads<const float>& k, const 
     Problem p{};
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
-    // Beyond these bounds every query sees all keys, or none.
-    p.shift = s.causal ? static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk)) : s.Tk;
+    p.shift = s.shift();
     if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
         throw Error(format("flash_fp16x3: Tq %d, Tk %d: at most %d fit a launch", s.Tq, s.Tk, INT_MAX / 4));
     p.scale = s.resolved_scale();
-    p.scale_log2 = static_cast<float>(s.resolved_scale() * M_LOG2E);
+    p.scale_log2 = s.scale_log2();
     return p;
 }
 

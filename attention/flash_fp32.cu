@@ -541,13 +541,6 @@ static void check(const char* what, const BlockShape& s) {
                    what, s.B, s.Tq, s.Tk, s.NH));
 }
 
-// Query i sees key j if i + shift ≥ j. The shift is clamped where there is no mask, or one that shows everything or
-// nothing, so that no sum overflows.
-static int shift_of(const BlockShape& s) {
-    if (!s.causal) return s.Tk;
-    return static_cast<int>(std::clamp<long long>(s.q_offset - s.k_offset, -s.Tq, s.Tk));
-}
-
 template <class Tile>
 static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
     constexpr int kSmem = Tile::kForwardFloats * sizeof(float);
@@ -576,7 +569,7 @@ static void forward_any(const Cuda& dev, const char* what, ForwardArgs args, Hea
     check_aligned(what, "out", args.out);
     args.q = q, args.k = k, args.v = v;
     args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.q_rows = s.rows_of_q();
-    args.shift = shift_of(s), args.scale = s.resolved_scale();
+    args.shift = s.shift(), args.scale = s.resolved_scale();
     const bool launched =
         s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
                    : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
@@ -619,7 +612,7 @@ static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Hea
     args.lse = lse, args.lse_rest = lse_rest, args.D = D;
     args.ticket = scratch, args.key_tiles_added = scratch + 1;
     args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.heads = s.B * s.NH;
-    args.shift = shift_of(s), args.scale = s.resolved_scale();
+    args.shift = s.shift(), args.scale = s.resolved_scale();
     args.q_rows = s.rows_of_q(), args.add_dq = add, args.add_dkv = add && !s.write_dkv;
     const bool launched = s.HS == 64
                               ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)

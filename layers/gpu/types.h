@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstddef>
@@ -57,6 +58,12 @@ struct BlockShape {
     int rows_of_q() const { return q_rows ? q_rows : Tq; }
     int rows_of_k() const { return k_rows ? k_rows : Tk; }
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
+    // The same for exponentials that are powers of 2.
+    float scale_log2() const { return static_cast<float>(resolved_scale() * M_LOG2E); }
+    // Query i sees keys j ≤ i + shift(). Beyond these bounds every query sees all keys, or none.
+    int shift() const {
+        return causal ? static_cast<int>(std::clamp<long long>(q_offset - k_offset, -Tq, Tk)) : Tk;
+    }
 };
 
 // The positions of a rank's rows in their sequence. The first `chunk` rows begin at position `early`, the others at
