@@ -113,7 +113,7 @@ build/archs/layers/%.o: layers/%.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
 
-# The timeline of three steps with its NVTX ranges (README: how to open it, and ncu for one kernel's counters).
+# The timeline of three steps with its NVTX ranges (dev/README.md: how to open it, and ncu for one kernel's counters).
 profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
 profile: have-nsys train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs every command that README.md and the scripts' help show, with small inputs and on the CPU, so that none rots."""
+"""Runs every command that the READMEs and the scripts' help show, with small inputs and on the CPU, so that none rots."""
 import os
 import re
 import shlex
@@ -17,13 +17,23 @@ def run(command, **more):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", **more)
 
 
-def commands(path):
-    """The lines of a file's code blocks that are commands, without their comments."""
-    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-        blocks = re.findall(r"^```\n(.*?)^```", f.read(), flags=re.S | re.M)
+def texts():
+    """Every text of the repository by its name."""
+    names = subprocess.run(["find", ".", "-name", "*.md", "-not", "-path", "./build/*"], cwd=ROOT, capture_output=True, text=True)
+    found = {}
+    for name in names.stdout.split():
+        with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+            found[name] = f.read()
+    assert {"./README.md", "./attention/README.md", "./dev/README.md"} <= set(found), found
+    return found
+
+
+def commands():
+    """The lines of all code blocks that are commands, without their comments, each once."""
+    blocks = [block for text in texts().values() for block in re.findall(r"^```\n(.*?)^```", text, flags=re.S | re.M)]
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [part for part in parts if re.match(r"(make|python3|torchrun|ncu|\./\S+|scripts/\S+)( |$)", part)]
+    return list(dict.fromkeys(part for part in parts if re.match(r"(make|python3|torchrun|ncu|\./\S+|scripts/\S+)( |$)", part)))
 
 
 def write_shard(path, tokens):
@@ -60,7 +70,7 @@ class Workplace:
 
 
 def trainer_commands():
-    return [c for c in commands("README.md") if c.startswith("./train_gpt2cu")]
+    return [c for c in commands() if c.startswith("./train_gpt2cu")]
 
 
 def test_trainer_commands_of_the_readme():
@@ -94,7 +104,7 @@ def test_launchers_of_the_readme():
         raise Skip("train_gpt2cu is not built")
     work = Workplace()
     write_launcher(os.path.join(work.folder.name, "torchrun"))
-    found = [c for c in commands("README.md") if c.startswith("torchrun")]
+    found = [c for c in commands() if c.startswith("torchrun")]
     assert found
     for command in found:
         done = run([*shlex.split(command), *SMALL, "-i", work.names["book.txt"]],
@@ -107,7 +117,7 @@ def test_profilers_commands_of_the_readme():
     if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
         raise Skip("train_gpt2cu is not built")
     work = Workplace()
-    found = [shlex.split(command) for command in commands("README.md") if command.startswith("ncu")]
+    found = [shlex.split(command) for command in commands() if command.startswith("ncu")]
     programs = [words[next(i for i, word in enumerate(words) if word.startswith("./")):] for words in found]
     assert {words[0] for words in programs} == {"./train_gpt2cu", "./dev/bench_attention"}, programs
     for words in programs:
@@ -119,7 +129,7 @@ def test_profilers_commands_of_the_readme():
 def test_make_targets_of_the_readme_exist():
     with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as f:
         makefile = f.read()
-    for command in commands("README.md") + commands("attention/README.md"):
+    for command in commands():
         if not command.startswith("make"):
             continue
         for target in [word for word in shlex.split(command)[1:] if "=" not in word and not word.startswith("-")]:
@@ -129,7 +139,7 @@ def test_make_targets_of_the_readme_exist():
 
 
 def test_scripts_of_the_readme_have_help():
-    for command in commands("README.md") + commands("attention/README.md"):
+    for command in commands():
         words = shlex.split(command)
         if words[0] == "python3":
             script = words[1]
@@ -146,7 +156,7 @@ def test_scripts_of_the_readme_have_help():
 def test_options_of_measuring_programs_exist():
     """In their source, because a machine without a GPU need not have built them."""
     compared = 0
-    for command in commands("README.md") + commands("attention/README.md"):
+    for command in commands():
         words = shlex.split(command)
         words = words[next((i for i, word in enumerate(words) if word.startswith("./dev/")), 0):]  # without ncu and its own
         if re.match(r"\./dev/(bench_|accuracy|study_)", words[0]):
@@ -167,11 +177,10 @@ def test_parts_of_measuring():
 
 
 def test_files_of_the_readme_exist():
-    for name in ("README.md", "attention/README.md"):
-        with open(os.path.join(ROOT, name), encoding="utf-8") as f:
-            for target in re.findall(r"\]\(([^)#]+)\)", f.read()):
-                if "://" not in target:
-                    assert os.path.exists(os.path.join(ROOT, os.path.dirname(name), target)), f"{name}: {target}"
+    for name, text in texts().items():
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if "://" not in target:
+                assert os.path.exists(os.path.join(ROOT, os.path.dirname(name), target)), f"{name}: {target}"
 
 
 if __name__ == "__main__":

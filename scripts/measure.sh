@@ -1,5 +1,5 @@
 #!/bin/sh
-# measure.sh [--no-tests] [part…]   Measures on this machine's GPU what README's tables show, appends it to dev/results
+# measure.sh [--no-tests] [part…]   Measures on this machine's GPU what dev/README.md shows, appends it to dev/results
 # and rewrites the tables. All parts take about half an hour on an H200, each 20 minutes at most. If one fails, the others
 # still run, but no table is written. A kernel that fails its tests is not timed: --no-tests is for the second call of a
 # day. Three calls at one commit give least and most of figures that are close. Without git: see scripts/tree.sh.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the result tables and plots of README.md and attention/README.md from dev/results, between their markers:
+"""Writes the tables and plots of every README from dev/results, between their markers:
 
     <!-- table: attention bf16 --> … <!-- end -->        also: see TABLES
 
@@ -15,7 +15,6 @@ import sys
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "attention/README.md"]
 WIDTH = 120
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
@@ -454,9 +453,8 @@ def main():
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
     arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
     a = arg.parse_args()
-    for document in DOCUMENTS:
-        path = a.root / document
-        old = path.read_text()
+    for path in sorted(a.root.rglob("*.md")):
+        document, old = str(path.relative_to(a.root)), path.read_text()
         new = re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
                      lambda m: m[1] + make(m[2], document, a.root) + m[3], old, flags=re.S)
         if a.check and new != old:
