@@ -115,6 +115,9 @@ class Drawn:
             return [types.SimpleNamespace(get_label=lambda label=label: label) for label in labels], labels
         return (0.5, 2.0) if what == "get_ylim" else (args, options) if what in ("Line2D", "Rectangle") else self
 
+    def __getitem__(self, i):
+        return getattr(self, str(i))
+
     def of(self, name):
         """The positional arguments of each call of that name, iterators as lists."""
         return [[list(arg) if isinstance(arg, (zip, range, tuple)) else arg for arg in args] for what, args, _ in self.calls
@@ -142,7 +145,8 @@ def drawn():
 
 
 def test_plot_of_a_run():
-    from plot import plot, read_log
+    from plot import plot
+    from results import read_log
     with scratch() as tmp, drawn() as plt:
         log = read_log(write_log(tmp / "run", steps=300))
         log["run"][0]["floor_nats"] = None  # validations say it too
@@ -234,7 +238,7 @@ def test_log_shorter_than_a_smoothing_window():
 def test_malformed_logs_name_file_and_line():
     good = ('{"kind": "train", "step": 1, "loss_nats": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 9, '
             '"mfu_percent": null}\n')
-    from plot import LogError, read_log
+    from results import read_log
     with scratch() as tmp:
         path = tmp / "log.jsonl"
         for bad, what in (("{oops\n", "expected a JSON object"), ("[1]\n", "expected a JSON object"),
@@ -244,7 +248,7 @@ def test_malformed_logs_name_file_and_line():
             try:
                 read_log(tmp)
                 raise AssertionError(f"accepted {bad}")
-            except LogError as e:
+            except SystemExit as e:
                 assert f"{path}:2: " in str(e) and what in str(e), e
         path.write_text('{"kind": "val", "step": 0, "loss_nats": 2.0}\n')  # alone it is enough
         assert read_log(tmp)["val"][0]["loss_nats"] == 2
@@ -285,8 +289,7 @@ def test_missing_packages_are_named():
     with scratch() as tmp:
         log = write_log(tmp / "run")
         for package, name, *arguments in (("matplotlib", "plot.py", log), ("tensorboard", "tensorboard.py", log),
-                                          ("matplotlib", "plot_attention.py"),
-                                          ("matplotlib", "plot_memory.py")):
+                                          ("matplotlib", "plot_results.py")):
             (tmp / f"{package}.py").write_text(f'raise ImportError("no {package}")')
             check_fails(script(name, *arguments, PYTHONPATH=str(tmp)), "needs", f"no {package}", "requirements.txt")
 
@@ -372,7 +375,7 @@ def test_the_peer_is_gpt2_and_trains():
 
 
 def test_help():
-    for name in ("plot.py", "plot_attention.py", "plot_memory.py", "tensorboard.py", "readme_tables.py",
+    for name in ("plot.py", "plot_results.py", "tensorboard.py", "readme_tables.py",
                  "compare_losses.py", "scaling.py", "default_run.py", "trace_ring.py", "../dev/peers.py",
                  "../dev/peers_train.py"):
         result = script(name, "--help")
@@ -536,7 +539,8 @@ def attention_row(**fields):
 
 def test_rows_that_tables_show():
     """Never of a differing tree; of one run wherever they are compared; close ones as the span of three jobs."""
-    from readme_tables import close, figure, ratio, rows
+    from readme_tables import close, figure, ratio
+    from results import read_rows as rows
     old, new, dirty = {"run": "1"}, {"run": "2", "date": "2030-02-01T00:00:00Z"}, {"dirty": True, "date": "2030-03-01T00:00:00Z"}
     with scratch() as tmp:
         def read(*fields, apart=(), **where):
@@ -778,7 +782,7 @@ def test_table_of_a_breakdown():
 def test_plots_of_attention():
     need("matplotlib")
     with scratch() as tmp:
-        check_fails(script("plot_attention.py", "--root", tmp), "no rows", "bench_attention")
+        check_fails(script("plot_results.py", "--root", tmp), "no rows", "bench_attention")
         attention = [attention_row(kernel=kernel, T=T, HS=HS, ms=None if kernel == "naive" and T > 1024 else 1.0,
                                    **{"pass": pas})
                      for kernel in ("naive", "torch_flash", "flash_bf16") for T in (1024, 2048) for HS in (64, 128)
@@ -787,7 +791,7 @@ def test_plots_of_attention():
         write_rows(tmp, "accuracy", [accuracy_row(tensor=tensor, T=T) for tensor in TENSORS for T in (64, 255)])
         written = []
         for _ in range(2):  # the same rows give the same bytes
-            result = script("plot_attention.py", "--root", tmp)
+            result = script("plot_results.py", "--root", tmp)
             assert result.returncode == 0, result.stderr
             paths = [pathlib.Path(line) for line in result.stdout.splitlines()]
             assert [path.name for path in paths] == ["attention_bf16.svg", "accuracy.svg"]
@@ -820,9 +824,9 @@ def plotted(plot, tmp, name=None):
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text("def use(_):\n    pass\n")
     (package / "pyplot.py").write_text("import sys\nfrom test_tools import Drawn\nsys.modules[__name__] = Drawn('', [])\n")
-    result = script(f"plot_{plot}.py", "--root", tmp, PYTHONPATH=f"{package.parent}:{ROOT / 'dev'}")
+    result = script("plot_results.py", name or plot, "--root", tmp, PYTHONPATH=f"{package.parent}:{ROOT / 'dev'}")
     if result.returncode:
-        check_fails(result, f"plot_{plot}.py", "no rows")
+        check_fails(result, "plot_results.py", "no rows")
         return None
     svg = pathlib.Path(result.stdout.strip())
     assert svg == tmp / "dev" / "results" / svg.parent.name / f"{name or plot}.svg", svg
@@ -948,7 +952,7 @@ def test_timeline_of_a_training_step():
 
 def test_plot_of_the_accumulation_study():
     """A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite."""
-    from plot_accumulation import plot_accumulation
+    from plot_results import plot_accumulation
     found = accumulation_rows()
     for r in found:
         if r["kernel"] == "wgmma":
@@ -964,7 +968,7 @@ def test_plot_of_the_accumulation_study():
 
 def test_plot_of_memory():
     """Points and lines at their places, one line a setting; a single length has none."""
-    from plot_memory import plot_memory
+    from plot_results import plot_memory
 
     def row(dtype, T, mem_gib, **fields):
         return {**attention_row(), "kind": "train", "kernel": "train_gpt2cu", "model": "d12", "attention": "flash",
@@ -986,12 +990,12 @@ def test_plot_of_memory():
 
 
 def test_plots_of_attention_and_errors():
-    from plot_attention import plot_accuracy, plot_attention
+    from plot_results import plot_accuracy, plot_attention
     rates = [attention_row(kernel=kernel, T=T, B=B, HS=HS, tflops=tflops + T + HS + B, tflops_sustained=tflops / 2, **{"pass": pas})
              for kernel, tflops in (("naive", 100.0), ("torch_flash", 200.0), ("flash_bf16", 300.0))
              for T, B in ((2048, 1), (1024, 4), (1024, 32)) for HS in (64, 128) for pas in ("fwd", "bwd")]
     with drawn() as plt:
-        plot_attention(plt, rates + [attention_row(causal=False, T=64), attention_row(dtype="fp32", T=64)], "bf16")
+        plot_attention(plt, rates + [attention_row(causal=False, T=64)])
     for axes, HS, title in ("00", 64, "bf16 forward, head size 64"), ("11", 128, "bf16 backward, head size 128"):
         assert plt.of(f"{axes}.plot")[::2] == [[[1024, 2048], [x + 1024 + HS + 32, x + 2048 + HS + 1]] for x in (300, 200, 100)]
         assert plt.of(f"{axes}.plot")[1::2] == [[[1024, 2048], [x / 2, x / 2]] for x in (300, 200, 100)]
@@ -1007,9 +1011,9 @@ def test_plots_of_attention_and_errors():
 
 
 def test_plots_of_the_ring():
-    from plot_ring import plot_ring, plot_timeline
+    from plot_results import plot_ring, plot_timeline
     with drawn() as plt:
-        plot_ring(plt, ring_rows() + [{**ring_rows()[0], "study": "ring", "dtype": "fp32"}])
+        plot_ring(plt, [r for r in ring_rows() if r["study"] == "ring"])
     fp32, bf16 = plt.of("00.plot")[:2]
     assert fp32[0] == [0, 1] and [round(y, 6) for y in fp32[1]] == [1, 1] and [round(y, 6) for y in bf16[1]] == [1, 1.2]
     assert [round(args[0], 6) for args in plt.of("00.axhline")] == [0.6] * 4 and not plt.of("01.axhline")
@@ -1127,7 +1131,7 @@ def test_profile_without_nsys_builds_nothing():
 
 def test_losses_beside_pytorch():
     """What scripts/compare_torch.py asks of the trainer and makes of the losses; PyTorch's side needs PyTorch."""
-    from compare_torch import apart, judge, trainer_command
+    from compare_torch import apart, judge, trainer_options
     a = types.SimpleNamespace(B=3, T=128, steps=4, lr=2e-4, weight_decay=0.75, max_norm=0.5, precision="bf16",
                               attention="naive", tol=1e-4)
 
@@ -1141,13 +1145,13 @@ def test_losses_beside_pytorch():
                  steps(math.nan, 3.0, 2.0, 1.0), steps(4.0, 3.0, 2.0, 1.0, norms=(0.6, 0.5, 0.4, 0.3))):
         assert not judge(a, ours, torch, near)[1], ours
     assert not judge(a, torch, torch, steps(4.0, math.nan, 2.0, 1.0))[1]
-    command = " ".join(trainer_command(a, "model", "shard", "out"))
+    command = " ".join(map(str, trainer_options(a, "model", "shard")))
     for option in ("-e model -i shard -b 3 -t 128 -x 4 -l 0.0002 -u 0 -k constant ", " -c 0.75 --max-norm 0.5 --precision bf16 ",
-                   " --no-shuffle --attention naive -o out"):
+                   " --no-shuffle --attention naive"):
         assert option in command, (option, command)
     assert "--no-tf32" not in command
     a.precision = "fp32"
-    assert "--no-tf32" in trainer_command(a, "model", "shard", "out")
+    assert "--no-tf32" in trainer_options(a, "model", "shard")
     for difference, right in (0.9e-4, True), (1.1e-4, False), (-1.1e-4, False):
         found, ok = judge(a, steps(4.0, 3.0, 2.0 + difference, 1.0), torch, near)
         assert ok == right and found["allowed"] == 1e-4, found
@@ -1188,13 +1192,14 @@ run = option["--attention"] + "_" + option["--seed"] if "--attention" in option 
 loss = float(os.environ.get(run, 2))
 rate = os.environ.get("rate_on_" + os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("rate_" + ranks))
 print("device             GPU A, 1 GiB\\n  total   %d.0 MiB" % (2048 if ranks.endswith("1") else 4096))
-rows = [{"kind": "run", "device": "GPU A"}]
+rows = [{"kind": "run", "device": "GPU A", "tokens_per_step": 1}]
 for i in range(1, int(option["-x"]) + 1):
     print("step %d/9 | %s tok/s" % (i, rate if i > 10 else "1"))
-    rows.append({"kind": "train", "step_ms": 3 * i if i > 2 else 999, "loss_nats": loss if i == 11 else 2.0})
+    rows.append({"kind": "train", "step_ms": 3 * i if i > 2 else 999, "loss_nats": loss if i == 11 else 2.0,
+                 "step": i, "grad_norm": 1, "lr": 1, "tokens_per_s": 1, "mfu_percent": 1})
 if "-o" in option:
     with open(option["-o"] + "/log.jsonl", "w") as log:
-        for row in rows + [{"kind": "val", "loss_nats": 9.0}, {"kind": "val", "loss_nats": loss}]:
+        for row in rows + [{"kind": "val", "step": 0, "loss_nats": 9.0}, {"kind": "val", "step": i, "loss_nats": loss}]:
             print(json.dumps(row), file=log)
 '''
 
@@ -1285,7 +1290,7 @@ def test_ranks_are_compared_and_timed():
 def run_recipe(recipe, tmp, program, *arguments, **variables):
     """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
     (tmp / "scripts").mkdir(exist_ok=True)
-    for file in (recipe, SCRIPTS / "longer_context.py", SCRIPTS / "plot.py"):
+    for file in (recipe, SCRIPTS / "longer_context.py", SCRIPTS / "results.py"):
         shutil.copy(file, tmp / "scripts")
     executable(tmp / "make", "#!/bin/sh\n")
     write_launcher(tmp / "torchrun", shown=tmp / "launched")
@@ -1556,11 +1561,11 @@ def test_measuring_in_parts():
         result, ran = measure()
         assert result.returncode == 0 and "one GPU" in result.stdout, result
         assert ran[:3] == ["test_attention ", "test_layers ", "test_gpt2 "] and ran[-1] == "python3 scripts/readme_tables.py"
-        plots = [f"python3 scripts/plot_{what}.py" for what in ("attention", "accumulation", "ring", "memory")]
-        assert ran[-5:-1] == plots and [line for line in ran if "compare_torch" in line] == [
+        plots = ["python3 scripts/plot_results.py"]
+        assert ran[-2:-1] == plots and [line for line in ran if "compare_torch" in line] == [
             "python3 scripts/compare_torch.py --json", "python3 scripts/compare_torch.py --json --precision bf16"]
-        measured = [line for line in ran[3:-5] if not re.search("default_run|--json( |$)", line)]
-        assert not measured and len(ran) == 3 + 19 + 5, ran
+        measured = [line for line in ran[3:-2] if not re.search("default_run|--json( |$)", line)]
+        assert not measured and len(ran) == 3 + 19 + 2, ran
         _, ran = measure("--no-tests", "ring", "scaling", gpus=4)
         assert ran[:5] == ["study_ring --json", "bench_ring --json --gpus 4 --heads 12 --hs 64",
                            "bench_ring --json --gpus 4 --heads 32 --hs 128", "python3 scripts/trace_ring.py --json --gpus 4",

@@ -8,41 +8,32 @@ A seed sets initial weights and the order of the built-in corpus, so that naive 
 is that of the validation after the last step, the time a step's mean after the first tenth. Exit code 1 if flash's mean
 loss lies outside the losses that naive's seeds gave. In fp32, matmuls use TF32, naive attention's among them.
 """
-import argparse
 import concurrent.futures
-import json
 import os
-import pathlib
 import queue
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 
 import results
 
 
 def train(a, attention, B, T, seed, gpus):
     """(device, mean ms, final loss) of a run on a GPU that is taken from `gpus` for as long."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["./train_gpt2cu", "-e", a.model, "-b", str(B), "-t", str(T), "-x", str(a.steps), "-v", str(a.steps),
-                   "-s", "0", "--seed", str(seed), "--precision", a.precision, "--attention", attention, "--device",
-                   a.device, "-o", folder] + (["--no-tf32"] if a.no_tf32 else [])
-        gpu = gpus.get()
-        env = os.environ if gpu is None else dict(os.environ, CUDA_VISIBLE_DEVICES=gpu)
-        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, env=env)
+    gpu = gpus.get()
+    try:
+        _, log = results.train(
+            "-e", a.model, "-b", B, "-t", T, "-x", a.steps, "-v", a.steps, "-s", 0, "--seed", seed, "--precision", a.precision,
+            "--attention", attention, "--device", a.device, *(["--no-tf32"] if a.no_tf32 else []),
+            **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}))
+    finally:
         gpus.put(gpu)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
-        rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
-        ms = [r["step_ms"] for r in rows if r["kind"] == "train"][a.steps // 10:]
-        device = next(r["device"] for r in rows if r["kind"] == "run")
-        return device, statistics.mean(ms), [r["loss_nats"] for r in rows if r["kind"] == "val"][-1]
+    ms = [r["step_ms"] for r in log["train"]][a.steps // 10:]
+    return log["run"][0]["device"], statistics.mean(ms), log["val"][-1]["loss_nats"]
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = results.arguments(__doc__, "losses")
     arg.add_argument("--shapes", default="4x1024,16x1024", help="BxT,BxT,… (default: %(default)s)")
     arg.add_argument("--model", default="d12")
     arg.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
@@ -51,8 +42,6 @@ def main():
     arg.add_argument("--seeds", type=int, default=3, help="how many")
     arg.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arg.add_argument("--gpus", type=int, default=1, help="so many runs side by side, each on a GPU of its own")
-    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/losses.jsonl")
-    arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
     if not re.fullmatch(r"\d+x\d+(,\d+x\d+)*", a.shapes):
         arg.error(f'--shapes: "{a.shapes}" is no list of BxT such as 4x1024,16x1024')
@@ -60,8 +49,7 @@ def main():
         arg.error("--seeds: a spread needs two at least")
     if a.gpus < 1:
         arg.error("--gpus: expected at least 1")
-    if not (results.ROOT / "train_gpt2cu").exists():
-        sys.exit("compare_losses.py: there is no ./train_gpt2cu: make train_gpt2cu")
+    results.need("train_gpt2cu")
     cuda = results.toolkit()
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -93,8 +81,6 @@ def main():
             apart = results.largest(abs(f - n) for f, n in zip(losses["flash"], naive))
             print(f"flash's mean final loss is {'within' if within else 'OUTSIDE'} the seeds' spread of naive's "
                   f"({min(naive):.5f} to {max(naive):.5f}); of one seed they differ by {apart:.1e} at most", flush=True)
-    except RuntimeError as e:
-        sys.exit(f"compare_losses.py: {e}")
     finally:
         pool.shutdown(cancel_futures=True)  # a run failed, or Ctrl-C: no other starts
     if a.json or a.out:

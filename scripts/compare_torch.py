@@ -13,11 +13,8 @@ to a whole unit in the last place instead of half of one: hence the 2.
     make train_gpt2cu && python3 scripts/compare_torch.py            # needs PyTorch, numpy and a GPU
     python3 scripts/compare_torch.py --precision bf16
 """
-import argparse
-import json
 import math
-import os
-import subprocess
+import pathlib
 import sys
 import tempfile
 
@@ -105,15 +102,42 @@ def judge(a, ours, reference, other):
     return found, found["difference"] <= found["allowed"] and 2 * found["clipped"] >= len(ours)
 
 
-def trainer_command(a, checkpoint, shard, out):
-    command = ["./train_gpt2cu", "-e", checkpoint, "-i", shard, "-b", a.B, "-t", a.T, "-x", a.steps, "-l", a.lr, "-u", 0,
-               "-k", "constant", "-v", 0, "-s", 0, "-c", a.weight_decay, "--max-norm", a.max_norm, "--precision",
-               a.precision, "--no-shuffle", "--attention", a.attention, "-o", out]
-    return [str(word) for word in command + (["--no-tf32"] if a.precision == "fp32" else [])]
+def trainer_options(a, checkpoint, shard):
+    return ["-e", checkpoint, "-i", shard, "-b", a.B, "-t", a.T, "-x", a.steps, "-l", a.lr, "-u", 0, "-k", "constant",
+            "-v", 0, "-s", 0, "-c", a.weight_decay, "--max-norm", a.max_norm, "--precision", a.precision, "--no-shuffle",
+            "--attention", a.attention, *(["--no-tf32"] if a.precision == "fp32" else [])]
+
+
+def write(path, header, *arrays):
+    """A file of llm.c's: a header of 256 ints, and what follows."""
+    with open(path, "wb") as f:
+        f.write(np.array(header + [0] * (256 - len(header)), np.int32).tobytes())
+        for array in arrays:
+            f.write(array.tobytes())
+
+
+def initial_weights(L, C):
+    params = {}
+    for name, shape, decay in tensors(L, C):
+        sigma = 0.02 / (math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 1)
+        params[name] = torch.randn(shape) * sigma if decay else (torch.zeros if name.endswith("b") else torch.ones)(shape)
+    params["wte"][V:] = 0
+    return params
+
+
+def random_chain(n):
+    """Tokens that mostly follow a random first-order chain, so that there is something to learn."""
+    rng = np.random.default_rng(2)
+    follow = rng.integers(0, V, size=(V, 2))
+    tokens = np.zeros(n, np.int64)
+    choice, jump, free = rng.integers(0, 2, n), rng.random(n), rng.integers(0, V, n)
+    for i in range(1, n):
+        tokens[i] = free[i] if jump[i] < 0.1 else follow[tokens[i - 1] % 1000, choice[i]]
+    return tokens
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = results.arguments(__doc__)
     arg.add_argument("--model", choices=SIZES, default="d12")
     arg.add_argument("--steps", type=int, default=50)
     arg.add_argument("-B", type=int, default=4)
@@ -127,49 +151,18 @@ def main():
     arg.add_argument("--json", action="store_true", help="append the result to dev/results/<gpu>/torch.jsonl")
     a = arg.parse_args()
     if missing:
-        sys.exit(f"compare_torch.py needs PyTorch and numpy: {missing}")
+        results.fail(f"needs PyTorch and numpy: {missing}")
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(1)
 
-    with tempfile.TemporaryDirectory() as folder:
-        # One checkpoint and one shard for both. The tokens follow a random first-order chain, so that there is something to learn.
-        params = {}
-        for name, shape, decay in tensors(L, C):
-            sigma = 0.02 / (math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 1)
-            value = torch.randn(shape) * sigma if decay else torch.zeros(shape) if name.endswith("b") else torch.ones(shape)
-            if name == "wte":
-                value[V:] = 0
-            params[name] = value
-        header = np.zeros(256, np.int32)
-        header[:8] = [20240326, 3, MAX_T, V, L, NH, C, VP]
-        checkpoint = os.path.join(folder, "model.bin")
-        with open(checkpoint, "wb") as f:
-            f.write(header.tobytes())
-            for name, _, _ in tensors(L, C):
-                f.write(params[name].numpy().tobytes())
-        rng = np.random.default_rng(2)
-        n = a.steps * a.B * a.T + 1
-        follow = rng.integers(0, V, size=(V, 2))
-        tokens = np.empty(n, np.int64)
-        tokens[0] = 0
-        choice, jump, free = rng.integers(0, 2, n), rng.random(n), rng.integers(0, V, n)
-        for i in range(1, n):
-            tokens[i] = free[i] if jump[i] < 0.1 else follow[tokens[i - 1] % 1000, choice[i]]
-        header = np.zeros(256, np.int32)
-        header[:3] = [20240520, 1, n]
-        shard = os.path.join(folder, "train.bin")
-        with open(shard, "wb") as f:
-            f.write(header.tobytes())
-            f.write(tokens.astype(np.uint16).tobytes())
-
-        out = os.path.join(folder, "out")
-        command = trainer_command(a, checkpoint, shard, out)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}\nended with {done.returncode}: {done.stderr}")
-        rows = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
-        ours = [(r["loss_nats"], r["grad_norm"]) for r in rows if r["kind"] == "train"]
+    params, tokens = initial_weights(L, C), random_chain(a.steps * a.B * a.T + 1)
+    with tempfile.TemporaryDirectory() as folder:  # one checkpoint and one shard for both
+        checkpoint, shard = (pathlib.Path(folder, name) for name in ("model.bin", "train.bin"))
+        write(checkpoint, [20240326, 3, MAX_T, V, L, NH, C, VP], *(params[name].numpy() for name, _, _ in tensors(L, C)))
+        write(shard, [20240520, 1, len(tokens)], tokens.astype(np.uint16))
+        _, log = results.train(*trainer_options(a, checkpoint, shard))
+    ours = [(r["loss_nats"], r["grad_norm"]) for r in log["train"]]
 
     data = torch.from_numpy(tokens).cuda()
     reference = train(params, data, a, L, NH, sdpa=False, dtype=torch.float32)

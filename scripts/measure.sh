@@ -91,5 +91,5 @@ if [ "$failed" ]; then
     echo "measure.sh: failed:$failed; no table is written" >&2
     exit 1
 fi
-for what in attention accumulation ring memory; do python3 scripts/plot_$what.py || echo "no plots of $what"; done
+python3 scripts/plot_results.py || echo "no plots"
 python3 scripts/readme_tables.py

@@ -7,48 +7,19 @@
     python3 scripts/readme_tables.py --check    exit code 1 if they are not what it would write
 """
 import argparse
-import json
 import os
 import pathlib
 import re
 import sys
 import textwrap
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from results import DEFAULTS, ROOT, arguments, fail, kernels_of, read_rows, shared
+
 WIDTH = 120
-# What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
-WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
-        "chunk", "tokens_per_gpu", "rank", "step"]
-SOURCES = ["commit", "gpu", "driver", "cuda"]
-DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
-
-
-def rows(path, apart=(), **where):
-    """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
-    `apart` are not compared, so that each of them has a newest run of its own. A row's "jobs" are all that were
-    measured as it was, by the same sources."""
-    def values(row, fields):
-        return tuple(row.get(field, DEFAULTS.get(field)) for field in fields)
-    found, last, newest = [], {}, {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            row["of"] = (row["commit"], row.get("run"))
-            if not row.get("dirty") and all(row.get(field) == value for field, value in where.items()):
-                found.append((row["date"], number, row))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            sys.exit(f"readme_tables.py: {path}:{number}: expected a result row with its date, found {line[:60]!r}")
-    jobs = {}
-    for _, _, row in sorted(found):
-        last[values(row, apart)] = row["of"]
-        jobs.setdefault(values(row, WHAT + SOURCES), {})[row["of"]] = row
-    for _, number, row in sorted(found, key=lambda f: f[1]):
-        if row["of"] == last[values(row, apart)]:
-            of_row = jobs[values(row, WHAT + SOURCES)]
-            newest[values(row, WHAT)] = of_row[row["of"]]
-            of_row[row["of"]]["jobs"] = list(of_row.values())
-    return list(newest.values())
+TENSORS = ["out", "lse", "dq", "dk", "dv"]
+VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
+STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8", "huge_qk": "q, k ×64",
+                "large_v": "v N(0.5,1) ×1000"}
 
 
 def close(a, b):
@@ -69,12 +40,6 @@ def ratio(x):
     return "≈1×" if close(x, 1) else f"{x:.2f}×"
 
 
-def shared(found, fields):
-    """ "B 4, HS 64" of those fields that are the same in all rows, and those that are not."""
-    varying = [f for f in fields if len({r[f] for r in found}) > 1]
-    return ", ".join(f"{f} {found[0][f]}" for f in fields if f not in varying), varying
-
-
 def table(title, found, header, body):
     machines = sorted({f"{r['gpu']}, driver {r['driver']}, CUDA {r['cuda']}" for r in found})
     measured = sorted({f"{r['date'][:10]} at {r['commit'][:7]}" for r in found})
@@ -87,16 +52,7 @@ def table(title, found, header, body):
     return textwrap.fill(caption, WIDTH) + "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def kernels_of(found):
-    """naive, then the peers, then ours, each in the order in which they were measured: slowest first."""
-    kernels = dict.fromkeys(r["kernel"] for r in found)
-    return sorted(kernels, key=lambda k: (k.startswith("flash"), not k.startswith("naive")))
-
-
-def attention(path, dtype):
-    found = rows(path, dtype=dtype, causal=True)
-    if not found:
-        return None
+def attention(found):
     same, varying = shared(found, ["NH", "HS"])
     at = {(r["HS"], r["NH"], r["T"], r["B"], r["pass"], r["kernel"]): r for r in found}
     kernels = kernels_of(found)
@@ -112,14 +68,13 @@ def attention(path, dtype):
         return [cell(at.get((*shape, kernel)), beside) for kernel in kernels]
     body = [[f"{b}, {t}"] + [str({"NH": nh, "HS": hs}[f]) for f in varying] + [pas] + line(hs, nh, t, b, pas)
             for pas in ("fwd", "bwd") for hs, nh, t, b in sorted({key[:4] for key in at})]
-    title = f"Attention, {dtype}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
+    title = f"Attention, {found[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
     return table(title, found, ["B, T", *varying, "pass", *kernels], body)
 
 
-def ladder(path):
+def ladder(found):
     """Naive against flash by T, at the largest B up to 4 that naive has memory for; if it has for none, flash alone."""
-    found = [r for r in rows(path, dtype="fp32", causal=True, NH=12, HS=64)
-             if r["B"] <= 4 and not r["kernel"].startswith("torch")]
+    found = [r for r in found if r["B"] <= 4 and not r["kernel"].startswith("torch")]
     batches = {}
     for r in found:
         if r["ms"]:
@@ -155,13 +110,10 @@ def beside(row, found, fields, value):
     return [r[value] for r in found if r is not row and all(r[field] == row[field] for field in fields)]
 
 
-TENSORS = ["out", "lse", "dq", "dk", "dv"]
-
-
-def accuracy(path):
-    found = [r for r in rows(path, ["HS"]) if r["kernel"] != "naive"]
-    if not found:
-        return None
+def accuracy(found):
+    case = {"B": 2, "T": 256, "NH": 2, "HS": 64, "causal": False, "input": "normal", "dtype": "bf16"}
+    case = [r for r in found if case.items() <= r.items()]
+    found = [r for r in found if r["kernel"] != "naive"]
     body = []
     for dtype in ("fp32", "bf16"):
         for kernel in kernels_of(r for r in found if r["dtype"] == dtype):
@@ -174,7 +126,6 @@ def accuracy(path):
              f"{lengths[0]} to {lengths[-1]} and inputs N(0,1), q five times as large, mean 0.5")
     parts = [table(title, found, ["dtype", "kernel", *TENSORS], body)]
 
-    case = rows(path, B=2, T=256, NH=2, HS=64, causal=False, input="normal", dtype="bf16")
     if case:
         at = {(r["kernel"], r["tensor"]): r for r in case}
         body = [[kernel] + [f"{at[kernel, t]['max_error']:.1e}, {at[kernel, t]['snr_db']:.0f}" for t in TENSORS]
@@ -184,13 +135,8 @@ def accuracy(path):
     return "\n\n".join(parts)
 
 
-VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
-STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8", "huge_qk": "q, k ×64",
-                "large_v": "v N(0.5,1) ×1000"}
-
-
-def accumulation_speed(path):
-    found = [r for r in rows(path) if "ms" in r]
+def accumulation_speed(found):
+    found = [r for r in found if "ms" in r]
     if not found:
         return None
     at = {(r["kernel"], r["dtype"], r["variant"], r["B"], r["T"]): r for r in found}
@@ -212,9 +158,9 @@ def accumulation_speed(path):
     return table(title, found, header, body)
 
 
-def accumulation_errors(path):
+def accumulation_errors(found):
     """Of one vehicle: the last that ran. N(0,1) by T, other inputs at the longest T."""
-    found = [r for r in rows(path) if "input" in r]
+    found = [r for r in found if "input" in r]
     if not found:
         return None
     vehicle = [v for v in VEHICLES if any(r["kernel"] == v for r in found)][-1]
@@ -238,24 +184,17 @@ def accumulation_errors(path):
     return table(title, found, ["dtype", "variant", *(f"{STUDY_INPUTS[name]}, T {T}" for name, T in columns)], body)
 
 
-def losses(path):
-    setting = ["model", "dtype", "tf32", "B", "T"]
-    found = rows(path, setting)
-    if not found:
-        return None
+def losses(found):
     found.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
     body = [[r["model"], "tf32" if r["tf32"] else r["dtype"], str(r["B"]), str(r["T"]), r["attention"],
-             figure(r, lambda r: r["ms"], beside(r, found, setting, "ms"), "{:.2f}".format), f"{r['loss']:.4f}", f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
+             figure(r, lambda r: r["ms"], beside(r, found, LOSSES, "ms"), "{:.2f}".format), f"{r['loss']:.4f}",
+             f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
     same, _ = shared(found, ["steps", "seeds"])
     header = ["model", "matmuls", "B", "T", "attention", "ms a step", "mean final loss", "least – most of the seeds"]
     return table(f"Training with naive and with flash attention, {same}", found, header, body)
 
 
-def train(path):
-    setting = ["model", "dtype", "B", "T"]
-    found = rows(path, setting)
-    if not found:
-        return None
+def train(found):
     ours = [{**DEFAULTS, **r} for r in found if r["kernel"] == "train_gpt2cu"]
     peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
              for r in found if r["kernel"] != "train_gpt2cu"]
@@ -265,7 +204,7 @@ def train(path):
     lines.sort(key=lambda r: (r["model"], r["dtype"]))
 
     def cell(r, field, text):
-        return figure(r, lambda r: r[field], beside(r, lines, setting, field), text)
+        return figure(r, lambda r: r[field], beside(r, lines, TRAIN, field), text)
     body = [[r["model"], r["dtype"], r["attention"], *(str(r[field]) for field in varying), str(r["B"]), str(r["T"]),
              cell(r, "tok_s", lambda rate: f"{rate / 1e3:.0f}k"), cell(r, "ms", "{:.2f}".format),
              cell(r, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a", f"{r['mem_gib']:.1f}"] for r in lines]
@@ -274,9 +213,8 @@ def train(path):
     return table(title, found, header, body)
 
 
-def scaling(path):
+def scaling(found):
     """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
-    found = rows(path, ["model"])
     speed = sorted((r for r in found if r["what"] == "speed"), key=lambda r: (r["model"], r["B"], r["gpus"], r["zero"]))
     if not speed:
         return None
@@ -300,9 +238,9 @@ def scaling(path):
     return table(title, found, header, body)
 
 
-def ring_chunks(path):
-    found = [r for r in rows(path) if r["study"] == "chunks"]
-    own = {r["dtype"]: r for r in rows(path) if r["study"] == "unchunked"}
+def ring_chunks(found):
+    own = {r["dtype"]: r for r in found if r["study"] == "unchunked"}
+    found = [r for r in found if r["study"] == "chunks"]
     wrong = ["own_lse_dq", "own_lse_dk", "own_lse_dv", "used_sum_dq"]
     body = []
     for dtype in dict.fromkeys(r["dtype"] for r in found):
@@ -316,8 +254,8 @@ def ring_chunks(path):
     return table(title, found, header, body)
 
 
-def ring_errors(path):
-    found = [r for r in rows(path) if r["study"] == "ring"]
+def ring_errors(found):
+    found = [r for r in found if r["study"] == "ring"]
     tensors = ["out", "dq", "dk", "dv"]
     at = {(r["dtype"], r["carry"], r["ranks"], r["tensor"]): r for r in found}
 
@@ -332,10 +270,8 @@ def ring_errors(path):
     return table(title, found, ["dtype", "carry", "ranks", *tensors], body)
 
 
-def ring_speed(path):
-    found = sorted(rows(path, ["gpus"]), key=lambda r: (r["HS"], r["gpus"], r["pass"]))
-    if not found:
-        return None
+def ring_speed(found):
+    found.sort(key=lambda r: (r["HS"], r["gpus"], r["pass"]))
 
     def share(r, ms):
         return " / ".join(figure(r, lambda r: 100 * r["single_ms" + p] / r[ms + p], [100], "{:.1f}".format)
@@ -348,11 +284,11 @@ def ring_speed(path):
     return table(title, found, header, body)
 
 
-def breakdown(path):
+def breakdown(found):
     """A table for each step that was taken apart, its longest call first."""
-    setting, steps = ["model", "dtype", "B", "T", "attention", "recompute"], {}
-    for r in rows(path, setting):
-        steps.setdefault(tuple(r[field] for field in setting), []).append(r)
+    steps = {}
+    for r in found:
+        steps.setdefault(tuple(r[field] for field in BREAKDOWN), []).append(r)
     return "\n\n".join(breakdown_of_step(of_step) for _, of_step in sorted(steps.items()))
 
 
@@ -384,10 +320,7 @@ def breakdown_of_step(found):
     return table(title, found, header, body) + "\n\n" + textwrap.fill(sentence, WIDTH)
 
 
-def torch(path):
-    found = rows(path, ["model", "dtype"])
-    if not found:
-        return None
+def torch(found):
     body = [[r["model"], r["dtype"], r["attention"], f"{r['max_norm']:g}", f"{r['clipped']} of {r['steps']}",
              f"{r['weight_decay']:g}", f"{r['difference']:.1e}", f"{r['allowed']:.1e}", f"{r['torch_itself']:.1e}"]
             for r in found]
@@ -398,11 +331,9 @@ def torch(path):
     return table(title, found, header, body)
 
 
-def default_run(path):
+def default_run(found, path):
     """The plot of the newest default run, and the beginnings of its samples."""
-    found = sorted(rows(path), key=lambda r: r["step"])
-    if not found:
-        return None
+    found.sort(key=lambda r: r["step"])
     first = found[0]
     caption = (f"`./train_gpt2cu` without options: {first['steps']} steps of {first['B']}·{first['T']} tokens in "
                f"{first['dtype']}; no model can pass the floor of {first['floor_nats']:.4f} nats. {first['gpu']}, driver "
@@ -418,38 +349,48 @@ def default_run(path):
     return "\n\n".join(parts)
 
 
-# What stands between the markers: a GPU's file, the text made of it, and the part of scripts/measure.sh that measures it. A
-# plot has no text and is shown as it is.
-TABLES = {"attention bf16": ("attention.jsonl", lambda path: attention(path, "bf16"), "bf16"),
-          "attention fp32": ("attention.jsonl", lambda path: attention(path, "fp32"), "fp32"),
-          "ladder": ("attention.jsonl", ladder, "fp32"), "accuracy": ("accuracy.jsonl", accuracy, "accuracy"),
-          "losses": ("losses.jsonl", losses, "losses"), "train": ("train.jsonl", train, "train"),
-          "breakdown": ("breakdown.jsonl", breakdown, "train"), "scaling": ("scaling.jsonl", scaling, "scaling"),
-          "torch": ("torch.jsonl", torch, "torch"), "default run": ("default_run.jsonl", default_run, "default"),
-          "accumulation speed": ("accumulation.jsonl", accumulation_speed, "study"),
-          "accumulation errors": ("accumulation.jsonl", accumulation_errors, "study"),
-          "ring chunks": ("ring.jsonl", ring_chunks, "ring"), "ring errors": ("ring.jsonl", ring_errors, "ring"),
-          "ring speed": ("ring_speed.jsonl", ring_speed, "ring"), "plot accumulation": ("accumulation.svg", None, "study"),
-          "plot attention bf16": ("attention_bf16.svg", None, "bf16"),
-          "plot attention fp32": ("attention_fp32.svg", None, "fp32"), "plot accuracy": ("accuracy.svg", None, "accuracy"),
-          "plot ring": ("ring.svg", None, "ring"), "plot ring timeline": ("ring_timeline.svg", None, "ring"),
-          "plot memory": ("memory.svg", None, "memory")}
+# What stands between the markers: a bench, what read_rows() is asked for, the text made of a GPU's rows, and the part of
+# scripts/measure.sh that measures them.
+LOSSES, TRAIN = ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
+BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
+TABLES = {
+    "attention bf16": ("attention", {"dtype": "bf16", "causal": True}, attention, "bf16"),
+    "attention fp32": ("attention", {"dtype": "fp32", "causal": True}, attention, "fp32"),
+    "ladder": ("attention", {"dtype": "fp32", "causal": True, "NH": 12, "HS": 64}, ladder, "fp32"),
+    "accuracy": ("accuracy", {"apart": ["HS"]}, accuracy, "accuracy"),
+    "losses": ("losses", {"apart": LOSSES}, losses, "losses"),
+    "train": ("train", {"apart": TRAIN}, train, "train"),
+    "breakdown": ("breakdown", {"apart": BREAKDOWN}, breakdown, "train"),
+    "scaling": ("scaling", {"apart": ["model"]}, scaling, "scaling"),
+    "torch": ("torch", {"apart": ["model", "dtype"]}, torch, "torch"),
+    "default run": ("default_run", {}, default_run, "default"),
+    "accumulation speed": ("accumulation", {}, accumulation_speed, "study"),
+    "accumulation errors": ("accumulation", {}, accumulation_errors, "study"),
+    "ring chunks": ("ring", {}, ring_chunks, "ring"), "ring errors": ("ring", {}, ring_errors, "ring"),
+    "ring speed": ("ring_speed", {"apart": ["gpus"]}, ring_speed, "ring")}
+# Plots, <name>.svg beside the rows, are shown as they are.
+PLOTS = {"accumulation": "study", "attention bf16": "bf16", "attention fp32": "fp32", "accuracy": "accuracy",
+         "ring": "ring", "ring timeline": "ring", "memory": "memory"}
 
 
 def make(name, document, root):
-    """The table's text, one part for each GPU that was measured."""
-    if name not in TABLES:
-        sys.exit(f"readme_tables.py: {document}: no table \"{name}\"; there are {', '.join(TABLES)}")
-    file, of_file, measured_by = TABLES[name]
-    files = sorted((root / "dev" / "results").glob(f"*/{file}"))
-    folder = (root / document).parent
-    parts = [of_file(path) if of_file else f"![{name[5:]}]({os.path.relpath(path, folder)})"
-             for path in files if path.stat().st_size]
+    """The table's text or the plot, one for each GPU that was measured."""
+    folders = sorted((root / "dev" / "results").glob("*/"))
+    if name in TABLES:
+        bench, query, text_of, measured_by = TABLES[name]
+        paths = [path for folder in folders if (path := folder / f"{bench}.jsonl").exists()]
+        found = {path: rows for path in paths if (rows := read_rows(path, **query))}
+        parts = [text_of(rows, path) if text_of is default_run else text_of(rows) for path, rows in found.items()]
+    elif (plot := name.removeprefix("plot ")) != name and plot in PLOTS:
+        measured_by, paths = PLOTS[plot], [folder / f"{plot.replace(' ', '_')}.svg" for folder in folders]
+        parts = [f"![{plot}]({os.path.relpath(path, (root / document).parent)})" for path in paths if path.exists()]
+    else:
+        fail(f'{document}: no table "{name}"; there are {", ".join([*TABLES, *(f"plot {plot}" for plot in PLOTS)])}')
     return "\n\n".join(part for part in parts if part) or f"Not measured yet: `scripts/measure.sh {measured_by}`"
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
     arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
     a = arg.parse_args()

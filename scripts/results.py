@@ -1,4 +1,6 @@
-"""Rows of dev/results, as dev/bench.h writes them, for the scripts that measure with PyTorch or train."""
+"""What the scripts share: rows of dev/results, written as dev/bench.h does and read, logs of runs, and the trainer itself."""
+import argparse
+import contextlib
 import functools
 import json
 import math
@@ -7,9 +9,32 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
+WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
+        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
+        "chunk", "tokens_per_gpu", "rank", "step"]
+SOURCES = ["commit", "gpu", "driver", "cuda"]
+DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
+# Of a run's log.
+FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
+          "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
+
+
+def fail(text):
+    sys.exit(f"{pathlib.Path(sys.argv[0]).name}: {text}")
+
+
+def arguments(doc, bench=None):
+    """A parser that shows the script's `doc`, with the options of a script that appends rows of `bench`."""
+    arg = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if bench:
+        arg.add_argument("--json", action="store_true", help=f"append rows to dev/results/<gpu>/{bench}.jsonl")
+        arg.add_argument("--out", help="append rows to this file")
+    return arg
 
 
 def output_of(*command):
@@ -24,6 +49,9 @@ def largest(values):
     values = list(values)
     return math.nan if any(map(math.isnan, values)) else max(values)
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows of dev/results
 
 def toolkit():
     """The version of nvcc, "13.0"; empty without one."""
@@ -72,3 +100,113 @@ def append(rows, bench, out=None):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
+
+
+def read_rows(path, apart=(), **where):
+    """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
+    `apart` are not compared, so that each of them has a newest run of its own. A row's "jobs" are all that were
+    measured as it was, by the same sources."""
+    def values(row, fields):
+        return tuple(row.get(field, DEFAULTS.get(field)) for field in fields)
+    found, last, newest = [], {}, {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["of"] = (row["commit"], row.get("run"))
+            if not row.get("dirty") and all(row.get(field) == value for field, value in where.items()):
+                found.append((row["date"], number, row))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            fail(f"{path}:{number}: expected a result row with its date, found {line[:60]!r}")
+    jobs = {}
+    for _, _, row in sorted(found):
+        last[values(row, apart)] = row["of"]
+        jobs.setdefault(values(row, WHAT + SOURCES), {})[row["of"]] = row
+    for _, number, row in sorted(found, key=lambda f: f[1]):
+        if row["of"] == last[values(row, apart)]:
+            of_row = jobs[values(row, WHAT + SOURCES)]
+            newest[values(row, WHAT)] = of_row[row["of"]]
+            of_row[row["of"]]["jobs"] = list(of_row.values())
+    return list(newest.values())
+
+
+def kernels_of(found):
+    """naive, then the peers, then ours, each in the order in which they were measured: slowest first."""
+    kernels = dict.fromkeys(r["kernel"] for r in found)
+    return sorted(kernels, key=lambda k: (k.startswith("flash"), not k.startswith("naive")))
+
+
+def shared(found, fields):
+    """ "B 4, HS 64" of those fields that are the same in all rows, and those that are not."""
+    varying = [f for f in fields if len({r[f] for r in found}) > 1]
+    return ", ".join(f"{f} {found[0][f]}" for f in fields if f not in varying), varying
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trainer, and the logs that it writes
+
+def folder_of(run):
+    return run if run.is_dir() else run.parent
+
+
+def read_log(run):
+    """The rows of a log by kind: {"run": […], "train": […], "val": […], …}; null becomes NaN."""
+    path = run / "log.jsonl" if run.is_dir() else run
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as e:
+        fail(f"{path}: cannot be read: {e}; give a folder that ./train_gpt2cu -o wrote")
+    rows = {kind: [] for kind in FIELDS}
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            break  # a run that goes on is writing it
+        try:
+            row = json.loads(line)
+            kind = row["kind"]
+        except (ValueError, KeyError, TypeError):
+            fail(f'{path}:{number}: expected a JSON object with "kind", found {line.strip()[:60]!r}')
+        for field in FIELDS.get(kind, []):
+            if field not in row:
+                fail(f'{path}:{number}: a row of kind "{kind}" without "{field}"')
+            if row[field] is None:
+                row[field] = math.nan
+            if isinstance(row[field], str) != (field == "text"):
+                fail(f'{path}:{number}: "{field}" is {row[field]!r}')
+        rows.setdefault(kind, []).append(row)
+    if not rows["train"] and not rows["val"]:
+        fail(f"{path}: no steps yet")
+    return rows
+
+
+@contextlib.contextmanager
+def whole(path):
+    """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
+    part = path.with_name(f"{path.name[:3]}.{os.getpid()}.part")  # nothing that TensorBoard would read
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as e:
+        fail(f"{path}: cannot write: {e.strerror or e}; make room or choose another place")
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def need(*programs):
+    for name in programs:
+        if not (ROOT / name).exists():
+            fail(f"there is no ./{name}: make {name}")
+
+
+def run_trainer(*options, **variables):
+    """What ./train_gpt2cu prints with these options and environment variables, to stdout and to stderr."""
+    command = ["./train_gpt2cu", *map(str, options)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True)
+    if done.returncode:
+        fail(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout, done.stderr
+
+
+def train(*options, **variables):
+    """What a run prints, and the rows of its log by kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, _ = run_trainer(*options, "-o", folder, **variables)
+        return text, read_log(pathlib.Path(folder))

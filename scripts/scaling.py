@@ -10,16 +10,10 @@ the median of the steps after the first ten, and its ratio to so many times one 
 run of its own on each, all at once: the slowest is what the step would take if the ranks had nothing to say to each
 other. Both without and with a sharded optimizer (ZeRO-1). Exit code 1 if losses differ; then nothing is timed.
 """
-import argparse
 import concurrent.futures
-import json
 import os
-import pathlib
 import re
 import statistics
-import subprocess
-import sys
-import tempfile
 
 import results
 
@@ -32,24 +26,9 @@ def gpus_here():
     return re.findall(r"^GPU (\d+)", results.output_of("nvidia-smi", "-L"), flags=re.M)
 
 
-def train(a, gpus, zero, *options, on=None):
-    """What a run prints. `on`: the one GPU that it sees."""
-    command = ["./train_gpt2cu", "-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", gpus,
-               "--zero", zero, *(["-i", a.data] if a.data else []), *options]
-    command = [str(word) for word in command]
-    env = os.environ if on is None else {**os.environ, "CUDA_VISIBLE_DEVICES": on}
-    done = subprocess.run(command, cwd=results.ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"scaling.py: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def losses(a, gpus, zero, *options):
-    """What a run prints, and its losses."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = train(a, gpus, zero, *options, "-o", folder)
-        rows = [json.loads(line) for line in (pathlib.Path(folder) / "log.jsonl").read_text().splitlines()]
-    return text, [r["loss_nats"] for r in rows if r["kind"] == "train"]
+def options(a, gpus, zero):
+    return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", gpus, "--zero", zero,
+            *(["-i", a.data] if a.data else [])]
 
 
 def usual_ms(a, gpus, text):
@@ -58,15 +37,19 @@ def usual_ms(a, gpus, text):
     return gpus * a.batch * a.tokens / statistics.median(tok_s[10:]) * 1e3
 
 
-def side_by_side(a, gpus, *options):
+def side_by_side(a, gpus, timed):
     """ms a step of the slowest of so many GPUs, each with a run of its own."""
     names = gpus_here() if a.device == "cuda" else [None] * gpus
+
+    def alone(name):
+        seen = {} if name is None else {"CUDA_VISIBLE_DEVICES": name}
+        return usual_ms(a, 1, results.run_trainer(*options(a, 1, 0), *timed, **seen)[0])
     with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
-        return max(usual_ms(a, 1, text) for text in pool.map(lambda name: train(a, 1, 0, *options, on=name), names[:gpus]))
+        return max(pool.map(alone, names[:gpus]))
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = results.arguments(__doc__, "scaling")
     arg.add_argument("--gpus", help="numbers of GPUs, from 1 on (default: 1,2,4,… up to this machine's)")
     arg.add_argument("--model", default="d12")
     arg.add_argument("--batch", type=int, default=64, help="sequences per GPU when timed (default: %(default)s)")
@@ -75,11 +58,8 @@ def main():
     arg.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="when timed (default: %(default)s)")
     arg.add_argument("--data", help="train on this instead of the built-in corpus")
     arg.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/scaling.jsonl")
-    arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
-    if not (results.ROOT / "train_gpt2cu").exists():
-        sys.exit("scaling.py: there is no ./train_gpt2cu: make train_gpt2cu")
+    results.need("train_gpt2cu")
     if a.gpus is None:
         here = len(gpus_here())
         a.gpus = ",".join(str(2 ** i) for i in range(10) if 2 ** i <= here) or "1"
@@ -99,27 +79,31 @@ def main():
             common = {"model": a.model, "T": a.tokens}
             results.append([results.row("scaling", device, cuda, **common, **fields)], "scaling", a.out)
 
+    def losses(gpus, zero):
+        text, log = results.train(*options(a, gpus, zero), *strict)
+        return text, [r["loss_nats"] for r in log["train"]]
+
     same = True
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
     strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32"] + (["--no-tf32"] if a.device == "cuda" else [])
-    _, one = losses(a, 1, 0, *strict)
+    _, one = losses(1, 0)
     for n in numbers[1:]:
         for zero in (0, 1):
-            text, found = losses(a, n, zero, *strict)
+            text, found = losses(n, zero)
             apart = results.largest(abs(x - y) / y for x, y in zip(found, one))
             same &= len(found) == len(one) and apart <= 1e-3
             print(f"{n} GPUs, --zero {zero}: losses of {len(found)} steps within {apart:.1e} of one GPU's", flush=True)
             record(text, gpus=n, zero=zero, what="losses", apart=apart)
     if not same:
-        sys.exit("scaling.py: the losses differ by more than 1e-3: not timed")
+        results.fail("the losses differ by more than 1e-3: not timed")
 
     print("gpus  zero  ms a step  side by side       tok/s  of linear    GiB", flush=True)
     timed = ["-b", a.batch, "-x", a.steps, "--precision", a.precision]
     single = None
     for n in numbers:
-        alone = side_by_side(a, n, *timed) if n > 1 else None
+        alone = side_by_side(a, n, timed) if n > 1 else None
         for zero in (0, 1) if n > 1 else (0,):
-            text = train(a, n, zero, *timed)
+            text, _ = results.run_trainer(*options(a, n, zero), *timed)
             gib = float(re.search(r"^  total +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
             ms = usual_ms(a, n, text)
             tok_s = n * a.batch * a.tokens / ms * 1e3

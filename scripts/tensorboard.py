@@ -4,14 +4,13 @@
     python3 scripts/tensorboard.py run1 run2 && tensorboard --logdir_spec a:run1/tensorboard,b:run2/tensorboard
     python3 scripts/tensorboard.py run1 run2 -o events && tensorboard --logdir events
 """
-import argparse
 import math
 import os
 import pathlib
 import sys
 import time
 
-from plot import LogError, read_log, whole
+import results
 
 TAGS = {"train": {"loss/train": "loss_nats", "train/grad_norm": "grad_norm", "train/lr": "lr",
                   "speed/tokens_per_s": "tokens_per_s", "speed/mfu_percent": "mfu_percent"},
@@ -29,58 +28,56 @@ def events(rows, end):
     for row in rows["train"]:
         at += row.get("step_ms", 0) / 1e3
         when[row["step"]] = at
-    for kind, tags in TAGS.items():
+
+    def values(kind, row):
+        if kind == "hellaswag":
+            return [Summary.Value(tag=kind, simple_value=row["correct"] / row["examples"])]
+        if kind == "sample":
+            text = "    " + row["text"].replace("\n", "\n    ")  # Markdown's way to leave a text as it is
+            return [Summary.Value(tag=kind, metadata=create_summary_metadata("", ""), tensor=make_tensor_proto(text))]
+        found = {tag: row[field] for tag, field in TAGS[kind].items() if row.get(field) is not None}
+        return [Summary.Value(tag=tag, simple_value=v) for tag, v in found.items() if not math.isnan(v)]
+    for kind in (*TAGS, "hellaswag", "sample"):
         for row in rows[kind]:
-            values = {tag: row[field] for tag, field in tags.items() if row.get(field) is not None}
-            found = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if not math.isnan(v)]
-            yield when.get(row["step"], at), row["step"], Summary(value=found)
-    for row in rows["hellaswag"]:
-        value = Summary.Value(tag="hellaswag", simple_value=row["correct"] / row["examples"])
-        yield when.get(row["step"], at), row["step"], Summary(value=[value])
-    for row in rows["sample"]:
-        text = "    " + row["text"].replace("\n", "\n    ")  # Markdown's way to leave a text as it is
-        value = Summary.Value(tag="sample", metadata=create_summary_metadata("", ""), tensor=make_tensor_proto(text))
-        yield when.get(row["step"], at), row["step"], Summary(value=[value])
+            yield when.get(row["step"], at), row["step"], Summary(value=values(kind, row))
 
 
 def write(run, folder):
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    rows = read_log(run)
-    path = run / "log.jsonl" if run.is_dir() else run
+    rows, ended = results.read_log(run), os.path.getmtime(run / "log.jsonl" if run.is_dir() else run)
     folder.mkdir(parents=True, exist_ok=True)
     old = set(folder.glob("events.out.tfevents.*"))
     new = folder / f"events.out.tfevents.{int(time.time())}.{os.uname().nodename}.{os.getpid()}"
-    with whole(new) as part, open(part, "wb") as file:
+    with results.whole(new) as part, open(part, "wb") as file:
         writer = RecordWriter(file)
         writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        for wall_time, step, summary in events(rows, os.path.getmtime(path)):
+        for wall_time, step, summary in events(rows, ended):
             writer.write(Event(wall_time=wall_time, step=step, summary=summary).SerializeToString())
     for path in old - {new}:
         path.unlink()
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path,
-                     help="a folder with log.jsonl, or such a file")
+    arg = results.arguments(__doc__)
+    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or such a file")
     arg.add_argument("-o", "--out", type=pathlib.Path, help="write into OUT/<the run's name> instead")
     a = arg.parse_args()
     # This folder is where Python looks first, and there `import tensorboard` would find this very file.
     sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
-    homes = [run if run.is_dir() else run.parent for run in a.runs]
+    homes = [results.folder_of(run) for run in a.runs]
     folders = [a.out / home.resolve().name if a.out else home / "tensorboard" for home in homes]
+    if len(set(folders)) < len(folders):
+        results.fail("two runs would go into one folder: convert them one by one")
     try:
-        if len(set(folders)) < len(folders):
-            raise LogError("two runs would go into one folder: convert them one by one")
         for run, folder in zip(a.runs, folders):
             write(run, folder)
             print(folder)
     except ImportError as e:
-        sys.exit(f"tensorboard.py needs the tensorboard package ({e}): pip install -r scripts/requirements.txt")
-    except (LogError, OSError) as e:
-        sys.exit(f"tensorboard.py: {e}")
+        results.fail(f"needs the tensorboard package ({e}): pip install -r scripts/requirements.txt")
+    except OSError as e:
+        results.fail(e)
 
 
 if __name__ == "__main__":

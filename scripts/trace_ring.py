@@ -1,19 +1,14 @@
 #!/usr/bin/env python3
 """What a ring's GPUs do at a time: the blocks of one layer's attention, forward and backward, and what travels meanwhile.
 
-    make train_gpt2cu dev/trace.so && python3 scripts/trace_ring.py --gpus 4 --json   # then scripts/plot_ring.py
+    make train_gpt2cu dev/trace.so && python3 scripts/trace_ring.py --gpus 4 --json   # then scripts/plot_results.py
 
 Trains GPT-2 124M for six steps, a sequence over all GPUs, the last step under dev/trace.so, and prints how much of the
 travel is behind kernels. --keep leaves the whole timelines, trace.*.json for https://ui.perfetto.dev.
 """
-import argparse
-import glob
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 
 import results
@@ -21,27 +16,21 @@ import results
 
 def trace(a):
     """The events of each process that used a GPU, by GPU."""
-    for needed in ("train_gpt2cu", "dev/trace.so"):
-        if not (results.ROOT / needed).exists():
-            sys.exit(f"trace_ring.py: there is no ./{needed}: make {needed}")
+    results.need("train_gpt2cu", "dev/trace.so")
     with tempfile.TemporaryDirectory() as folder:
-        prefix = str(pathlib.Path(folder) / "trace")
-        command = ["./train_gpt2cu", "--gpus", str(a.gpus), "--context-parallel", str(a.gpus), "-b", "1", "-t",
-                   str(a.tokens * a.gpus), "--profile", "1", "-v", "0", "-s", "0"]
-        env = dict(os.environ, CUDA_INJECTION64_PATH=str(results.ROOT / "dev" / "trace.so"), TRACE=prefix)
-        done = subprocess.run(command, cwd=results.ROOT, env=env, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"trace_ring.py: ./train_gpt2cu ended with {done.returncode}: {done.stderr.strip()}")
+        _, said = results.run_trainer(
+            "--gpus", a.gpus, "--context-parallel", a.gpus, "-b", 1, "-t", a.tokens * a.gpus, "--profile", 1, "-v", 0,
+            "-s", 0, CUDA_INJECTION64_PATH=str(results.ROOT / "dev" / "trace.so"), TRACE=f"{folder}/trace")
         by_gpu = {}
-        for path in glob.glob(f"{prefix}.*.json"):
+        for path in pathlib.Path(folder).glob("trace.*.json"):
             if a.keep:
                 shutil.copy(path, ".")
-            events = [e for e in json.loads(pathlib.Path(path).read_text())["traceEvents"] if e["cat"] != "range"]
+            events = [e for e in json.loads(path.read_text())["traceEvents"] if e["cat"] != "range"]
             if events:
                 by_gpu[events[0]["args"]["gpu"]] = events
-        if len(by_gpu) != a.gpus:
-            sys.exit(f"trace_ring.py: traces of {len(by_gpu)} GPUs, not {a.gpus}: {done.stderr.strip()}")
-        return by_gpu
+    if len(by_gpu) != a.gpus:
+        results.fail(f"traces of {len(by_gpu)} GPUs, not {a.gpus}: {said.strip()}")
+    return by_gpu
 
 
 def attention(events, way, layer):
@@ -49,7 +38,7 @@ def attention(events, way, layer):
     inside = [e for e in events if e["args"]["range"].endswith(f"{way} / layer {layer}")]
     blocks = [e for e in inside if e["name"].startswith(f"{way}_kernel<64, true>")]
     if not blocks:
-        sys.exit(f"trace_ring.py: no blocks of {way} in layer {layer}")
+        results.fail(f"no blocks of {way} in layer {layer}")
     start, end = min(e["ts"] for e in blocks), max(e["ts"] + e["dur"] for e in blocks)
     return [e for e in inside if e["ts"] + e["dur"] > start - 200 and e["ts"] < end + 200]
 
@@ -65,13 +54,11 @@ def behind(copies, kernels):
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = results.arguments(__doc__, "ring_timeline")
     arg.add_argument("--gpus", type=int, default=2)
     arg.add_argument("--tokens", type=int, default=16384, help="of a GPU")
     arg.add_argument("--layer", type=int, default=6)
     arg.add_argument("--keep", action="store_true", help="leave the timelines in the current folder")
-    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/ring_timeline.jsonl")
-    arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
     by_gpu = trace(a)
     name = results.output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0") or "GPU"
@@ -86,11 +73,11 @@ def main():
             travel, hidden = sum(c["dur"] for c in copies), behind(copies, kernels)
             print(f"GPU {gpu}, {way}: {travel * 1e-3:.2f} ms of travel, "
                   f"{100 * hidden / max(travel, 1e-9):.0f} % of it behind kernels")
-            row = {"pass": way, "gpus": a.gpus, "tokens_per_gpu": a.tokens, "rank": gpu, "layer": a.layer,
-                   "travel_ms": travel * 1e-3, "hidden_ms": hidden * 1e-3,
-                   "events": [{"what": e["cat"], "name": e["name"], "start_ms": round((e["ts"] - first) * 1e-3, 4),
-                               "ms": round(e["dur"] * 1e-3, 4)} for e in kernels + copies]}
-            rows.append(results.row("ring_timeline", name, cuda, **row))
+            rows.append(results.row(
+                "ring_timeline", name, cuda, gpus=a.gpus, tokens_per_gpu=a.tokens, rank=gpu, layer=a.layer,
+                travel_ms=travel * 1e-3, hidden_ms=hidden * 1e-3, **{"pass": way},
+                events=[{"what": e["cat"], "name": e["name"], "start_ms": round((e["ts"] - first) * 1e-3, 4),
+                         "ms": round(e["dur"] * 1e-3, 4)} for e in kernels + copies]))
     if a.json or a.out:
         print(results.append(rows, "ring_timeline", a.out))
 
