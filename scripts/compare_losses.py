@@ -23,8 +23,8 @@ def train(a, attention, B, T, seed, gpus):
     gpu = gpus.get()
     try:
         _, log = results.train(
-            "-e", a.model, "-b", B, "-t", T, "-x", a.steps, "-v", a.steps, "-s", 0, "--seed", seed, "--precision", a.precision,
-            "--attention", attention, "--device", a.device, *(["--no-tf32"] if a.no_tf32 else []),
+            "-e", a.model, "-b", B, "-t", T, "-x", a.steps, "-v", a.steps, "-s", 0, "--seed", seed, "--precision",
+            a.precision, "--attention", attention, "--device", a.device, *(["--no-tf32"] if a.no_tf32 else []),
             **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}))
     finally:
         gpus.put(gpu)

@@ -104,8 +104,8 @@ def judge(a, ours, reference, other):
 
 def trainer_options(a, checkpoint, shard):
     return ["-e", checkpoint, "-i", shard, "-b", a.B, "-t", a.T, "-x", a.steps, "-l", a.lr, "-u", 0, "-k", "constant",
-            "-v", 0, "-s", 0, "-c", a.weight_decay, "--max-norm", a.max_norm, "--precision", a.precision, "--no-shuffle",
-            "--attention", a.attention, *(["--no-tf32"] if a.precision == "fp32" else [])]
+            "-v", 0, "-s", 0, "-c", a.weight_decay, "--max-norm", a.max_norm, "--precision", a.precision,
+            "--no-shuffle", "--attention", a.attention, *(["--no-tf32"] if a.precision == "fp32" else [])]
 
 
 def write(path, header, *arrays):
@@ -120,7 +120,8 @@ def initial_weights(L, C):
     params = {}
     for name, shape, decay in tensors(L, C):
         sigma = 0.02 / (math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 1)
-        params[name] = torch.randn(shape) * sigma if decay else (torch.zeros if name.endswith("b") else torch.ones)(shape)
+        constant = torch.zeros if name.endswith("b") else torch.ones
+        params[name] = torch.randn(shape) * sigma if decay else constant(shape)
     params["wte"][V:] = 0
     return params
 
@@ -159,7 +160,7 @@ def main():
     params, tokens = initial_weights(L, C), random_chain(a.steps * a.B * a.T + 1)
     with tempfile.TemporaryDirectory() as folder:  # one checkpoint and one shard for both
         checkpoint, shard = (pathlib.Path(folder, name) for name in ("model.bin", "train.bin"))
-        write(checkpoint, [20240326, 3, MAX_T, V, L, NH, C, VP], *(params[name].numpy() for name, _, _ in tensors(L, C)))
+        write(checkpoint, [20240326, 3, MAX_T, V, L, NH, C, VP], *(value.numpy() for value in params.values()))
         write(shard, [20240520, 1, len(tokens)], tokens.astype(np.uint16))
         _, log = results.train(*trainer_options(a, checkpoint, shard))
     ours = [(r["loss_nats"], r["grad_norm"]) for r in log["train"]]

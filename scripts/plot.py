@@ -118,8 +118,8 @@ def plot(runs, names, out, width, title):
 
 def main():
     arg = results.arguments(__doc__)
-    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or such a file")
-    arg.add_argument("-o", "--out", type=pathlib.Path, help="what to write (default: plot.png in the first run's folder)")
+    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or that file")
+    arg.add_argument("-o", "--out", type=pathlib.Path, help="the plot (default: plot.png in the first run's folder)")
     arg.add_argument("--smooth", type=int, default=0, metavar="STEPS",
                      help="the mean of so many steps; 1: none (default: a hundredth)")
     arg.add_argument("--title", default="")

@@ -2,17 +2,17 @@
 """Plots what was measured, beside the rows it was measured in, dev/results/<gpu>/:
 
     attention_bf16.svg, attention_fp32.svg   TFLOP/s by T, forward and backward, ours and every peer
-    accuracy.svg        attention's L2 error against fp64, as a multiple of naive's, by T
-    accumulation.svg    what fp16 inside attention's forward buys and costs, a panel for each kernel of
-                        dev/study_accumulation: TFLOP/s against L2 error, a point a variant. Speed at the longest T up to
-                        4096 that was timed, errors at the same T on N(0,1). Hollow: for some magnitude of q, k, v some
-                        element was not finite.
-    ring.svg            bf16: mean and largest error of out, dq, dk, dv against fp64 by number of ranks, partial results
-                        carried in fp32 and in bf16, and fp64's result rounded once, as multiples of the error of one rank
-    ring_timeline.svg   one layer's attention on each GPU: the blocks, and what travels meanwhile (scripts/trace_ring.py)
-    memory.svg          GiB in use when training one sequence, by its length T; each dashed line goes through the first and
-                        the last point. Where memory is linear in T every point lies on its line; a T×T matrix anywhere
-                        would lift the last one far above.
+    accuracy.svg       attention's L2 error against fp64, as a multiple of naive's, by T
+    accumulation.svg   what fp16 inside attention's forward buys and costs, a panel for each kernel of
+                       dev/study_accumulation: TFLOP/s against L2 error, a point a variant. Speed and errors on N(0,1)
+                       are those of the longest T up to 4096 that was timed. Hollow: for some magnitude of q, k, v
+                       some element was not finite.
+    ring.svg           bf16: mean and largest error of out, dq, dk, dv against fp64 by number of ranks, as multiples of
+                       one rank's: partial results carried in fp32, in bf16, and fp64's result rounded once
+    ring_timeline.svg  one layer's attention on each GPU: the blocks, and what travels meanwhile (trace_ring.py)
+    memory.svg         GiB in use when training one sequence, by its length T. Each dashed line goes through the first
+                       and the last point. Where memory is linear in T every point lies on its line. A T×T matrix
+                       anywhere would lift the last one far above.
 
     python3 scripts/plot_results.py              # all that there are rows for, of every GPU
     python3 scripts/plot_results.py ring memory  # only those; then scripts/readme_tables.py shows them in README

@@ -349,8 +349,8 @@ def default_run(found, path):
     return "\n\n".join(parts)
 
 
-# What stands between the markers: a bench, what read_rows() is asked for, the text made of a GPU's rows, and the part of
-# scripts/measure.sh that measures them.
+# What stands between the markers: a bench, what read_rows() is asked for, the text made of a GPU's rows, and the part
+# of scripts/measure.sh that measures them.
 LOSSES, TRAIN = ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 TABLES = {

@@ -61,7 +61,7 @@ def write(run, folder):
 
 def main():
     arg = results.arguments(__doc__)
-    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or such a file")
+    arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or that file")
     arg.add_argument("-o", "--out", type=pathlib.Path, help="write into OUT/<the run's name> instead")
     a = arg.parse_args()
     # This folder is where Python looks first, and there `import tensorboard` would find this very file.
