@@ -20,6 +20,7 @@
 import argparse
 import math
 import pathlib
+import sys
 
 import results
 from plot import COLOURS, GREY, INK, pyplot
@@ -259,6 +260,8 @@ def main():
             missing.append(f"no rows for {name}.svg: run {measure} first")
     if a.plots and missing or len(missing) == len(PLOTS):
         results.fail(f"{folder}: {'; '.join(missing)}")
+    for what in missing:
+        print(what, file=sys.stderr)
 
 
 if __name__ == "__main__":
