@@ -882,7 +882,7 @@ def test_plots_by_the_stand_in():
             check_fails(nothing, f"no rows for {plot}.svg", measure)
         nothing = called("plot_results.py", "--root", tmp / "none", modules=drawing()[0])
         check_fails(nothing, "no rows", "bench_attention")
-        some = called("plot_results.py", "--root", tmp, modules=drawing()[0])  # says what is missing, and draws the others
+        some = called("plot_results.py", "--root", tmp, modules=drawing()[0])
         assert some.returncode == 0 and some.stderr.count("no rows") == 4 and some.stdout.count(".svg") == 3, some
 
 
