@@ -946,6 +946,12 @@ def test_timeline_of_a_ring():
         check_fails(script("trace_ring.py", "--layer", "8", root=tmp), "no blocks of forward in layer 8")
         executable(tmp / "train_gpt2cu", "echo boom >&2\nexit 1")
         check_fails(script("trace_ring.py", root=tmp), "ended with 1", "boom")
+        command = ("plot_results.py", "ring_timeline", "--root", tmp)
+        check_fails(called(*command, modules=drawing()[0]), "no rows")  # of sources that nobody knows
+        path.write_text(path.read_text().replace('"dirty": true', '"dirty": false'))
+        modules, plt, _ = drawing()
+        assert called(*command, modules=modules).returncode == 0
+        assert args(plt.figure().suptitle)[0][0].startswith("Ring of 2, 16384 tokens each")
 
 
 def test_timeline_of_a_training_step():
