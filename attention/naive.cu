@@ -9,9 +9,9 @@
 // matmul left them. A head is a matrix with row stride 3C, so nothing is permuted. The two softmax kernels in between
 // are ours.
 //
-// S, P, dP and dS are (B, NH, T, T), and they bound this kernel. At HS = 64 an element of S costs 128 FLOPs. It then
-// goes to memory and back twice in forward, and four times in backward. Flash attention's whole idea is never to write
-// them.
+// S, P, dP and dS are (B, NH, T, T), and they bound this kernel. At HS = 64 an element of S costs 256 FLOPs and crosses
+// the memory bus four times in forward. In backward it is 512 FLOPs and seven times. Flash attention's whole idea is
+// never to write them.
 //
 // P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch, which also holds the pointers. Their
 // rows are padded to 16 bytes, so that any T gets wide accesses. Products and softmax work on full squares. Above the
