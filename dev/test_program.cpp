@@ -89,8 +89,7 @@ TEST(every_option_sets_what_it_names) {
         const size_t end = i + 1 < rows.size() ? flat.find(rows[i + 1].name, at) : flat.size();
         if (at == std::string::npos || !contains(flat.substr(at, end - at), r.help) ||
             (!*r.help && contains(flat.substr(at, end - at), "default ")))
-            return test::report(__FILE__, __LINE__,
-                                format("no \"%s … %s\" in %s", left.c_str(), r.help, help.c_str()));
+            return test::report(__FILE__, __LINE__, format("no \"%s … %s\" in %s", left.c_str(), r.help, help.c_str()));
     }
     CHECK(std::count(help.begin(), help.end(), '\n') > 50 && flat.find(" --", at + 8) == std::string::npos);  // no more
 
@@ -344,9 +343,10 @@ void check_close(const std::string& run, const std::string& other, const char* k
 // $! is the process and $(ranks) its ranks. The result ends with "code " and the exit code.
 Result shell_with_action(const std::string& command, const std::string& output, const std::string& sign,
                          const std::string& action) {
-    return shell("ranks() { pgrep -P $!; }; " + command + " >" + output + " 2>&1 & for i in $(seq 600); do grep -qs '" +
-                 sign + "' " + output + " && break; kill -0 $! 2>/dev/null || break; sleep 0.1; done; " + action +
-                 "; wait $!; echo code $?");
+    // Without the file of an earlier run, which may have the sign already.
+    return shell("ranks() { pgrep -P $!; }; rm -f " + output + "; " + command + " >" + output +
+                 " 2>&1 & for i in $(seq 600); do grep -qs '" + sign + "' " + output +
+                 " && break; kill -0 $! 2>/dev/null || break; sleep 0.1; done; " + action + "; wait $!; echo code $?");
 }
 
 // A shell prefix that makes the following program rank `rank` of `size`.
@@ -529,10 +529,11 @@ TEST(a_killed_gpu_rank_ends_the_job) {
 
 TEST(a_killed_parent_takes_its_ranks_along) {
     const std::string output = dir() + "/orphans.txt";
-    const std::string action = "echo $(ranks) >" + output + ".pids; for p in $! $(ranks); do ps -o pgid= -p $p; done | " +
+    const std::string action = "echo $(ranks) >" + output +
+                               ".pids; for p in $! $(ranks); do ps -o pgid= -p $p; done | " +
                                "sort -u | echo groups $(wc -l); kill -9 $!";
-    const Result r = shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output,
-                                       "^step 3/", action);
+    const Result r =
+        shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output, "^step 3/", action);
     CHECK(contains(r.out, "code 137"));
     CHECK(contains(r.out, "groups 2\n"));  // the ranks have their own group, so Ctrl-C reaches only the parent
     CHECK(shell("wc -w <" + output + ".pids").out == "2\n");
@@ -633,8 +634,7 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
     const Corpus corpus = builtin_corpus("data/cache", true);
     const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + dir() + "/corpus");
     CHECK_RUN(r, 0, "step 40/40 | val loss ");
-    for (const char* place : {"step 0/40 | val loss 5.", "step 20/40 | val loss "})
-        CHECK(contains(r.out, place));
+    for (const char* place : {"step 0/40 | val loss 5.", "step 20/40 | val loss "}) CHECK(contains(r.out, place));
     const double val = number_after(r.out, "val loss ");
     CHECK(val > 2 && val < 4);
     CHECK(contains(r.out, format(" | floor %.4f\n", corpus.val_nats)));
