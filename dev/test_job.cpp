@@ -394,18 +394,18 @@ TEST(without_the_key_nobody_is_a_rank) {
         std::fprintf(stderr, "met\n");
         _exit(0);  // there is no rank 1 to leave
     });
-    const auto message = [](const std::string& body) {
-        const uint32_t length = static_cast<uint32_t>(body.size());
-        return "gpt2job1" + std::string(reinterpret_cast<const char*>(&length), sizeof length) + body;
+    const auto hello_by = [](const std::string& name) {
+        const std::string body = name + "\n1 2 1 1 here";
+        return format("gpt2job1%08zx", body.size()) + body;
     };
     close(connect_when_it_listens(port));
-    const int hello = connect_and_say(port, message("j\n1\n2\nhere\n1\n1\n"));
-    std::string answer(8 + 4 + 4 + 16, '\0');  // magic, length, "yes" and the key
+    const int hello = connect_and_say(port, hello_by("j"));
+    std::string answer(8 + 8 + 4 + 16, '\0');  // magic, length, "yes" and the key
     if (recv(hello, answer.data(), answer.size(), MSG_WAITALL) != ssize_t(answer.size())) throw Error("no answer");
-    const int wrong = connect_and_say(port, message(std::string(16, '0') + "\n1"));
+    const int wrong = connect_and_say(port, hello_by(std::string(16, '0')));
     sleep_for(0.5);
     CHECK(!contains(first.text(), "met"));
-    const int right = connect_and_say(port, message(answer.substr(16) + "\n1"));
+    const int right = connect_and_say(port, hello_by(answer.substr(20)));
     CHECK(first.wait() == std::vector<int>{0});
     CHECK(contains(first.text(), "met"));
     for (int fd : {hello, wrong, right}) close(fd);

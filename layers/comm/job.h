@@ -34,6 +34,17 @@ struct Place {
 // no sense.
 Place place_from_environment();
 
+// --gpus N: runs this program N times on this machine, as the ranks of one job. Forwards SIGINT and SIGTERM. When a
+// rank fails the others have five seconds to end. Returns 0 if all ended well. Otherwise it returns the exit code of
+// the first rank that a signal killed, or if there is none, of the first that failed.
+int launch_ranks(int count, char** argv);
+
+// A socket that listens for IPv4. Port 0 means any that is free. If the others will connect over loopback it listens on
+// that interface alone.
+int listen_at(const std::string& address, int port);
+int port_of(int fd);
+std::string random_name();  // that nobody can guess
+
 // How long a rank waits for others, in seconds.
 struct Patience {
     double meet = 60;     // until all ranks have come
@@ -61,8 +72,8 @@ class Job {
     int rank = 0, size = 1;
     int local_rank = 0, local_size = 1;  // among the ranks of this machine
 
-    // Runs all transfers at once, at most one for each peer, and returns when all are done. Every rank must make the
-    // matching call.
+    // Runs all transfers at once, at most one for each peer, and returns when all are done. One with this rank itself
+    // does nothing. Every rank must make the matching call.
     void exchange(const std::vector<Transfer>& transfers);
 
     // Collectives on the host for small data. Every rank calls them in the same order.
@@ -119,8 +130,3 @@ class Job {
     void gather_bytes(void* all, size_t bytes);
     void broadcast_bytes(void* data, size_t bytes);
 };
-
-// --gpus N: runs this program N times on this machine, as the ranks of one job. Forwards SIGINT and SIGTERM. When a
-// rank fails the others have five seconds to end. Returns 0 if all ended well. Otherwise it returns the exit code of
-// the first rank that a signal killed, or if there is none, of the first that failed.
-int launch_ranks(int count, char** argv);

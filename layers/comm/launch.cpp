@@ -1,76 +1,86 @@
-// --gpus N: one parent starts, signals and awaits the ranks of a job on this machine.
+// How ranks start: by a launcher, which tells them who they are in their environment, or by --gpus N.
 //
-// The parent gives the job a random name. It opens the port where the ranks meet and hands the listening socket to rank
-// 0, so that no other program can take the port in between. The ranks have their own process group, so Ctrl-C reaches
-// only the parent, which passes it on once. If the parent is killed the ranks die with it.
-#include <netinet/in.h>
+// With --gpus one parent starts, signals and awaits the ranks of a job on this machine. It gives the job a random name.
+// It opens the port where the ranks meet and hands the listening socket to rank 0, so that no other program can take
+// the port in between. The ranks have their own process group, so Ctrl-C reaches only the parent, which passes it on
+// once. If the parent is killed the ranks die with it.
+#include <fcntl.h>
 #include <sys/prctl.h>
-#include <sys/random.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 
 #include "layers/comm/job.h"
 
-constexpr int kGraceSeconds = 5;  // for the others, once a rank has failed
-
 namespace {
 
-struct Child {
-    pid_t pid;
-    bool running = true;
-};
-
-// A socket that listens on a free port of the loopback interface and outlives exec.
-int open_port(int* port) {
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
-    sockaddr_in a = {};
-    a.sin_family = AF_INET;
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof a;
-    if (fd < 0 || bind(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || listen(fd, 1024) ||
-        getsockname(fd, reinterpret_cast<sockaddr*>(&a), &length))
-        throw Error("--gpus: cannot open a port on 127.0.0.1: " + std::string(std::strerror(errno)));
-    *port = ntohs(a.sin_port);
-    return fd;
+const char* variable(const char* name) {
+    const char* value = std::getenv(name);
+    return value && *value ? value : nullptr;
 }
-
-[[noreturn]] void become_rank(int rank, int count, int port, int fd, uint64_t job, pid_t parent, pid_t group,
-                              const sigset_t& signals, char** argv) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
-    setpgid(0, group);
-    const std::string text = format("%016llx", static_cast<unsigned long long>(job));
-    setenv("RANK", std::to_string(rank).c_str(), 1);
-    setenv("WORLD_SIZE", std::to_string(count).c_str(), 1);
-    setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
-    setenv("MASTER_ADDR", "127.0.0.1", 1);
-    setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
-    setenv("GPT2_JOB", text.c_str(), 1);
-    if (rank == 0)
-        setenv("GPT2_LISTEN_FD", std::to_string(fd).c_str(), 1);
-    else
-        close(fd);
-    sigprocmask(SIG_SETMASK, &signals, nullptr);
-    execv("/proc/self/exe", argv);
-    std::fprintf(stderr, "train_gpt2cu: rank %d: cannot start: %s\n", rank, std::strerror(errno));
-    _exit(1);
+int number_of(const char* name, int low, int high) {
+    const char* text = variable(name);
+    char* end = nullptr;
+    const long value = text ? std::strtol(text, &end, 10) : 0;
+    if (!text || *end || value < low || value > high)
+        throw UsageError(
+            format("environment variable %s: \"%s\" is not a number from %d to %d", name, text ? text : "", low, high));
+    return static_cast<int>(value);
 }
 
 }  // namespace
 
+Place place_from_environment() {
+    constexpr const char* launchers[][3] = {
+        {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun, and --gpus
+        {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // Open MPI's mpirun
+        {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // MPICH's and Intel's
+        {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
+    Place place;
+    for (const auto& [rank, size, local] : launchers) {
+        if (!variable(rank) || !variable(size)) continue;
+        place.size = number_of(size, 1, 65536);
+        place.rank = number_of(rank, 0, place.size - 1);
+        if (variable(local)) place.local_rank = number_of(local, 0, place.size - 1);
+        break;
+    }
+    if (place.size == 1) return {};
+    if (!variable("MASTER_ADDR") || !variable("MASTER_PORT"))
+        throw UsageError(
+            format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and MASTER_PORT to a "
+                   "free port there",
+                   place.rank, place.size));
+    place.address = variable("MASTER_ADDR");
+    place.port = number_of("MASTER_PORT", 1, 65535);
+    for (const char* name : {"GPT2_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE",
+                             "SLURM_JOB_ID", "SLURM_STEP_ID"})
+        if (const char* value = variable(name)) place.job += (place.job.empty() ? "" : ".") + std::string(value);
+    if (variable("GPT2_JOB")) {
+        if (place.rank == 0 && variable("GPT2_LISTEN_FD")) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
+    } else if (variable("TORCHELASTIC_RUN_ID")) {
+        place.port += 1;  // torchrun listens on MASTER_PORT itself
+    }
+    return place;
+}
+
 int launch_ranks(int count, char** argv) {
-    int port = 0;
-    const int fd = open_port(&port);
-    uint64_t job = 0;
-    while (getrandom(&job, sizeof job, 0) != sizeof job) {}
+    using Clock = std::chrono::steady_clock;
+    constexpr std::chrono::seconds grace(5);  // for the others, once a rank has failed
+
+    const int fd = listen_at("127.0.0.1", 0);
+    const auto set = [](const char* name, const std::string& value) { setenv(name, value.c_str(), 1); };
+    set("WORLD_SIZE", std::to_string(count));
+    set("MASTER_ADDR", "127.0.0.1");
+    set("MASTER_PORT", std::to_string(port_of(fd)));
+    set("GPT2_JOB", random_name());
+    set("GPT2_LISTEN_FD", std::to_string(fd));
 
     // Signals wait until sigtimedwait takes them, so there are no handlers and no races.
     sigset_t taken, before;
@@ -80,37 +90,47 @@ int launch_ranks(int count, char** argv) {
     std::signal(SIGCHLD, SIG_DFL);  // if we inherited SIG_IGN, children would vanish without a status
 
     const pid_t parent = getpid();
-    std::vector<Child> children;
+    std::vector<pid_t> running;  // by rank, or 0
     const auto signal_all = [&](int signal) {
-        for (const Child& c : children)
-            if (c.running) kill(c.pid, signal);
+        for (pid_t pid : running)
+            if (pid) kill(pid, signal);
     };
     for (int rank = 0; rank < count; rank++) {
-        const pid_t group = children.empty() ? 0 : children[0].pid;
+        const pid_t group = running.empty() ? 0 : running[0];
         const pid_t pid = fork();
-        if (pid == 0) become_rank(rank, count, port, fd, job, parent, group, before, argv);
+        if (pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            if (getppid() != parent) _exit(1);
+            setpgid(0, group);
+            set("RANK", std::to_string(rank));
+            set("LOCAL_RANK", std::to_string(rank));
+            if (rank == 0) fcntl(fd, F_SETFD, 0);  // outlives exec
+            sigprocmask(SIG_SETMASK, &before, nullptr);
+            execv("/proc/self/exe", argv);
+            std::fprintf(stderr, "train_gpt2cu: rank %d: cannot start: %s\n", rank, std::strerror(errno));
+            _exit(1);
+        }
         if (pid < 0) {
             signal_all(SIGKILL);
             throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
         }
         setpgid(pid, group ? group : pid);  // parent and child both do this, because either may come first
-        children.push_back({pid});
+        running.push_back(pid);
     }
     close(fd);
 
-    using Clock = std::chrono::steady_clock;
-    int code = 0, left = count;
+    int code = 0;
     bool ended = false;  // by us
-    auto deadline = Clock::time_point::max();
-    while (left > 0) {
+    for (auto deadline = Clock::time_point::max();
+         std::any_of(running.begin(), running.end(), [](pid_t p) { return p; });) {
         const timespec second = {1, 0};
         const int signal = sigtimedwait(&taken, nullptr, &second);
         if (signal > 0 && signal != SIGCHLD) signal_all(signal);
         for (int rank = 0; rank < count; rank++) {
-            Child& c = children[rank];
             int status = 0;
-            if (!c.running || waitpid(c.pid, &status, WNOHANG) != c.pid) continue;
-            c.running = false, left--;
+            const pid_t pid = running[rank];
+            if (pid == 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
+            running[rank] = 0;
             const bool killed = WIFSIGNALED(status);
             const int result = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
             if (result == 0 || ended) continue;
@@ -118,8 +138,8 @@ int launch_ranks(int count, char** argv) {
             if (code == 0 || (killed && code < 128)) code = result;
             if (killed)
                 std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) was killed by signal %d (%s)\n", rank,
-                             static_cast<int>(c.pid), WTERMSIG(status), strsignal(WTERMSIG(status)));
-            deadline = std::min(deadline, Clock::now() + std::chrono::seconds(kGraceSeconds));
+                             static_cast<int>(pid), WTERMSIG(status), strsignal(WTERMSIG(status)));
+            deadline = std::min(deadline, Clock::now() + grace);
         }
         if (Clock::now() > deadline) signal_all(SIGKILL), ended = true;
     }
