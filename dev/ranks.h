@@ -1,8 +1,6 @@
 // Forked processes as the ranks of a job, for tests. Tests can read back what they print on stdout and stderr.
 #pragma once
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,21 +22,20 @@ inline void sleep_for(double s) {
     usleep(static_cast<useconds_t>(s * 1e6));
 }
 
-// A port that is free now. With `keep` the socket that listens there stays open and is returned in it.
-inline int free_port(int* keep = nullptr) {
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
-    sockaddr_in a = {};
-    a.sin_family = AF_INET;
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof a;
-    if (bind(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || listen(fd, 64) ||
-        getsockname(fd, reinterpret_cast<sockaddr*>(&a), &length))
-        throw Error("no free port");
-    if (keep)
-        *keep = fd;
-    else
-        close(fd);
-    return ntohs(a.sin_port);
+inline int free_port() {
+    const int fd = listen_at("127.0.0.1", 0), port = port_of(fd);
+    close(fd);
+    return port;
+}
+inline Place local_place(int rank, int size, int port, const std::string& job = "") {
+    return {rank, size, -1, "127.0.0.1", port, job, -1};
+}
+
+constexpr Patience kQuick = {10, 2};
+
+inline int leave(Job& job) {
+    job.leave();
+    return 0;
 }
 
 // Processes that run `body` and exit with its result. If it throws, the message goes to stderr and the exit code is 1.
@@ -68,6 +65,13 @@ struct Processes {
         }
         pids.push_back(pid);
     }
+    void start_rank(const Place& place, const Patience& patience = kQuick,
+                    const std::function<int(Job&)>& body = leave) {
+        start([=] {
+            Job job(place, patience);
+            return job.guard([&] { return body(job); });
+        });
+    }
     // Exit codes in the order of starting. Signal n counts as 128 + n, and a process that runs past `limit` seconds as
     // 255.
     std::vector<int> wait(double limit = 20) {
@@ -89,13 +93,28 @@ struct Processes {
     }
 };
 
-constexpr Patience kQuick = {10, 2};
+// Checks how processes end, and that what they print has all these parts.
+inline void check_ended(Processes& ranks, const std::vector<int>& codes, const std::vector<std::string>& parts = {},
+                        int line = __builtin_LINE()) {
+    std::string got;
+    const std::vector<int> ended = ranks.wait();
+    for (int code : ended) got += format(" %d", code);
+    const std::string text = ranks.text();
+    if (ended != codes) test::report("ranks", line, format("ended with%s: %s", got.c_str(), text.c_str()));
+    for (const std::string& part : parts)
+        if (!contains(text, part))
+            test::report("ranks", line, format("expected \"%s\", got: %s", part.c_str(), text.c_str()));
+}
+inline void check_ended_well(Processes& ranks, int line = __builtin_LINE()) {
+    check_ended(ranks, std::vector<int>(ranks.pids.size(), 0), {}, line);
+}
 
 // The ranks of a job, forked, each running `body`.
 struct ForkedRanks : Processes {
-    int port = 0, fd = -1;
+    int port = 0;
     ForkedRanks(int size, const std::function<int(Job&)>& body, const Patience& patience = kQuick) {
-        port = free_port(&fd);
+        const int fd = listen_at("127.0.0.1", 0);
+        port = port_of(fd);
         for (int rank = 0; rank < size; rank++)
             start([&, rank] {
                 if (rank > 0) close(fd);
@@ -105,8 +124,3 @@ struct ForkedRanks : Processes {
         close(fd);
     }
 };
-#define CHECK_ENDED_WELL(ranks)                                                                              \
-    do {                                                                                                     \
-        for (int code : (ranks).wait())                                                                      \
-            if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, (ranks).text().c_str())); \
-    } while (0)

@@ -2,15 +2,15 @@
 // a rank can be missing, wrong, dead or stuck. Ranks are forked children, and what they write to stderr is read back.
 //
 // Run: ./dev/test_job [part of a test's name]
+#include <netinet/in.h>
 #include <sched.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <map>
-#include <set>
+#include <iterator>
 #include <sstream>
+#include <thread>
 
 #include "dev/ranks.h"
 #include "dev/test.h"
@@ -35,6 +35,15 @@ int connect_when_it_listens(int port) {
     for (int i = 0; i < 1000; i++, sleep_for(0.01))
         if (const int fd = connect_and_say(port, ""); fd >= 0) return fd;
     throw Error("nobody listens");
+}
+
+void wait_for_text(Processes& ranks, const std::string& text) {
+    for (int i = 0; i < 1000 && !contains(ranks.text(), text); i++) sleep_for(0.01);
+}
+int count_of(const std::string& text, const std::string& part) {
+    int n = 0;
+    for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) n++;
+    return n;
 }
 
 // Values that differ from rank to rank and whose sums round.
@@ -106,13 +115,12 @@ TEST(alone_every_call_returns) {
 }
 
 TEST(ranks_exchange) {
-    for (int size : {2, 3, 5}) {
+    for (int size : {1, 2, 3, 4, 5}) {
         ForkedRanks ranks(size, [](Job& job) {
             CHECK(job.local_rank == job.rank && job.local_size == job.size);
             const std::vector<int> all = job.all_gather(10 * job.rank);
             for (int r = 0; r < job.size; r++) CHECK(all[r] == 10 * r);
-            const std::vector<std::string> texts =
-                job.all_gather(std::string(job.rank * 1000, 'x'));  // none of rank 0's
+            const std::vector<std::string> texts = job.all_gather(std::string(job.rank * 1000, 'x'));
             for (int r = 0; r < job.size; r++) CHECK(texts[r] == std::string(r * 1000, 'x'));
             std::vector<int> from_first(1 << 20, job.rank == 0 ? 7 : 0);  // more than a socket holds
             job.broadcast(from_first.data(), from_first.size());
@@ -121,22 +129,10 @@ TEST(ranks_exchange) {
             job.sum(x);
             CHECK(x == sum_of_values<double>(job.size, 100));  // bit for bit, because ranks are summed in order
             job.agree({{"model", "d12"}, {"lr", "1"}});
-            job.leave();
-            return 0;
+            if (job.size < 5) check_collectives<float>(job), check_collectives<double>(job);  // they take a moment
+            return leave(job);
         });
-        CHECK_ENDED_WELL(ranks);
-    }
-}
-
-TEST(collectives) {
-    for (int size : {1, 2, 3, 4}) {
-        ForkedRanks ranks(size, [](Job& job) {
-            check_collectives<float>(job);
-            check_collectives<double>(job);
-            job.leave();
-            return 0;
-        });
-        CHECK_ENDED_WELL(ranks);
+        check_ended_well(ranks);
     }
 }
 
@@ -156,25 +152,26 @@ TEST(shared_memory_is_left_before_the_end) {
             CHECK_ERROR(job.barrier(), "has left its job");
             return 0;
         });
-        CHECK((ranks.wait() == std::vector<int>{0, orderly ? 0 : 128 + SIGABRT}));
-        CHECK(orderly || contains(ranks.text(), "while it shares memory"));
+        check_ended(ranks, {0, orderly ? 0 : 128 + SIGABRT}, {orderly ? "" : "while it shares memory"});
     }
 }
 
+// Rank 2 waits for longer than its patience, because each of the others comes within its own.
 TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
     const int port = free_port();
+    const double comes[3] = {2, 5, 0};
     Processes ranks;
-    for (int rank = 2; rank >= 0; rank--)
+    for (int rank = 0; rank < 3; rank++)
         ranks.start([=] {
-            sleep_for(0.3 * (2 - rank));
-            Job job({rank, 3, 2 - rank, "localhost", port, "", -1}, kQuick);
+            sleep_for(comes[rank]);
+            Job job({rank, 3, 2 - rank, "localhost", port, "", -1}, {4, 2});
             CHECK(job.local_rank == 2 - rank);  // as the launcher says
             CHECK(job.all_gather(rank)[2] == 2);
             job.leave();
             sleep_for(rank == 1 ? 2.5 : 0);  // longer than a silence
             return 0;
         });
-    CHECK_ENDED_WELL(ranks);
+    check_ended_well(ranks);
 }
 
 // Host names say that rank 1 is on another machine.
@@ -188,27 +185,11 @@ TEST(machines_are_told_apart) {
     for (int rank = 0; rank < 3; rank++)
         ranks.start([=] {
             CHECK(rank != 1 || move());
-            Job job({rank, 3, -1, "127.0.0.1", port, "", -1}, kQuick);
+            Job job(local_place(rank, 3, port), kQuick);
             CHECK(job.local_rank == rank / 2 && job.local_size == (rank == 1 ? 1 : 2));
-            job.leave();
-            return 0;
+            return leave(job);
         });
-    CHECK_ENDED_WELL(ranks);
-}
-
-// Rank 1 waits for longer than its patience, because each of the others comes within its own.
-TEST(the_last_rank_may_come_late) {
-    const int port = free_port();
-    Processes ranks;
-    const double comes[3] = {2, 0, 5};
-    for (int rank = 0; rank < 3; rank++)
-        ranks.start([=] {
-            sleep_for(comes[rank]);
-            Job job({rank, 3, -1, "localhost", port, "", -1}, {4, 2});
-            job.leave();
-            return 0;
-        });
-    CHECK_ENDED_WELL(ranks);
+    check_ended_well(ranks);
 }
 
 TEST(a_rank_that_works_long_is_not_missed) {
@@ -219,10 +200,9 @@ TEST(a_rank_that_works_long_is_not_missed) {
         job.expect_progress(0);
         if (job.rank == 0) sleep_for(3);  // nothing is expected
         job.barrier();
-        job.leave();
-        return 0;
+        return leave(job);
     });
-    CHECK_ENDED_WELL(ranks);
+    check_ended_well(ranks);
 }
 
 // Every beat may find a step at the same point. That is no standstill.
@@ -235,10 +215,9 @@ TEST(many_equal_steps_are_progress) {
             job.expect_progress(0);
             job.barrier();
         }
-        job.leave();
-        return 0;
+        return leave(job);
     });
-    CHECK_ENDED_WELL(ranks);
+    check_ended_well(ranks);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -247,68 +226,51 @@ TEST(many_equal_steps_are_progress) {
 TEST(missing_ranks_are_named) {
     const int port = free_port();
     Processes ranks;
-    for (int rank : {0, 2})
-        ranks.start([=] {
-            Job job({rank, 4, -1, "127.0.0.1", port, "", -1}, {2, 1});
-            return 0;
-        });
-    CHECK((ranks.wait() == std::vector<int>{1, 1}));
-    CHECK(contains(ranks.text(), "of 4 ranks these did not come to port") && contains(ranks.text(), ": 1, 3;"));
-    CHECK_ERROR(Job({1, 2, -1, "127.0.0.1", port, "", -1}, Patience{0.2, 1}), "cannot reach rank 0");
+    for (int rank : {0, 2}) ranks.start_rank(local_place(rank, 4, port), {2, 1});
+    check_ended(ranks, {1, 1}, {"of 4 ranks these did not come to port", ": 1, 3;"});
+    CHECK_ERROR(Job(local_place(1, 2, port), {0.2, 1}), "cannot reach rank 0");
 }
 
 TEST(wrong_ranks_are_refused_on_both_sides) {
+    const int port = free_port();
     struct Case {
-        Place first, second;
+        int size;
+        std::vector<std::pair<int, int>> others;  // rank and size
         const char* why;
     };
-    const int port = free_port();
-    for (const Case& c :
-         {Case{{0, 2, -1, "127.0.0.1", port, "", -1}, {2, 3, -1, "127.0.0.1", port, "", -1}, "as one of 3 ranks"},
-          Case{{0, 2, -1, "127.0.0.1", port, "", -1}, {1, 5, -1, "127.0.0.1", port, "", -1}, "as one of 5 ranks"}}) {
+    for (const Case& c : {Case{2, {{2, 3}}, "as one of 3 ranks"}, Case{2, {{1, 5}}, "as one of 5 ranks"},
+                          Case{3, {{1, 3}, {1, 3}}, "two processes have the same rank"}}) {
         Processes ranks;
-        ranks.start([&] { return Job(c.first, kQuick), 0; });
-        ranks.start([&] { return Job(c.second, kQuick), 0; });
-        CHECK((ranks.wait() == std::vector<int>{1, 1}));
-        CHECK(contains(ranks.text(), c.why));
+        ranks.start_rank(local_place(0, c.size, port));
+        for (const auto& [rank, size] : c.others) ranks.start_rank(local_place(rank, size, port));
+        check_ended(ranks, std::vector<int>(1 + c.others.size(), 1), {c.why});
     }
-    Processes ranks;
-    for (int rank : {0, 1, 1}) ranks.start([=] { return Job({rank, 3, -1, "127.0.0.1", port, "", -1}, kQuick), 0; });
-    CHECK((ranks.wait() == std::vector<int>{1, 1, 1}));
-    CHECK(contains(ranks.text(), "two processes have the same rank"));
 }
 
-// If the address is this machine's alone, ranks listen only for this machine.
+// If the address is this machine's alone, ranks listen only for this machine. Each looks at its own sockets.
 TEST(nobody_listens_to_other_machines_without_need) {
-    const auto listeners = [](int pid) {  // local addresses of the sockets in which a process listens, by /proc
-        std::vector<std::string> addresses;
-        std::set<std::string> own;
-        const std::string fds = format("/proc/%d/fd", pid);
-        for (const auto& fd : std::filesystem::directory_iterator(fds)) {
-            std::error_code gone;
-            own.insert(std::filesystem::read_symlink(fd.path(), gone).string());
+    const auto print_listeners = [] {
+        sleep_for(0.7);
+        for (int fd = 3; fd < 100; fd++) {
+            int listens = 0;
+            sockaddr_in a = {};
+            socklen_t length = sizeof listens, address_length = sizeof a;
+            if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) || !listens) continue;
+            getsockname(fd, reinterpret_cast<sockaddr*>(&a), &address_length);
+            std::fprintf(stderr, "listens at %d %08x\n", a.sin_family, ntohl(a.sin_addr.s_addr));
         }
-        for (const char* family : {"tcp", "tcp6"}) {
-            std::ifstream table(format("/proc/net/%s", family));
-            std::string line, at, local, remote, state, skipped, inode;
-            for (std::getline(table, line); std::getline(table, line);) {
-                std::istringstream fields(line);
-                fields >> at >> local >> remote >> state;
-                for (int i = 0; i < 6; i++) fields >> inode;
-                if (state == "0A" && own.count("socket:[" + inode + "]"))
-                    addresses.push_back(local.substr(0, local.find(':')));
-            }
-        }
-        return addresses;
     };
     for (const char* address : {"127.0.0.1", "localhost"}) {
         const int port = free_port();
         Processes ranks;
         for (int rank : {0, 1})
-            ranks.start([=] { return Job({rank, 3, -1, address, port, "", -1}, Patience{1.5, 1}), 0; });
-        sleep_for(0.7);
-        for (const pid_t pid : ranks.pids) CHECK(listeners(pid) == std::vector<std::string>{"0100007F"});
-        CHECK((ranks.wait() == std::vector<int>{1, 1}));
+            ranks.start([=] {
+                std::thread(print_listeners).detach();
+                return Job({rank, 3, -1, address, port, "", -1}, {1.5, 1}), 0;
+            });
+        check_ended(ranks, {1, 1});
+        const std::string text = ranks.text();
+        CHECK(count_of(text, "listens at ") == 2 && count_of(text, format("listens at %d 7f000001\n", AF_INET)) == 2);
     }
 }
 
@@ -316,22 +278,13 @@ TEST(nobody_listens_to_other_machines_without_need) {
 TEST(an_old_job_is_never_joined) {
     const int port = free_port();
     Processes old, young;
-    const auto start = [=](Processes& ranks, int rank, const char* name) {
-        ranks.start([=] {
-            Job job({rank, 2, -1, "127.0.0.1", port, name, -1}, kQuick);
-            job.leave();
-            return 0;
-        });
-    };
-    start(old, 0, "old");
+    old.start_rank(local_place(0, 2, port, "old"));
     close(connect_when_it_listens(port));
-    start(young, 1, "young");
-    start(young, 0, "young");
-    CHECK((young.wait() == std::vector<int>{1, 1}));
-    CHECK(contains(young.text(), "is that of another job (\"old\", this one is \"young\")"));
-    CHECK(contains(young.text(), "cannot listen on port") && contains(young.text(), "MASTER_PORT"));
-    start(old, 1, "old");
-    CHECK_ENDED_WELL(old);
+    for (int rank : {1, 0}) young.start_rank(local_place(rank, 2, port, "young"));
+    check_ended(young, {1, 1},
+                {"is that of another job (\"old\", this one is \"young\")", "cannot listen on port", "MASTER_PORT"});
+    old.start_rank(local_place(1, 2, port, "old"));
+    check_ended_well(old);
 }
 
 TEST(a_running_job_cannot_be_joined) {
@@ -343,45 +296,33 @@ TEST(a_running_job_cannot_be_joined) {
         char byte;
         close(gate[1]);
         if (read(gate[0], &byte, 1) != 0) return 1;
-        job.leave();
-        return 0;
+        return leave(job);
     });
-    for (int i = 0; i < 1000 && !contains(ranks.text(), "met"); i++) sleep_for(0.01);
+    wait_for_text(ranks, "met");
     CHECK(connect_and_say(ranks.port, "") == -1);
-    CHECK_ERROR(Job({1, 2, -1, "127.0.0.1", ranks.port, "a job", -1}, Patience{0.3, 1}), "cannot reach rank 0");
+    CHECK_ERROR(Job(local_place(1, 2, ranks.port, "a job"), {0.3, 1}), "cannot reach rank 0");
     close(gate[0]), close(gate[1]);
-    CHECK_ENDED_WELL(ranks);
+    check_ended_well(ranks);
 }
 
 TEST(strangers_at_the_port) {
     const int port = free_port();
     Processes ranks;
-    ranks.start([=] {
-        Job job({0, 2, -1, "127.0.0.1", port, "", -1}, {10, 2});
-        job.leave();
-        return 0;
-    });
+    ranks.start_rank(local_place(0, 2, port));
     const int gone = connect_when_it_listens(port), web = connect_and_say(port, "GET / HTTP/1.1\r\n\r\n");
     close(gone);
-    ranks.start([=] {
-        Job job({1, 2, -1, "127.0.0.1", port, "", -1}, {10, 2});
-        job.leave();
-        return 0;
-    });
-    CHECK_ENDED_WELL(ranks);
+    ranks.start_rank(local_place(1, 2, port));
+    check_ended_well(ranks);
     close(web);
 
-    int fd = -1;  // something else listens where rank 0 should be
-    const int other = free_port(&fd);
+    const int fd = listen_at("127.0.0.1", 0);  // something else listens where rank 0 should be
     Processes lost;
     lost.start([=] {
-        int taken = -1;
-        for (int i = 0; i < 1000 && taken < 0; i++) sleep_for(0.01), taken = accept(fd, nullptr, nullptr);
+        const int taken = accept(fd, nullptr, nullptr);
         return send(taken, "220 mail.example.com ESMTP ready\r\n", 34, MSG_NOSIGNAL) < 0;
     });
-    lost.start([=] { return Job({1, 2, -1, "127.0.0.1", other, "", -1}, {1, 1}), 0; });
-    CHECK((lost.wait() == std::vector<int>{0, 1}));
-    CHECK(contains(lost.text(), "is not rank 0 of this job"));
+    lost.start_rank(local_place(1, 2, port_of(fd)), {1, 1});
+    check_ended(lost, {0, 1}, {"is not rank 0 of this job"});
     close(fd);
 }
 
@@ -390,7 +331,7 @@ TEST(without_the_key_nobody_is_a_rank) {
     const int port = free_port();
     Processes first;
     first.start([=]() -> int {
-        Job job({0, 2, -1, "127.0.0.1", port, "j", -1}, kQuick);
+        Job job(local_place(0, 2, port, "j"), kQuick);
         std::fprintf(stderr, "met\n");
         _exit(0);  // there is no rank 1 to leave
     });
@@ -406,8 +347,7 @@ TEST(without_the_key_nobody_is_a_rank) {
     sleep_for(0.5);
     CHECK(!contains(first.text(), "met"));
     const int right = connect_and_say(port, hello_by(answer.substr(20)));
-    CHECK(first.wait() == std::vector<int>{0});
-    CHECK(contains(first.text(), "met"));
+    check_ended(first, {0}, {"met"});
     for (int fd : {hello, wrong, right}) close(fd);
 }
 
@@ -417,162 +357,103 @@ TEST(differences_are_named) {
         job.agree({{"--lr", lr}, {"model", "d12"}, {"data", data}});
         return 0;
     });
-    CHECK((ranks.wait() == std::vector<int>{1, 1, 1}));
-    const std::string text = ranks.text();
-    CHECK(contains(text, "--lr: rank 2") && contains(text, "has \"0.1\", rank 0 has \"0.2\""));
-    CHECK(contains(text, "data: rank 1") && contains(text, "has \"abc\", rank 0 has \"abd\"") &&
-          !contains(text, "d12"));
-    CHECK(std::count(text.begin(), text.end(), '\n') == 1);  // once, not by every rank
+    check_ended(ranks, {1, 1, 1},
+                {"--lr: rank 2", "has \"0.1\", rank 0 has \"0.2\"", "data: rank 1", "has \"abc\", rank 0 has \"abd\""});
+    CHECK(!contains(ranks.text(), "d12") && count_of(ranks.text(), "\n") == 1);  // once, not by every rank
 
     ForkedRanks other(2, [](Job& job) {
         job.agree(std::vector<std::pair<std::string, std::string>>(1 + job.rank, {"a", "b"}));
         return 0;
     });
-    CHECK((other.wait() == std::vector<int>{1, 1}));
-    CHECK(contains(other.text(), "is another program than rank 0"));
+    check_ended(other, {1, 1}, {"is another program than rank 0"});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Faults, in which the others wait in a collective that will never end
+// Faults and launchers
 
-TEST(a_death_ends_all_and_is_named) {
-    for (int i = 0; i < 6; i++) {
-        const int victim = i % 3;
-        const bool leaving = i >= 3;  // the others have done their work, but not the victim
-        ForkedRanks ranks(3,
-                    [=](Job& job) {
-                        job.barrier();
-                        if (job.rank == victim) sleep_for(0.2), raise(SIGKILL);
-                        leaving ? job.leave() : job.barrier();
-                        return 0;
-                    },
-                    {10, 30});
-        const auto begin = Clock::now();
-        const std::vector<int> codes = ranks.wait();
-        for (int r = 0; r < 3; r++) CHECK(codes[r] == (r == victim ? 137 : 1));
-        CHECK(seconds_since(begin) < 10);  // so it was not found by its silence
-        CHECK(contains(ranks.text(), format("rank %d (pid ", victim)) && contains(ranks.text(), "died"));
-    }
-}
-
-TEST(a_process_that_stands_still_ends_all_and_is_named) {
-    for (int victim : {0, 2}) {
-        ForkedRanks ranks(3, [=](Job& job) {
-            job.barrier();
-            if (job.rank == victim) raise(SIGSTOP);
-            job.barrier();
-            return 0;
-        });
-        std::vector<int> codes;
-        for (int waited = 0; waited < 100 && !contains(ranks.text(), "hangs"); waited++) sleep_for(0.1);
-        sleep_for(0.5);
-        const pid_t stopped = ranks.pids[victim];
-        kill(stopped, SIGKILL);
-        codes = ranks.wait(3);
-        for (int r = 0; r < 3; r++) CHECK(codes[r] == (r == victim ? 137 : 1));
-        CHECK(contains(ranks.text(), format("rank %d (pid %d on", victim, static_cast<int>(stopped))) &&
-              contains(ranks.text(), "silent for 2 s"));
-    }
-}
-
-// The rank's watching thread still beats, but its main thread makes no progress. The others wait on the host or on
-// their GPUs.
-TEST(a_rank_without_progress_ends_all_and_is_named) {
-    for (bool on_host : {true, false})
-        for (int victim : {0, 1}) {
-            ForkedRanks ranks(3, [=](Job& job) {
+TEST(a_fault_of_one_rank_ends_all_and_is_named) {
+    using Act = void(Job&);
+    Act* const dies = [](Job&) { sleep_for(0.2), raise(SIGKILL); };
+    Act* const stops = [](Job&) { raise(SIGSTOP); };
+    Act* const sleeps = [](Job&) { sleep_for(30); };  // its watching thread still beats
+    Act* const throws = [](Job&) { throw UsageError("no such file"); };
+    Act* const reports = [](Job& job) { job.also_watch([] { return std::string("network is gone"); }), sleep_for(10); };
+    Act* const wait = [](Job& job) { job.barrier(); };
+    Act* const leave = [](Job& job) { job.leave(); };
+    Act* const wait_on_gpu = [](Job&) { Job::progress()++, sleep_for(30); };
+    struct Fault {
+        const char* says;
+        std::vector<int> victims;
+        Act *victim, *others;
+        int code, victims_code;
+        double silence, progress;
+    };
+    const Fault faults[] = {{"died", {0, 1, 2}, dies, wait, 1, 137, 30, 0},  // found long before its silence
+                            {"died", {0, 1, 2}, dies, leave, 1, 137, 30, 0},
+                            {"silent for 2 s", {0, 2}, stops, wait, 1, 137, 2, 0},
+                            {"no progress for 2 s", {0, 1}, sleeps, wait, 1, 1, 2, 2},
+                            {"no progress for 2 s", {0, 1}, sleeps, wait_on_gpu, 1, 1, 2, 2},
+                            {"no such file", {0, 2}, throws, wait, 2, 2, 2, 0},
+                            {"network is gone", {0, 1}, reports, wait, 1, 1, 2, 0}};
+    for (const Fault& fault : faults)
+        for (int victim : fault.victims) {
+            const auto body = [&](Job& job) {
                 job.barrier();
-                job.expect_progress(2);
+                job.expect_progress(fault.progress);
                 job.barrier();
-                while (job.rank == victim) sleep_for(1);
-                if (on_host) job.barrier();
-                Job::progress()++;
-                for (;;) sleep_for(1);
+                (job.rank == victim ? fault.victim : fault.others)(job);
                 return 0;
-            });
-            CHECK((ranks.wait() == std::vector<int>{1, 1, 1}));
-            CHECK(contains(ranks.text(), format("no progress for 2 s: rank %d (pid", victim)));
-            CHECK(!contains(ranks.text(), format("rank %d (pid", 2)));
+            };
+            ForkedRanks ranks(3, body, {10, fault.silence});
+            const pid_t pid = ranks.pids[victim];
+            wait_for_text(ranks, fault.says);
+            if (fault.victim == stops) sleep_for(0.5), kill(pid, SIGKILL);
+            std::vector<int> codes(3, fault.code);
+            codes[victim] = fault.victims_code;
+            check_ended(ranks, codes, {fault.says, format("rank %d (pid %d on", victim, static_cast<int>(pid))});
+            const bool first_is_gone = victim == 0 && fault.victims_code == 137;  // then each of the others says it
+            CHECK(count_of(ranks.text(), "rank ") == (first_is_gone ? 2 : 1));
         }
 }
 
-TEST(an_error_of_one_rank_ends_all_with_its_text_and_code) {
-    for (int victim : {0, 2}) {
-        ForkedRanks ranks(3, [=](Job& job) {
-            job.barrier();
-            if (job.rank == victim) throw UsageError("no such file");
-            job.barrier();
-            return 0;
-        });
-        CHECK((ranks.wait() == std::vector<int>{2, 2, 2}));
-        CHECK(contains(ranks.text(), format("rank %d (pid ", victim)) && contains(ranks.text(), "no such file"));
-    }
-}
-
-TEST(what_the_backend_reports_ends_all) {
-    ForkedRanks ranks(2, [](Job& job) {
-        if (job.rank == 1) job.also_watch([] { return std::string("the network is gone"); });
-        if (job.rank == 0) job.barrier();
-        sleep_for(10);
-        return 0;
-    });
-    CHECK((ranks.wait() == std::vector<int>{1, 1}));
-    const std::string text = ranks.text();
-    CHECK(contains(text, "rank 1 (pid ") && contains(text, "the network is gone"));
-    CHECK(std::count(text.begin(), text.end(), '\n') == 1);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Launchers
-
 TEST(launchers_variables) {
-    const std::map<std::string, std::string> torchrun = {{"RANK", "3"},
-                                                         {"WORLD_SIZE", "8"},
-                                                         {"LOCAL_RANK", "1"},
-                                                         {"MASTER_ADDR", "n1"},
-                                                         {"MASTER_PORT", "29500"},
-                                                         {"TORCHELASTIC_RUN_ID", "x"},
-                                                         {"TORCHELASTIC_RESTART_COUNT", "2"}};
-    const std::map<std::string, std::string> mpirun = {
-        {"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
-        {"PMIX_NAMESPACE", "p7"},      {"MASTER_ADDR", "n2"},         {"MASTER_PORT", "5000"}};
-    const std::map<std::string, std::string> srun = {
-        {"SLURM_PROCID", "2"},  {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_LOCALID", "2"}, {"SLURM_JOB_ID", "77"},
-        {"SLURM_STEP_ID", "1"}, {"MASTER_ADDR", "n3"},         {"MASTER_PORT", "5001"}};
-    const std::map<std::string, std::string> mpich = {{"PMI_RANK", "5"},        {"PMI_SIZE", "6"},
-                                                      {"MPI_LOCALRANKID", "1"}, {"MASTER_ADDR", "n4"},
-                                                      {"MASTER_PORT", "5002"},  {"RANK", ""},
-                                                      {"WORLD_SIZE", ""}};  // empty means not set
-    const auto in = [](std::map<std::string, std::string> variables, const std::string& drop, auto body) {
-        variables.erase(drop);
-        for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
-        body();
-        for (const auto& [name, value] : variables) unsetenv(name.c_str());
+    const std::string torchrun =
+        "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=n1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=x "
+        "TORCHELASTIC_RESTART_COUNT=2 ";
+    const std::string slurm = "SLURM_PROCID=2 SLURM_LOCALID=2 SLURM_JOB_ID=77 SLURM_STEP_ID=1 MASTER_PORT=5001 ";
+    const std::pair<std::string, const char*> cases[] = {
+        {"", "rank 0 of 1, -1 here"},
+        {torchrun, "rank 3 of 8, 1 here, at n1 29501, job x.2, fd -1"},  // torchrun itself listens on 29500
+        {torchrun + "GPT2_JOB=g GPT2_LISTEN_FD=7", "rank 3 of 8, 1 here, at n1 29500, job g, fd -1"},
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g GPT2_LISTEN_FD=7",
+         "rank 0 of 2, -1 here, at n1 1, job g, fd 7"},
+        {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 PMIX_NAMESPACE=p7 "
+         "MASTER_ADDR=n2 MASTER_PORT=5000",
+         "rank 1 of 2, 0 here, at n2 5000, job p7,"},
+        {"PMI_RANK=5 PMI_SIZE=6 MPI_LOCALRANKID=1 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=",
+         "rank 5 of 6, 1 here, at n4 5002, job ,"},  // empty means not set
+        {slurm + "SLURM_STEP_NUM_TASKS=4 MASTER_ADDR=n3", "rank 2 of 4, 2 here, at n3 5001, job 77.1,"},
+        {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
+        {slurm + "SLURM_STEP_NUM_TASKS=4", "set MASTER_ADDR"},
+        {"RANK=4 WORLD_SIZE=4", "RANK: \"4\""},
+        {"RANK=x WORLD_SIZE=4", "RANK: \"x\""},
+        {"RANK=0 WORLD_SIZE=1", "rank 0 of 1,"},
     };
-    CHECK(place_from_environment().size == 1);
-    in(torchrun, "", [] {
-        const Place p = place_from_environment();
-        CHECK(p.rank == 3 && p.size == 8 && p.local_rank == 1 && p.address == "n1" && p.job == "x.2");
-        CHECK(p.port == 29501);  // torchrun itself listens on 29500
-    });
-    in(mpirun, "", [] {
-        const Place p = place_from_environment();
-        CHECK(p.rank == 1 && p.size == 2 && p.local_rank == 0 && p.port == 5000 && p.job == "p7");
-    });
-    in(srun, "", [] {
-        const Place p = place_from_environment();
-        CHECK(p.rank == 2 && p.size == 4 && p.local_rank == 2 && p.port == 5001 && p.job == "77.1");
-    });
-    in(mpich, "", [] {
-        const Place p = place_from_environment();
-        CHECK(p.rank == 5 && p.size == 6 && p.local_rank == 1 && p.port == 5002 && p.job.empty());
-    });
-    in(srun, "SLURM_STEP_NUM_TASKS",
-       [] { CHECK(place_from_environment().size == 1); });  // in an allocation, not a step
-    in(srun, "MASTER_ADDR", [] { CHECK_ERROR(place_from_environment(), "set MASTER_ADDR"); });
-    in({{"RANK", "4"}, {"WORLD_SIZE", "4"}}, "", [] { CHECK_ERROR(place_from_environment(), "RANK: \"4\""); });
-    in({{"RANK", "x"}, {"WORLD_SIZE", "4"}}, "", [] { CHECK_ERROR(place_from_environment(), "RANK: \"x\""); });
-    in({{"RANK", "0"}, {"WORLD_SIZE", "1"}}, "", [] { CHECK(place_from_environment().size == 1); });
+    for (const auto& [environment, says] : cases) {
+        std::istringstream words(environment);
+        std::vector<std::string> variables(std::istream_iterator<std::string>(words), {});
+        for (std::string& v : variables) putenv(v.data());
+        std::string got;
+        try {
+            const Place p = place_from_environment();
+            got = format("rank %d of %d, %d here, at %s %d, job %s, fd %d", p.rank, p.size, p.local_rank,
+                         p.address.c_str(), p.port, p.job.c_str(), p.listen_fd);
+        } catch (const UsageError& e) {
+            got = e.what();
+        }
+        if (!contains(got, says)) test::report(__FILE__, __LINE__, environment + ": " + got + ", expected " + says);
+        for (const std::string& v : variables) unsetenv(v.substr(0, v.find('=')).c_str());
+    }
 }
 
 TEST_MAIN

@@ -219,8 +219,7 @@ TEST(ranks_that_start_differently_are_refused) {
             agree_on_start(model, run, job);
             return 0;
         });
-        CHECK((processes.wait() == std::vector<int>{1, 1}));
-        CHECK(contains(processes.text(), std::string(what) + ": rank 1"));
+        check_ended(processes, {1, 1}, {std::string(what) + ": rank 1"});
     }
 }
 

@@ -26,7 +26,7 @@ void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
         job.leave();
         return 0;
     });
-    CHECK_ENDED_WELL(job);
+    check_ended_well(job);
 }
 
 }  // namespace

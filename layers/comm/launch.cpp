@@ -59,14 +59,15 @@ Place place_from_environment() {
                    place.rank, place.size));
     place.address = variable("MASTER_ADDR");
     place.port = number_of("MASTER_PORT", 1, 65535);
-    for (const char* name : {"GPT2_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE",
-                             "SLURM_JOB_ID", "SLURM_STEP_ID"})
-        if (const char* value = variable(name)) place.job += (place.job.empty() ? "" : ".") + std::string(value);
-    if (variable("GPT2_JOB")) {
+    if (const char* ours = variable("GPT2_JOB")) {
+        place.job = ours;
         if (place.rank == 0 && variable("GPT2_LISTEN_FD")) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
-    } else if (variable("TORCHELASTIC_RUN_ID")) {
-        place.port += 1;  // torchrun listens on MASTER_PORT itself
+        return place;
     }
+    for (const char* name :
+         {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID"})
+        if (const char* value = variable(name)) place.job += (place.job.empty() ? "" : ".") + std::string(value);
+    if (variable("TORCHELASTIC_RUN_ID")) place.port += 1;  // torchrun listens on MASTER_PORT itself
     return place;
 }
 
