@@ -160,6 +160,7 @@ std::string random_name() {
 
 struct Job::Impl {
     Job& job;
+    const Place place;
     const Patience patience;
     std::vector<Rank> ranks;
     std::atomic<bool> waiting{false}, leaving{false};
@@ -167,7 +168,8 @@ struct Job::Impl {
     std::function<std::string()> check;
     std::thread watcher;
 
-    Impl(Job& job, const Patience& patience) : job(job), patience(patience), ranks(job.size) {}
+    Impl(Job& job, const Place& place, const Patience& patience)
+        : job(job), place(place), patience(patience), ranks(job.size) {}
     ~Impl() { stop_watching(); }
 
     std::string title(int rank) const {
@@ -177,7 +179,7 @@ struct Job::Impl {
     // -----------------------------------------------------------------------------------------------------------------
     // Meeting
 
-    void meet(const Place& place) {
+    void meet() {
         const bool first = job.rank == 0;
         const Socket listener(place.listen_fd >= 0 ? place.listen_fd
                                                    : listen_at(place.address, first ? place.port : 0));
@@ -185,14 +187,14 @@ struct Job::Impl {
         char host[256] = "";
         gethostname(host, sizeof host - 1);
         me.host = host, me.address = "127.0.0.1", me.pid = static_cast<int>(getpid()), me.port = port_of(listener.fd);
-        const std::string key = first ? gather_ranks(listener, place) : come_to_first(place);
+        const std::string key = first ? gather_ranks(listener) : come_to_first();
 
         const double deadline = now() + patience.meet;
         for (int r = 0; r < job.rank; r++) {
             ranks[r].data = connect_to(ranks[r].address, ranks[r].port, deadline, title(r));
             send_message(ranks[r].data, hello(key));
         }
-        accept_ranks(listener, job.rank + 1, key, place);
+        accept_ranks(listener, job.rank + 1, key);
     }
 
     std::string hello(const std::string& name) const {
@@ -201,7 +203,7 @@ struct Job::Impl {
     }
 
     // Waits until the ranks from `begin` on have connected.
-    void accept_ranks(const Socket& listener, int begin, const std::string& name, const Place& place) {
+    void accept_ranks(const Socket& listener, int begin, const std::string& name) {
         for (const double deadline = now() + patience.meet;;) {
             std::string missing;
             for (int r = begin; r < job.size; r++)
@@ -212,13 +214,13 @@ struct Job::Impl {
                                    job.size, ranks[job.rank].port, patience.meet, missing.c_str()));
             listener.set_timeout(deadline - now());
             const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
-            if (fd >= 0) welcome(Socket(fd), begin, name, place);
+            if (fd >= 0) welcome(Socket(fd), begin, name);
         }
     }
 
     // Receives a hello and keeps the connection, or refuses it with the reason. If the refused rank means this very
     // job, the job fails as well.
-    void welcome(Socket connection, int begin, const std::string& name, const Place& place) {
+    void welcome(Socket connection, int begin, const std::string& name) {
         std::string text, named, host, refusal;
         int r = 0, n = 0, pid = 0, port = 0;
         if (!recv_message(connection, text)) return;  // not one of us
@@ -247,8 +249,8 @@ struct Job::Impl {
     }
 
     // On rank 0. Like come_to_first() it returns the key.
-    std::string gather_ranks(const Socket& listener, const Place& place) {
-        accept_ranks(listener, 1, place.job, place);
+    std::string gather_ranks(const Socket& listener) {
+        accept_ranks(listener, 1, place.job);
         const std::string key = random_name();
         std::string table = "yes " + key;
         for (const Rank& r : ranks) table += format("\n%s %s %d %d", r.host.c_str(), r.address.c_str(), r.pid, r.port);
@@ -259,7 +261,7 @@ struct Job::Impl {
         return key;
     }
 
-    std::string come_to_first(const Place& place) {
+    std::string come_to_first() {
         const std::string where = format("%s port %d", place.address.c_str(), place.port);
         Socket s = connect_to(place.address, place.port, now() + patience.meet, "rank 0");
         s.set_timeout(patience.meet + 5);  // so that rank 0, which waits for `meet`, can still say what is wrong
@@ -393,8 +395,8 @@ Job::~Job() = default;
 
 Job::Job(const Place& place, const Patience& patience) : rank(place.rank), size(place.size) {
     if (size == 1) return;
-    impl_ = std::make_unique<Impl>(*this, patience);
-    impl_->meet(place);
+    impl_ = std::make_unique<Impl>(*this, place, patience);
+    impl_->meet();
     local_rank = local_size = 0;
     for (int r = 0; r < size; r++)
         if (impl_->ranks[r].host == impl_->ranks[rank].host) local_size++, local_rank += r < rank;

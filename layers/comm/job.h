@@ -39,8 +39,7 @@ Place place_from_environment();
 // the first rank that a signal killed, or if there is none, of the first that failed.
 int launch_ranks(int count, char** argv);
 
-// A socket that listens for IPv4. Port 0 means any that is free. If the others will connect over loopback it listens on
-// that interface alone.
+// Listens for IPv4, on the loopback interface alone if the others will connect over that. Port 0 means any free one.
 int listen_at(const std::string& address, int port);
 int port_of(int fd);
 std::string random_name();  // that nobody can guess

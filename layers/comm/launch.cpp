@@ -21,17 +21,18 @@
 
 namespace {
 
-const char* variable(const char* name) {
+// A variable of the environment, "" if it is not set.
+std::string variable(const char* name) {
     const char* value = std::getenv(name);
-    return value && *value ? value : nullptr;
+    return value ? value : "";
 }
 int number_of(const char* name, int low, int high) {
-    const char* text = variable(name);
+    const std::string text = variable(name);
     char* end = nullptr;
-    const long value = text ? std::strtol(text, &end, 10) : 0;
-    if (!text || *end || value < low || value > high)
+    const long value = std::strtol(text.c_str(), &end, 10);
+    if (text.empty() || *end || value < low || value > high)
         throw UsageError(
-            format("environment variable %s: \"%s\" is not a number from %d to %d", name, text ? text : "", low, high));
+            format("environment variable %s: \"%s\" is not a number from %d to %d", name, text.c_str(), low, high));
     return static_cast<int>(value);
 }
 
@@ -45,29 +46,29 @@ Place place_from_environment() {
         {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
     Place place;
     for (const auto& [rank, size, local] : launchers) {
-        if (!variable(rank) || !variable(size)) continue;
+        if (variable(rank).empty() || variable(size).empty()) continue;
         place.size = number_of(size, 1, 65536);
         place.rank = number_of(rank, 0, place.size - 1);
-        if (variable(local)) place.local_rank = number_of(local, 0, place.size - 1);
+        if (!variable(local).empty()) place.local_rank = number_of(local, 0, place.size - 1);
         break;
     }
     if (place.size == 1) return {};
-    if (!variable("MASTER_ADDR") || !variable("MASTER_PORT"))
+    place.address = variable("MASTER_ADDR"), place.job = variable("GPT2_JOB");
+    if (place.address.empty() || variable("MASTER_PORT").empty())
         throw UsageError(
-            format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and MASTER_PORT to a "
-                   "free port there",
+            format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and "
+                   "MASTER_PORT to a free port there",
                    place.rank, place.size));
-    place.address = variable("MASTER_ADDR");
     place.port = number_of("MASTER_PORT", 1, 65535);
-    if (const char* ours = variable("GPT2_JOB")) {
-        place.job = ours;
-        if (place.rank == 0 && variable("GPT2_LISTEN_FD")) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
+    if (!place.job.empty()) {  // our own parent
+        if (place.rank == 0 && !variable("GPT2_LISTEN_FD").empty())
+            place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
         return place;
     }
     for (const char* name :
          {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID"})
-        if (const char* value = variable(name)) place.job += (place.job.empty() ? "" : ".") + std::string(value);
-    if (variable("TORCHELASTIC_RUN_ID")) place.port += 1;  // torchrun listens on MASTER_PORT itself
+        if (!variable(name).empty()) place.job += (place.job.empty() ? "" : ".") + variable(name);
+    if (!variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;  // torchrun listens on MASTER_PORT itself
     return place;
 }
 
@@ -120,10 +121,9 @@ int launch_ranks(int count, char** argv) {
     }
     close(fd);
 
-    int code = 0;
+    int code = 0, left = count;
     bool ended = false;  // by us
-    for (auto deadline = Clock::time_point::max();
-         std::any_of(running.begin(), running.end(), [](pid_t p) { return p; });) {
+    for (auto deadline = Clock::time_point::max(); left > 0;) {
         const timespec second = {1, 0};
         const int signal = sigtimedwait(&taken, nullptr, &second);
         if (signal > 0 && signal != SIGCHLD) signal_all(signal);
@@ -131,7 +131,7 @@ int launch_ranks(int count, char** argv) {
             int status = 0;
             const pid_t pid = running[rank];
             if (pid == 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
-            running[rank] = 0;
+            running[rank] = 0, left--;
             const bool killed = WIFSIGNALED(status);
             const int result = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
             if (result == 0 || ended) continue;
