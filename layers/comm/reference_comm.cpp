@@ -10,7 +10,7 @@ void CpuComm::reduce_scatter(A* out, const A* x, size_t n) {
     std::vector<A> parts(size * n);
     std::vector<Transfer> transfers;
     for (int r = 0; r < size; r++)
-        if (r != rank) transfers.push_back({first_ + r, x + r * n, n * sizeof(A), parts.data() + r * n, n * sizeof(A)});
+        transfers.push_back({first_ + r, x + r * n, n * sizeof(A), parts.data() + r * n, n * sizeof(A)});
     job_.exchange(transfers);
     std::copy_n(x + rank * n, n, parts.data() + rank * n);
     std::copy_n(parts.data(), n, out);
@@ -32,8 +32,7 @@ void CpuComm::all_reduce(A* x, size_t n) {
 
 void CpuComm::all_gather_bytes(char* x, size_t bytes) {
     std::vector<Transfer> transfers;
-    for (int r = 0; r < size; r++)
-        if (r != rank) transfers.push_back({first_ + r, x + rank * bytes, bytes, x + r * bytes, bytes});
+    for (int r = 0; r < size; r++) transfers.push_back({first_ + r, x + rank * bytes, bytes, x + r * bytes, bytes});
     job_.exchange(transfers);
 }
 
