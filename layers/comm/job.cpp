@@ -361,7 +361,7 @@ struct Job::Impl {
     }
 
     void watch() {
-        for (Rank& r : ranks) r.heard = r.moved = now(), r.watched.set_timeout(1);
+        for (Rank& r : ranks) r.heard = r.moved = now(), r.watched.set_timeout(5);
         for (double next_beat = now(); !leaving;) {
             receive_from_all(50);
             for (int r = 0; r < job.size; r++)
