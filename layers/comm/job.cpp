@@ -115,7 +115,7 @@ struct Beat {
     uint64_t come;      // progress since the last expect_progress()
 };
 
-// What this rank knows of a rank. Rank 0 watches all ranks, itself too but without a connection. The others watch rank 0.
+// What this rank knows of a rank. Rank 0 watches all, itself too but without a connection. The others watch rank 0.
 struct Rank {
     std::string host, address;
     int pid = 0, port = 0;
@@ -506,6 +506,11 @@ std::vector<std::string> Job::all_gather(const std::string& mine) {
 }
 
 void Job::agree(const std::vector<std::pair<std::string, std::string>>& fields) {
+    std::string text;
+    for (const auto& [name, value] : fields) text += name + '\0' + value + '\0';
+    const std::vector<std::string> all = all_gather(text);
+    if (std::count(all.begin(), all.end(), all[0]) == size) return;
+
     const std::vector<size_t> numbers = all_gather(fields.size());
     for (int r = 1; r < size; r++)
         if (numbers[r] != numbers[0]) throw Error(impl_->title(r) + " is another program than rank 0");
