@@ -5,7 +5,9 @@ multiple-choice questions), bad input. Where numpy is missing, a small one stand
     python3 dev/test_hf.py [part of a test's name]
 """
 import atexit
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -106,25 +108,35 @@ if without_numpy:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), stand_ins]))
 
 
-def hf(*arguments, **environment):
-    if "PYTHONPATH" in environment:  # before what is there
-        paths = environment["PYTHONPATH"], os.environ.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+def hf(*command, **replaced):
+    """What hf.py, run in this process, ends with: a line of error, or None. `replaced` are functions that it calls."""
+    need("numpy")
+    import hf as module
+    silent = io.StringIO()
+    with (mock.patch.object(sys, "argv", ["hf.py", *command]), mock.patch.dict(vars(module), replaced),
+          contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent)):
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt"
+
+
+def program(*arguments, **environment):
     return subprocess.run([sys.executable, HF, *arguments], capture_output=True, text=True,
                           env={**os.environ, **environment})
 
 
-def converts(*arguments):
-    done = hf(*arguments)
-    assert done.returncode == 0, f"hf.py {arguments}: {done.stderr}"
+def converts(*command):
+    assert (error := hf(*command)) is None, f"{command}: {error}"
 
 
-def refuses(message, *arguments, **environment):
-    """One line with `message`, exit code 1, and nothing new in the folder."""
+def refuses(message, *command, **replaced):
+    """One line with `message`, and nothing new in the folder."""
     before = sorted(os.listdir())
-    done = hf(*arguments, **environment)
-    assert done.returncode == 1 and message in done.stderr, f"{arguments}: exit {done.returncode}: {done.stderr}"
-    assert done.stderr.startswith("hf.py: ") and done.stderr.count("\n") == 1, f"not one line: {done.stderr}"
+    error = str(hf(*command, **replaced))
+    assert error.startswith("hf.py: ") and message in error and "\n" not in error, f"{command}: {error}"
     assert sorted(os.listdir()) == before, f"left behind: {set(os.listdir()) - set(before)}"
 
 
@@ -145,6 +157,7 @@ def read(path):
 
 
 def write(path, content):
+    Path(path).parent.mkdir(exist_ok=True)
     Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
@@ -311,28 +324,33 @@ def test_sharded_safetensors_and_old_names():
     refuses("index.json: damaged", "import", "hf", "c.bin")
 
 
-def test_missing_libraries_and_names_on_the_hub():
+def test_names_on_the_hub():
     """A stand-in for huggingface_hub takes the place of the network."""
+    def snapshot_download(name, allow_patterns):
+        assert "config.json" in allow_patterns
+        if name != "someone/gpt2":
+            raise OSError("404\nnot found")
+        return "hf"
+
     new_export()
-    os.mkdir("hub")
-    write("hub/huggingface_hub.py", "def snapshot_download(name, allow_patterns):\n"
-                                    "    assert 'config.json' in allow_patterns\n"
-                                    "    if name != 'someone/gpt2': raise OSError('404\\nnot found')\n"
-                                    f"    return {os.path.abspath('hf')!r}\n")
-    done = hf("import", "someone/gpt2", "b.bin", PYTHONPATH="hub")
-    assert done.returncode == 0 and read("a.bin") == read("b.bin"), done.stderr
-    refuses("the hub does not give it: 404 not found", "import", "someone/else", "c.bin", PYTHONPATH="hub")
+    with mock.patch.dict(sys.modules, huggingface_hub=mock.Mock(snapshot_download=snapshot_download)):
+        converts("import", "someone/gpt2", "b.bin")
+        assert read("a.bin") == read("b.bin")
+        refuses("the hub does not give it: 404 not found", "import", "someone/else", "c.bin")
+    with mock.patch.dict(sys.modules, huggingface_hub=None):
+        refuses("needs huggingface_hub (import of", "import", "someone/gpt2", "c.bin")
     refuses("./gpt2: not a folder", "import", "./gpt2", "c.bin")
-    os.mkdir("none")
-    for library in ("huggingface_hub", "numpy"):
-        write(f"none/{library}.py", "raise ImportError('none here')")
-        refuses(f"needs {library} (none here)", "import", "someone/gpt2", "c.bin", PYTHONPATH="none")
 
 
-def test_usage():
-    assert hf("--help").returncode == 0 and "from_pretrained" in hf("--help").stdout
+def test_no_numpy_and_usage():
+    new_folder()
+    write("none/numpy.py", "raise ImportError('none here')")
+    done = program("import", "hf", "a.bin", PYTHONPATH="none")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "hf.py: needs numpy (none here)" in done.stderr, done
+    done = program("--help", PYTHONPATH="none")
+    assert done.returncode == 0 and "from_pretrained" in done.stdout, done
     for arguments in ((), ("import",), ("move", "a", "b"), ("import", "a", "b", "--precision", "fp8")):
-        assert hf(*arguments).returncode == 2, arguments
+        assert hf(*arguments) == 2, arguments
 
 
 def test_config_that_is_not_gpt2():
@@ -418,29 +436,17 @@ def test_output_that_cannot_be():
     refuses("hf: exists already", *EXPORT)
     refuses("none: no such folder", "import", "hf", "none/b.bin")
     refuses("none: no such folder", "export", "a.bin", "none/hf")
-
-
-def stops(message, command, name, replacement):
-    """hf.py in this process, with another function of this name: it ends with `message`, and nothing is left."""
-    import hf as module
-    before = sorted(os.listdir())
-    with mock.patch.object(module, name, replacement, create=True), mock.patch.object(sys, "argv", ["hf.py", *command]):
-        said = "nothing"
-        try:
-            module.main()
-        except (SystemExit, KeyboardInterrupt) as end:
-            said = str(end)
-        assert said.startswith("hf.py: ") and message in said and "\n" not in said, said
-    assert sorted(os.listdir()) == before
+    done = program(*EXPORT)
+    assert done.returncode == 1 and done.stderr.startswith("hf.py: hf: exists already"), done
 
 
 def test_interrupt():
     """Ctrl-C in the middle of the tensors: one line, and nothing is left."""
-    import hf as module
     new_export()
+    import hf as module
     for command in ("export", "a.bin", "hf2"), IMPORT:
         fifth = [module.convert] * 4 + [mock.Mock(side_effect=KeyboardInterrupt)]
-        stops(f"hf.py: interrupted; {command[2]} is not written", command, "convert", lambda *how: fifth.pop(0)(*how))
+        refuses(f"interrupted; {command[2]} is not written", *command, convert=lambda *how: fifth.pop(0)(*how))
         assert not fifth
         converts(*command)
 
@@ -460,7 +466,7 @@ def test_full_disk():
 
     new_export()
     for command in ("export", "a.bin", "hf2"), IMPORT:
-        stops(f"{command[2]}: cannot write: No space left on device; free some space", command, "open", full)
+        refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command, open=full)
     assert len(created) == 2 and all(".tmp." in path for path in created)
 
 
