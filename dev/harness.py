@@ -1,12 +1,17 @@
 """The test harness of the Python scripts, dev/test.h's twin: functions named test_… of the calling file run in order, raise
 Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An optional argument selects by name;
 if no test has such a name, that is a failure, and so is a test that takes longer than LIMIT times TEST_PATIENCE."""
+import atexit
 import inspect
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 
 
 LIMIT = 120 * float(os.environ.get("TEST_PATIENCE", 1))  # seconds of a test
@@ -28,6 +33,31 @@ def need(*modules):
             __import__(module)
         except ImportError:
             raise Skip(f"needs {module} (scripts/requirements.txt)") from None
+
+
+def new_folder():
+    """Goes into an empty folder, which is removed at the end."""
+    folder = tempfile.mkdtemp(prefix="test.")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.chdir(folder)
+
+
+def written(path, content):
+    """The path of a file with this content."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def run_program(name, *arguments):
+    """Standard output of a program that make builds."""
+    program = Path(__file__).resolve().parent.parent / name
+    if not program.exists():
+        raise Skip(f"needs ./{name} (make {name})")
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def main():

@@ -4,27 +4,21 @@ multiple-choice questions), bad input.
 
     python3 dev/test_hf.py [part of a test's name]
 """
-import atexit
 import contextlib
 import io
 import json
 import os
 import random
-import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
-from harness import Skip, main, need
+from harness import Skip, main, need, new_folder, run_program, written
 
-ROOT = Path(__file__).resolve().parent.parent
-HF, DUMP, TRAINER = ROOT / "scripts" / "hf.py", ROOT / "dev" / "dump_gradients", ROOT / "train_gpt2cu"
+HF = Path(__file__).resolve().parent.parent / "scripts" / "hf.py"
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
-SCRATCH = tempfile.mkdtemp(prefix="test_hf.")
-atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(HF.parent))
 
@@ -65,9 +59,9 @@ def refuses_each(file, command, cases):
     """Each case is a message and the content with which `file` causes it. Afterwards the file is as before."""
     good = read(file)
     for message, content in cases:
-        write(file, content)
+        written(file, content)
         refuses(message, *command)
-    write(file, good)
+    written(file, good)
 
 
 IMPORT, EXPORT = ("import", "hf", "b.bin"), ("export", "a.bin", "hf")
@@ -77,35 +71,26 @@ def read(path):
     return Path(path).read_bytes()
 
 
-def write(path, content):
-    Path(path).parent.mkdir(exist_ok=True)
-    Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
 def unpack(code, raw):
     """The numbers that all of `raw` holds."""
     return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
 
 
 def unpack_safetensors(raw):
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8:end]), raw[end:]
+    """{name without "transformer.": (bytes, type, shape)}"""
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8:begin]), raw[begin:]
+    return {name.removeprefix("transformer."): (data[slice(*entry["data_offsets"])], entry["dtype"], entry["shape"])
+            for name, entry in header.items() if name != "__metadata__"}
 
 
-def pack_safetensors(header, data):
+def pack_safetensors(tensors):
+    header, data = {}, b""
+    for name, (raw, dtype, shape) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
     header = json.dumps(header).encode()
     return len(header).to_bytes(8, "little") + header + data
-
-
-def with_tensor(raw, name, data, dtype, shape):
-    """A safetensors file with one tensor more."""
-    header, old = unpack_safetensors(raw)
-    entry = {"dtype": dtype, "shape": shape, "data_offsets": [len(old), len(old) + len(data)]}
-    return pack_safetensors({**header, name: entry}, old + data)
-
-
-def new_folder():
-    os.chdir(tempfile.mkdtemp(dir=SCRATCH))
 
 
 P, V, L, C = 40, 257, 2, 32  # of the checkpoints
@@ -119,7 +104,7 @@ def new_checkpoint(path="a.bin", version=3, P=P, V=V):
     """A checkpoint of random bits, NaNs included: what is only moved must come back as it was. Padding is zero."""
     size, rest = 4 if version == 3 else 2, P * C + L * (12 * C * C + 13 * C) + 2 * C
     chance, header = random.Random(1), struct.pack("<256i", 20240326, version, P, V, L, 2, C, padded(V), *[0] * 248)
-    write(path, header + chance.randbytes(V * C * size) + bytes((padded(V) - V) * C * size) +
+    written(path, header + chance.randbytes(V * C * size) + bytes((padded(V) - V) * C * size) +
           chance.randbytes(rest * size))
 
 
@@ -157,7 +142,7 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
 def test_each_tensor_is_where_hugging_face_has_it():
     """Hugging Face's c_… weights are (in, out). A round trip sees neither the order of tensors nor their names."""
     new_export()
-    header, data = unpack_safetensors(read("hf/model.safetensors"))
+    tensors = unpack_safetensors(read("hf/model.safetensors"))
     words = memoryview(read("a.bin")[1024:]).cast("I")
     for name, rows, columns in llmc_order(P, V, C):
         values, words = words[:rows * columns].tolist(), words[rows * columns:]
@@ -165,8 +150,7 @@ def test_each_tensor_is_where_hugging_face_has_it():
             values = [values[i * columns + j] for j in range(columns) for i in range(rows)]
         if name == "wte.weight":
             values = values[:V * C]
-        begin, end = header["transformer." + name]["data_offsets"]
-        assert memoryview(data[begin:end]).cast("I").tolist() == values, name
+        assert unpack("I", tensors[name][0]) == values, name
     assert len(words) == 0
 
 
@@ -184,7 +168,7 @@ def test_conversion_of_precision():
     bits = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001, 0x80000001]
     want = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFFFF, 0x7FC0, 0x8000]
     raw = read("r.bin")
-    write("r.bin", raw[:1024] + struct.pack(f"<{len(bits)}I", *bits) + raw[1024 + 4 * len(bits):])
+    written("r.bin", raw[:1024] + struct.pack(f"<{len(bits)}I", *bits) + raw[1024 + 4 * len(bits):])
     converts("export", "r.bin", "rounded", "--precision", "bf16")
     converts("import", "rounded", "rounded.bin")
     found = unpack("H", read("rounded.bin")[1024:1024 + 2 * len(bits)])
@@ -197,12 +181,12 @@ def test_import_of_fp16():
     n, chance = os.path.getsize("a.bin") // 4 - 256, random.Random(2)
     halves = unpack("e", struct.pack(f"<{n}e", *(chance.gauss(0, 1) for _ in range(n))))
     halves[V * C:padded(V) * C] = (padded(V) - V) * C * [0]
-    write("a.bin", read("a.bin")[:1024] + struct.pack(f"<{n}f", *halves))
+    written("a.bin", read("a.bin")[:1024] + struct.pack(f"<{n}f", *halves))
     converts(*EXPORT)
-    header, data = unpack_safetensors(read("hf/model.safetensors"))
-    for name in header.keys() - {"__metadata__"}:
-        header[name].update(dtype="F16", data_offsets=[at // 2 for at in header[name]["data_offsets"]])
-    write("hf/model.safetensors", pack_safetensors(header, struct.pack(f"<{len(data) // 4}e", *unpack("f", data))))
+    tensors = unpack_safetensors(read("hf/model.safetensors"))
+    for name, (raw, _, shape) in tensors.items():
+        tensors[name] = struct.pack(f"<{len(raw) // 4}e", *unpack("f", raw)), "F16", shape
+    written("hf/model.safetensors", pack_safetensors(tensors))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
 
@@ -221,27 +205,21 @@ def test_what_an_export_says_of_itself():
 def test_sharded_safetensors_and_old_names():
     """Large models come in several files; early ones have names without "transformer." and keep the causal masks."""
     new_export()
-    header, data = unpack_safetensors(read("hf/model.safetensors"))
-    tensors = {}
-    for name in header.keys() - {"__metadata__"}:
-        begin, end = header[name]["data_offsets"]
-        tensors[name.removeprefix("transformer.")] = data[begin:end], header[name]["dtype"], header[name]["shape"]
-    files = [pack_safetensors({}, b"")] * 2
-    for i, name in enumerate(sorted(tensors)):
-        files[i % 2] = with_tensor(files[i % 2], name, *tensors[name])
-    files[0] = with_tensor(files[0], "h.0.attn.bias", bytes(16), "BOOL", [1, 1, 4, 4])
-    files[0] = with_tensor(files[0], "h.1.attn.masked_bias", bytes(4), "F32", [])
-    files[0] = with_tensor(files[0], "lm_head.weight", *tensors["wte.weight"])
-    for i, file in enumerate(files):
-        write(f"hf/model-{i}.safetensors", file)
+    tensors = unpack_safetensors(read("hf/model.safetensors"))
+    tensors["h.0.attn.bias"] = bytes(16), "BOOL", [1, 1, 4, 4]
+    tensors["h.1.attn.masked_bias"] = bytes(4), "F32", []
+    tensors["lm_head.weight"] = tensors["wte.weight"]
+    names = list(tensors)
+    for part in range(2):
+        written(f"hf/model-{part}.safetensors", pack_safetensors({name: tensors[name] for name in names[part::2]}))
     os.unlink("hf/model.safetensors")
-    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
-    write("hf/model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    written("hf/model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
     os.unlink("hf/model-1.safetensors")
     refuses("model-1.safetensors: cannot read: No such file", "import", "hf", "c.bin")
-    write("hf/model.safetensors.index.json", '{"weight_map": ["x"]}')
+    written("hf/model.safetensors.index.json", '{"weight_map": ["x"]}')
     refuses("index.json: damaged", "import", "hf", "c.bin")
 
 
@@ -265,7 +243,7 @@ def test_names_on_the_hub():
 
 def test_no_numpy_and_usage():
     new_folder()
-    write("none/numpy.py", "raise ImportError('none here')")
+    written("none/numpy.py", "raise ImportError('none here')")
     done = program("import", "hf", "a.bin", PYTHONPATH="none")
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done
     assert done.stderr.startswith("hf.py: needs numpy (none here)"), done
@@ -292,7 +270,7 @@ def test_config_that_is_not_gpt2():
     refuses_each("hf/config.json", IMPORT, [("config.json: damaged (get the file again): ", content)
                                             for content in ('{"model_type": ', 100000 * "[")])
     same = {"n_inner": 4 * C, "activation_function": "gelu_pytorch_tanh"}  # by other names
-    write("hf/config.json", json.dumps({**config, **same}))
+    written("hf/config.json", json.dumps({**config, **same}))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
     os.unlink("hf/config.json")
@@ -301,18 +279,15 @@ def test_config_that_is_not_gpt2():
 
 def test_tensors_that_are_not_gpt2s():
     new_export()
-    file, name = "hf/model.safetensors", "transformer.h.1.mlp.c_fc.weight"
-    good = read(file)
-    header, data = unpack_safetensors(good)
-    others = {key: entry for key, entry in header.items() if key != name}
-    refuses_each(file, IMPORT, [
-        (message, pack_safetensors({**others, key: {**header[name], **changes}}, data)) for message, key, changes in (
-            ("tensor h.1.mlp.c_fc.weight is missing", name.replace("1", "2"), {}),
-            ("expected F32, F16 or BF16, found I32", name, {"dtype": "I32"}),
-            ("expected shape (32, 128) by config.json, found (128, 32)", name, {"shape": [128, 32]}))])
-    refuses_each(file, IMPORT, [
-        ("tensor score.weight: GPT-2 as config", with_tensor(good, "score.weight", bytes(64), "F32", [16])),
-        ("only tied embeddings", with_tensor(good, "lm_head.weight", bytes(4 * V * C), "F32", [V, C]))])
+    file, name, other = "hf/model.safetensors", "h.1.mlp.c_fc.weight", "h.2.mlp.c_fc.weight"
+    good = unpack_safetensors(read(file))
+    raw, _, shape = good[name]
+    refuses_each(file, IMPORT, [(message, pack_safetensors(tensors)) for message, tensors in (
+        (f"tensor {name} is missing", {key.replace(name, other): tensor for key, tensor in good.items()}),
+        ("expected F32, F16 or BF16, found I32", {**good, name: (raw, "I32", shape)}),
+        ("expected shape (32, 128) by config.json, found (128, 32)", {**good, name: (raw, "F32", shape[::-1])}),
+        ("tensor score.weight: GPT-2 as config", {**good, "score.weight": (bytes(64), "F32", [16])}),
+        ("only tied embeddings", {**good, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}))])
     os.rename(file, "hf/pytorch_model.bin")
     refuses("hf: no model.safetensors", *IMPORT)
 
@@ -402,14 +377,6 @@ def need_libraries(cuda=False):
         raise Skip("no GPU")
 
 
-def run_program(program, *arguments):
-    if not program.exists():
-        raise Skip(f"needs {program.relative_to(ROOT)} (make {program.relative_to(ROOT)})")
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def random_model(V, C, P=48, dtype="float32"):
     """GPT-2 with 2 layers and 2 heads, every parameter random, so that no bias or norm can be mistaken for another.
     In a new folder it is saved as hf, and a.bin is what our program reads."""
@@ -462,7 +429,7 @@ def compare(device, attention, V, C, B=3, T=37, P=48):
     batch = np.random.default_rng(2).integers(0, V, (2, B, T), np.int32)
     batch[0, :, ::5] = 7  # a token that comes again and again
     batch.tofile("batch.bin")
-    run_program(DUMP, "--model", "a.bin", "--batch", "batch.bin", "-b", B, "-t", T, "--out", "out.bin",
+    run_program("dev/dump_gradients", "--model", "a.bin", "--batch", "batch.bin", "-b", B, "-t", T, "--out", "out.bin",
                 "--device", device, "--attention", attention)
     out = np.fromfile("out.bin", np.float32)
 
@@ -527,12 +494,12 @@ def check_hellaswag(*device, V=257, P=48):
         examples.append([65535, 2 * (5 + len(parts)), i, label, len(endings), *parts])
     random_model(V, 128, P)
     header = [20240522, 1, len(questions), max(example[1] for example in examples)]
-    write("questions.bin", np.array(header + 252 * [0], np.int32).tobytes() +
+    written("questions.bin", np.array(header + 252 * [0], np.int32).tobytes() +
           np.array(sum(examples, []), np.uint16).tobytes())
     converts("export", "a.bin", "exported")
     model = AutoModelForCausalLM.from_pretrained("exported").double().eval()
-    log = run_program(TRAINER, "--precision", "fp32", "-e", "a.bin", "--eval-only", "--hellaswag", "questions.bin",
-                      "-b", 3, "-t", P, *device)
+    log = run_program("train_gpt2cu", "--precision", "fp32", "-e", "a.bin", "--eval-only", "-b", 3, "-t", P,
+                      "--hellaswag", "questions.bin", *device)
     lines = [line for line in log.splitlines() if line.startswith("question ")]
     assert len(lines) == len(questions), log
     correct = 0

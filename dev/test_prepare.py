@@ -3,7 +3,6 @@
 with the pattern of GPT-2's release.
 Run: python3 dev/test_prepare.py [part of a name]"""
 import array
-import atexit
 import base64
 import contextlib
 import errno
@@ -25,10 +24,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from harness import Skip, main, need
+from harness import Skip, main, need, new_folder, run_program, written
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA, TRAINER = ROOT / "data", ROOT / "train_gpt2cu"
+DATA = Path(__file__).resolve().parent.parent / "data"
 PREPARE, HELLASWAG = DATA / "prepare.py", DATA / "hellaswag.py"
 sys.path.insert(0, str(DATA))
 END_OF_TEXT = 50256
@@ -40,9 +38,7 @@ NASTY = ["a", "Zoë", "it's", "we'LL", "12", "...", "<", ">", "|>", "<|", " ", "
          "\u3000", "\u00a0", "\x1c", "\u2028", "日本語", "🙂", "e\u0301", "<|endof", "'", "'s", "don't ", "<p> ", "\n<",
          ">\n"]
 
-scratch = Path(tempfile.mkdtemp(prefix="test_prepare."))
-atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-os.chdir(scratch)
+new_folder()
 
 # Ranks: GPT-2's order of the bytes, then merges as vocab.bpe writes them. GPT-2's pattern cuts inside three of them.
 VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -56,13 +52,6 @@ RANKS = {token: rank for rank, token in enumerate([bytes([byte]) for byte in BYT
 
 def tiktoken_file(ranks):
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
-
-
-def written(name, content):
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
 
 
 def sha256(content):
@@ -192,14 +181,25 @@ def test_tokens_and_shards_of_every_format():
             assert sha256(Path(out, shard["name"]).read_bytes()) == shard["sha256"]
 
 
-def test_several_files_are_one_stream():
-    parts = {f"part{i}{suffix}": some_documents(20, SEED + i) for i, suffix in enumerate((".txt", ".jsonl", ".txt"))}
-    paths = [write_documents(name, part) for name, part in parts.items()]
-    run(*paths, "-o", "several")
-    assert all_tokens("several") == expected_tokens(sum(parts.values(), []))
-    tenth = sum(path.stat().st_size for path in paths) // 40  # of the tokens, of about four bytes each, for validation
-    assert [path.name for path in shards("several")] == ["val_000000.bin", "train_000001.bin"]
-    assert len(read_shard(shards("several")[0])) == tenth
+def test_local_text_in_one_stream_of_shards():
+    """Each case: sources, options, the documents in them, how many tokens of these, and all sizes but the last."""
+    documents, long = some_documents(60), "".join(some_documents(6000))
+    assert len(long) > 1 << 20  # cut, not held
+    parts = [write_documents(f"part{i}{suffix}", documents[20 * i:][:20])
+             for i, suffix in enumerate((".txt", ".jsonl", ".txt"))]
+    body = written("body.jsonl", json_lines({"body": document} for document in documents))
+    exact = ["--field", "body", "--max-tokens", "1.5e3", "--shard-tokens", "1e3", "--val-tokens", 100]
+    tenth = sum(path.stat().st_size for path in parts) // 40  # of the tokens, of about four bytes each, for validation
+    for out, sources, options, texts, most, sizes in (
+            ("several", parts, [], documents, None, [tenth]), ("exact", [body], exact, documents, 1500, [100, 1000]),
+            ("small", [written("small.txt", "The sailors")], [], ["The sailors"], None, [1]),
+            ("long", [written("long.txt", long)], ["--jobs", 2], [long], None, [len(long.encode()) // 40])):
+        run(*sources, "-o", out, *options)
+        expected = expected_tokens(texts)[:most]
+        assert all_tokens(out) == expected, out
+        found = {path.name: len(read_shard(path)) for path in shards(out)}
+        assert list(found.values()) == sizes + [len(expected) - sum(sizes)], found
+        assert list(found) == ["val_000000.bin", "train_000001.bin", "train_000002.bin"][:len(found)], found
 
 
 def test_text_is_cut_where_no_token_changes():
@@ -221,18 +221,6 @@ def test_text_is_cut_where_no_token_changes():
                 assert list(tokens) == expected, f"seed {SEED}, trial {trial}, from {position}: {text!r}"
 
 
-def test_long_document_is_cut_and_not_held():
-    document = "".join(some_documents(6000))
-    assert len(document) > 1 << 20
-    run(written("long.txt", document), "-o", "long", "--jobs", 2)
-    assert all_tokens("long") == expected_tokens([document])
-
-
-def test_smallest_text():
-    run(written("small.txt", "The sailors"), "-o", "small")
-    assert [read_shard(path) for path in shards("small")] == [[END_OF_TEXT], expected_tokens(["The sailors"])[1:]]
-
-
 def test_default_places():
     shutil.copytree(DATA, "places/data", ignore=lambda _, names: [name for name in names if not name.endswith(".py")])
     run(written("places/book.txt", LETTERS), script=Path("places/data/prepare.py"))
@@ -250,14 +238,6 @@ def test_empty_documents_are_counted():
             path.write_bytes(path.read_bytes() + b"\n\n")  # no documents
         assert "2 documents, 3 empty ones skipped" in run(path, "-o", out, "--val-tokens", 1)
         assert all_tokens(out) == expected_tokens(["one", "two"])
-
-
-def test_max_tokens_and_field():
-    documents = some_documents(50)
-    path = written("body.jsonl", json_lines({"body": document} for document in documents))
-    run(path, "-o", "max", "--field", "body", "--max-tokens", "1.5e3", "--shard-tokens", "1e3", "--val-tokens", 100)
-    assert all_tokens("max") == expected_tokens(documents)[:1500]
-    assert [len(read_shard(path)) for path in shards("max")] == [100, 1000, 400]
 
 
 def test_forms_of_ranks_are_the_same():
@@ -464,12 +444,6 @@ def hub(files, repository=None, folder=""):
         server.server_close()
 
 
-def alter_published():
-    for name, data in Hub.files.items():
-        if not name.startswith("/api/"):
-            Hub.files[name] = data[:-1] + b"?"
-
-
 def test_tinystories_from_the_hub():
     parts = [some_documents(400, SEED), some_documents(400, SEED + 1)]
     valid, train = ("\n<|endoftext|>\n".join(part).encode() for part in parts)
@@ -494,26 +468,20 @@ def test_tinystories_from_the_hub():
         fails(*options, "whole_stories", says=["download broke off"], environment=environment)
         run(*options, "whole_stories", environment=environment)
         assert content("whole_stories") == stories
-        alter_published()
-        fails(*options, "other", says=["wrong SHA-256: expected", "deleted, run again"], environment=environment)
+        Hub.files = {path: data if path.startswith("/api/") else data[:-1] + b"?" for path, data in Hub.files.items()}
+        says = ["wrong SHA-256: expected", "found", "deleted, run again"]
+        fails(*options, "other", says=says, environment=environment)
         assert not list(Path("other/download").iterdir()), "a file with the wrong hash was kept"
+        Hub.files.clear()
+        fails(*options, "other", says=["cannot download: Not Found"], environment=environment)
 
 
 def test_fineweb_from_the_hub():
     documents = some_documents(100)
-    name = "000_00000.parquet"
-    files = {name: write_documents(name, documents).read_bytes()}
+    files = {"000_00000.parquet": write_documents("000_00000.parquet", documents).read_bytes()}
     with hub(files, "HuggingFaceFW/fineweb-edu", "sample/10BT/") as environment:
-        options = ["fineweb-edu", "--val-tokens", 50, "-o"]
-        run(*options, "edu", environment=environment)
-        assert all_tokens("edu") == expected_tokens(documents)
-        alter_published()
-        fails(*options, "bad", says=["wrong SHA-256: expected", "found"], environment=environment)
-        assert not list(Path("bad/download").iterdir()), "a file with the wrong hash was kept"
-        written(f"bad/download/{name}", b"?")
-        fails(*options, "bad", says=["parquet: wrong SHA-256", "delete it"], environment=environment)
-        Hub.files.clear()
-        fails(*options, "bad", says=["cannot download: Not Found"], environment=environment)
+        run("fineweb-edu", "--val-tokens", 50, "-o", "edu", environment=environment)
+    assert all_tokens("edu") == expected_tokens(documents)
 
 
 def test_tinyshakespeare_by_its_name():
@@ -691,17 +659,9 @@ def test_hellaswag_errors():
 # ---------------------------------------------------------------------------------------------------------- the trainer
 
 
-def train(*arguments):
-    process = subprocess.run([str(TRAINER), "--device", "cpu", *map(str, arguments)], capture_output=True, text=True,
-                             timeout=300, errors="replace")
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
 def test_trainer_reads_shards_and_tokenizer():
-    if not TRAINER.exists():
-        raise Skip("needs ./train_gpt2cu (make train_gpt2cu)")
     run(write_documents("trainer.txt", some_documents()), "-o", "trainer", "--shard-tokens", 3000)
+    train = lambda *arguments: run_program("train_gpt2cu", "--device", "cpu", *arguments)
     # A small model with GPT-2's vocabulary: llm.c's header, then the parameters.
     V, Vp, L, NH, C, max_T = 50257, 50304, 1, 1, 64, 128
     parameters = Vp * C + max_T * C + L * (12 * C * C + 13 * C) + 2 * C
