@@ -20,7 +20,7 @@ from harness import Skip, main, need, new_folder, run_program, written
 HF = Path(__file__).resolve().parent.parent / "scripts" / "hf.py"
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
 sys.dont_write_bytecode = True
-sys.path.insert(0, str(HF.parent))
+sys.path.append(str(HF.parent))  # last, because a script there is named as a library is
 
 
 def hf(*command, **replaced):
@@ -262,13 +262,13 @@ def test_config_that_is_not_gpt2():
               "vocab_size": None, "rotary_dim": 16, "rope_theta": 1e4, "position_embedding_type": "relative_key",
               "rotary_pct": 0.25, "rope_scaling": {"factor": 2}, "rope_parameters": {"rope_theta": 1e4},
               "quantization_config": {"bits": 4}}
-    cases = [(f"config.json: {key}", {key: value}) for key, value in others.items()]
-    cases += [("tensor wte.weight: expected shape (258, 32)", {"vocab_size": 258}),
-              ("GPT-2 as config.json describes it has none", {"n_layer": 1}),
-              ("tensor h.999999999.ln_1.weight is missing", {"n_layer": 10**9})]
-    refuses_each("hf/config.json", IMPORT, [(message, json.dumps({**config, **changes})) for message, changes in cases])
-    refuses_each("hf/config.json", IMPORT, [("config.json: damaged (get the file again): ", content)
-                                            for content in ('{"model_type": ', 100000 * "[")])
+    cases = [(f"config.json: {key}", json.dumps({**config, key: value})) for key, value in others.items()]
+    cases += [(message, json.dumps({**config, key: value})) for message, key, value in (
+        ("tensor wte.weight: expected shape (258, 32)", "vocab_size", 258),
+        ("GPT-2 as config.json describes it has none", "n_layer", 1),
+        ("tensor h.999999999.ln_1.weight is missing", "n_layer", 10**9))]
+    cases += [("config.json: damaged (get the file again): ", raw) for raw in ('{"model_type": ', 100000 * "[")]
+    refuses_each("hf/config.json", IMPORT, cases)
     same = {"n_inner": 4 * C, "activation_function": "gelu_pytorch_tanh"}  # by other names
     written("hf/config.json", json.dumps({**config, **same}))
     converts(*IMPORT)
