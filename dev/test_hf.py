@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -482,12 +483,10 @@ def check_hellaswag(*device, V=257, P=48):
     import torch
     from transformers import AutoModelForCausalLM
     rng = np.random.default_rng(3)
-    questions = []  # label, context, endings; the last is as long as the model has positions
-    for i in range(13):
-        context = rng.integers(0, V, rng.integers(1, 20)).tolist()
-        endings = [rng.integers(0, V, rng.integers(1, 28)).tolist() for _ in range(4)]
-        questions.append((i % 4, context, endings))
-    questions[-1][2][1] = rng.integers(0, V, P + 1 - len(questions[-1][1])).tolist()
+    text = lambda tokens: rng.integers(0, V, tokens).tolist()
+    questions = [(i % 4, text(rng.integers(1, 20)), [text(rng.integers(1, 28)) for _ in range(4)]) for i in range(13)]
+    _, context, endings = questions[-1]
+    endings[1] = text(P + 1 - len(context))  # together as long as the model has positions
     examples = []
     for i, (label, context, endings) in enumerate(questions):
         parts = [part for tokens in (context, *endings) for part in (len(tokens), *tokens)]
@@ -500,22 +499,21 @@ def check_hellaswag(*device, V=257, P=48):
     model = AutoModelForCausalLM.from_pretrained("exported").double().eval()
     log = run_program("train_gpt2cu", "--precision", "fp32", "-e", "a.bin", "--eval-only", "-b", 3, "-t", P,
                       "--hellaswag", "questions.bin", *device)
-    lines = [line for line in log.splitlines() if line.startswith("question ")]
-    assert len(lines) == len(questions), log
-    correct = 0
-    for i, (line, (label, context, endings)) in enumerate(zip(lines, questions)):
-        want = []
-        for ending in endings:
-            tokens = torch.tensor([context + ending])
-            with torch.no_grad():
-                logits = model(tokens[:, :-1]).logits[0, len(context) - 1:]
-            want.append(torch.nn.functional.cross_entropy(logits, tokens[0, len(context):]).item())
-        first, second, third, losses = line.split(" | ")
-        got = [float(x) for x in losses.split()[1:]]
-        best = min(range(4), key=want.__getitem__)
-        assert (first, second, third) == (f"question {i}", f"answer {best}", f"label {label}"), (line, want)
-        assert all(abs(g - w) <= 1e-4 * w for g, w in zip(got, want, strict=True)), (line, want)
-        correct += best == label
+
+    def loss(context, ending):
+        tokens = torch.tensor([context + ending])
+        logits = model(tokens[:, :-1]).logits[0, len(context) - 1:]
+        return torch.nn.functional.cross_entropy(logits, tokens[0, len(context):]).item()
+
+    with torch.no_grad():
+        want = [[loss(context, ending) for ending in endings] for _, context, endings in questions]
+    answers = [losses.index(min(losses)) for losses in want]
+    labels = [label for label, _, _ in questions]
+    found = re.findall(r"^question (\d+) \| answer (\d+) \| label (\d+) \| \w+ (.*)$", log, re.MULTILINE)
+    numbers = [tuple(map(int, line[:3])) for line in found]
+    assert numbers == list(zip(range(len(questions)), answers, labels)), (log, answers)
+    np.testing.assert_allclose([list(map(float, line[3].split())) for line in found], want, 1e-4)
+    correct = sum(answer == label for answer, label in zip(answers, labels))
     assert f"hellaswag {correct} of {len(questions)}," in log, log
 
 
