@@ -1,6 +1,7 @@
-"""The test harness of the Python scripts, dev/test.h's twin: functions named test_… of the calling file run in order, raise
-Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An optional argument selects by name;
-if no test has such a name, that is a failure, and so is a test that takes longer than LIMIT times TEST_PATIENCE."""
+"""The test harness of the Python scripts, dev/test.h's twin, and what their tests share. Functions named test_… of the
+calling file run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An
+optional argument selects by name. If no test has such a name, that is a failure, and so is a test that takes longer than
+LIMIT times TEST_PATIENCE."""
 import atexit
 import inspect
 import os
@@ -14,6 +15,7 @@ import traceback
 from pathlib import Path
 
 
+ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 120 * float(os.environ.get("TEST_PATIENCE", 1))  # seconds of a test
 
 
@@ -52,10 +54,9 @@ def written(path, content):
 
 def run_program(name, *arguments):
     """Standard output of a program that make builds."""
-    program = Path(__file__).resolve().parent.parent / name
-    if not program.exists():
+    if not (ROOT / name).exists():
         raise Skip(f"needs ./{name} (make {name})")
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, errors="replace")
+    done = subprocess.run([ROOT / name, *map(str, arguments)], capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from harness import Skip, main, need, new_folder, run_program, written
+from harness import ROOT, Skip, main, need, new_folder, run_program, written
 
-HF = Path(__file__).resolve().parent.parent / "scripts" / "hf.py"
+HF = ROOT / "scripts" / "hf.py"
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
 sys.dont_write_bytecode = True
 sys.path.append(str(HF.parent))  # last, because a script there is named as a library is

@@ -24,11 +24,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from harness import Skip, main, need, new_folder, run_program, written
+from harness import ROOT, Skip, main, need, new_folder, run_program, written
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-PREPARE, HELLASWAG = DATA / "prepare.py", DATA / "hellaswag.py"
-sys.path.insert(0, str(DATA))
+PREPARE, HELLASWAG = ROOT / "data" / "prepare.py", ROOT / "data" / "hellaswag.py"
+sys.path.append(str(PREPARE.parent))
 END_OF_TEXT = 50256
 SEED = int(os.environ.get("SEED", 1))
 PUBLISHED_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -225,7 +224,8 @@ def test_text_is_cut_where_no_token_changes():
 
 
 def test_default_places():
-    shutil.copytree(DATA, "places/data", ignore=lambda _, names: [name for name in names if not name.endswith(".py")])
+    for script in PREPARE.parent.glob("*.py"):
+        written(f"places/data/{script.name}", script.read_bytes())
     run(written("places/book.txt", LETTERS), script=Path("places/data/prepare.py"))
     assert all_tokens("places/data/cache/book") == expected_tokens([LETTERS])
     for name in ("hellaswag_val", "other"):
@@ -373,26 +373,21 @@ def test_resumes_after_any_shard_of_every_format():
             assert found == whole, f"{out}, {kept} shards kept"
 
 
-def test_damaged_shard_is_redone():
-    options = [write_documents("damaged.txt", some_documents()), "-o", "damaged", "--shard-tokens", 4000]
-    run(*options)
+def test_damaged_shards_and_other_settings():
+    path = write_documents("damaged.txt", some_documents())
+    options = [path, "-o", "damaged", "--shard-tokens"]
+    run(*options, 4000)
     whole = content("damaged")
-    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-2] + b"zz"), Path.unlink):
+    for damage in (lambda shard: shard.write_bytes(shard.read_bytes()[:-2] + b"zz"), Path.unlink):
         damage(shards("damaged")[2])
-        assert "train_000002.bin: not what was written" in run(*options)
+        assert "train_000002.bin: not what was written" in run(*options, 4000)
         assert content("damaged") == whole
-    assert "not what was written" not in run(*options)
-
-
-def test_other_settings_are_refused():
-    path = write_documents("settings.txt", some_documents())
-    options = [path, "-o", "settings"]
-    run(*options)
-    fails(*options, "--shard-tokens", 999, says=["manifest.json: made with shard_tokens = 100000000, now it is 999"])
+    assert "not what was written" not in run(*options, 4000)
+    fails(*options, 999, says=["manifest.json: made with shard_tokens = 4000, now it is 999"])
     path.write_text("another text, and it is long enough")
-    fails(*options, says=["manifest.json: made with files"])
-    written("settings/manifest.json", "{")
-    fails(*options, says=["manifest.json: damaged; delete it"])
+    fails(*options, 4000, says=["manifest.json: made with files"])
+    written("damaged/manifest.json", "{")
+    fails(*options, 4000, says=["manifest.json: damaged; delete it"])
 
 
 # ------------------------------------------------------------------------------------------------------------ downloads
@@ -488,7 +483,7 @@ def test_tinyshakespeare_by_its_name():
                              ("86c4e6aa[0-9a-f]*", sha256(text.encode())), (r"32768", "50")):
             code, n = re.subn(pattern, new, code)
             assert n == 1, pattern
-        shutil.copy(DATA / "prepare_common.py", written("play/prepare.py", code).parent)
+        shutil.copy(PREPARE.with_name("prepare_common.py"), written("play/prepare.py", code).parent)
         run("tinyshakespeare", "-o", "play/out", script=Path("play/prepare.py"), environment=environment)
     expected = expected_tokens(text.replace("\n\n", "\n\n<|endoftext|>").split("<|endoftext|>"))
     assert all_tokens("play/out") == expected and expected.count(END_OF_TEXT) == 41
