@@ -1,7 +1,7 @@
 """The test harness of the Python scripts, dev/test.h's twin, and what their tests share. Functions named test_… of the
-calling file run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". An
-optional argument selects by name. It is a failure if no test has such a name, or if a test takes longer than LIMIT times
-TEST_PATIENCE."""
+calling file run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped".
+An optional argument selects by name. It is a failure if no test has such a name, or if a test takes longer than LIMIT
+times TEST_PATIENCE."""
 import atexit
 import inspect
 import os

@@ -130,12 +130,17 @@ def llmc_order(P, V, C):
 # With numpy alone; what is expected comes without it
 
 def test_checkpoint_to_hf_and_back_is_the_same_file():
-    for version, V, end_of_text in ((3, 257, 256), (5, 257, 256), (3, 256, None), (5, 50257, 50256)):
-        new_export(version=version, V=V)
+    """And what the transformers library goes by: a type, no dropout, what ends a text, data that begins aligned."""
+    for version, dtype, P, V, end_of_text in ((3, "float32", 10, 257, 256), (5, "bfloat16", 19, 257, 256),
+                                              (3, "float32", 109, 256, None), (5, "bfloat16", 1009, 50257, 50256)):
+        new_export(version=version, P=P, V=V)
         assert sorted(os.listdir("hf")) == ["config.json", "generation_config.json", "model.safetensors"]
-        for name in ("config.json", "generation_config.json"):
-            ends = json.loads(read(f"hf/{name}"))
-            assert ends["bos_token_id"] == ends["eos_token_id"] == end_of_text, (name, V)
+        config, generation = (json.loads(read(f"hf/{name}")) for name in ("config.json", "generation_config.json"))
+        for ends in config, generation:
+            assert ends["bos_token_id"] == ends["eos_token_id"] == end_of_text, (ends, V)
+        assert config["torch_dtype"] == dtype, config
+        assert [config[f"{part}_pdrop"] for part in ("embd", "attn", "resid")] == [0, 0, 0], config
+        assert int.from_bytes(read("hf/model.safetensors")[:8], "little") % 8 == 0  # P and V change its header's length
         converts(*IMPORT)
         assert read("a.bin") == read("b.bin"), (version, V)
 
@@ -190,17 +195,6 @@ def test_import_of_fp16():
     written("hf/model.safetensors", pack_safetensors(tensors))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
-
-
-def test_what_an_export_says_of_itself():
-    """What the transformers library goes by: a type to load it as, no dropout; data that begins at a multiple of 8."""
-    for version, dtype in (3, "float32"), (5, "bfloat16"):
-        for P in (10, 19, 109, 1009):  # its digits and sizes change the header's length
-            new_export(version=version, P=P)
-            config = json.loads(read("hf/config.json"))
-            assert config["torch_dtype"] == dtype, config
-            assert [config[f"{part}_pdrop"] for part in ("embd", "attn", "resid")] == [0, 0, 0], config
-            assert int.from_bytes(read("hf/model.safetensors")[:8], "little") % 8 == 0
 
 
 def test_sharded_safetensors_and_old_names():
