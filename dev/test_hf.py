@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""scripts/hf.py: round trips bit for bit, Hugging Face's GPT-2 against ours (logits, every gradient, answers to
-multiple-choice questions), bad input.
+"""Tests of scripts/hf.py. Round trips keep every bit, Hugging Face's GPT-2 and ours agree (logits, every gradient,
+answers to multiple-choice questions), and bad input is refused in one line.
 
     python3 dev/test_hf.py [part of a test's name]
 """
@@ -25,7 +25,7 @@ sys.path.append(str(HF.parent))  # last, because a script there is named as a li
 
 
 def hf(*command, **replaced):
-    """What hf.py, run in this process, ends with: a line of error, or None. `replaced` are functions that it calls."""
+    """Runs hf.py in this process and gives its line of error, or None. `replaced` are functions that it calls."""
     need("numpy")
     import hf as module
     silent = io.StringIO()
@@ -102,7 +102,7 @@ def padded(V):
 
 
 def new_checkpoint(path="a.bin", version=3, P=P, V=V):
-    """A checkpoint of random bits, NaNs included: what is only moved must come back as it was. Padding is zero."""
+    """A checkpoint of random bits with NaNs, because what is only moved must come back as it was. Padding is zero."""
     size, rest = 4 if version == 3 else 2, P * C + L * (12 * C * C + 13 * C) + 2 * C
     chance, header = random.Random(1), struct.pack("<256i", 20240326, version, P, V, L, 2, C, padded(V), *[0] * 248)
     written(path, header + chance.randbytes(V * C * size) + bytes((padded(V) - V) * C * size) +
@@ -117,7 +117,7 @@ def new_export(**checkpoint):
 
 
 def llmc_order(P, V, C):
-    """GPT-2's tensors in llm.c's order: name, rows and columns as llm.c has them. A vector has one column."""
+    """Name, rows and columns of GPT-2's tensors as llm.c has them and in its order. A vector has one column."""
     blocks = [("ln_1", C, 1), ("attn.c_attn", 3 * C, C), ("attn.c_proj", C, C), ("ln_2", C, 1), ("mlp.c_fc", 4 * C, C),
               ("mlp.c_proj", C, 4 * C)]
     parts = [part for name, rows, columns in blocks
@@ -130,7 +130,7 @@ def llmc_order(P, V, C):
 # With numpy alone; what is expected comes without it
 
 def test_checkpoint_to_hf_and_back_is_the_same_file():
-    """And what the transformers library goes by: a type, no dropout, what ends a text, data that begins aligned."""
+    """An export also says what the transformers library asks: the type, no dropout, what ends a text, aligned data."""
     for version, dtype, P, V, end_of_text in ((3, "float32", 10, 257, 256), (5, "bfloat16", 19, 257, 256),
                                               (3, "float32", 109, 256, None), (5, "bfloat16", 1009, 50257, 50256)):
         new_export(version=version, P=P, V=V)
@@ -198,7 +198,7 @@ def test_import_of_fp16():
 
 
 def test_sharded_safetensors_and_old_names():
-    """Large models come in several files; early ones have names without "transformer." and keep the causal masks."""
+    """Large models come in several files. Early ones have names without "transformer." and keep the causal masks."""
     new_export()
     tensors = unpack_safetensors(read("hf/model.safetensors"))
     tensors["h.0.attn.bias"] = bytes(16), "BOOL", [1, 1, 4, 4]
@@ -333,7 +333,7 @@ def test_output_that_cannot_be():
 
 
 def test_interrupt():
-    """Ctrl-C in the middle of the tensors: one line, and nothing is left."""
+    """Ctrl-C in the middle of the tensors ends in one line, and nothing is left."""
     new_export()
     import hf as module
     for command in ("export", "a.bin", "hf2"), IMPORT:
@@ -393,7 +393,7 @@ def random_model(V, C, P=48, dtype="float32"):
 
 
 def test_transformers_round_trip():
-    """The library's files → ours → a folder that the library loads: every tensor the same bits; and it generates."""
+    """The library's files become ours and then a folder that the library loads. Every bit is kept, and it generates."""
     need_libraries()
     import torch
     from transformers import AutoModelForCausalLM
@@ -472,7 +472,7 @@ def test_gradients_cuda():
 
 
 def check_hellaswag(*device, V=257, P=48):
-    """--hellaswag question by question: the loss of each ending and the answer are those of the exported model."""
+    """--hellaswag gives each question the answer and each ending the loss that the exported model gives it."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM

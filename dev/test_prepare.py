@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of data/prepare.py and data/hellaswag.py, all offline: on a small list of ranks, against tiktoken's own encoder
-with the pattern of GPT-2's release.
+"""Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a small list of ranks, and tiktoken's
+own encoder with the pattern of GPT-2's release says what they must write.
 Run: python3 dev/test_prepare.py [part of a name]"""
 import array
 import base64
@@ -87,7 +87,7 @@ def start(*arguments, script=PREPARE, environment=None, ranks=None, **options):
 
 
 def run(*arguments, code=0, **options):
-    """Standard output of the script; its one line of error if `code` is not 0."""
+    """Standard output of the script, or its one line of error if `code` is not 0."""
     process = start(*arguments, **options)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, f"expected exit code {code}, found {process.returncode}:\n{out}{err}"
@@ -184,7 +184,7 @@ def test_tokens_and_shards_of_every_format():
 
 
 def test_local_text_in_one_stream_of_shards():
-    """Each case: sources, options, the documents in them, how many tokens of these, and all sizes but the last."""
+    """Each case has sources, options, the documents in them, how many tokens of these, and all sizes but the last."""
     documents, long = some_documents(60), "".join(some_documents(6000))
     assert len(long) > 1 << 20  # cut, not held
     parts = [write_documents(f"part{i}{suffix}", documents[20 * i:][:20])
@@ -248,7 +248,7 @@ def test_forms_of_ranks_are_the_same():
 
 
 def test_known_ids():
-    """Worked out by hand: GPT-2 numbers the visible bytes from '!' = 0 on, then the others (' ' = 220), then merges."""
+    """Worked out by hand. GPT-2 numbers the visible bytes from '!' = 0 on, then the others (' ' = 220), then merges."""
     text = "Hi there, Hi~\n\u00e9 x's x't x're x've x'm x'll x'd 1x!x  x"
     run(written("known.txt", text), "-o", "known", "--val-tokens", 4)
     assert [read_shard(path) for path in shards("known")] == [
@@ -310,7 +310,7 @@ def test_files_are_on_disk_before_they_have_their_names():
 
 
 def stop(wanted, how, *options):
-    """Starts a run in a session of its own and stops it when it has `wanted` shards: its exit code and errors."""
+    """Starts a run, stops it when it has `wanted` shards, and gives its exit code and errors."""
     process = start(*options, start_new_session=True)
     while process.poll() is None and len(shards(options[2])) < wanted:
         time.sleep(0.002)
@@ -395,7 +395,8 @@ def test_damaged_shards_and_other_settings():
 
 class Hub(http.server.BaseHTTPRequestHandler):
     files = {}
-    ranges, breaks, whole = [], 0, False  # asked for; answers that end after half of the bytes; ignores it Range?
+    ranges = []  # where each answer began
+    breaks, whole = 0, False  # `breaks` answers end after half of the bytes. If `whole`, the server ignores Range.
 
     def do_GET(self):
         data, listing = Hub.files.get(self.path), self.path.startswith("/api/")
