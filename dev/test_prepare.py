@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a small list of ranks, and tiktoken's
-own encoder with the pattern of GPT-2's release says what they must write.
+own encoder with the pattern of GPT-2's release says what they must write. Where libraries are missing, small ones stand
+in for them.
 Run: python3 dev/test_prepare.py [part of a name]"""
 import array
 import base64
@@ -25,6 +26,7 @@ from pathlib import Path
 from unittest import mock
 
 from harness import ROOT, Skip, main, need, new_folder, run_program, written
+from stand_ins import stand_in
 
 PREPARE, HELLASWAG = ROOT / "data" / "prepare.py", ROOT / "data" / "hellaswag.py"
 sys.path.append(str(PREPARE.parent))
@@ -37,6 +39,7 @@ NASTY = ["a", "Zoë", "it's", "we'LL", "12", "...", "<", ">", "|>", "<|", " ", "
          "\u3000", "\u00a0", "\x1c", "\u2028", "日本語", "🙂", "e\u0301", "<|endof", "'", "'s", "don't ", "<p> ", "\n<",
          ">\n"]
 
+stand_in("tiktoken", "tqdm")
 new_folder()
 
 # Ranks: GPT-2's order of the bytes, then merges as vocab.bpe writes them. GPT-2's pattern cuts inside three of them.
@@ -573,7 +576,8 @@ def test_errors_in_ranks():
 def test_missing_library():
     for module, source in (("tiktoken", "text.txt"), ("tqdm", "text.txt"), ("pyarrow", "a.parquet")):
         written(f"without_{module}/{module}.py", "raise ImportError")
-        fails(written(source, LETTERS), "-o", "errors", environment={"PYTHONPATH": f"without_{module}"},
+        path = f"without_{module}{os.pathsep}{os.environ['PYTHONPATH']}"
+        fails(written(source, LETTERS), "-o", "errors", environment={"PYTHONPATH": path},
               says=[f"library {module} is not installed; pip install -r"])
 
 
