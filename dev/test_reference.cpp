@@ -6,6 +6,7 @@
 // Run: ./dev/test_reference [part of a test's name]
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <numeric>
@@ -110,28 +111,331 @@ TEST(device) {
     CHECK_ERROR(all.alloc(size_t(1) << 62), "4611686018427387904 bytes");
 }
 
-TEST(encoder) {
-    const int V = 7;
-    for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}}) {
-        const std::string what = format("encoder B=%d T=%d C=%d", B, T, C);
-        const size_t N = size_t(B) * T;
-        const std::vector<int> tokens = random_tokens(N, V);
-        std::vector<int> plan(encoder_plan_ints(dev, N));
-        encoder_plan(dev, plan.data(), tokens.data(), N);
-        CHECK(plan == tokens);
+// ---------------------------------------------------------------------------------------------------------------------
 
-        Vec wte = randn(V * C), wpe = randn(T * C), out = poison(N * C), dout = randn(N * C);
-        const auto forward = [&] { encoder_forward(dev, out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C); };
-        const auto loss = [&] { return forward(), dot(out, dout); };
-        forward();
-        for (size_t i = 0; i < N * C; i++) CHECK(out[i] == wte[tokens[i / C] * C + i % C] + wpe[i / C % T * C + i % C]);
+// A layer with all its tensors, in float or double. What it writes starts as NaN, and what it adds into starts random.
+// The names tell what belongs together. The result "dx" is the gradient of the input "x", and the input "dout" weights
+// the result "out" in the loss.
+template <class X>
+struct Layer {
+    struct Tensor {
+        std::string name;
+        std::vector<X> x, start;
+    };
+    std::string what;
+    std::deque<Tensor> inputs, results;
+    std::function<void()> forward, backward = [] {};
+    std::function<void(Layer&)> formula = [](Layer&) {};  // checks the results of a run against their definition
 
-        const Vec dwte0 = randn(V * C), dwpe0 = randn(T * C);
-        Vec dwte = dwte0, dwpe = dwpe0;
-        encoder_backward(dev, dwte.data(), dwpe.data(), nullptr, dout.data(), plan.data(), B, T, C);
-        check_gradient(what + " wte", wte, dwte - dwte0, loss);
-        check_gradient(what + " wpe", wpe, dwpe - dwpe0, loss);
+    explicit Layer(const std::string& what) : what(what) {}
+    Layer(Layer&&) = default;  // and no copy, because the functions hold pointers into the tensors
+
+    X* input(const char* name, size_t n, double sigma = 1, double mean = 0) {
+        return inputs.emplace_back(Tensor{name, randn<X>(n, sigma, mean), {}}).x.data();
     }
+    X* written(const char* name, size_t n) {
+        return results.emplace_back(Tensor{name, poison<X>(n), std::vector<X>(n)}).x.data();
+    }
+    X* added(const char* name, size_t n) {
+        const std::vector<X> x = randn<X>(n);
+        return results.emplace_back(Tensor{name, x, x}).x.data();
+    }
+    Tensor& operator[](const std::string& name) {
+        for (auto* tensors : {&inputs, &results})
+            for (Tensor& t : *tensors)
+                if (t.name == name) return t;
+        throw Error(what + " has no tensor " + name);
+    }
+    void run() { forward(), backward(); }
+};
+
+// Runs a layer and checks its results against their formula.
+template <class X>
+static void check_run(Layer<X>&& l) {
+    const auto before = l.inputs;
+    l.run();
+    l.formula(l);
+    for (size_t i = 0; i < before.size(); i++) CHECK(same_bits(l.inputs[i].x, before[i].x));
+}
+// Also checks its gradients against finite differences.
+static void check(Layer<double>&& l) {
+    check_run(std::move(l));
+    const auto loss = [&] {
+        l.forward();
+        double sum = 0;
+        for (const auto& t : l.inputs)
+            if (t.name[0] == 'd') sum += dot(t.x, l[t.name.substr(1)].x);
+        return sum;
+    };
+    for (const auto& t : l.results)
+        if (t.name[0] == 'd') check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x, t.x - t.start, loss);
+    l.forward();  // leaves the results of the unperturbed inputs
+}
+
+// Checks that the layer has added the sums of x's columns into `sums`.
+template <class Tensor>
+static void check_column_sums(const Tensor& sums, const Tensor& t) {
+    for (size_t c = 0; c < sums.x.size(); c++) {
+        double want = sums.start[c];
+        for (size_t i = c; i < t.x.size(); i += sums.x.size()) want += t.x[i];
+        CHECK_NEAR(sums.x[c], want, 1e-12);
+    }
+}
+
+template <class X>
+static Layer<X> encoder_layer(int B, int T, int C, int V) {
+    Layer<X> l(format("encoder B=%d T=%d C=%d", B, T, C));
+    const int N = B * T;
+    const std::vector<int> tokens = random_tokens(N, V);
+    std::vector<int> plan(encoder_plan_ints(dev, N));
+    encoder_plan(dev, plan.data(), tokens.data(), N);
+    CHECK(plan == tokens);
+    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", T * C), *dout = l.input("dout", N * C);
+    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C), *dwpe = l.added("dwpe", T * C);
+    l.forward = [=] { encoder_forward(dev, out, tokens.data(), wte, wpe, B, T, C); };
+    l.backward = [=] { encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C); };
+    l.formula = [=](Layer<X>&) {
+        for (int i = 0; i < N * C; i++) CHECK(out[i] == wte[tokens[i / C] * C + i % C] + wpe[i / C % T * C + i % C]);
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> residual_layernorm_layer(int N, int C) {
+    Layer<X> l(format("residual_layernorm N=%d C=%d", N, C));
+    X *a = l.input("a", N * C, 2, 0.5), *b = l.input("b", N * C);
+    X *weight = l.input("weight", C, 1, 1), *bias = l.input("bias", C);
+    X *dout = l.input("dout", N * C), *dresidual = l.input("dresidual", N * C);
+    X *residual = l.written("residual", N * C), *out = l.written("out", N * C);
+    X *mean = l.written("mean", N), *rstd = l.written("rstd", N);
+    X *da = l.written("da", N * C), *db = l.written("db", N * C), *sum = l.added("sum of da", C);
+    X *dweight = l.added("dweight", C), *dbias = l.added("dbias", C);
+    l.forward = [=] { residual_layernorm_forward(dev, residual, out, mean, rstd, a, b, weight, bias, N, C); };
+    l.backward = [=] {
+        std::copy_n(dresidual, N * C, da);  // the residual stream goes on below as well
+        layernorm_backward(dev, da, dweight, dbias, sum, nullptr, dout, residual, weight, mean, rstd, N, C);
+        std::copy_n(da, N * C, db);
+    };
+    l.formula = [=](Layer<X>& l) {
+        for (int i = 0; i < N * C; i++) CHECK(residual[i] == a[i] + b[i]);
+        for (int n = 0; n < N; n++) {
+            double m = 0, variance = 0;
+            for (int c = 0; c < C; c++) m += residual[n * C + c] / C;
+            for (int c = 0; c < C; c++) variance += std::pow(residual[n * C + c] - m, 2) / C;
+            CHECK_NEAR(mean[n], m, 1e-13);
+            CHECK_NEAR(rstd[n], 1 / std::sqrt(variance + 1e-5), 1e-13 * rstd[n]);
+            for (int i = n * C; i < (n + 1) * C; i++)
+                CHECK_NEAR(out[i], (residual[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
+        }
+        std::vector<X> out_ = poison<X>(N * C), mean_ = poison<X>(N), rstd_ = poison<X>(N);
+        layernorm_forward(dev, out_.data(), mean_.data(), rstd_.data(), residual, weight, bias, N, C);
+        CHECK(same_bits(l["out"].x, out_) && same_bits(l["mean"].x, mean_) && same_bits(l["rstd"].x, rstd_));
+        check_column_sums(l["sum of da"], l["da"]);
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
+    Layer<X> l(format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC));
+    X *inp = l.input("inp", N * C), *weight = l.input("weight", OC * C), *bias = l.input("bias", OC);
+    X *dout = l.input("dout", N * OC), *out = l.written("out", N * OC);
+    X *dinp = l.written("dinp", N * C), *dweight = l.added("dweight", OC * C);
+    l.forward = [=] { matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC); };
+    l.backward = [=] { matmul_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC); };
+    l.formula = [=](Layer<X>& l) {
+        const double tol = sizeof(X) == 8 ? 1e-14 : 1e-6;
+        const std::vector<X>& start = l["dweight"].start;
+        Vec out_(N * OC), dinp_(N * C), dweight_(start.begin(), start.end());
+        for (int n = 0; n < N; n++)
+            for (int o = 0; o < OC; o++) {
+                double sum = with_bias ? bias[o] : 0;
+                for (int c = 0; c < C; c++) {
+                    sum += double(inp[n * C + c]) * weight[o * C + c];
+                    dinp_[n * C + c] += double(dout[n * OC + o]) * weight[o * C + c];
+                    dweight_[o * C + c] += double(dout[n * OC + o]) * inp[n * C + c];
+                }
+                out_[n * OC + o] = sum;
+            }
+        check_close(l.what + " out", l["out"].x, out_, tol);
+        check_close(l.what + " dinp", l["dinp"].x, dinp_, tol);
+        check_close(l.what + " dweight", l["dweight"].x, dweight_, tol);
+
+        std::vector<X> alone = start;  // without dinp
+        matmul_backward<X>(dev, nullptr, alone.data(), dout, inp, weight, N, C, OC);
+        CHECK(same_bits(alone, l["dweight"].x));
+        std::vector<X> written = poison<X>(OC * C), added(OC * C);  // in `written` there is nothing to add to
+        matmul_backward<X>(dev, nullptr, written.data(), dout, inp, weight, N, C, OC, false);
+        matmul_backward<X>(dev, nullptr, added.data(), dout, inp, weight, N, C, OC);
+        CHECK(same_bits(written, added));
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> gelu_layer(int N, int C) {
+    Layer<X> l("gelu");
+    X *inp = l.input("inp", N * C, 2), *dout = l.input("dout", N * C);
+    X *out = l.written("out", N * C), *dinp = l.written("dinp", N * C), *sum = l.added("sum of dinp", C);
+    l.forward = [=] { gelu_forward(dev, out, inp, N * C); };
+    l.backward = [=] { gelu_backward<X>(dev, dinp, sum, nullptr, nullptr, inp, dout, N, C); };
+    l.formula = [=](Layer<X>& l) {
+        for (int i = 0; i < N * C; i++) {
+            const double x = inp[i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
+            CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
+        }
+        check_column_sums(l["sum of dinp"], l["dinp"]);
+    };
+    return l;
+}
+
+// Attention as a layer has it, which is causal with scale 1/√HS, or with a mask and scale of its own.
+struct Mask {
+    bool causal;
+    double scale;
+};
+template <class X>
+static Layer<X> attention_layer(int B, int T, int NH, int HS, Attention kind, const Mask* own = nullptr) {
+    const Mask mask = own ? *own : Mask{true, 1 / std::sqrt(double(HS))};
+    Layer<X> l(format("attention T=%d HS=%d causal=%d scale=%.3g", T, HS, mask.causal, mask.scale));
+    const size_t n = size_t(B) * T * NH * HS;
+    X *qkv = l.input("qkv", 3 * n, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
+    X *lse = l.written("lse", B * NH * T), *dqkv = l.written("dqkv", 3 * n),
+      *bias = l.added("sum of dqkv", 3 * NH * HS);
+    l.forward = [=, layer = !own] {
+        if (layer)
+            attention_forward<X>(dev, kind, out, lse, nullptr, nullptr, qkv, B, T, NH, HS);
+        else
+            attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, mask.causal, mask.scale);
+    };
+    l.backward = [=, layer = !own] {
+        if (layer)
+            attention_backward<X>(dev, kind, dqkv, nullptr, dout, out, lse, nullptr, qkv, B, T, NH, HS);
+        else
+            attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, mask.causal, mask.scale);
+        qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * T, NH * HS);
+    };
+    l.formula = [=](Layer<X>& l) {  // with the (T,T) matrix written out
+        Vec out_ = poison(n), lse_ = poison(B * NH * T);
+        for (int b = 0; b < B; b++)
+            for (int h = 0; h < NH; h++)
+                for (int i = 0; i < T; i++) {
+                    const auto row = [&](int t, int which) {
+                        return qkv + ((size_t(b * T + t) * 3 + which) * NH + h) * HS;
+                    };
+                    Vec S(T, -inf);
+                    for (int j = 0; j < (mask.causal ? i + 1 : T); j++)
+                        S[j] = mask.scale * std::inner_product(row(i, 0), row(i, 0) + HS, row(j, 1), 0.0);
+                    double sum = 0;
+                    for (double s : S) sum += std::exp(s);
+                    lse_[(b * NH + h) * T + i] = std::log(sum);
+                    for (int d = 0; d < HS; d++) {
+                        double o = 0;
+                        for (int j = 0; j < T; j++) o += std::exp(S[j]) / sum * row(j, 2)[d];
+                        out_[(size_t(b * T + i) * NH + h) * HS + d] = o;
+                    }
+                }
+        check_close(l.what + " out", l["out"].x, out_, 1e-14);
+        check_close(l.what + " lse", l["lse"].x, lse_, 1e-14);
+        check_column_sums(l["sum of dqkv"], l["dqkv"]);
+    };
+    return l;
+}
+
+// The gradient of a matmul's bias comes from another layer's backward. Here the layers are as in the trainer: q, k, v's
+// product, attention, its projection, the residual's layer norm and the first half of the MLP.
+static Layer<double> block_layer(int B, int T, int NH, int HS) {
+    Layer<double> l("block");
+    const int C = NH * HS, N = B * T;
+    double *inp = l.input("inp", N * C), *qkvw = l.input("qkvw", 3 * C * C, 0.3), *qkvb = l.input("qkvb", 3 * C);
+    double *projw = l.input("projw", C * C, 0.3), *projb = l.input("projb", C);
+    double *lnw = l.input("lnw", C, 1, 1), *lnb = l.input("lnb", C);
+    double *fcw = l.input("fcw", 4 * C * C, 0.3), *fcb = l.input("fcb", 4 * C);
+    double *fcprojw = l.input("fcprojw", C * 4 * C, 0.3), *dout = l.input("dout", N * C);
+    double *qkv = l.written("qkv", N * 3 * C), *atty = l.written("atty", N * C), *lse = l.written("lse", B * NH * T);
+    double *proj = l.written("proj", N * C), *residual = l.written("residual", N * C), *ln = l.written("ln", N * C);
+    double *mean = l.written("mean", N), *rstd = l.written("rstd", N), *out = l.written("out", N * C);
+    double *fch = l.written("fch", N * 4 * C), *gelu = l.written("gelu", N * 4 * C);
+    double *dqkvb = l.added("dqkvb", 3 * C), *dprojb = l.added("dprojb", C), *dfcb = l.added("dfcb", 4 * C);
+    l.forward = [=] {
+        matmul_forward(dev, qkv, inp, qkvw, qkvb, N, C, 3 * C);
+        attention_forward<double>(dev, Attention::flash, atty, lse, nullptr, nullptr, qkv, B, T, NH, HS);
+        matmul_forward(dev, proj, atty, projw, projb, N, C, C);
+        residual_layernorm_forward(dev, residual, ln, mean, rstd, inp, proj, lnw, lnb, N, C);
+        matmul_gelu_forward(dev, gelu, fch, ln, fcw, fcb, N, C, 4 * C);
+        matmul_forward<double>(dev, out, gelu, fcprojw, nullptr, N, 4 * C, C);
+    };
+    l.backward = [=] {
+        Vec fc = poison(N * 4 * C), dln = poison(N * C), dresidual(N * C), datty = poison(N * C);
+        Vec dqkv = poison(N * 3 * C), dlnw(C), dlnb(C);
+        matmul_gelu_backward<double>(dev, fc.data(), dfcb, nullptr, nullptr, dout, fcprojw, fch, N, 4 * C, C);
+        matmul_backward<double>(dev, dln.data(), nullptr, fc.data(), nullptr, fcw, N, C, 4 * C);
+        layernorm_backward<double>(dev, dresidual.data(), dlnw.data(), dlnb.data(), dprojb, nullptr, dln.data(),
+                                   residual, lnw, mean, rstd, N, C);
+        matmul_backward<double>(dev, datty.data(), nullptr, dresidual.data(), nullptr, projw, N, C, C);
+        attention_backward<double>(dev, Attention::flash, dqkv.data(), nullptr, datty.data(), atty, lse, nullptr, qkv,
+                                   B, T, NH, HS);
+        qkv_bias_backward<double>(dev, dqkvb, nullptr, dqkv.data(), nullptr, nullptr, N, C);
+    };
+    l.formula = [=](Layer<double>& l) {  // what the GPU computes instead of two thirds of the sums
+        const Vec added = l["dqkvb"].x - l["dqkvb"].start, dproj = l["dprojb"].x - l["dprojb"].start;
+        for (int c = 0; c < C; c++) {
+            double v = 0;
+            for (int r = 0; r < C; r++) v += dproj[r] * projw[r * C + c];
+            CHECK_NEAR(added[C + c], 0, 1e-12);
+            CHECK_NEAR(added[2 * C + c], v, 1e-12);
+        }
+    };
+    return l;
+}
+
+template <class X>
+static Layer<X> classifier_layer(int N, int V, int Vp) {
+    Layer<X> l(format("classifier N=%d V=%d Vp=%d", N, V, Vp));
+    const X dloss = 0.37f;
+    const std::vector<int> targets = random_tokens(N, V);
+    X *logits = l.input("logits", N * Vp, 3), *dlosses = l.input("dlosses", N);
+    X *losses = l.written("losses", N), *again = l.written("losses again", N), *dlogits = l.written("dlogits", N * Vp);
+    for (int n = 0; n < N; n++)  // padding is never read. This is +∞, because NaN would hide from max
+        std::fill(logits + n * Vp + V, logits + (n + 1) * Vp, inf);
+    std::fill_n(dlosses, N, dloss);
+    l.forward = [=] { classifier<X>(dev, logits, losses, targets.data(), 0, N, V, Vp); };
+    l.backward = [=] {
+        std::copy_n(logits, N * Vp, dlogits);
+        classifier(dev, dlogits, again, targets.data(), dloss, N, V, Vp);
+    };
+    l.formula = [=](Layer<X>& l) {
+        for (int n = 0; n < N; n++) {
+            double sum = 0;
+            for (int i = 0; i < V; i++) sum += std::exp(logits[n * Vp + i]);
+            CHECK_NEAR(losses[n], -std::log(std::exp(logits[n * Vp + targets[n]]) / sum), 1e-13 * (1 + losses[n]));
+            for (int i = V; i < Vp; i++) CHECK(dlogits[n * Vp + i] == 0);
+        }
+        CHECK(same_bits(l["losses"].x, l["losses again"].x));
+    };
+    return l;
+}
+
+// The sums over all gradients, and an update with their norm.
+template <class X>
+static Layer<X> update_layer(int n) {
+    Layer<X> l("update");
+    X *grads = l.input("grads", n, 1, 0.1), *sum = l.written("sum", 1), *norm = l.written("norm", 1);
+    X *params = l.added("params", n), *m = l.added("m", n), *v = l.added("v", n);
+    std::fill_n(v, n, X(0.5));  // squares
+    l.forward = [=] {
+        const ParamRange all = {0, size_t(n), true};
+        reduce_sum(dev, sum, nullptr, grads, X(0.5), n);
+        global_norm(dev, norm, nullptr, grads, n);
+        adamw_update<X>(dev, params, nullptr, m, v, grads, norm, &all, 1, {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
+    };
+    return l;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+TEST(encoder) {
+    for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}}) check(encoder_layer<double>(B, T, C, 7));
     // In a rank's two chunks of a sequence rows 0 and 1 are at positions 2 and 3, rows 2 and 3 at 6 and 7.
     const Vec wte = {0}, wpe = {0, 1, 2, 3, 4, 5, 6, 7};
     const std::vector<int> tokens(8, 0);
@@ -143,170 +447,43 @@ TEST(encoder) {
 }
 
 TEST(layernorm) {
-    for (auto [N, C] : {std::array{1, 1}, {3, 5}, {4, 64}, {33, 100}, {2, 333}}) {
-        const std::string what = format("layernorm N=%d C=%d", N, C);
-        Vec inp = randn(N * C, 2, 0.5), weight = randn(C, 1, 1), bias = randn(C), dout = randn(N * C);
-        Vec out = poison(N * C), mean = poison(N), rstd = poison(N);
-        const auto loss = [&] {
-            layernorm_forward(dev, out.data(), mean.data(), rstd.data(), inp.data(), weight.data(), bias.data(), N, C);
-            return dot(out, dout);
-        };
-        loss();
-        for (int n = 0; n < N; n++) {
-            double m = 0, variance = 0;
-            for (int c = 0; c < C; c++) m += inp[n * C + c] / C;
-            for (int c = 0; c < C; c++) variance += std::pow(inp[n * C + c] - m, 2) / C;
-            CHECK_NEAR(mean[n], m, 1e-13);
-            CHECK_NEAR(rstd[n], 1 / std::sqrt(variance + 1e-5), 1e-13 * rstd[n]);
-            for (int c = 0; c < C; c++)
-                CHECK_NEAR(out[n * C + c], (inp[n * C + c] - m) / std::sqrt(variance + 1e-5) * weight[c] + bias[c],
-                           1e-12);
-        }
-
-        const Vec dinp0 = randn(N * C), dweight0 = randn(C), dbias0 = randn(C);
-        Vec dinp = dinp0, dweight = dweight0, dbias = dbias0, dsum = dbias0;
-        layernorm_backward(dev, dinp.data(), dweight.data(), dbias.data(), dsum.data(), nullptr, dout.data(),
-                           inp.data(), weight.data(), mean.data(), rstd.data(), N, C);
-        check_gradient(what + " inp", inp, dinp - dinp0, loss);
-        check_gradient(what + " weight", weight, dweight - dweight0, loss);
-        check_gradient(what + " bias", bias, dbias - dbias0, loss);
-        for (int c = 0; c < C; c++) {
-            double sum = dbias0[c];
-            for (int n = 0; n < N; n++) sum += dinp[n * C + c];
-            CHECK_NEAR(dsum[c], sum, 1e-12);
-        }
-    }
-}
-
-TEST(residual_layernorm) {
+    for (auto [N, C] : {std::array{1, 1}, {3, 5}, {4, 64}, {33, 100}, {2, 333}})
+        check(residual_layernorm_layer<double>(N, C));
     const int N = 9, C = 37;
-    Vec a = randn(N * C), b = randn(N * C), weight = randn(C, 1, 1), bias = randn(C);
-    Vec residual = poison(N * C), out = poison(N * C), mean = poison(N), rstd = poison(N);
-    // The residual stream goes on below as well, and layernorm_backward adds into its gradient.
-    const Vec dout = randn(N * C), dresidual = randn(N * C);
-    const auto forward = [&](double* residual) {
-        residual_layernorm_forward(dev, residual, out.data(), mean.data(), rstd.data(), a.data(), b.data(),
-                                   weight.data(), bias.data(), N, C);
-    };
-    const auto loss = [&] { return forward(residual.data()), dot(out, dout) + dot(residual, dresidual); };
-    loss();
-    const Vec sum = residual;
-    Vec plain = poison(N * C), plain_mean = poison(N), plain_rstd = poison(N);
-    for (int i = 0; i < N * C; i++) CHECK(sum[i] == a[i] + b[i]);
-    layernorm_forward(dev, plain.data(), plain_mean.data(), plain_rstd.data(), residual.data(), weight.data(),
-                      bias.data(), N, C);
-    CHECK(same_bits(out, plain) && same_bits(mean, plain_mean) && same_bits(rstd, plain_rstd));
-
-    Vec dinp = dresidual, dweight(C), dbias(C);
-    layernorm_backward<double>(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, nullptr, dout.data(),
-                               residual.data(), weight.data(), mean.data(), rstd.data(), N, C);
-    check_gradient("residual_layernorm a", a, dinp, loss);
-    check_gradient("residual_layernorm b", b, dinp, loss);
-
-    for (Vec* in_place : {&a, &b}) {
-        const Vec keep = *in_place;
-        out = poison(N * C);
-        forward(in_place->data());
-        CHECK(same_bits(*in_place, sum) && same_bits(out, plain));
-        *in_place = keep;
+    Layer<double> l = residual_layernorm_layer<double>(N, C);
+    check(std::move(l));
+    for (const char* in_place : {"a", "b"}) {
+        Vec a = l["a"].x, b = l["b"].x, out = poison(N * C), mean(N), rstd(N);
+        Vec& residual = in_place[0] == 'a' ? a : b;
+        residual_layernorm_forward(dev, residual.data(), out.data(), mean.data(), rstd.data(), a.data(), b.data(),
+                                   l["weight"].x.data(), l["bias"].x.data(), N, C);
+        CHECK(same_bits(residual, l["residual"].x) && same_bits(out, l["out"].x));
     }
 }
 
 // The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
-template <class X>
-static void check_matmul(int N, int C, int OC, bool with_bias, double tol) {
-    const std::string what = format("matmul %s N=%d C=%d OC=%d", name_of(dtype_of<X>()), N, C, OC);
-    const std::vector<X> inp = randn<X>(N * C), weight = randn<X>(OC * C), bias = randn<X>(OC), dout = randn<X>(N * OC);
-    std::vector<X> out = poison<X>(N * OC), dinp = poison<X>(N * C), dweight = randn<X>(OC * C);
-    Vec out_(N * OC), dinp_(N * C), dweight_(dweight.begin(), dweight.end());
-    for (int n = 0; n < N; n++)
-        for (int o = 0; o < OC; o++) {
-            double sum = with_bias ? bias[o] : 0;
-            for (int c = 0; c < C; c++) {
-                sum += double(inp[n * C + c]) * weight[o * C + c];
-                dinp_[n * C + c] += double(dout[n * OC + o]) * weight[o * C + c];
-                dweight_[o * C + c] += double(dout[n * OC + o]) * inp[n * C + c];
-            }
-            out_[n * OC + o] = sum;
-        }
-    const std::vector<X> dweight0 = dweight;
-    matmul_forward(dev, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC);
-    matmul_backward(dev, dinp.data(), dweight.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
-    check_close(what + " out", out, out_, tol);
-    check_close(what + " dinp", dinp, dinp_, tol);
-    check_close(what + " dweight", dweight, dweight_, tol);
-
-    std::vector<X> alone = dweight0;  // without dinp
-    matmul_backward<X>(dev, nullptr, alone.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
-    CHECK(same_bits(alone, dweight));
-
-    std::vector<X> written(alone.size(), NAN), added(alone.size(), X(0));  // in `written` there is nothing to add to
-    matmul_backward<X>(dev, nullptr, written.data(), dout.data(), inp.data(), weight.data(), N, C, OC, false);
-    matmul_backward<X>(dev, nullptr, added.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
-    CHECK(same_bits(written, added));
-}
-
 TEST(matmul) {
-    for (auto [N, C, OC] : {std::array{1, 1, 1},
-                            {3, 5, 7},
-                            {6, 256, 16},
-                            {7, 257, 17},
-                            {24, 255, 15},
-                            {25, 600, 33},
-                            {130, 24, 65},
-                            {515, 9, 48},
-                            {3, 2, 1025},
-                            {2, 2049, 3},
-                            {1, 3, 2060}}) {
-        check_matmul<double>(N, C, OC, true, 1e-14);
-        check_matmul<float>(N, C, OC, false, 1e-6);
+    const std::array<int, 3> sizes[] = {{1, 1, 1},     {3, 5, 7},     {6, 256, 16},  {7, 257, 17},
+                                        {24, 255, 15}, {25, 600, 33}, {130, 24, 65}, {515, 9, 48},
+                                        {3, 2, 1025},  {2, 2049, 3},  {1, 3, 2060}};
+    for (auto [N, C, OC] : sizes) {
+        check_run(matmul_layer<double>(N, C, OC));
+        check_run(matmul_layer<float>(N, C, OC, false));
     }
-}
-
-TEST(matmul_gradient) {
-    for (auto [N, C, OC] : {std::array{1, 1, 1}, {5, 7, 11}, {33, 20, 26}}) {
-        const std::string what = format("matmul N=%d C=%d OC=%d", N, C, OC);
-        Vec inp = randn(N * C), weight = randn(OC * C), bias = randn(OC), dout = randn(N * OC), out = poison(N * OC);
-        const auto loss = [&] {
-            matmul_forward(dev, out.data(), inp.data(), weight.data(), bias.data(), N, C, OC);
-            return dot(out, dout);
-        };
-        const Vec dweight0 = randn(OC * C);
-        Vec dinp = poison(N * C), dweight = dweight0;
-        matmul_backward(dev, dinp.data(), dweight.data(), dout.data(), inp.data(), weight.data(), N, C, OC);
-        check_gradient(what + " inp", inp, dinp, loss);
-        check_gradient(what + " weight", weight, dweight - dweight0, loss);
-    }
+    for (auto [N, C, OC] : {std::array{1, 1, 1}, {5, 7, 11}, {33, 20, 26}}) check(matmul_layer<double>(N, C, OC));
 }
 
 TEST(gelu) {
-    const size_t n = 17 * 59;
-    Vec inp = randn(n, 2), out = poison(n), dout = randn(n), dinp = poison(n);
-    const auto loss = [&] { return gelu_forward(dev, out.data(), inp.data(), n), dot(out, dout); };
-    loss();
-    for (size_t i = 0; i < n; i++) {
-        const double x = inp[i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
-        CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
-    }
-    const int N = 17, C = n / N;
-    Vec sum(C), none(C), again = poison(n);
-    gelu_backward<double>(dev, dinp.data(), none.data(), nullptr, nullptr, inp.data(), dout.data(), N, C);
-    check_gradient("gelu", inp, dinp, loss);
-
-    loss();  // from the unperturbed input again
-    Vec in_place = dout;
-    gelu_backward(dev, in_place.data(), sum.data(), again.data(), nullptr, inp.data(), in_place.data(), N, C);
-    CHECK(same_bits(in_place, dinp) && same_bits(again, out) && same_bits(sum, none));
-    for (int c = 0; c < C; c++) {
-        double want = 0;
-        for (int r = 0; r < N; r++) want += dinp[r * C + c];
-        CHECK_NEAR(sum[c], want, 1e-12);
-    }
+    const int N = 17, C = 59;
+    Layer<double> l = gelu_layer<double>(N, C);
+    check(std::move(l));
+    Vec in_place = l["dout"].x, sum = l["sum of dinp"].start, again = poison(N * C);
+    gelu_backward(dev, in_place.data(), sum.data(), again.data(), nullptr, l["inp"].x.data(), in_place.data(), N, C);
+    CHECK(same_bits(in_place, l["dinp"].x) && same_bits(sum, l["sum of dinp"].x) && same_bits(again, l["out"].x));
 
     const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f}, ones(far.size(), 1);
-    std::vector<float> y = poison<float>(far.size()), dy = y;
+    std::vector<float> y = poison<float>(far.size()), dy = y, ignored(far.size());
     gelu_forward(dev, y.data(), far.data(), far.size());
-    std::vector<float> ignored(far.size());
     gelu_backward<float>(dev, dy.data(), ignored.data(), nullptr, nullptr, far.data(), ones.data(), 1, far.size());
     for (size_t i = 0; i < far.size(); i++) {
         CHECK(y[i] == std::max(far[i], 0.f));
@@ -314,179 +491,43 @@ TEST(gelu) {
     }
 }
 
-// Attention with the (T,T) matrix written out, and out and lse by the definition.
-static void naive_attention(Vec& out, Vec& lse, const Vec& qkv, int B, int T, int NH, int HS, bool causal,
-                            double scale) {
-    const auto at = [&](int b, int t, int which, int h, int d) {
-        return qkv[(((size_t(b) * T + t) * 3 + which) * NH + h) * HS + d];
-    };
-    for (int b = 0; b < B; b++)
-        for (int h = 0; h < NH; h++)
-            for (int i = 0; i < T; i++) {
-                Vec S(T, -inf);
-                for (int j = 0; j < (causal ? i + 1 : T); j++) {
-                    S[j] = 0;
-                    for (int d = 0; d < HS; d++) S[j] += scale * at(b, i, 0, h, d) * at(b, j, 1, h, d);
-                }
-                double sum = 0;
-                for (double s : S) sum += std::exp(s);
-                lse[(b * NH + h) * T + i] = std::log(sum);
-                for (int d = 0; d < HS; d++) {
-                    double o = 0;
-                    for (int j = 0; j < T; j++) o += std::exp(S[j]) / sum * at(b, j, 2, h, d);
-                    out[((size_t(b) * T + i) * NH + h) * HS + d] = o;
-                }
-            }
-}
-
 TEST(attention) {
-    const int B = 2, NH = 3;
     for (int T : {1, 2, 17})
         for (int HS : {4, 32, 64})
             for (bool causal : {true, false})
                 for (double scale : {1 / std::sqrt(double(HS)), 0.3}) {
-                    const std::string what = format("attention T=%d HS=%d causal=%d scale=%.3g", T, HS, causal, scale);
-                    const size_t n = size_t(B) * T * NH * HS;
-                    Vec qkv = randn(3 * n), out = poison(n), lse = poison(B * NH * T), dout = randn(n),
-                        dqkv = poison(3 * n);
-                    const auto loss = [&] {
-                        attention_forward<double>(dev, out.data(), lse.data(), qkv.data(), B, T, NH, HS, causal, scale);
-                        return dot(out, dout);
-                    };
-                    loss();
-                    Vec out_ = poison(n), lse_ = poison(B * NH * T);
-                    naive_attention(out_, lse_, qkv, B, T, NH, HS, causal, scale);
-                    check_close(what + " out", out, out_, 1e-14);
-                    check_close(what + " lse", lse, lse_, 1e-14);
-
-                    attention_backward<double>(dev, dqkv.data(), dout.data(), out.data(), lse.data(), qkv.data(), B, T,
-                                               NH, HS, causal, scale);
-                    check_gradient(what, qkv, dqkv, loss);
+                    const Mask mask = {causal, scale};
+                    check(attention_layer<double>(2, T, 3, HS, Attention::flash, &mask));
                 }
+    for (Attention kind : {Attention::flash, Attention::naive}) check(attention_layer<double>(2, 19, 2, 12, kind));
+    CHECK_ERROR(attention_layer<double>(1, 1, 1, 257, Attention::flash).run(), "head size 257");
 }
 
-TEST(attention_of_a_layer) {  // is the causal one with scale 1/√HS
-    const int B = 2, T = 19, NH = 2, HS = 12;
-    const size_t n = size_t(B) * T * NH * HS;
-    const Vec qkv = randn(3 * n), dout = randn(n);
-    Vec out = poison(n), lse = poison(B * NH * T), dqkv = poison(3 * n), out_ = out, lse_ = lse, dqkv_ = dqkv;
-    for (Attention kind : {Attention::flash, Attention::naive}) {
-        attention_forward<double>(dev, kind, out.data(), lse.data(), nullptr, nullptr, qkv.data(), B, T, NH, HS);
-        attention_backward<double>(dev, kind, dqkv.data(), nullptr, dout.data(), out.data(), lse.data(), nullptr,
-                                   qkv.data(), B, T, NH, HS);
-        const double scale = 1 / std::sqrt(double(HS));
-        attention_forward<double>(dev, out_.data(), lse_.data(), qkv.data(), B, T, NH, HS, true, scale);
-        attention_backward<double>(dev, dqkv_.data(), dout.data(), out_.data(), lse_.data(), qkv.data(), B, T, NH, HS,
-                                   true, scale);
-        CHECK(same_bits(out, out_) && same_bits(lse, lse_) && same_bits(dqkv, dqkv_));
-    }
-    CHECK_ERROR(attention_forward<double>(dev, Attention::flash, out.data(), lse.data(), nullptr, nullptr, qkv.data(),
-                                          1, 1, 1, 257),
-                "head size 257");
-}
-
-// The gradient of a matmul's bias comes from another layer's backward. Here the layers are as in the trainer: q, k, v's
-// product, attention, its projection, the residual's layer norm and the first half of the MLP.
 TEST(bias_gradients) {
-    const int B = 2, T = 9, NH = 2, HS = 5, C = NH * HS, N = B * T;
-    const Vec inp = randn(N * C), qkvw = randn(3 * C * C, 0.3), projw = randn(C * C, 0.3), lnw = randn(C, 1, 1),
-              lnb = randn(C), fcw = randn(4 * C * C, 0.3), fcprojw = randn(C * 4 * C, 0.3), dout = randn(N * C);
-    Vec qkvb = randn(3 * C), projb = randn(C), fcb = randn(4 * C);
-    Vec qkv = poison(N * 3 * C), atty = poison(N * C), lse = poison(B * NH * T), proj = poison(N * C),
-        ln = poison(N * C), residual = poison(N * C), mean = poison(N), rstd = poison(N), fch = poison(N * 4 * C),
-        gelu = fch, out = ln;
-    const auto loss = [&] {
-        matmul_forward(dev, qkv.data(), inp.data(), qkvw.data(), qkvb.data(), N, C, 3 * C);
-        attention_forward<double>(dev, Attention::flash, atty.data(), lse.data(), nullptr, nullptr, qkv.data(), B, T,
-                                  NH, HS);
-        matmul_forward(dev, proj.data(), atty.data(), projw.data(), projb.data(), N, C, C);
-        residual_layernorm_forward(dev, residual.data(), ln.data(), mean.data(), rstd.data(), inp.data(), proj.data(),
-                                   lnw.data(), lnb.data(), N, C);
-        matmul_gelu_forward(dev, gelu.data(), fch.data(), ln.data(), fcw.data(), fcb.data(), N, C, 4 * C);
-        matmul_forward<double>(dev, out.data(), gelu.data(), fcprojw.data(), nullptr, N, 4 * C, C);
-        return dot(out, dout);
-    };
-    loss();
-
-    const Vec dqkvb0 = randn(3 * C), dprojb0 = randn(C), dfcb0 = randn(4 * C);
-    Vec dqkvb = dqkvb0, dprojb = dprojb0, dfcb = dfcb0, dlnw(C), dlnb(C);
-    Vec dwide = poison(N * 4 * C), dln = poison(N * C), dresidual(N * C), datty = poison(N * C),
-        dqkv = poison(N * 3 * C);
-    matmul_gelu_backward<double>(dev, dwide.data(), dfcb.data(), nullptr, nullptr, dout.data(), fcprojw.data(),
-                                 fch.data(), N, 4 * C, C);
-    matmul_backward<double>(dev, dln.data(), nullptr, dwide.data(), nullptr, fcw.data(), N, C, 4 * C);
-    layernorm_backward(dev, dresidual.data(), dlnw.data(), dlnb.data(), dprojb.data(), nullptr, dln.data(),
-                       residual.data(), lnw.data(), mean.data(), rstd.data(), N, C);
-    matmul_backward<double>(dev, datty.data(), nullptr, dresidual.data(), nullptr, projw.data(), N, C, C);
-    attention_backward<double>(dev, Attention::flash, dqkv.data(), nullptr, datty.data(), atty.data(), lse.data(),
-                               nullptr, qkv.data(), B, T, NH, HS);
-    qkv_bias_backward<double>(dev, dqkvb.data(), nullptr, dqkv.data(), nullptr, nullptr, N, C);
-    dqkvb = dqkvb - dqkvb0, dprojb = dprojb - dprojb0, dfcb = dfcb - dfcb0;
-    check_gradient("qkvb", qkvb, dqkvb, loss);
-    check_gradient("projb", projb, dprojb, loss);
-    check_gradient("fcb", fcb, dfcb, loss);
-
-    for (int c = 0; c < C; c++) {  // what the GPU computes instead of two thirds of the sums
-        double v = 0;
-        for (int r = 0; r < C; r++) v += dprojb[r] * projw[r * C + c];
-        CHECK_NEAR(dqkvb[C + c], 0, 1e-12);
-        CHECK_NEAR(dqkvb[2 * C + c], v, 1e-12);
-    }
+    check(block_layer(2, 9, 2, 5));
 }
 
 TEST(attention_large_scores) {
-    const int B = 1, T = 65, NH = 2, HS = 64;
-    const size_t n = size_t(B) * T * NH * HS;
+    const int T = 65, NH = 2, HS = 64;
     for (float sharpen : {5.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
-        std::vector<float> qkv = randn<float>(3 * n, 1, 0.5), out = poison<float>(n), lse = poison<float>(B * NH * T);
-        std::vector<float> dout = randn<float>(n), dqkv = poison<float>(3 * n);
-        for (size_t i = 0; i < 3 * n; i++)
-            if (i / (NH * HS) % 3 == 0) qkv[i] *= sharpen;
-        attention_forward<float>(dev, Attention::flash, out.data(), lse.data(), nullptr, nullptr, qkv.data(), B, T, NH,
-                                 HS);
-        attention_backward<float>(dev, Attention::flash, dqkv.data(), nullptr, dout.data(), out.data(), lse.data(),
-                                  nullptr, qkv.data(), B, T, NH, HS);
-        CHECK(count_nonfinite(dev, nullptr, out.data(), n) == 0);
-        CHECK(count_nonfinite(dev, nullptr, lse.data(), lse.size()) == 0);
-        CHECK(count_nonfinite(dev, nullptr, dqkv.data(), 3 * n) == 0);
+        Layer<float> l = attention_layer<float>(1, T, NH, HS, Attention::flash);
+        std::vector<float>& qkv = l["qkv"].x;
         float largest = 0;  // out is an average of v
-        for (size_t i = 0; i < 3 * n; i++)
+        for (size_t i = 0; i < qkv.size(); i++) {
+            qkv[i] += 0.5f;
+            if (i / (NH * HS) % 3 == 0) qkv[i] *= sharpen;
             if (i / (NH * HS) % 3 == 2) largest = std::max(largest, std::fabs(qkv[i]));
-        for (float o : out) CHECK(std::fabs(o) <= largest * 1.0001f);
+        }
+        l.run();
+        for (const char* name : {"out", "lse", "dqkv"})
+            CHECK(count_nonfinite(dev, nullptr, l[name].x.data(), l[name].x.size()) == 0);
+        for (float o : l["out"].x) CHECK(std::fabs(o) <= largest * 1.0001f);
     }
 }
 
 TEST(classifier) {
-    for (auto [N, V, Vp] : {std::array{1, 1, 1}, {5, 7, 7}, {9, 13, 128}, {3, 300, 384}}) {
-        const std::string what = format("classifier N=%d V=%d Vp=%d", N, V, Vp);
-        const double dloss = 0.37;
-        const std::vector<int> targets = random_tokens(N, V);
-        Vec logits = randn(N * Vp, 3), losses = poison(N);
-        for (int n = 0; n < N; n++)  // padding is never read. This is +∞, because NaN would hide from max
-            std::fill(&logits[n * Vp] + V, &logits[n * Vp] + Vp, inf);
-
-        const Vec before = logits;
-        const auto loss = [&] {
-            classifier(dev, logits.data(), losses.data(), targets.data(), 0.0, N, V, Vp);
-            return dloss * std::accumulate(losses.begin(), losses.end(), 0.0);
-        };
-        loss();
-        CHECK(same_bits(logits, before));
-        for (int n = 0; n < N; n++) {
-            double sum = 0;
-            for (int i = 0; i < V; i++) sum += std::exp(logits[n * Vp + i]);
-            CHECK_NEAR(losses[n], -std::log(std::exp(logits[n * Vp + targets[n]]) / sum), 1e-13 * (1 + losses[n]));
-        }
-
-        Vec dlogits = logits, same_losses = poison(N);
-        classifier(dev, dlogits.data(), same_losses.data(), targets.data(), dloss, N, V, Vp);
-        CHECK(same_bits(losses, same_losses));
-        for (int n = 0; n < N; n++)
-            for (int i = V; i < Vp; i++) CHECK(dlogits[n * Vp + i] == 0);
-        for (double& x : logits)
-            if (std::isinf(x)) x = 0;  // so that all of it can be moved
-        check_gradient(what, logits, dlogits, loss);
-    }
+    for (auto [N, V, Vp] : {std::array{1, 1, 1}, {5, 7, 7}, {9, 13, 128}, {3, 300, 384}})
+        check(classifier_layer<double>(N, V, Vp));
 
     // Targets outside the vocabulary, padding included, give a loss of NaN. Their neighbours do not notice.
     const int V = 5, Vp = 8;
@@ -612,106 +653,58 @@ TEST(adamw) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Runs every layer once, with inputs from `seed`, and returns the outputs one after the other.
+// Runs every layer once, with inputs from one seed.
 template <class X>
-static std::vector<std::pair<const char*, std::vector<X>>> every_layer(const Cpu& dev, int B, int T, int NH, int HS,
-                                                                       int V) {
+static std::vector<Layer<X>> every_layer(int B, int T, int NH, int HS, int V) {
     rng.seed(7);
-    std::vector<std::pair<const char*, std::vector<X>>> results;
-    const int C = NH * HS, OC = 3 * C, N = B * T, Vp = (V + 127) / 128 * 128;
-    const auto in = [](size_t n) { return randn<X>(n, 1, 0.1); };
-    const auto keep = [&](const char* name, std::vector<X>& x) { results.push_back({name, x}); };
-    const std::vector<int> tokens = random_tokens(N, V);
-    const std::vector<X> inp = in(N * C), other = in(N * C), dout = in(N * C), weight = in(C), bias = in(C);
-    const std::vector<X> big = in(size_t(OC) * C), big_bias = in(OC), big_dout = in(N * OC);
-    const std::vector<X> wte = in(Vp * C), wpe = in(T * C);
-
-    std::vector<X> out = poison<X>(N * C), mean = poison<X>(N), rstd = poison<X>(N), residual = poison<X>(N * C);
-    encoder_forward(dev, out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
-    keep("encoder out", out);
-    std::vector<X> dwte(Vp * C), dwpe(T * C);
-    encoder_backward(dev, dwte.data(), dwpe.data(), nullptr, dout.data(), tokens.data(), B, T, C);
-    keep("dwte", dwte);
-    keep("dwpe", dwpe);
-
-    residual_layernorm_forward(dev, residual.data(), out.data(), mean.data(), rstd.data(), inp.data(), other.data(),
-                               weight.data(), bias.data(), N, C);
-    keep("residual", residual);
-    keep("layernorm out", out);
-    keep("mean", mean);
-    keep("rstd", rstd);
-    std::vector<X> dinp = in(N * C), dweight = in(C), dbias = in(C);
-    layernorm_backward<X>(dev, dinp.data(), dweight.data(), dbias.data(), nullptr, nullptr, dout.data(),
-                          residual.data(), weight.data(), mean.data(), rstd.data(), N, C);
-    keep("layernorm dinp", dinp);
-    keep("layernorm dweight", dweight);
-    keep("layernorm dbias", dbias);
-
-    std::vector<X> qkv = poison<X>(N * OC), dbig = in(size_t(OC) * C), dbig_bias = in(OC);
-    matmul_forward(dev, qkv.data(), inp.data(), big.data(), big_bias.data(), N, C, OC);
-    matmul_backward(dev, dinp.data(), dbig.data(), big_dout.data(), inp.data(), big.data(), N, C, OC);
-    qkv_bias_backward<X>(dev, dbig_bias.data(), nullptr, big_dout.data(), nullptr, nullptr, N, C);
-    keep("matmul out", qkv);
-    keep("matmul dinp", dinp);
-    keep("matmul dweight", dbig);
-    keep("qkv dbias", dbig_bias);
-
-    gelu_forward(dev, out.data(), inp.data(), N * C);
-    gelu_backward<X>(dev, dinp.data(), std::vector<X>(C).data(), nullptr, nullptr, inp.data(), dout.data(), N, C);
-    keep("gelu out", out);
-    keep("gelu dinp", dinp);
-
-    std::vector<X> lse = poison<X>(B * NH * T), dqkv = poison<X>(N * OC);
-    const std::vector<X> packed = in(N * OC);
-    attention_forward<X>(dev, Attention::flash, out.data(), lse.data(), nullptr, nullptr, packed.data(), B, T, NH, HS);
-    attention_backward<X>(dev, Attention::flash, dqkv.data(), nullptr, dout.data(), out.data(), lse.data(), nullptr,
-                          packed.data(), B, T, NH, HS);
-    keep("attention out", out);
-    keep("attention lse", lse);
-    keep("attention dqkv", dqkv);
-
-    std::vector<X> logits = in(N * Vp), losses = poison<X>(N), norms = poison<X>(2);
-    classifier(dev, logits.data(), losses.data(), tokens.data(), X(0.25), N, V, Vp);
-    keep("losses", losses);
-    keep("dlogits", logits);
-
-    std::vector<X> params = in(N * C), m = in(N * C), v(N * C, X(0.5));
-    reduce_sum(dev, &norms[0], nullptr, inp.data(), X(0.5), N * C);
-    global_norm(dev, &norms[1], nullptr, inp.data(), N * C);
-    const ParamRange all = {0, size_t(N) * C, true};
-    adamw_update<X>(dev, params.data(), nullptr, m.data(), v.data(), inp.data(), &norms[1], &all, 1,
-                    {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
-    keep("sum and norm", norms);
-    keep("adamw params", params);
-    keep("adamw m", m);
-    keep("adamw v", v);
-    return results;
+    const int C = NH * HS, N = B * T, Vp = (V + 127) / 128 * 128;
+    std::vector<Layer<X>> all;
+    all.push_back(encoder_layer<X>(B, T, C, V));
+    all.push_back(residual_layernorm_layer<X>(N, C));
+    all.push_back(matmul_layer<X>(N, C, 3 * C));
+    all.push_back(gelu_layer<X>(N, C));
+    all.push_back(attention_layer<X>(B, T, NH, HS, Attention::flash));
+    all.push_back(classifier_layer<X>(N, V, Vp));
+    all.push_back(update_layer<X>(N * C));
+    for (Layer<X>& l : all) l.run();
+    return all;
 }
 
 TEST(float_agrees_with_double) {
     for (auto [B, T, NH, HS, V] : {std::array{1, 1, 1, 3, 2}, {3, 37, 2, 32, 100}, {2, 129, 3, 20, 300}}) {
-        const auto single = every_layer<float>(dev, B, T, NH, HS, V);
-        const auto dbl = every_layer<double>(dev, B, T, NH, HS, V);
+        const auto single = every_layer<float>(B, T, NH, HS, V);
+        const auto dbl = every_layer<double>(B, T, NH, HS, V);
         for (size_t i = 0; i < dbl.size(); i++)
-            check_close(format("%s B=%d T=%d NH=%d HS=%d", dbl[i].first, B, T, NH, HS), single[i].second, dbl[i].second,
-                        2e-6);
+            for (size_t k = 0; k < dbl[i].results.size(); k++)
+                check_close(dbl[i].what + " " + dbl[i].results[k].name, single[i].results[k].x, dbl[i].results[k].x,
+                            2e-6);
     }
+}
+
+template <class X>
+static void check_threads(int B, int T, int NH, int HS, int V) {
+    std::vector<Layer<X>> one;
+    for (int threads : {1, 2, 3}) {
+        const Cpu these_threads(threads);
+        std::vector<Layer<X>> all = every_layer<X>(B, T, NH, HS, V);
+        if (threads == 1)
+            one = std::move(all);
+        else
+            for (size_t i = 0; i < all.size(); i++)
+                for (size_t k = 0; k < all[i].results.size(); k++)
+                    if (!same_bits(all[i].results[k].x, one[i].results[k].x))
+                        test::report(__FILE__, __LINE__,
+                                     format("%s: another %s with %d threads", all[i].what.c_str(),
+                                            all[i].results[k].name.c_str(), threads));
+    }
+    const Cpu all_threads;
 }
 
 TEST(results_do_not_depend_on_threads) {
     for (auto [B, T, NH, HS, V] : {std::array{3, 50, 3, 32, 200}, {1, 111, 5, 17, 130}}) {
-        const auto one = every_layer<float>(Cpu(1), B, T, NH, HS, V);
-        for (int threads : {2, 3}) {
-            const auto several = every_layer<float>(Cpu(threads), B, T, NH, HS, V);
-            for (size_t i = 0; i < one.size(); i++)
-                if (!same_bits(one[i].second, several[i].second))
-                    test::report(__FILE__, __LINE__, format("%s: %d threads differ from one", one[i].first, threads));
-        }
-        const auto one_d = every_layer<double>(Cpu(1), B, T, NH, HS, V),
-                   three_d = every_layer<double>(Cpu(3), B, T, NH, HS, V);
-        for (size_t i = 0; i < one_d.size(); i++) CHECK(same_bits(one_d[i].second, three_d[i].second));
+        check_threads<float>(B, T, NH, HS, V);
+        check_threads<double>(B, T, NH, HS, V);
     }
-    const Cpu restore_all_threads;
 }
 
 TEST_MAIN
