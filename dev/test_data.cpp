@@ -539,42 +539,37 @@ TEST(model_errors) {
 // ---------------------------------------------------------------------------------------------------------------------
 // State files
 
-namespace {
-struct State {
-    int step = 1234;
-    std::vector<float> m, v;
-    std::string text = "odd";
-    explicit State(size_t n, float first = 1) : m(n), v(n) {
-        for (size_t i = 0; i < n; i++) m[i] = first + static_cast<float>(i), v[i] = -m[i];
-    }
-    std::vector<Section> sections() {
-        return {{"step", &step, sizeof step},
-                {"m", m.data(), m.size() * sizeof(float)},
-                {"v", v.data(), v.size() * sizeof(float)},
-                {"empty", nullptr, 0},
-                {"text", text.data(), text.size()}};
-    }
-    bool operator==(const State& o) const { return step == o.step && m == o.m && v == o.v && text == o.text; }
-};
-const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}}};
-}  // namespace
+// The content of each section, by its name.
+using State = std::map<std::string, std::string>;
+static State state_of(size_t n) {
+    return {{"step", "1234"}, {"m", noise(4 * n)}, {"v", noise(4 * n + 4).substr(4)}, {"empty", ""}, {"text", "odd"}};
+}
+static std::vector<Section> sections(State& state) {
+    std::vector<Section> all;
+    for (auto& [name, bytes] : state) all.push_back({name, bytes.data(), bytes.size()});
+    return all;
+}
+// What a read that succeeds fills in.
+static State blank(State state) {
+    for (auto& [name, bytes] : state) bytes.assign(bytes.size(), '?');
+    return state;
+}
+static const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}}};
 
 TEST(state_round_trip) {
     const TempDir dir;
     const std::string path = dir / "state.bin";
-    State written(100000), back(100000, 7);
-    back.step = 0, back.text = "xxx";
-    write_state(path, kRun, written.sections());
-    read_state(path, kRun, back.sections());
+    State written = state_of(100000), back = blank(written), again = back;
+    write_state(path, kRun, sections(written));
+    read_state(path, kRun, sections(back));
     CHECK(back == written);
     CHECK(dir.names() == std::set<std::string>{"state.bin"});
     Identity reordered = kRun;
     std::reverse(reordered.fields.begin(), reordered.fields.end());
-    std::vector<Section> sections = back.sections();
-    std::reverse(sections.begin(), sections.end());
-    back.m.assign(back.m.size(), 0);
-    read_state(path, reordered, sections);  // sections are found by name, in any order
-    CHECK(back == written);
+    std::vector<Section> reversed = sections(again);
+    std::reverse(reversed.begin(), reversed.end());
+    read_state(path, reordered, reversed);  // sections are found by name, in any order
+    CHECK(again == written);
     write_state(path, {}, {});
     read_state(path, {}, {});
 }
@@ -584,22 +579,22 @@ TEST(state_flipped_bits) {  // every one of a small file, some of a large one
     const std::string path = dir / "state.bin";
     std::mt19937_64 random(1);
     for (const size_t n : {30, 20000}) {
-        State written(n), back(n);
-        write_state(path, kRun, written.sections());
+        State written = state_of(n), back = blank(written);
+        write_state(path, kRun, sections(written));
         const std::string good = read_file(path);
         const int fd = open(path.c_str(), O_WRONLY);
         for (size_t i = 0; i < (n == 30 ? 8 * good.size() : 500); i++) {
             const size_t bit = n == 30 ? i : random() % (8 * good.size());
             const char flipped = static_cast<char>(good[bit / 8] ^ 1 << bit % 8);
             CHECK(pwrite(fd, &flipped, 1, static_cast<off_t>(bit / 8)) == 1);
-            const std::string error = test::error_of([&] { read_state(path, kRun, back.sections()); });
+            const std::string error = test::error_of([&] { read_state(path, kRun, sections(back)); });
             // If a length in the header now lies past the end, the error has no offset, but it has expected and found.
             if (!contains(error, path) || !(contains(error, "offset") || contains(error, "truncated: expected")))
                 test::report(__FILE__, __LINE__, format("bit %zu: got \"%s\"", bit, error.c_str()));
             CHECK(pwrite(fd, &good[bit / 8], 1, static_cast<off_t>(bit / 8)) == 1);
         }
         close(fd);
-        read_state(path, kRun, back.sections());
+        read_state(path, kRun, sections(back));
         CHECK(back == written);
     }
 }
@@ -607,42 +602,40 @@ TEST(state_flipped_bits) {  // every one of a small file, some of a large one
 TEST(state_errors) {
     const TempDir dir;
     const std::string path = dir / "state.bin";
-    State written(30), back(30, 5);
-    const auto read = [&](const Identity& run, const std::vector<Section>& sections, const Parts& parts) {
-        CHECK_ERROR_PARTS(read_state(path, run, sections), path);
-        check_error(__LINE__, test::error_of([&] { read_state(path, run, sections); }), parts);
+    State written = state_of(30), back = blank(written);
+    // An error leaves the state as it was, because nothing is read before all of it fits.
+    const auto read = [&](const Identity& run, State state, Parts parts) {
+        const State before = state;
+        parts.push_back(path);
+        check_error(__LINE__, test::error_of([&] { read_state(path, run, sections(state)); }), parts);
+        CHECK(state == before);
     };
     write_model(path, kTiny, std::vector<float>(kTiny.num_parameters()).data());
     read(kRun, {}, {"wrong magic", "this is a model file"});
-    write_state(path, kRun, written.sections());
+    write_state(path, kRun, sections(written));
 
-    Identity other = kRun;
-    other.fields[1].second = "8";
-    read(other, back.sections(), {"another run", "B: the checkpoint has \"4\"", "this run has \"8\""});
-    other = kRun;
-    other.fields.push_back({"T", "64"});
-    read(other, back.sections(), {"T: the checkpoint has no such field", "this run has \"64\""});
-    other = kRun;
-    other.fields.erase(other.fields.begin());
-    read(other, back.sections(), {"model: the checkpoint has \"d12\"", "this run has none"});
+    const std::pair<Identity, Parts> others[] = {
+        {{{{"model", "d12"}, {"B", "8"}, {"data", "00ff"}, {"note", ""}}},
+         {"another run", "B: the checkpoint has \"4\"", "this run has \"8\""}},
+        {{{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}, {"T", "64"}}},
+         {"T: the checkpoint has no such field", "this run has \"64\""}},
+        {{{{"B", "4"}, {"data", "00ff"}, {"note", ""}}}, {"model: the checkpoint has \"d12\"", "this run has none"}}};
+    for (const auto& [run, parts] : others) read(run, back, parts);
 
-    std::vector<Section> sections = back.sections();
-    sections.push_back({"more", &back.step, 4});
-    read(kRun, sections, {"section \"more\" is missing"});
-    sections = back.sections();
-    sections.erase(sections.begin() + 1);
-    read(kRun, sections, {"section \"m\" at offset", "not of this run"});
-    sections = back.sections();
-    sections[2].bytes -= 4;
-    read(kRun, sections, {"section \"v\" at offset", "expected 116 bytes", "found 120"});
-    CHECK(back == State(30, 5));  // nothing is read before all of it fits
+    State more = back, fewer = back, shorter = back;
+    more["more"] = "1234";
+    fewer.erase("m");
+    shorter["v"].resize(116);
+    read(kRun, more, {"section \"more\" is missing"});
+    read(kRun, fewer, {"section \"m\" at offset", "not of this run"});
+    read(kRun, shorter, {"section \"v\" at offset", "expected 116 bytes", "found 120"});
 
-    const Broken file = {path, [&] { read_state(path, kRun, back.sections()); }};
-    const size_t size = file.good.size(), last_of_v = size - 3 - 4;
+    const Broken file = {path, [&] { read_state(path, kRun, sections(back)); }};
+    const size_t size = file.good.size();
     file.poke(0, 'G', {"wrong magic at offset 0", "expected \"gpt2stat\"", "found bytes 4770743273746174"});
     file.poke(8, 2, {"wrong version at offset 8", "expected 1", "found 2"});
     file.poke(20, '\1', {"damaged table", "expected", "found"});
-    file.poke(last_of_v, '\1', {"damaged section \"v\"", "120 bytes at offset", "expected checksum", "found"});
+    file.poke(size - 4, 'x', {"damaged section \"v\"", "120 bytes at offset", "expected checksum", "found"});
     for (size_t length = size; length-- > 0;)
         file.check(file.good.substr(0, length), {"truncated", "expected", format("found %zu", length)});
     file.check(file.good + "x", {"too long", format("expected %zu", size)});
@@ -656,7 +649,7 @@ TEST(unusable_paths) {
     const TempDir dir;
     write_file(dir / "file", "x");
     const std::vector<float> parameters(kTiny.num_parameters());
-    State state(30);
+    State state = state_of(30);
     for (const PathUser& write :
          std::vector<PathUser>{[&](const std::string& path) { write_pieces(path, 10, 10); },
                                [&](const std::string& path) {
@@ -664,7 +657,7 @@ TEST(unusable_paths) {
                                },  // more than is kept back for later
                                [&](const std::string& path) { Log(path).write(Row("train")); },
                                [&](const std::string& path) { write_model(path, kTiny, parameters.data()); },
-                               [&](const std::string& path) { write_state(path, kRun, state.sections()); },
+                               [&](const std::string& path) { write_state(path, kRun, sections(state)); },
                                [&](const std::string& path) { write_choices(path, {}); }}) {
         CHECK_ERROR_PARTS(write(dir / "file/x"), dir / "file/x", "Not a directory", "stands where");
         CHECK_ERROR_PARTS(write(dir / "none/x"), dir / "none/x", "No such file or directory", "check the path");
