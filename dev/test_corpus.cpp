@@ -2,8 +2,6 @@
 // Run: ./dev/test_corpus
 #include <cctype>
 #include <deque>
-#include <filesystem>
-#include <fstream>
 #include <future>
 #include <map>
 #include <set>
@@ -12,15 +10,11 @@
 #include "data/corpus.h"
 #include "data/grammar.h"
 #include "data/tokenizer.h"
-#include "dev/test.h"
+#include "dev/program.h"
 
 namespace {
 namespace fs = std::filesystem;
 
-std::string content(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
-}
 bool is_letter(char c) {
     return std::isalnum(static_cast<unsigned char>(c));
 }
@@ -32,7 +26,7 @@ std::string lower(std::string s) {
 // From the file itself: an object with an old copy of it writes stories that this grammar cannot. `joint` is what
 // follows the "a" of an article.
 const Grammar& stories() {
-    static const Grammar g(lower(content("data/stories.txt")) + "\n@rule joint\n1  \n1 n \n");
+    static const Grammar g(lower(read_file("data/stories.txt")) + "\n@rule joint\n1  \n1 n \n");
     return g;
 }
 
@@ -206,13 +200,13 @@ TEST(corpus_on_disk) {
     const Corpus corpus = builtin_corpus(dir, true);
     other.get();
     // The same bytes on every machine. If they change but the grammar does not, raise kFormat in corpus.cpp.
-    const std::string text = content(about), val = content(corpus.val_path);
+    const std::string text = read_file(about), val = read_file(corpus.val_path);
     for (const char* checksum : {"checksum 1fbde22c378e520d\nval", "checksum 8c77f048a27d775f\n"})
-        if (text.find(checksum) == std::string::npos) test::report(__FILE__, __LINE__, "other bytes: " + text);
+        if (!contains(text, checksum)) test::report(__FILE__, __LINE__, "other bytes: " + text);
     uint64_t number = 0;  // of a story
     std::unordered_set<std::string> seen;
     auto check = [&](const std::string& path, uint64_t tokens, double nats_per_token) {
-        const std::string shard = content(path).substr(256 * sizeof(int32_t));
+        const std::string shard = read_file(path).substr(256 * sizeof(int32_t));
         std::vector<uint16_t> expected;
         double nats = 0;
         while (expected.size() * sizeof(uint16_t) < shard.size()) {
@@ -234,9 +228,9 @@ TEST(corpus_on_disk) {
     builtin_corpus(dir, true);
     CHECK(fs::last_write_time(corpus.train_path) == time);  // whole, so not made anew
     auto spoil = [&](const std::string& path, const std::string& with) {
-        std::ofstream(path, std::ios::binary) << with;
+        write_file(path, with);
         builtin_corpus(dir, true);
-        CHECK(content(about) == text && content(corpus.val_path) == val);
+        CHECK(read_file(about) == text && read_file(corpus.val_path) == val);
     };
     spoil(corpus.val_path, val.substr(0, val.size() / 2));
     spoil(corpus.val_path, val.substr(0, val.size() - 1) + "x");
