@@ -4,11 +4,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "data/corpus.h"
 #include "dev/test.h"
@@ -43,17 +46,36 @@ inline void write_file(const std::string& path, const std::string& text) {
     std::ofstream(path, std::ios::binary) << text;
 }
 
-inline Result shell(const std::string& command) {
+// Runs a command. `see`, if given, sees each line as it comes.
+inline Result shell(const std::string& command, const std::function<void(const std::string& line)>& see = nullptr) {
     Result r{-1, ""};
     FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
-    char buffer[4096];
-    for (size_t n; (n = fread(buffer, 1, sizeof buffer, pipe)) > 0;) r.out.append(buffer, n);
+    char* line = nullptr;
+    size_t room = 0;
+    for (ssize_t n; (n = getline(&line, &room, pipe)) > 0;) {
+        r.out.append(line, n);
+        if (see) see(std::string(line, n));
+    }
+    std::free(line);
     const int status = pclose(pipe);
     r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return r;
 }
 inline Result run(const std::string& arguments) {
     return shell("./train_gpt2cu " + arguments);
+}
+// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, and
+// $(ranks) are its ranks. What both print is in the result.
+inline Result run_and_act(const std::string& arguments, const std::string& sign, const std::string& action) {
+    std::string pid, said;
+    Result r = shell("echo $$; exec ./train_gpt2cu " + arguments, [&](const std::string& line) {
+        if (pid.empty()) pid = line.substr(0, line.size() - 1);
+        else if (said.empty() && line.compare(0, sign.size(), sign) == 0)
+            said = "acted\n" + shell("pid=" + pid + "; ranks() { pgrep -P $pid; }; " + action).out;
+    });
+    if (said.empty()) test::report(__FILE__, __LINE__, format("no line begins with \"%s\": ", sign.c_str()) + r.out);
+    r.out += said;
+    return r;
 }
 
 // A small text to train on, so that a run takes a moment.
@@ -74,10 +96,39 @@ inline std::string tiny() {
 inline bool contains(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
 }
-// The part of a line from `key` up to the next space.
+// The number behind the last `key`, NaN if there is none.
 inline double number_after(const std::string& text, const std::string& key) {
     const size_t at = text.rfind(key);
     return at == std::string::npos ? NAN : std::atof(text.c_str() + at + key.size());
+}
+// The rows of a kind in the log of the run whose folder is `out`, a number in a row, and that number in each row.
+inline std::vector<std::string> rows(const std::string& out, const std::string& kind) {
+    std::vector<std::string> found;
+    std::istringstream log(read_file(out + "/log.jsonl"));
+    for (std::string line; std::getline(log, line);)
+        if (line.find("{\"kind\": \"" + kind + "\"") == 0) found.push_back(line);
+    return found;
+}
+inline double value(const std::string& row, const std::string& key) {
+    return number_after(row, "\"" + key + "\": ");
+}
+inline std::vector<double> values(const std::string& out, const std::string& kind, const std::string& key) {
+    std::vector<double> found;
+    for (const std::string& row : rows(out, kind)) found.push_back(value(row, key));
+    return found;
+}
+template <class T>
+std::string bytes_of(const std::vector<T>& values) {
+    return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+// A shard of tokens. 256, the end of a text in a vocabulary of bytes, is stored as GPT-2's.
+inline std::string write_shard(const std::string& path, const std::vector<int>& tokens) {
+    std::vector<int32_t> header(256);
+    header[0] = 20240520, header[1] = 1, header[2] = static_cast<int32_t>(tokens.size());
+    std::vector<uint16_t> stored;
+    for (int token : tokens) stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
+    write_file(path, bytes_of(header) + bytes_of(stored));
+    return path;
 }
 inline bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;

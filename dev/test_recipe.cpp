@@ -1,164 +1,98 @@
-// Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from its default. What
-// it logs, prints, samples and saves is compared with fp64 loops of this file. They repeat the order of data,
-// accumulation, clipping, AdamW, decay, schedules, validation and sampling. Only the layers are shared with the
-// program. They are layers/cpu in double, which dev/test_reference checks against finite differences.
-#include "layers/cpu/reference.h"
-
-#include <algorithm>
-#include <array>
+// Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from its default, alone
+// and on several ranks. What it logs, prints, samples and saves is compared with fp64 loops of this file. They repeat
+// the model, the order of data, clipping, AdamW, decay, schedules, validation and sampling. Two things are shared with
+// the program. The layers are layers/cpu in double, which dev/test_reference checks. The gradient is that of the
+// program's model in double, which dev/test_gpt2 checks against finite differences.
+#define TRAIN_GPT2_NO_MAIN
+#pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <chrono>
 #include <map>
 #include <numeric>
-#include <random>
 #include <set>
 
-#include "dev/program.h"
-#include "run/checkpoint.h"
-#include "run/choices.h"
+#include "../train_gpt2.cu"
+#include "dev/small_model.h"
 
 namespace {
 
 using Vec = std::vector<double>;
 using Tokens = std::vector<int>;
+using Clock = std::chrono::steady_clock;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The model is GPT-2 in double. V is the program's byte vocabulary, so that it can write samples.
-
-constexpr int kPositions = 24, V = 257, Vp = 264, L = 2, NH = 2, C = 32, HS = C / NH;
-constexpr int kEnd = 256;  // <|endoftext|>. A letter's token is its distance from '!'
-
-enum { WTE, WPE, LN1W, LN1B, QKVW, QKVB, ATTPROJW, ATTPROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB, LNFW, LNFB };
-struct Tensor {
-    const char* name;
-    size_t size;  // of one layer
-    size_t layers;
-    bool decays = false;  // the matrices do
-};
-std::vector<Tensor> tensors_of(size_t positions, size_t vocabulary, size_t layers, size_t C) {
-    return {{"wte", vocabulary * C, 1, true},
-            {"wpe", positions * C, 1, true},
-            {"ln1w", C, layers},
-            {"ln1b", C, layers},
-            {"qkvw", 3 * C * C, layers, true},
-            {"qkvb", 3 * C, layers},
-            {"attprojw", C * C, layers, true},
-            {"attprojb", C, layers},
-            {"ln2w", C, layers},
-            {"ln2b", C, layers},
-            {"fcw", 4 * C * C, layers, true},
-            {"fcb", 4 * C, layers},
-            {"fcprojw", 4 * C * C, layers, true},
-            {"fcprojb", C, layers},
-            {"lnfw", C, 1},
-            {"lnfb", C, 1}};
-}
-const std::vector<Tensor> kTensors = tensors_of(kPositions, Vp, L, C);
-const size_t kParameters = [] {
-    size_t n = 0;
-    for (const Tensor& t : kTensors) n += t.size * t.layers;
-    return n;
-}();
-size_t offset_of(int tensor, int layer = 0) {
-    size_t at = 0;
-    for (int t = 0; t < tensor; t++) at += kTensors[t].size * kTensors[t].layers;
-    return at + kTensors[tensor].size * layer;
-}
-
-void add(Vec& to, const Vec& x) {
-    for (size_t i = 0; i < to.size(); i++) to[i] += x[i];
-}
-void add_column_sums(double* to, const Vec& x, size_t columns) {
-    for (size_t i = 0; i < x.size(); i++) to[i % columns] += x[i];
-}
+// The model is GPT-2 in double
 
 struct Gpt2 {
+    Vec p;
     Cpu cpu{1};
-    Vec p = Vec(kParameters);
-    struct Layer {
-        Vec ln1, mean1, rstd1, qkv, atty, lse, middle, ln2, mean2, rstd2, fch, gelu, out;
-    };
-    Layer layers[L];
-    Vec encoded, lnf, meanf, rstdf;
-
+    explicit Gpt2(double end) {
+        for (float x : make_weights(end)) p.push_back(x);
+    }
     const double* w(int t, int l = 0) const { return p.data() + offset_of(t, l); }
 
-    void forward(const int* tokens, int T) {
+    // The final layer norm's output.
+    Vec forward(const int* tokens, int T) {
         const size_t N = T;
-        encoded.resize(N * C), lnf.resize(N * C), meanf.resize(N), rstdf.resize(N);
-        encoder_forward(cpu, encoded.data(), tokens, w(WTE), w(WPE), 1, T, C);
-        const Vec* x = &encoded;
+        Vec x(N * C), ln(N * C), mean(N), rstd(N), qkv(N * 3 * C), atty(N * C), lse(N * NH), fch(N * 4 * C),
+            gelu(N * 4 * C), out(N * C);
+        const auto layernorm = [&](int t, int l) {
+            layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(t, l), w(t + 1, l), N, C);
+        };
+        const auto add_linear = [&](const Vec& from, int t, int l) {
+            matmul_forward(cpu, out.data(), from.data(), w(t, l), w(t + 1, l), N, from.size() / N, C);
+            for (size_t i = 0; i < x.size(); i++) x[i] += out[i];
+        };
+        encoder_forward(cpu, x.data(), tokens, w(WTE), w(WPE), 1, T, C);
         for (int l = 0; l < L; l++) {
-            Layer& a = layers[l];
-            for (Vec* v : {&a.mean1, &a.rstd1, &a.mean2, &a.rstd2}) v->resize(N);
-            for (Vec* v : {&a.ln1, &a.atty, &a.middle, &a.ln2, &a.out}) v->resize(N * C);
-            for (Vec* v : {&a.fch, &a.gelu}) v->resize(N * 4 * C);
-            a.qkv.resize(N * 3 * C), a.lse.resize(N * NH);
-            layernorm_forward(cpu, a.ln1.data(), a.mean1.data(), a.rstd1.data(), x->data(), w(LN1W, l), w(LN1B, l), N,
-                              C);
-            matmul_forward(cpu, a.qkv.data(), a.ln1.data(), w(QKVW, l), w(QKVB, l), N, C, 3 * C);
-            attention_forward<double>(cpu, Attention::flash, a.atty.data(), a.lse.data(), nullptr, nullptr,
-                                      a.qkv.data(), 1, T, NH, HS);
-            matmul_forward(cpu, a.middle.data(), a.atty.data(), w(ATTPROJW, l), w(ATTPROJB, l), N, C, C);
-            add(a.middle, *x);
-            layernorm_forward(cpu, a.ln2.data(), a.mean2.data(), a.rstd2.data(), a.middle.data(), w(LN2W, l),
-                              w(LN2B, l), N, C);
-            matmul_forward(cpu, a.fch.data(), a.ln2.data(), w(FCW, l), w(FCB, l), N, C, 4 * C);
-            gelu_forward(cpu, a.gelu.data(), a.fch.data(), N * 4 * C);
-            matmul_forward(cpu, a.out.data(), a.gelu.data(), w(FCPROJW, l), w(FCPROJB, l), N, 4 * C, C);
-            add(a.out, a.middle);
-            x = &a.out;
+            layernorm(LN1W, l);
+            matmul_forward(cpu, qkv.data(), ln.data(), w(QKVW, l), w(QKVB, l), N, C, 3 * C);
+            attention_forward<double>(cpu, Attention::flash, atty.data(), lse.data(), nullptr, nullptr, qkv.data(), 1,
+                                      T, NH, HS);
+            add_linear(atty, ATTPROJW, l);
+            layernorm(LN2W, l);
+            matmul_forward(cpu, fch.data(), ln.data(), w(FCW, l), w(FCB, l), N, C, 4 * C);
+            gelu_forward(cpu, gelu.data(), fch.data(), N * 4 * C);
+            add_linear(gelu, FCPROJW, l);
         }
-        layernorm_forward(cpu, lnf.data(), meanf.data(), rstdf.data(), x->data(), w(LNFW), w(LNFB), N, C);
+        layernorm(LNFW, 0);
+        return ln;
     }
-
-    // The loss of each of T tokens. If g is given, dloss times the gradient of their sum is added to it.
-    Vec losses(const int* tokens, const int* targets, int T, Vec* g = nullptr, double dloss = 0) {
-        forward(tokens, T);
-        const size_t N = T;
-        Vec logits(N * Vp), losses(N), dx(N * C), dln(N * C), wide(N * 4 * C), dqkv(N * 3 * C);
-        matmul_forward<double>(cpu, logits.data(), lnf.data(), w(WTE), nullptr, N, C, Vp);
-        classifier(cpu, logits.data(), losses.data(), targets, dloss, N, V, Vp);
-        if (!g) return losses;
-        const auto d = [&](int t, int l = 0) { return g->data() + offset_of(t, l); };
-        matmul_backward(cpu, dln.data(), d(WTE), logits.data(), lnf.data(), w(WTE), N, C, Vp);
-        layernorm_backward<double>(cpu, dx.data(), d(LNFW), d(LNFB), nullptr, nullptr, dln.data(),
-                                   layers[L - 1].out.data(), w(LNFW), meanf.data(), rstdf.data(), N, C);
-        for (int l = L - 1; l >= 0; l--) {
-            Layer& a = layers[l];
-            add_column_sums(d(FCPROJB, l), dx, C);
-            matmul_backward(cpu, wide.data(), d(FCPROJW, l), dx.data(), a.gelu.data(), w(FCPROJW, l), N, 4 * C, C);
-            gelu_backward<double>(cpu, wide.data(), d(FCB, l), nullptr, nullptr, a.fch.data(), wide.data(), N, 4 * C);
-            matmul_backward(cpu, dln.data(), d(FCW, l), wide.data(), a.ln2.data(), w(FCW, l), N, C, 4 * C);
-            layernorm_backward<double>(cpu, dx.data(), d(LN2W, l), d(LN2B, l), nullptr, nullptr, dln.data(),
-                                       a.middle.data(), w(LN2W, l), a.mean2.data(), a.rstd2.data(), N, C);
-            add_column_sums(d(ATTPROJB, l), dx, C);
-            matmul_backward(cpu, dln.data(), d(ATTPROJW, l), dx.data(), a.atty.data(), w(ATTPROJW, l), N, C, C);
-            attention_backward<double>(cpu, Attention::flash, dqkv.data(), nullptr, dln.data(), a.atty.data(),
-                                       a.lse.data(), nullptr, a.qkv.data(), 1, T, NH, HS);
-            add_column_sums(d(QKVB, l), dqkv, 3 * C);
-            matmul_backward(cpu, dln.data(), d(QKVW, l), dqkv.data(), a.ln1.data(), w(QKVW, l), N, C, 3 * C);
-            layernorm_backward<double>(cpu, dx.data(), d(LN1W, l), d(LN1B, l), nullptr, nullptr, dln.data(),
-                                       l ? layers[l - 1].out.data() : encoded.data(), w(LN1W, l), a.mean1.data(),
-                                       a.rstd1.data(), N, C);
-        }
-        encoder_backward(cpu, d(WTE), d(WPE), nullptr, dx.data(), tokens, 1, T, C);
+    // The loss of each of T tokens.
+    Vec losses(const int* tokens, const int* targets, int T) {
+        const Vec lnf = forward(tokens, T);
+        Vec logits(T * Vp), losses(T);
+        matmul_forward<double>(cpu, logits.data(), lnf.data(), w(WTE), nullptr, T, C, Vp);
+        classifier(cpu, logits.data(), losses.data(), targets, 0.0, T, V, Vp);
         return losses;
     }
-
-    // Mean loss of the windows `windows` of a stream. A window has T inputs, and the targets are one token later.
-    double mean_loss(const Tokens& stream, const std::vector<int>& windows, int T, Vec* g = nullptr) {
+    // Mean loss of some windows of a stream. A window has T inputs, and the targets are one token later.
+    double mean_loss(const Tokens& stream, const std::vector<int>& windows) {
         double sum = 0;
-        for (int window : windows) {
-            const int* tokens = stream.data() + size_t(window) * T;
-            for (double x : losses(tokens, tokens + 1, T, g, 1.0 / T / windows.size())) sum += x;
-        }
+        for (int window : windows)
+            for (double x : losses(&stream[window * T], &stream[window * T + 1], T)) sum += x;
         return sum / T / windows.size();
+    }
+    // Its gradient.
+    Vec gradient(const Tokens& stream, const std::vector<int>& windows) {
+        const int B = windows.size();
+        GPT2<Cpu, double> model(cpu, {kPositions, V, Vp, L, NH, C}, Attention::flash, B, T, 1, true);
+        model.allocate();
+        std::copy(p.begin(), p.end(), model.weights().wte);
+        std::vector<int> batch(model.batch_ints());
+        for (int i = 0; i < B; i++) {
+            std::copy_n(&stream[windows[i] * T], T, &batch[i * T]);
+            std::copy_n(&stream[windows[i] * T + 1], T, &batch[(B + i) * T]);
+        }
+        encoder_plan(cpu, &batch[2 * B * T], batch.data(), B * T);
+        model.upload(batch.data(), 1);
+        model.train_micro_batches();
+        return Vec(model.gradients().wte, model.gradients().wte + kParameters);
     }
 
     // Logits of the token after the last T of `context`.
     Vec logits(const Tokens& context, int T) {
         const int n = std::min<int>(T, context.size());
-        forward(context.data() + context.size() - n, n);
+        const Vec lnf = forward(context.data() + context.size() - n, n);
         Vec row(V);
         for (int v = 0; v < V; v++)
             for (int c = 0; c < C; c++) row[v] += lnf[(n - 1) * C + c] * w(WTE)[v * C + c];
@@ -180,56 +114,10 @@ struct Gpt2 {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What the runs read: a checkpoint, token shards, questions
+// What the runs read: token shards and questions
 
-constexpr int T = 16, kTrainWindows = 20, kValWindows = 23;
+constexpr int kTrainWindows = 20, kValWindows = 23;
 
-bool is_letter(int token) {
-    return (token >= 'A' - '!' && token <= 'Z' - '!') || (token >= 'a' - '!' && token <= 'z' - '!');
-}
-
-// The weights are large enough that windows differ in loss and gradients are clipped. Only letters are likely, so that
-// samples can be read back. `end` says how likely the end of a text is.
-Gpt2 make_model(double end) {
-    Gpt2 model;
-    std::mt19937_64 random(11);
-    std::normal_distribution<double> normal;
-    for (int t = WTE; t <= LNFB; t++)
-        for (size_t i = 0; i < kTensors[t].size * kTensors[t].layers; i++) {
-            const bool norm_weight = t == LN1W || t == LN2W || t == LNFW;
-            model.p[offset_of(t) + i] = (norm_weight ? 1 : 0) + 0.2 * normal(random);
-        }
-    model.p[offset_of(LNFW)] = 0, model.p[offset_of(LNFB)] = 4;  // a channel that says how likely each token is
-    for (int v = 0; v < Vp; v++) model.p[offset_of(WTE) + v * C] = is_letter(v) ? 0 : v == kEnd ? end : -5;
-    for (double& x : model.p) x = static_cast<float>(x);
-    return model;
-}
-constexpr double kEndOften = 0.4, kNoEnd = -5;
-
-std::string bytes_of(const void* data, size_t bytes) {
-    return std::string(static_cast<const char*>(data), bytes);
-}
-
-std::string model_file(double end) {
-    const std::string path = dir() + format("/model_%g.bin", end);
-    if (exists(path)) return path;
-    const Gpt2 model = make_model(end);
-    int32_t header[256] = {20240326, 3, kPositions, V, L, NH, C, Vp};
-    const std::vector<float> p(model.p.begin(), model.p.end());
-    write_file(path, bytes_of(header, sizeof header) + bytes_of(p.data(), p.size() * sizeof(float)));
-    return path;
-}
-
-// Letters, most of which are a function of the one before, and here and there the end of a document.
-Tokens make_tokens(int n, int seed) {
-    Tokens tokens;
-    std::mt19937_64 random(seed);
-    for (int i = 0, at = 0; i < n; i++) {
-        at = random() % 10 < 7 ? (at * 5 + 3) % 26 : random() % 26;
-        tokens.push_back(random() % 12 == 0 ? kEnd : (random() % 2 ? 'A' : 'a') - '!' + at);
-    }
-    return tokens;
-}
 // A few tokens after the last whole window belong to no window.
 const Tokens& train_tokens() {
     static const Tokens tokens = make_tokens(kTrainWindows * T + 6, 1);
@@ -239,15 +127,6 @@ const Tokens& val_tokens() {
     static const Tokens tokens = make_tokens(kValWindows * T + 4, 2);
     return tokens;
 }
-std::string shard_file(const std::string& name, const Tokens& tokens) {
-    const std::string path = dir() + "/" + name;
-    int32_t header[256] = {20240520, 1, static_cast<int32_t>(tokens.size())};
-    std::vector<uint16_t> stored;
-    for (int token : tokens) stored.push_back(token == kEnd ? 50256 : token);  // shards store it in GPT-2's vocabulary
-    write_file(path, bytes_of(header, sizeof header) + bytes_of(stored.data(), 2 * stored.size()));
-    return path;
-}
-
 std::vector<Choice> make_choices() {
     std::vector<Choice> choices(7);
     for (int i = 0; i < 7; i++) {
@@ -260,32 +139,19 @@ std::vector<Choice> make_choices() {
 
 // Options that every run here has.
 std::string data_options() {
-    return format("--device cpu -t %d -i ", T) + shard_file("train.bin", train_tokens()) + " ";
+    return format("--device cpu -t %d -i ", T) + write_shard(dir() + "/train.bin", train_tokens()) + " ";
 }
 std::string val_options() {
-    const std::string choices = dir() + "/choices.bin";
-    write_choices(choices, make_choices());
-    return "-j " + shard_file("val.bin", val_tokens()) + " --hellaswag " + choices + " ";
+    return "-j " + write_shard(dir() + "/val.bin", val_tokens()) + " ";
+}
+std::string question_options() {
+    write_choices(dir() + "/choices.bin", make_choices());
+    return "--hellaswag " + dir() + "/choices.bin ";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the runs write
 
-std::vector<std::string> rows(const std::string& out, const std::string& kind) {
-    std::vector<std::string> found;
-    std::istringstream log(read_file(out + "/log.jsonl"));
-    for (std::string line; std::getline(log, line);)
-        if (contains(line, "\"kind\": \"" + kind + "\"")) found.push_back(line);
-    return found;
-}
-double value(const std::string& row, const std::string& key) {
-    return number_after(row, "\"" + key + "\": ");
-}
-Vec values(const std::string& out, const std::string& kind, const std::string& key) {
-    Vec found;
-    for (const std::string& row : rows(out, kind)) found.push_back(value(row, key));
-    return found;
-}
 std::string text_of(const std::string& row) {
     const std::string key = "\"text\": \"";
     const size_t begin = row.find(key) + key.size();
@@ -311,9 +177,9 @@ std::vector<int> windows_of(const std::string& options, int steps, const std::st
     CHECK_RUN(run(data_options() + "-e " + model_file(kEndOften) + " -b 1 -v 0 -l 1e-30 " + options +
                   format(" -x %d -o ", steps) + out),
               0, "checkpoint");
-    Gpt2 model = make_model(kEndOften);
+    Gpt2 model(kEndOften);
     Vec losses;
-    for (int w = 0; w < kTrainWindows; w++) losses.push_back(model.mean_loss(train_tokens(), {w}, T));
+    for (int w = 0; w < kTrainWindows; w++) losses.push_back(model.mean_loss(train_tokens(), {w}));
     std::vector<int> windows;
     for (double loss : values(out, "train", "loss_nats")) {
         windows.push_back(-1);
@@ -399,7 +265,7 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
 // The recipe
 
 struct Recipe {
-    std::string extra;  // options that change no number. Samples take the likeliest tokens
+    std::string extra;     // options that change no number. Samples take the likeliest tokens
     int seed, B, windows;  // `windows` is for one step
     std::string schedule;
     int warmup;
@@ -409,29 +275,13 @@ struct Recipe {
 };
 constexpr int kSteps = 24;
 
-// Gives every number with its option, under its long name, or with `letters` under its letter if it has one.
-std::string options_of(const Recipe& r, bool letters) {
-    const struct {
-        const char *name, *letter;
-        std::string value;
-    } options[] = {{"--seed", "", std::to_string(r.seed)},
-                   {"--batch", "-b", std::to_string(r.B)},
-                   {"--tokens-per-step", "-d", std::to_string(r.windows * T)},
-                   {"--schedule", "-k", r.schedule},
-                   {"--warmup", "-u", std::to_string(r.warmup)},
-                   {"--lr", "-l", format("%g", r.lr)},
-                   {"--final-lr", "-q", format("%g", r.final_lr)},
-                   {"--weight-decay", "-c", format("%g", r.weight_decay)},
-                   {"--beta2", "", format("%g", r.beta2)},
-                   {"--max-norm", "", format("%g", r.max_norm)},
-                   {"--val-every", "-v", std::to_string(r.val_every)},
-                   {"--val-batches", "-m", std::to_string(r.val_batches)},
-                   {"--sample-every", "-s", std::to_string(r.sample_every)},
-                   {"--sample-length", "-g", std::to_string(r.sample_length)},
-                   {"--prompt", "", r.prompt}};
-    std::string text = r.extra;
-    for (const auto& o : options) text += format(" %s '%s'", letters && *o.letter ? o.letter : o.name, o.value.c_str());
-    return text;
+// dev/test_program sees that an option's long name and its letter set the same.
+std::string options_of(const Recipe& r) {
+    return r.extra +
+           format(" --seed %d -b %d -d %d -k %s -u %d -l %g -q %g -c %g", r.seed, r.B, r.windows * T,
+                  r.schedule.c_str(), r.warmup, r.lr, r.final_lr, r.weight_decay) +
+           format(" --beta2 %g --max-norm %g -v %d -m %d -s %d -g %d --prompt '%s'", r.beta2, r.max_norm, r.val_every,
+                  r.val_batches, r.sample_every, r.sample_length, r.prompt.c_str());
 }
 
 double rate(const Recipe& r, int step) {
@@ -445,13 +295,15 @@ double rate(const Recipe& r, int step) {
 }
 
 // Repeats the training in double and compares it with what the program wrote. `clipped` is how many steps must have
-// been clipped, or −1 for some.
+// been clipped, or −1 for some. Two ranks that share sequences answer no questions. One of them writes the samples
+// alone, so it sees half as many tokens.
 void check_recipe(const Recipe& r, const std::string& options, const std::string& out, int clipped) {
-    const Result result = run(data_options() + val_options() + "-e " + model_file(kEndOften) + " " + options +
-                              format(" -x %d -o ", kSteps) + out);
+    const bool questions = !contains(options, "--context-parallel");
+    const Result result = run(data_options() + val_options() + (questions ? question_options() : "") + "-e " +
+                              model_file(kEndOften) + " " + options + format(" -x %d -o ", kSteps) + out);
     CHECK_RUN(result, 0, "checkpoint");
     check_lines(result.out, out, kSteps, r.windows * T);
-    Gpt2 model = make_model(kEndOften);
+    Gpt2 model(kEndOften);
     const Vec start = model.p;
     Vec m(kParameters), v(kParameters);
 
@@ -465,16 +317,16 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
             std::vector<int> windows(std::min(r.val_batches, kValWindows / r.B) * r.B);
             std::iota(windows.begin(), windows.end(), 0);
             CHECK_NEAR(value(row("val", vals), "step"), step, 0);
-            CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_tokens(), windows, T), 5e-6);
+            CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_tokens(), windows), 5e-6);
             int correct = 0;
             for (const Choice& c : make_choices()) correct += model.answer(c) == c.label;
-            CHECK_NEAR(value(row("hellaswag", vals), "step"), step, 0);
-            CHECK_NEAR(value(row("hellaswag", vals), "correct"), correct, 0);
+            if (questions) CHECK_NEAR(value(row("hellaswag", vals), "step"), step, 0);
+            if (questions) CHECK_NEAR(value(row("hellaswag", vals), "correct"), correct, 0);
             vals++;
         }
         if (step > 0 && (step % r.sample_every == 0 || step == kSteps)) {
             CHECK_NEAR(value(row("sample", samples), "step"), step, 0);
-            SampleCheck{model, T, 1}(r.prompt, text_of(row("sample", samples)), r.sample_length);
+            SampleCheck{model, questions ? T : T / 2, 1}(r.prompt, text_of(row("sample", samples)), r.sample_length);
             samples++;
         }
     };
@@ -482,8 +334,9 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
     int found_clipped = 0;
     for (int step = 0; step < kSteps; step++) {
         const auto first = order_of(r.seed).begin() + step * r.windows;
-        Vec g(kParameters);
-        const double loss = model.mean_loss(train_tokens(), {first, first + r.windows}, T, &g);
+        const std::vector<int> windows(first, first + r.windows);
+        const double loss = model.mean_loss(train_tokens(), windows);
+        const Vec g = model.gradient(train_tokens(), windows);
         double norm = 0;
         for (double x : g) norm += x * x;
         norm = std::sqrt(norm);
@@ -543,13 +396,15 @@ TEST(training_follows_the_recipe) {
         int clipped;
     } cases[] = {
         {{"--temperature 0", 5, 2, 6, "cosine", 4, 0.008, 0.3, 0.4, 0.8, 2e-5, 6, 3, 7, 9, "OnceIn"}, kSteps},
-        {{"--top-k 1 --gpus 2 --zero 0", 5, 3, 6, "linear", 1, 0.004, 0.2, 0.7, 0.9, 1.7, 9, 2, 5, 12, "Xy"}, -1},
-        {{"--top-k 1 --gpus 2", 5, 1, 4, "wsd", 3, 0.003, 0.4, 0.2, 0.99, 1.7, 12, 7, 12, 5, "a"}, -1},
+        {{"--top-k 1 --gpus 4 --zero 0 --context-parallel 2", 5, 3, 6, "linear", 1, 0.004, 0.2, 0.7, 0.9, 1.7, 9, 2, 5,
+          12, "Xy"},
+         -1},
+        {{"--top-k 1 --gpus 2 --overlap 1", 5, 1, 4, "wsd", 3, 0.003, 0.4, 0.2, 0.99, 1.7, 12, 7, 12, 5, "a"}, -1},
         {{"--temperature 0", 1, 1, 2, "constant", 2, 0.002, 0.5, 0.3, 0.9, 0, 8, 20, 24, 20, "So"}, 0},
     };
     int i = 0;
     for (const auto& c : cases)
-        check_recipe(c.recipe, options_of(c.recipe, i % 2), dir() + format("/recipe_%d", i), c.clipped), i++;
+        check_recipe(c.recipe, options_of(c.recipe), dir() + format("/recipe_%d", i), c.clipped), i++;
     check_recipe(defaults, defaults.extra, dir() + "/defaults", kSteps);
 }
 
@@ -572,7 +427,7 @@ TEST(order_of_the_data) {
 // A sample takes each token as often as it is likely after all that the model sees, which is the prompt and the last T
 // tokens.
 TEST(samples_follow_the_model) {
-    Gpt2 model = make_model(kNoEnd);
+    Gpt2 model(kNoEnd);
     const std::string generate = "--device cpu -e " + model_file(kNoEnd) + " --generate 250 ";
     std::set<std::string> texts;
     const struct {
@@ -606,7 +461,7 @@ TEST(samples_follow_the_model) {
     // In a run whose weights stand still each step and each seed gives another sample. Some end by themselves.
     texts.clear();
     size_t ended = 0;
-    model = make_model(kEndOften);
+    model = Gpt2(kEndOften);
     for (int seed : {1, 5}) {
         order_of(seed);  // the run
         for (const std::string& row : rows(order_folder(seed), "sample")) {
@@ -619,81 +474,82 @@ TEST(samples_follow_the_model) {
 
 // --eval-only prints the loss over all whole batches, or over -m of them, and the loss of each ending.
 TEST(evaluation_says_what_the_model_loses) {
-    Gpt2 model = make_model(kEndOften);
-    const std::string options =
-        format("--device cpu --eval-only -b 3 -t %d -e ", T) + model_file(kEndOften) + " " + val_options();
-    for (int batches : {0, 2}) {
-        const Result r = run(options + format("-m %d", batches));
-        std::vector<int> windows((batches ? batches : kValWindows / 3) * 3);
+    Gpt2 model(kEndOften);
+    const std::string base = format("--device cpu --eval-only -b 3 -t %d -e ", T) + model_file(kEndOften) + " ",
+                      data = base + val_options();
+    const struct {
+        std::string options;
+        int batches;
+        bool questions;
+    } cases[] = {{data + question_options(), kValWindows / 3, true},
+                 {data + question_options() + "-m 2 --gpus 3", 2, true},
+                 {data + "-m 5 --gpus 4 --context-parallel 2", 5, false},
+                 {base + "-b 1 " + val_options(), kValWindows, false},  // all batches, although training takes 20
+                 {base + question_options(), 0, true}};
+    for (const auto& c : cases) {
+        const int B = contains(c.options, "-b 1") ? 1 : 3;
+        const Result r = run(c.options);
+        std::vector<int> windows(c.batches * B);
         std::iota(windows.begin(), windows.end(), 0);
-        CHECK_RUN(r, 0, format("over %zu batches of 3 x %d tokens\n", windows.size() / 3, T).c_str());
-        CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_tokens(), windows, T), 5e-6);
+        CHECK_RUN(r, 0, c.batches ? format("over %d batches of %d x %d tokens\n", c.batches, B, T).c_str() : "");
+        if (c.batches) CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_tokens(), windows), 5e-6);
+        CHECK(contains(r.out, "val loss") == (c.batches > 0) && contains(r.out, "hellaswag") == c.questions);
+        if (!c.questions) continue;
         int correct = 0;
-        for (const Choice& c : make_choices()) {
-            const int answer = model.answer(c);
-            const std::string line = format("question %d | answer %d | label %d | losses", c.index, answer, c.label);
-            correct += answer == c.label;
+        for (const Choice& q : make_choices()) {
+            const int answer = model.answer(q);
+            const std::string line = format("question %d | answer %d | label %d | losses", q.index, answer, q.label);
+            correct += answer == q.label;
             const size_t at = r.out.find(line);
             if (at == std::string::npos) throw Error("expected " + line);
             std::istringstream losses(r.out.substr(at + line.size(), r.out.find('\n', at) - at - line.size()));
-            for (const Tokens& ending : c.endings) {
+            for (const Tokens& ending : q.endings) {
                 double loss = NAN;
                 losses >> loss;
-                CHECK_NEAR(loss, model.ending_loss(c.context, ending), 5e-6);
+                CHECK_NEAR(loss, model.ending_loss(q.context, ending), 5e-6);
             }
         }
         CHECK(contains(r.out, format("hellaswag %d of 7, %.2f%%\n", correct, correct / 0.07)));
     }
-    // Without -m it takes all batches, although a run in training would take 20.
-    const std::string one_by_one = format("--device cpu --eval-only -b 1 -t %d -j ", T) + dir() + "/val.bin -e ";
-    CHECK_RUN(run(one_by_one + model_file(kEndOften)), 0,
-              format("over %d batches of 1 x %d tokens\n", kValWindows, T).c_str());
-    const Result questions = run(format("--device cpu --eval-only -b 3 -t %d --hellaswag ", T) + dir() +
-                                 "/choices.bin -e " + model_file(kEndOften));
-    CHECK_RUN(questions, 0, "hellaswag ");
-    CHECK(!contains(questions.out, "val loss"));
     // Questions longer than T do not fit into a batch, here or in training.
     for (const std::string& how : {std::string("--eval-only "), "-x 1 " + data_options() + "-t 8 "})
-        CHECK_RUN(run("--device cpu -t 8 " + how + "--hellaswag " + dir() + "/choices.bin -e " + model_file(kEndOften)),
-                  1, "length of an example");
+        CHECK_RUN(run("--device cpu -t 8 " + how + question_options() + "-e " + model_file(kEndOften)), 1,
+                  "length of an example");
 }
 
 // Checks what a new model starts from, and that steps take as long as the log says, by a clock outside the program.
 TEST(a_new_model_starts_as_gpt2_does) {
-    const std::string options = "--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + shard_file("train.bin", train_tokens());
+    const std::string options =
+        "--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + write_shard(dir() + "/train.bin", train_tokens());
     Vec weights[2];
     for (int seed : {1, 2}) {
         const std::string out = dir() + format("/new_%d", seed);
         const int steps = seed == 1 ? 24 : 1;
-        const std::string command =
-            "./train_gpt2cu " + options + (seed > 1 ? " --seed 2" : "") + format(" -x %d -o ", steps) + out;
-        FILE* pipe = popen(command.c_str(), "r");
-        std::string text;
-        std::vector<std::chrono::steady_clock::time_point> seen;
-        for (char line[1000]; fgets(line, sizeof line, pipe); text += line)
-            if (!std::strncmp(line, "step ", 5)) seen.push_back(std::chrono::steady_clock::now());
-        CHECK(pclose(pipe) == 0);
-        check_lines(text, out, steps, 256);
+        std::vector<Clock::time_point> seen;
+        const Result r = shell("./train_gpt2cu " + options + format(" --seed %d -x %d -o ", seed, steps) + out,
+                               [&](const std::string& line) {
+                                   if (line.find("step ") == 0) seen.push_back(Clock::now());
+                               });
+        check_lines(r.out, out, steps, 256);
         const Vec ms = values(out, "train", "step_ms");
-        if (seen.size() != size_t(steps) || ms.size() != seen.size()) throw Error("steps are missing");
+        if (r.code || seen.size() != size_t(steps) || ms.size() != seen.size()) throw Error("steps are missing");
         if (steps > 1) {
             const double ratio = std::accumulate(ms.begin() + 1, ms.end(), 0.0) /
                                  std::chrono::duration<double, std::milli>(seen.back() - seen.front()).count();
             CHECK(ratio > 0.7 && ratio < 1.4);
         }
         const std::string row = rows(out, "run").at(0);  // logs defaults too
-        for (const auto& [key, number] : std::map<std::string, double>{
-                 {"B", 4}, {"T", 64}, {"tokens_per_step", 256}, {"steps", steps}, {"seed", seed}, {"gpus", 1}})
-            CHECK_NEAR(value(row, key), number, 0);
+        CHECK(contains(row, format("\"B\": 4, \"T\": 64, \"tokens_per_step\": 256, \"steps\": %d, \"seed\": %d, "
+                                   "\"gpus\": 1",
+                                   steps, seed)));
 
-        const int32_t header[8] = {20240326, 3, 256, 257, 4, 2, 128, 384};  // the tiny model
-        CHECK(read_file(model_path(out, steps)).compare(0, sizeof header, bytes_of(header, sizeof header)) == 0);
-        const std::vector<Tensor> tensors = tensors_of(256, 384, 4, 128);
+        const std::vector<int32_t> header = {20240326, 3, 256, 257, 4, 2, 128, 384};  // the tiny model
+        CHECK(read_file(model_path(out, steps)).find(bytes_of(header)) == 0);
         Vec& w = weights[seed - 1];
         w = floats_at_the_end(model_path(out, steps), static_cast<size_t>(value(row, "parameters")));
         const double* at = w.data();
         Vec before(4 * 128 * 128);  // of another matrix, because no two may be correlated
-        for (const Tensor& t : tensors)
+        for (const TensorInFile& t : tensors_in_file(256, 384, 4, 128))
             for (size_t l = 0; l < t.layers; l++, at += t.size) {
                 const std::string name = t.name;
                 if (!t.decays) {
@@ -726,13 +582,16 @@ TEST(a_new_model_starts_as_gpt2_does) {
     CHECK_NEAR(together, 0, 5 * std::sqrt(257.0 * 128));
 }
 
-// This run is so long that its end is minutes away. A token in the fourth window that no model knows ends it.
+// This run is so long that its end is minutes away. A token in the fourth window that no model knows ends it, in that
+// window's step, although batches are prepared a step ahead.
 TEST(a_long_run_says_when_it_ends) {
     Tokens tokens = train_tokens();
     tokens[3 * T + 5] = 999;
     const std::string out = dir() + "/long";
-    const Result r = run(format("--device cpu --no-shuffle -b 1 -t %d -x 4000000 -l 0.5 -e ", T) +
-                         model_file(kEndOften) + " -i " + shard_file("late.bin", tokens) + " -o " + out);
+    const std::string command = format("--device cpu --no-shuffle -b 1 -t %d -l 0.5 -e ", T) + model_file(kEndOften) +
+                                " -i " + write_shard(dir() + "/late.bin", tokens) + " ";
+    CHECK_RUN(run(command + "-v 0 -x 3"), 0, "step 3/3");  // the fourth window is read ahead, but not used
+    const Result r = run(command + "-x 4000000 -o " + out);
     CHECK_RUN(r, 1, "999");
     check_lines(r.out, out, 4000000, T);
     const Vec lr = values(out, "train", "lr");
