@@ -1,6 +1,7 @@
 // Helpers for tests that run ./train_gpt2cu as its users do. They start it as a subprocess and check its output, exit
 // code and files.
 #pragma once
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -64,16 +65,20 @@ inline Result shell(const std::string& command, const std::function<void(const s
 inline Result run(const std::string& arguments) {
     return shell("./train_gpt2cu " + arguments);
 }
-// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, and
-// $(ranks) are its ranks. What both print is in the result.
+// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which stands
+// still meanwhile, and $(ranks) are its ranks. The result has what both print.
 inline Result run_and_act(const std::string& arguments, const std::string& sign, const std::string& action) {
-    std::string pid, said;
+    pid_t pid = 0;
+    bool acted = false;
+    std::string said;
     Result r = shell("echo $$; exec ./train_gpt2cu " + arguments, [&](const std::string& line) {
-        if (pid.empty()) pid = line.substr(0, line.size() - 1);
-        else if (said.empty() && line.compare(0, sign.size(), sign) == 0)
-            said = "acted\n" + shell("pid=" + pid + "; ranks() { pgrep -P $pid; }; " + action).out;
+        if (!pid) pid = std::atoi(line.c_str());
+        if (acted || line.compare(0, sign.size(), sign)) return;
+        acted = kill(pid, SIGSTOP) == 0;
+        said = shell(format("pid=%d; ranks() { pgrep -P $pid; }; ", pid) + action).out;
+        kill(pid, SIGCONT);
     });
-    if (said.empty()) test::report(__FILE__, __LINE__, format("no line begins with \"%s\": ", sign.c_str()) + r.out);
+    if (!acted) test::report(__FILE__, __LINE__, "no line begins with \"" + sign + "\": " + r.out);
     r.out += said;
     return r;
 }
