@@ -1,13 +1,6 @@
 // Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
 // checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
 // any machine.
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cstdlib>
-#include <filesystem>
 #include <future>
 #include <map>
 #include <thread>
@@ -21,6 +14,13 @@
 // Without this the program would start itself once more, to choose how threads wait.
 static const bool kOneStart = !setenv("OMP_WAIT_POLICY", "passive", 1);
 
+// A model that has taken one step.
+static const std::string& model() {
+    static const std::string out = dir() + "/model", path = model_path(out, 1);
+    if (!exists(path)) CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
+    return path;
+}
+
 // Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
 // run must show these as its settings. No two options have the same three, so none can stand for another.
 TEST(every_option_sets_what_it_names) {
@@ -28,15 +28,12 @@ TEST(every_option_sets_what_it_names) {
         const char *name, *letter, *value, *help;
         std::string a, b, c;  // "" if not given
     };
-    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options",
-                      model = dir() + "/model.bin";
+    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
     std::filesystem::copy_file(text, copy);
-    CHECK_RUN(run(tiny() + "-x 1 -o " + out), 0, "checkpoint");
-    std::filesystem::rename(model_path(out, 1), model);
     const std::vector<Row> rows = {
         {"--train-data", "-i", " TEXT", "", text, copy, text},
         {"--val-data", "-j", " TEXT", "", copy, text, text},
-        {"--init", "-e", " TEXT", "(default auto)", "tiny", model, "tiny"},
+        {"--init", "-e", " TEXT", "(default auto)", "tiny", model(), "tiny"},
         {"--precision", "", " NAME", "(auto|bf16|fp32; default auto)", "fp32", "auto", "fp32"},
         {"--attention", "", " NAME", "(flash|naive; default flash)", "naive", "flash", "flash"},
         {"--device", "", " NAME", "(auto|cuda|cpu; default auto)", "cpu", "cpu", "cpu"},
@@ -130,11 +127,11 @@ TEST(usage_errors_exit_with_2) {
     CHECK_RUN(run(tiny() + "--beta2 1"), 2, "--beta2: \"1\" is out of range 0..0.99999");
     CHECK_RUN(run("--device cpu -e tiny -b 65536 -t 65536 --memory"), 2, "too many tokens");
     CHECK_RUN(run(tiny() + "-d 100"), 2, "not a multiple");
+    CHECK_RUN(run("--device cpu --eval-only -e " + model() + " -i " + text_file()), 2, "-j");
 }
 
 TEST(errors_exit_with_1_and_one_line) {
-    run(tiny() + "-x 1 -o " + dir() + "/positions");
-    const std::string long_context = tiny() + "-t 300 -e " + model_path(dir() + "/positions", 1);
+    const std::string long_context = tiny() + "-t 300 -e " + model();
     CHECK_RUN(run(long_context), 1, "beyond the model's 256 positions");
     CHECK_RUN(run(tiny() + "-t 300 -x 1"), 0, "300 positions");
     CHECK_RUN(run("--device cpu -i '" + dir() + "/none_*.bin'"), 1, "none_*.bin");
@@ -143,32 +140,13 @@ TEST(errors_exit_with_1_and_one_line) {
     write_file(dir() + "/bad.bin", std::string(2000, 'x'));
     CHECK_RUN(run("--device cpu -i " + dir() + "/bad.bin"), 1, "20240520");
     CHECK_RUN(run("--device cpu -e " + dir() + "/bad.bin"), 1, "20240326");
-    const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model_path(dir() + "/positions", 1),
-                      text = run(greedy).out;
+    CHECK_RUN(run("--device cpu --eval-only -e " + model() + " --hellaswag " + text_file()), 1, "20240522");
+    const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model(), text = run(greedy).out;
     CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);  // 5 tokens need no 300 positions
     if (Cuda::count() == 0) CHECK_RUN(run(tiny() + "-x 1 --device cuda"), 1, "; use --device cpu");
     const Result r = run(long_context);
     const std::string last = r.out.substr(r.out.find("train_gpt2cu:"));
     CHECK(std::count(last.begin(), last.end(), '\n') == 1);
-}
-
-// A model that has learnt something, in dir()/learn.
-static const Result& learn() {
-    static const Result r =
-        run(tiny() + "-b 8 -x 60 -j " + text_file() + " -v 30 -m 2 -s 60 -g 40 -o " + dir() + "/learn");
-    return r;
-}
-TEST(trains_on_a_text_file_and_the_loss_falls) {
-    const Result& r = learn();
-    CHECK(r.code == 0);
-    CHECK(number_after(r.out, "step 60/60 | loss ") < 3.5);
-    CHECK(contains(r.out, "step 1/60 | loss 5.") && contains(r.out, "val loss") && contains(r.out, "sample") &&
-          contains(r.out, "MFU n/a") && contains(r.out, "ETA 0:00"));
-    const std::string log = read_file(dir() + "/learn/log.jsonl");
-    CHECK(std::count(log.begin(), log.end(), '\n') == 1 + 60 + 3 + 1);
-    CHECK(contains(log, "\"kind\"") && contains(log, "loss_nats") && contains(log, "grad_norm") &&
-          contains(log, "step_ms"));
-    CHECK(exists(model_path(dir() + "/learn", 60)) && exists(state_path(dir() + "/learn", 60)));
 }
 
 // Without -x a run takes one pass over the text. 1000 bytes and the token before them are 15 steps of 64 and a rest.
@@ -207,13 +185,6 @@ TEST(memory_table_and_profile) {
     CHECK(p.code == 0 && contains(p.out, "step 7/7 |"));
 }
 
-TEST(evaluation_asks_for_its_data) {
-    CHECK(learn().code == 0);
-    const std::string base = "--device cpu --eval-only -b 2 -t 64 -e " + model_path(dir() + "/learn", 60) + " ";
-    CHECK_RUN(run(base + "-i " + text_file()), 2, "-j");
-    CHECK_RUN(run(base + "--hellaswag " + text_file()), 1, "20240522");
-}
-
 // On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
 // dev/test_resume has more, on the CPU.
 TEST(resume_is_bit_exact_gpu) {
@@ -232,80 +203,45 @@ TEST(resume_is_bit_exact_gpu) {
     }
 }
 
-// Batches are prepared a step ahead. An error in one comes up in that batch's step, not a step early.
-TEST(an_error_in_the_data_waits_for_its_step) {
-    std::vector<int32_t> header(256);
-    header[0] = 20240520, header[1] = 1, header[2] = 4 * 64 + 1;
-    std::vector<uint16_t> tokens(header[2], 7);
-    tokens[3 * 64 + 10] = 9999;  // in the fourth window
-    const std::string path = dir() + "/late.bin", out = dir() + "/late";
-    write_file(path, std::string(reinterpret_cast<char*>(header.data()), 1024) +
-                         std::string(reinterpret_cast<char*>(tokens.data()), tokens.size() * 2));
-    const std::string command = "--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle -i " + path + " ";
-    CHECK_RUN(run(command + "-x 3 -o " + out), 0, "checkpoint");
-    const Result r = run(command + "-x 4");
-    CHECK_RUN(r, 1, "9999");
-    CHECK(contains(r.out, "step 3/4"));
-}
-
-// The program is stopped meanwhile, because otherwise it might end by itself before the second signal.
+// Both interrupts come in the second step, the second one when a second has passed.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
-    const std::string out = dir() + "/second", output = out + ".txt";
-    const Result r = shell("./train_gpt2cu --device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() +
-                           " -o " + out + " >" + output + " 2>&1 & until grep -q '^step 1/' " + output +
-                           "; do sleep 0.1; done; kill -s INT $!; sleep 0.01; kill -s STOP $!; sleep 1.2; "
-                           "kill -s INT $!; kill -s CONT $!; wait $!; echo code $?");
-    CHECK(contains(r.out, "code 130"));
-    CHECK(!contains(read_file(output), "interrupted at step"));
-    CHECK(newest_checkpoint(out) == -1);
+    const std::string out = dir() + "/second";
+    const Result r =
+        run_and_act("--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
+                    "kill -s CONT $pid; sleep 0.1; kill -s INT $pid; sleep 0.01; kill -s STOP $pid; sleep 1.2; "
+                    "kill -s INT $pid");
+    CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_checkpoint(out) == -1);
 }
 
-TEST(unwritable_and_full_output) {
+// dev/test_resume has a full disk.
+TEST(output_directories) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + text_file() + "/below_a_file"), 1, "below_a_file");
     const std::string logged = dir() + "/logged";
-    CHECK(shell("mkdir " + logged + " && echo '{}' > " + logged + "/log.jsonl").code == 0);
+    std::filesystem::create_directory(logged);
+    write_file(logged + "/log.jsonl", "{}\n");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 1, "a log of an earlier run");
     CHECK(read_file(logged + "/log.jsonl") == "{}\n");
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
     CHECK_RUN(run(tiny() + "-x 1 -o " + dir() + "/new/and/deep"), 0, "checkpoint");
-    // If the user may mount one, a file system of one megabyte stands in for a full disk. Otherwise a limit on file
-    // size does.
-    const std::string out = dir() + "/full";
-    const Result r = shell("(ulimit -f 1000; trap '' XFSZ; ./train_gpt2cu " + tiny() + "-x 4 -n 2 -o " + out + ")");
-    CHECK(r.code == 1 && contains(r.out, "model_00000002.bin"));
-    CHECK(newest_checkpoint(out) == -1);
-    const std::string log = read_file(out + "/log.jsonl");
-    CHECK(std::count(log.begin(), log.end(), '\n') == 3 && log.back() == '\n');  // run, step 1, step 2
-    CHECK(shell("ls " + out + " | grep -v log.jsonl").out.empty());              // no temporaries left behind
-}
-
-TEST(a_loss_that_is_not_finite_stops_before_the_update) {
-    CHECK(run(tiny() + "-x 1 -o " + dir() + "/nan").code == 0);
-    const std::string path = model_path(dir() + "/nan", 1);
-    std::string model = read_file(path);
-    const float nan = NAN;
-    std::memcpy(&model[model.size() - 4 * 200], &nan, 4);  // the last 128 floats are lnfb, the 128 before them lnfw
-    write_file(path, model);
-    const Result r = run("--device cpu -b 2 -t 64 -v 0 -s 0 -x 3 -i " + text_file() + " -e " + path);
-    CHECK_RUN(r, 1, "step 1: loss nan");
-    CHECK(contains(r.out, "lnfw") && contains(r.out, "last good checkpoint: none"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Several ranks: processes on the CPU, and GPUs if there are at least two
+// Several ranks: processes on the CPU, and GPUs if there are at least two. dev/test_recipe compares what ranks on the CPU
+// compute with fp64, and dev/test_ranks with one rank.
 
 namespace {
 
+std::string on_device(const std::string& device) {
+    return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " + text_file() + " ";
+}
 std::string ranks_options() {
-    return "--device cpu -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 0 -i " + text_file() + " -j " + text_file() +
-           " ";
+    return on_device("cpu") + "-k constant -u 0 ";
 }
 
 // The same on GPUs. There must be at least two, and the result is how many to use, 2 or 4.
 std::string gpu_options() {
-    return "--device cuda -e tiny -b 1 -t 32 -d 128 -s 0 -k constant -u 6 -l 1e-3 -i " + text_file() + " -j " +
-           text_file() + " ";
+    return on_device("cuda") + "-k constant -u 6 -l 1e-3 ";
 }
 int two_gpus() {
     const int gpus = Cuda::count();
@@ -313,14 +249,6 @@ int two_gpus() {
     return gpus < 4 ? 2 : 4;
 }
 
-// One number from every row of a kind in a run's log.
-std::vector<double> logged(const std::string& run, const std::string& kind, const std::string& key) {
-    std::vector<double> values;
-    std::istringstream log(read_file(dir() + "/" + run + "/log.jsonl"));
-    for (std::string line; std::getline(log, line);)
-        if (contains(line, "\"kind\": \"" + kind + "\"")) values.push_back(number_after(line, "\"" + key + "\": "));
-    return values;
-}
 // The largest |a − b|/b. NaN stays NaN.
 double apart(const std::vector<double>& a, const std::vector<double>& b) {
     double worst = 0;
@@ -331,22 +259,12 @@ double apart(const std::vector<double>& a, const std::vector<double>& b) {
 // Both logs must have `count` such numbers, with |a − b| ≤ tolerance·b.
 void check_close(const std::string& run, const std::string& other, const char* kind, const char* key, size_t count,
                  double tolerance) {
-    const std::vector<double> a = logged(run, kind, key), b = logged(other, kind, key);
+    const std::vector<double> a = values(dir() + "/" + run, kind, key), b = values(dir() + "/" + other, kind, key);
     const double worst = apart(a, b);
     if (a.size() != count || b.size() != count || !(worst <= tolerance))
         test::report(__FILE__, __LINE__,
                      format("%s of %s and %s: %zu and %zu of %zu values, apart by up to %.1e, at most %.1e expected",
                             key, run.c_str(), other.c_str(), a.size(), b.size(), count, worst, tolerance));
-}
-
-// Runs `command` in the background, with its output in `output`. If a line matches `sign`, it runs `action`, in which
-// $! is the process and $(ranks) its ranks. The result ends with "code " and the exit code.
-Result shell_with_action(const std::string& command, const std::string& output, const std::string& sign,
-                         const std::string& action) {
-    // Without the file of an earlier run, which may have the sign already.
-    return shell("ranks() { pgrep -P $!; }; rm -f " + output + "; " + command + " >" + output +
-                 " 2>&1 & for i in $(seq 600); do grep -qs '" + sign + "' " + output +
-                 " && break; kill -0 $! 2>/dev/null || break; sleep 0.1; done; " + action + "; wait $!; echo code $?");
 }
 
 // A shell prefix that makes the following program rank `rank` of `size`.
@@ -356,33 +274,23 @@ std::string as_rank(int rank, int size, int port) {
 
 }  // namespace
 
-TEST(ranks_train_as_one) {
-    CHECK(run(ranks_options() + "-x 10 -v 5 -m 5 -o " + dir() + "/one").code == 0);
-    struct Case {
-        int ranks, zero, overlap;
-    };
-    for (const Case& c : {Case{2, 0, 0}, Case{2, 0, 1}, Case{2, 1, 1}, Case{4, 1, 0}}) {
-        const std::string name = format("ranks_%d_%d_%d", c.ranks, c.zero, c.overlap);
-        const Result r =
-            run(ranks_options() +
-                format("-x 10 -v 5 -m 5 --gpus %d --zero %d --overlap %d -o ", c.ranks, c.zero, c.overlap) + dir() +
-                "/" + name);
-        CHECK_RUN(r, 0, "step 10/10 | loss");
+TEST(ranks_say_how_they_work) {
+    const struct {
+        int ranks;
+        std::string options, printed;
+    } cases[] = {{2, "--zero 0 --overlap 0", "optimizer on each, gradients summed after backward"},
+                 {2, "--zero 0 --overlap 1", "optimizer on each, gradients summed beside backward"},
+                 {4, "", "optimizer divided among them, gradients summed after backward"},
+                 {3, "-d 96", "optimizer on each, gradients summed after"},  // three do not divide 128 channels
+                 {2, "--context-parallel 2", "sequences divided among 2"}};
+    for (const auto& c : cases) {
+        const Result r = run(ranks_options() + format("-x 2 -v 0 --gpus %d ", c.ranks) + c.options);
+        CHECK_RUN(r, 0, c.printed.c_str());
         CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
         const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / c.ranks);
         CHECK(contains(r.out, format("device             CPU, %d thread", threads)));
-        CHECK(contains(r.out, c.overlap ? "summed beside backward" : "summed after backward"));
-        const size_t at = r.out.find("step 1/10");
-        CHECK(at != std::string::npos && r.out.find("step 1/10", at + 1) == std::string::npos);  // one of them prints
-        for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "one", "train", key, 10, 1e-4);
-        check_close(name, "one", "val", "loss_nats", 3, 1e-4);
-        CHECK(logged(name, "val", "loss_nats")[0] == logged("one", "val", "loss_nats")[0]);  // before any update
-        CHECK(read_file(state_path(dir() + "/" + name, 10)).size() == read_file(state_path(dir() + "/one", 10)).size());
+        CHECK(contains(r.out, "step 2/2") && r.out.find("step 1/2") == r.out.rfind("step 1/2"));  // one of them prints
     }
-    // Three ranks cannot divide 128 channels, so each has the whole optimizer.
-    const Result three = run(ranks_options() + "-d 96 -x 2 -v 0 --gpus 3");
-    CHECK_RUN(three, 0, "optimizer on each, gradients summed after");
-    CHECK(contains(three.out, "step 2/2"));
 }
 
 TEST(gpus_train_as_one) {
@@ -413,33 +321,6 @@ static void check_regrouped(const std::string& options, int most, double toleran
     CHECK_RUN(run(options + "-v 0 -x 12 -y 1 --gpus 2 -o " + out), 0, "resumed at step 8");
     check_close("re" + name, name, "train", "loss_nats", 12, tolerance);
 }
-// With --context-parallel, ranks that share sequences, and groups of them, train, validate and resume as one rank does.
-TEST(ranks_share_sequences) {
-    const std::string options = ranks_options() + "-b 2 -d 256 -v 5 -m 5 ";
-    CHECK(run(options + "-x 10 -o " + dir() + "/whole").code == 0);
-    struct Case {
-        int ranks, context, zero;
-    };
-    for (const Case& c : {Case{2, 2, 0}, Case{4, 4, 1}, Case{4, 2, 1}}) {
-        const std::string name = format("shared_%d_%d", c.ranks, c.context), out = dir() + "/" + name;
-        const std::string command =
-            options + format("--gpus %d --context-parallel %d --zero %d -o ", c.ranks, c.context, c.zero) + out;
-        CHECK_RUN(run(command + " -x 6"), 0, format("sequences divided among %d", c.context).c_str());
-        CHECK_RUN(run(command + " -x 10 -y 1"), 0, "step 10/10 | loss");
-        for (const char* key : {"loss_nats", "grad_norm"}) check_close(name, "whole", "train", key, 10, 1e-4);
-        const std::vector<double> val = logged(name, "val", "loss_nats"), whole = logged("whole", "val", "loss_nats");
-        CHECK_NEAR(val.front(), whole.front(), 1e-4 * whole.front());
-        CHECK_NEAR(val.back(), whole.back(), 1e-4 * whole.back());
-    }
-    const std::string eval =
-        "--device cpu --eval-only -b 2 -t 32 -m 10 -e " + model_path(dir() + "/whole", 10) + " -j " + text_file();
-    const double one = number_after(run(eval).out, "val loss ");
-    const Result shared = run(eval + " --gpus 4 --context-parallel 2");
-    CHECK_RUN(shared, 0, "val loss");
-    CHECK_NEAR(number_after(shared.out, "val loss "), one, 1e-4);
-    CHECK_RUN(run(options + "-x 1 --gpus 2 --context-parallel 2 -s 1 -g 20"), 0, "| sample");
-}
-
 // In bf16 a tiny model's losses diverge soon after any difference, but by no more than with another seed.
 TEST(gpus_share_sequences) {
     const int gpus = two_gpus();
@@ -457,7 +338,9 @@ TEST(gpus_share_sequences) {
             CHECK_RUN(run(options + ranks + dir() + "/" + name), 0, "step 20/20");
             for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}})
                 check_close(name, one, kind, "loss_nats", count,
-                            fp32 ? 1e-3 : apart(logged(other_seed, kind, "loss_nats"), logged(one, kind, "loss_nats")));
+                            fp32 ? 1e-3
+                                 : apart(values(dir() + "/" + other_seed, kind, "loss_nats"),
+                                         values(dir() + "/" + one, kind, "loss_nats")));
         }
     }
 }
@@ -469,25 +352,6 @@ TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
 TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
     check_regrouped(gpu_options() + "--precision bf16 ", two_gpus(), 2e-2, "gpu_grouped");
 }
-TEST(ranks_evaluate_as_one) {
-    const std::string out = dir() + "/evaluate_ranks";
-    run(tiny() + "-b 8 -x 10 -o " + out);
-    std::vector<Choice> choices;
-    for (int i = 0; i < 5; i++) {
-        const std::string text = write_story(5, 300 + i).text;
-        choices.push_back({i,
-                           0,
-                           encode_bytes(text.substr(0, 30)),
-                           {encode_bytes(text.substr(30, 20)), encode_bytes("QXZ#J"), encode_bytes("shall we?")}});
-    }
-    write_choices(dir() + "/few.bin", choices);
-    const std::string command = "--device cpu --eval-only -b 2 -t 64 -e " + model_path(out, 10) + " -j " + text_file() +
-                                " -m 20 --hellaswag " + dir() + "/few.bin ";
-    const Result one = run(command), three = run(command + "--gpus 3");
-    CHECK(one.code == 0 && contains(one.out, "val loss") && contains(one.out, "hellaswag"));
-    CHECK(three.out == one.out);
-}
-
 TEST(usage_errors_of_ranks) {
     CHECK_RUN(run(ranks_options() + "--gpus 3"), 2, "B·T·ranks");
     CHECK_RUN(run(ranks_options() + "--gpus 3 -d 96 --zero 1"), 2, "--zero 0");
@@ -505,15 +369,15 @@ TEST(usage_errors_of_ranks) {
 // Kills a rank while checkpoints are written without a pause. Whatever was cut off, what is left must be whole.
 static void check_killed(const std::string& options, int ranks, const std::string& name) {
     for (const char* victim : {"head -n 1", "tail -n 1"}) {
-        const std::string out = dir() + "/" + name + std::string(victim, 4), output = out + ".txt";
-        const Result r = shell_with_action(
-            "./train_gpt2cu " + options + format("-v 0 -x 1000000 -n 1 -nk 3 --gpus %d -o ", ranks) + out, output,
-            "^step 5/", "echo rank $(ranks | " + std::string(victim) + "); kill -9 $(ranks | " + victim + ")");
-        CHECK(contains(r.out, "code 137"));
-        const int pid = static_cast<int>(number_after(r.out, "rank "));
-        const std::string text = read_file(output);  // the parent says it at once, and does not wait for silence
-        CHECK(contains(text, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : ranks - 1, pid)) &&
-              contains(text, ") died: "));
+        const std::string out = dir() + "/" + name + std::string(victim, 4);
+        const Result r =
+            run_and_act(options + format("-v 0 -x 1000000 -n 1 -nk 3 --gpus %d -o ", ranks) + out, "step 5/",
+                        format("victim=$(ranks | %s); echo victim $victim; kill -9 $victim", victim));
+        CHECK(r.code == 137);
+        const int pid = static_cast<int>(number_after(r.out, "victim "));
+        // The parent says it at once, and does not wait for silence.
+        CHECK(contains(r.out, format("rank %d (pid %d on", victim[0] == 'h' ? 0 : ranks - 1, pid)) &&
+              contains(r.out, ") died: "));
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
         const int step = newest_checkpoint(out);
         CHECK_RUN(run(options + format("-v 0 -x %d -y 1 -o ", step + 1) + out), 0,
@@ -528,17 +392,15 @@ TEST(a_killed_gpu_rank_ends_the_job) {
 }
 
 TEST(a_killed_parent_takes_its_ranks_along) {
-    const std::string output = dir() + "/orphans.txt";
-    const std::string action = "echo $(ranks) >" + output +
-                               ".pids; for p in $! $(ranks); do ps -o pgid= -p $p; done | " +
-                               "sort -u | echo groups $(wc -l); kill -9 $!";
-    const Result r =
-        shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 --gpus 2", output, "^step 3/", action);
-    CHECK(contains(r.out, "code 137"));
+    const Result r = run_and_act(ranks_options() + "-v 0 -x 1000000 --gpus 2", "step 3/",
+                                 "for p in $pid $(ranks); do ps -o pgid= -p $p; done | sort -u | echo groups $(wc -l); "
+                                 "echo all: $(ranks); kill -9 $pid");
+    CHECK(r.code == 137);
     CHECK(contains(r.out, "groups 2\n"));  // the ranks have their own group, so Ctrl-C reaches only the parent
-    CHECK(shell("wc -w <" + output + ".pids").out == "2\n");
+    const std::string pids = r.out.substr(r.out.rfind("all: ") + 5);
+    CHECK(std::count(pids.begin(), pids.end(), ' ') == 1);
     // Each is gone, or a zombie that waits for a parent to take note.
-    const std::string living = "for p in $(cat " + output + ".pids); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
+    const std::string living = "for p in $(echo '" + pids + "'); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
     for (int i = 0; i < 100 && !shell(living).out.empty(); i++) usleep(100000);
     CHECK(shell(living).out.empty());
 }
@@ -554,42 +416,34 @@ TEST(a_parent_sees_its_ranks_end_where_that_was_ignored) {
 
 // The CPU, and the GPUs if there are two, are tested at the same time, because the silence lasts 20 s.
 TEST(a_stopped_rank_ends_the_job) {
-    std::vector<std::pair<std::string, std::string>> cases = {{ranks_options(), dir() + "/stopped.txt"}};
-    if (Cuda::count() >= 2) cases.push_back({gpu_options(), dir() + "/gpu_stopped.txt"});
+    std::vector<std::string> cases = {ranks_options()};
+    if (Cuda::count() >= 2) cases.push_back(gpu_options());
     const auto start = std::chrono::steady_clock::now();
     std::vector<std::future<Result>> runs;
-    for (const auto& [options, output] : cases)
-        runs.push_back(std::async(std::launch::async, shell_with_action,
-                                  "./train_gpt2cu " + options + "-v 0 -x 1000000 --gpus 2", output, "^step 3/",
+    for (const std::string& options : cases)
+        runs.push_back(std::async(std::launch::async, run_and_act, options + "-v 0 -x 1000000 --gpus 2", "step 3/",
                                   "kill -STOP $(ranks | tail -n 1)"));
-    for (size_t i = 0; i < cases.size(); i++) {
-        CHECK(contains(runs[i].get().out, "code 1\n"));
-        const std::string text = read_file(cases[i].second);
-        CHECK(contains(text, "rank 1 (pid ") && contains(text, "silent for 20 s"));
+    for (std::future<Result>& ended : runs) {
+        const Result r = ended.get();
+        CHECK(r.code == 1 && contains(r.out, "rank 1 (pid ") && contains(r.out, "silent for 20 s"));
     }
     CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < 60);
 }
 
 TEST(an_interrupt_reaches_all_ranks) {
-    const std::string out = dir() + "/interrupt_ranks", output = out + ".txt";
-    for (const char* whom : {"$!", "$(ranks | tail -n 1)"}) {  // the parent, or one of the ranks alone
-        const Result r =
-            shell_with_action("./train_gpt2cu " + ranks_options() + "-v 0 -x 1000000 -y 1 --gpus 2 -o " + out, output,
-                              "^step [0-9]*3/", std::string("kill -s TERM ") + whom);
-        CHECK(contains(r.out, "code 143"));
-        CHECK(contains(read_file(output), "interrupted at step") && contains(read_file(output), "checkpoint"));
+    const std::string out = dir() + "/interrupt_ranks";
+    for (const char* whom : {"$pid", "$(ranks | tail -n 1)"}) {  // the parent, or one of the ranks alone
+        const Result r = run_and_act(ranks_options() + "-v 0 -x 1000000 -y 1 --gpus 2 -o " + out, "step ",
+                                     std::string("kill -s TERM ") + whom);
+        CHECK(r.code == 143 && contains(r.out, "interrupted at step") && contains(r.out, "\ncheckpoint "));
     }
 }
 
 TEST(an_error_in_one_ranks_data_ends_the_job) {
-    std::vector<int32_t> header(256);
-    header[0] = 20240520, header[1] = 1, header[2] = 8 * 64 + 1;
-    std::vector<uint16_t> tokens(header[2], 7);
+    std::vector<int> tokens(8 * 64 + 1, 7);
     tokens[5 * 64 + 10] = 9999;  // in the sixth window, which is rank 1's third
-    const std::string path = dir() + "/late_ranks.bin";
-    write_file(path, std::string(reinterpret_cast<char*>(header.data()), 1024) +
-                         std::string(reinterpret_cast<char*>(tokens.data()), tokens.size() * 2));
-    const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " + path);
+    const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
+                         write_shard(dir() + "/late_ranks.bin", tokens));
     CHECK_RUN(r, 1, "9999");
     // In step 2 rank 1 has an error after it had its sums. Rank 0 may or may not print something before that error ends
     // it.
@@ -599,9 +453,9 @@ TEST(an_error_in_one_ranks_data_ends_the_job) {
 static void check_differing(const std::string& device) {
     const std::string program = std::filesystem::current_path().string() + "/train_gpt2cu";
     const std::string here = dir() + "/here_" + device, there = dir() + "/there_" + device;
-    CHECK(shell("mkdir " + here + " " + there + " && cp " + program + " " + there + "/changed && printf x >>" + there +
-                "/changed")
-              .code == 0);
+    for (const std::string& folder : {here, there}) std::filesystem::create_directory(folder);
+    std::filesystem::copy_file(program, there + "/changed");
+    std::ofstream(there + "/changed", std::ios::app) << "x";
     write_file(here + "/book.txt", std::string(3000, 'a'));
     write_file(there + "/book.txt", std::string(2999, 'a') + "b");
     const std::string options = " --device " + device + " -e tiny -b 1 -t 32 -x 2 -v 0 -s 0 -i book.txt ";
@@ -639,7 +493,7 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
     CHECK(val > 2 && val < 4);
     CHECK(contains(r.out, format(" | floor %.4f\n", corpus.val_nats)));
     for (const auto& [kind, count] : {std::pair<const char*, size_t>{"run", 1}, {"val", 3}}) {
-        const std::vector<double> floors = logged("corpus", kind, "floor_nats");
+        const std::vector<double> floors = values(dir() + "/corpus", kind, "floor_nats");
         CHECK(floors.size() == count);
         for (const double floor : floors) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
     }
