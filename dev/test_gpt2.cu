@@ -4,11 +4,8 @@
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
-#include <filesystem>
-#include <fstream>
 
-#include "data/corpus.h"
-#include "dev/test.h"
+#include "dev/program.h"
 
 namespace {
 
@@ -64,6 +61,18 @@ double loss_and_gradient(GPT2<Dev, X>& model) {
     return sum / model.micro_steps;
 }
 
+// A model on the CPU with flash, allocated and with random weights.
+const Cpu cpu;
+template <class X>
+struct Ready : GPT2<Cpu, X> {
+    Ready(const Config& config, int B, int T, int micro_steps = 1, bool training = true, int recompute = 0,
+          const Ranks<Cpu>& ranks = {})
+        : GPT2<Cpu, X>(cpu, config, Attention::flash, B, T, micro_steps, training, recompute, ranks) {
+        this->allocate();
+        init_random(*this, 3);
+    }
+};
+
 AdamW hyper(double lr, int step) {
     return {static_cast<float>(lr), 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, step, 1};
 }
@@ -106,7 +115,6 @@ const Cuda& strict_gpu() {
 // tokens. bound is the relative L2 error per tensor.
 template <class X>
 void check_gradients(const Cuda& dev, Attention attention, int B, int T, double bound, int recompute = 0) {
-    const Cpu cpu;
     GPT2<Cpu, double> reference(cpu, kSmall, attention, B, T, 2, true);
     GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true, recompute);
     reference.allocate(), model.allocate();
@@ -152,38 +160,39 @@ TEST(parameter_count_of_presets) {
     }
 }
 
-// Every parameter belongs to one rank. A rank's state has each of its elements once, back to back, in whole vectors.
+// Every parameter belongs to one rank, whose state has it once, in whole vectors. m, v and master of all ranks are put
+// together and taken apart again.
 TEST(shares_divide_the_parameters) {
+    const Arena params("parameters", tensors_of<Parameters<float>>(kSmall), 1);
+    const size_t n = kSmall.num_parameters();
     for (const bool overlap : {false, true})
-        for (int ranks : {1, 2, 8}) {
-            Config config{};
-            CHECK(find_config("d12", &config) && can_shard(config.C, ranks));
-            config.L = 2, config.Vp = 256, config.max_T = 16;  // few enough parameters to count
-            const Arena params("parameters", tensors_of<Parameters<float>>(config), 1);
-            const size_t n = config.num_parameters();
-            std::vector<int> owner(n, -1), seen(n);
+        for (int ranks : {1, 2, 4, 8}) {
+            const size_t own = n / ranks;
+            CHECK(can_shard(kSmall.C, ranks));
+            std::vector<size_t> whole(3 * n, 3 * n);  // which element of all states in a row is here
             for (int r = 0; r < ranks; r++) {
-                std::vector<int> state(n / ranks);
+                const std::vector<ParamRange> share = share_of(params, r, ranks, overlap);
                 size_t decayed = 0;
-                for (const ParamRange& range : share_of(params, r, ranks, overlap))
-                    for (size_t p = 0; p < range.pieces; p++)
-                        for (size_t k = 0; k < range.size; k++) {
-                            const size_t i = range.piece(p) + k, s = range.state(p) + k;
-                            if (i >= n || s >= n / ranks) throw Error("outside");
-                            owner[i] = r, seen[i]++, state[s]++;
-                            if (k % 4 == 0 && (i % 4 || s % 4) && ranks > 1) throw Error("off a vector");
-                            decayed += range.decay;
-                        }
-                CHECK(std::count(state.begin(), state.end(), 1) == std::ptrdiff_t(n / ranks));
-                CHECK(decayed > n / ranks / 2);
+                for (const ParamRange& range : share) decayed += range.decay * range.pieces * range.size;
+                CHECK(decayed > own / 2);
+                for_each_piece(share, n, ranks, 3, [&](size_t at, size_t state, size_t size) {
+                    if (at + size > 3 * n || state + size > 3 * own) throw Error("outside");
+                    if (ranks > 1 && (at % 4 || state % 4 || size % 4)) throw Error("off a vector");
+                    for (size_t k = 0; k < size; k++) whole[at + k] = r * 3 * own + state + k;
+                });
             }
-            CHECK(std::count(seen.begin(), seen.end(), 1) == std::ptrdiff_t(n));
+            std::vector<bool> seen(3 * n);
+            for (size_t i = 0; i < 3 * n; i++) {
+                if (whole[i] >= 3 * n || seen[whole[i]]) throw Error("not every element once");
+                seen[whole[i]] = true;
+                if (whole[i] % (3 * own) / own != i / n) throw Error("of another array");  // m stays m
+            }
             for (size_t t = 0; t < params.tensors.size(); t++) {  // each tensor, or each of its layers, has equal parts
                 const TensorSpec& tensor = params.tensors[t];
                 const size_t layers = by_layer(tensor, overlap) ? tensor.layers : 1, size = tensor.elements() / layers;
                 for (size_t l = 0; l < layers; l++)
                     for (int r = 0; r < ranks; r++)
-                        CHECK(owner[params.offsets[t] / 4 + l * size + r * size / ranks] == r);
+                        CHECK(whole[params.offsets[t] / 4 + l * size + r * size / ranks] / (3 * own) == size_t(r));
             }
         }
     CHECK(!can_shard(128, 3) && !can_shard(64, 32));
@@ -204,31 +213,9 @@ TEST(shares_of_the_optimizer_are_packed) {
         }
 }
 
-// m, v and master of all ranks are put together and taken apart again.
-TEST(shares_of_the_optimizer_make_a_whole) {
-    const Config config = kSmall;
-    const Arena params("parameters", tensors_of<Parameters<float>>(config), 1);
-    const size_t n = config.num_parameters(), ranks = 4;
-    std::vector<int> whole(3 * n, -1), again(3 * n / ranks);
-    for (size_t r = 0; r < ranks; r++)
-        for_each_piece(share_of(params, r, ranks, true), n, ranks, 3, [&](size_t at, size_t state, size_t size) {
-            for (size_t k = 0; k < size; k++) whole[at + k] = static_cast<int>(r * 3 * n / ranks + state + k);
-        });
-    std::vector<int> sorted = whole;
-    std::sort(sorted.begin(), sorted.end());
-    for (size_t i = 0; i < sorted.size(); i++)
-        if (sorted[i] != int(i)) throw Error("not every element once");
-    for (size_t array = 0; array < 3; array++)  // m stays m
-        for (size_t i = 0; i < n; i++) {
-            const size_t in_share = whole[array * n + i] % (3 * n / ranks);
-            if (in_share / (n / ranks) != array) throw Error("of another array");
-        }
-}
-
 // If the optimizer is sharded, a step sums gradients into a separate buffer, which the gate follows. It must read
 // nothing that was there before. There are so many micro-batches that their losses and the norm fill a line of memory.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
-    const Cpu cpu;
     Job alone;
     CpuComm comm(cpu, alone);
     Ranks<Cpu> ranks;
@@ -236,11 +223,8 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
     constexpr int kMicroSteps = 63;
     const std::vector<int> stream = make_tokens(kMicroSteps * 20 + 1, kSmall.V, 3);
     const auto parameters_after_a_step = [&](bool sharded) {
-        GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 1, 20, kMicroSteps, true, 0,
-                               sharded ? ranks : Ranks<Cpu>{});
-        model.allocate();
+        Ready<float> model(kSmall, 1, 20, kMicroSteps, true, 0, sharded ? ranks : Ranks<Cpu>{});
         poison(cpu, model.buffers);
-        init_random(model, 7);
         upload_batches(model, stream, 0);
         for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
         model.update(hyper(1e-3, 1));
@@ -384,7 +368,7 @@ TEST(mfu_by_hand) {
 // A CPU with a GPU's name, so that a run has an MFU. It has 67 TFLOP/s, and a token of the tiny model takes 5349888
 // FLOPs at T = 32.
 TEST(a_run_logs_its_mfu) {
-    const std::string out = format("/tmp/test_gpt2_%d", getpid());
+    const std::string out = dir() + "/mfu";
     Options o;
     o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32, o.max_steps = 1;
     o.val_every = o.sample_every = 0;
@@ -398,26 +382,20 @@ TEST(a_run_logs_its_mfu) {
     std::fflush(stdout);
     dup2(screen, 1), close(screen);
     CHECK(error.empty());
-    std::ifstream log(out + "/log.jsonl");
-    const std::string text(std::istreambuf_iterator<char>(log), {});
-    const auto value = [&](const char* key) { return std::atof(text.c_str() + text.find(key) + std::strlen(key)); };
-    const double tok_s = value("\"tokens_per_s\": "), mfu = value("\"mfu_percent\": ");
+    const std::string row = rows(out, "train").at(0);
+    const double tok_s = value(row, "tokens_per_s"), mfu = value(row, "mfu_percent");
     CHECK(tok_s > 0);
     CHECK_NEAR(mfu, 100 * tok_s * 5349888 / 67e12, 1e-9 * mfu);
-    std::filesystem::remove_all(out);
 }
 
 // What is computed again is not kept, and has the same bits as what would have been kept.
 TEST(recompute_changes_memory_not_gradients) {
-    const Cpu cpu;
     const int B = 2, T = 20;
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
     std::vector<double> kept;
     size_t bytes = 0;
     for (int level : {0, 1, 2}) {
-        GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, B, T, 2, true, level);
-        model.allocate();
-        init_random(model, 7);
+        Ready<double> model(kSmall, B, T, 2, true, level);
         poison(cpu, model.acts);
         upload_batches(model, stream, 0);
         loss_and_gradient(model);
@@ -425,21 +403,16 @@ TEST(recompute_changes_memory_not_gradients) {
         const std::vector<double> gradients(g, g + model.num_parameters);
         if (level == 0) kept = gradients;
         CHECK(std::memcmp(kept.data(), gradients.data(), kept.size() * sizeof(double)) == 0);
-        const size_t saved = size_t(kSmall.L - 1) * B * T * kSmall.C * sizeof(double) *
-                             (level == 1   ? 4
-                              : level == 2 ? 2
-                                           : 0);
+        const size_t channels[] = {0, 4, 2};  // of a token in a layer, in C: GELU's output, the layer norms'
+        const size_t saved = size_t(kSmall.L - 1) * B * T * kSmall.C * sizeof(double) * channels[level];
         if (level) CHECK(model.acts.bytes + saved <= bytes + 4096 && model.acts.bytes + saved + 4096 >= bytes);
         bytes = model.acts.bytes;
     }
 }
 
 TEST(reference_model_gradient_by_finite_differences) {
-    const Cpu cpu;
     const Config config = {9, 30, 32, 2, 2, 8};
-    GPT2<Cpu, double> model(cpu, config, Attention::flash, 2, 9, 1, true);
-    model.allocate();
-    init_random(model, 3);
+    Ready<double> model(config, 2, 9);
     double* w = static_cast<double*>(model.params.at(0));
     for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
     upload_batches(model, make_tokens(2 * 9 + 1, config.V, 5), 0);
@@ -473,16 +446,12 @@ TEST(reference_model_gradient_by_finite_differences) {
 
 // The second vocabulary is so large that the rows of one batch's logits, 640, are computed in two parts.
 TEST(accumulated_micro_batches_equal_one_batch) {
-    const Cpu cpu;
     for (const Config& config : {Config{16, 30, 32, 2, 2, 8}, Config{160, 65600, 65664, 1, 1, 8}}) {
         const int T = config.max_T;
         const std::vector<int> stream = make_tokens(4 * T + 1, config.V, 5);
-        GPT2<Cpu, double> whole(cpu, config, Attention::flash, 4, T, 1, true),
-            parts(cpu, config, Attention::flash, 1, T, 4, true);
+        Ready<double> whole(config, 4, T), parts(config, 1, T, 4);
         const TensorSpec& logits = whole.buffers.tensors[0];
         CHECK(std::string(logits.name) == "logits" && logits.size == size_t(std::min(4 * T, 512)) * config.Vp);
-        whole.allocate(), parts.allocate();
-        init_random(whole, 3), init_random(parts, 3);
         upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
         CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
         for (size_t i = 0; i < whole.num_parameters; i++)
@@ -492,11 +461,9 @@ TEST(accumulated_micro_batches_equal_one_batch) {
 
 // The first tensor in the order of computation is named: forward from the first layer on, backward from the last.
 TEST(the_first_tensor_that_is_not_finite_is_named) {
-    const Cpu cpu;
     const Config config = {16, 30, 32, 3, 2, 8};
     for (int recompute : {0, 1, 2}) {
-        GPT2<Cpu, float> model(cpu, config, Attention::flash, 2, 16, 2, true, recompute);
-        model.allocate();
+        Ready<float> model(config, 2, 16, 2, true, recompute);
         const auto found = [&](auto spoil) {
             init_random(model, 3);
             upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
@@ -516,11 +483,8 @@ TEST(the_first_tensor_that_is_not_finite_is_named) {
 }
 
 TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
-    const Cpu cpu;
     const Config config = {16, 30, 32, 3, 2, 8};
-    GPT2<Cpu, float> model(cpu, config, Attention::flash, 2, 16, 2, true);
-    model.allocate();
-    init_random(model, 3);
+    Ready<float> model(config, 2, 16, 2);
     upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
     model.weights(1).ln2w[3] = NAN;
     const std::vector<float> before = download(model, model.params.at(0), model.num_parameters);
@@ -540,34 +504,38 @@ TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
 
 // On a machine with exactly as much memory as some batch takes, that batch fits, and no larger one.
 TEST(out_of_memory_says_what_fits) {
-    Cpu cpu(1);
-    const auto with_batch = [&](int B) { return GPT2<Cpu, float>(cpu, kSmall, Attention::flash, B, 80, 1, true); };
+    Cpu small(1);
+    const auto with_batch = [&](int B) { return GPT2<Cpu, float>(small, kSmall, Attention::flash, B, 80, 1, true); };
     const size_t three = with_batch(3).total_bytes(), one = with_batch(1).total_bytes();
     for (const auto& [memory, says] : {std::pair{three, "-b 3 would fit"}, {three - 1, "-b 2 would fit"},
                                        {one, "-b 1 would fit"}, {one - 1, "not even -b 1 fits"}}) {
-        cpu.total_bytes = memory;
+        small.total_bytes = memory;
         GPT2<Cpu, float> model = with_batch(9);
         CHECK_ERROR(allocate_or_explain(model), says);
     }
-    cpu.total_bytes = three;
+    small.total_bytes = three;
     GPT2<Cpu, float> fits = with_batch(3);
     allocate_or_explain(fits);
 }
 
-TEST(memory_is_linear_in_T_with_flash) {
-    const Cpu cpu;
+// Nothing is of size T².
+template <class X, class Dev>
+void check_memory_is_linear_in_T(const Dev& dev) {
     Config config;
     find_config("d12", &config);
     config.max_T = 1 << 20;
-    const size_t one = GPT2<Cpu, float>(cpu, config, Attention::flash, 1, 8192, 1, true).acts.bytes;
-    const size_t two = GPT2<Cpu, float>(cpu, config, Attention::flash, 1, 16384, 1, true).acts.bytes;
-    CHECK_NEAR(static_cast<double>(two) / one, 2.0, 0.01);
+    const auto bytes = [&](int T) {
+        const GPT2<Dev, X> model(dev, config, Attention::flash, 1, T, 1, true);
+        return static_cast<double>(model.acts.bytes + model.buffers.bytes);
+    };
+    CHECK_NEAR((bytes(262144) - bytes(131072)) / (bytes(131072) - bytes(65536)), 2.0, 0.02);
+}
+TEST(flash_memory_is_linear_in_T) {
+    check_memory_is_linear_in_T<float>(cpu);
 }
 
 TEST(arenas_are_what_is_allocated) {
-    const Cpu cpu;
-    GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 2, 80, 3, true);
-    model.allocate();
+    Ready<float> model(kSmall, 2, 80, 3);
     size_t total = 0;
     for (const Arena* a : model.arenas()) {
         size_t bytes = 0;
@@ -591,83 +559,10 @@ TEST(an_arena_has_no_tensor_that_is_not_in_it) {
     CHECK(Arena("empty", {{"none", DType::f32, 0}}).at(0) == nullptr);
 }
 
-TEST(loads_fp32_and_bf16_checkpoints) {
-    const Cpu cpu;
-    GPT2<Cpu, float> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
-    model.allocate();
-    std::vector<float> values(model.num_parameters);
-    std::vector<bf16> rounded(values.size());
-    for (size_t i = 0; i < values.size(); i++) rounded[i] = values[i] = static_cast<float>(normal(5, i));
-    const std::string path = format("/tmp/test_gpt2_%d.bin", getpid());
-    write_model(path, kSmall.header(DType::f32), values.data());
-    load(model, path);
-    CHECK(std::memcmp(model.params.base, values.data(), model.params.bytes) == 0);
-    write_model(path, kSmall.header(DType::bf16), rounded.data());
-    load(model, path);
-    for (size_t i = 0; i < values.size(); i++)
-        CHECK(static_cast<float*>(model.params.at(0))[i] == static_cast<float>(rounded[i]));
-    unlink(path.c_str());
-}
-
+// dev/test_recipe has what samples and answers are.
 TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
-    const Cpu cpu;
-    GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
-    model.allocate();
-    init_random(model, 3);
+    Ready<double> model(kSmall, 1, 80, 1, false);
     CHECK_ERROR(generate(model, Tokenizer(), "", 3, {}, 1), "vocabulary of 250");
-}
-
-TEST(T_beyond_the_positions_is_refused) {
-    const Cpu cpu;
-    CHECK_ERROR((GPT2<Cpu, float>(cpu, kSmall, Attention::flash, 1, 81, 1, true)), "beyond the model's 80 positions");
-}
-
-TEST(sampling_pads_without_being_seen) {
-    const Cpu cpu;
-    GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 1, 80, 1, false);
-    model.allocate();
-    init_random(model, 3);
-    const std::vector<int> context = {5, 6, 7};
-    const std::vector<float> logits = logits_of_last(model, context);
-    model.upload(context.data(), 0);
-    model.dev.upload(const_cast<int*>(model.tokens(0)), context.data(), 3 * sizeof(int));
-    model.forward(model.tokens(0), 1, 3);
-    for (int v = 0; v < kSmall.V; v++) {
-        double dot = 0;
-        for (int c = 0; c < kSmall.C; c++)
-            dot += model.activations().lnf[2 * kSmall.C + c] * model.weights().wte[v * kSmall.C + c];
-        CHECK_NEAR(logits[v], dot, 1e-6);
-    }
-}
-
-TEST(answers_are_the_endings_with_the_lowest_mean_loss) {
-    const Cpu cpu;
-    GPT2<Cpu, double> model(cpu, kSmall, Attention::flash, 3, 20, 1, false);
-    model.allocate();
-    init_random(model, 3);
-    double* w = static_cast<double*>(model.params.at(0));
-    for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.1 * normal(11, i);
-    std::vector<Choice> choices(5);
-    for (size_t i = 0; i < choices.size(); i++) {
-        choices[i].context = make_tokens(1 + 3 * i, kSmall.V, 20 + i);
-        for (int e = 0; e < 4; e++) choices[i].endings.push_back(make_tokens(1 + (i + e) % 5, kSmall.V, 30 * i + e));
-    }
-    Job alone;
-    const std::vector<std::vector<double>> losses = ending_losses(model, choices, alone);
-    for (size_t i = 0; i < choices.size(); i++)
-        for (size_t e = 0; e < 4; e++) {
-            std::vector<int> text = choices[i].context;
-            double sum = 0;  // token by token, each from the logits of what is before it
-            for (int token : choices[i].endings[e]) {
-                const std::vector<float> logits = logits_of_last(model, text);
-                double z = 0;
-                for (float x : logits) z += std::exp(static_cast<double>(x));
-                sum += std::log(z) - logits[token];
-                text.push_back(token);
-            }
-            CHECK_NEAR(losses[i][e], sum / choices[i].endings[e].size(), 1e-5);
-        }
-    CHECK(answer({3.0, 1.0, 2.0, 1.5}) == 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -778,16 +673,8 @@ TEST(gpu_out_of_memory_says_what_fits) {
     CHECK_ERROR(allocate_or_explain(model), "activations");
 }
 
-TEST(gpu_flash_has_no_buffer_of_size_T_squared) {
-    const Cuda& dev = gpu();
-    Config config;
-    find_config("d12", &config);
-    config.max_T = 1 << 20;
-    auto bytes = [&](int T) {
-        GPT2<Cuda, bf16> model(dev, config, Attention::flash, 1, T, 1, true);
-        return static_cast<double>(model.acts.bytes + model.buffers.bytes);
-    };
-    CHECK_NEAR((bytes(262144) - bytes(131072)) / (bytes(131072) - bytes(65536)), 2.0, 0.02);
+TEST(gpu_flash_memory_is_linear_in_T) {
+    check_memory_is_linear_in_T<bf16>(gpu());
 }
 
 TEST_MAIN
