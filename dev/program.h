@@ -65,8 +65,8 @@ inline Result shell(const std::string& command, const std::function<void(const s
 inline Result run(const std::string& arguments) {
     return shell("./train_gpt2cu " + arguments);
 }
-// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which stands
-// still meanwhile, and $(ranks) are its ranks. The result has what both print.
+// Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which
+// stands still meanwhile, and $(ranks) are its ranks. The result has what both print.
 inline Result run_and_act(const std::string& arguments, const std::string& sign, const std::string& action) {
     pid_t pid = 0;
     bool acted = false;
@@ -142,11 +142,12 @@ inline bool has_gpu() {
     return !contains(run("-x 0 -s 0 -v 0 -i " + text_file() + " -e tiny -t 64").out, "no usable GPU");
 }
 
-#define CHECK_RUN(result, exit_code, part)                                                                    \
-    do {                                                                                                      \
-        const Result r_ = (result);                                                                           \
-        if (r_.code != (exit_code) || !contains(r_.out, part))                                                \
-            test::report(__FILE__, __LINE__,                                                                  \
-                         format("expected exit %d and \"%s\", got exit %d and: %s", exit_code, part, r_.code, \
-                                r_.out.substr(r_.out.size() > 600 ? r_.out.size() - 600 : 0).c_str()));       \
+#define CHECK_RUN(result, exit_code, part)                                                                     \
+    do {                                                                                                       \
+        const Result r_ = (result);                                                                            \
+        const std::string part_ = part;                                                                        \
+        if (r_.code != (exit_code) || !contains(r_.out, part_))                                                \
+            test::report(__FILE__, __LINE__,                                                                   \
+                         format("expected exit %d and \"%s\", got exit %d and: %s", exit_code, part_.c_str(),  \
+                                r_.code, r_.out.substr(r_.out.size() > 600 ? r_.out.size() - 600 : 0).c_str())); \
     } while (0)

@@ -163,7 +163,7 @@ TEST(memory_table_and_profile) {
     const int floats[3] = {fixed + L * 2 * C + L * 4 * C, fixed + L * 2 * C + 4 * C, fixed + 2 * C + 4 * C};
     for (int recompute = 0; recompute <= 2; recompute++) {
         const Result r = run(format("--device cpu -e d12 --memory -r %d", recompute));
-        CHECK_RUN(r, 0, format(" %d.0\n", 4 * floats[recompute]).c_str());
+        CHECK_RUN(r, 0, format(" %d.0\n", 4 * floats[recompute]));
         CHECK(contains(r.out, "parameters   qkvw       fp32      12       21233664        81.00 "));  // 3C·C·L
     }
     // What is listed adds up to the total (every element has 4 bytes here), and a run reports the same total.
@@ -285,7 +285,7 @@ TEST(ranks_say_how_they_work) {
                  {2, "--context-parallel 2", "sequences divided among 2"}};
     for (const auto& c : cases) {
         const Result r = run(ranks_options() + format("-x 2 -v 0 --gpus %d ", c.ranks) + c.options);
-        CHECK_RUN(r, 0, c.printed.c_str());
+        CHECK_RUN(r, 0, c.printed);
         CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
         const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / c.ranks);
         CHECK(contains(r.out, format("device             CPU, %d thread", threads)));
@@ -380,8 +380,7 @@ static void check_killed(const std::string& options, int ranks, const std::strin
               contains(r.out, ") died: "));
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());  // nobody is left
         const int step = newest_checkpoint(out);
-        CHECK_RUN(run(options + format("-v 0 -x %d -y 1 -o ", step + 1) + out), 0,
-                  format("resumed at step %d", step).c_str());
+        CHECK_RUN(run(options + format("-v 0 -x %d -y 1 -o ", step + 1) + out), 0, format("resumed at step %d", step));
     }
 }
 TEST(a_killed_rank_ends_the_job) {
