@@ -559,7 +559,17 @@ TEST(an_arena_has_no_tensor_that_is_not_in_it) {
     CHECK(Arena("empty", {{"none", DType::f32, 0}}).at(0) == nullptr);
 }
 
-// dev/test_recipe has what samples and answers are.
+// dev/test_recipe has what samples and answers are. Their tokens are padded to 64, or to T.
+TEST(sampling_pads_without_being_seen) {
+    const std::vector<int> context = {5, 6, 7};
+    Ready<double> bare(kSmall, 1, 3, 1, false), to_T(kSmall, 1, 40, 1, false), to_64(kSmall, 1, 80, 1, false);
+    const std::vector<float> wanted = logits_of_last(bare, context);
+    for (Ready<double>* model : {&to_T, &to_64}) {
+        const std::vector<float> logits = logits_of_last(*model, context);
+        for (int v = 0; v < kSmall.V; v++) CHECK_NEAR(logits[v], wanted[v], 1e-6);
+    }
+}
+
 TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
     Ready<double> model(kSmall, 1, 80, 1, false);
     CHECK_ERROR(generate(model, Tokenizer(), "", 3, {}, 1), "vocabulary of 250");
