@@ -428,7 +428,9 @@ TEST(reference_model_gradient_by_finite_differences) {
         const double h = 1e-5;
         const std::vector<double> saved(w + begin, w + begin + n);
         for (const size_t element : {n, size_t{0}, n / 3, n - 1}) {  // n stands for all of them
-            const auto direction = [&](size_t k) { return element == n ? normal(13, begin + k) : double(k == element); };
+            const auto direction = [&](size_t k) {
+                return element == n ? normal(13, begin + k) : double(k == element);
+            };
             double slope = 0, value[2];
             for (size_t k = 0; k < n; k++) slope += gradient[begin + k] * direction(k);
             for (int side = 0; side < 2; side++) {

@@ -225,8 +225,8 @@ TEST(output_directories) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Several ranks: processes on the CPU, and GPUs if there are at least two. dev/test_recipe compares what ranks on the CPU
-// compute with fp64, and dev/test_ranks with one rank.
+// Several ranks: processes on the CPU, and GPUs if there are at least two. dev/test_recipe compares what ranks on the
+// CPU compute with fp64, and dev/test_ranks compares it with one rank.
 
 namespace {
 

@@ -44,11 +44,9 @@ const std::string& shards() {
 
 // A step takes 4 windows in 2 micro-batches, so an epoch ends inside a step. 18 steps go into the fourth epoch.
 constexpr int kSteps = 18;
-std::string model_and_data() {
-    return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/c.bin ";
-}
 std::string options(int steps = kSteps) {
-    return model_and_data() + format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
+    return "--device cpu -e " + small_model() + " -i '" + shards() + "/*.bin' -j " + shards() + "/c.bin " +
+           format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
 }
 // A question for each validation.
 std::string with_question() {
