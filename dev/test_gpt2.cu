@@ -244,25 +244,6 @@ TEST(each_stretch_of_work_is_a_sign_of_life) {
     CHECK(Job::progress() == before + 2);
 }
 
-TEST(data_is_the_corpus_or_what_is_given) {
-    const Corpus corpus = builtin_corpus("data/cache");
-    CHECK(corpus.train_path != corpus.val_path && corpus.train_nats != corpus.val_nats);
-    const struct {
-        std::string given[2], found[2];
-        double floor;
-    } cases[] = {{{"", ""}, {corpus.train_path, corpus.val_path}, corpus.val_nats},
-                 {{"", "v"}, {corpus.train_path, "v"}, NAN},
-                 {{"t", "v"}, {"t", "v"}, NAN},
-                 {{"t", ""}, {"t", ""}, NAN}};
-    for (const auto& c : cases) {
-        Options o;
-        o.train_data = c.given[0], o.val_data = c.given[1];
-        const Data data = find_data(o);
-        CHECK(data.train == c.found[0] && data.val == c.found[1]);
-        CHECK(std::isnan(c.floor) ? std::isnan(data.floor) : data.floor == c.floor);
-    }
-}
-
 // The defaults that depend on the sizes of the model, of the data and of the machine.
 TEST(defaults) {
     const struct {

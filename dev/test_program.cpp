@@ -496,9 +496,13 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
     }
     CHECK(contains(r.out, "train data         1 shard, 30.9 M tokens\n"));  // and not the other way round
     CHECK(contains(r.out, "validation data    1 shard, 1.1 M tokens\n"));
-    const Result own = run("--device cpu -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 -j " + text_file());  // has no known floor
-    CHECK_RUN(own, 0, "train data         1 shard, 30.9 M tokens\nvalidation data    text file, ");
-    CHECK(contains(own.out, "step 0/0 | val loss 5.") && !contains(own.out, "floor"));
+    // Data of one's own has no known floor. Training data alone has no validation data.
+    const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
+    const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
+    CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens\nvalidation data    text file, 100318 tokens\n");
+    CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens\nmemory\n");
+    CHECK(contains(val_only.out, "step 0/0 | val loss 5.") && !contains(val_only.out, "floor"));
+    CHECK(!contains(train_only.out, "val loss"));
 }
 
 TEST_MAIN
