@@ -388,18 +388,17 @@ TEST(a_killed_gpu_rank_ends_the_job) {
     check_killed(gpu_options(), two_gpus(), "gpu_killed_");
 }
 
+// The ranks have their own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone soon, or
+// a zombie that waits for a parent to take note.
 TEST(a_killed_parent_takes_its_ranks_along) {
-    const Result r = run_and_act(ranks_options() + "-v 0 -x 1000000 --gpus 2", "step 3/",
-                                 "for p in $pid $(ranks); do ps -o pgid= -p $p; done | sort -u | echo groups $(wc -l); "
-                                 "echo all: $(ranks); kill -9 $pid");
-    CHECK(r.code == 137);
-    CHECK(contains(r.out, "groups 2\n"));  // the ranks have their own group, so Ctrl-C reaches only the parent
-    const std::string pids = r.out.substr(r.out.rfind("all: ") + 5);
-    CHECK(std::count(pids.begin(), pids.end(), ' ') == 1);
-    // Each is gone, or a zombie that waits for a parent to take note.
-    const std::string living = "for p in $(echo '" + pids + "'); do grep -s '^State:.[RSDT]' /proc/$p/status; done";
-    for (int i = 0; i < 100 && !shell(living).out.empty(); i++) usleep(100000);
-    CHECK(shell(living).out.empty());
+    const Result r = run_and_act(
+        ranks_options() + "-v 0 -x 1000000 --gpus 2", "step 3/",
+        "all=$(ranks); echo ranks $(echo $all | wc -w); "
+        "for p in $pid $all; do ps -o pgid= -p $p; done | sort -u | echo groups $(wc -l); kill -9 $pid; "
+        "for i in $(seq 100); do living=$(for p in $all; do grep -s '^State:.[RSDT]' /proc/$p/status; done); "
+        "[ \"$living\" ] || break; sleep 0.1; done; [ -z \"$living\" ] || { echo some live; kill -9 $all; }");
+    CHECK(r.code == 137 && contains(r.out, "ranks 2\n") && contains(r.out, "groups 2\n"));
+    CHECK(!contains(r.out, "some live"));
 }
 
 // A program that ignores its children's ends passes that on to the programs that it starts.
