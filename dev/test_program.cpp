@@ -5,11 +5,9 @@
 #include <map>
 #include <thread>
 
-#include "data/tokenizer.h"
 #include "dev/program.h"
 #include "layers/gpu/cuda.h"
 #include "run/checkpoint.h"
-#include "run/choices.h"
 
 // Without this the program would start itself once more, to choose how threads wait.
 static const bool kOneStart = !setenv("OMP_WAIT_POLICY", "passive", 1);
