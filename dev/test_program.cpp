@@ -279,9 +279,16 @@ TEST(ranks_say_how_they_work) {
                  {4, "", "optimizer divided among them, gradients summed after backward"},
                  {3, "-d 96", "optimizer on each, gradients summed after"},  // three do not divide 128 channels
                  {2, "--context-parallel 2", "sequences divided among 2"}};
-    for (const auto& c : cases) {
-        const Result r = run(ranks_options() + format("-x 2 -v 0 --gpus %d ", c.ranks) + c.options);
+    CHECK(run(ranks_options() + "-x 2 -v 2 -m 5 -o " + dir() + "/alone").code == 0);
+    for (size_t i = 0; i < std::size(cases); i++) {
+        const auto& c = cases[i];
+        const std::string name = format("ranks_%zu", i);
+        const Result r = run(ranks_options() + format("-x 2 -v 2 -m 5 --gpus %d ", c.ranks) + c.options + " -o " +
+                             dir() + "/" + name);
         CHECK_RUN(r, 0, c.printed);
+        if (!contains(c.options, "context"))  // before any update the number of ranks changes no bit
+            CHECK(values(dir() + "/" + name, "val", "loss_nats").at(0) ==
+                  values(dir() + "/alone", "val", "loss_nats").at(0));
         CHECK(contains(r.out, format("ranks              %d, %d on this machine", c.ranks, c.ranks)));
         const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / c.ranks);
         CHECK(contains(r.out, format("device             CPU, %d thread", threads)));
