@@ -785,7 +785,7 @@ TEST(tokenizer_errors) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loader
 
-static void write_shard(const std::string& path, const std::vector<uint16_t>& tokens) {
+static void write_tokens(const std::string& path, const std::vector<uint16_t>& tokens) {
     const std::string data(reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size());
     write_file(path, with_header({20240520, 1, static_cast<int>(tokens.size())}, data));
 }
@@ -836,7 +836,7 @@ struct Shards : TempDir {
     Shards() {
         int shard = 0;
         for (const int size : {41, 8, 23, 4, 60}) {
-            write_shard(*this / format("train_%03d.bin", shard), counting(size, 1000 * shard));
+            write_tokens(*this / format("train_%03d.bin", shard), counting(size, 1000 * shard));
             for (int at = 0; at + 5 <= size; at += 4) starts.push_back(1000 * shard + at);
             shard++;
         }
@@ -902,7 +902,7 @@ TEST(loader_shuffle) {
 // Shards of the same size have different orders.
 TEST(loader_shuffles_each_shard_its_own_way) {
     const TempDir dir;
-    for (int i = 0; i < 2; i++) write_shard(dir / format("%d.bin", i), counting(101, 1000 * i));
+    for (int i = 0; i < 2; i++) write_tokens(dir / format("%d.bin", i), counting(101, 1000 * i));
     const std::vector<int> starts = TestLoader(dir / "*.bin", 200, 1, 50257, true, 4).starts();
     int equal = 0;
     for (size_t i = 0; i < 100; i++) equal += starts[i] % 1000 == starts[100 + i] % 1000;
@@ -912,7 +912,7 @@ TEST(loader_shuffles_each_shard_its_own_way) {
 // With few windows every permutation comes about equally often, so what an epoch begins with does not repeat.
 TEST(loader_shuffle_uniform) {
     const TempDir dir;
-    write_shard(dir / "three.bin", counting(7));
+    write_tokens(dir / "three.bin", counting(7));
     TestLoader three(dir / "three.bin", 3, 2, 50257, true, 9);
     std::map<std::vector<int>, int> counts;
     const int epochs = 6000;
@@ -920,7 +920,7 @@ TEST(loader_shuffle_uniform) {
     CHECK(counts.size() == 6);
     for (const auto& [order, n] : counts) CHECK_NEAR(n, epochs / 6.0, 150);  // five standard deviations
     // With many windows each comes first in some epoch about as often as any other (10 counts each on average).
-    write_shard(dir / "many.bin", counting(1001));
+    write_tokens(dir / "many.bin", counting(1001));
     TestLoader many(dir / "many.bin", 1, 1, 50257, true, 9);
     std::vector<int> first(1000);
     for (uint64_t e = 0; e < 10000; e++) {
@@ -1013,17 +1013,17 @@ TEST(loader_text) {
 TEST(loader_vocabulary) {
     const TempDir dir;
     const std::string path = dir / "a.bin";
-    write_shard(path, {50256, 1, 2, 255, 50256, 3, 4});
+    write_tokens(path, {50256, 1, 2, 255, 50256, 3, 4});
     CHECK((TestLoader(path, 2, 3, kByteVocab).batch().inputs == std::vector<int>{256, 1, 2, 255, 256, 3}));
     CHECK((TestLoader(path, 2, 3, 50257).batch().targets == std::vector<int>{1, 2, 255, 50256, 3, 4}));
     std::vector<uint16_t> tokens = counting(13);
     tokens[10] = 257;
-    write_shard(path, tokens);
+    write_tokens(path, tokens);
     TestLoader loader(path, 2, 3, kByteVocab);
     loader.batch();
     CHECK_ERROR_PARTS(loader.batch(), path, "offset 1044", "less than", "257", "found 257");
     tokens[10] = 65535;
-    write_shard(path, tokens);
+    write_tokens(path, tokens);
     CHECK_ERROR_PARTS(TestLoader(path, 4, 3, 50304).batch(), path, "offset 1044", "50304", "found 65535");
 }
 
@@ -1034,7 +1034,7 @@ TEST(loader_errors) {
         CHECK_ERROR_PARTS(TestLoader(pattern, 2, 4), pattern);
         check_error(__LINE__, test::error_of([&] { TestLoader(pattern, 2, 4); }), parts);
     };
-    write_shard(path, counting(17));
+    write_tokens(path, counting(17));
     const Broken file = {path, [&] { TestLoader(path, 2, 4); }};
     load(dir / "none.bin", {"no such file"});
     load(dir / "none_*.bin", {"no file matches"});
@@ -1056,14 +1056,14 @@ TEST(loader_errors) {
     file.check("", {"wrong magic"});
     file.check("abc", {"wrong magic"});
 
-    write_shard(path, counting(8));
+    write_tokens(path, counting(8));
     load(path, {"too little data", "9 tokens", "2 windows of 4", "found 8 tokens"});
-    write_shard(path, {});
+    write_tokens(path, {});
     load(path, {"too little data", "found 0 tokens"});
-    write_shard(path, counting(9));
+    write_tokens(path, counting(9));
     TestLoader(path, 2, 4);  // just enough
     // There are enough tokens, but no shard has a whole window.
-    for (int i = 0; i < 10; i++) write_shard(dir / format("small_%d.bin", i), counting(4));
+    for (int i = 0; i < 10; i++) write_tokens(dir / format("small_%d.bin", i), counting(4));
     load(dir / "small_*.bin", {"too little data", "found 40 tokens in 10 files, 0 windows"});
 
     write_file(dir / "b.txt", "this is text, long enough for a batch or two");
@@ -1095,7 +1095,7 @@ TEST(loader_errors) {
 
 TEST(loader_many_shards) {
     const TempDir dir;
-    for (int i = 0; i < 2000; i++) write_shard(dir / format("s_%04d.bin", i), counting(5, 10 * i));
+    for (int i = 0; i < 2000; i++) write_tokens(dir / format("s_%04d.bin", i), counting(5, 10 * i));
     const Limit few(RLIMIT_NOFILE, 40);  // open files
     TestLoader loader(dir / "s_*.bin", 8, 2, 50257, true, 5);
     CHECK(loader.description() == "2000 shards, 10000 tokens" && loader.batches_per_epoch() == 500);
@@ -1170,7 +1170,7 @@ TEST(loader_identity) {
     }
     CHECK(seen.size() == 4);
     write_file(path, good);
-    write_shard(moved / "z.bin", {});
+    write_tokens(moved / "z.bin", {});
     CHECK(identity(moved / "*.bin") != before);
     // A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it spread over the
     // rest.
