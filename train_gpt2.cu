@@ -3,10 +3,10 @@
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
 //   ./train_gpt2cu --help                        every option
 //
-// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (layers/cpu), and both have the same
-// layer calls. `X` is the type in which weights and activations are stored. On CUDA it is bf16 or float. On the CPU it is
-// float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have the type A = Acc<X>.
-// What surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
+// The model is written once over two backends. `Dev` is Cuda (layers/, attention/) or Cpu (layers/cpu), and both have
+// the same layer calls. `X` is the type in which weights and activations are stored. On CUDA it is bf16 or float. On
+// the CPU it is float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have the
+// type A = Acc<X>. What surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -190,8 +190,8 @@ struct GPT2 {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward: tokens (b, t) → the final layer norm's output
 
-// A layer norm that reads the residual stream also adds to it what the layer before has left. Nothing is there yet before
-// layer 0.
+// A layer norm that reads the residual stream also adds to it what the layer before has left. Nothing is there yet
+// before layer 0.
 template <class Dev, class X>
 void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     Range range("forward");
@@ -553,7 +553,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
     const Data data = find_data_together(o, job);
-    Run<GPT2<Dev, X>> run(dev, o, model, data, job);
+    Run<GPT2<Dev, X>> run(o, model, data, job);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
     if (!can_generate(config.V)) o.sample_every = 0;
     resolve_steps(o, on_cpu, run.train_tokens());

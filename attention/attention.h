@@ -11,8 +11,8 @@
 //
 // Each kernel comes in two forms. A layer calls the whole form. The block form runs queries of one block against keys
 // and values of another, each with its global offset. It carries its state in fp32, and lse in fp64. Chunked and ring
-// attention are made of it. Its types, Heads and BlockShape, are in layers/gpu/types.h. Flash kernels allocate nothing of
-// size T². The launcher throws Error for unsupported shapes.
+// attention are made of it. Its types, Heads and BlockShape, are in layers/gpu/types.h. Flash kernels allocate nothing
+// of size T². The launcher throws Error for unsupported shapes.
 #pragma once
 #include "layers/gpu/cuda.h"
 #include "layers/gpu/types.h"

@@ -29,9 +29,9 @@
 //
 // Backward scales a tile of dS by its own largest magnitude. D comes from the same MMAs as dP, as the diagonal of
 // dO Oᵀ, so that dP − D is 0 where one key has all the weight. In the whole form two sums of a row show errors that all
-// its keys share. Its dS add up to 0 except for D's error, and its P to 1 except for lse's. dq_kernel takes these
-// errors out of D and lse, which dkdv_kernel reads, and out of dQ. It walks rows of few keys twice. The block form has
-// no such check, because it sees only part of a row.
+// its keys share. Its dS should add up to 0, and their sum is D's error. Its P should add up to 1, and what is missing is
+// lse's error. dq_kernel corrects D and lse, which dkdv_kernel reads, and dQ. It walks rows of few keys twice. The block
+// form has no such check, because it sees only part of a row.
 //
 // Writes: forward writes out and lse, backward dqkv (every element). The block form merges into o_acc and lse, adds
 // into dq_sum, and adds into or writes dk and dv.

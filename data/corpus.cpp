@@ -1,6 +1,6 @@
-// The built-in corpus on disk: dir/train.bin and dir/val.bin, llm.c shards of byte tokens, and dir/corpus.txt. That file
-// names the version of grammar and code, and for each shard its tokens, nats and checksum. It is written last, so the
-// corpus is whole when corpus.txt is there and agrees with the shards.
+// The built-in corpus on disk: dir/train.bin and dir/val.bin, llm.c shards of byte tokens, and dir/corpus.txt. That
+// file names the version of grammar and code, and for each shard its tokens, nats and checksum. It is written last, so
+// the corpus is whole when corpus.txt is there and agrees with the shards.
 #include "data/corpus.h"
 
 #include <fcntl.h>

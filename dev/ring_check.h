@@ -233,8 +233,8 @@ struct PartErrors {
     void check(const std::string& what) const {
         std::array<double, kTensors> more{};
         if (std::is_same_v<Dev, Cuda>) more[Lse] = 0x1p-25;  // a merge ends in one more rounding
-        // Backward's partial calls get lse in fp32, and its rounding is a relative error of P. It counts in fp32 on a GPU,
-        // because the unchunked call makes up for it.
+        // Backward's partial calls get lse in fp32, and its rounding is a relative error of P. It counts in fp32 on a
+        // GPU, because the unchunked call makes up for it.
         if (std::is_same_v<Dev, Cuda> && std::is_same_v<X, float>)
             more[Dq] = more[Dk] = more[Dv] = 0x1p-25 * std::sqrt(ring[Lse].value2 / ring[Lse].n);
         check_errors<X>(what, ring, unchunked, more);

@@ -223,8 +223,8 @@ TEST(output_directories) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Several ranks: processes on the CPU, and GPUs if there are at least two. dev/test_recipe compares what ranks on the
-// CPU compute with fp64, and dev/test_ranks compares it with one rank.
+// Several ranks are processes on the CPU, and GPUs if there are at least two. What CPU ranks compute is checked
+// elsewhere: dev/test_recipe compares it with fp64, and dev/test_ranks with one rank.
 
 namespace {
 
@@ -393,8 +393,8 @@ TEST(a_killed_gpu_rank_ends_the_job) {
     check_killed(gpu_options(), two_gpus(), "gpu_killed_");
 }
 
-// The ranks have their own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone soon, or
-// a zombie that waits for a parent to take note.
+// The ranks have their own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone soon,
+// or a zombie that waits for a parent to take note.
 TEST(a_killed_parent_takes_its_ranks_along) {
     const Result r = run_and_act(
         ranks_options() + "-v 0 -x 1000000 --gpus 2", "step 3/",

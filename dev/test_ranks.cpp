@@ -49,7 +49,7 @@ void on_ranks(const Grouping& g, const Options& o, Work work) {
         ranks.ring = &ring;
         GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true, 1,
                            ranks);
-        Run<GPT2<Cpu, X>> run(cpu, o, model, {o.train_data, o.val_data}, job);
+        Run<GPT2<Cpu, X>> run(o, model, {o.train_data, o.val_data}, job);
         model.allocate();
         init_random(model, o.seed);
         work(run, model, job);
@@ -212,7 +212,7 @@ TEST(ranks_that_start_differently_are_refused) {
             if (field == "T") o.T = 4;
             const Cpu cpu(1);
             GPT2<Cpu, float> model(cpu, kConfig, Attention::flash, o.B, o.T, 1, true);
-            Run<GPT2<Cpu, float>> run(cpu, o, model, {o.train_data, o.val_data}, job);
+            Run<GPT2<Cpu, float>> run(o, model, {o.train_data, o.val_data}, job);
             model.allocate();
             init_random(model, o.seed);
             if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;

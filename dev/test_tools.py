@@ -687,7 +687,7 @@ TABLES = {
          "| 4, 1024 | 64 | fwd | 40 | 77 / ≈90 | 120 / ≈90 |",
          "| 4, 1024 | 128 | fwd | – | – | 200 / 90 |", "NH 12, HS 64, TFLOP/s", "GPU B", "| 4, 1024 | fwd | 7 / 90 |",
          "| 4, 1024 | bwd | 100 / 90 |"], []),
-    # B: a row without a level is of level 0, which a newer one replaces; two levels make a column, peers have none.
+    # B: a row without a level counts as level 0, and a newer one replaces it. Two levels make a column. Peers have none.
     "train": ({
         "A/train": [train_row(), train_row(attention="naive", mfu=12.34, tok_s=4e5, ms=10.0)],
         "B/train": [train_row(tok_s=3e5), train_row(recompute=0), train_row(recompute=1, T=4096, B=1),

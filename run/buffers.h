@@ -4,8 +4,9 @@
 
 #include "run/tensors.h"
 
-// A gate of a few elements, 0 or NaN, follows the gradients. update() writes 0·loss there and includes it in the norm. So
-// one number stops the update if a gradient or a loss is not finite. There are four to keep the norm's 16-byte loads.
+// A gate of a few elements, 0 or NaN, follows the gradients. update() writes 0·loss there and includes it in the norm.
+// So one number stops the update if a gradient or a loss is not finite. There are four to keep the norm's 16-byte
+// loads.
 constexpr size_t kGate = 4;
 
 // What the sizes of the other tensors follow from. N = B·T rows.
@@ -18,8 +19,8 @@ struct Sizes {
     int kept(int level) const { return training && recompute < level ? L : TensorSpec::kShared; }
 };
 
-// This rank's share. The arrays lie back to back for any number of shards, because a checkpoint is put together from their
-// pieces. In bf16 fp32 master weights stand beside the parameters.
+// This rank's share. The arrays lie back to back for any number of shards, because a checkpoint is put together from
+// their pieces. In bf16 fp32 master weights stand beside the parameters.
 template <class X>
 struct Optimizer : Tensors {
     Optimizer(const Tensors& place, const Sizes& s) : Tensors(place), n(s.parameters) {}

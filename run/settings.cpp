@@ -151,7 +151,7 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s has %s: add -y 1 to resume it, or give another -o", o.output_dir.c_str(), what.c_str()));
 }
 
-Data find_data(const Options& o) {
+static Data find_data(const Options& o) {
     if (!o.train_data.empty()) return {o.train_data, o.val_data};
     const Corpus corpus = builtin_corpus("data/cache");
     if (!o.val_data.empty()) return {corpus.train_path, o.val_data};

@@ -2,9 +2,9 @@
 //
 //     X* qkv = each<X>("qkv", N * 3 * C, L);  // (N, 3, NH, HS)
 //
-// That line drives allocation, the pointer, the memory report, checkpoints and the search for the first tensor that is not
-// finite. The struct is made in two ways. Over a list, it adds its tensors to that list, and an Arena lays them out. Over an
-// Arena and a layer, its pointers point into the Arena's memory.
+// That line drives allocation, the pointer, the memory report, checkpoints and the search for the first tensor that is
+// not finite. The struct is made in two ways. Over a list, it adds its tensors to that list, and an Arena lays them
+// out. Over an Arena and a layer, its pointers point into the Arena's memory.
 #pragma once
 #include <algorithm>
 #include <utility>

@@ -1,5 +1,5 @@
-// A training run: the model and all that accompanies it from step to step. Batches are prepared while the GPU works, losses
-// checked and logged, the model validated and sampled, checkpoints written and read.
+// A training run: the model and all that accompanies it from step to step. Batches are prepared while the GPU works,
+// losses checked and logged, the model validated and sampled, checkpoints written and read.
 #pragma once
 #include <chrono>
 #include <cmath>
@@ -41,7 +41,8 @@ inline void on_signal(int signal) {
 // A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
 constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
 
-// The model's FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not known.
+// The model's FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not
+// known.
 inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, double peak) {
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
@@ -53,7 +54,7 @@ class Run {
     using Dev = typename Model::Dev;
     using X = typename Model::X;
     using A = typename Model::A;
-    Run(const Dev& dev, const Options& o, Model& model, const Data& data, Job& job);
+    Run(const Options& o, Model& model, const Data& data, Job& job);
     ~Run() { dev.free_host(host); }
 
     void describe() const;
@@ -115,8 +116,8 @@ class Run {
 };
 
 template <class Model>
-Run<Model>::Run(const Dev& dev, const Options& o, Model& model, const Data& data, Job& job)
-    : dev(dev),
+Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
+    : dev(model.dev),
       o(o),
       model(model),
       data(data),

@@ -17,9 +17,9 @@
 //   keys from a later rank   s > r    its late chunk sees both chunks and its early one neither
 // So these steps need no mask. The first step, with its own keys, has the mask of an ordinary sequence of two chunks.
 //
-// Include the backend's block form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. A rank's tensors hold
-// its 2·Tc tokens in the order (early chunk, late chunk). They are qkv (B, 2Tc, 3, NH, HS), out and dout (B, 2Tc, NH,
-// HS), lse (B, NH, 2Tc), and dqkv as qkv.
+// Include the backend's block form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. A rank's
+// tensors hold its 2·Tc tokens in the order (early chunk, late chunk). They are qkv (B, 2Tc, 3, NH, HS), out and dout
+// (B, 2Tc, NH, HS), lse (B, NH, 2Tc), and dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once

@@ -1,6 +1,6 @@
 // The collectives of the seam, CUDA side. NCCL runs on a stream of its own, so that gradients are summed over the ranks
-// while backward goes on. layers/comm/reference_comm.h has the same list for the CPU. All `size` ranks make the same calls in
-// the same order. x and out are device memory.
+// while backward goes on. layers/comm/reference_comm.h has the same list for the CPU. All `size` ranks make the same
+// calls in the same order. x and out are device memory.
 //
 //   fork()                       what is called from here on waits for the device's work so far …
 //   join()                       … and the device's further work waits for it

@@ -1,5 +1,5 @@
-// The collectives of the seam, CPU side. See layers/comm/comm.h for what each means. They use the job's connections, on the
-// calling thread. Sums are taken in the order of ranks, so that every run and every rank has the same bits.
+// The collectives of the seam, CPU side. See layers/comm/comm.h for what each means. They use the job's connections, on
+// the calling thread. Sums are taken in the order of ranks, so that every run and every rank has the same bits.
 #pragma once
 #include <algorithm>
 #include <cstdio>
