@@ -405,18 +405,6 @@ struct BackwardArgs {
     bool write_dkv;
 };
 
-// The dot product of 8 elements.
-__device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
-    const __nv_bfloat162 *a = reinterpret_cast<const __nv_bfloat162*>(&x),
-                         *b = reinterpret_cast<const __nv_bfloat162*>(&y);
-    float sum = 0.f;
-    for (int i = 0; i < 4; i++) {
-        const float2 u = __bfloat1622float2(a[i]), v = __bfloat1622float2(b[i]);
-        sum += u.x * v.x + u.y * v.y;
-    }
-    return sum;
-}
-
 // D[i] belongs to row row0 + i·32/(HS/8) + lane/(HS/8). HS/8 lanes share a row, 8 elements each. All loads are issued
 // before the first sum, so that their latency is paid once.
 template <int HS, int Rows>

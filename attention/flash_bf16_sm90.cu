@@ -16,8 +16,8 @@
 //
 // A warpgroup's step j, while the tensor cores also serve the other warpgroups:
 //
-//   wait k_full(j) │ issue S = Q K_jᵀ │ issue O += P V_{j+1} │ S done: P = exp(S − m), l │ O done: release, P to bf16
-//                    └─ tensor cores ─┴─ tensor cores ───────────╌╌╌ beside the exponentials
+//   wait k_full(j) │ S = Q K_jᵀ    │ O += P V_{j+1}, 16 keys at a time  │ O done: release, P to bf16
+//                  │ tensor cores  │ between them P = exp(S − m), l     │
 //
 //   operand   where                                          layout
 //   Q         shared memory, 2 slots a warpgroup              A of S: rows of 128 bytes, swizzled by TMA
@@ -227,7 +227,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             uint32_t p_regs[Bc / 16][4];
             // Of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end.
             float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f};
-            float alpha[2], l_tile[2];  // the last tile's e^{old m − m}, where it raised m, and its part of l
+            float alpha[2], l_tile[1][4];  // the last tile's e^{old m − m}, where it raised m, and its parts of l
             for (int n = 0; n < HS / 8; n++)
                 for (int e = 0; e < 4; e++) o[n][e] = 0.f;
 
@@ -258,33 +258,26 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     }
                 }
             };
-            auto multiply_pv = [&](int stage) {
+            // O += P V, and between its products of 16 keys what `beside` does.
+            auto multiply_pv = [&](int stage, auto beside) {
                 const uint64_t v_descriptor = wgmma_descriptor(v_smem(stage), Bc * 128);
                 wgmma_hold(p_regs);
                 wgmma_hold(o);
-                wgmma_fence();
-                for (int kk = 0; kk < Bc / 16; kk++)
+                for (int kk = 0; kk < Bc / 16; kk++) {
+                    wgmma_fence();
                     wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
+                    beside(kk);
+                }
+                wgmma_fence();
                 wgmma_commit();
             };
-            // s → P = exp(S − m). True if some sum in the warp has left its range: the row outgrew m, or m is still −∞,
-            // for then every exponent is +∞ (unless Masked, where such a row must come out as zeros).
-            auto exponentials = [&](auto& s, auto masked) {
-                float sums[1][4] = {};  // four chains: an addition's latency is four clocks
-                for (int r = 0; r < 2; r++) {
-                    const float m_log2 = decltype(masked)::value && m[r] == -INFINITY ? 0.f : m[r] * p.scale_log2;
-                    for (auto& s_n : s)
-                        for (int e = 0; e < 2; e++) {
-                            const float x = fmaf(s_n[2 * r + e], p.scale_log2, -m_log2);
-                            const float P = exp2_approx(x);
-                            s_n[2 * r + e] = P;
-                            sums[0][2 * r + e] += P;
-                        }
+            auto nothing = [](int) {};
+            // Eight columns of s → P = exp(S − m).
+            auto exponentials = [&](float (&s_n)[4], const float (&m_log2)[2]) {
+                for (int e = 0; e < 4; e++) {
+                    s_n[e] = exp2_approx(fmaf(s_n[e], p.scale_log2, -m_log2[e / 2]));
+                    l_tile[0][e] += s_n[e];  // four chains: an addition's latency is four clocks
                 }
-                wgmma_hold(s);
-                wgmma_hold(sums);
-                l_tile[0] = sums[0][0] + sums[0][1], l_tile[1] = sums[0][2] + sums[0][3];
-                return __any_sync(~0u, !(l_tile[0] + l_tile[1] <= 0x1p60f));  // true for NaN
             };
             // The textbook's way: mask, raise m to the maximum, P.
             auto softmax = [&](auto& s, int j, auto masked) {
@@ -310,7 +303,12 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * p.scale_log2);
                     m[r] = x;
                 }
-                exponentials(s, std::true_type{});  // relative to the maximum: in range
+                const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * p.scale_log2,
+                                         m[1] == -INFINITY ? 0.f : m[1] * p.scale_log2};
+                for (float& x : l_tile[0]) x = 0.f;
+                for (auto& s_n : s) exponentials(s_n, m_log2);
+                wgmma_hold(s);
+                wgmma_hold(l_tile);
             };
             auto rescale = [&] {
                 for (int r = 0; r < 2; r++) {
@@ -330,14 +328,27 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 ring.advance();
                 mbarrier_wait(k_full(ring.stage), ring.phase);
                 multiply_qk(s, ring.stage);
-                multiply_pv(previous.stage);
-                wgmma_wait<1>();
-                wgmma_hold(s);
                 bool out_of_range = false;
-                if constexpr (decltype(masked)::value)
+                if constexpr (decltype(masked)::value) {
+                    multiply_pv(previous.stage, nothing);
+                    wgmma_wait<1>();
+                    wgmma_hold(s);
                     softmax(s, j, masked);
-                else
-                    out_of_range = exponentials(s, masked);
+                } else {
+                    wgmma_wait<0>();
+                    wgmma_hold(s);
+                    for (float& x : l_tile[0]) x = 0.f;
+                    const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
+                    multiply_pv(previous.stage, [&](int kk) {
+                        exponentials(s[2 * kk], m_log2);
+                        exponentials(s[2 * kk + 1], m_log2);
+                    });
+                    wgmma_hold(s);
+                    wgmma_hold(l_tile);
+                    // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
+                    out_of_range =
+                        __any_sync(~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
+                }
                 // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past
                 // the wait below: they are to run beside O += P V.
                 mbarrier_wait(v_full(ring.stage), ring.phase);
@@ -351,7 +362,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 release(k_empty(ring.stage));
                 release(v_empty(previous.stage));
                 pack(s);
-                l[0] += l_tile[0], l[1] += l_tile[1];
+                for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
             };
 
             int j = w.k_tiles - 1;
@@ -378,11 +389,11 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 else
                     first(s);
                 mbarrier_wait(v_full(ring.stage), ring.phase);
-                l[0] = l_tile[0], l[1] = l_tile[1];
+                for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
                 for (j--; j >= unmasked; j--) step(j, std::true_type{});
                 for (; j >= 0; j--) step(j, std::false_type{});
                 mbarrier_arrive(q_empty(i % 2, wg));
-                multiply_pv(ring.stage);
+                multiply_pv(ring.stage, nothing);
                 wgmma_wait<0>();
                 wgmma_hold(o);
                 release(v_empty(ring.stage));

@@ -8,7 +8,7 @@
 //   small tiles  flash_fp32's, for GPUs with less shared memory
 //   determinism  the same bytes from every run
 //   block        chunked queries and keys in any order equal the whole, masked blocks add nothing, sums are added into
-//   halves       blocks so large that some work is cut in two are right, and give the same bytes in every run
+//   large block  a block with more work than multiprocessors is right, and gives the same bytes in every run
 //   few blocks   a little of that, for compute-sanitizer
 //   limits       what a kernel does not support gives an Error, never a wrong result
 //   big          tensors of more than 2³¹ elements
@@ -1103,10 +1103,10 @@ void small_tiles(int index) {
     }
 }
 
-// Has so many keys and heads that flash_bf16_sm90 cuts the last key tiles in two, 28 of 160 on 132 multiprocessors. It
-// runs many times, because the sum of two halves has no order and must not need one.
+// Without a mask, and with 160 key tiles of 128 keys in all: some of 132 multiprocessors get two, and more would queue for
+// a turn. It runs many times, because who gets which must not matter.
 template <class X>
-void halves(int index) {
+void large_block(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
     if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
     for (int HS : {64, 128}) {
@@ -1367,7 +1367,7 @@ void add_tests() {
     add("small tiles", [] { small_tiles<X>(Index); });
     add("determinism", [] { determinism<X>(Index); });
     add("block", [] { block<X>(Index); });
-    add("halves", [] { halves<X>(Index); });
+    add("large block", [] { large_block<X>(Index); });
     add("few blocks", [] { few_blocks<X>(Index); });
     add("limits", [] { limits<X>(Index); });
     add("big", [] { big<X>(Index); });

@@ -38,7 +38,7 @@ if [ $# -eq 0 ]; then
         check_all "$kernel block" memcheck initcheck synccheck
     done
     set -- layer_flash_fp32 layer_flash_bf16 "flash_fp16x3 fp32 few blocks" "flash_bf16_sm90 bf16 few blocks" \
-        "flash_bf16_sm90 bf16 halves"
+        "flash_bf16_sm90 bf16 large block"
 fi
 for test in "$@"; do
     check_all "$test" memcheck racecheck initcheck synccheck

@@ -89,6 +89,18 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+
+// The dot product of 8 bf16 each.
+__device__ __forceinline__ float dot8(const uint4& x, const uint4& y) {
+    const __nv_bfloat162 *a = reinterpret_cast<const __nv_bfloat162*>(&x),
+                         *b = reinterpret_cast<const __nv_bfloat162*>(&y);
+    float sum = 0.f;
+    for (int i = 0; i < 4; i++) {
+        const float2 u = __bfloat1622float2(a[i]), v = __bfloat1622float2(b[i]);
+        sum += u.x * v.x + u.y * v.y;
+    }
+    return sum;
+}
 // The larger of two, NaN if one is (fmaxf would return the other). #floating-point-instructions-max
 __device__ __forceinline__ float max_nan(float a, float b) {
     float r;

@@ -103,10 +103,6 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes. What lies outside of the tensor is
 // read as zero and never written. Coordinates are in elements, fastest dimension first.
 
-// Fetches the map itself. #data-movement-and-conversion-instructions-prefetch-prefetchu
-__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
-}
 // Box → shared memory. Its bytes count on `barrier`. #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
                                             int c2, int c3) {
@@ -134,6 +130,12 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t smem,
                                            uint32_t bytes) {  // joins this thread's bulk group
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
+                 : "memory");
+}
+// fp32: dst += smem, in L2. #data-movement-and-conversion-instructions-cp-reduce-async-bulk
+__device__ __forceinline__ void bulk_add(float* dst, uint32_t smem, uint32_t bytes) {  // joins this thread's bulk group
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(smem),
+                 "r"(bytes)
                  : "memory");
 }
 // tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`. In each the bytes count on
@@ -197,11 +199,6 @@ __device__ __forceinline__ void grid_allow_dependents() {
 }
 __device__ __forceinline__ void grid_wait_dependency() {
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-// p[0..3] += …, in L2. Nothing comes back. #parallel-synchronization-and-communication-instructions-red
-__device__ __forceinline__ void red_add_v4(float* p, float x, float y, float z, float w) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w)
-                 : "memory");
 }
 __device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(p), "f"(x), "f"(y) : "memory");
