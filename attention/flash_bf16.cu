@@ -30,8 +30,8 @@
 #include <cmath>
 
 #include "attention/attention.h"
-#include "attention/launch.h"
 #include "attention/merge.cuh"
+#include "attention/mma_tiles.cuh"
 #include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -78,14 +78,6 @@ struct DkdvTiles {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles in shared memory are rows of HS elements whose 16-byte chunks are permuted, with chunk c of row r at c ^ (r %
-// 8). Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
-
-template <int HS>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-    return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
-}
-
 // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros.
 template <int HS, int Rows, int Threads>
 __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_t token, int row0, int end) {
@@ -94,24 +86,6 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_
     const bf16* src = head + (row0 + row) * token + chunk * 8;
     for (int i = 0; i < Rows; i += RowsAtOnce, src += RowsAtOnce * token)
         cp_async_16(tile + swizzled<HS>(row + i, chunk), src, row0 + row + i < end);
-}
-
-// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
-// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right.
-// An A operand wants this order, and so does a B operand that is loaded transposed. The swizzle makes col an xor. The
-// tile starts at a multiple of its row, so the xor may follow the addition. One register then serves all rows and
-// columns.
-template <int HS>
-__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
-    const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
-}
-// The same in the order upper left, upper right, lower left, lower right, for a B operand whose columns are the tile's
-// rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
-template <int HS>
-__device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
-    const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
 }
 
 // Loads a, the A operand, with 16·M rows from the tile's first and k-step [col, col + 16).
@@ -182,54 +156,11 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
     }
 }
 
-// The same for the block form. It adds c into fp32 rows, or writes them if !add.
-template <int HS, int M>
-__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
-                                         bool add) {
-    const int lane = threadIdx.x % 32;
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < 2; r++) {
-            const int t = row + 16 * m + 8 * r + lane / 4;
-            if (t >= end) continue;
-            float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
-            for (int n = 0; n < HS / 8; n++) {
-                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
-                p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
-            }
-        }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// What a launch covers. Blocks are numbered in groups of `group` heads, so that those running at once share keys in L2.
-// The longest of a group come first, so that the last to finish are short.
-
-struct Problem {
-    Heads<const bf16> q, k, v;
-    int NH, Tq, Tk, heads;  // heads = B·NH
-    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc (see BlockShape)
-    int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
-    int tiles, group;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
-};
-
-struct Work {
-    int tile, bh, b, h;
-};
-__device__ __forceinline__ Work work_of_block(const Problem& p, bool descending) {
-    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
-    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
-    return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
-}
-template <class X>
-__device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
-    return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
 struct ForwardArgs {
-    Problem p;
+    Problem<bf16> p;
     Heads<bf16> out;  // written in the whole form
     float* lse;
     float* o_acc;  // merged into in the block form, null otherwise
@@ -242,7 +173,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, TileBytes = Bc * HS * 2;
-    const Problem& p = args.p;
+    const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem);
     const uint32_t k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
@@ -396,7 +327,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 // Backward
 
 struct BackwardArgs {
-    Problem p;
+    Problem<bf16> p;
     Heads<const bf16> dout, out;      // out is for the whole form only
     const float *lse, *D;             // D is for the block form only
     float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
@@ -431,7 +362,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     using Tiles = DqTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
     constexpr int TileBytes = Bc * HS * 2;
-    const Problem& p = args.p;
+    const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem), do_smem = q_smem + Br * HS * 2;
     const uint32_t k_smem = do_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
@@ -566,7 +497,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     using Tiles = DkdvTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
     constexpr int TileBytes = Br * HS * 2;
-    const Problem& p = args.p;
+    const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t k_smem = smem_address(smem), v_smem = k_smem + Bc * HS * 2;
     const uint32_t q_smem = v_smem + Bc * HS * 2, do_smem = q_smem + 2 * TileBytes;
@@ -681,87 +612,41 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_bf16";
 
-Problem problem(const Heads<const bf16>& q, const Heads<const bf16>& k, const Heads<const bf16>& v,
-                const BlockShape& s) {
-    check_shape(kName, s);
-    check_aligned(kName, "q", q);
-    check_aligned(kName, "k", k);
-    check_aligned(kName, "v", v);
-    Problem p{};
-    p.q = q, p.k = k, p.v = v;
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
-    p.q_rows = s.rows_of_q(), p.k_rows = s.rows_of_k();
-    p.shift = s.shift();
-    p.scale = s.resolved_scale();
-    p.scale_log2 = s.scale_log2();
-    return p;
-}
-
-// Launches one block for each of `tiles` tiles of each head. A head streams `T` rows twice (K and V, or Q and dO). A
-// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
-template <class Args>
-void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem, const Cuda& dev) {
-    constexpr size_t kGroupBytes = 32 << 20;
-    args.p.tiles = tiles;
-    args.p.group =
-        static_cast<int>(std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(T) * HS), 1, args.p.heads));
-    const size_t blocks = static_cast<size_t>(tiles) * args.p.heads;
-    if (blocks > INT_MAX)
-        throw Error(
-            format("flash_bf16: %zu blocks, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_bf16");
-}
 template <int HS>
 void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
-    launch(forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
 }
-void launch_forward(const ForwardArgs& args, const BlockShape& s, const Cuda& dev) {
-    if (s.HS == 64)
-        launch_forward<64>(args, dev);
-    else
-        launch_forward<128>(args, dev);
-}
-
 template <int HS>
 void launch_backward(const BackwardArgs& args, const Cuda& dev) {
-    launch(dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
+    launch(kName, dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
            DqTiles<HS>::Smem, dev);
-    launch(dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
+    launch(kName, dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
            DkdvTiles<HS>::Smem, dev);
 }
-void launch_backward(const BackwardArgs& args, const BlockShape& s, const Cuda& dev) {
-    if (s.HS == 64)
-        launch_backward<64>(args, dev);
-    else
-        launch_backward<128>(args, dev);
-}
-
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
     ForwardArgs args{};
-    args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    args.p = problem(kName, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
     args.out = contiguous(out, s.T, s.NH, s.HS);
     args.lse = lse;
     check_aligned(kName, "out", args.out);
-    launch_forward(args, whole(s), dev);
+    with_head_size(s.HS, [&](auto HS) { launch_forward<HS>(args, dev); });
 }
 
 void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
                    Heads<const bf16> v, const BlockShape& s) {
     ForwardArgs args{};
-    args.p = problem(q, k, v, s);
+    args.p = problem(kName, q, k, v, s);
     args.o_acc = o_acc;
     args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
-    launch_forward(args, s, dev);
+    with_head_size(s.HS, [&](auto HS) { launch_forward<HS>(args, dev); });
 }
 
 void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out, const float* lse,
               const bf16*, const bf16* qkv, const AttentionShape& s) {
     BackwardArgs args{};
-    args.p = problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    args.p = problem(kName, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
     args.dout = contiguous(dout, s.T, s.NH, s.HS), args.out = contiguous(out, s.T, s.NH, s.HS);
     args.lse = lse;
     args.stats = static_cast<float2*>(scratch);
@@ -770,14 +655,14 @@ void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, cons
     check_aligned(kName, "out", args.out);
     check_aligned(kName, "dqkv", args.dq);
     check_aligned(kName, "scratch", scratch);
-    launch_backward(args, whole(s), dev);
+    with_head_size(s.HS, [&](auto HS) { launch_backward<HS>(args, dev); });
 }
 
 void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
                     const BlockShape& s) {
     BackwardArgs args{};
-    args.p = problem(q, k, v, s);
+    args.p = problem(kName, q, k, v, s);
     args.dout = dout;
     args.lse = lse, args.D = D;
     args.stats = static_cast<float2*>(scratch);
@@ -788,7 +673,7 @@ void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* 
     check_aligned(kName, "dk", dk);
     check_aligned(kName, "dv", dv);
     check_aligned(kName, "scratch", scratch);
-    launch_backward(args, s, dev);
+    with_head_size(s.HS, [&](auto HS) { launch_backward<HS>(args, dev); });
 }
 
 size_t block_scratch_bytes(const BlockShape& s) {

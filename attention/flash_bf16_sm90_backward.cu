@@ -595,13 +595,6 @@ __global__ __launch_bounds__(256) void write_dq_kernel(Heads<bf16> dq, const flo
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-template <class F>  // f(std::integral_constant<int, HS>)
-void with_head_size(int HS, F f) {
-    if (HS == 64)
-        f(std::integral_constant<int, 64>{});
-    else
-        f(std::integral_constant<int, 128>{});
-}
 int rows_of_tile(int HS) {
     return HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
 }

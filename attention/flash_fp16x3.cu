@@ -46,8 +46,8 @@
 #include <cmath>
 
 #include "attention/attention.h"
-#include "attention/launch.h"
 #include "attention/merge.cuh"
+#include "attention/mma_tiles.cuh"
 #include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -134,13 +134,7 @@ __device__ __forceinline__ uint32_t again(uint32_t x) {
     return x;
 }
 
-// A tile in shared memory has rows of HS halves, and chunk c (16 bytes) of row r lies at c ^ (r % 8). Eight rows of one
-// column then lie in eight different bank groups, so ldmatrix reads them without conflict. The tile of lo parts follows
-// the tile of hi parts.
-template <int HS>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-    return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
-}
+// In shared memory the tile of lo parts follows the tile of hi parts.
 
 // A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads, …
 template <int HS, int Rows, int Threads>
@@ -205,23 +199,6 @@ __device__ __forceinline__ uint32_t keep_rows(unsigned char* tile, int lo, const
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Products
-
-// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
-// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right.
-// An A operand needs this order, and a B operand needs it transposed. The swizzle makes col an xor. The xor may follow
-// the addition because the tile starts at a multiple of its row's size. One register then serves all rows and columns.
-template <int HS>
-__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
-    const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
-}
-// The same in the order upper left, upper right, lower left, lower right, for a B operand whose columns are the tile's
-// rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
-template <int HS>
-__device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
-    const int lane = threadIdx.x % 32;
-    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
-}
 
 // a = the A operand made of the tile's first 16·M rows and k-step [col, col + 16).
 template <int HS, int M>
@@ -329,49 +306,6 @@ __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)
             }
 }
 
-// Writes c to rows [row, row + 16·M) of a tile whose row 0 is at dst, or adds it to them. Skips rows at or past `end`.
-template <int HS, int M>
-__device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
-                                           bool add) {
-    const int lane = threadIdx.x % 32;
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < 2; r++) {
-            const int t = row + 16 * m + 8 * r + lane / 4;
-            if (t >= end) continue;
-            float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
-            for (int n = 0; n < HS / 8; n++) {
-                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
-                p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
-            }
-        }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// What a launch covers. Heads go in groups of `group`, so that blocks running at once share what they stream in L2.
-// Within a group the longest blocks come first, so that the last to finish are short.
-
-struct Problem {
-    Heads<const float> q, k, v;
-    int NH, Tq, Tk, heads;  // heads = B·NH
-    int q_rows;             // rows of lse, D, o_acc and scratch, see BlockShape
-    int shift;              // query i sees keys j ≤ i + shift (q_offset − k_offset, or Tk if not causal)
-    int tiles, group;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
-};
-
-struct Work {
-    int tile, bh, b, h;
-};
-__device__ __forceinline__ Work work_of_block(const Problem& p, bool descending) {
-    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
-    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
-    return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
-}
-template <class X>
-__device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
-    return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
-}
-
 // The streamed tiles of two tensors x and y (K and V, or Q and dO). A tile is copied as floats while the block works on
 // the one before it, then split.
 template <int HS, int Rows, int Threads>
@@ -431,7 +365,7 @@ constexpr float kLog2e = static_cast<float>(M_LOG2E);
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 
 struct ForwardArgs {
-    Problem p;
+    Problem<float> p;
     Heads<float> out;  // whole form: written
     float* lse;
     float* o_acc;  // block form: merged into (null in the whole form)
@@ -445,7 +379,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
     using KV = Stream<HS, Bc, Threads>;
-    const Problem& p = args.p;
+    const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const KV kv{smem};
 
@@ -635,7 +569,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
             for (int r = 0; r < 2; r++)
                 if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
                     args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
-        store_tile<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0, false);
+        add_tile<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0, false);
     }
 #endif
 }
@@ -644,7 +578,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 // Backward
 
 struct BackwardArgs {
-    Problem p;
+    Problem<float> p;
     Heads<const float> dout, out;  // out in the whole form only
     const float *lse, *D;          // D in the block form only
     float2* stats;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
@@ -671,7 +605,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, Rows = 16 * M;
     constexpr int QLo = Br * HS * 2;
     using KV = Stream<HS, Bc, Threads>;
-    const Problem& p = args.p;
+    const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const KV kv{smem + 4 * QLo};
 
@@ -845,7 +779,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                 args.factors[at] = f;
             }
         }
-    store_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
+    add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
                    p.Tq - w.tile * Br, args.add_dq);
 #endif
 }
@@ -858,7 +792,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, Rows = 16 * M;
     constexpr int KLo = Bc * HS * 2;
     using QdO = Stream<HS, Br, Threads>;
-    const Problem& p = args.p;
+    const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + 4 * KLo};
     unsigned char* stats_smem = smem + 4 * KLo + 4 * QdO::Pair;  // two stages of stats, then of factors
@@ -963,8 +897,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         for (int n = 0; n < HS / 8; n++)
             for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
     const int k0 = w.tile * Bc;
-    store_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add_dkv);
-    store_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add_dkv);
+    add_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add_dkv);
+    add_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add_dkv);
 #endif
 }
 
@@ -973,56 +907,23 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_fp16x3";
 
-Problem problem(const Heads<const float>& q, const Heads<const float>& k, const Heads<const float>& v,
-                const BlockShape& s) {
-    check_shape(kName, s);
-    check_aligned(kName, "q", q);
-    check_aligned(kName, "k", k);
-    check_aligned(kName, "v", v);
-    Problem p{};
-    p.q = q, p.k = k, p.v = v;
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
-    p.shift = s.shift();
+Problem<float> problem(const Heads<const float>& q, const Heads<const float>& k, const Heads<const float>& v,
+                       const BlockShape& s) {
     if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
         throw Error(format("flash_fp16x3: Tq %d, Tk %d: at most %d fit a launch", s.Tq, s.Tk, INT_MAX / 4));
-    p.scale = s.resolved_scale();
-    p.scale_log2 = s.scale_log2();
-    return p;
+    return problem(kName, q, k, v, s);
 }
 
-// Launches one block for each of `tiles` of each head. A head streams `T` rows of two tensors (K and V, or Q and dO). A
-// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
-template <class Args>
-void launch(void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem, const Cuda& dev) {
-    constexpr size_t kGroupBytes = 32 << 20;
-    args.p.tiles = tiles;
-    args.p.group =
-        static_cast<int>(std::clamp<size_t>(kGroupBytes / (8 * static_cast<size_t>(T) * HS), 1, args.p.heads));
-    const size_t blocks = static_cast<size_t>(tiles) * args.p.heads;
-    if (blocks > INT_MAX)
-        throw Error(
-            format("flash_fp16x3: %zu blocks, more than a grid holds (%d): use a smaller batch", blocks, INT_MAX));
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_fp16x3");
-}
 template <int HS>
 void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
-    launch(forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
 }
-void launch_forward(const ForwardArgs& args, int HS, const Cuda& dev) {
-    if (HS == 64)
-        launch_forward<64>(args, dev);
-    else
-        launch_forward<128>(args, dev);
-}
-
 template <int HS>
 void launch_backward(const BackwardArgs& args, const Cuda& dev) {
-    launch(dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
+    launch(kName, dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
            DqTiles<HS>::Smem, dev);
-    launch(dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
+    launch(kName, dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
            DkdvTiles<HS>::Smem, dev);
 }
 void launch_backward(BackwardArgs args, int HS, const Cuda& dev) {
@@ -1032,10 +933,7 @@ void launch_backward(BackwardArgs args, int HS, const Cuda& dev) {
     check_aligned(kName, "dv", args.dv);
     check_aligned(kName, "scratch", args.stats);
     args.factors = reinterpret_cast<float*>(args.stats + static_cast<size_t>(args.p.heads) * args.p.q_rows);
-    if (HS == 64)
-        launch_backward<64>(args, dev);
-    else
-        launch_backward<128>(args, dev);
+    with_head_size(HS, [&](auto HS) { launch_backward<HS>(args, dev); });
 }
 
 void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
@@ -1044,7 +942,7 @@ void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float
     args.out = contiguous(out, s.T, s.NH, s.HS);
     args.lse = lse;
     check_aligned(kName, "out", args.out);
-    launch_forward(args, s.HS, dev);
+    with_head_size(s.HS, [&](auto HS) { launch_forward<HS>(args, dev); });
 }
 
 void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
@@ -1054,7 +952,7 @@ void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float
     args.o_acc = o_acc;
     args.lse_acc = lse;
     check_aligned(kName, "o_acc", o_acc);
-    launch_forward(args, s.HS, dev);
+    with_head_size(s.HS, [&](auto HS) { launch_forward<HS>(args, dev); });
 }
 
 void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,

@@ -23,6 +23,15 @@ inline int ceil_div(int a, int b) {
     return (a - 1) / b + 1;
 }
 
+// f(std::integral_constant<int, HS>), so that the head size is known to the compiler.
+template <class F>
+void with_head_size(int HS, F f) {
+    if (HS == 64)
+        f(std::integral_constant<int, 64>{});
+    else
+        f(std::integral_constant<int, 128>{});
+}
+
 inline void check_shape(const char* kernel, const BlockShape& s) {
     if (s.HS != 64 && s.HS != 128)
         throw Error(format("%s: head size %d, expected 64 or 128: use --attention naive", kernel, s.HS));

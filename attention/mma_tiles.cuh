@@ -1,0 +1,112 @@
+// What flash_bf16 and flash_fp16x3 share: tiles of 16-bit elements in shared memory, and launches of a block for each tile of
+// each head.
+#pragma once
+#include <algorithm>
+#include <climits>
+#include <type_traits>
+
+#include "attention/launch.h"
+#include "layers/gpu/ptx_sm80.cuh"
+
+// Tiles in shared memory are rows of HS elements whose 16-byte chunks are permuted, with chunk c of row r at c ^ (r %
+// 8). Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
+
+template <int HS>
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+    return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
+}
+
+// The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
+// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right.
+// An A operand wants this order, and so does a B operand that is loaded transposed. The swizzle makes col an xor. The
+// tile starts at a multiple of its row, so the xor may follow the addition. One register then serves all rows and
+// columns.
+template <int HS>
+__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    return ((tile + swizzled<HS>(lane % 16, lane / 16)) ^ (col * 2)) + row * HS * 2;
+}
+// The same in the order upper left, upper right, lower left, lower right, for a B operand whose columns are the tile's
+// rows. The two registers of a B operand must be neighbours, or the compiler adds two moves to every MMA.
+template <int HS>
+__device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
+    const int lane = threadIdx.x % 32;
+    return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
+}
+
+// Adds c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, or writes it if !add. Skips rows at or past `end`.
+template <int HS, int M>
+__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
+                                         bool add) {
+    const int lane = threadIdx.x % 32;
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < 2; r++) {
+            const int t = row + 16 * m + 8 * r + lane / 4;
+            if (t >= end) continue;
+            float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
+            for (int n = 0; n < HS / 8; n++) {
+                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
+                p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a launch covers. Blocks are numbered in groups of `group` heads, so that those running at once share keys in L2.
+// The longest of a group come first, so that the last to finish are short.
+
+template <class X>
+struct Problem {
+    Heads<const X> q, k, v;
+    int NH, Tq, Tk, heads;  // heads = B·NH
+    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc (see BlockShape)
+    int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
+    int tiles, group;
+    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
+};
+
+struct Work {
+    int tile, bh, b, h;
+};
+template <class X>
+__device__ __forceinline__ Work work_of_block(const Problem<X>& p, bool descending) {
+    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
+    return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
+}
+template <class X>
+__device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
+    return x.ptr + w.b * x.batch + static_cast<size_t>(w.h) * HS;
+}
+
+template <class X>
+Problem<X> problem(const char* kernel, const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v,
+                   const BlockShape& s) {
+    check_shape(kernel, s);
+    check_aligned(kernel, "q", q);
+    check_aligned(kernel, "k", k);
+    check_aligned(kernel, "v", v);
+    Problem<X> p{};
+    p.q = q, p.k = k, p.v = v;
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.q_rows = s.rows_of_q(), p.k_rows = s.rows_of_k();
+    p.shift = s.shift(), p.scale = s.resolved_scale(), p.scale_log2 = s.scale_log2();
+    return p;
+}
+
+// Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and dO). A
+// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+template <class Args>
+void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem,
+            const Cuda& dev) {
+    constexpr size_t kGroupBytes = 32 << 20;
+    const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * T * HS;
+    args.p.tiles = tiles;
+    args.p.group = static_cast<int>(std::clamp<size_t>(kGroupBytes / head_bytes, 1, args.p.heads));
+    const size_t blocks = static_cast<size_t>(tiles) * args.p.heads;
+    if (blocks > INT_MAX)
+        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name, blocks, INT_MAX));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
+    cuda_check(cudaGetLastError(), __FILE__, __LINE__, format("launch of %s", name).c_str());
+}
