@@ -2,6 +2,8 @@
 // fragments. The manual's sections are named by their anchors in
 // https://docs.nvidia.com/cuda/parallel-thread-execution/.
 #pragma once
+#include <cuda_bf16.h>
+
 #include <cstdint>
 
 // Shared-memory address of a generic pointer, as the instructions below take it.
