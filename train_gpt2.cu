@@ -476,8 +476,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     if (sequence() > config.max_T)
         throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
                            config.max_T));
-    if (ranks.context > 1 && attention != Attention::flash)
-        throw UsageError("--context-parallel needs --attention flash: naive has no block form");
+    check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
     if (ranks.sharded && !can_shard(config.C, ranks.size))
         throw UsageError(
             format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
@@ -486,7 +485,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     const size_t N = size_t(B) * T, C = config.C, NH = config.NH;
     const int HS = config.HS();
     if (ranks.context > 1)
-        ring = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS);
+        ring = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
 
     sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.NH = NH, sizes.Vp = config.Vp;
     sizes.training = training, sizes.recompute = recompute;

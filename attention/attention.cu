@@ -1,7 +1,6 @@
 // Which attention kernel runs, the layer's two calls, and the helpers of the block form.
 //
-// A new kernel is one row in its table below, after the kernels that it beats. The last flash row that the GPU can run
-// is what `flash` means.
+// A new kernel is one name in its table below. If it is to be what `flash` means, its name also goes into kFastest.
 #include <climits>
 #include <cmath>
 
@@ -21,28 +20,74 @@ AttentionKernels<bf16> attention_kernels() {
     return {table, sizeof(table) / sizeof(table[0])};
 }
 
+namespace {
+
+// What `flash` means: the first of these that the GPU can run. All have every form.
+template <class X>
+constexpr const char* kFastest[2] = {"flash_fp16x3", "flash_fp32"};
+template <>
+constexpr const char* kFastest<bf16>[2] = {"flash_bf16_sm90", "flash_bf16"};
+
+template <class X>
+const AttentionKernel<X>* find(std::string_view name) {
+    const AttentionKernels<X> all = attention_kernels<X>();
+    for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++)
+        if (k->name == name) return k;
+    return nullptr;
+}
+
+}  // namespace
+
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS) {
-    const AttentionKernels<X> all = attention_kernels<X>();
-    const bool flash = kind == Attention::flash;
-    const char* precision = name_of(dtype_of<X>());
-    if (flash && HS != 64 && HS != 128)
-        throw Error(
-            format("attention: flash needs a head size of 64 or 128, found %d; choose NH = C/64 or C/128, or use "
-                   "--attention naive",
-                   HS));
-    const AttentionKernel<X>* chosen = nullptr;
-    int oldest = 1000;
-    for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++) {
-        if (k->flash != flash) continue;
-        if (k->runs_on(dev)) chosen = k;
-        if (k->min_sm < oldest) oldest = k->min_sm;
+    const std::string name(kind.name);
+    const AttentionKernel<X>* kernel = find<X>(kind.name);
+    if (kind == Attention::flash)
+        for (const char* fastest : kFastest<X>)
+            if (kernel = find<X>(fastest); kernel->runs_on(dev)) break;
+    if (!kernel) {
+        using Other = std::conditional_t<std::is_same_v<X, float>, bf16, float>;
+        if (!find<Other>(kind.name)) throw UsageError(format("--attention %s: there is no such kernel", name.c_str()));
+        throw UsageError(format("--attention %s computes in %s: use --precision %s, or --attention flash", name.c_str(),
+                                name_of(dtype_of<Other>()), name_of(dtype_of<Other>())));
     }
-    if (!chosen)
-        throw Error(format("attention: %s %s needs compute capability %d.%d, %s has %d.%d; use --precision fp32%s",
-                           precision, flash ? "flash" : "naive", oldest / 10, oldest % 10, dev.name.c_str(),
-                           dev.sm / 10, dev.sm % 10, flash ? " or --attention naive" : ""));
-    return *chosen;
+    if (kernel->flash && HS != 64 && HS != 128)
+        throw Error(
+            format("attention: %s needs a head size of 64 or 128, found %d; choose NH = C/64 or C/128, or use "
+                   "--attention naive",
+                   name.c_str(), HS));
+    if (!kernel->runs_on(dev))
+        throw Error(format("attention: %s %s needs compute capability %d.%d%s, %s has %d.%d; use %s",
+                           name_of(dtype_of<X>()), name.c_str(), kernel->min_sm / 10, kernel->min_sm % 10,
+                           kernel->min_sm == 90 ? " and code for sm_90a" : "", dev.name.c_str(), dev.sm / 10,
+                           dev.sm % 10,
+                           kind == Attention::flash ? "--precision fp32 or --attention naive" : "--attention flash"));
+    return *kernel;
+}
+
+template <class X>
+void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel) {
+    const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, HS);
+    if (training && !kernel.backward)
+        throw UsageError(
+            format("--attention %s has no backward, so it can only generate and evaluate: train with --attention flash",
+                   kernel.name));
+    if (context_parallel && !kernel.forward_block)
+        throw UsageError(format("--context-parallel needs --attention flash: %s has no block form", kernel.name));
+}
+
+const char* attention_names() {
+    static const std::string names = [] {
+        std::string list = "flash|naive";
+        const auto add = [&](const auto& kernels) {
+            for (int i = 0; i < kernels.count; i++)
+                if (kernels.begin[i].flash) list += std::string("|") + kernels.begin[i].name;
+        };
+        add(attention_kernels<float>());
+        add(attention_kernels<bf16>());
+        return list;
+    }();
+    return names.c_str();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -171,6 +216,7 @@ void attention_round(const Cuda& dev, X* dst, const float* src, size_t n) {
 
 #define INSTANTIATE(X)                                                                                              \
     template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);                               \
+    template void check_attention<X>(const Cuda&, Attention, int, bool, bool);                                      \
     template void attention_forward(const Cuda&, Attention, X*, float*, X*, void*, const X*, int, int, int, int);   \
     template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*, const float*, const X*, \
                                      const X*, int, int, int, int);                                                 \

@@ -38,7 +38,8 @@ struct AttentionKernel {
 
     // Writes out, lse and (naive) att.
     void (*forward)(const Cuda&, X* out, float* lse, X* att, void* scratch, const X* qkv, const AttentionShape&);
-    // Writes every element of dqkv. Clears what it accumulates into in scratch.
+    // Writes every element of dqkv. Clears what it accumulates into in scratch. Null in a kernel that has only forward.
+    // Such a kernel can generate and evaluate, and the trainer refuses to train with it.
     void (*backward)(const Cuda&, X* dqkv, void* scratch, const X* dout, const X* out, const float* lse, const X* att,
                      const X* qkv, const AttentionShape&);
 
@@ -74,9 +75,15 @@ struct AttentionKernels {
 };
 template <class X>
 AttentionKernels<X> attention_kernels();
-// The one that the trainer uses for `kind` on this GPU. Throws Error if there is none.
+// The one that `kind` names, where flash is the fastest that this GPU can run. Throws Error if X, the GPU or HS rules it
+// out.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
+// Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel the block form.
+template <class X>
+void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel);
+// What --attention accepts: "flash|naive|…", all names of both tables.
+const char* attention_names();
 
 // Defined in the kernels' files.
 extern const AttentionKernel<float> naive_fp32, flash_fp32, flash_fp16x3;

@@ -122,7 +122,8 @@ struct Result {
         X* const att_ptr = static_cast<X*>(att.get());
         kernel.forward(dev, out_ptr(), lse_ptr(), att_ptr, scratch.get(), qkv, s);
         CUDA_CHECK(cudaMemsetAsync(scratch.get(), 0xFF, kernel.scratch_bytes(s), dev.stream));
-        kernel.backward(dev, dqkv_ptr(), scratch.get(), dout, out_ptr(), lse_ptr(), att_ptr, qkv, s);
+        if (kernel.backward)
+            kernel.backward(dev, dqkv_ptr(), scratch.get(), dout, out_ptr(), lse_ptr(), att_ptr, qkv, s);
         dev.sync();
     }
     X* out_ptr() const { return static_cast<X*>(out.get()); }
@@ -147,6 +148,7 @@ __global__ void shape_inputs_kernel(X* x, size_t n, int C, int parts, float fact
 // A kernel's largest ratios over all shapes and inputs.
 struct Worst {
     std::array<double, kTensors> max{}, l2{};
+    bool forward_only = false;
 };
 
 struct Study {
@@ -178,6 +180,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     if (bound) {
         study.beyond += !ok;
         Worst& worst = study.worst[format("%-14s %s", result.name.c_str(), name_of(dtype_of<X>()))];
+        worst.forward_only = !result.kernel->backward;
         keep_worst(worst.max[tensor], ratio_max);
         keep_worst(worst.l2[tensor], ratio_l2);
     }
@@ -229,7 +232,8 @@ void compare_kernels(Study& study, const AttentionShape& s, const Input& input,
         }
     for (Result<X>& r : results) r.errors.fetch();
     for (int i = 0; i < kTensors; i++)
-        for (const Result<X>& r : results) report(study, r, results.front().errors, s, input, i);
+        for (const Result<X>& r : results)
+            if (i < Dq || r.kernel->backward) report(study, r, results.front().errors, s, input, i);
     std::fflush(stdout);
 }
 
@@ -325,7 +329,9 @@ static int run(const Options& options) {
     for (const char* name : kNames) std::printf("  %-11s", name);
     for (const auto& [kernel, worst] : study.worst) {
         std::printf("\n%s", kernel.c_str());
-        for (int i = 0; i < kTensors; i++) std::printf("  %4.2f / %4.2f", worst.max[i], worst.l2[i]);
+        for (int i = 0; i < (worst.forward_only ? Dq : kTensors); i++)
+            std::printf("  %4.2f / %4.2f", worst.max[i], worst.l2[i]);
+        if (worst.forward_only) std::printf("  (no backward)");
     }
     std::printf("\n");
     if (study.beyond) std::fprintf(stderr, "accuracy: %d figures beyond their bounds\n", study.beyond);

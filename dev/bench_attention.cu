@@ -4,6 +4,7 @@
 //               scratch start as NaN. A kernel that fails gets no time, and the program ends with 1.
 //   timing      both protocols of bench.h. Small problems rotate through copies of all buffers. Their forward passes
 //               touch twice the L2 cache in total, so that every run reads from memory.
+//   passes      a kernel without backward is validated and timed forward only, and a line says so.
 //   figures     ms, TFLOP/s, % of the GEMM rate in the same protocol, speed-up over naive in the same precision.
 //               A forward pass counts 4·B·NH·T²·HS FLOPs (half of it if causal), a backward pass 2.5 times that.
 //   naive_tf32  is naive with TF32 products (fp32 data, 10 bits of each factor). naive itself has none.
@@ -93,7 +94,7 @@ struct Buffers {
         kernel.forward(dev, out, lse, att, scratch, qkv, s);
     }
     void backward(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s) const {
-        kernel.backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
+        if (kernel.backward) kernel.backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
     }
 };
 
@@ -102,7 +103,7 @@ struct Buffers {
 
 // The largest relative L2 error among out, lse, dq, dk, dv against fp64. NaN if one of them is NaN.
 template <class X>
-double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionShape& s) {
+double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionShape& s, bool has_backward) {
     Oracle oracle(dev, s.T, s.HS);
     Errors errors(dev, s);
     for (int b = 0; b < s.B; b++)
@@ -113,7 +114,7 @@ double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionSha
         }
     errors.fetch();
     double worst = 0;
-    for (int tensor = 0; tensor < kTensors; tensor++) keep_worst(worst, errors.l2(tensor));
+    for (int tensor = 0; tensor < (has_backward ? kTensors : Dq); tensor++) keep_worst(worst, errors.l2(tensor));
     return worst;
 }
 
@@ -166,7 +167,9 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     if (bytes + (size_t{1} << 30) > free) {
         std::printf("%-17s %-5s %-4s %s | out of memory: needs %.1f GiB, free are %.1f\n", subject.name, dtype, "",
                     shape.c_str(), bytes / 0x1p30, free / 0x1p30);
-        for (const char* pass : {"fwd", "bwd"}) log.write(row_of(pass).add("ms", NAN).add("needs_gib", bytes / 0x1p30));
+        for (const char* pass : {"fwd", "bwd"})
+            if (pass[0] == 'f' || kernel.backward)
+                log.write(row_of(pass).add("ms", NAN).add("needs_gib", bytes / 0x1p30));
         return true;
     }
     std::list<Buffers<X>> buffers;
@@ -180,7 +183,7 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
 
     // naive in bf16 stores S, P, dP and dS in bf16 and is off by 4e-3. TF32 has 10 bits and is off by 1e-3. fp32 is off
     // by 3e-6 at T = 16384.
-    const double error = relative_error(dev, *runs[0], s);
+    const double error = relative_error(dev, *runs[0], s, kernel.backward);
     const double limit = std::is_same_v<X, bf16> ? 1e-2 : subject.tf32 ? 5e-3 : 1e-5;
     if (!(error <= limit)) {
         std::printf("%-17s %-5s %-4s %s | WRONG: relative L2 error %.2g > %.2g, not timed\n", subject.name, dtype, "",
@@ -191,12 +194,15 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     Measured measured;
     measured.ms[0] = measure_ms(
         dev, [&](int i) { runs[i % sets]->forward(dev, kernel, s); }, options.quick);
-    measured.ms[1] = measure_ms(
-        dev, [&](int i) { runs[i % sets]->backward(dev, kernel, s); }, options.quick);
+    if (kernel.backward)
+        measured.ms[1] = measure_ms(
+            dev, [&](int i) { runs[i % sets]->backward(dev, kernel, s); }, options.quick);
+    else
+        std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
     if (!kernel.flash && !subject.tf32) naive_ms[shape] = measured;
     const auto naive = naive_ms.find(shape);
     const double forward_flops = 4. * s.B * s.NH * s.T * s.T * s.HS * (s.causal ? 0.5 : 1.);
-    for (int pass = 0; pass < 2; pass++) {
+    for (int pass = 0; pass < (kernel.backward ? 2 : 1); pass++) {
         const Figures ms = measured.ms[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
         const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second.ms[pass];
         const char* pass_name = pass ? "bwd" : "fwd";

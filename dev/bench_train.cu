@@ -191,7 +191,7 @@ struct Trainer {
 
     Trainer(const Dev& dev, const Bench& o, const Config& config, int B, int T)
         : dev(dev),
-          model(dev, config, o.attention == "naive" ? Attention::naive : Attention::flash, B, T, 1, true, o.recompute) {
+          model(dev, config, Attention{o.attention}, B, T, 1, true, o.recompute) {
         allocate_or_explain(model);
         init_random(model, 1);
         const size_t n = size_t(B) * T;
@@ -319,7 +319,7 @@ int main(int argc, char** argv) {
             {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
             {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows", ""},
             {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
-            {"--attention", "", Option::Choice, &o.attention, "which attention", "flash|naive"},
+            {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
             {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
             {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls", ""},
             {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call", ""},

@@ -20,7 +20,7 @@ struct Dump {
 template <class Dev>
 void dump(const Dev& dev, const Dump& o) {
     const Config config = config_of(read_model_header(o.model));
-    const Attention attention = o.attention == "naive" ? Attention::naive : Attention::flash;
+    const Attention attention{o.attention};
     GPT2<Dev, float> model(dev, config, attention, o.B, o.T, 1, true);
     allocate_or_explain(model);
     load(model, o.model);
@@ -68,7 +68,8 @@ int main(int argc, char** argv) {
             {"--rows", "-b", Option::Int, &o.B, "B", "1..65536"},
             {"--tokens", "-t", Option::Int, &o.T, "T", "1..4194304"},
             {"--device", "", Option::Choice, &o.device, "", "cpu|cuda"},
-            {"--attention", "", Option::Choice, &o.attention, "on the CPU both are the same loops", "flash|naive"},
+            {"--attention", "", Option::Choice, &o.attention, "on the CPU flash and naive are the same loops",
+             attention_names()},
         };
         if (parse_options(argc, argv, table)) {
             std::printf("%s", options_help("dump_gradients", "Writes one batch's gradients.", table).c_str());

@@ -74,6 +74,12 @@ const AttentionKernel<X>& kernel_for_this_gpu(int index) {
     return kernel;
 }
 
+// How many of the tensors out, lse, dq, dk, dv a kernel computes.
+template <class X>
+int tensors_of(const AttentionKernel<X>& kernel) {
+    return kernel.backward ? kTensors : Dq;
+}
+
 template <class X>
 const AttentionKernel<X>& naive() {
     const AttentionKernels<X> all = attention_kernels<X>();
@@ -369,6 +375,7 @@ struct Run {
         kernel.forward(gpu(), out.as<X>(), lse.as<float>(), att.as<X>(), scratch.data(), qkv.as<X>(), s);
     }
     void backward() {
+        if (!kernel.backward) return;
         for (Buffer* b : {&dqkv, &scratch}) b->poison();
         kernel.backward(gpu(), dqkv.as<X>(), scratch.data(), dout.as<X>(), out.as<X>(), lse.as<float>(), att.as<X>(),
                         qkv.as<X>(), s);
@@ -377,7 +384,8 @@ struct Run {
         Result r;
         r[Out] = as_double(out.template download<X>(n));
         r[Lse] = as_double(lse.template download<float>(rows));
-        split(r, as_double(dqkv.template download<X>(3 * n)), static_cast<size_t>(s.NH) * s.HS);
+        if (kernel.backward)
+            split(r, as_double(dqkv.template download<X>(3 * n)), static_cast<size_t>(s.NH) * s.HS);
         return r;
     }
 };
@@ -461,7 +469,7 @@ double naive_error(const Problem<X>& p) {
 
 template <class X>
 void check_result(const AttentionKernel<X>& kernel, const Problem<X>& p, const Result& got) {
-    for (int i = 0; i < kTensors; i++) {
+    for (int i = 0; i < tensors_of(kernel); i++) {
         const auto check = [&](const char* norm, double error, double bound, const char* rule) {
             if (!(error <= bound))
                 test::report(__FILE__, __LINE__,
@@ -543,6 +551,7 @@ static std::vector<Case> accuracy_cases() {
 template <class X>
 void accuracy(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
+    if (!kernel.backward) std::printf("  %s has no backward: out and lse only\n", kernel.name);
     double lse_error = 0;
     for (const Case& c : accuracy_cases()) {
         const bool for_flash_in_bf16 = c.input == Input::early_keys || c.shape.B >= 20;
@@ -553,7 +562,7 @@ void accuracy(int index) {
         if (!std::getenv("ACCURACY")) continue;
         const NaiveErrors& naive = naive_errors(p);
         std::printf("  %-60s", c.text().c_str());
-        for (int i = 0; i < kTensors; i++) {
+        for (int i = 0; i < tensors_of(kernel); i++) {
             const double max = max_error(got[i], p.ref[i]), l2 = l2_error(got[i], p.ref[i]);
             std::printf(" %s %.1e (%.2f) L2 %.1e (%.2f)", kNames[i], max, max / naive.max[i], l2 / l2_norm(p.ref[i]),
                         l2 / naive.l2[i]);
@@ -579,7 +588,8 @@ void extremes(int index) {
         make_inputs(p);
         for (std::vector<X>* x : {&p.qkv, &p.dout}) std::fill(x->begin(), x->end(), round_to<X>(0.f));
         const Result zeros = run(kernel, p);
-        for (int i : {Out, Dq, Dk, Dv}) CHECK(max_error(zeros[i], std::vector<double>(zeros[i].size())) == 0);
+        for (int i = 0; i < tensors_of(kernel); i++)
+            if (i != Lse) CHECK(max_error(zeros[i], std::vector<double>(zeros[i].size())) == 0);
         for (size_t i = 0; i < zeros[Lse].size(); i++) CHECK_NEAR(zeros[Lse][i], std::log(1. + i % s.T), 1e-6);
     }
 }
@@ -619,7 +629,7 @@ void one_nan(int index) {
                                  : with_nan.dout[(token * s.NH + h) * HS + element];
                 x = round_to<X>(std::numeric_limits<float>::quiet_NaN());
                 const Result got = run(kernel, with_nan);
-                for (int i = 0; i < kTensors; i++) {
+                for (int i = 0; i < tensors_of(kernel); i++) {
                     const Reach reach = inputs[which].reach[i];
                     size_t wrong = 0, first = 0;
                     for (size_t e = 0; e < got[i].size(); e++) {
@@ -688,8 +698,9 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
     X *qkv = r.qkv.template as<X>(), *dout = r.dout.template as<X>(), *out = r.out.template as<X>();
     kernel.forward(dev, out, r.lse.template as<float>(), r.att.template as<X>(), r.scratch.data(), qkv, s);
     poison({&r.scratch});
-    kernel.backward(dev, r.dqkv.template as<X>(), r.scratch.data(), dout, out, r.lse.template as<float>(),
-                    r.att.template as<X>(), qkv, s);
+    if (kernel.backward)
+        kernel.backward(dev, r.dqkv.template as<X>(), r.scratch.data(), dout, out, r.lse.template as<float>(),
+                        r.att.template as<X>(), qkv, s);
     std::vector<Buffer*> results = {&r.out, &r.lse, &r.dqkv};
     if (blocks) {
         const Heads<const X> q = heads<X>(qkv, 0, 0, s), k = heads<X>(qkv, 1, 0, s), v = heads<X>(qkv, 2, 0, s);
@@ -753,7 +764,7 @@ void determinism(int index) {
             r.backward();
             Buffer* outputs[3] = {&r.out, &r.lse, &r.dqkv};
             const char* names[3] = {"out", "lse", "dqkv"};
-            for (int k = 0; k < 3; k++) {
+            for (int k = 0; k < (kernel.backward ? 3 : 2); k++) {
                 std::vector<char> bytes = outputs[k]->bytes();
                 if (i == 0)
                     first[k] = std::move(bytes);
@@ -1166,9 +1177,10 @@ void check_error_or_right(const AttentionKernel<X>& kernel, const Case& c, int m
         const std::string error = test::error_of([&] {
             kernel.forward(gpu(), r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
                            r.scratch.data(), qkv.as<X>() + misalign, r.s);
-            kernel.backward(gpu(), r.dqkv.template as<X>(), r.scratch.data(), r.dout.template as<X>(),
-                            r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
-                            qkv.as<X>() + misalign, r.s);
+            if (kernel.backward)
+                kernel.backward(gpu(), r.dqkv.template as<X>(), r.scratch.data(), r.dout.template as<X>(),
+                                r.out.template as<X>(), r.lse.template as<float>(), r.att.template as<X>(),
+                                qkv.as<X>() + misalign, r.s);
         });
         if (error.empty()) check_result(kernel, problem<X>(c), r.result());
     } else {
@@ -1235,13 +1247,15 @@ void check_many(const AttentionKernel<X>& kernel, const Case& c, size_t B, const
     fill(dout, p.dout);
     kernel.forward(gpu(), out.as<X>(), lse.as<float>(), att.as<X>(), scratch.data(), qkv.as<X>(), s);
     scratch.poison();
-    kernel.backward(gpu(), dqkv.as<X>(), scratch.data(), dout.as<X>(), out.as<X>(), lse.as<float>(), att.as<X>(),
-                    qkv.as<X>(), s);
+    if (kernel.backward)
+        kernel.backward(gpu(), dqkv.as<X>(), scratch.data(), dout.as<X>(), out.as<X>(), lse.as<float>(), att.as<X>(),
+                        qkv.as<X>(), s);
     for (size_t b : looked_at) {
         Result got;
         got[Out] = as_double(out.download<X>(n, b * n));
         got[Lse] = as_double(lse.download<float>(rows, b * rows));
-        split(got, as_double(dqkv.download<X>(3 * n, b * 3 * n)), static_cast<size_t>(s.NH) * s.HS);
+        if (kernel.backward)
+            split(got, as_double(dqkv.download<X>(3 * n, b * 3 * n)), static_cast<size_t>(s.NH) * s.HS);
         check_result(kernel, p, got);
     }
 }
@@ -1341,6 +1355,34 @@ TEST(layer_flash_fp32) {
 }
 TEST(layer_flash_bf16) {
     check_layer<bf16>(Attention::flash);
+}
+// What --attention accepts, and what a model is refused.
+TEST(names) {
+    const Cuda& dev = gpu();
+    CHECK(std::string(attention_names()).rfind("flash|naive|flash_fp32|", 0) == 0);
+    const auto check = [&](auto x) {
+        using X = decltype(x);
+        const AttentionKernels<X> all = attention_kernels<X>();
+        for (const AttentionKernel<X>* k = all.begin; k != all.begin + all.count; k++) {
+            const Attention kind{k->name};
+            if (!k->runs_on(dev)) {
+                CHECK_ERROR(attention_kernel<X>(dev, kind, 64), k->name);
+                continue;
+            }
+            CHECK(&attention_kernel<X>(dev, kind, 64) == k);
+            check_attention<X>(dev, kind, 64, false, false);
+            const std::string trains = test::error_of([&] { check_attention<X>(dev, kind, 64, true, false); });
+            CHECK(trains.empty() == (k->backward != nullptr));
+            const std::string rings = test::error_of([&] { check_attention<X>(dev, kind, 64, false, true); });
+            CHECK(rings.empty() == (k->forward_block != nullptr));
+        }
+        check_attention<X>(dev, Attention::flash, 64, true, true);
+    };
+    check(float{});
+    check(bf16{});
+    CHECK_ERROR(attention_kernel<float>(dev, Attention{"flash_bf16"}, 64), "--precision bf16");
+    CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"flash_fp32"}, 64), "--precision fp32");
+    CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"magic"}, 64), "no such kernel");
 }
 TEST(layer_unsupported_head_size) {
     CHECK_ERROR(attention_kernel<float>(gpu(), Attention::flash, 80), "80");

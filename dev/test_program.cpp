@@ -5,6 +5,7 @@
 #include <map>
 #include <thread>
 
+#include "attention/attention.h"
 #include "dev/program.h"
 #include "layers/gpu/cuda.h"
 #include "run/checkpoint.h"
@@ -23,7 +24,8 @@ static const std::string& model() {
 // run must show these as its settings. No two options have the same three, so none can stand for another.
 TEST(every_option_sets_what_it_names) {
     struct Row {
-        const char *name, *letter, *value, *help;
+        const char *name, *letter, *value;
+        std::string help;
         std::string a, b, c;  // "" if not given
     };
     const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
@@ -33,7 +35,7 @@ TEST(every_option_sets_what_it_names) {
         {"--val-data", "-j", " TEXT", "", copy, text, text},
         {"--init", "-e", " TEXT", "(default auto)", "tiny", model(), "tiny"},
         {"--precision", "", " NAME", "(auto|bf16|fp32; default auto)", "fp32", "auto", "fp32"},
-        {"--attention", "", " NAME", "(flash|naive; default flash)", "naive", "flash", "flash"},
+        {"--attention", "", " NAME", std::string("(") + attention_names() + "; default flash)", "naive", "flash", "flash"},
         {"--device", "", " NAME", "(auto|cuda|cpu; default auto)", "cpu", "cpu", "cpu"},
         {"--no-graph", "", "", "", "1", "0", "0"},
         {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
@@ -83,8 +85,9 @@ TEST(every_option_sets_what_it_names) {
         at = flat.find(left, at);
         const size_t end = i + 1 < rows.size() ? flat.find(rows[i + 1].name, at) : flat.size();
         if (at == std::string::npos || !contains(flat.substr(at, end - at), r.help) ||
-            (!*r.help && contains(flat.substr(at, end - at), "default ")))
-            return test::report(__FILE__, __LINE__, format("no \"%s … %s\" in %s", left.c_str(), r.help, help.c_str()));
+            (r.help.empty() && contains(flat.substr(at, end - at), "default ")))
+            return test::report(__FILE__, __LINE__,
+                                format("no \"%s … %s\" in %s", left.c_str(), r.help.c_str(), help.c_str()));
     }
     CHECK(std::count(help.begin(), help.end(), '\n') > 50 && flat.find(" --", at + 8) == std::string::npos);  // no more
 
@@ -112,7 +115,8 @@ TEST(every_option_sets_what_it_names) {
 TEST(usage_errors_exit_with_2) {
     CHECK_RUN(run("--btach 4"), 2, "train_gpt2cu: unknown option --btach (did you mean --batch?)");
     CHECK_RUN(run("-b -1"), 2, "\"-1\" is out of range 0..65536");
-    CHECK_RUN(run("--attention magic"), 2, "\"magic\" is not one of flash|naive");
+    CHECK_RUN(run("--attention magic"), 2, "\"magic\" is not one of flash|naive|flash_fp32|");
+    CHECK_RUN(run("--device cpu --attention flash_fp32"), 2, "--attention flash_fp32 needs a GPU");
     CHECK_RUN(run("--device cpu -e d13"), 2, "--init d13: neither d12");
     CHECK_RUN(run("--device cpu --precision bf16"), 2, "--precision bf16 needs a GPU");
     CHECK_RUN(run("--device cpu --generate 5"), 2, "--generate needs a trained model");

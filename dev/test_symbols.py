@@ -25,7 +25,7 @@ ROOMS = {
     "layers": ("layers/gpu", "layers/sm90", "data"),
     "attention": ("layers/gpu",),
     "attention/ring": ("layers/gpu", "attention"),
-    "run": ("layers/gpu", "data", "layers", "layers/comm"),
+    "run": ("layers/gpu", "data", "attention", "layers", "layers/comm"),
     ".": ("layers/comm", "layers", "attention", "attention/ring", "run"),
 }
 FOLDERS = [room for room in ROOMS if room != "."]

@@ -6,6 +6,7 @@
 #include <climits>
 #include <filesystem>
 
+#include "attention/attention.h"
 #include "data/corpus.h"
 #include "layers/gpu/error.h"
 #include "run/checkpoint.h"
@@ -21,7 +22,7 @@ std::vector<Option> Options::table() {
          "", "model"},
         {"--precision", "", O::Choice, &precision, "auto: bf16 where the GPU has it, else fp32", "auto|bf16|fp32",
          "model"},
-        {"--attention", "", O::Choice, &attention, "naive materialises T×T", "flash|naive", "model"},
+        {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU", attention_names(), "model"},
         {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu", "model"},
         {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)", "",
          "model"},

@@ -29,7 +29,7 @@ struct Options {
     float temperature = 1.f;
 
     std::vector<Option> table();
-    Attention kernel() const { return attention == "naive" ? Attention::naive : Attention::flash; }
+    Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
 

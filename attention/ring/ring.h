@@ -49,8 +49,17 @@ class Ring {
     using A = Acc<X>;
     // start() gives it memory of bytes(), which must be one whole allocation, and the communicator. Other ranks map
     // that memory, so nobody may free it before stop(), which all ranks call together.
-    Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0)
-        : dev_(dev), zigzag_{ranks}, rank_(rank), B_(B), Tc_(Tc), NH_(NH), HS_(HS), scale_(scale) {
+    Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0,
+         Attention attention = Attention::flash)
+        : dev_(dev),
+          zigzag_{ranks},
+          rank_(rank),
+          B_(B),
+          Tc_(Tc),
+          NH_(NH),
+          HS_(HS),
+          scale_(scale),
+          attention_(attention) {
         bytes_ = place(nullptr);
     }
     size_t bytes() const { return bytes_; }
@@ -73,6 +82,7 @@ class Ring {
     const Zigzag zigzag_;
     const int rank_, B_, Tc_, NH_, HS_;
     const float scale_;
+    const Attention attention_;
     size_t bytes_;
     Comm* comm_ = nullptr;
     X* kv_[2];       // (B, 2Tc, 2, NH, HS), [0] at work and [1] on its way in
@@ -116,7 +126,7 @@ class Ring {
     }
     BlockShape block(int q0, int Tq, int Tk, bool causal) const {
         BlockShape s{B_, Tq, Tk, NH_, HS_, q0, 0, causal, scale_, 2 * Tc_, 2 * Tc_};
-        s.q_begin = q0;
+        s.q_begin = q0, s.attention = attention_;
         return s;
     }
     // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.

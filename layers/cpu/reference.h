@@ -9,6 +9,7 @@
 #pragma once
 #include <string>
 
+#include "layers/gpu/error.h"
 #include "layers/gpu/types.h"
 
 class CpuComm;  // layers/comm/reference_comm.h
@@ -108,6 +109,14 @@ template <class X>
 size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
 template <class X>
 size_t attention_saved_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
+// Throws UsageError if `kind` is a GPU's kernel, or cannot do what the model needs.
+template <class X>
+void check_attention(const Cpu&, Attention kind, int, bool, bool context_parallel) {
+    if (kind != Attention::flash && kind != Attention::naive)
+        throw UsageError(format("--attention %s needs a GPU: the CPU has flash and naive", std::string(kind.name).c_str()));
+    if (context_parallel && kind == Attention::naive)
+        throw UsageError("--context-parallel needs --attention flash: naive has no block form");
+}
 
 // The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies.
 template <class X>

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 
 using bf16 = __nv_bfloat16;
@@ -30,8 +31,15 @@ constexpr const char* name_of(DType t) {
     return t == DType::bf16 ? "bf16" : t == DType::f32 ? "fp32" : t == DType::f64 ? "fp64" : "int32";
 }
 
-// What --attention chooses. The kernel itself (flash_fp32, flash_bf16, …) follows from X and the GPU.
-enum class Attention { flash, naive };
+// What --attention names. flash is the fastest kernel for X that the GPU can run. Any other name is a kernel's own
+// (attention/attention.h). The CPU has one attention, which serves flash and naive.
+struct Attention {
+    std::string_view name;
+    static const Attention flash, naive;
+    bool operator==(const Attention& other) const { return name == other.name; }
+    bool operator!=(const Attention& other) const { return name != other.name; }
+};
+inline constexpr Attention Attention::flash{"flash"}, Attention::naive{"naive"};
 
 // A (B, T, NH, HS) tensor inside a larger one. Element (b, t, h, d) is ptr[b·batch + t·token + h·HS + d].
 // Rows of HS elements are contiguous and 16-byte aligned.
@@ -55,6 +63,7 @@ struct BlockShape {
     int q_rows = 0, k_rows = 0;
     bool write_dkv = false;  // backward writes dk and dv, instead of adding to them
     int q_begin = 0;
+    Attention attention = Attention::flash;  // which kernel runs
     int rows_of_q() const { return q_rows ? q_rows : Tq; }
     int rows_of_k() const { return k_rows ? k_rows : Tk; }
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
