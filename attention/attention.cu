@@ -11,7 +11,7 @@
 
 template <>
 AttentionKernels<float> attention_kernels() {
-    static const AttentionKernel<float> table[] = {naive_fp32, flash_fp32, flash_fp16x3};
+    static const AttentionKernel<float> table[] = {naive_fp32, flash_simple, flash_fp32, flash_fp16x3};
     return {table, sizeof(table) / sizeof(table[0])};
 }
 template <>

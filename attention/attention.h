@@ -43,7 +43,7 @@ struct AttentionKernel {
     void (*backward)(const Cuda&, X* dqkv, void* scratch, const X* dout, const X* out, const float* lse, const X* att,
                      const X* qkv, const AttentionShape&);
 
-    // The block form, which is null in a kernel that has none (naive).
+    // The block form, which is null in a kernel that has none (naive, and the rungs that teach one idea).
     //
     // Reads and updates the running state, which is o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) fp64. (The reason for
     // fp64 is in merge.cuh.) The merge is stable:
@@ -86,7 +86,7 @@ void check_attention(const Cuda& dev, Attention kind, int HS, bool training, boo
 const char* attention_names();
 
 // Defined in the kernels' files.
-extern const AttentionKernel<float> naive_fp32, flash_fp32, flash_fp16x3;
+extern const AttentionKernel<float> naive_fp32, flash_simple, flash_fp32, flash_fp16x3;
 extern const AttentionKernel<bf16> naive_bf16, flash_bf16, flash_bf16_sm90;
 
 // Helpers of the block form (attention.cu).

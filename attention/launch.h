@@ -53,3 +53,8 @@ void check_aligned(const char* kernel, const char* name, const Heads<X>& x) {
 inline void check_aligned(const char* kernel, const char* name, const void* ptr) {
     check_aligned(kernel, name, Heads<const char>{static_cast<const char*>(ptr), 0, 0});
 }
+
+// What a kernel needs that leaves nothing in att, or uses no scratch.
+inline size_t no_bytes(const AttentionShape&) {
+    return 0;
+}

@@ -1359,7 +1359,7 @@ TEST(layer_flash_bf16) {
 // What --attention accepts, and what a model is refused.
 TEST(names) {
     const Cuda& dev = gpu();
-    CHECK(std::string(attention_names()).rfind("flash|naive|flash_fp32|", 0) == 0);
+    CHECK(std::string(attention_names()).rfind("flash|naive|flash_simple|flash_fp32|", 0) == 0);
     const auto check = [&](auto x) {
         using X = decltype(x);
         const AttentionKernels<X> all = attention_kernels<X>();
@@ -1381,7 +1381,7 @@ TEST(names) {
     check(float{});
     check(bf16{});
     CHECK_ERROR(attention_kernel<float>(dev, Attention{"flash_bf16"}, 64), "--precision bf16");
-    CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"flash_fp32"}, 64), "--precision fp32");
+    CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"flash_simple"}, 64), "--precision fp32");
     CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"magic"}, 64), "no such kernel");
 }
 TEST(layer_unsupported_head_size) {
