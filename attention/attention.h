@@ -75,8 +75,8 @@ struct AttentionKernels {
 };
 template <class X>
 AttentionKernels<X> attention_kernels();
-// The one that `kind` names, where flash is the fastest that this GPU can run. Throws Error if X, the GPU or HS rules it
-// out.
+// The one that `kind` names, where flash is the fastest that this GPU can run. Throws Error if X, the GPU or HS does
+// not fit.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
 // Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel the block form.
@@ -87,7 +87,7 @@ const char* attention_names();
 
 // Defined in the kernels' files.
 extern const AttentionKernel<float> naive_fp32, flash_simple, flash_fp32, flash_fp16x3;
-extern const AttentionKernel<bf16> naive_bf16, flash_bf16, flash_bf16_sm90;
+extern const AttentionKernel<bf16> naive_bf16, flash_mma, flash_bf16, flash_bf16_sm90;
 
 // Helpers of the block form (attention.cu).
 // Sets lse = −inf and o = 0. o_acc may be null if every row will see a key.

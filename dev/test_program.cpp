@@ -35,7 +35,7 @@ TEST(every_option_sets_what_it_names) {
         {"--val-data", "-j", " TEXT", "", copy, text, text},
         {"--init", "-e", " TEXT", "(default auto)", "tiny", model(), "tiny"},
         {"--precision", "", " NAME", "(auto|bf16|fp32; default auto)", "fp32", "auto", "fp32"},
-        {"--attention", "", " NAME", std::string("(") + attention_names() + "; default flash)", "naive", "flash", "flash"},
+        {"--attention", "", " NAME", format("(%s; default flash)", attention_names()), "naive", "flash", "flash"},
         {"--device", "", " NAME", "(auto|cuda|cpu; default auto)", "cpu", "cpu", "cpu"},
         {"--no-graph", "", "", "", "1", "0", "0"},
         {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
