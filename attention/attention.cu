@@ -16,7 +16,7 @@ AttentionKernels<float> attention_kernels() {
 }
 template <>
 AttentionKernels<bf16> attention_kernels() {
-    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_mma, flash_bf16, flash_bf16_sm90};
+    static const AttentionKernel<bf16> table[] = {naive_bf16, flash_mma, flash_bf16, flash_wgmma, flash_bf16_sm90};
     return {table, sizeof(table) / sizeof(table[0])};
 }
 

@@ -87,7 +87,7 @@ const char* attention_names();
 
 // Defined in the kernels' files.
 extern const AttentionKernel<float> naive_fp32, flash_simple, flash_fp32, flash_fp16x3;
-extern const AttentionKernel<bf16> naive_bf16, flash_mma, flash_bf16, flash_bf16_sm90;
+extern const AttentionKernel<bf16> naive_bf16, flash_mma, flash_bf16, flash_wgmma, flash_bf16_sm90;
 
 // Helpers of the block form (attention.cu).
 // Sets lse = −inf and o = 0. o_acc may be null if every row will see a key.

@@ -1,0 +1,204 @@
+// Flash attention, forward only, bf16, wgmma and TMA (sm_90a). It is the plainest kernel in Hopper's instructions.
+//
+// For one tile of Br query rows against one tile of Bc keys at a time:
+//   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
+//   m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
+//   out = O / l;  lse = m + log l                                   (after the last tile)
+//
+// New against flash_mma: four warps, a warpgroup, multiply 64 rows in one instruction, which reads K and V straight out
+// of shared memory. ldmatrix is gone. One thread asks the TMA unit for a whole tile, and no thread computes addresses.
+// Both work asynchronously, so each has something to wait for:
+//
+//   TMA    an mbarrier, which counts the bytes that have landed. Its n-th use ends phase n.
+//   wgmma  wgmma_wait. Until then the registers of S, P and O belong to the tensor cores.
+//
+// A block is one warpgroup and owns Br = 64 queries of one (b, head). It has room for one tile of K and one of V. The
+// next K is on its way while the warpgroup does the softmax and P V, and the next V during the next S and its softmax.
+// flash_bf16_sm90 divides this work among warpgroups with roles, so that nobody waits for a copy or an exponential.
+//
+//   operand  where                                      layout
+//   Q        shared memory                              A of S, rows of 128 bytes in TMA's swizzle
+//   K        shared memory                              B of S, as it lies
+//   P        registers, S's accumulator packed to bf16  A of O
+//   V        shared memory                              B of O, transposed by wgmma
+//
+// Writes: out, lse (every element).  Scratch: none.
+// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no block form; compute capability 9.0 only.
+// Run: ./dev/bench_attention --kernel flash_wgmma
+#include <climits>
+
+#include "attention/launch.h"
+#include "layers/gpu/ptx_sm90.cuh"
+#include "layers/gpu/tensor_map.h"
+
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
+#endif
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles
+
+constexpr int kThreads = 128, Br = 64, Bc = 128;
+
+// Bytes in shared memory: Q, K, V, three barriers. 40 KB and 80 KB.
+template <int HS>
+struct Smem {
+    static constexpr int K = Br * HS * 2, V = K + Bc * HS * 2, Barriers = V + Bc * HS * 2, Bytes = Barriers + 3 * 8;
+};
+
+struct Args {
+    bf16* out;         // (B,T,NH,HS)
+    float* lse;        // (B,NH,T)
+    int T, NH, heads;  // heads = B·NH
+    bool causal;
+    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
+};
+
+// One thread starts copying `Rows` tokens of a head from row0 on. Tokens from T on become zeros. A box of TMA is 64
+// columns wide, so HS 128 takes two, one behind the other. The barrier's phase ends when all bytes have landed.
+template <int Rows, int HS>
+__device__ void load_tile(uint32_t smem, const CUtensorMap& map, uint32_t barrier, int row0, int h, int b) {
+    mbarrier_arrive_expect(barrier, Rows * HS * 2);
+    for (int d = 0; d < HS; d += 64) tma_load_4d(smem + d * Rows * 2, &map, barrier, d, h, row0, b);
+}
+
+// Where k-step kk, 16 columns, of a tile of `Rows` rows begins. A row has 128 bytes, and 64 columns make a box.
+template <int Rows>
+__device__ uint64_t k_step(uint64_t descriptor, int kk) {
+    return wgmma_advance(descriptor, kk / 4 * Rows * 128 + kk % 4 * 32);
+}
+
+__device__ uint32_t parity(int n) {
+    return n & 1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+template <int HS>
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map, const __grid_constant__ Args args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Smem<HS>::K, v_smem = q_smem + Smem<HS>::V;
+    const uint32_t q_full = q_smem + Smem<HS>::Barriers, k_full = q_full + 8, v_full = q_full + 16;
+    // Blocks take the last tile of every head first. Its rows see the most keys, so the last to finish are short.
+    const int bh = blockIdx.x % args.heads, b = bh / args.NH, h = bh % args.NH;
+    const int q0 = (gridDim.x / args.heads - 1 - blockIdx.x / args.heads) * Br;
+    const int lane = threadIdx.x % 32, row0 = q0 + threadIdx.x / 32 * 16 + lane / 4;  // its rows: row0 and row0 + 8
+    const bool leader = threadIdx.x == 0;
+
+    if (leader) {
+        for (uint32_t barrier : {q_full, k_full, v_full}) mbarrier_init(barrier, 1);
+        fence_mbarrier_init();
+        load_tile<Br, HS>(q_smem, q_map, q_full, q0, h, b);
+        load_tile<Bc, HS>(k_smem, k_map, k_full, 0, h, b);
+        load_tile<Bc, HS>(v_smem, v_map, v_full, 0, h, b);
+    }
+    __syncthreads();  // the barriers are there for all
+    const uint64_t q_tile = wgmma_descriptor(q_smem), k_tile = wgmma_descriptor(k_smem),
+                   v_tile = wgmma_descriptor(v_smem, Bc * 128);
+    mbarrier_wait(q_full, parity(0));
+
+    float s[Bc / 8][4], o[HS / 8][4] = {};
+    uint32_t p_regs[Bc / 16][4];
+    float m[2] = {-INFINITY, -INFINITY}, l[2] = {};  // of this lane's two rows. l is of its own columns until the end
+    const int kv_end = args.causal ? min(args.T, q0 + Br) : args.T, tiles = (kv_end + Bc - 1) / Bc;
+    for (int j = 0; j < tiles; j++) {
+        const int kv0 = j * Bc;
+        // S = Q Kᵀ
+        mbarrier_wait(k_full, parity(j));
+        wgmma_hold(s);
+        wgmma_fence();
+        for (int kk = 0; kk < HS / 16; kk++) wgmma_ss(s, k_step<Br>(q_tile, kk), k_step<Bc>(k_tile, kk), kk > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        __syncthreads();  // all warps are done with K, because wgmma_wait covers only this one
+        if (leader && j + 1 < tiles) load_tile<Bc, HS>(k_smem, k_map, k_full, kv0 + Bc, h, b);
+
+        if (kv0 + Bc > args.T || (args.causal && kv0 + Bc > q0)) {  // the last keys, and the diagonal
+            for (int n = 0; n < Bc / 8; n++)
+                for (int e = 0; e < 4; e++) {
+                    const int key = kv0 + 8 * n + lane % 4 * 2 + e % 2;
+                    if (key >= args.T || (args.causal && key > row0 + e / 2 * 8)) s[n][e] = -INFINITY;
+                }
+        }
+
+        // Online softmax. Everything so far was relative to the old m.
+        for (int r = 0; r < 2; r++) {
+            float m_new = m[r];
+            for (int n = 0; n < Bc / 8; n++) m_new = fmaxf(m_new, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            for (int bit = 1; bit <= 2; bit *= 2) m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, bit));
+            const float correction = exp2_approx((m[r] - m_new) * args.scale_log2);
+            m[r] = m_new;
+            l[r] *= correction;
+            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= correction, o[n][2 * r + 1] *= correction;
+            for (int n = 0; n < Bc / 8; n++) {
+                for (int e = 2 * r; e < 2 * r + 2; e++) {
+                    s[n][e] = exp2_approx(s[n][e] * args.scale_log2 - m_new * args.scale_log2);  // S becomes P
+                    l[r] += s[n][e];
+                }
+                p_regs[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][2 * r], s[n][2 * r + 1]);
+            }
+        }
+
+        // O += P V
+        mbarrier_wait(v_full, parity(j));
+        wgmma_hold(p_regs);
+        wgmma_hold(o);
+        wgmma_fence();
+        for (int kk = 0; kk < Bc / 16; kk++) wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_tile, kk * 16 * 128), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        __syncthreads();  // all warps are done with V
+        if (leader && j + 1 < tiles) load_tile<Bc, HS>(v_smem, v_map, v_full, kv0 + Bc, h, b);
+    }
+
+    for (int r = 0; r < 2; r++) {
+        for (int bit = 1; bit <= 2; bit *= 2) l[r] += __shfl_xor_sync(~0u, l[r], bit);
+        const int row = row0 + 8 * r;
+        if (row >= args.T) continue;
+        bf16* out = args.out + ((static_cast<size_t>(b) * args.T + row) * args.NH + h) * HS + lane % 4 * 2;
+        for (int n = 0; n < HS / 8; n++)
+            *reinterpret_cast<uint32_t*>(out + 8 * n) = pack_bf16(o[n][2 * r] / l[r], o[n][2 * r + 1] / l[r]);
+        if (lane % 4 == 0) args.lse[static_cast<size_t>(bh) * args.T + row] = m[r] * args.scale + logf(l[r]);
+    }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr char kName[] = "flash_wgmma";
+
+template <int HS>
+void launch(const Cuda& dev, const Args& args, const bf16* qkv, const AttentionShape& s) {
+    const CUtensorMap q_map = tensor_map("q", packed(qkv, s, 0), s.B, s.T, s.NH, HS, Br),
+                      k_map = tensor_map("k", packed(qkv, s, 1), s.B, s.T, s.NH, HS, Bc),
+                      v_map = tensor_map("v", packed(qkv, s, 2), s.B, s.T, s.NH, HS, Bc);
+    const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(s.T, Br);
+    if (blocks > INT_MAX) throw Error(format("%s: %zu tiles are too many: use a smaller batch", kName, blocks));
+    constexpr int kSmem = Smem<HS>::Bytes;
+    CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<HS>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    forward_kernel<HS><<<static_cast<unsigned>(blocks), kThreads, kSmem, dev.stream>>>(q_map, k_map, v_map, args);
+    LAUNCH_CHECK("flash_wgmma");
+}
+
+void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
+    check_shape(kName, whole(s));
+    check_aligned(kName, "qkv", qkv);
+    check_aligned(kName, "out", out);
+    const float scale = s.resolved_scale();
+    const Args args{out, lse, s.T, s.NH, s.B * s.NH, s.causal, scale, static_cast<float>(scale * M_LOG2E)};
+    s.HS == 64 ? launch<64>(dev, args, qkv, s) : launch<128>(dev, args, qkv, s);
+}
+
+}  // namespace
+
+const AttentionKernel<bf16> flash_wgmma{"flash_wgmma", 90,      true,    no_bytes, no_bytes, forward,
+                                        nullptr,       nullptr, nullptr, nullptr,  nullptr,  nullptr};
