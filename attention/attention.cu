@@ -3,6 +3,8 @@
 // A new kernel is one name in its table below. If it is to be what `flash` means, its name also goes into kFastest.
 #include <climits>
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "attention/attention.h"
 
@@ -24,9 +26,9 @@ namespace {
 
 // What `flash` means: the first of these that the GPU can run. All have every form.
 template <class X>
-constexpr const char* kFastest[2] = {"flash_fp16x3", "flash_fp32"};
+const std::vector<const char*> kFastest = {"flash_fp16x3", "flash_fp32"};
 template <>
-constexpr const char* kFastest<bf16>[2] = {"flash_bf16_sm90", "flash_bf16"};
+const std::vector<const char*> kFastest<bf16> = {"flash_bf16_sm90", "flash_bf16"};
 
 template <class X>
 const AttentionKernel<X>* find(std::string_view name) {

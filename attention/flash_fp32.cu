@@ -1,4 +1,4 @@
-// Flash attention, fp32, on CUDA cores (every GPU from sm_75). This is the algorithm at its plainest.
+// Flash attention, fp32, on CUDA cores (every GPU from sm_75), with register tiles.
 //
 // Forward, for one tile of Br query rows against one tile of Bc keys at a time:
 //   S = scale·Q Kᵀ                                                  (Br × Bc, registers)
@@ -9,9 +9,9 @@
 //   P = exp(scale·Q Kᵀ − lse);  dV += Pᵀ dO                         (lse with the bits that fp32 has no room for)
 //   dS = P∘(dO Vᵀ − D);         dK += scale·dSᵀ Q;  dQ += scale·dS K
 //
-// New against naive: S and P are never stored. In forward a block of 4 warps keeps Br query rows of one (b, head), and
-// K and V stream past them. m and l make the softmax right without having seen the whole row. In backward a block keeps
-// Bc keys, and Q and dO stream past them. It computes P again from lse.
+// New against flash_simple: a thread owns a piece of a tile and not a row, so every load feeds many FFMAs. In forward a
+// block of 4 warps keeps Br query rows of one (b, head), and K and V stream past them. In backward one kernel makes all
+// of dQ, dK and dV, with 5 products for 7. A block keeps Bc keys, and Q and dO stream past them.
 //
 // The FFMA rate bounds it, then shared memory. A thread multiplies with outer products in registers. An M × N sub-tile
 // costs M + N loads of 16 bytes for 4·M·N FFMAs, so sub-tiles are as large as 255 registers allow. P (and dS) change

@@ -5,8 +5,8 @@
 //   m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
 //   out = O / l;  lse = m + log l                                   (after the last tile)
 //
-// New against flash_fp32: a warp multiplies 16×16 by 16×8 in one instruction, whose operands lie spread over its lanes
-// (a fragment, see mma_m16n8k16_bf16). The accumulator of S has the layout that the A operand of P V wants. So P
+// New against flash_fp32: a warp multiplies 16×16 by 16×8 in one instruction. Its operands are fragments, which lie
+// spread over the lanes (mma_m16n8k16_bf16). The accumulator of S has the layout that the A operand of P V wants. So P
 // changes from fp32 to bf16 where it is, and neither shared memory nor another lane sees it.
 //
 // A block of 4 warps owns Br = 64 queries of one (b, head), 16 a warp. Q's fragments stay in registers. K and V pass
@@ -15,8 +15,8 @@
 //   lane l, with g = l / 4 and c = 2 (l % 4), holds of a 16×8 tile of S:  (g, c), (g, c+1), (g+8, c), (g+8, c+1)
 //   so four neighbouring lanes share the rows g and g + 8, and row sums and maxima need two shuffles
 //
-// Loads and products wait for each other. flash_bf16 lets them overlap, and its warps own 32 rows, so that each
-// fragment of K and V feeds two instructions. It also has the backward.
+// Loads and products wait for each other. In flash_bf16 they overlap, and each fragment of K and V feeds two
+// instructions, because its warps own 32 rows. It also has the backward.
 //
 // Writes: out, lse (every element).  Scratch: none.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no block form.

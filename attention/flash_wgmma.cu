@@ -5,16 +5,16 @@
 //   m' = max(m, rowmax S);  P = exp(S − m');  l = e^{m−m'} l + rowsum P;  O = e^{m−m'} O + P V
 //   out = O / l;  lse = m + log l                                   (after the last tile)
 //
-// New against flash_mma: four warps, a warpgroup, multiply 64 rows in one instruction, which reads K and V straight out
-// of shared memory. ldmatrix is gone. One thread asks the TMA unit for a whole tile, and no thread computes addresses.
+// New against flash_mma: a warpgroup of four warps multiplies 64 rows in one instruction. It reads K and V straight out
+// of shared memory, so ldmatrix is gone. One thread asks the TMA unit for a whole tile, and none computes addresses.
 // Both work asynchronously, so each has something to wait for:
 //
 //   TMA    an mbarrier, which counts the bytes that have landed. Its n-th use ends phase n.
 //   wgmma  wgmma_wait. Until then the registers of S, P and O belong to the tensor cores.
 //
 // A block is one warpgroup and owns Br = 64 queries of one (b, head). It has room for one tile of K and one of V. The
-// next K is on its way while the warpgroup does the softmax and P V, and the next V during the next S and its softmax.
-// flash_bf16_sm90 divides this work among warpgroups with roles, so that nobody waits for a copy or an exponential.
+// next K is on its way during the softmax and P V, and the next V during the next S and its softmax. flash_bf16_sm90
+// divides this work among warpgroups with roles, so that the tensor cores need not wait for the exponentials.
 //
 //   operand  where                                      layout
 //   Q        shared memory                              A of S, rows of 128 bytes in TMA's swizzle
