@@ -1,7 +1,7 @@
 // What the benchmarks share: the two timing protocols, random inputs, the GEMM rate to compare with, and result rows.
 //
 // A power-capped GPU slows by 15 % within half a second of work, so a time means nothing without its protocol.
-//   cool       0.5 s idle, 3 warm-ups, the median of 15 single launches
+//   cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each after a rest
 //   sustained  0.5 s back to back, then the mean of the next 0.5 s
 // Both use device events. Both are reported. Compare figures only within one protocol.
 #pragma once
@@ -56,9 +56,11 @@ static __global__ void wait_kernel(long long ns) {
     while (now - start < static_cast<unsigned long long>(ns));
 }
 
-// launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers.
+// launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers. Each run comes after a rest of
+// four times the length of the run before, at most max_rest ms. Without it the clock falls after 60 ms of attention's
+// backward.
 template <class Launch>
-double cool_ms(const Cuda& dev, Launch launch) {
+double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     constexpr int kWarmUps = 3, kRuns = 15;
     constexpr long long kHeadStartNs = 200'000;
     dev.sync();
@@ -66,7 +68,10 @@ double cool_ms(const Cuda& dev, Launch launch) {
     int i = 0;
     for (; i < kWarmUps; i++) launch(i);
     std::array<double, kRuns> ms;
+    double rest = 0.;
     for (double& run : ms) {
+        dev.sync();
+        std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(rest));
         Event start, end;
         wait_kernel<<<1, 1, 0, dev.stream>>>(kHeadStartNs);
         LAUNCH_CHECK("wait_kernel");
@@ -74,6 +79,7 @@ double cool_ms(const Cuda& dev, Launch launch) {
         launch(i++);
         end.record(dev);
         run = start.ms_until(end);
+        rest = std::min(4. * run, max_rest);
     }
     std::nth_element(ms.begin(), ms.begin() + kRuns / 2, ms.end());
     return ms[kRuns / 2];

@@ -83,10 +83,11 @@ struct Bench {
             start_together();
             launch();
         };
-        // The collective's own time is measured alone and subtracted.
-        const double idle = slowest(cool_ms(dev, [&](int) { start_together(); }));
+        // The collective's own time is measured alone and subtracted. Ranks would not rest equally long, so they do not.
+        const double idle = slowest(cool_ms(
+            dev, [&](int) { start_together(); }, 0.));
         Figures ms;
-        ms.cool = slowest(cool_ms(dev, together)) - idle;
+        ms.cool = slowest(cool_ms(dev, together, 0.)) - idle;
         if (!options.quick)
             ms.sustained = slowest(sustained_ms(
                 dev, [&](int) { launch(); }, ms.cool));

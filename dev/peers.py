@@ -5,14 +5,17 @@
     python3 dev/peers.py --dtype bf16 --hs 128 --shapes 4x4096,2x16384 --json
 
 The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32: 3xTF32), torch_math (T×T in memory).
+Where FlashAttention 3's module flash_attn_interface is installed, also flash3 and flash3_det, its deterministic form.
 They get what our kernels get: q, k, v as views of one packed (B, T, 3, NH, HS), random values, and buffers that rotate
 through twice the L2 cache. Each is validated first, a head against fp64. What is timed is the bare operator, forward or
 backward, on the GPU alone, in the two protocols of dev/bench.h:
-  cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each queued while the GPU waits in a kernel
+  cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each after a rest and queued while the GPU
+             waits in a kernel
   sustained  0.5 s back to back, then the mean of the next 0.5 s, launched as CUDA graphs
 "ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
 """
 import argparse
+import importlib.util
 import itertools
 import json
 import math
@@ -31,8 +34,10 @@ import results  # noqa: E402
 
 BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
+FLASH3 = ("flash3", "flash3_det")
+PEERS = (*BACKENDS, *FLASH3)
 WAIT_CYCLES = 4_000_000  # about 2 ms: more than PyTorch takes to queue a pass
-WARM_UPS, RUNS = 3, 15
+WARM_UPS, RUNS, MAX_REST = 3, 15, 50.  # ms
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 
 
@@ -56,9 +61,20 @@ class Peer:
     """A backend at a shape: `sets` copies of inputs and results, and its two passes."""
 
     def __init__(self, torch, backend, dtype, B, T, NH, HS, causal, stream):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        self.torch, self.causal, self.stream = torch, causal, stream
-        self.kernel = lambda: sdpa_kernel(getattr(SDPBackend, BACKENDS[backend]))
+        self.torch, self.stream = torch, stream
+        if backend in FLASH3:
+            flash3 = importlib.import_module("flash_attn_interface")
+            self.version = {"flash3": flash3.__version__}
+            self.attention = lambda *qkv: flash3.flash_attn_func(
+                *(x.transpose(1, 2) for x in qkv), causal=causal, deterministic=backend == "flash3_det").transpose(1, 2)
+        else:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+            self.version = {}
+
+            def attention(*qkv):
+                with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
+                    return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
+            self.attention = attention
         X = torch.bfloat16 if dtype == "bf16" else torch.float32
         touched = 4 * B * T * NH * HS * X.itemsize
         l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
@@ -78,8 +94,7 @@ class Peer:
 
     def forward(self, i):
         i %= len(self.out)
-        with self.kernel():
-            self.out[i] = self.torch.nn.functional.scaled_dot_product_attention(*self.qkv[i], is_causal=self.causal)
+        self.out[i] = self.attention(*self.qkv[i])
 
     def backward(self, i):
         i %= len(self.out)
@@ -113,6 +128,8 @@ class Peer:
             run(next(i))
         ms = []
         for _ in range(RUNS):
+            torch.cuda.synchronize()
+            time.sleep(min(4 * min(ms, default=0.), MAX_REST) / 1e3)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(WAIT_CYCLES)
             start.record()
@@ -159,7 +176,7 @@ def peer_rows(torch, backend, dtype, B, T, NH, HS, causal, quick):
             rows.append(results.row(
                 "attention", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__, kernel=backend,
                 **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=causal,
-                deterministic=name == "fwd" or backend == "torch_math", ms=ms, tflops=flops / ms * 1e-9,
+                deterministic=name == "fwd" or backend in ("torch_math", "flash3_det"), **peer.version, ms=ms, tflops=flops / ms * 1e-9,
                 ms_sustained=sustained, tflops_sustained=sustained and flops / sustained * 1e-9, relative_error=error))
         return rows
 
@@ -171,15 +188,17 @@ def main():
     arg.add_argument("--hs", type=int, default=64, choices=[64, 128], help="head size HS")
     arg.add_argument("--dtype", default="all", choices=["fp32", "bf16", "all"])
     arg.add_argument("--kernel", default="all", help="which of ours, see ./dev/bench_attention --help")
-    arg.add_argument("--peers", default=",".join(BACKENDS), help="which of theirs (default: %(default)s)")
+    arg.add_argument("--peers", help="which of theirs (default: all that are installed)")
     arg.add_argument("--no-causal", action="store_true", help="every query sees every key")
     arg.add_argument("--quick", action="store_true", help="skip the sustained protocol")
     arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/attention.jsonl")
     arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
-    unknown = set(a.peers.split(",")) - set(BACKENDS)
+    installed = PEERS if importlib.util.find_spec("flash_attn_interface") else tuple(BACKENDS)
+    peers = a.peers.split(",") if a.peers else installed
+    unknown = set(peers) - set(installed)
     if unknown:
-        arg.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(BACKENDS)}")
+        arg.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(installed)}")
     torch = results.torch_with_gpu("peers.py")
     torch.backends.cuda.matmul.allow_tf32 = False
     warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
@@ -197,22 +216,22 @@ def main():
     print(f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error")
     for dtype, B, T in shapes:
         found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T) and r["ms"]]
-        for backend in a.peers.split(","):
+        for backend in peers:
             try:
                 found += peer_rows(torch, backend, dtype, B, T, a.heads, a.hs, not a.no_causal, a.quick)
             except RuntimeError as e:  # also PyTorch's out of memory
                 print(f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}")
             torch.cuda.empty_cache()
-        path = record([r for r in found if r["kernel"] in BACKENDS]) or path
+        path = record([r for r in found if r["kernel"] in PEERS]) or path
         for pas, r in itertools.product(("fwd", "bwd"), found):
             if r["pass"] != pas:
                 continue
             line = f"{r['kernel']:17} {dtype}  {pas}  {B:4} {T:6}"
             for field in ("", "_sustained"):
                 ms, rate = r["ms" + field], r["tflops" + field]
-                ours = min((o["ms" + field] for o in found if o["pass"] == pas and o["kernel"].startswith("flash") and
+                ours = min((o["ms" + field] for o in found if o["pass"] == pas and o["kernel"].startswith("flash_") and
                             o["ms" + field]), default=None)
-                ratio = f"{ms / ours:9.2f}" if ms and ours and r["kernel"] in BACKENDS else f"{'':9}"
+                ratio = f"{ms / ours:9.2f}" if ms and ours and r["kernel"] in PEERS else f"{'':9}"
                 line += f" | {ms:8.4f} {rate:6.1f} {ratio}" if ms else f" | {'-':>8} {'-':>6} {ratio}"
             print(line + f" | {r['relative_error']:.1e}", flush=True)
     if path:
