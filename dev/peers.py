@@ -61,7 +61,7 @@ class Peer:
     """A backend at a shape: `sets` copies of inputs and results, and its two passes."""
 
     def __init__(self, torch, backend, dtype, B, T, NH, HS, causal, stream):
-        self.torch, self.stream = torch, stream
+        self.torch, self.causal, self.stream = torch, causal, stream
         if backend in FLASH3:
             flash3 = importlib.import_module("flash_attn_interface")
             self.version = {"flash3": flash3.__version__}

@@ -18,11 +18,11 @@ void set_parameters(Model& model, std::vector<typename Model::A>& values) {
     using X = typename Model::X;
     const auto& dev = model.dev;
     const size_t n = model.num_parameters;
-    if (model.has_master) {
+    if (A* const master = model.optimizer().master) {
         std::vector<A> own(n / model.shards());
         for_each_piece(model.share(model.ranks.rank), n, model.shards(), 1,
                        [&](size_t at, size_t state, size_t n) { std::copy_n(&values[at], n, &own[state]); });
-        dev.upload(model.optimizer().master, own.data(), own.size() * sizeof(A));
+        dev.upload(master, own.data(), own.size() * sizeof(A));
         dev.sync();
     }
     if constexpr (Model::has_master) {
