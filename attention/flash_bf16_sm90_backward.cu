@@ -3,9 +3,9 @@
 //   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
 //   dV = Pᵀ dO;  dK = scale·dSᵀ Q;  dQ = scale·dS K
 //
-// New against flash_bf16: five products, not seven. An item of work is a key tile of one head. Its K and V stay while the
-// query tiles that see it pass by. dK and dV stay in registers, and the dQ of each query tile is added to a sum in global
-// memory. A warpgroup takes 64 of the 128 keys:
+// New against flash_bf16: five products, not seven. An item of work is a key tile of one head. Its K and V stay while
+// the query tiles that see it pass by. dK and dV stay in registers. The dQ of each query tile is added to a sum in
+// global memory. A warpgroup takes 64 of the 128 keys:
 //
 //   product              A (64 × k)                      B (k × N)                     result
 //   Sᵀ  = K Qᵀ           K, shared memory                Q, shared memory              registers
@@ -14,17 +14,17 @@
 //   dK += dSᵀ Q          dSᵀ, registers: dPᵀ's layout    Q, transposed                 registers, to the end
 //   dQ  = dS K           dS, shared memory, transposed   K, transposed                 registers, then the sum
 //
-// Keys are rows of S and dP, so P and dS are A operands where they arise. Only dQ sums over all keys of the tile, so the
-// two warpgroups exchange dS for it. They compute dQ one tile late: neither waits for the other's dS.
+// Keys are rows of S and dP, so P and dS are A operands where they arise. Only dQ sums over all keys of the tile, so
+// the two warpgroups exchange dS for it. They compute dQ one tile late, so neither waits for the other's dS.
 //
-// dQ in a fixed order. The key tiles of a head add to a query tile's sum one after the other, and `turn` counts them. The
-// first writes the sum. The last fetches it, adds its own part, rounds it and writes dQ. Blocks take items by ticket, and an
-// item waits only for lower tickets, which belong to blocks that run. So nothing can deadlock, and only who takes which
-// ticket varies from run to run.
+// dQ in a fixed order. The key tiles of a head add to a query tile's sum one after the other, and `turn` counts them.
+// The first writes the sum. The last fetches it, adds its own part, rounds it and writes dQ. Blocks take items by
+// ticket, and an item waits only for lower tickets, which belong to blocks that run. So nothing can deadlock, and only
+// who takes which ticket varies from run to run.
 //
-// A head's key tiles walk forward, from the diagonal to the last query, and the last key tile begins. So each is one query
-// tile behind the next one and finds its turn come. But the longest items would be the last. The last group of heads
-// therefore walks back, from the last query to the diagonal, and ends with its shortest items.
+// A head's key tiles walk forward, from the diagonal to the last query, and the last key tile begins. So each is one
+// query tile behind the next one and finds its turn come. But the longest items would be the last. The last group of
+// heads therefore walks back, from the last query to the diagonal, and ends with its shortest items.
 //
 // A block stays on its SM and takes items until there are none. In its first warpgroup four threads work:
 //   loader   takes tickets and starts all loads: the next item's K and V, the next tile's Q, dO, lse and D
@@ -48,8 +48,8 @@
 // write_dq_kernel rounds it. Its query tiles are those of the sum, so the first may begin with queries that are not the
 // block's: rows of zeros.
 //
-// Writes: dqkv (every element).  Block form: adds into dq_sum, and adds into or writes dk, dv; write_dq dq (every element).
-// Scratch: log2(e)·lse, D, turns, ticket, and in the whole form the sum of dQ, fp32. All of it is written before it is read.
+// Writes: dqkv (every element).  Block form: adds into dq_sum, and adds into or writes dk, dv; write_dq: dq.
+// Scratch: log2(e)·lse, D, turns, ticket, whole form: dQ's sum, fp32. All of it is written before it is read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
 #include <climits>
@@ -94,10 +94,10 @@ struct Args {
     int q_tiles, k_tiles;
     int group;                // of heads that are worked on together: see item_of
     bool masked;              // some query does not see some key
-    int ring;                 // heads that have a place in dq_sum, in the block form all
+    int places;               // heads that have a place in dq_sum, in the block form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* stats;             // (heads, q_tiles, 2, Br): log2(e)·lse, or +inf for a row that sees no key; D
-    float* dq_sum;            // (ring, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    float* dq_sum;            // (places, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
     int sum_tiles;            // query tiles of a head in dq_sum, which points to the first of the block's
     int* turn;                // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
     int* ticket;              // the next item
@@ -106,8 +106,8 @@ struct Args {
 // ---------------------------------------------------------------------------------------------------------------------
 // Work: an item is one key tile of one head, with all query tiles that see it.
 
-// Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile, then
-// all have the next. A head's direction depends on its number alone; without a mask all walk back.
+// Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile,
+// then all have the next. A head's direction depends on its number alone. Without a mask all walk back.
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
     return args.masked && bh >= args.group;
 }
@@ -143,7 +143,7 @@ __device__ __forceinline__ int last_k_tile(const Args& args, int i) {
 template <int HS>
 __device__ __forceinline__ float* sum_of(const Args& args, int bh, int i, int wg) {
     return args.dq_sum +
-           ((static_cast<size_t>(bh % args.ring) * args.sum_tiles + i) * 2 + wg) * (Tiles<HS>::DqBytes / 8);
+           ((static_cast<size_t>(bh % args.places) * args.sum_tiles + i) * 2 + wg) * (Tiles<HS>::DqBytes / 8);
 }
 __device__ __forceinline__ int* turn_of(const Args& args, int bh, int i, int wg) {
     return args.turn + (static_cast<size_t>(bh) * args.q_tiles + i) * 2 + wg;
@@ -280,10 +280,10 @@ __device__ __forceinline__ void sender(const Args& args, const Control<HS>& cont
             const int last = last_k_tile<HS>(args, i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
             const bool begins = !Block && turn == 0, ends = !Block && turn == last;
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
-            const bool inherits = begins && w.bh + args.ring < args.heads;
+            const bool inherits = begins && w.bh + args.places < args.heads;
             const int wanted = inherits ? last + 1 : turn;
             if (wanted > 0)
-                while (load_acquire_gpu(turn_of(args, w.bh + (inherits ? args.ring : 0), i, wg)) < wanted) {}
+                while (load_acquire_gpu(turn_of(args, w.bh + (inherits ? args.places : 0), i, wg)) < wanted) {}
             mbarrier_wait(control.dq_full(wg), n & 1);
             float* sum = sum_of<HS>(args, w.bh, i, wg);
             if (ends)
@@ -323,7 +323,7 @@ __device__ __forceinline__ void storer(const Args& args, const Control<HS>& cont
 // ---------------------------------------------------------------------------------------------------------------------
 // The main kernel
 
-// The address that this lane gives stmatrix for the 16×16 block at (row, 0) of a tile: 16-byte chunk c of row r lies at
+// The address that this lane gives stmatrix for the 16×16 block at (row, 0) of a tile: 16-byte piece c of row r lies at
 // c ^ (r % 8). An xor with 32·k goes to column 16·k of the panel.
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row) {
     const int lane = threadIdx.x % 32;
@@ -350,218 +350,234 @@ __device__ __forceinline__ void clear(float (&c)[N][4]) {
     wgmma_hold(c);
 }
 
+// Starts d = A Bᵀ over the head size, for Sᵀ and dPᵀ. a and b describe rows of keys and of queries.
+template <int HS>
+__device__ __forceinline__ void multiply(float (&d)[Tiles<HS>::Br / 8][4], uint64_t a, uint64_t b) {
+    wgmma_fence();
+    wgmma_ss_set(d, a, b);
+    for (int kk = 1; kk < HS / 16; kk++)
+        wgmma_ss(d, wgmma_advance(a, kk / 4 * Tiles<HS>::Bc * 128 + kk % 4 * 32),
+                 wgmma_advance(b, kk / 4 * Tiles<HS>::Br * 128 + kk % 4 * 32), true);
+}
+// Starts d += A B over the queries, for dV and dK. B is a tile of dO or Q in shared memory.
+template <int HS>
+__device__ __forceinline__ void add_product(float (&d)[HS / 8][4], const uint32_t (&a)[Tiles<HS>::Br / 16][4],
+                                            uint32_t b) {
+    const uint64_t transposed = wgmma_descriptor(b, Tiles<HS>::Br * 128);
+    wgmma_hold(d);
+    wgmma_fence();
+    for (int kk = 0; kk < Tiles<HS>::Br / 16; kk++)
+        wgmma_rs<true>(d, a[kk], wgmma_advance(transposed, kk * 16 * 128), true);
+    wgmma_commit();
+}
+
+// Sets what the tile's queries may not see, in the rows of this warp, to −∞.
+template <int HS>
+__device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Args& args, const Work& w, int row) {
+    constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
+    const int k0 = w.k_tile * Bc, q0 = w.i * Br;
+    if (q0 + args.shift >= k0 + Bc - 1 && k0 + Bc <= args.Tk) return;
+    const int lane = lane_id();  // a register less in the loop
+    for (int r = 0; r < 2; r++) {
+        const int key = k0 + row + 8 * r + lane / 4;
+        const int hidden =
+            (key < args.Tk ? key - args.shift - q0 : Br) - lane % 4 * 2;  // queries before it do not see it
+        for (int c = 0; c < Br / 8; c++)
+            for (int e = 0; e < 2; e++)
+                if (8 * c + e < hidden) s[c][2 * r + e] = -INFINITY;
+    }
+}
+
+// Gives dQ of query tile i, the n-th of this block, to the sender. The last key tile to add fetches the others' sum and
+// rounds what it becomes.
+template <int HS, bool Block>
+__device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args& args, const Control<HS>& control, const Work& w,
+                                        int n, int i, int warp) {
+    using T = Tiles<HS>;
+    const int wg = warp / 4 - 1, last = last_k_tile<HS>(args, i);
+    const bool ends = !Block && w.k_tile == (w.step > 0 ? 0 : last);
+    if (ends && last > 0) {
+        while (load_acquire_gpu(turn_of(args, w.bh, i, wg)) < last) {}
+        const float4* sum = reinterpret_cast<const float4*>(sum_of<HS>(args, w.bh, i, wg)) + threadIdx.x % 128;
+        for (int c = 0; c < 8; c++) {
+            const float4 x = __ldcg(sum + c * 128);
+            dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
+        }
+    }
+    mbarrier_wait(control.dq_empty(wg), n & 1 ^ 1);
+    if (ends) {
+        round_tile(dq, args.scale, control.base + T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
+    } else {
+        float4* to = reinterpret_cast<float4*>(control.smem + T::Dq) + wg * 1024 + threadIdx.x % 128;
+        for (int c = 0; c < 8; c++) to[c * 128] = make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+    }
+    fence_proxy_async();
+    mbarrier_arrive(control.dq_full(wg));
+}
+
+// Block form: adds 16 rows of dK and dV to the caller's, or writes them.
+template <int HS>
+__device__ __forceinline__ void put_dkv(const float (&dk)[HS / 8][4], const float (&dv)[HS / 8][4], const Args& args,
+                                        const Work& w, int row) {
+    const int lane = threadIdx.x % 32;
+    auto put = [&](float* to, float x, float y) {
+        if (args.write_dkv)
+            *reinterpret_cast<float2*>(to) = make_float2(x, y);
+        else
+            red_add_v2(to, x, y);  // waits for no answer; nobody else adds to these elements
+    };
+    const size_t row0 = static_cast<size_t>(w.bh / args.NH) * args.k_rows;
+    for (int r = 0; r < 2; r++) {
+        // Element (row lane/4, column 2·(lane % 4)) of a warp's 16×8 tiles.
+        const int key = w.k_tile * Tiles<HS>::Bc + row + 8 * r + lane / 4;
+        const size_t at = ((row0 + key) * args.NH + w.bh % args.NH) * HS + lane % 4 * 2;
+        for (int c = 0; c < HS / 8 && key < args.Tk; c++) {
+            put(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
+            put(args.dv_acc + at + 8 * c, dv[c][2 * r], dv[c][2 * r + 1]);
+        }
+    }
+}
+
+template <int HS, bool Block>
+__device__ __forceinline__ void consumer(const Args& args, const Control<HS>& control) {
+    using T = Tiles<HS>;
+    constexpr int Br = T::Br, Bc = T::Bc;
+    const uint32_t base = control.base;
+    const int lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // so they are known to be uniform
+    const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
+    const uint32_t ds_block = block16(base + T::Ds, row);
+
+    for (int item = 0, n = 0;; item++) {  // n: query tiles so far
+        const int2 next = control.wait_item(item);
+        Work w = work_of<HS>(args, __shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0));  // uniform
+        if (w.k_tile < 0) break;
+        const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
+        const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
+        const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
+        // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
+        const uint64_t k_transposed = wgmma_descriptor(k_smem + (HS == 128 ? wg : 0) * Bc * 128);
+        float dk[HS / 8][4] = {}, dv[HS / 8][4] = {}, dq[8][4] = {};
+        float s[Br / 8][4];  // Sᵀ, then Pᵀ
+        auto start_s = [&](int n) {
+            mbarrier_wait(control.q_full(n), n >> 1 & 1);
+            multiply<HS>(s, k_rows, wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes));
+        };
+        auto start_dq = [&](int n) {
+            mbarrier_wait(control.ds_full(n), n >> 1 & 1);
+            const uint64_t ds_transposed =
+                wgmma_descriptor(base + T::Ds + (n & 1) * T::DsBytes + (HS == 64 ? wg * Bc * 128 : 0));
+            wgmma_fence();
+            for (int kk = 0; kk < Bc / 16; kk++)
+                wgmma_ss<true, true>(dq, wgmma_advance(ds_transposed, kk * 16 * 128),
+                                     wgmma_advance(k_transposed, kk * 16 * 128), kk > 0);
+        };
+
+        start_s(n);
+        wgmma_commit();
+        mbarrier_wait(control.v_full(), item & 1);
+        const int first = n;
+#pragma unroll 1
+        do {
+            const uint32_t q_smem = base + T::Q + (n & 1) * T::QBytes, do_smem = base + T::Do + (n & 1) * T::QBytes;
+            // lse and D of this lane's columns 8c and 8c + 1: [4c] and [Br/2 + 4c].
+            const float2* stats =
+                reinterpret_cast<const float2*>(control.smem + T::Stats + (n & 1) * T::StatsBytes) + lane % 4;
+
+            float dp[Br / 8][4];
+            multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
+            wgmma_commit();
+
+            wgmma_wait<1>(s);  // dPᵀ runs on
+            mask<HS>(s, args, w, row);
+            uint32_t p[Br / 16][4];  // Pᵀ as A operand
+            for (int c = 0; c < Br / 8; c++) {
+                const float2 L = stats[4 * c];
+                for (int e = 0; e < 4; e++) s[c][e] = exp2_approx(s[c][e] * args.scale_log2 - (e % 2 ? L.y : L.x));
+                p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
+                p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
+            }
+            add_product<HS>(dv, p, do_smem);
+
+            mbarrier_wait(control.ds_empty(n), n >> 1 & 1 ^ 1);
+            if (n == first) mbarrier_wait(control.kv_stored(), item & 1 ^ 1);  // the last item's dV has left
+            wgmma_wait<1>(dp);
+            if (w.left == 1) mbarrier_arrive(control.v_empty());
+            uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
+            for (int c = 0; c < Br / 8; c++) {
+                const float2 D = stats[Br / 2 + 4 * c];
+                float x[4];
+                for (int e = 0; e < 4; e++) x[e] = s[c][e] * (dp[c][e] - (e % 2 ? D.y : D.x));
+                ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);
+                ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
+            }
+            for (int kk = 0; kk < Br / 16; kk++)
+                stmatrix_x4((ds_block ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128, ds[kk]);
+            fence_proxy_async();
+            mbarrier_arrive(control.ds_full(n));
+            wgmma_wait<0>(dv);
+            clear(s);
+            clear(dq);
+            add_product<HS>(dk, ds, q_smem);
+            if (n > first) start_dq(n - 1);  // the other warpgroup's dS of this tile may still be on its way
+            wgmma_fence();
+            wgmma_commit();
+            if (w.left > 1) start_s(n + 1);
+            wgmma_fence();  // where the branches meet, or the compiler adds one and says so (C7519)
+            wgmma_commit();
+
+            wgmma_wait<1>(dk, dq);  // the next Sᵀ runs on
+            mbarrier_arrive(control.q_empty(n));
+            if (n > first) {
+                mbarrier_arrive(control.ds_empty(n - 1));
+                send_dq<HS, Block>(dq, args, control, w, n - 1, w.i - w.step, warp);
+            }
+            n++, w.i += w.step;
+        } while (--w.left > 0);
+        w.i -= w.step;
+        start_dq(n - 1);
+        wgmma_commit();
+        wgmma_wait<0>(dk, dv, dq);
+        mbarrier_arrive(control.ds_empty(n - 1));
+
+        if (Block) {
+            put_dkv<HS>(dk, dv, args, w, row);
+        } else {
+            named_barrier_sync(2, kConsumers);  // nobody reads K and dS any more
+            round_tile(dk, args.scale, k_smem, row, Bc);
+            round_tile(dv, 1.f, base + T::Ds, row, Bc);
+            fence_proxy_async();
+        }
+        mbarrier_arrive(control.kv_done());
+        send_dq<HS, Block>(dq, args, control, w, n - 1, w.i, warp);
+    }
+}
+
 template <int HS, bool Block>
 __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_constant__ Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using T = Tiles<HS>;
-    constexpr int Br = T::Br, Bc = T::Bc;
     extern __shared__ __align__(1024) unsigned char smem[];
-    const uint32_t base = smem_address(smem);
-    const Control<HS> control{smem, base};
-    const int lane = threadIdx.x % 32;
-
+    const Control<HS> control{smem, smem_address(smem)};
     if (threadIdx.x == 0) control.init();
     __syncthreads();
-
-    if (threadIdx.x < 128) {
+    if (threadIdx.x >= 128) {
+        setmaxnreg_inc<240>();
+        consumer<HS, Block>(args, control);
+    } else {
         setmaxnreg_dec<24>();
-        // Statistics, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by kv_full.
+        // Statistics, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by k_full.
         grid_wait_dependency();
         if (threadIdx.x == 0) loader<HS, Block>(args, control);  // a warp each: lanes of one would wait for one another
         if (threadIdx.x == 32) sender<HS, Block>(args, control, 0);
         if (threadIdx.x == 64) sender<HS, Block>(args, control, 1);
         if (threadIdx.x == 96) storer<HS, Block>(args, control);
-    } else {
-        setmaxnreg_inc<240>();
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // so they are known to be uniform
-        const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
-        const uint32_t ds_block = block16(base + T::Ds, row);
-
-        for (int item = 0, n = 0;; item++) {  // n: query tiles so far
-            const int2 next = control.wait_item(item);
-            Work w = work_of<HS>(args, __shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0));  // uniform
-            if (w.k_tile < 0) break;
-            const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
-            const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
-            const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
-            // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
-            const uint64_t k_transposed = wgmma_descriptor(k_smem + (HS == 128 ? wg : 0) * Bc * 128);
-            float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
-            float s[Br / 8][4];                                     // Sᵀ, then Pᵀ
-            auto multiply = [&](auto& d, uint64_t a, uint64_t b) {  // Sᵀ, dPᵀ
-                wgmma_fence();
-                wgmma_ss_set(d, a, b);
-                for (int kk = 1; kk < HS / 16; kk++)
-                    wgmma_ss(d, wgmma_advance(a, kk / 4 * Bc * 128 + kk % 4 * 32),
-                             wgmma_advance(b, kk / 4 * Br * 128 + kk % 4 * 32), true);
-            };
-            auto add_product = [&](auto& d, const auto& a, uint32_t b) {  // dV, dK
-                const uint64_t transposed = wgmma_descriptor(b, Br * 128);
-                wgmma_hold(d);
-                wgmma_fence();
-                for (int kk = 0; kk < Br / 16; kk++)
-                    wgmma_rs<true>(d, a[kk], wgmma_advance(transposed, kk * 16 * 128), true);
-                wgmma_commit();
-            };
-            auto start_s = [&](int n) {
-                mbarrier_wait(control.q_full(n), n >> 1 & 1);
-                multiply(s, k_rows, wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes));
-            };
-            float dq[8][4] = {};
-            auto start_dq = [&](int n) {
-                mbarrier_wait(control.ds_full(n), n >> 1 & 1);
-                const uint64_t ds_transposed =
-                    wgmma_descriptor(base + T::Ds + (n & 1) * T::DsBytes + (HS == 64 ? wg * Bc * 128 : 0));
-                wgmma_fence();
-                for (int kk = 0; kk < Bc / 16; kk++)
-                    wgmma_ss<true, true>(dq, wgmma_advance(ds_transposed, kk * 16 * 128),
-                                         wgmma_advance(k_transposed, kk * 16 * 128), kk > 0);
-            };
-            // dQ of query tile i, the n-th of this block, to the sender. The last key tile to add fetches the others' sum and
-            // rounds what it becomes.
-            auto send_dq = [&](int n, int i) {
-                const int last = last_k_tile<HS>(args, i);
-                const bool ends = !Block && w.k_tile == (w.step > 0 ? 0 : last);
-                if (ends && last > 0) {
-                    while (load_acquire_gpu(turn_of(args, w.bh, i, wg)) < last) {}
-                    const float4* sum =
-                        reinterpret_cast<const float4*>(sum_of<HS>(args, w.bh, i, wg)) + threadIdx.x % 128;
-                    for (int c = 0; c < 8; c++) {
-                        const float4 x = __ldcg(sum + c * 128);
-                        dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
-                    }
-                }
-                mbarrier_wait(control.dq_empty(wg), n & 1 ^ 1);
-                if (ends) {
-                    round_tile(dq, args.scale, base + T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
-                } else {
-                    float4* to = reinterpret_cast<float4*>(smem + T::Dq) + wg * 1024 + threadIdx.x % 128;
-                    for (int c = 0; c < 8; c++) to[c * 128] = make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
-                }
-                fence_proxy_async();
-                mbarrier_arrive(control.dq_full(wg));
-            };
-
-            start_s(n);
-            wgmma_commit();
-            mbarrier_wait(control.v_full(), item & 1);
-            const int first = n;
-#pragma unroll 1
-            do {
-                const uint32_t q_smem = base + T::Q + (n & 1) * T::QBytes, do_smem = base + T::Do + (n & 1) * T::QBytes;
-                // lse and D of this lane's columns 8c and 8c + 1: [4c] and [Br/2 + 4c].
-                const float2* stats =
-                    reinterpret_cast<const float2*>(smem + T::Stats + (n & 1) * T::StatsBytes) + lane % 4;
-
-                float dp[Br / 8][4];
-                multiply(dp, v_rows, wgmma_descriptor(do_smem));
-                wgmma_commit();
-
-                wgmma_wait<1>();  // Sᵀ; dPᵀ runs on
-                wgmma_hold(s);
-                const int k0 = w.k_tile * Bc, q0 = w.i * Br;
-                if (q0 + args.shift < k0 + Bc - 1 || k0 + Bc > args.Tk) {
-                    const int lane = lane_id();  // a register less in the loop
-                    for (int r = 0; r < 2; r++) {
-                        const int key = k0 + row + 8 * r + lane / 4;
-                        int hidden = key - args.shift - q0;  // queries before it do not see the key
-                        if (key >= args.Tk) hidden = Br;
-                        hidden -= lane % 4 * 2;
-                        for (int c = 0; c < Br / 8; c++)
-                            for (int e = 0; e < 2; e++)
-                                if (8 * c + e < hidden) s[c][2 * r + e] = -INFINITY;
-                    }
-                }
-                uint32_t p[Br / 16][4];  // Pᵀ as A operand
-                for (int c = 0; c < Br / 8; c++) {
-                    const float2 L = stats[4 * c];
-                    for (int e = 0; e < 4; e++) s[c][e] = exp2_approx(s[c][e] * args.scale_log2 - (e % 2 ? L.y : L.x));
-                    p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
-                    p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
-                }
-                add_product(dv, p, do_smem);
-
-                mbarrier_wait(control.ds_empty(n), n >> 1 & 1 ^ 1);
-                if (n == first) mbarrier_wait(control.kv_stored(), item & 1 ^ 1);  // the last item's dV has left
-                wgmma_wait<1>();                                                   // dPᵀ
-                wgmma_hold(dp);
-                if (w.left == 1) mbarrier_arrive(control.v_empty());
-                uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
-                for (int c = 0; c < Br / 8; c++) {
-                    const float2 D = stats[Br / 2 + 4 * c];
-                    float x[4];
-                    for (int e = 0; e < 4; e++) x[e] = s[c][e] * (dp[c][e] - (e % 2 ? D.y : D.x));
-                    ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);
-                    ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
-                }
-                for (int kk = 0; kk < Br / 16; kk++)
-                    stmatrix_x4((ds_block ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128, ds[kk]);
-                fence_proxy_async();
-                mbarrier_arrive(control.ds_full(n));
-                wgmma_wait<0>();  // dV
-                wgmma_hold(dv);
-                clear(s);
-                clear(dq);
-                add_product(dk, ds, q_smem);
-                if (n > first) start_dq(n - 1);  // the other warpgroup's dS of this tile may still be on its way
-                wgmma_fence();
-                wgmma_commit();
-                if (w.left > 1) start_s(n + 1);
-                wgmma_fence();  // where the branches meet, or the compiler adds one and says so (C7519)
-                wgmma_commit();
-
-                wgmma_wait<1>();  // dK, dQ; the next Sᵀ runs on
-                wgmma_hold(dk);
-                wgmma_hold(dq);
-                mbarrier_arrive(control.q_empty(n));
-                if (n > first) {
-                    mbarrier_arrive(control.ds_empty(n - 1));
-                    send_dq(n - 1, w.i - w.step);
-                }
-                n++, w.i += w.step;
-            } while (--w.left > 0);
-            w.i -= w.step;
-            start_dq(n - 1);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_hold(dk);
-            wgmma_hold(dv);
-            wgmma_hold(dq);
-            mbarrier_arrive(control.ds_empty(n - 1));
-
-            if (Block) {
-                auto put = [&](float* to, float x, float y) {
-                    if (args.write_dkv)
-                        *reinterpret_cast<float2*>(to) = make_float2(x, y);
-                    else
-                        red_add_v2(to, x, y);  // waits for no answer; nobody else adds to these elements
-                };
-                const size_t row0 = static_cast<size_t>(w.bh / args.NH) * args.k_rows;
-                for (int r = 0; r < 2; r++) {
-                    // Element (row lane/4, column 2·(lane % 4)) of a warp's 16×8 tiles.
-                    const int key = w.k_tile * Bc + row + 8 * r + lane / 4;
-                    const size_t at = ((row0 + key) * args.NH + w.bh % args.NH) * HS + lane % 4 * 2;
-                    for (int c = 0; c < HS / 8 && key < args.Tk; c++) {
-                        put(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
-                        put(args.dv_acc + at + 8 * c, dv[c][2 * r], dv[c][2 * r + 1]);
-                    }
-                }
-            } else {
-                named_barrier_sync(2, kConsumers);  // nobody reads K and dS any more
-                round_tile(dk, args.scale, k_smem, row, Bc);
-                round_tile(dv, 1.f, base + T::Ds, row, Bc);
-                fence_proxy_async();
-            }
-            mbarrier_arrive(control.kv_done());
-            send_dq(n - 1, w.i);
-        }
     }
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// After the last block: scale·(the sum of dQ), rounded, into rows. A block has a consumer's part of a query tile; a thread
-// what four neighbours had of two rows and 8 columns: 16 bytes of each row.
+// After the last block: scale·(the sum of dQ), rounded, into rows. A block has a consumer's part of a query tile. A
+// thread has what four neighbours had of two rows and 8 columns, 16 bytes of each row.
 
 template <int HS>
 __global__ __launch_bounds__(256) void write_dq_kernel(Heads<bf16> dq, const float* dq_sum, int NH, int heads, int T,
@@ -601,7 +617,7 @@ int rows_of_tile(int HS) {
 
 // How a launch goes about it, and its scratch: statistics, dQ's sum (whole form), turns, ticket.
 struct Layout {
-    int Br, before, q_tiles, k_tiles, group, ring;
+    int Br, before, q_tiles, k_tiles, group, places;
     bool masked;
     size_t dq_sum, turn, ticket, bytes;
     Layout(const BlockShape& s, bool block) {
@@ -609,14 +625,14 @@ struct Layout {
         q_tiles = ceil_div(before + s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
         masked = s.causal && s.q_offset - s.k_offset < s.Tk - 1;
-        // Q, dO and the sum of dQ of a group's heads fill half of L2. Without a mask the key tiles of a head begin at the same
-        // query and queue, so there a group has more heads.
+        // Q, dO and the sum of dQ of a group's heads fill half of L2. Without a mask the key tiles of a head begin at
+        // the same query and queue, so there a group has more heads.
         const size_t head_bytes = static_cast<size_t>(q_tiles) * Br * s.HS * 8, group_bytes = (masked ? 24 : 72) << 20;
         group = std::clamp(static_cast<int>(group_bytes / head_bytes), 1, (masked ? 2048 : 4096) / s.HS);
-        ring = block ? heads : std::min(heads, 3 * group);
+        places = block ? heads : std::min(heads, 3 * group);
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
-        turn = dq_sum + (block ? 0 : static_cast<size_t>(ring) * q_tiles * Br * s.HS * sizeof(float));
+        turn = dq_sum + (block ? 0 : static_cast<size_t>(places) * q_tiles * Br * s.HS * sizeof(float));
         ticket = turn + 2 * tiles * sizeof(int);
         bytes = ticket + sizeof(int);
     }
@@ -630,19 +646,16 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     if (tiles > INT_MAX / 4)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
     char* at = static_cast<char*>(scratch);
-    args.NH = s.NH, args.heads = s.B * s.NH, args.before = layout.before, args.Tq = layout.before + s.Tq,
-    args.Tk = s.Tk;
-    args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k(), args.write_dkv = s.write_dkv;
-    args.shift = s.shift() - layout.before;
+    args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = layout.before + s.Tq, args.Tk = s.Tk;
+    args.before = layout.before, args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k();
+    args.write_dkv = s.write_dkv, args.shift = s.shift() - layout.before;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
-    args.group = layout.group, args.ring = layout.ring, args.masked = layout.masked;
+    args.group = layout.group, args.places = layout.places, args.masked = layout.masked;
     args.scale = s.resolved_scale(), args.scale_log2 = s.scale_log2();
     args.stats = reinterpret_cast<float*>(at);
     args.sum_tiles = Block ? ceil_div(s.rows_of_q(), Br) : layout.q_tiles;
-    if (Block)
-        args.dq_sum += static_cast<size_t>(s.q_begin / Br) * Br * HS;
-    else
-        args.dq_sum = reinterpret_cast<float*>(at + layout.dq_sum);
+    args.dq_sum = Block ? args.dq_sum + static_cast<size_t>(s.q_begin / Br) * Br * HS
+                        : reinterpret_cast<float*>(at + layout.dq_sum);
     args.turn = reinterpret_cast<int*>(at + layout.turn), args.ticket = reinterpret_cast<int*>(at + layout.ticket);
     args.q = tensor_map("q", in.q, s.B, s.Tq, s.NH, HS, Br), args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, HS, Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, HS, Bc);
@@ -664,10 +677,8 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
 
 void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
     check_shape(kName, s);
-    check_aligned(kName, "q", in.q);
-    check_aligned(kName, "k", in.k);
-    check_aligned(kName, "v", in.v);
-    check_aligned(kName, "dout", in.dout);
+    for (const auto& [name, x] : {std::pair("q", in.q), {"k", in.k}, {"v", in.v}, {"dout", in.dout}})
+        check_aligned(kName, name, x);
     check_aligned(kName, "scratch", scratch);
 }
 

@@ -236,14 +236,7 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
-// Waits until at most `Pending` committed groups are under way.
-// #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
-template <int Pending>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
-}
-// No instruction, but it keeps the compiler from moving uses of d across this point. It goes after the wait and before
-// the fence.
+// No instruction, but it keeps the compiler from moving uses of d across this point. It goes before the fence.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
@@ -257,6 +250,13 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1])::"memory");
+}
+// Waits until at most `Pending` committed groups are under way. The others have written `results`.
+// #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
+template <int Pending, class... D>
+__device__ __forceinline__ void wgmma_wait(D&... results) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
+    (wgmma_hold(results), ...);
 }
 
 // clang-format off
