@@ -28,7 +28,7 @@
 // B stays in L2.
 //
 //   operand   where                             layout
-//   A         shared memory, ring of 3 stages   rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
+//   A         shared memory, 3 stages           rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
 //   B         shared memory, the same stages    forward: as A, a row is one of OC; backward: panels of 64 of OC, a row
 //                                               is one of K, transposed by wgmma
 //   sums      registers                         accumulator of m64n256k16, backward two of m64n128k16
@@ -117,8 +117,8 @@ struct Problem {
     float* partials;  // (tiles below each other, kEpilogueWarps, OC)
 };
 
-// A place in the ring of stages. The phase is the parity that a consumer waits for. The producer waits for the other.
-struct Ring {
+// A place among the stages. The phase is the parity that a consumer waits for. The producer waits for the other.
+struct Place {
     int stage = 0;
     uint32_t phase = 0;
     __device__ __forceinline__ void advance() {
@@ -139,189 +139,224 @@ __device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 
         "l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
 }
 
+// What a block's warps share: where things lie in shared memory, the barriers, and which tiles are the block's.
+template <bool Backward>
+struct Block {
+    const Problem& p;
+    unsigned char* smem;
+    uint32_t base;
+    int rank, first, clusters;  // in the cluster; the cluster's first item; how many there are
+
+    __device__ explicit Block(const Problem& p, unsigned char* smem)
+        : p(p),
+          smem(smem),
+          base(smem_address(smem)),
+          rank(blockIdx.x % kCluster),
+          first(blockIdx.x / kCluster),
+          clusters(gridDim.x / kCluster) {}
+    __device__ uint32_t a_smem(int stage) const { return base + stage * kStageBytes; }
+    __device__ uint32_t b_smem(int stage) const { return base + stage * kStageBytes + kABytes; }
+    __device__ uint32_t barrier(int i) const { return base + kOffsetBarriers + i * 8; }
+    __device__ uint32_t full(int stage) const { return barrier(stage); }
+    __device__ uint32_t empty(int stage) const { return barrier(kStages + stage); }
+    __device__ uint32_t d_full(int group) const { return barrier(2 * kStages + group); }
+    __device__ uint32_t d_empty(int mma_warp) const { return barrier(2 * kStages + kGroups + mma_warp); }
+    __device__ int row_of(int item) const { return (item / p.columns * kCluster + rank) * kRows; }
+    __device__ int column_of(int item) const { return item % p.columns * kColumns; }
+
+    __device__ void init_barriers() const {
+        for (int i = 0; i < kStages; i++) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), kCluster * kMmaWarps);
+        }
+        for (int i = 0; i < kGroups; i++) mbarrier_init(d_full(i), kGroupWarps);
+        for (int i = 0; i < kMmaWarps; i++) mbarrier_init(d_empty(i), kRows / kMmaWarps / Shape<Backward>::kTurn);
+        fence_mbarrier_init();
+    }
+};
+
+template <bool Backward>
+__device__ __forceinline__ void producer(const Block<Backward>& block, const CUtensorMap& a_map,
+                                         const CUtensorMap& b_map) {
+    Place at;
+    for (int item = block.first; item < block.p.items; item += block.clusters) {
+        const int row = block.row_of(item), column = block.column_of(item);
+        for (int k = 0; k < block.p.chunks; k++, at.advance()) {
+            const uint32_t barrier = block.full(at.stage), b = block.b_smem(at.stage);
+            mbarrier_wait(block.empty(at.stage), at.phase ^ 1);
+            mbarrier_arrive_expect(barrier, kStageBytes);
+            tma_load_4d(block.a_smem(at.stage), &a_map, barrier, 0, k, row, 0);
+            constexpr uint16_t both = (1 << kCluster) - 1;
+            constexpr int half = kColumns / kCluster;
+            const int mine = block.rank * half;  // the first column of this block's half of B
+            if constexpr (Backward) {
+                for (int c = 0; c < half; c += 64)
+                    tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0, (column + mine + c) / 64,
+                                          k * kChunk, 0, both);
+            } else {
+                tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k, column + mine, 0, both);
+            }
+        }
+    }
+}
+
+// Multiplies, and leaves each tile in shared memory, rounded.
+template <bool Backward>
+__device__ __forceinline__ void mma_warp(const Block<Backward>& block, int warp, int lane) {
+    constexpr int kParts = Shape<Backward>::kParts, kPart = kColumns / 8 / kParts;
+    auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
+        if (lane < kCluster) mbarrier_arrive_cluster(block.empty(stage), lane);
+    };
+    Place at;
+    uint32_t d_phase = 1;
+    for (int item = block.first; item < block.p.items; item += block.clusters, d_phase ^= 1) {
+        float d[kParts][kPart][4];
+        int previous = 0;
+        for (int k = 0; k < block.p.chunks; k++) {
+            mbarrier_wait(block.full(at.stage), at.phase);
+            const uint64_t a = wgmma_descriptor(block.a_smem(at.stage) + warp / kGroupWarps * 64 * kChunk * 2),
+                           b = wgmma_descriptor(block.b_smem(at.stage), Backward ? 64 * kChunk * 2 : 16);
+            wgmma_fence();
+            for (int kk = 0; kk < kChunk / 16; kk++)
+                for (int h = 0; h < kParts; h++)
+                    wgmma_ss<false, Backward>(d[h], wgmma_advance(a, kk * 32),
+                                              wgmma_advance(b, h * kBBytes / kParts + kk * (Backward ? 16 * 128 : 32)),
+                                              k > 0 || kk > 0);
+            wgmma_commit();
+            if (k > 0) {
+                wgmma_wait<1>();
+                release(previous);
+            }
+            previous = at.stage;
+            at.advance();
+        }
+        wgmma_wait<0>();
+        for (int h = 0; h < kParts; h++) wgmma_hold(d[h]);
+        release(previous);
+
+        const bf16* bias = block.p.bias + block.column_of(item) + lane % 4 * 2;
+        const uint32_t d_row = block.base + kOffsetD + (warp * 16 + lane % 16) * kDRowBytes;
+        mbarrier_wait(block.d_empty(warp), d_phase);
+        for (int n = 0; n < kColumns / 8; n += 2) {
+            uint32_t packed[4];
+            for (int i = 0; i < 4; i++) {
+                float left = d[n / kPart][n % kPart + i / 2][i % 2 * 2],
+                      right = d[n / kPart][n % kPart + i / 2][i % 2 * 2 + 1];
+                if constexpr (!Backward) {
+                    const auto b = load<2>(bias + 8 * (n + i / 2));
+                    left += b[0], right += b[1];
+                }
+                packed[i] = pack_bf16(left, right);
+            }
+            stmatrix_x4(d_row + (((n + lane / 16) ^ lane % 8) << 4), packed);
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(block.d_full(warp / kGroupWarps));
+    }
+}
+
+// Eight elements of a row: d of the product to the results at `at`, which exist if `inside`. Backward has x of pre and
+// adds to the column sums.
+template <bool Backward, bool Again>
+__device__ __forceinline__ void finish(const Problem& p, const Vec<bf16, 8>& d, const Vec<bf16, 8>& x,
+                                       Vec<float, 8>& sum, bool inside, size_t at) {
+    const Vec<float, 8> d_float = to_float(d);
+    Vec<bf16, 8> stored = d;  // forward: pre
+    Vec<float, 8> y;
+    if constexpr (Backward) {
+        const Vec<float, 8> v = to_float(x);
+        Vec<float, 8> dx;
+        for (int k = 0; k < 8; k++) {
+            const float s = gelu_sigmoid(v[k]);
+            y.x[k] = v[k] * s;
+            dx.x[k] = d_float[k] * gelu_derivative(v[k], s, y.x[k]);
+        }
+        stored = round_to<bf16>(dx);
+        const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
+        for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
+    } else {
+        for (int k = 0; k < 8; k++) y.x[k] = d_float[k] * gelu_sigmoid(d_float[k]);
+    }
+    store_if(inside, (Backward ? p.dpre : p.pre) + at, stored);
+    if (Again) store_if(inside, p.out + at, round_to<bf16>(y));
+}
+
+template <bool Backward, bool Again>
+__device__ __forceinline__ void epilogue_warp(const Block<Backward>& block, int epilogue_warp, int lane) {
+    using S = Shape<Backward>;
+    const Problem& p = block.p;
+    Vec<bf16, 8> x[S::kTurn];  // rows of pre, those of the next turn as soon as this turn does not need them any more
+    auto fetch = [&](int item, int row) {
+        return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + block.column_of(item) + lane * 8);
+    };
+    // A tile has 16 turns, which go round 3 (7) warps and on to the next tile. So each warp has 5 or 6 (2 or 3) of a
+    // tile.
+    int turn = epilogue_warp;
+    if constexpr (Backward) {
+#pragma unroll  // here and below: or x would be in local memory
+        for (int i = 0; i < S::kTurn; i++) x[i] = fetch(block.first, block.row_of(block.first) + turn * S::kTurn + i);
+    }
+    uint32_t d_phase = 0;
+    for (int item = block.first; item < p.items; item += block.clusters, d_phase ^= 1, turn -= S::kTurns) {
+        const int column = block.column_of(item) + lane * 8;
+        Vec<float, 8> sum = {};
+#pragma unroll 1
+        for (; turn < S::kTurns; turn += S::kEpilogueWarps) {
+            const int mma_warp = turn * S::kTurn / (kRows / kMmaWarps), row = block.row_of(item) + turn * S::kTurn;
+            const int next_turn = turn + S::kEpilogueWarps;
+            const int next_item = next_turn < S::kTurns ? item : min(item + block.clusters, p.items - 1);
+            const int next_row = block.row_of(next_item) + next_turn % S::kTurns * S::kTurn;
+            const unsigned char* d_smem = block.smem + kOffsetD + turn * S::kTurn * kDRowBytes;
+            const size_t at = static_cast<size_t>(row) * p.OC + column;
+            mbarrier_wait(block.d_full(mma_warp / kGroupWarps), d_phase);
+#pragma unroll
+            for (int g = 0; g < S::kTurn; g += S::kAtOnce) {
+                // The branch also keeps the compiler from using all of x at the start, when its loads have just been
+                // issued.
+                if (row + g < p.N) {
+#pragma unroll
+                    for (int i = g; i < g + S::kAtOnce; i++)
+                        finish<Backward, Again>(
+                            p,
+                            load<8>(reinterpret_cast<const bf16*>(d_smem + i * kDRowBytes +
+                                                                  ((lane ^ (turn * S::kTurn % 8 + i)) << 4))),
+                            x[i], sum, row + i < p.N, at + static_cast<size_t>(i) * p.OC);
+                }
+                if constexpr (Backward) {
+                    for (int i = g; i < g + S::kAtOnce; i++) x[i] = fetch(next_item, next_row + i);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(block.d_empty(mma_warp));
+        }
+        if constexpr (Backward) {
+            const size_t row = static_cast<size_t>(block.row_of(item) / kRows) * S::kEpilogueWarps + epilogue_warp;
+            store(p.partials + row * p.OC + column, sum);
+        }
+    }
+}
+
 // Again means that backward writes out too, as forward always does.
 template <bool Backward, bool Again>
 __global__ void __launch_bounds__(Shape<Backward>::kThreads, 1)
     matmul_gelu_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                        const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using S = Shape<Backward>;
     extern __shared__ __align__(1024) unsigned char smem[];
-    const uint32_t base = smem_address(smem), barriers = base + kOffsetBarriers;
-    auto a_smem = [&](int stage) { return base + stage * kStageBytes; };
-    auto b_smem = [&](int stage) { return base + stage * kStageBytes + kABytes; };
-    auto full = [&](int stage) { return barriers + stage * 8; };
-    auto empty = [&](int stage) { return barriers + (kStages + stage) * 8; };
-    auto d_full = [&](int group) { return barriers + (2 * kStages + group) * 8; };
-    auto d_empty = [&](int mma_warp) { return barriers + (2 * kStages + kGroups + mma_warp) * 8; };
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; i++) {
-            mbarrier_init(full(i), 1);
-            mbarrier_init(empty(i), kCluster * kMmaWarps);
-        }
-        for (int i = 0; i < kGroups; i++) mbarrier_init(d_full(i), kGroupWarps);
-        for (int i = 0; i < kMmaWarps; i++) mbarrier_init(d_empty(i), kRows / kMmaWarps / S::kTurn);
-        fence_mbarrier_init();
-    }
+    const Block<Backward> block(p, smem);
+    if (threadIdx.x == 0) block.init_barriers();
     cluster_sync();
-
-    const int rank = blockIdx.x % kCluster, first = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-    auto row_of = [&](int item) { return (item / p.columns * kCluster + rank) * kRows; };
-    auto column_of = [&](int item) { return item % p.columns * kColumns; };
     // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where they could part.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
-
     if (warp < kMmaWarps) {
         if constexpr (Backward) setmaxnreg_inc<kMmaRegisters>();
-        auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
-            if (lane < kCluster) mbarrier_arrive_cluster(empty(stage), lane);
-        };
-        Ring ring;
-        uint32_t d_phase = 1;
-        for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
-            constexpr int kPart = kColumns / 8 / S::kParts;
-            float d[S::kParts][kPart][4];
-            int previous = 0;
-            for (int k = 0; k < p.chunks; k++) {
-                mbarrier_wait(full(ring.stage), ring.phase);
-                const uint64_t a = wgmma_descriptor(a_smem(ring.stage) + warp / kGroupWarps * 64 * kChunk * 2),
-                               b = wgmma_descriptor(b_smem(ring.stage), Backward ? 64 * kChunk * 2 : 16);
-                wgmma_fence();
-                for (int kk = 0; kk < kChunk / 16; kk++)
-                    for (int h = 0; h < S::kParts; h++)
-                        wgmma_ss<false, Backward>(
-                            d[h], wgmma_advance(a, kk * 32),
-                            wgmma_advance(b, h * kBBytes / S::kParts + kk * (Backward ? 16 * 128 : 32)),
-                            k > 0 || kk > 0);
-                wgmma_commit();
-                if (k > 0) {
-                    wgmma_wait<1>();
-                    release(previous);
-                }
-                previous = ring.stage;
-                ring.advance();
-            }
-            wgmma_wait<0>();
-            for (int h = 0; h < S::kParts; h++) wgmma_hold(d[h]);
-            release(previous);
-
-            const bf16* bias = p.bias + column_of(item) + lane % 4 * 2;
-            const uint32_t d_row = base + kOffsetD + (warp * 16 + lane % 16) * kDRowBytes;
-            mbarrier_wait(d_empty(warp), d_phase);
-            for (int n = 0; n < kColumns / 8; n += 2) {
-                uint32_t packed[4];
-                for (int i = 0; i < 4; i++) {
-                    float left = d[n / kPart][n % kPart + i / 2][i % 2 * 2],
-                          right = d[n / kPart][n % kPart + i / 2][i % 2 * 2 + 1];
-                    if constexpr (!Backward) {
-                        const auto b = load<2>(bias + 8 * (n + i / 2));
-                        left += b[0], right += b[1];
-                    }
-                    packed[i] = pack_bf16(left, right);
-                }
-                stmatrix_x4(d_row + (((n + lane / 16) ^ lane % 8) << 4), packed);
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(d_full(warp / kGroupWarps));
-        }
+        mma_warp(block, warp, lane);
     } else {
         if constexpr (Backward) setmaxnreg_dec<kOtherRegisters>();
-        if (warp == kMmaWarps + S::kEpilogueWarps) {  // the producer
-            if (lane == 0) {
-                Ring ring;
-                for (int item = first; item < p.items; item += clusters) {
-                    const int row = row_of(item), column = column_of(item);
-                    for (int k = 0; k < p.chunks; k++, ring.advance()) {
-                        const uint32_t barrier = full(ring.stage), b = b_smem(ring.stage);
-                        mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
-                        mbarrier_arrive_expect(barrier, kStageBytes);
-                        tma_load_4d(a_smem(ring.stage), &a_map, barrier, 0, k, row, 0);
-                        constexpr uint16_t both = (1 << kCluster) - 1;
-                        constexpr int half = kColumns / kCluster;
-                        const int mine = rank * half;  // the first column of this block's half of B
-                        if constexpr (Backward) {
-                            for (int c = 0; c < half; c += 64)
-                                tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0,
-                                                      (column + mine + c) / 64, k * kChunk, 0, both);
-                        } else {
-                            tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k, column + mine, 0, both);
-                        }
-                    }
-                }
-            }
+        if (warp == kMmaWarps + Shape<Backward>::kEpilogueWarps) {
+            if (lane == 0) producer(block, a_map, b_map);
         } else {
-            const int epilogue_warp = warp - kMmaWarps;
-            Vec<bf16, 8>
-                x[S::kTurn];  // rows of pre, those of the next turn as soon as this turn does not need them any more
-            auto fetch = [&](int item, int row) {
-                return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
-            };
-            // A tile has 16 turns, which go round 3 (7) warps and on to the next tile. So each warp has 5 or 6 (2 or 3)
-            // of a tile.
-            int turn = epilogue_warp;
-            if constexpr (Backward) {
-#pragma unroll
-                for (int i = 0; i < S::kTurn; i++) x[i] = fetch(first, row_of(first) + turn * S::kTurn + i);
-            }
-            uint32_t d_phase = 0;
-            for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= S::kTurns) {
-                const int column = column_of(item) + lane * 8;
-                Vec<float, 8> sum = {};
-#pragma unroll 1
-                for (; turn < S::kTurns; turn += S::kEpilogueWarps) {
-                    const int mma_warp = turn * S::kTurn / (kRows / kMmaWarps), row = row_of(item) + turn * S::kTurn;
-                    const int next_turn = turn + S::kEpilogueWarps;
-                    const int next_item = next_turn < S::kTurns ? item : min(item + clusters, p.items - 1);
-                    const int next_row = row_of(next_item) + next_turn % S::kTurns * S::kTurn;
-                    const unsigned char* d_smem = smem + kOffsetD + turn * S::kTurn * kDRowBytes;
-                    const size_t at = static_cast<size_t>(row) * p.OC + column;
-                    mbarrier_wait(d_full(mma_warp / kGroupWarps), d_phase);
-#pragma unroll
-                    for (int g = 0; g < S::kTurn; g += S::kAtOnce) {
-                        // The branch also keeps the compiler from using all of x at the start, when its loads have just
-                        // been issued.
-                        if (row + g < p.N) {
-#pragma unroll
-                            for (int i = g; i < g + S::kAtOnce; i++) {
-                                const Vec<bf16, 8> d = load<8>(reinterpret_cast<const bf16*>(
-                                    d_smem + i * kDRowBytes + ((lane ^ (turn * S::kTurn % 8 + i)) << 4)));
-                                const Vec<float, 8> d_float = to_float(d);
-                                Vec<bf16, 8> stored = d;  // forward: pre
-                                Vec<float, 8> y;
-                                if constexpr (Backward) {
-                                    const Vec<float, 8> v = to_float(x[i]);
-                                    Vec<float, 8> dx;
-                                    for (int k = 0; k < 8; k++) {
-                                        const float s = gelu_sigmoid(v[k]);
-                                        y.x[k] = v[k] * s;
-                                        dx.x[k] = d_float[k] * gelu_derivative(v[k], s, y.x[k]);
-                                    }
-                                    stored = round_to<bf16>(dx);
-                                    const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
-                                    for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
-                                } else {
-                                    for (int k = 0; k < 8; k++) y.x[k] = d_float[k] * gelu_sigmoid(d_float[k]);
-                                }
-                                const bool inside = row + i < p.N;
-                                store_if(inside, (Backward ? p.dpre : p.pre) + at + static_cast<size_t>(i) * p.OC,
-                                         stored);
-                                if (Again)
-                                    store_if(inside, p.out + at + static_cast<size_t>(i) * p.OC, round_to<bf16>(y));
-                            }
-                        }
-                        if constexpr (Backward) {
-                            for (int i = g; i < g + S::kAtOnce; i++) x[i] = fetch(next_item, next_row + i);
-                        }
-                    }
-                    __syncwarp();
-                    if (lane == 0) mbarrier_arrive(d_empty(mma_warp));
-                }
-                if constexpr (Backward) {
-                    const size_t row = static_cast<size_t>(row_of(item) / kRows) * S::kEpilogueWarps + epilogue_warp;
-                    store(p.partials + row * p.OC + column, sum);
-                }
-            }
+            epilogue_warp<Backward, Again>(block, warp - kMmaWarps, lane);
         }
     }
     cluster_sync();  // the other block's arrivals may still be on the way here
