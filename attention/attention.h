@@ -9,13 +9,31 @@
 //   D     (B, NH, T)         fp32  rowsum(dout∘out), lives in scratch
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run.
 //
-// Each kernel comes in two forms. A layer calls the whole form. The block form runs queries of one block against keys
-// and values of another, each with its global offset. It carries its state in fp32, and lse in fp64. Chunked and ring
-// attention are made of it. Its types, Heads and BlockShape, are in layers/gpu/types.h. Flash kernels allocate nothing
-// of size T². The launcher throws Error for unsupported shapes.
+// Chunks and rings call kernels for parts of a sequence: attention/partial.h. Flash kernels allocate nothing of size T².
+// A launcher throws Error for unsupported shapes.
 #pragma once
 #include "layers/gpu/cuda.h"
 #include "layers/gpu/types.h"
+
+// The layer: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
+
+// Writes out (B,T,C) and lse (B,NH,T). Only naive uses att, attention_saved_bytes() that it fills for backward. Needs
+// attention_scratch_bytes() of scratch, as backward does.
+template <class X>
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
+                       int T, int NH, int HS);
+
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic.
+template <class X>
+void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
+template <class X>
+size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
+template <class X>
+size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernels behind it
 
 struct AttentionShape {
     int B, T, NH, HS;
@@ -23,6 +41,9 @@ struct AttentionShape {
     float scale = 0.f;  // 0: 1/√HS
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
+
+template <class X>
+struct PartialForm;
 
 // One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is.
 template <class X>
@@ -41,30 +62,8 @@ struct AttentionKernel {
     // Writes every element of dqkv. Clears what it accumulates into in scratch. Null in a kernel that has only forward.
     // Such a kernel can generate and evaluate, and the trainer refuses to train with it.
     void (*backward)(const Cuda&, X* dqkv, void* scratch, const X* dout, const X* out, const float* lse, const X* att,
-                     const X* qkv, const AttentionShape&);
-
-    // The block form, which is null in a kernel that has none (naive, and the rungs that teach one idea).
-    //
-    // Reads and updates the running state, which is o_acc (B,Tq,NH,HS) fp32 and lse (B,NH,Tq) fp64. (The reason for
-    // fp64 is in merge.cuh.) The merge is stable:
-    //   o ← o − σ(lse_b − lse)(o − o_b);  lse ← logaddexp(lse, lse_b)
-    // A row that has seen no key yet has lse = −inf. Its o is not read, because its first keys overwrite it.
-    void (*forward_block)(const Cuda&, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k, Heads<const X> v,
-                          const BlockShape&);
-    // Adds into the caller's dk and dv (B,Tk,NH,HS), or writes them if write_dkv, and adds into dq_sum. dk and dv are
-    // fp32. They are contiguous, except that sequences are k_rows tokens apart. lse (B,NH,Tq) is the global one, and D
-    // (B,NH,Tq) comes from attention_D. scratch has block_scratch_bytes(shape). What is enough for all queries is
-    // enough for any part of them.
-    //
-    // dq_sum is the running fp32 sum of dQ (B,q_rows,NH,HS). Only the kernel knows its layout and scale. Allocate
-    // dq_sum_bytes(), which depends on B, q_rows, NH and HS, and zero it before the first call. After the last block
-    // write_dq, given the blocks' scale, rounds it and writes every element of dq.
-    void (*backward_block)(const Cuda&, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
-                           Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
-                           const BlockShape&);
-    size_t (*block_scratch_bytes)(const BlockShape&);
-    size_t (*dq_sum_bytes)(const BlockShape&);
-    void (*write_dq)(const Cuda&, Heads<X> dq, const float* dq_sum, const BlockShape&);
+                     const X* qkv, const AttentionShape&) = nullptr;
+    const PartialForm<X>* partial = nullptr;  // naive, and the rungs that teach one idea, have none
 };
 
 // All kernels for X, slowest first.
@@ -79,7 +78,7 @@ AttentionKernels<X> attention_kernels();
 // not fit.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
-// Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel the block form.
+// Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel the partial form.
 template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel);
 // What --attention accepts: "flash|naive|…", all names of both tables.
@@ -88,33 +87,3 @@ const char* attention_names();
 // Defined in the kernels' files.
 extern const AttentionKernel<float> naive_fp32, flash_simple, flash_fp32, flash_fp16x3;
 extern const AttentionKernel<bf16> naive_bf16, flash_mma, flash_bf16, flash_wgmma, flash_bf16_sm90;
-
-// Helpers of the block form (attention.cu).
-// Sets lse = −inf and o = 0. o_acc may be null if every row will see a key.
-void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape&);
-template <class X>  // writes D (B,NH,T) = rowsum(dout∘out), where dout, out (B,T,NH,HS) are contiguous
-void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS);
-template <class X>  // writes n elements, dst = X(src), the only rounding of a sum
-void attention_round(const Cuda& dev, X* dst, const float* src, size_t n);
-// dq_sum_bytes and write_dq for kernels whose dq_sum is plain rows, (B,q_rows,NH,HS) (blocks.cu).
-size_t dq_rows_bytes(const BlockShape&);
-template <class X>
-void write_dq_rows(const Cuda& dev, Heads<X> dq, const float* dq_sum, const BlockShape&);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The layer's calls: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
-
-// Writes out (B,T,C) and lse (B,NH,T). Only naive uses att, attention_saved_bytes() that it fills for backward. Needs
-// attention_scratch_bytes() of scratch, as backward does.
-template <class X>
-void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
-                       int T, int NH, int HS);
-
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic.
-template <class X>
-void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
-template <class X>
-size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
-template <class X>
-size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);

@@ -32,6 +32,7 @@
 #include "attention/attention.h"
 #include "attention/merge.cuh"
 #include "attention/mma_tiles.cuh"
+#include "attention/partial.h"
 #include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -51,7 +52,7 @@ struct ForwardTiles {
     static constexpr int Br = Warps * MTiles * 16;
     // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS 128.
     static constexpr int Bc = HS == 64 ? 64 : 32;
-    static constexpr bool QInRegisters = HS == 64;  // else its fragments are fetched again for every tile of keys
+    static constexpr bool QInRegisters = HS == 64;       // else its fragments are fetched again for every tile of keys
     static constexpr int Smem = (Br + 4 * Bc) * HS * 2;  // Q, 2 stages of K and V (48 KB, 64 KB)
 };
 
@@ -615,7 +616,8 @@ constexpr char kName[] = "flash_bf16";
 template <int HS>
 void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
-    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem,
+           dev);
 }
 template <int HS>
 void launch_backward(const BackwardArgs& args, const Cuda& dev) {
@@ -682,13 +684,10 @@ size_t block_scratch_bytes(const BlockShape& s) {
 size_t scratch_bytes(const AttentionShape& s) {
     return block_scratch_bytes(whole(s));
 }
-size_t saved_bytes(const AttentionShape&) {
-    return 0;
-}
+
+const PartialForm<bf16> kPartial = {forward_block, backward_block, block_scratch_bytes, dq_rows_bytes, write_dq_rows};
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_bf16 = {
-    "flash_bf16",  80,           true,          saved_bytes,    scratch_bytes,
-    forward,       backward,     forward_block, backward_block, block_scratch_bytes,
-    dq_rows_bytes, write_dq_rows};
+const AttentionKernel<bf16> flash_bf16 = {"flash_bf16",  80,      true,     no_bytes,
+                                          scratch_bytes, forward, backward, &kPartial};

@@ -48,6 +48,7 @@
 #include "attention/flash_bf16_sm90.h"
 #include "attention/launch.h"
 #include "attention/merge.cuh"
+#include "attention/partial.h"
 #include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/tensor_map.h"
 
@@ -273,7 +274,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             };
             auto nothing = [](int) {};
             // Eight columns of s → P = exp(S − m).
-            auto exponentials = [&](float (&s_n)[4], const float (&m_log2)[2]) {
+            auto exponentials = [&](float(&s_n)[4], const float(&m_log2)[2]) {
                 for (int e = 0; e < 4; e++) {
                     s_n[e] = exp2_approx(fmaf(s_n[e], p.scale_log2, -m_log2[e / 2]));
                     l_tile[0][e] += s_n[e];  // four chains: an addition's latency is four clocks
@@ -530,21 +531,10 @@ void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16>
     launch_forward<true>(dev, {}, nullptr, o_acc, lse, q, k, v, s);
 }
 
-size_t saved_bytes(const AttentionShape&) {
-    return 0;
-}
+const PartialForm<bf16> kPartial = {forward_block, flash_bf16_sm90_backward_block, flash_bf16_sm90_block_scratch_bytes,
+                                    flash_bf16_sm90_dq_sum_bytes, flash_bf16_sm90_write_dq};
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_bf16_sm90 = {"flash_bf16_sm90",
-                                               90,
-                                               true,
-                                               saved_bytes,
-                                               flash_bf16_sm90_scratch_bytes,
-                                               forward,
-                                               flash_bf16_sm90_backward,
-                                               forward_block,
-                                               flash_bf16_sm90_backward_block,
-                                               flash_bf16_sm90_block_scratch_bytes,
-                                               flash_bf16_sm90_dq_sum_bytes,
-                                               flash_bf16_sm90_write_dq};
+const AttentionKernel<bf16> flash_bf16_sm90 = {
+    "flash_bf16_sm90", 90, true, no_bytes, flash_bf16_sm90_scratch_bytes, forward, flash_bf16_sm90_backward, &kPartial};

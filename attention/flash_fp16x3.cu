@@ -48,6 +48,7 @@
 #include "attention/attention.h"
 #include "attention/merge.cuh"
 #include "attention/mma_tiles.cuh"
+#include "attention/partial.h"
 #include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -779,8 +780,8 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
                 args.factors[at] = f;
             }
         }
-    add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
-                   p.Tq - w.tile * Br, args.add_dq);
+    add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token, p.Tq - w.tile * Br,
+                 args.add_dq);
 #endif
 }
 
@@ -917,7 +918,8 @@ Problem<float> problem(const Heads<const float>& q, const Heads<const float>& k,
 template <int HS>
 void launch_forward(const ForwardArgs& args, const Cuda& dev) {
     using Tiles = ForwardTiles<HS>;
-    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem,
+           dev);
 }
 template <int HS>
 void launch_backward(const BackwardArgs& args, const Cuda& dev) {
@@ -988,13 +990,10 @@ size_t block_scratch_bytes(const BlockShape& s) {
 size_t scratch_bytes(const AttentionShape& s) {
     return block_scratch_bytes(whole(s));
 }
-size_t saved_bytes(const AttentionShape&) {
-    return 0;
-}
+
+const PartialForm<float> kPartial = {forward_block, backward_block, block_scratch_bytes, dq_rows_bytes, write_dq_rows};
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp16x3 = {
-    "flash_fp16x3", 80,           true,          saved_bytes,    scratch_bytes,
-    forward,        backward,     forward_block, backward_block, block_scratch_bytes,
-    dq_rows_bytes,  write_dq_rows};
+const AttentionKernel<float> flash_fp16x3 = {"flash_fp16x3", 80,      true,     no_bytes,
+                                             scratch_bytes,  forward, backward, &kPartial};

@@ -28,6 +28,7 @@
 
 #include "attention/launch.h"
 #include "attention/merge.cuh"
+#include "attention/partial.h"
 
 namespace {
 
@@ -192,9 +193,9 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 // Forward
 
 struct ForwardArgs {
-    float* out;       // (B,Tq,NH,HS)
-    float* lse;       // (B,NH,Tq), written, or null in the block form
-    double* lse_acc;  // block form only. out and lse_acc hold the state of earlier blocks
+    float* out;           // (B,Tq,NH,HS)
+    float* lse;           // (B,NH,Tq), written, or null in the block form
+    double* lse_acc;      // block form only. out and lse_acc hold the state of earlier blocks
     const float* lse_in;  // for lse_rest_kernel, what forward wrote
     float* lse_rest;      // written by lse_rest_kernel, null otherwise
     Heads<const float> q, k, v;
@@ -379,8 +380,8 @@ struct BackwardArgs {
     Heads<const float> q, k, v, dout;
     const float *lse, *D;   // (B,NH,Tq)
     const float* lse_rest;  // (B,NH,Tq), in units of log 2, or null in the block form
-    int* ticket;           // the next block's number
-    int* key_tiles_added;  // (B·NH, query tiles), how many key tiles are in dq
+    int* ticket;            // the next block's number
+    int* key_tiles_added;   // (B·NH, query tiles), how many key tiles are in dq
     int Tq, Tk, NH, heads;
     int q_rows;  // of lse and D (see BlockShape)
     int shift;   // query i sees the keys j ≤ i + shift
@@ -560,8 +561,8 @@ static void throw_no_tile(const Cuda& dev, const char* what) {
                what, dev.name.c_str()));
 }
 
-static void forward_any(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q,
-                        Heads<const float> k, Heads<const float> v, const BlockShape& s) {
+static void forward_any(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q, Heads<const float> k,
+                        Heads<const float> v, const BlockShape& s) {
     check(what, s);
     check_aligned(what, "q", q);
     check_aligned(what, "k", k);
@@ -656,9 +657,6 @@ static void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv,
                  nullptr, D, s, true);
 }
 
-static size_t saved_bytes(const AttentionShape&) {
-    return 0;
-}
 static size_t block_scratch_bytes(const BlockShape& s) {
     return counters(s) * sizeof(int);
 }
@@ -666,8 +664,9 @@ static size_t scratch_bytes(const AttentionShape& s) {
     return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
 }
 
+const PartialForm<float> kPartial = {forward_block, backward_block, block_scratch_bytes, dq_rows_bytes, write_dq_rows};
+
 }  // namespace
 
-const AttentionKernel<float> flash_fp32{"flash_fp32",  70,           true,          saved_bytes,    scratch_bytes,
-                                        forward,       backward,     forward_block, backward_block, block_scratch_bytes,
-                                        dq_rows_bytes, write_dq_rows};
+const AttentionKernel<float> flash_fp32 = {"flash_fp32",  70,      true,     no_bytes,
+                                           scratch_bytes, forward, backward, &kPartial};

@@ -236,5 +236,4 @@ size_t scratch_bytes(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernel<float> flash_simple{"flash_simple", 75,      true,    no_bytes, scratch_bytes, forward,
-                                          backward,       nullptr, nullptr, nullptr,  nullptr,       nullptr};
+const AttentionKernel<float> flash_simple = {"flash_simple", 75, true, no_bytes, scratch_bytes, forward, backward};

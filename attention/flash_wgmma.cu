@@ -200,5 +200,4 @@ void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* q
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_wgmma{"flash_wgmma", 90,      true,    no_bytes, no_bytes, forward,
-                                        nullptr,       nullptr, nullptr, nullptr,  nullptr,  nullptr};
+const AttentionKernel<bf16> flash_wgmma = {"flash_wgmma", 90, true, no_bytes, no_bytes, forward};

@@ -94,8 +94,8 @@ static void check_oracle(const Cuda& dev, int HS) {
             dev.download(got.data(), oracle.results[i], got.size() * sizeof(double));
             for (size_t j = 0; j < got.size(); j++)
                 if (!(std::fabs(got[j] - want[i][j]) <= 1e-12 * std::max(1., std::fabs(want[i][j]))))
-                    throw Error(format("the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has %.17g",
-                                       T, HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
+                    throw Error(format("the oracle is wrong: T %d, HS %d, %s, %s[%zu] = %.17g, layers/cpu has %.17g", T,
+                                       HS, causal ? "causal" : "not causal", kNames[i], j, got[j], want[i][j]));
         }
     }
 }
@@ -169,8 +169,8 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     const double largest = e.largest_value(tensor);
     const double most = k.max * naive.max(tensor) + one_rounding<X>(tensor, largest) +
                         roundoff<X>(k, tensor, naive.max(tensor), largest) * largest;
-    const bool ok = bf16_lse ? e.max(tensor) <= bf16_lse_bound(largest)
-                             : e.max(tensor) <= most && (s.T <= 2 || ratio_l2 <= k.l2);
+    const bool ok =
+        bf16_lse ? e.max(tensor) <= bf16_lse_bound(largest) : e.max(tensor) <= most && (s.T <= 2 || ratio_l2 <= k.l2);
     const std::string rule = bf16_lse ? "absolute" : format("%g %g", k.max, k.l2);
     std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor], result.name.c_str(),
                 e.max(tensor), e.mean(tensor), e.l2(tensor), e.snr_db(tensor), ratio_max, ratio_l2,
@@ -251,23 +251,23 @@ void check_masked(Study& study, const AttentionKernel<X>& kernel, int HS, int T,
     const DeviceMemory lse = device_memory(dev, rows * sizeof(float)), D = device_memory(dev, rows * sizeof(float));
     const DeviceMemory running = device_memory(dev, rows * sizeof(double));
     const DeviceMemory gradients = device_memory(dev, 2 * n * sizeof(float)), dq = device_memory(dev, n * sizeof(X));
-    const DeviceMemory dq_sum = device_memory(dev, kernel.dq_sum_bytes(s));
-    const DeviceMemory scratch = poisoned(dev, kernel.block_scratch_bytes(s));
+    const DeviceMemory dq_sum = device_memory(dev, kernel.partial->dq_sum_bytes(s));
+    const DeviceMemory scratch = poisoned(dev, kernel.partial->scratch_bytes(s));
     X* qkv = static_cast<X*>(inputs.get());
     float *o = static_cast<float*>(state.get()), *lse_ptr = static_cast<float*>(lse.get());
     float *dk = static_cast<float*>(gradients.get()), *sum = static_cast<float*>(dq_sum.get());
     fill_normal(dev, qkv, 4 * n, 1);
     fill_normal(dev, static_cast<float*>(D.get()), rows, 2);
     dev.zero(dk, 2 * n * sizeof(float));
-    dev.zero(sum, kernel.dq_sum_bytes(s));
+    dev.zero(sum, kernel.partial->dq_sum_bytes(s));
     double* const running_lse = static_cast<double*>(running.get());
     attention_clear_state(dev, o, running_lse, s);
     const auto part = [&](int i) { return Heads<const X>{qkv + i * C, 3 * n, 3 * C}; };
-    for (int twice = 0; twice < 2; twice++) kernel.forward_block(dev, o, running_lse, part(0), part(1), part(2), s);
+    for (int twice = 0; twice < 2; twice++) kernel.partial->forward(dev, o, running_lse, part(0), part(1), part(2), s);
     copy_rows(dev, lse_ptr, rows, running_lse, rows, rows, 1);
-    kernel.backward_block(dev, sum, dk, dk + n, scratch.get(), part(0), part(1), part(2), {qkv + 3 * n, n, C}, lse_ptr,
-                          static_cast<const float*>(D.get()), s);
-    kernel.write_dq(dev, {static_cast<X*>(dq.get()), n, C}, sum, s);
+    kernel.partial->backward(dev, sum, dk, dk + n, scratch.get(), part(0), part(1), part(2), {qkv + 3 * n, n, C},
+                             lse_ptr, static_cast<const float*>(D.get()), s);
+    kernel.partial->write_dq(dev, {static_cast<X*>(dq.get()), n, C}, sum, s);
 
     std::vector<float> host_o(n), host_lse(rows), host_dkv(2 * n);
     std::vector<X> host_dq(n);
@@ -308,7 +308,7 @@ void study_all(Study& study) {
                 compare_kernels<X>(study, {B, T, o.heads, HS, !o.no_causal}, input, kernels);
     if (o.shapes.empty()) compare_kernels<X>(study, {2, 256, 2, HS, false}, kInputs[0], kernels);
     for (const AttentionKernel<X>* k : kernels)
-        if (k->forward_block)
+        if (k->partial)
             for (int k_offset : {255, 1000, 128, 1}) check_masked(study, *k, HS, 255, k_offset);
 }
 

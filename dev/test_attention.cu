@@ -253,11 +253,17 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
         const size_t h = row % s.NH, part = row / s.NH % 3, t = row / s.NH / 3 % s.T;
         if (part == 2) continue;
         float size = uniform(rng);
-        if (constant) size = part == 1 && p.c.logit < 0.f ? -1.f : 1.f;
-        else if (mixed && part == 0) size = t + 1 == static_cast<size_t>(s.T) ? -1.f : size;
-        else if (mixed) size = 0.75f + 0.25f * size;
-        else if (part == 0) size = size < 0.f ? -1.f : 1.f;
-        else size = std::min(static_cast<float>(t / 16) / static_cast<float>(std::max(2, s.T / 16) - 1), 1.f) * 2.f - 1.f;
+        if (constant)
+            size = part == 1 && p.c.logit < 0.f ? -1.f : 1.f;
+        else if (mixed && part == 0)
+            size = t + 1 == static_cast<size_t>(s.T) ? -1.f : size;
+        else if (mixed)
+            size = 0.75f + 0.25f * size;
+        else if (part == 0)
+            size = size < 0.f ? -1.f : 1.f;
+        else
+            size =
+                std::min(static_cast<float>(t / 16) / static_cast<float>(std::max(2, s.T / 16) - 1), 1.f) * 2.f - 1.f;
         for (int d = 0; d < s.HS; d++) {
             const float noise = constant ? 0.f : 0.1f * normal(rng);
             p.qkv[row * s.HS + d] = round_to<X>(a * (size * w[h * s.HS + d] + noise));
@@ -384,8 +390,7 @@ struct Run {
         Result r;
         r[Out] = as_double(out.template download<X>(n));
         r[Lse] = as_double(lse.template download<float>(rows));
-        if (kernel.backward)
-            split(r, as_double(dqkv.template download<X>(3 * n)), static_cast<size_t>(s.NH) * s.HS);
+        if (kernel.backward) split(r, as_double(dqkv.template download<X>(3 * n)), static_cast<size_t>(s.NH) * s.HS);
         return r;
     }
 };
@@ -652,10 +657,11 @@ void one_nan(int index) {
                     if (wrong)
                         test::report(
                             __FILE__, __LINE__,
-                            format("%s %s, NaN in %s of token %d, head %d, sequence %d: %zu elements of %s should be NaN, "
-                                   "or as without it; the first is %zu: %g, without the NaN %g",
-                                   kernel.name, p.c.text().c_str(), inputs[which].of, at, h, b, wrong, kNames[i], first,
-                                   got[i][first], clean[i][first]));
+                            format(
+                                "%s %s, NaN in %s of token %d, head %d, sequence %d: %zu elements of %s should be NaN, "
+                                "or as without it; the first is %zu: %g, without the NaN %g",
+                                kernel.name, p.c.text().c_str(), inputs[which].of, at, h, b, wrong, kNames[i], first,
+                                got[i][first], clean[i][first]));
                 }
             }
         }
@@ -677,14 +683,15 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
     Run<X> r(kernel, p);
     const AttentionShape& s = r.s;
     const size_t C = static_cast<size_t>(s.NH) * s.HS, n = r.n, rows = r.rows;
-    const bool blocks = kernel.forward_block;
+    const bool blocks = kernel.partial;
     const BlockShape shape{s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal};
     Buffer late_qkv("late qkv", p.qkv), late_dout("late dout", p.dout);
-    Buffer o("o_acc", n * sizeof(float)), running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
+    Buffer o("o_acc", n * sizeof(float)), running("running lse", rows * sizeof(double)),
+        lse("lse", rows * sizeof(float));
     Buffer D("D", rows * sizeof(float)), dkv("dkv", 2 * n * sizeof(float)), dq("dq", n * sizeof(X));
     Buffer rounded("rounded", n * sizeof(X));
-    Buffer block_scratch("block scratch", blocks ? kernel.block_scratch_bytes(shape) : 0);
-    Buffer dq_sum("dq_sum", blocks ? kernel.dq_sum_bytes(shape) : 0);
+    Buffer block_scratch("block scratch", blocks ? kernel.partial->scratch_bytes(shape) : 0);
+    Buffer dq_sum("dq_sum", blocks ? kernel.partial->dq_sum_bytes(shape) : 0);
     r.qkv.poison(), r.dout.poison();
     gpu().sync();
 
@@ -707,14 +714,14 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
         BlockShape backward = shape;
         backward.write_dkv = true;
         attention_clear_state(dev, o.as<float>(), running.as<double>(), shape);
-        kernel.forward_block(dev, o.as<float>(), running.as<double>(), q, k, v, shape);
+        kernel.partial->forward(dev, o.as<float>(), running.as<double>(), q, k, v, shape);
         attention_round<X>(dev, rounded.as<X>(), o.as<float>(), n);
         copy_rows(dev, lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
         attention_D<X>(dev, D.as<float>(), dout, rounded.as<X>(), s.B, s.T, s.NH, s.HS);
-        dev.zero(dq_sum.data(), kernel.dq_sum_bytes(shape));
-        kernel.backward_block(dev, dq_sum.as<float>(), dkv.as<float>(), dkv.as<float>() + n, block_scratch.data(), q, k, v,
-                              {dout, s.T * C, C}, lse.as<float>(), D.as<float>(), backward);
-        kernel.write_dq(dev, {dq.as<X>(), s.T * C, C}, dq_sum.as<float>(), shape);
+        dev.zero(dq_sum.data(), kernel.partial->dq_sum_bytes(shape));
+        kernel.partial->backward(dev, dq_sum.as<float>(), dkv.as<float>(), dkv.as<float>() + n, block_scratch.data(), q,
+                                 k, v, {dout, s.T * C, C}, lse.as<float>(), D.as<float>(), backward);
+        kernel.partial->write_dq(dev, {dq.as<X>(), s.T * C, C}, dq_sum.as<float>(), shape);
         results.insert(results.end(), {&rounded, &lse, &D, &dkv, &dq});
     }
     dev.sync();
@@ -735,13 +742,15 @@ void stream(int index) {
         Problem<X> p;
         p.c = {{2, 300, 3, HS, true}};
         make_inputs(p);
-        const std::vector<char> want = all_forms_on(gpu(), kernel, p, 0), got = all_forms_on(other, kernel, p, 100000000);
+        const std::vector<char> want = all_forms_on(gpu(), kernel, p, 0),
+                                got = all_forms_on(other, kernel, p, 100000000);
         const size_t first = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
         if (got != want)
-            test::report(__FILE__, __LINE__,
-                         format("%s %s: on a stream of its own, with late inputs, results differ from byte %zu of %zu on: "
-                                "out, lse, dqkv, then the block form's out, lse, D, dk, dv, dq",
-                                kernel.name, p.c.text().c_str(), first, got.size()));
+            test::report(
+                __FILE__, __LINE__,
+                format("%s %s: on a stream of its own, with late inputs, results differ from byte %zu of %zu on: "
+                       "out, lse, dqkv, then the block form's out, lse, D, dk, dv, dq",
+                       kernel.name, p.c.text().c_str(), first, got.size()));
     }
 }
 
@@ -866,8 +875,9 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         std::vector<Chunk> order = k_chunks;
         std::shuffle(order.begin(), order.end(), rng);
         for (Chunk k : order)
-            kernel.forward_block(gpu(), o.back().as<float>(), running.as<double>(), heads(qkv.as<X>(), 0, q.begin, s),
-                                 heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), shape_of(q, k));
+            kernel.partial->forward(gpu(), o.back().as<float>(), running.as<double>(),
+                                    heads(qkv.as<X>(), 0, q.begin, s), heads(qkv.as<X>(), 1, k.begin, s),
+                                    heads(qkv.as<X>(), 2, k.begin, s), shape_of(q, k));
         place(got[Out], o.back().download<float>((q.size + more) * row), q, more, s);
         const std::vector<double> running_host = running.download<double>(rows);
         lse.emplace_back("lse", std::vector<float>(running_host.begin(), running_host.end()));
@@ -901,7 +911,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
             for (int i = 0; i < q.size + more; i++)
                 D_chunk.push_back(i < q.size ? D_all[static_cast<size_t>(bh) * s.T + q.begin + i] : NAN);
         D.emplace_back("D", D_chunk);
-        const size_t sum_bytes = kernel.dq_sum_bytes(shape_of(q, q));
+        const size_t sum_bytes = kernel.partial->dq_sum_bytes(shape_of(q, q));
         dq_sum.emplace_back("dq_sum", std::vector<char>(sum_bytes, 0));
     }
     for (Chunk k : k_chunks) {
@@ -919,18 +929,20 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         shape.write_dkv = prefill == 0.f && !begun[j];
         shape.q_begin = more / 3;
         begun[j] = true;
-        Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
+        Buffer scratch("scratch", kernel.partial->scratch_bytes(shape));
         const Heads<const X> dout_heads{dout.as<X>() + q.begin * C, s.T * C, C};
-        kernel.backward_block(gpu(), std::next(dq_sum.begin(), i)->as<float>(), std::next(dk.begin(), j)->as<float>(),
-                              std::next(dv.begin(), j)->as<float>(), scratch.data(), heads(qkv.as<X>(), 0, q.begin, s),
-                              heads(qkv.as<X>(), 1, k.begin, s), heads(qkv.as<X>(), 2, k.begin, s), dout_heads,
-                              std::next(lse.begin(), i)->as<float>(), std::next(D.begin(), i)->as<float>(), shape);
+        kernel.partial->backward(gpu(), std::next(dq_sum.begin(), i)->as<float>(),
+                                 std::next(dk.begin(), j)->as<float>(), std::next(dv.begin(), j)->as<float>(),
+                                 scratch.data(), heads(qkv.as<X>(), 0, q.begin, s), heads(qkv.as<X>(), 1, k.begin, s),
+                                 heads(qkv.as<X>(), 2, k.begin, s), dout_heads, std::next(lse.begin(), i)->as<float>(),
+                                 std::next(D.begin(), i)->as<float>(), shape);
     }
     for (size_t i = 0; i < q_chunks.size(); i++) {
         const Chunk q = q_chunks[i];
         const size_t rows = q.size + more, begin = more / 3;
         Buffer dq("dq", rows * row * sizeof(X));
-        kernel.write_dq(gpu(), {dq.as<X>(), rows * C, C}, std::next(dq_sum.begin(), i)->as<float>(), shape_of(q, q));
+        kernel.partial->write_dq(gpu(), {dq.as<X>(), rows * C, C}, std::next(dq_sum.begin(), i)->as<float>(),
+                                 shape_of(q, q));
         const std::vector<double> written = as_double(dq.download<X>(rows * row));
         for (size_t e = 0; e < written.size(); e++)
             if (const size_t t = e / C % rows; t < begin || t >= begin + q.size) CHECK(written[e] == 0);
@@ -984,18 +996,18 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float));
     Buffer running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
     Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", n_q * sizeof(X));
-    Buffer dq_sum("dq_sum", std::vector<char>(kernel.dq_sum_bytes(shape), 0));
+    Buffer dq_sum("dq_sum", std::vector<char>(kernel.partial->dq_sum_bytes(shape), 0));
     Buffer dk("dk", std::vector<float>(n_k, 0.f)), dv("dv", std::vector<float>(n_k, 0.f));
-    Buffer scratch("scratch", kernel.block_scratch_bytes(shape));
+    Buffer scratch("scratch", kernel.partial->scratch_bytes(shape));
     const Heads<const X> q = heads(qkv.as<X>(), 0, 0, s), k = heads(qkv.as<X>(), 1, 0, s),
                          v = heads(qkv.as<X>(), 2, 0, s);
     attention_clear_state(gpu(), o.as<float>(), running.as<double>(), shape);
     for (int twice = 0; twice < 2; twice++)  // the second time merges empty with empty
-        kernel.forward_block(gpu(), o.as<float>(), running.as<double>(), q, k, v, shape);
+        kernel.partial->forward(gpu(), o.as<float>(), running.as<double>(), q, k, v, shape);
     copy_rows(gpu(), lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
-    kernel.backward_block(gpu(), dq_sum.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
-                          {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
-    kernel.write_dq(gpu(), {dq.as<X>(), Tq * C, C}, dq_sum.as<float>(), shape);
+    kernel.partial->backward(gpu(), dq_sum.as<float>(), dk.as<float>(), dv.as<float>(), scratch.data(), q, k, v,
+                             {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
+    kernel.partial->write_dq(gpu(), {dq.as<X>(), Tq * C, C}, dq_sum.as<float>(), shape);
 
     const std::vector<float> o_host = o.download<float>(n_q), lse_host = lse.download<float>(rows);
     const std::vector<double> dq_host = as_double(dq.download<X>(n_q));
@@ -1029,7 +1041,7 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
 template <class X>
 void block(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
-    if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
+    if (!kernel.partial) SKIP("%s has no partial form", kernel.name);
     const std::vector<int> uneven_q = {128, 37, 64, 71}, uneven_k = {37, 64, 71, 128};
     for (int HS : {64, 128})
         for (bool causal : {true, false}) {
@@ -1073,10 +1085,10 @@ void logits(int index) {
                     const Case c{{several, T, several, HS, causal, 8.f / static_cast<float>(HS)}, input, logit};
                     const Problem<X>& p = problem<X>(c);
                     check_result(kernel, p, run(kernel, p));
-                    if (!kernel.forward_block) continue;
+                    if (!kernel.partial) continue;
                     check_blocks(kernel, c, {T / 3, T - T / 3}, {T / 2, T - T / 2}, 0, 0.f, T % 2 ? 0 : 9);
                 }
-    if (!kernel.forward_block) return;
+    if (!kernel.partial) return;
     for (int HS : {64, 128})
         for (const auto& [input, logit] : inputs) check_masked_blocks(kernel, HS, 130, 200, 33, input, logit);
 }
@@ -1119,7 +1131,7 @@ void small_tiles(int index) {
 template <class X>
 void large_block(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
-    if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
+    if (!kernel.partial) SKIP("%s has no partial form", kernel.name);
     for (int HS : {64, 128}) {
         const Case c{{2, 1010, 10, HS, false}, Input::normal};
         check_blocks(kernel, c, {1010}, {1010}, 0, 0.f, 9);
@@ -1130,13 +1142,15 @@ void large_block(int index) {
         BlockShape shape{s.B, s.T, s.T, s.NH, HS, 0, 0, false};
         shape.write_dkv = true;
         Buffer qkv("qkv", p.qkv), dout("dout", p.dout), lse("lse", std::vector<float>(rows, 7.f));
-        Buffer D("D", std::vector<float>(rows, 0.1f)), scratch("scratch", kernel.block_scratch_bytes(shape));
+        Buffer D("D", std::vector<float>(rows, 0.1f)), scratch("scratch", kernel.partial->scratch_bytes(shape));
         std::vector<char> first;
         for (int i = 0; i < 20; i++) {
-            Buffer dq("dq", std::vector<char>(kernel.dq_sum_bytes(shape), 0)), dkv("dkv", 2 * n * sizeof(float));
-            kernel.backward_block(gpu(), dq.as<float>(), dkv.as<float>(), dkv.as<float>() + n, scratch.data(),
-                                  heads(qkv.as<X>(), 0, 0, s), heads(qkv.as<X>(), 1, 0, s), heads(qkv.as<X>(), 2, 0, s),
-                                  {dout.as<X>(), s.T * C, C}, lse.as<float>(), D.as<float>(), shape);
+            Buffer dq("dq", std::vector<char>(kernel.partial->dq_sum_bytes(shape), 0)),
+                dkv("dkv", 2 * n * sizeof(float));
+            kernel.partial->backward(gpu(), dq.as<float>(), dkv.as<float>(), dkv.as<float>() + n, scratch.data(),
+                                     heads(qkv.as<X>(), 0, 0, s), heads(qkv.as<X>(), 1, 0, s),
+                                     heads(qkv.as<X>(), 2, 0, s), {dout.as<X>(), s.T * C, C}, lse.as<float>(),
+                                     D.as<float>(), shape);
             std::vector<char> bytes = dq.bytes(), more = dkv.bytes();
             bytes.insert(bytes.end(), more.begin(), more.end());
             if (i == 0) first = bytes;
@@ -1150,7 +1164,7 @@ void large_block(int index) {
 template <class X>
 void few_blocks(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
-    if (!kernel.forward_block) SKIP("%s has no block form", kernel.name);
+    if (!kernel.partial) SKIP("%s has no partial form", kernel.name);
     const int NH = kernel.min_sm == 90 ? 150 : 2;
     for (int HS : {64, 128}) {
         const Case c{{1, 200, NH, HS, true}, Input::normal};
@@ -1204,12 +1218,12 @@ void limits(int index) {
         const AttentionShape unsupported{1, 64, 1, 80};
         CHECK_ERROR(kernel.forward(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, unsupported), "80");
     }
-    if (!kernel.forward_block) return;
+    if (!kernel.partial) return;
     const auto check_outside = [&](BlockShape shape, const char* why) {
-        CHECK_ERROR(kernel.forward_block(gpu(), nullptr, nullptr, {}, {}, {}, shape), why);
-        CHECK_ERROR(
-            kernel.backward_block(gpu(), nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, nullptr, nullptr, shape),
-            why);
+        CHECK_ERROR(kernel.partial->forward(gpu(), nullptr, nullptr, {}, {}, {}, shape), why);
+        CHECK_ERROR(kernel.partial->backward(gpu(), nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, nullptr,
+                                             nullptr, shape),
+                    why);
     };
     BlockShape shape{1, 64, 65, 1, 64};
     shape.q_rows = 100, shape.q_begin = 37;
@@ -1374,7 +1388,7 @@ TEST(names) {
             const std::string trains = test::error_of([&] { check_attention<X>(dev, kind, 64, true, false); });
             CHECK(trains.empty() == (k->backward != nullptr));
             const std::string rings = test::error_of([&] { check_attention<X>(dev, kind, 64, false, true); });
-            CHECK(rings.empty() == (k->forward_block != nullptr));
+            CHECK(rings.empty() == (k->partial != nullptr));
         }
         check_attention<X>(dev, Attention::flash, 64, true, true);
     };
