@@ -294,14 +294,16 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
         matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
                            a.ln2_rstd, N, C);
-        matmul_backward(dev, dln, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
+        X *datty = dln, *dqkv = wide;  // their old contents have been used
+        matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
         if (ring)
-            ring->backward(wide, dln, a.atty, a.lse, a.qkv);
+            ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
         else
-            attention_backward(dev, attention, wide, scratch, dln, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
+            attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        qkv_bias_backward(dev, g.qkvb, scratch, wide, g.attprojb, w.attprojw, N, C);
-        matmul_backward(dev, dln, g.qkvw, wide, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
+        // v's bias gradient follows from the projection's, see layers.h.
+        qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
+        matmul_backward(dev, dln, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
         layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
                            a.ln1_rstd, N, C);
         if (sum_over_ranks && ranks.overlap) sum_gradients(l);
@@ -485,7 +487,8 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     const size_t N = size_t(B) * T, C = config.C, NH = config.NH;
     const int HS = config.HS();
     if (ranks.context > 1)
-        ring = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
+        ring =
+            std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
 
     sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.NH = NH, sizes.Vp = config.Vp;
     sizes.training = training, sizes.recompute = recompute;

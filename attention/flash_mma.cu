@@ -175,9 +175,9 @@ void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* q
     if (blocks > INT_MAX) throw Error(format("%s: %zu tiles are too many: use a smaller batch", kName, blocks));
     const auto kernel = s.HS == 64 ? forward_kernel<64> : forward_kernel<128>;
     kernel<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_mma");
+    LAUNCH_CHECK(kName);
 }
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_mma = {"flash_mma", 80, true, no_bytes, no_bytes, forward};
+const AttentionKernel<bf16> flash_mma = {kName, 80, true, no_bytes, no_bytes, forward};

@@ -11,9 +11,8 @@
 // New against naive: nothing of size T × T is stored. m is the largest S so far. When it rises, what was summed so far
 // shrinks by e^{m−m'}, so one pass over the keys is enough. Backward computes P again from lse.
 //
-// One thread owns one row. At HS 128 two neighbours share it, half of its elements each. A block's own rows stay in
-// shared memory, and tiles of other rows pass by. Each output has one writer, so every run gives the same bits.
-// Shared memory bounds it, because 16 bytes loaded feed only four FFMAs. Exercise: give a thread two rows.
+// One thread owns one row. At HS 128 two neighbours share it. A block's own rows stay in shared memory, and tiles of
+// others pass by. Each output has one writer, so every run gives the same bits. Exercise: give a thread two rows.
 // Writes: forward out, lse; backward dqkv (every element).  Scratch: D and 1/ΣP.
 // Limits: HS in {64, 128}; any T ≥ 1; no block form.   Run: ./dev/bench_attention --kernel flash_simple
 #include <climits>
@@ -27,12 +26,14 @@ namespace {
 // different banks.
 
 constexpr int kThreads = 64;  // of a block, and lines of its own tile
-constexpr int kPassing = 16;  // lines of a passing tile. They are few, because a thread keeps its S of all in registers
+constexpr int kPassing = 16;  // lines of a passing tile: at HS 64 Bc = 16 keys or 8 queries, at HS 128 half as many
 constexpr int kOwn = 64;      // elements of a row that a thread owns
-constexpr int kChunk = 16;    // terms of a sum that are added in one go, because short chains of additions round less
+constexpr int kTerms = 16;    // terms of a sum that are added in one go, because short chains of additions round less
 using Line = float[kOwn + 4];
 template <int HS>
 constexpr int kSplit = HS / kOwn;  // lines of a row, and threads that share it
+constexpr char kName[] = "flash_simple";
+static_assert(2 * (kThreads + kPassing) * sizeof(Line) <= 48 << 10, "dq_kernel's tiles do not fit");
 
 // Copies rows of a head from row0 on, times factor. Rows from T on become zeros.
 template <int HS, int Lines>
@@ -49,11 +50,11 @@ __device__ void load_tile(Line (&tile)[Lines], const float* head, size_t token, 
 template <int HS, int N>
 __device__ void dot_rows(float (&s)[N], const float* own, const float* row) {
     for (float& x : s) x = 0.f;
-#pragma unroll 1  // only one chunk of `own` at a time is in registers
-    for (int c = 0; c < kOwn; c += kChunk)
+#pragma unroll 1  // only kTerms of `own` at a time are in registers
+    for (int c = 0; c < kOwn; c += kTerms)
         for (int j = 0; j < N; j++) {
             float sum = 0.f;
-            for (int d = c; d < c + kChunk; d++) sum += own[d] * row[j * kSplit<HS> * (kOwn + 4) + d];
+            for (int d = c; d < c + kTerms; d++) sum += own[d] * row[j * kSplit<HS> * (kOwn + 4) + d];
             s[j] += sum;
         }
     if (kSplit<HS> == 2)
@@ -64,11 +65,11 @@ __device__ void dot_rows(float (&s)[N], const float* own, const float* row) {
 template <int HS, int N>
 __device__ void add_rows(float (&acc)[kOwn], const float (&p)[N], const float* row) {
 #pragma unroll
-    for (int c = 0; c < kOwn; c += kChunk) {
-        float sum[kChunk] = {};
+    for (int c = 0; c < kOwn; c += kTerms) {
+        float sum[kTerms] = {};
         for (int j = 0; j < N; j++)
-            for (int d = 0; d < kChunk; d++) sum[d] += p[j] * row[j * kSplit<HS> * (kOwn + 4) + c + d];
-        for (int d = 0; d < kChunk; d++) acc[c + d] += sum[d];
+            for (int d = 0; d < kTerms; d++) sum[d] += p[j] * row[j * kSplit<HS> * (kOwn + 4) + c + d];
+        for (int d = 0; d < kTerms; d++) acc[c + d] += sum[d];
     }
 }
 
@@ -208,13 +209,13 @@ __global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(Args args) {
 
 // Completes args from the shape, and starts a block for each tile of rows of each head.
 void launch(const Cuda& dev, void (*kernel)(Args), const AttentionShape& s, Args args) {
-    check_shape("flash_simple", whole(s));
-    for (const float* x : {args.qkv, args.dout}) check_aligned("flash_simple", "qkv or dout", x);
+    check_shape(kName, whole(s));
+    for (const float* x : {args.qkv, args.dout}) check_aligned(kName, "qkv or dout", x);
     args.T = s.T, args.NH = s.NH, args.heads = s.B * s.NH, args.causal = s.causal, args.scale = s.resolved_scale();
     const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(s.T, kThreads * kOwn / s.HS);
-    if (blocks > INT_MAX) throw Error(format("flash_simple: %zu tiles are too many: use a smaller batch", blocks));
+    if (blocks > INT_MAX) throw Error(format("%s: %zu tiles are too many: use a smaller batch", kName, blocks));
     kernel<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_simple");
+    LAUNCH_CHECK(kName);
 }
 
 void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
@@ -236,4 +237,4 @@ size_t scratch_bytes(const AttentionShape& s) {
 
 }  // namespace
 
-const AttentionKernel<float> flash_simple = {"flash_simple", 75, true, no_bytes, scratch_bytes, forward, backward};
+const AttentionKernel<float> flash_simple = {kName, 75, true, no_bytes, scratch_bytes, forward, backward};

@@ -186,7 +186,7 @@ void launch(const Cuda& dev, const Args& args, const bf16* qkv, const AttentionS
     constexpr int kSmem = Smem<HS>::Bytes;
     CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<HS>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     forward_kernel<HS><<<static_cast<unsigned>(blocks), kThreads, kSmem, dev.stream>>>(q_map, k_map, v_map, args);
-    LAUNCH_CHECK("flash_wgmma");
+    LAUNCH_CHECK(kName);
 }
 
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
@@ -200,4 +200,4 @@ void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* q
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_wgmma = {"flash_wgmma", 90, true, no_bytes, no_bytes, forward};
+const AttentionKernel<bf16> flash_wgmma = {kName, 90, true, no_bytes, no_bytes, forward};

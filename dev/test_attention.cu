@@ -1373,7 +1373,7 @@ TEST(layer_flash_bf16) {
 // What --attention accepts, and what a model is refused.
 TEST(names) {
     const Cuda& dev = gpu();
-    CHECK(std::string(attention_names()).rfind("flash|naive|flash_simple|flash_fp32|", 0) == 0);
+    CHECK(std::string(attention_names()).rfind("flash|naive|flash_simple|", 0) == 0);
     const auto check = [&](auto x) {
         using X = decltype(x);
         const AttentionKernels<X> all = attention_kernels<X>();

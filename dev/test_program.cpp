@@ -115,7 +115,7 @@ TEST(every_option_sets_what_it_names) {
 TEST(usage_errors_exit_with_2) {
     CHECK_RUN(run("--btach 4"), 2, "train_gpt2cu: unknown option --btach (did you mean --batch?)");
     CHECK_RUN(run("-b -1"), 2, "\"-1\" is out of range 0..65536");
-    CHECK_RUN(run("--attention magic"), 2, "\"magic\" is not one of flash|naive|flash_simple|flash_fp32|");
+    CHECK_RUN(run("--attention magic"), 2, "\"magic\" is not one of flash|naive|flash_simple|");
     CHECK_RUN(run("--device cpu --attention flash_simple"), 2, "--attention flash_simple needs a GPU");
     CHECK_RUN(run("--device cpu -e d13"), 2, "--init d13: neither d12");
     CHECK_RUN(run("--device cpu --precision bf16"), 2, "--precision bf16 needs a GPU");

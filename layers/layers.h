@@ -1,7 +1,7 @@
 // The backend seam, CUDA side. Every layer is one call. layers/cpu/reference.h has the same list for the CPU, and the
 // trainer is written once over both. All pointers are device memory, all tensors row-major and contiguous, all launches
-// go to dev.stream. "Writes" means every element, whatever was there before. "Adds into" means that the caller cleared
-// it.
+// go to dev.stream. Outputs stand first among the arguments, then scratch, then inputs. "Writes" means every element,
+// whatever was there before. "Adds into" means that the caller cleared it.
 //
 // Shapes: B batch, T tokens, C channels, N = B·T rows, V vocabulary, Vp padded vocabulary (a multiple of 128 is
 // fastest), NH heads, HS = C/NH head size. X is float or bf16. Statistics, losses and weight gradients are fp32.

@@ -8,7 +8,9 @@
 //                 uint32 sections, then for each: string name, uint64 bytes, uint64 checksum
 //                 (a string: uint32 length, then as many bytes)
 //   …   uint64    checksum of everything above
-//   …   sections  back to back up to the end of the file
+//   …   sections  back to back up to the end of the file. A run writes two (run/training.h):
+//                 counters   the step, the model file's checksum, and where in its data the loader is
+//                 optimizer  m and v, in bf16 also the fp32 master weights, in the order of the parameters
 // Every byte is covered by the magic, the version, the length of the file or a checksum, so no flipped bit goes
 // unnoticed.
 #include "run/checkpoint.h"

@@ -24,9 +24,10 @@ void read_model_parameters(const std::string& path, const ModelHeader&, void* ou
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
 // ---- Training state (ours): magic, version, identity and sections {name, bytes, checksum}.
-// Identity holds by name everything that must be the same for a resumed run to equal an uninterrupted one.
+// Identity holds by name what a resumed run must have in common with the one before. The schedule and the optimizer's
+// options are not in it, so that they may be changed on purpose.
 struct Identity {
-    std::vector<std::pair<std::string, std::string>> fields;  // {"model", "d12"}, {"B", "4"}, {"precision", "bf16"}, …
+    std::vector<std::pair<std::string, std::string>> fields;  // {"B", "4"}, {"precision", "bf16"}, …
 };
 struct Section {
     std::string name;

@@ -1,6 +1,6 @@
 // The backend seam, CPU side: the same list of layers as layers/layers.h, as plain loops.
 //
-// It is three things: the executable specification (read it first), the oracle of every kernel test (X = double), and
+// It is three things: the executable specification, the oracle of every kernel test (X = double), and
 // the trainer of a machine without a GPU (X = float, OpenMP). No sum is split between threads, so results do not depend
 // on their number. A run is bit-exact wherever the compiler's arithmetic is.
 //

@@ -4,11 +4,11 @@
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/cuda.h"
 
-void cuda_check(cudaError_t status, const char* file, int line, const char* what) {
+void cuda_check(cudaError_t status, const char* file, int line, const char* what, const char* before) {
     if (status == cudaSuccess) return;
     cudaGetLastError();  // so that the next check does not report this error once more
-    throw Error(
-        format("%s:%d: CUDA: %s (%s) in %s", file, line, cudaGetErrorString(status), cudaGetErrorName(status), what));
+    throw Error(format("%s:%d: CUDA: %s (%s) in %s%s", file, line, cudaGetErrorString(status), cudaGetErrorName(status),
+                       before, what));
 }
 
 void cublas_check(cublasStatus_t status, const char* file, int line, const char* what) {

@@ -8,11 +8,11 @@
 #include "layers/gpu/types.h"
 
 // Throws Error with file, line and the call itself.
-void cuda_check(cudaError_t status, const char* file, int line, const char* what);
+void cuda_check(cudaError_t status, const char* file, int line, const char* what, const char* before = "");
 #define CUDA_CHECK(call) cuda_check((call), __FILE__, __LINE__, #call)
 // Goes after every launch and catches a bad configuration at once. An asynchronous fault shows at the next checked
 // call.
-#define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, "launch of " kernel)
+#define LAUNCH_CHECK(kernel) cuda_check(cudaGetLastError(), __FILE__, __LINE__, kernel, "launch of ")
 
 struct OutOfMemory : Error {
     using Error::Error;
