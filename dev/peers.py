@@ -5,7 +5,7 @@
     python3 dev/peers.py --dtype bf16 --hs 128 --shapes 4x4096,2x16384 --json
 
 The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32: 3xTF32), torch_math (T×T in memory).
-Where FlashAttention 3's module flash_attn_interface is installed, also flash3 and flash3_det, its deterministic form.
+Where FlashAttention 3's module flash_attn_interface is installed, also fa3 and fa3_det, its deterministic form.
 They get what our kernels get: q, k, v as views of one packed (B, T, 3, NH, HS), random values, and buffers that rotate
 through twice the L2 cache. Each is validated first, a head against fp64. What is timed is the bare operator, forward or
 backward, on the GPU alone, in the two protocols of dev/bench.h:
@@ -34,8 +34,8 @@ import results  # noqa: E402
 
 BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
-FLASH3 = ("flash3", "flash3_det")
-PEERS = (*BACKENDS, *FLASH3)
+FA3 = ("fa3", "fa3_det")
+PEERS = (*BACKENDS, *FA3)
 WAIT_CYCLES = 4_000_000  # about 2 ms: more than PyTorch takes to queue a pass
 WARM_UPS, RUNS, MAX_REST = 3, 15, 50.  # ms
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
@@ -62,11 +62,11 @@ class Peer:
 
     def __init__(self, torch, backend, dtype, B, T, NH, HS, causal, stream):
         self.torch, self.causal, self.stream = torch, causal, stream
-        if backend in FLASH3:
-            flash3 = importlib.import_module("flash_attn_interface")
-            self.version = {"flash3": flash3.__version__}
-            self.attention = lambda *qkv: flash3.flash_attn_func(
-                *(x.transpose(1, 2) for x in qkv), causal=causal, deterministic=backend == "flash3_det").transpose(1, 2)
+        if backend in FA3:
+            fa3 = importlib.import_module("flash_attn_interface")
+            self.version = {"fa3": fa3.__version__}
+            self.attention = lambda *qkv: fa3.flash_attn_func(
+                *(x.transpose(1, 2) for x in qkv), causal=causal, deterministic=backend == "fa3_det").transpose(1, 2)
         else:
             from torch.nn.attention import SDPBackend, sdpa_kernel
             self.version = {}
@@ -174,9 +174,9 @@ def peer_rows(torch, backend, dtype, B, T, NH, HS, causal, quick):
             sustained = None if quick else peer.sustained_ms(run, ms)
             peer.forward_all()  # the results of a pass that was captured belong to its graphs
             rows.append(results.row(
-                "attention", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__, kernel=backend,
-                **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=causal,
-                deterministic=name == "fwd" or backend in ("torch_math", "flash3_det"), **peer.version, ms=ms, tflops=flops / ms * 1e-9,
+                "attention", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__, **peer.version,
+                kernel=backend, **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=causal,
+                deterministic=name == "fwd" or backend in ("torch_math", "fa3_det"), ms=ms, tflops=flops / ms * 1e-9,
                 ms_sustained=sustained, tflops_sustained=sustained and flops / sustained * 1e-9, relative_error=error))
         return rows
 
