@@ -278,6 +278,10 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
                    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "        \
                    "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "          \
                    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// One wgmma that adds to d if the operand `accumulate` is not 0, and sets d otherwise.
+#define WGMMA(shape, d, operands, accumulate)                                                                          \
+    "{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                                            \
+    "wgmma.mma_async.sync.aligned." shape " {" d "}, " operands ";\n}\n"
 // clang-format on
 
 // d (+)= A · B with both in shared memory. `a` and `b` are their descriptors. B is N×16 (if not transposed its rows are
@@ -286,35 +290,17 @@ template <bool TransposedA = false, bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool accumulate) {
     static_assert(N == 8 || N == 16 || N == 32);
     if constexpr (N == 8)
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %34, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
-            "}, %32, %33, p, 1, 1, %35, %36;\n"
-            "}\n"
-            : WGMMA_D8(0)
-            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+        asm volatile(WGMMA("m64n64k16.f32.bf16.bf16", WGMMA_R32, "%32, %33, p, 1, 1, %35, %36", "%34")
+                     : WGMMA_D8(0)
+                     : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
     else if constexpr (N == 32)
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %130, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_R128
-            "}, %128, %129, p, 1, 1, %131, %132;\n"
-            "}\n"
-            : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
-            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+        asm volatile(WGMMA("m64n256k16.f32.bf16.bf16", WGMMA_R128, "%128, %129, p, 1, 1, %131, %132", "%130")
+                     : WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
+                     : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
     else
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %66, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
-            "}, %64, %65, p, 1, 1, %67, %68;\n"
-            "}\n"
-            : WGMMA_D8(0), WGMMA_D8(8)
-            : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
+        asm volatile(WGMMA("m64n128k16.f32.bf16.bf16", WGMMA_R64, "%64, %65, p, 1, 1, %67, %68", "%66")
+                     : WGMMA_D8(0), WGMMA_D8(8)
+                     : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{TransposedA}), "n"(int{TransposedB}));
 }
 // d = A · B, for accumulators that hold something else until then. d is not read, so its registers are free up to here.
 template <bool TransposedA = false, bool TransposedB = false, int N>
@@ -336,72 +322,37 @@ template <bool TransposedB = false, int N>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
     static_assert(N == 8 || N == 16);
     if constexpr (N == 8)
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %37, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_R32
-            "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
-            "}\n"
-            : WGMMA_D8(0)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
+        asm volatile(WGMMA("m64n64k16.f32.bf16.bf16", WGMMA_R32, "{%32, %33, %34, %35}, %36, p, 1, 1, %38", "%37")
+                     : WGMMA_D8(0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
     else
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %69, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_R64
-            "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n"
-            "}\n"
-            : WGMMA_D8(0), WGMMA_D8(8)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
+        asm volatile(WGMMA("m64n128k16.f32.bf16.bf16", WGMMA_R64, "{%64, %65, %66, %67}, %68, p, 1, 1, %70", "%69")
+                     : WGMMA_D8(0), WGMMA_D8(8)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
 }
 // The same two for operands in fp16. In wgmma_ss_f16 d is 128 columns wide and B's rows are n. In wgmma_rs_f16 d is 64
 // columns wide and B's rows are k. The sums are fp32, or fp16 in pairs with row g in d[n][0] and row g + 8 in d[n][1].
 __device__ __forceinline__ void wgmma_ss_f16(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" WGMMA_R64
-        "}, %64, %65, p, 1, 1, 0, 0;\n"
-        "}\n"
-        : WGMMA_D8(0), WGMMA_D8(8)
-        : "l"(a), "l"(b), "r"(int{accumulate}));
+    asm volatile(WGMMA("m64n128k16.f32.f16.f16", WGMMA_R64, "%64, %65, p, 1, 1, 0, 0", "%66")
+                 : WGMMA_D8(0), WGMMA_D8(8)
+                 : "l"(a), "l"(b), "r"(int{accumulate}));
 }
 __device__ __forceinline__ void wgmma_ss_f16(uint32_t (&d)[16][2], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 {" WGMMA_R32
-        "}, %32, %33, p, 1, 1, 0, 0;\n"
-        "}\n"
-        : WGMMA_H8(0), WGMMA_H8(8)
-        : "l"(a), "l"(b), "r"(int{accumulate}));
+    asm volatile(WGMMA("m64n128k16.f16.f16.f16", WGMMA_R32, "%32, %33, p, 1, 1, 0, 0", "%34")
+                 : WGMMA_H8(0), WGMMA_H8(8)
+                 : "l"(a), "l"(b), "r"(int{accumulate}));
 }
 __device__ __forceinline__ void wgmma_rs_f16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WGMMA_R32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
-        "}\n"
-        : WGMMA_D8(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+    asm volatile(WGMMA("m64n64k16.f32.f16.f16", WGMMA_R32, "{%32, %33, %34, %35}, %36, p, 1, 1, 1", "%37")
+                 : WGMMA_D8(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
 }
 __device__ __forceinline__ void wgmma_rs_f16(uint32_t (&d)[8][2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f16.f16.f16 {" WGMMA_R16
-        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1;\n"
-        "}\n"
-        : WGMMA_H8(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
+    asm volatile(WGMMA("m64n64k16.f16.f16.f16", WGMMA_R16, "{%16, %17, %18, %19}, %20, p, 1, 1, 1", "%21")
+                 : WGMMA_H8(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
 }
+#undef WGMMA
 #undef WGMMA_D1
 #undef WGMMA_D8
 #undef WGMMA_W1
