@@ -69,10 +69,14 @@ struct Work {
     int tile, bh, b, h;
 };
 template <class X>
-__device__ __forceinline__ Work work_of_block(const Problem<X>& p, bool descending) {
-    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
-    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
+__device__ __forceinline__ Work work_of_item(const Problem<X>& p, unsigned item, bool descending) {
+    const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
+}
+template <class X>
+__device__ __forceinline__ Work work_of_block(const Problem<X>& p, bool descending) {
+    return work_of_item(p, blockIdx.x, descending);
 }
 template <class X>
 __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
@@ -95,10 +99,11 @@ Problem<X> problem(const char* kernel, const Heads<const X>& q, const Heads<cons
 }
 
 // Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and dO). A
-// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
+// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100). Blocks that take several tiles, one
+// after the other, are at most `most_blocks`.
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem,
-            const Cuda& dev) {
+            const Cuda& dev, int most_blocks = INT_MAX) {
     constexpr size_t kGroupBytes = 32 << 20;
     const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * T * HS;
     args.p.tiles = tiles;
@@ -107,6 +112,6 @@ void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T,
     if (blocks > INT_MAX)
         throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name, blocks, INT_MAX));
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
+    kernel<<<std::min(static_cast<int>(blocks), most_blocks), threads, smem, dev.stream>>>(args);
     cuda_check(cudaGetLastError(), __FILE__, __LINE__, format("launch of %s", name).c_str());
 }

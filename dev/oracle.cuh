@@ -195,7 +195,7 @@ class Errors {
     }
 
     // Adds head h of sequence b, for which the oracle has run. out (B, T, NH, HS), lse (B, NH, T),
-    // dqkv (B, T, 3, NH, HS).
+    // dqkv (B, T, 3, NH, HS), or null if there was no backward.
     template <class X>
     void add(const Oracle& oracle, const X* out, const float* lse, const X* dqkv, int b, int h) {
         const size_t C = size_t(s_.NH) * s_.HS, token = size_t(b) * s_.T;
@@ -207,7 +207,7 @@ class Errors {
         };
         compare(Out, out + token * C + h * s_.HS, C, s_.HS);
         compare(Lse, lse + (size_t(b) * s_.NH + h) * s_.T, 1, 1);
-        for (int part = 0; part < 3; part++)
+        for (int part = 0; dqkv && part < 3; part++)
             compare(Dq + part, dqkv + (token * 3 + part) * C + h * s_.HS, 3 * C, s_.HS);
         heads_++;
     }
