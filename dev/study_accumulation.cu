@@ -11,9 +11,10 @@
 //                             or with wgmma for 4 warpgroups on a tile of keys, not 3
 //
 // Each choice is a flag of a template parameter, and two kernels take all of them. One uses mma.sync, after flash_bf16
-// (sm_80+), and one wgmma, after flash_bf16_sm90 (9.0). They differ from those in two points. m is the true running
-// maximum, so P ≤ 1 is a fact and the sums' bounds can be relied on. And wgmma's first tile is always a whole one. What
-// differs between the variants is in the types that Variant names and in Softmax. The kernels are vehicles.
+// (sm_80+), and one wgmma, after flash_bf16_sm90 (9.0). They differ from those in three points. m is the true running
+// maximum, so P ≤ 1 is a fact and the sums' bounds can be relied on. wgmma's first tile is always a whole one. And out
+// is written straight from registers. What differs between the variants is in the types that Variant names and in
+// Softmax. The kernels are vehicles.
 //
 // Sums in fp16 need operands in fp16, so bf16 has only the variants of 1/l, the shift and the exponentials.
 //
@@ -190,6 +191,13 @@ __device__ __forceinline__ float sum_of_row(float x) {  // a row's four lanes ar
 // ---------------------------------------------------------------------------------------------------------------------
 // The softmax of a lane's two rows. P = 2^(scale_log2·S − reference), and reference = scale_log2·m + shift.
 
+template <class X>
+struct Args {
+    Problem<X> p;
+    Heads<X> out;
+    float *lse, shift_log2;  // shift_log2 = log2(T), or 0
+};
+
 template <class V>
 struct Softmax {
     using P = typename V::P;
@@ -249,21 +257,20 @@ struct Softmax {
         if (V::InLoop || __any_sync(~0u, !(alpha[0] == 1.f && alpha[1] == 1.f))) scale_rows(o, alpha[0], alpha[1]);
     }
 
-    // O's last factor, and lse.
-    __device__ __forceinline__ void finish(float (&factor)[2], float (&lse)[2]) const {
-        for (int r = 0; r < 2; r++) {
-            const float sum = V::InLoop ? l[r] : sum_of_row(l[r]);
-            factor[r] = V::InLoop ? 1.f : __fdividef(1.f, sum);
-            lse[r] = (reference[r] + __log2f(sum)) * static_cast<float>(M_LN2);
+    // Divides O by l. Writes out and lse of queries `row` and row + 8, which are none if row < 0.
+    __device__ __forceinline__ void write(const Args<typename V::X>& args, const Work& w, int row,
+                                          const typename V::O (&o)[HS / 8][2]) const {
+        for (int r = 0; r < 2; r++, row += 8) {
+            const float sum = V::InLoop ? l[r] : sum_of_row(l[r]), factor = V::InLoop ? 1.f : __fdividef(1.f, sum);
+            if (row < 0 || row >= args.p.Tq) continue;
+            if (threadIdx.x % 4 == 0)
+                args.lse[size_t(w.bh) * args.p.Tq + row] = (reference[r] + __log2f(sum)) * static_cast<float>(M_LN2);
+            auto* out = reinterpret_cast<typename V::Pair*>(head_of(args.out, w, HS) + row * args.out.token);
+            for (int n = 0; n < HS / 8; n++)
+                out[4 * n + threadIdx.x % 4] = rounded<typename V::Pair>(widened(o[n][r]) * float2{factor, factor});
         }
     }
 };
-
-// A row of O in out's form.
-template <class V>
-__device__ __forceinline__ uint32_t finished(typename V::O o, float factor) {
-    return same_bits<uint32_t>(rounded<typename V::Pair>(widened(o) * float2{factor, factor}));
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // mma.sync: a block of 4 warps with 32 queries each. K and V come through a 2-stage ring by cp.async (see
@@ -272,13 +279,6 @@ __device__ __forceinline__ uint32_t finished(typename V::O o, float factor) {
 struct MmaTiles {
     static constexpr int M = 2, Threads = 128, Br = 4 * 16 * M, Bc = 64, KvBytes = Bc * HS * 2;
     static constexpr int Smem = Br * HS * 2 + 4 * KvBytes;
-};
-
-template <class X>
-struct MmaArgs {
-    Problem<X> p;
-    Heads<X> out;
-    float *lse, shift_log2;  // shift_log2 = log2(T), or 0
 };
 
 template <int Rows, class X>
@@ -363,7 +363,7 @@ struct MmaWarp {
 
 template <class V>
 __global__ void __launch_bounds__(MmaTiles::Threads, V::MmaBlocks)
-    mma_kernel(const __grid_constant__ MmaArgs<typename V::X> args) {
+    mma_kernel(const __grid_constant__ Args<typename V::X> args) {
 #if __CUDA_ARCH__ >= 800
     using X = typename V::X;
     constexpr int M = MmaTiles::M, Br = MmaTiles::Br, Bc = MmaTiles::Bc, KvBytes = MmaTiles::KvBytes;
@@ -375,6 +375,7 @@ __global__ void __launch_bounds__(MmaTiles::Threads, V::MmaBlocks)
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
 
+    // Not head_of, whose 64-bit offset makes more-warps spill registers.
     auto head = [&](const auto& x) { return x.ptr + w.b * x.batch + w.h * HS; };
     auto load_kv = [&](int j) {
         load_tile<Bc>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token, j * Bc, p.Tq);
@@ -406,25 +407,7 @@ __global__ void __launch_bounds__(MmaTiles::Threads, V::MmaBlocks)
             warp.template step<false>(k_tile, v_tile, first_q + lane / 4, j * Bc + lane % 4 * 2, p.Tq);
     }
 
-    __syncwarp();
-    for (int i = 0; i < M; i++) {  // rows go through the warp's own rows of Q, so that whole rows are written together
-        float factor[2], lse[2];
-        warp.rows[i].finish(factor, lse);
-        for (int r = 0; r < 2; r++) {
-            const int row = warp_row + 16 * i + 8 * r + lane / 4;
-            if (lane % 4 == 0 && q0 + row < p.Tq) args.lse[size_t(w.bh) * p.Tq + q0 + row] = lse[r];
-            for (int n = 0; n < HS / 8; n++)
-                *reinterpret_cast<uint32_t*>(smem + swizzled<HS>(row, n) + lane % 4 * 4) =
-                    finished<V>(warp.o[i][n][r], factor[r]);
-        }
-    }
-    __syncwarp();
-    for (int i = 0; i < 16 * M; i += 4) {
-        const int row = warp_row + i + lane / 8, chunk = lane % 8;
-        if (q0 + row < p.Tq)
-            *reinterpret_cast<uint4*>(head(args.out) + (q0 + row) * args.out.token + chunk * 8) =
-                *reinterpret_cast<const uint4*>(smem + swizzled<HS>(row, chunk));
-    }
+    for (int i = 0; i < M; i++) warp.rows[i].write(args, w, first_q + 16 * i + lane / 4, warp.o[i]);
 #endif
 }
 
@@ -437,14 +420,13 @@ struct WgmmaTiles {
     static constexpr int W = MoreWarps ? 4 : 3, Br = 64 * W, Bc = 128, Threads = 128 * (1 + W), Stages = 4;
     static constexpr int ConsumerRegisters = MoreWarps ? 112 : 160;
     static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
-    static constexpr int Out = 2 * W * QBytes, Kv = Out + W * QBytes, Barriers = Kv + 2 * Stages * KvBytes;
+    static constexpr int Kv = 2 * W * QBytes, Barriers = Kv + 2 * Stages * KvBytes;
     static constexpr int NextItem = Barriers + 4 * (W + Stages) * 8, Smem = NextItem + 2 * 4;
     static_assert(Smem <= 227 * 1024);
 
     // Shared memory of warpgroup wg's i-th item, and of the block's n-th tile of K (kv = 0) and V (1).
     static __device__ uint32_t base() { return smem_address(smem); }
     static __device__ uint32_t q(int i, int wg) { return base() + (i % 2 * W + wg) * QBytes; }
-    static __device__ uint32_t out(int wg) { return base() + Out + wg * QBytes; }
     static __device__ uint32_t tile(int kv, int n) { return base() + Kv + (kv * Stages + n % Stages) * KvBytes; }
     static __device__ uint32_t barrier(int which) { return base() + Barriers + which * 8; }
     static __device__ uint32_t q_full(int i, int wg) { return barrier(i % 2 * W + wg); }
@@ -462,10 +444,8 @@ struct WgmmaTiles {
 };
 
 template <class X>
-struct WgmmaArgs {
-    Problem<X> p;
-    float *lse, shift_log2;  // shift_log2 = log2(T), or 0
-    CUtensorMap q, kv[2], out;
+struct WgmmaArgs : Args<X> {
+    CUtensorMap q, kv[2];
     float one = 1.f;  // see to_operands
 };
 __device__ int next_item;  // the last block to ask sets it back to 0. One launch runs at a time
@@ -564,15 +544,6 @@ struct Warpgroup {
             scale_rows(p, one, one);
         for (int kk = 0; kk < Bc / 16; kk++) operand<V>(p_regs[kk], p, kk);
     }
-    // Writes the tile of out to shared memory.
-    __device__ __forceinline__ void store_out(uint32_t out_smem, const float (&factor)[2]) {
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        for (int n = 0; n < HS / 8; n += 2) {
-            uint32_t packed[4];
-            for (int i = 0; i < 4; i++) packed[i] = finished<V>(o[n + i / 2][i % 2], factor[i % 2]);
-            stmatrix_x4(out_smem + swizzled<HS>(16 * warp + lane % 16, n + lane / 16), packed);
-        }
-    }
 };
 
 template <class V>
@@ -580,7 +551,6 @@ __device__ __forceinline__ void consumer(const WgmmaArgs<typename V::X>& args, i
     using Tiles = WgmmaTiles<V::MoreWarps>;
     const auto& p = args.p;
     const int T = p.Tq, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const bool leader = threadIdx.x % 128 == 0;
     auto wait_full = [&](int kv, int n) { mbarrier_wait(Tiles::full(kv, n), Tiles::parity(n)); };
     auto release = [&](uint32_t barrier) {
         if (lane == 0) mbarrier_arrive(barrier);
@@ -635,21 +605,8 @@ __device__ __forceinline__ void consumer(const WgmmaArgs<typename V::X>& args, i
             release(Tiles::empty(1, n - 1));
         }
 
-        float factor[2], lse[2];
-        group.rows.finish(factor, lse);
-        for (int r = 0; r < 2; r++)
-            if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < T) args.lse[size_t(w.bh) * T + row + 8 * r] = lse[r];
-        if (leader) bulk_wait_read<0>();
-        named_barrier_sync(1 + wg, 128);  // the last store has read its shared memory
-        group.store_out(Tiles::out(wg), factor);
-        fence_proxy_async();
-        named_barrier_sync(1 + wg, 128);
-        if (leader && first_q >= 0) {
-            tma_store_4d(&args.out, Tiles::out(wg), 0, w.h, first_q, w.b);
-            bulk_commit();
-        }
+        group.rows.write(args, w, row, group.o);
     }
-    if (leader) bulk_wait_read<0>();  // shared memory must outlive the reads
 }
 
 template <class V>
@@ -685,18 +642,15 @@ __global__ void __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads, 1)
 // Launchers
 
 template <class X>
-Problem<X> problem(const X* qkv, const AttentionShape& s) {
-    return problem<X>("study_accumulation", packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-}
-float shift_log2(int flags, int T) {
-    return flags & kShift ? std::log2(static_cast<float>(T)) : 0.f;
+Args<X> args_of(X* out, float* lse, const X* qkv, const AttentionShape& s, int flags) {
+    return {problem("study_accumulation", packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s)),
+            contiguous(out, s.T, s.NH, HS), lse, flags & kShift ? std::log2(static_cast<float>(s.T)) : 0.f};
 }
 
 template <class X, int F>
 void forward_mma(const Cuda& dev, X* out, float* lse, const X* qkv, const AttentionShape& s) {
-    const MmaArgs<X> args{problem(qkv, s), contiguous(out, s.T, s.NH, HS), lse, shift_log2(F, s.T)};
-    launch("mma_kernel", mma_kernel<Variant<X, F & ~kShift>>, args, ceil_div(s.T, MmaTiles::Br), s.T, HS,
-           MmaTiles::Threads, MmaTiles::Smem, dev);
+    launch("mma_kernel", mma_kernel<Variant<X, F & ~kShift>>, args_of(out, lse, qkv, s, F), ceil_div(s.T, MmaTiles::Br),
+           s.T, HS, MmaTiles::Threads, MmaTiles::Smem, dev);
 }
 
 template <class X, int F>
@@ -705,11 +659,10 @@ void forward_wgmma(const Cuda& dev, X* out, float* lse, const X* qkv, const Atte
     const auto map = [&](const char* name, const Heads<const X>& x, int rows) {
         return tensor_map(name, x, s.B, s.T, s.NH, HS, rows);
     };
-    WgmmaArgs<X> args{};
-    args.p = problem(qkv, s), args.lse = lse, args.shift_log2 = shift_log2(F, s.T);
-    args.q = map("q", args.p.q, 64), args.kv[0] = map("k", args.p.k, Tiles::Bc);
-    args.kv[1] = map("v", args.p.v, Tiles::Bc), args.out = map("out", contiguous<const X>(out, s.T, s.NH, HS), 64);
-    launch("wgmma_kernel", wgmma_kernel<Variant<X, F & ~kShift>>, args, ceil_div(s.T, Tiles::Br), s.T, HS,
+    const Args<X> args = args_of(out, lse, qkv, s, F);
+    const WgmmaArgs<X> wgmma_args{
+        args, map("q", args.p.q, 64), {map("k", args.p.k, Tiles::Bc), map("v", args.p.v, Tiles::Bc)}};
+    launch("wgmma_kernel", wgmma_kernel<Variant<X, F & ~kShift>>, wgmma_args, ceil_div(s.T, Tiles::Br), s.T, HS,
            Tiles::Threads, Tiles::Smem, dev, dev.num_sms);
 }
 
