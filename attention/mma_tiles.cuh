@@ -1,5 +1,5 @@
-// What flash_bf16 and flash_fp16x3 share: tiles of 16-bit elements in shared memory, and launches of a block for each tile of
-// each head.
+// What flash_bf16, flash_fp16x3 and dev/study_accumulation share: tiles of 16-bit elements in shared memory, and launches
+// that cover each tile of each head.
 #pragma once
 #include <algorithm>
 #include <climits>
@@ -68,6 +68,7 @@ struct Problem {
 struct Work {
     int tile, bh, b, h;
 };
+// An item is a tile of a head. A block takes the one of its own number, unless it takes several.
 template <class X>
 __device__ __forceinline__ Work work_of_item(const Problem<X>& p, unsigned item, bool descending) {
     const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
