@@ -1,5 +1,5 @@
-// What flash_bf16, flash_fp16x3 and dev/study_accumulation share: tiles of 16-bit elements in shared memory, and launches
-// that cover each tile of each head.
+// What flash_bf16, flash_fp16x3 and dev/study_accumulation share: tiles of 16-bit elements in shared memory, and
+// launches that cover each tile of each head.
 #pragma once
 #include <algorithm>
 #include <climits>
@@ -34,7 +34,14 @@ __device__ __forceinline__ uint32_t block16_b(uint32_t tile, int row, int col) {
     return ((tile + swizzled<HS>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) ^ (col * 2)) + row * HS * 2;
 }
 
-// Adds c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, or writes it if !add. Skips rows at or past `end`.
+// a = the A operand made of the tile's first 16·M rows and k-step [col, col + 16).
+template <int HS, int M>
+__device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
+}
+
+// Adds c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, or writes it if !add. Skips rows at or past
+// `end`.
 template <int HS, int M>
 __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
                                          bool add) {
@@ -75,6 +82,12 @@ __device__ __forceinline__ Work work_of_item(const Problem<X>& p, unsigned item,
     const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
 }
+// How many tiles of Bc keys the tile'th Br queries see. It is ≤ 0 if they see no key.
+template <int Br, int Bc, class X>
+__device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
+    const int k_end = min(p.Tk, min((tile + 1) * Br, p.Tq) + p.shift);  // the last query sees keys before this
+    return (k_end + Bc - 1) / Bc;
+}
 template <class X>
 __device__ __forceinline__ Work work_of_block(const Problem<X>& p, bool descending) {
     return work_of_item(p, blockIdx.x, descending);
@@ -99,9 +112,9 @@ Problem<X> problem(const char* kernel, const Heads<const X>& q, const Heads<cons
     return p;
 }
 
-// Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and dO). A
-// group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100). Blocks that take several tiles, one
-// after the other, are at most `most_blocks`.
+// Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and
+// dO). A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100). Blocks that take several tiles,
+// one after the other, are at most `most_blocks`.
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem,
             const Cuda& dev, int most_blocks = INT_MAX) {

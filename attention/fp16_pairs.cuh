@@ -1,0 +1,286 @@
+// What flash_fp16x3 computes with: fp32 operands as pairs of fp16.
+//
+//   x · 2^e = hi + lo,  hi = fp16(x · 2^e),  lo = fp16(x · 2^e − hi)      an operand: 22 bits in two halves
+//   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi                              a product: three MMAs, small terms first
+//
+// Why fp16? It has TF32's 11 significand bits, so a pair keeps as much as a pair of TF32 numbers. But its MMAs run at
+// twice the rate, a pair takes 4 bytes instead of 8, and ldmatrix transposes it. bf16 would take three parts and six
+// products. fp16's weakness is its range. Powers of two cure that, and they are exact: 2^e brings the largest magnitude
+// of a tile to [2^14, 2^15). Elements down to 2^-17 of the largest keep all 22 bits, and none is off by more than 2^-39
+// of it.
+//
+// Tiles are summed twice because tensor cores truncate when they add. A sum of one sign loses up to a unit for each
+// step, always towards zero, so a sum over all keys would drift with T. A tile's product therefore starts at 0, takes
+// all its small terms before the first large one, and an ordinary FMA adds it to O, dQ, dK or dV.
+#pragma once
+#include <cuda_fp16.h>
+
+#include "attention/mma_tiles.cuh"
+#include "layers/gpu/ptx_sm80.cuh"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Splitting
+
+// The exponent e that brings a largest magnitude, given by its bits, to [2^14, 2^15). It is clamped so that 2^e, 2^−e
+// and 2^(−e−14) are normal numbers.
+__device__ __forceinline__ int exponent_for(uint32_t largest) {
+    return max(-113, min(112, 141 - static_cast<int>(largest >> 23)));
+}
+__device__ __forceinline__ float power_of_two(int e) {
+    return __int_as_float((127 + e) << 23);
+}
+// 2^e for that e, or NaN if an element is NaN or infinite. The NaN then spreads over the tile.
+__device__ __forceinline__ float factor_for(uint32_t largest) {
+    return largest < 0x7f800000u ? power_of_two(exponent_for(largest)) : __int_as_float(0x7fffffff);
+}
+
+// Two floats as two pairs of halves, x = hi + lo to 22 bits.
+__device__ __forceinline__ void split(uint32_t& hi, uint32_t& lo, float x0, float x1) {
+    hi = pack_f16(x0, x1);
+    const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&hi));
+    lo = pack_f16(x0 - rounded.x, x1 - rounded.y);
+}
+
+// The bits of the largest magnitude in the warp. A NaN's bits are larger than any number's.
+__device__ __forceinline__ uint32_t warp_largest(float x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, __float_as_uint(x));
+#else
+    return 0;
+#endif
+}
+
+// Reads threadIdx.x again, so that addresses that follow from it are computed anew for each tile. Otherwise the
+// compiler would keep them in registers, which the products need.
+__device__ __forceinline__ unsigned thread_again() {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    return thread;
+}
+
+// Does the same for values that follow from x.
+__device__ __forceinline__ uint32_t again(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// In shared memory a tile of lo parts lies `lo` bytes behind its tile of hi parts.
+
+// A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads, …
+template <int HS, int Rows, int Threads>
+constexpr int kPieces = Rows* HS / 4 / Threads;
+
+template <int N>
+__device__ __forceinline__ float largest(const float4 (&x)[N]) {
+    float m = 0.f;
+    for (int i = 0; i < N; i++) {
+        m = max_nan(m, max_nan(fabsf(x[i].x), fabsf(x[i].y)));
+        m = max_nan(m, max_nan(fabsf(x[i].z), fabsf(x[i].w)));
+    }
+    return m;
+}
+
+// Writes a thread's pieces of a tile, times factor, as pairs of halves.
+template <int HS, int Threads, int N>
+__device__ __forceinline__ void store_split(unsigned char* tile, int lo, const float4 (&x)[N], float factor,
+                                            unsigned thread) {
+    const unsigned row = thread / (HS / 4), col = thread % (HS / 4);
+#pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
+    for (int i = 0; i < N; i++) {
+        uint2 h, l;
+        split(h.x, l.x, x[i].x * factor, x[i].y * factor);
+        split(h.y, l.y, x[i].z * factor, x[i].w * factor);
+        unsigned char* at = tile + swizzled<HS>(row + i * (Threads / (HS / 4)), col / 2) + col % 2 * 8;
+        *reinterpret_cast<uint2*>(at) = h;
+        *reinterpret_cast<uint2*>(at + lo) = l;
+    }
+}
+
+// Each warp splits its own rows of an operand that the block keeps, rows [row0, row0 + Rows) of one head, and writes
+// them to `tile` as pairs. Rows at or past `end` become zeros. Returns the unit that undoes their scale.
+template <int HS, int Rows>
+__device__ __forceinline__ float keep_rows(unsigned char* tile, int lo, const float* head, size_t token, int row0,
+                                           int end) {
+    constexpr int RowsAtOnce = 32 / (HS / 4);
+    const unsigned lane = threadIdx.x % 32;
+    const int row = row0 + static_cast<int>(lane / (HS / 4));
+    const float* src = head + row * token + lane % (HS / 4) * 4;
+    float4 rows[kPieces<HS, Rows, 32>];
+    for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * token)
+        rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src) : float4{0.f, 0.f, 0.f, 0.f};
+    const uint32_t m = warp_largest(largest(rows));
+    store_split<HS, 32>(tile, lo, rows, factor_for(m), lane);
+    return power_of_two(-exponent_for(m));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products
+
+// c (16·M × 16, columns 8·n … of an accumulator) += a · b.
+template <int M, int N>
+__device__ __forceinline__ void mma(float (&c)[M][N][4], int n, const uint32_t (&a)[M][4], const uint32_t (&b)[4]) {
+    for (int m = 0; m < M; m++) {
+        mma_m16n8k16_f16(c[m][n], a[m], b[0], b[1]);
+        mma_m16n8k16_f16(c[m][n + 1], a[m], b[2], b[3]);
+    }
+}
+
+// Columns 8·n … 8·n + 15 of c += x.
+template <int M, int N>
+__device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const float (&x)[M][2][4]) {
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < 2; i++)
+            for (int e = 0; e < 4; e++) c[m][n + i][e] += x[m][i][e];
+}
+
+// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first rows of tile b. All
+// small terms come before the first large one. S adds its large terms in two chains, because tensor cores truncate when
+// they add. A long chain of one sign drifts, and S's absolute error is P's relative error.
+template <int HS, int Chains, int M, int N>
+__device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile, int a_lo, uint32_t b_tile, int b_lo) {
+    uint32_t hi[M][4], lo[M][4], b[4];
+    a_tile = again(a_tile), b_tile = again(b_tile);
+#pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
+    for (int kk = 0; kk < HS; kk += 16) {
+        load_a<HS>(hi, a_tile, kk);
+        load_a<HS>(lo, a_tile + a_lo, kk);
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            mma(c, n, lo, b);
+            ldmatrix_x4(b, block16_b<HS>(b_tile + b_lo, 8 * n, kk));
+            mma(c, n, hi, b);
+        }
+    }
+#pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
+    for (int kk = 0; kk < HS / Chains; kk += 16) {
+        load_a<HS>(hi, a_tile, kk);
+        for (int n = 0; n < N; n += 2) {
+            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            mma(c, n, hi, b);
+        }
+    }
+    if constexpr (Chains == 2)
+        for (int n = 0; n < N; n += 2) {
+            float chain[M][2][4] = {};
+            for (int kk = HS / 2; kk < HS; kk += 16) {
+                load_a<HS>(hi, a_tile, kk);
+                ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+                mma(chain, 0, hi, b);
+            }
+            add_columns(c, n, chain);
+        }
+}
+
+// sum (16·M × HS) += unit · A · B over K. The K rows and HS columns of B are those of `tile`. The tensor cores add up a
+// slice of columns over K only. Ordinary additions, which round to nearest, make the long sum.
+template <int HS, int K, int M>
+__device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const uint32_t (&hi)[K / 16][M][4],
+                                               const uint32_t (&lo)[K / 16][M][4], uint32_t tile, int b_lo,
+                                               float unit) {
+    constexpr int Slice = 4 / M;  // 4 independent accumulators
+    tile = again(tile);
+    for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
+        float c[M][Slice][4] = {};
+        uint32_t b_hi[K / 16][Slice / 2][4], b[4];
+        for (int kk = 0; kk < K / 16; kk++)
+            for (int n = 0; n < Slice; n += 2) {
+                ldmatrix_x4_trans(b_hi[kk][n / 2], block16<HS>(tile, 16 * kk, 8 * (n0 + n)));
+                mma(c, n, lo[kk], b_hi[kk][n / 2]);
+                ldmatrix_x4_trans(b, block16<HS>(tile + b_lo, 16 * kk, 8 * (n0 + n)));
+                mma(c, n, hi[kk], b);
+            }
+        for (int kk = 0; kk < K / 16; kk++)
+            for (int n = 0; n < Slice; n += 2) mma(c, n, hi[kk], b_hi[kk][n / 2]);
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < Slice; n++)
+                for (int e = 0; e < 4; e++) sum[m][n0 + n][e] = fmaf(c[m][n][e], unit, sum[m][n0 + n][e]);
+    }
+}
+
+// Two floats from two pairs of halves.
+__device__ __forceinline__ float2 join(uint32_t hi, uint32_t lo) {
+    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&hi)),
+                 b = __half22float2(*reinterpret_cast<const __half2*>(&lo));
+    return make_float2(a.x + b.x, a.y + b.y);
+}
+
+// hi, lo = A operands made of an accumulator times factor.
+template <int M, int N>
+__device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)[N / 2][M][4],
+                                     const float (&c)[M][N][4], float factor) {
+    for (int kk = 0; kk < N / 2; kk++)
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < 4; i++) {
+                const float* x = &c[m][2 * kk + i / 2][i % 2 * 2];
+                split(hi[kk][m][i], lo[kk][m][i], x[0] * factor, x[1] * factor);
+            }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streamed tiles
+
+// The streamed tiles of two tensors x and y (K and V, or Q and dO). A tile is copied as floats while the block works on
+// the one before it, then split.
+template <int HS, int Rows, int Threads>
+struct Stream {
+    static constexpr int Lo = Rows * HS * 2, Pair = 2 * Lo, Pieces = kPieces<HS, Rows, Threads>;
+    struct Largest {
+        uint32_t x, y;  // the bits of the tiles' largest magnitudes
+    };
+    unsigned char* smem;  // x pair, y pair, x floats, y floats
+
+    __device__ __forceinline__ uint32_t x_tile() const { return smem_address(smem); }
+    __device__ __forceinline__ uint32_t y_tile() const { return smem_address(smem) + Pair; }
+    // Starts copying rows [row0, row0 + Rows) of one head as they are. Rows at or past `end` become zeros. No barrier
+    // is needed, because each thread will read only what it copied itself.
+    __device__ __forceinline__ void copy(const Heads<const float>& x, const Heads<const float>& y, const Work& w,
+                                         int row0, int end) const {
+        const float *x_head = head_of(x, w, HS), *y_head = head_of(y, w, HS);
+        copy_tile(smem_address(smem) + 2 * Pair, x_head, x.token, row0, end);
+        copy_tile(smem_address(smem) + 3 * Pair, y_head, y.token, row0, end);
+    }
+    static __device__ __forceinline__ void copy_tile(uint32_t floats, const float* head, size_t token, int row0,
+                                                     int end) {
+        constexpr int RowsAtOnce = Threads / (HS / 4);
+        const unsigned thread = thread_again();
+        const int row = row0 + static_cast<int>(thread / (HS / 4));
+        const float* src = head + row * token + thread % (HS / 4) * 4;
+        for (int i = 0; i < Pieces; i++, src += RowsAtOnce * token)
+            cp_async_16(floats + (thread + i * Threads) * 16, src, row + i * RowsAtOnce < end);
+    }
+    // Splits what has arrived, once all warps have left the last tile. When it returns, the next floats may be copied,
+    // and after a barrier all warps find this tile. seen() gets this thread's part of x. Rows of y are multiplied by
+    // factor(row), which is close to 1.
+    template <class Seen, class Factor>
+    __device__ __forceinline__ Largest split_tiles(Seen seen, Factor factor) const {
+        constexpr int Warps = Threads / 32;
+        static_assert(Warps == 4, "four maxima are read at once");
+        __shared__ __align__(16) uint32_t maxima[2][Warps];
+        const unsigned thread = thread_again();
+        cp_async_wait<0>();
+        const float4 *x_floats = reinterpret_cast<const float4*>(smem + 2 * Pair) + thread,
+                     *y_floats = reinterpret_cast<const float4*>(smem + 3 * Pair) + thread;
+        float4 x[Pieces], y[Pieces];
+        for (int i = 0; i < Pieces; i++) x[i] = x_floats[i * Threads], y[i] = y_floats[i * Threads];
+        seen(x);
+        const uint32_t x_max = warp_largest(largest(x)), y_max = warp_largest(largest(y));
+        if (thread % 32 == 0) {
+            maxima[0][thread / 32] = x_max;
+            maxima[1][thread / 32] = y_max;
+        }
+        __syncthreads();  // the maxima are there, and all have left the last tile
+        const uint4 a = *reinterpret_cast<const uint4*>(maxima[0]), b = *reinterpret_cast<const uint4*>(maxima[1]);
+        const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
+        store_split<HS, Threads>(smem, Lo, x, factor_for(x_all), thread);
+        for (int i = 0; i < Pieces; i++) {
+            y[i] = y_floats[i * Threads];  // read again for lack of registers
+            const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
+            y[i].x *= f, y[i].y *= f, y[i].z *= f, y[i].w *= f;
+        }
+        store_split<HS, Threads>(smem + Pair, Lo, y, factor_for(y_all), thread);
+        return {x_all, y_all};
+    }
+    __device__ __forceinline__ Largest split_tiles() const {
+        return split_tiles([](const auto&) {}, [](int) { return 1.f; });
+    }
+};
