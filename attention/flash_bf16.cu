@@ -25,15 +25,11 @@
 // Block form: merges into o_acc, lse; adds into dq_sum, and adds into or writes dk, dv.
 // Scratch: float2 {log2(e)·lse, D} (B, NH, T), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
-#include <algorithm>
-#include <climits>
 #include <cmath>
 
-#include "attention/attention.h"
 #include "attention/merge.cuh"
-#include "attention/mma_tiles.cuh"
+#include "attention/mma_bf16.cuh"
 #include "attention/partial.h"
-#include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
@@ -79,85 +75,6 @@ struct DkdvTiles {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros.
-template <int HS, int Rows, int Threads>
-__device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_t token, int row0, int end) {
-    constexpr int Chunks = HS / 8, RowsAtOnce = Threads / Chunks;
-    const int row = threadIdx.x / Chunks, chunk = threadIdx.x % Chunks;
-    const bf16* src = head + (row0 + row) * token + chunk * 8;
-    for (int i = 0; i < Rows; i += RowsAtOnce, src += RowsAtOnce * token)
-        cp_async_16(tile + swizzled<HS>(row + i, chunk), src, row0 + row + i < end);
-}
-
-// Loads a, the A operand, with 16·M rows from the tile's first and k-step [col, col + 16).
-template <int HS, int M>
-__device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int col) {
-    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
-}
-
-// c (16·M × 8·N) += a · Bᵀ over one k-step, [col, col + 16) of the tile's columns. c's columns are its first 8·N rows.
-template <int HS, int M, int N>
-__device__ __forceinline__ void mma_abt(float (&c)[M][N][4], const uint32_t (&a)[M][4], uint32_t tile, int col) {
-    for (int n = 0; n < N; n += 2) {
-        uint32_t b[4];
-        ldmatrix_x4(b, block16_b<HS>(tile, 8 * n, col));
-        for (int m = 0; m < M; m++) {
-            mma_m16n8k16_bf16(c[m][n], a[m], b[0], b[1]);
-            mma_m16n8k16_bf16(c[m][n + 1], a[m], b[2], b[3]);
-        }
-    }
-}
-
-// c (16·M × HS) += a · B over one k-step, the tile's rows [row, row + 16). c's columns are the tile's columns.
-template <int HS, int M>
-__device__ __forceinline__ void mma_ab(float (&c)[M][HS / 8][4], const uint32_t (&a)[M][4], uint32_t tile, int row) {
-#pragma unroll
-    for (int n = 0; n < HS / 8; n += 2) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, block16<HS>(tile, row, 8 * n));
-        for (int m = 0; m < M; m++) {
-            mma_m16n8k16_bf16(c[m][n], a[m], b[0], b[1]);
-            mma_m16n8k16_bf16(c[m][n + 1], a[m], b[2], b[3]);
-        }
-    }
-}
-
-// Makes a, the A operand for k-step `kk`, of columns [16·kk, 16·kk + 16) of an accumulator, rounded to bf16.
-template <int M, int N>
-__device__ __forceinline__ void to_a(uint32_t (&a)[M][4], const float (&c)[M][N][4], int kk) {
-    for (int m = 0; m < M; m++)
-        for (int half = 0; half < 2; half++) {
-            a[m][2 * half] = pack_bf16(c[m][2 * kk + half][0], c[m][2 * kk + half][1]);
-            a[m][2 * half + 1] = pack_bf16(c[m][2 * kk + half][2], c[m][2 * kk + half][3]);
-        }
-}
-
-// c holds rows [row, row + 16·M) of a tile whose row 0 is dst. Rounds them and writes those before `end`. They pass
-// through the warp's own rows of `tile` in shared memory. So each lane writes 16 bytes, and the lanes together write
-// whole rows.
-template <int HS, int M>
-__device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsigned char* tile, int row, bf16* dst,
-                                           size_t token, int end) {
-    const int lane = threadIdx.x % 32;
-    __syncwarp();  // the warp has read what these rows held
-#pragma unroll
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < HS / 8; n++)
-            for (int r = 0; r < 2; r++)
-                *reinterpret_cast<uint32_t*>(tile + swizzled<HS>(row + 16 * m + 8 * r + lane / 4, n) + lane % 4 * 4) =
-                    pack_bf16(c[m][n][2 * r], c[m][n][2 * r + 1]);
-    __syncwarp();
-    constexpr int Chunks = HS / 8;
-#pragma unroll
-    for (int i = 0; i < 16 * M; i += 32 / Chunks) {
-        const int r = row + i + lane / Chunks, chunk = lane % Chunks;
-        if (r < end)
-            *reinterpret_cast<uint4*>(dst + r * token + chunk * 8) =
-                *reinterpret_cast<const uint4*>(tile + swizzled<HS>(r, chunk));
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
 struct ForwardArgs {
@@ -167,6 +84,107 @@ struct ForwardArgs {
     float* o_acc;  // merged into in the block form, null otherwise
     double* lse_acc;
 };
+
+// What query `row` sees of the keys from k0 on, as an end for this lane's even columns of an accumulator.
+__device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, int k0) {
+    return min(p.Tk, row + p.shift + 1) - k0 - threadIdx.x % 4 * 2;
+}
+
+// The online softmax of a warp's rows. This lane has rows lane/4 and lane/4 + 8 of each MMA tile.
+template <int M>
+struct Softmax {
+    float l[M][2] = {};  // of this lane's columns until finish
+    float m[M][2];
+    float m_log2[M][2];  // what the exponents are relative to
+
+    __device__ __forceinline__ Softmax() {
+        for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+    }
+
+    // m is a reference that keeps the exponentials in range, not necessarily the maximum. O and l are rescaled only
+    // when some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first tile.
+    template <int N, int D>
+    __device__ __forceinline__ void raise_m(float scale_log2, const float (&s)[M][N][4], float (&o)[M][D][4]) {
+        float m_new[M][2];
+        bool outgrown = false;
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                float x = m[i][r];
+                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                m_new[i][r] = x;
+                outgrown |= (x - m[i][r]) * scale_log2 > 8.f;  // −inf − −inf is NaN, hence false
+            }
+        if (__any_sync(~0u, outgrown)) {
+            for (int i = 0; i < M; i++)
+                for (int r = 0; r < 2; r++) {
+                    const float x = m_new[i][r];
+                    const float alpha = x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * scale_log2);
+                    m[i][r] = x;
+                    l[i][r] *= alpha;
+                    for (int n = 0; n < D; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
+                }
+        }
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * scale_log2;
+    }
+
+    // Columns [16·kk, 16·kk + 16) of S become P.
+    template <int N>
+    __device__ __forceinline__ void exponentials(float scale_log2, float (&s)[M][N][4], int kk) {
+        for (int i = 0; i < M; i++)
+            for (int n = 2 * kk; n < 2 * kk + 2; n++)
+                for (int e = 0; e < 4; e++) {
+                    s[i][n][e] = exp2_approx(s[i][n][e] * scale_log2 - m_log2[i][e / 2]);
+                    l[i][e / 2] += s[i][n][e];
+                }
+    }
+
+    // Divides O by l. Writes lse.
+    template <int D>
+    __device__ __forceinline__ void finish(float scale_log2, float (&o)[M][D][4], float (&lse)[M][2]) {
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                float sum = l[i][r];
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                const bool unseen = sum == 0.f;  // the row saw no key. With one the sum is at least 1, or NaN
+                const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
+                lse[i][r] = unseen ? -INFINITY : (m[i][r] * scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+                for (int n = 0; n < D; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
+            }
+    }
+};
+
+// The block form's epilogue. Merges the warp's rows, from first_q on, into o_acc and lse_acc.
+template <int HS, int M>
+__device__ __forceinline__ void merge_rows(const ForwardArgs& args, const Work& w, int first_q,
+                                           const float (&o)[M][HS / 8][4], const float (&lse)[M][2]) {
+    const Problem<bf16>& p = args.p;
+    const int lane = threadIdx.x % 32;
+    const size_t token = static_cast<size_t>(p.NH) * HS, lse_row = static_cast<size_t>(w.bh) * p.q_rows;
+#pragma unroll  // else o is indexed while it runs, so it lies in local memory
+    for (int i = 0; i < M; i++)
+        for (int r = 0; r < 2; r++) {
+            const int row = first_q + lane / 4 + 16 * i + 8 * r;
+            if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
+            const double old = args.lse_acc[lse_row + row];
+            const auto [weight, merged] = merge(old, lse[i][r]);
+            float* o_acc = args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS;
+            float2* acc = reinterpret_cast<float2*>(o_acc) + lane % 4;
+            for (int n = 0; n < HS / 8; n++) {
+                float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
+                if (old != -INFINITY) {
+                    const float2 y = acc[4 * n];
+                    x = make_float2(y.x - weight * (y.x - x.x), y.y - weight * (y.y - x.y));
+                }
+                acc[4 * n] = x;
+            }
+            __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
+            if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
+        }
+}
 
 template <int HS>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
@@ -195,70 +213,34 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     if (k_tiles > 0) load_kv(k_tiles - 1);
     cp_async_commit();
 
-    uint32_t q_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4];
+    RowOperand<HS, M, Tiles::QInRegisters> q_rows;
     float o[M][HS / 8][4] = {};
-    float m[M][2], l[M][2] = {};  // of rows lane/4 and lane/4 + 8. l is of this lane's columns until the end
-    for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+    Softmax<M> softmax;
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
-        for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
+        for (int kk = 0; kk < HS / 16; kk++) q_rows.load(q_smem + warp_row * HS * 2, kk);
     }
 
     auto step = [&](int j, auto masked) {
-        constexpr bool Masked = decltype(masked)::value;
         float s[M][Bc / 8][4] = {};
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes, v_tile = v_smem + (j & 1) * TileBytes;
-#pragma unroll
+#pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            auto& a = q_regs[Tiles::QInRegisters ? kk : 0];
-            if constexpr (!Tiles::QInRegisters) load_a<HS>(a, q_smem + warp_row * HS * 2, kk * 16);
-            mma_abt<HS>(s, a, k_tile, kk * 16);
+            if constexpr (!Tiles::QInRegisters) q_rows.load(q_smem + warp_row * HS * 2, kk);
+            mma_abt<HS>(s, q_rows.at(kk), k_tile, kk * 16);
         }
-        if constexpr (Masked) {
+        if constexpr (decltype(masked)::value) {
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
-                    const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
-                    const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - lane % 4 * 2;
+                    const int visible = visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc);
                     for (int n = 0; n < Bc / 8; n++)
                         if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
                 }
         }
-
-        // m is a reference that keeps the exponentials in range, not necessarily the maximum. O and l are rescaled only
-        // when some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first tile.
-        float m_new[M][2];
-        bool outgrown = false;
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++) {
-                float x = m[i][r];
-                for (int n = 0; n < Bc / 8; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                m_new[i][r] = x;
-                outgrown |= (x - m[i][r]) * p.scale_log2 > 8.f;  // −inf − −inf is NaN, hence false
-            }
-        if (__any_sync(~0u, outgrown)) {
-            for (int i = 0; i < M; i++)
-                for (int r = 0; r < 2; r++) {
-                    const float x = m_new[i][r];
-                    const float alpha = x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * p.scale_log2);
-                    m[i][r] = x;
-                    l[i][r] *= alpha;
-                    for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
-                }
-        }
-        float m_log2[M][2];
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++) m_log2[i][r] = m[i][r] == -INFINITY ? 0.f : m[i][r] * p.scale_log2;
-
+        softmax.raise_m(p.scale_log2, s, o);
         for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs of P·V run beside the next one's exponentials
-            for (int i = 0; i < M; i++)
-                for (int n = 2 * kk; n < 2 * kk + 2; n++)
-                    for (int e = 0; e < 4; e++) {
-                        s[i][n][e] = exp2_approx(s[i][n][e] * p.scale_log2 - m_log2[i][e / 2]);
-                        l[i][e / 2] += s[i][n][e];
-                    }
+            softmax.exponentials(p.scale_log2, s, kk);
             uint32_t a[M][4];
             to_a(a, s, kk);
             mma_ab<HS>(o, a, v_tile, 16 * kk);
@@ -279,46 +261,17 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     }
 
     float lse[M][2];
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            float sum = l[i][r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const bool unseen = sum == 0.f;  // the row saw no key. With one the sum is at least 1, or NaN
-            const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
-            lse[i][r] = unseen ? -INFINITY : (m[i][r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-            for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
-        }
-    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
+    softmax.finish(p.scale_log2, o, lse);
     const int first_row = first_q + lane / 4;
+    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
     if (args.o_acc) {
-        const size_t token = static_cast<size_t>(p.NH) * HS;
-#pragma unroll
+        merge_rows<HS>(args, w, first_q, o, lse);
+    } else {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 const int row = first_row + 16 * i + 8 * r;
-                if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const double old = args.lse_acc[lse_row + row];
-                const auto [weight, merged] = merge(old, lse[i][r]);
-                float2* acc = reinterpret_cast<float2*>(
-                                  args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
-                              lane % 4;
-                for (int n = 0; n < HS / 8; n++) {
-                    float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
-                    if (old != -INFINITY) {
-                        const float2 y = acc[4 * n];
-                        x = make_float2(y.x - weight * (y.x - x.x), y.y - weight * (y.y - x.y));
-                    }
-                    acc[4 * n] = x;
-                }
-                __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
+                if (lane % 4 == 0 && row < p.Tq) args.lse[lse_row + row] = lse[i][r];
             }
-    } else {
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++)
-                if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
         store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
     }
 #endif
@@ -356,6 +309,32 @@ __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_
     }
 }
 
+// Writes stats of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.stats.
+template <int HS, int M>
+__device__ __forceinline__ void make_stats(const BackwardArgs& args, const Work& w, const bf16* dout,
+                                           float2* stats_smem, int q0, int warp_row) {
+    constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
+    const Problem<bf16>& p = args.p;
+    const int lane = threadIdx.x % 32, row = warp_row + lane % (16 * M), t = q0 + row;
+    const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
+    float2 stats = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
+    if (args.D) {
+        stats.y = args.D[at];
+    } else {
+        float D[16 * M / RowsAtOnce];
+        rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, q0 + warp_row, p.Tq);
+        for (int i = 0; i < 16 * M / RowsAtOnce; i++)
+            if (lane % Chunks == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Chunks].y = D[i];
+        __syncwarp();
+        stats.y = stats_smem[row].y;
+        __syncwarp();
+    }
+    stats.x = stats.x == -INFINITY ? INFINITY : stats.x * static_cast<float>(M_LOG2E);
+    stats_smem[row] = stats;
+    if (t < p.Tq) args.stats[at] = stats;
+    __syncwarp();
+}
+
 template <int HS>
 __global__ __launch_bounds__(DqTiles<HS>::Threads,
                              DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
@@ -375,8 +354,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16* dout = head_of(args.dout, w, HS);
-    const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
-    const int k_tiles = (k_end + Bc - 1) / Bc;
+    const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token, j * Bc, p.Tk);
@@ -388,28 +366,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     if (k_tiles > 0) load_kv(0);
     cp_async_commit();
 
-    // Beside those copies the warp makes lse and D of its rows, for this kernel and for dkdv_kernel.
-    {
-        constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
-        const int row = warp_row + lane % (16 * M), t = q0 + row;
-        const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
-        float2 stats = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
-        if (args.D) {
-            stats.y = args.D[at];
-        } else {
-            float D[16 * M / RowsAtOnce];
-            rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, first_q, p.Tq);
-            for (int i = 0; i < 16 * M / RowsAtOnce; i++)
-                if (lane % Chunks == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Chunks].y = D[i];
-            __syncwarp();
-            stats.y = stats_smem[row].y;
-            __syncwarp();
-        }
-        stats.x = stats.x == -INFINITY ? INFINITY : stats.x * static_cast<float>(M_LOG2E);
-        stats_smem[row] = stats;
-        if (t < p.Tq) args.stats[at] = stats;
-        __syncwarp();
-    }
+    make_stats<HS, M>(args, w, dout, stats_smem, q0, warp_row);  // beside those copies
     float lse_log2[M][2], D[M][2];
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -418,14 +375,14 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             D[i][r] = stats.y;
         }
 
-    uint32_t q_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4], do_regs[Tiles::QInRegisters ? HS / 16 : 1][M][4];
+    RowOperand<HS, M, Tiles::QInRegisters> q_rows, do_rows;
     float dq[M][HS / 8][4] = {};
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
         for (int kk = 0; kk < HS / 16; kk++) {
-            load_a<HS>(q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
-            load_a<HS>(do_regs[kk], do_smem + warp_row * HS * 2, kk * 16);
+            q_rows.load(q_smem + warp_row * HS * 2, kk);
+            do_rows.load(do_smem + warp_row * HS * 2, kk);
         }
     }
 
@@ -436,30 +393,24 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         for (int i = 0; i < M; i++)
             for (int n = 0; n < Sub / 8; n++)
                 for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
-#pragma unroll
+#pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            auto &q_a = q_regs[Tiles::QInRegisters ? kk : 0], &do_a = do_regs[Tiles::QInRegisters ? kk : 0];
             if constexpr (!Tiles::QInRegisters) {
-                load_a<HS>(q_a, q_smem + warp_row * HS * 2, kk * 16);
-                load_a<HS>(do_a, do_smem + warp_row * HS * 2, kk * 16);
+                q_rows.load(q_smem + warp_row * HS * 2, kk);
+                do_rows.load(do_smem + warp_row * HS * 2, kk);
             }
-            mma_abt<HS>(s, q_a, k_tile, kk * 16);
-            mma_abt<HS>(dp, do_a, v_tile, kk * 16);
+            mma_abt<HS>(s, q_rows.at(kk), k_tile, kk * 16);
+            mma_abt<HS>(dp, do_rows.at(kk), v_tile, kk * 16);
         }
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {
-                const int row = first_q + 16 * i + e / 2 * 8 + lane / 4;
-                const int visible = min(p.Tk, row + p.shift + 1) - j * Bc - sub - lane % 4 * 2;
+                const int visible = visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc + sub);
                 for (int n = 0; n < Sub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
                     s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
                 }
             }
-        for (int kk = 0; kk < Sub / 16; kk++) {
-            uint32_t a[M][4];
-            to_a(a, s, kk);
-            mma_ab<HS>(dq, a, k_tile, 16 * kk);
-        }
+        add_product<HS>(dq, s, k_tile);
     };
 
     for (int j = 0; j < k_tiles; j++) {
@@ -535,7 +486,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2, do_tile = q_tile + 2 * TileBytes;
         float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];  // transposed: rows are keys
         uint32_t a[M][4];
-#pragma unroll
+#pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
             load_a<HS>(a, k_smem + warp_row * HS * 2, kk * 16);
             mma_abt<HS>(s, a, q_tile, kk * 16);
@@ -552,10 +503,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
                     s[i][n][e] = Masked && query + p.shift < key ? 0.f : P;
                 }
         }
-        for (int kk = 0; kk < Sub / 16; kk++) {
-            to_a(a, s, kk);
-            mma_ab<HS>(dv, a, do_tile, 16 * kk);
-        }
+        add_product<HS>(dv, s, do_tile);
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
             for (int i = 0; i < M; i++)
@@ -569,10 +517,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         for (int i = 0; i < M; i++)
             for (int n = 0; n < Sub / 8; n++)
                 for (int e = 0; e < 4; e++) s[i][n][e] *= dp[i][n][e];  // dS
-        for (int kk = 0; kk < Sub / 16; kk++) {
-            to_a(a, s, kk);
-            mma_ab<HS>(dk, a, q_tile, 16 * kk);
-        }
+        add_product<HS>(dk, s, q_tile);
     };
 
     for (int j = first_tile; j < q_tiles; j++) {
@@ -613,69 +558,64 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_bf16";
 
-template <int HS>
-void launch_forward(const ForwardArgs& args, const Cuda& dev) {
-    using Tiles = ForwardTiles<HS>;
-    launch(kName, forward_kernel<HS>, args, ceil_div(args.p.Tq, Tiles::Br), args.p.Tk, HS, Tiles::Threads, Tiles::Smem,
-           dev);
-}
-template <int HS>
-void launch_backward(const BackwardArgs& args, const Cuda& dev) {
-    launch(kName, dq_kernel<HS>, args, ceil_div(args.p.Tq, DqTiles<HS>::Br), args.p.Tk, HS, DqTiles<HS>::Threads,
-           DqTiles<HS>::Smem, dev);
-    launch(kName, dkdv_kernel<HS>, args, ceil_div(args.p.Tk, DkdvTiles<HS>::Bc), args.p.Tq, HS, DkdvTiles<HS>::Threads,
-           DkdvTiles<HS>::Smem, dev);
-}
-void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
-    ForwardArgs args{};
-    args.p = problem(kName, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-    args.out = contiguous(out, s.T, s.NH, s.HS);
-    args.lse = lse;
-    check_aligned(kName, "out", args.out);
-    with_head_size(s.HS, [&](auto HS) { launch_forward<HS>(args, dev); });
-}
-
-void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
-                   Heads<const bf16> v, const BlockShape& s) {
-    ForwardArgs args{};
+void launch_forward(const Cuda& dev, ForwardArgs args, Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
+                    const BlockShape& s) {
     args.p = problem(kName, q, k, v, s);
-    args.o_acc = o_acc;
-    args.lse_acc = lse;
-    check_aligned(kName, "o_acc", o_acc);
-    with_head_size(s.HS, [&](auto HS) { launch_forward<HS>(args, dev); });
+    with_head_size(s.HS, [&](auto HS) {
+        using Tiles = ForwardTiles<HS>;
+        launch(kName, forward_kernel<HS>, args, ceil_div(s.Tq, Tiles::Br), s.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+    });
+}
+void launch_backward(const Cuda& dev, BackwardArgs args, Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
+                     Heads<const bf16> dout, const float* lse, void* scratch, const BlockShape& s) {
+    args.p = problem(kName, q, k, v, s);
+    check_aligned(kName, "dout", dout);
+    check_aligned(kName, "scratch", scratch);
+    args.dout = dout, args.lse = lse;
+    args.stats = static_cast<float2*>(scratch);
+    with_head_size(s.HS, [&](auto HS) {
+        using Dq = DqTiles<HS>;
+        using Dkdv = DkdvTiles<HS>;
+        launch(kName, dq_kernel<HS>, args, ceil_div(s.Tq, Dq::Br), s.Tk, HS, Dq::Threads, Dq::Smem, dev);
+        launch(kName, dkdv_kernel<HS>, args, ceil_div(s.Tk, Dkdv::Bc), s.Tq, HS, Dkdv::Threads, Dkdv::Smem, dev);
+    });
 }
 
+void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
+    check_aligned(kName, "out", out);
+    ForwardArgs args{};
+    args.out = contiguous(out, s.T, s.NH, s.HS), args.lse = lse;
+    launch_forward(dev, args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+}
 void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out, const float* lse,
               const bf16*, const bf16* qkv, const AttentionShape& s) {
+    check_aligned(kName, "out", out);
+    check_aligned(kName, "dqkv", dqkv);
     BackwardArgs args{};
-    args.p = problem(kName, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-    args.dout = contiguous(dout, s.T, s.NH, s.HS), args.out = contiguous(out, s.T, s.NH, s.HS);
-    args.lse = lse;
-    args.stats = static_cast<float2*>(scratch);
+    args.out = contiguous(out, s.T, s.NH, s.HS);
     args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
-    check_aligned(kName, "dout", args.dout);
-    check_aligned(kName, "out", args.out);
-    check_aligned(kName, "dqkv", args.dq);
-    check_aligned(kName, "scratch", scratch);
-    with_head_size(s.HS, [&](auto HS) { launch_backward<HS>(args, dev); });
+    launch_backward(dev, args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
+                    contiguous(dout, s.T, s.NH, s.HS), lse, scratch, whole(s));
 }
 
+// The block form
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
+                   Heads<const bf16> v, const BlockShape& s) {
+    check_aligned(kName, "o_acc", o_acc);
+    ForwardArgs args{};
+    args.o_acc = o_acc, args.lse_acc = lse;
+    launch_forward(dev, args, q, k, v, s);
+}
 void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const bf16> q,
                     Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
                     const BlockShape& s) {
-    BackwardArgs args{};
-    args.p = problem(kName, q, k, v, s);
-    args.dout = dout;
-    args.lse = lse, args.D = D;
-    args.stats = static_cast<float2*>(scratch);
-    args.dq_acc = dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS, args.dk_acc = dk, args.dv_acc = dv,
-    args.write_dkv = s.write_dkv;
-    check_aligned(kName, "dout", dout);
     check_aligned(kName, "dq_sum", dq_sum);
     check_aligned(kName, "dk", dk);
     check_aligned(kName, "dv", dv);
-    check_aligned(kName, "scratch", scratch);
-    with_head_size(s.HS, [&](auto HS) { launch_backward<HS>(args, dev); });
+    BackwardArgs args{};
+    args.D = D, args.dq_acc = dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS;
+    args.dk_acc = dk, args.dv_acc = dv, args.write_dkv = s.write_dkv;
+    launch_backward(dev, args, q, k, v, dout, lse, scratch, s);
 }
 
 size_t block_scratch_bytes(const BlockShape& s) {

@@ -131,6 +131,66 @@ struct Ring {
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
+// What lies where in a block's shared memory. `slot` counts Q and Work, w the consumers.
+template <int HS>
+struct Shared {
+    using Tiles = ForwardTiles<HS>;
+    static constexpr int W = Tiles::Warpgroups, Stages = Tiles::Stages;
+    uint32_t base, barriers;
+    Work* work;  // [2], beside the slots of Q
+    __device__ __forceinline__ explicit Shared(unsigned char* smem)
+        : base(smem_address(smem)),
+          barriers(base + Tiles::Barriers),
+          work(reinterpret_cast<Work*>(smem + Tiles::NextWork)) {}
+    __device__ __forceinline__ uint32_t q_full(int slot, int w) const { return barriers + (slot * W + w) * 8; }
+    __device__ __forceinline__ uint32_t q_empty(int slot, int w) const { return barriers + (2 * W + slot * W + w) * 8; }
+    __device__ __forceinline__ uint32_t k_full(int stage) const { return barriers + (4 * W + stage) * 8; }
+    __device__ __forceinline__ uint32_t v_full(int stage) const { return barriers + (4 * W + Stages + stage) * 8; }
+    __device__ __forceinline__ uint32_t k_empty(int stage) const { return barriers + (4 * W + 2 * Stages + stage) * 8; }
+    __device__ __forceinline__ uint32_t v_empty(int stage) const { return barriers + (4 * W + 3 * Stages + stage) * 8; }
+    __device__ __forceinline__ uint32_t q(int slot, int w) const { return base + (slot * W + w) * Tiles::QBytes; }
+    __device__ __forceinline__ uint32_t k(int stage) const { return base + Tiles::K + stage * Tiles::KvBytes; }
+    __device__ __forceinline__ uint32_t v(int stage) const { return base + Tiles::V + stage * Tiles::KvBytes; }
+    __device__ __forceinline__ uint32_t out(int w) const { return base + Tiles::Out + w * Tiles::QBytes; }
+};
+
+// One thread. Fetches tiles of queries until none are left, and has the TMA unit copy what each needs.
+template <int HS>
+__device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                                         const CUtensorMap& v_map, const Problem& p) {
+    using Tiles = ForwardTiles<HS>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups;
+    Ring<Tiles::Stages> ring;
+    Work w;
+    // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
+    auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
+        mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes shared.work too
+        for (int d = 0; d < HS; d += 64) tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
+    };
+    for (int i = 0, item = blockIdx.x;; i++) {
+        for (int wg = 0; wg < W; wg++) mbarrier_wait(shared.q_empty(i % 2, wg), (i / 2 & 1) ^ 1);
+        if (item >= p.items) {
+            shared.work[i % 2].b = -1;
+            for (int wg = 0; wg < W; wg++) mbarrier_arrive(shared.q_full(i % 2, wg));
+            break;
+        }
+        w = work_item<Br, Bc>(p, item);
+        // Asked for early: the answer is needed when this tile's loads are all under way.
+        const int taken = atomicAdd(&next_item[p.counter], 1);
+        if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
+        item = gridDim.x + taken;
+        shared.work[i % 2] = w;
+        for (int wg = 0; wg < W; wg++)
+            load(shared.q(i % 2, wg), q_map, shared.q_full(i % 2, wg), 64, max(0, w.q0 + 64 * wg));
+        for (int j = w.k_tiles - 1; j >= 0; j--, ring.advance()) {
+            mbarrier_wait(shared.k_empty(ring.stage), ring.phase ^ 1);
+            load(shared.k(ring.stage), k_map, shared.k_full(ring.stage), Bc, j * Bc);
+            mbarrier_wait(shared.v_empty(ring.stage), ring.phase ^ 1);
+            load(shared.v(ring.stage), v_map, shared.v_full(ring.stage), Bc, j * Bc);
+        }
+    }
+}
+
 template <int HS, bool Block>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                              1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
@@ -140,31 +200,20 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                                                     const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups, Stages = Tiles::Stages;
-    constexpr int QBytes = Tiles::QBytes, KvBytes = Tiles::KvBytes;
+    constexpr int Bc = Tiles::Bc, W = Tiles::Warpgroups, Stages = Tiles::Stages;
     extern __shared__ __align__(1024) unsigned char smem[];
-    const uint32_t base = smem_address(smem), barriers = base + Tiles::Barriers;
-    auto q_full = [&](int slot, int w) { return barriers + (slot * W + w) * 8; };
-    auto q_empty = [&](int slot, int w) { return barriers + (2 * W + slot * W + w) * 8; };
-    auto k_full = [&](int stage) { return barriers + (4 * W + stage) * 8; };
-    auto v_full = [&](int stage) { return barriers + (4 * W + Stages + stage) * 8; };
-    auto k_empty = [&](int stage) { return barriers + (4 * W + 2 * Stages + stage) * 8; };
-    auto v_empty = [&](int stage) { return barriers + (4 * W + 3 * Stages + stage) * 8; };
-    auto q_smem = [&](int slot, int w) { return base + (slot * W + w) * QBytes; };
-    auto k_smem = [&](int stage) { return base + Tiles::K + stage * KvBytes; };
-    auto v_smem = [&](int stage) { return base + Tiles::V + stage * KvBytes; };
-    Work* const work_smem = reinterpret_cast<Work*>(smem + Tiles::NextWork);  // [2], beside the slots of Q
+    const Shared<HS> shared{smem};
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * W; i++) {
-            mbarrier_init(q_full(0, i), 1);
-            mbarrier_init(q_empty(0, i), 128);
+            mbarrier_init(shared.q_full(0, i), 1);
+            mbarrier_init(shared.q_empty(0, i), 128);
         }
         for (int i = 0; i < Stages; i++) {
-            mbarrier_init(k_full(i), 1);
-            mbarrier_init(v_full(i), 1);
-            mbarrier_init(k_empty(i), 4 * W);
-            mbarrier_init(v_empty(i), 4 * W);
+            mbarrier_init(shared.k_full(i), 1);
+            mbarrier_init(shared.v_full(i), 1);
+            mbarrier_init(shared.k_empty(i), 4 * W);
+            mbarrier_init(shared.v_empty(i), 4 * W);
         }
         fence_mbarrier_init();
     }
@@ -175,35 +224,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
     if (warpgroup == 0) {  // the producer
         setmaxnreg_dec<Tiles::ProducerRegisters>();
         if (threadIdx.x == 0) {
-            Ring<Stages> ring;
-            Work w;
-            // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
-            auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
-                mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes work_smem too
-                for (int d = 0; d < HS; d += 64) tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
-            };
-            for (int i = 0, item = blockIdx.x;; i++) {
-                for (int wg = 0; wg < W; wg++) mbarrier_wait(q_empty(i % 2, wg), (i / 2 & 1) ^ 1);
-                if (item >= p.items) {
-                    work_smem[i % 2].b = -1;
-                    for (int wg = 0; wg < W; wg++) mbarrier_arrive(q_full(i % 2, wg));
-                    break;
-                }
-                w = work_item<Br, Bc>(p, item);
-                // Asked for early: the answer is needed when this tile's loads are all under way.
-                const int taken = atomicAdd(&next_item[p.counter], 1);
-                if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
-                item = gridDim.x + taken;
-                work_smem[i % 2] = w;
-                for (int wg = 0; wg < W; wg++)
-                    load(q_smem(i % 2, wg), q_map, q_full(i % 2, wg), 64, max(0, w.q0 + 64 * wg));
-                for (int j = w.k_tiles - 1; j >= 0; j--, ring.advance()) {
-                    mbarrier_wait(k_empty(ring.stage), ring.phase ^ 1);
-                    load(k_smem(ring.stage), k_map, k_full(ring.stage), Bc, j * Bc);
-                    mbarrier_wait(v_empty(ring.stage), ring.phase ^ 1);
-                    load(v_smem(ring.stage), v_map, v_full(ring.stage), Bc, j * Bc);
-                }
-            }
+            producer(shared, q_map, k_map, v_map, p);
         }
     } else {
         setmaxnreg_inc<Tiles::ConsumerRegisters>();
@@ -213,8 +234,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
         };
         Ring<Stages> ring;
         for (int i = 0;; i++) {
-            mbarrier_wait(q_full(i % 2, wg), i / 2 & 1);
-            Work w = work_smem[i % 2];
+            mbarrier_wait(shared.q_full(i % 2, wg), i / 2 & 1);
+            Work w = shared.work[i % 2];
             w.b = __shfl_sync(~0u, w.b, 0), w.q0 = __shfl_sync(~0u, w.q0, 0);
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
             if (w.b < 0) break;
@@ -232,9 +253,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             for (int n = 0; n < HS / 8; n++)
                 for (int e = 0; e < 4; e++) o[n][e] = 0.f;
 
-            const uint64_t q_descriptor = wgmma_descriptor(q_smem(i % 2, wg));
+            const uint64_t q_descriptor = wgmma_descriptor(shared.q(i % 2, wg));
             auto multiply_qk = [&](auto& s, int stage) {
-                const uint64_t k_descriptor = wgmma_descriptor(k_smem(stage));
+                const uint64_t k_descriptor = wgmma_descriptor(shared.k(stage));
                 wgmma_fence();
                 for (int kk = 0; kk < HS / 16; kk++)
                     wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
@@ -248,8 +269,8 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 auto swizzled = [](int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); };
 #pragma unroll 1
                 for (int kk = 0; kk < HS / 16; kk++) {
-                    const uint32_t q_tile = q_smem(i % 2, wg) + kk / 4 * 64 * 128,
-                                   k_tile = k_smem(stage) + kk / 4 * Bc * 128;
+                    const uint32_t q_tile = shared.q(i % 2, wg) + kk / 4 * 64 * 128,
+                                   k_tile = shared.k(stage) + kk / 4 * Bc * 128;
                     uint32_t a[4], b[4];
                     ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
                     for (int n = 0; n < Bc / 8; n += 2) {
@@ -261,7 +282,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             };
             // O += P V, and between its products of 16 keys what `beside` does.
             auto multiply_pv = [&](int stage, auto beside) {
-                const uint64_t v_descriptor = wgmma_descriptor(v_smem(stage), Bc * 128);
+                const uint64_t v_descriptor = wgmma_descriptor(shared.v(stage), Bc * 128);
                 wgmma_hold(p_regs);
                 wgmma_hold(o);
                 for (int kk = 0; kk < Bc / 16; kk++) {
@@ -327,7 +348,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             auto step = [&](int j, auto masked) {
                 const Ring<Stages> previous = ring;
                 ring.advance();
-                mbarrier_wait(k_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.k_full(ring.stage), ring.phase);
                 multiply_qk(s, ring.stage);
                 bool out_of_range = false;
                 if constexpr (decltype(masked)::value) {
@@ -352,7 +373,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 }
                 // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past
                 // the wait below: they are to run beside O += P V.
-                mbarrier_wait(v_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.v_full(ring.stage), ring.phase);
                 wgmma_wait<0>();
                 wgmma_hold(o);
                 if (out_of_range) {
@@ -360,26 +381,26 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     softmax(s, j, masked);
                 }
                 if (out_of_range || decltype(masked)::value) rescale();
-                release(k_empty(ring.stage));
-                release(v_empty(previous.stage));
+                release(shared.k_empty(ring.stage));
+                release(shared.v_empty(previous.stage));
                 pack(s);
                 for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
             };
 
             int j = w.k_tiles - 1;
             for (; j >= my_tiles; j--, ring.advance()) {  // beyond this warpgroup's queries
-                mbarrier_wait(k_full(ring.stage), ring.phase);
-                release(k_empty(ring.stage));
-                mbarrier_wait(v_full(ring.stage), ring.phase);
-                release(v_empty(ring.stage));
+                mbarrier_wait(shared.k_full(ring.stage), ring.phase);
+                release(shared.k_empty(ring.stage));
+                mbarrier_wait(shared.v_full(ring.stage), ring.phase);
+                release(shared.v_empty(ring.stage));
             }
             if (my_tiles > 0) {
-                mbarrier_wait(k_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.k_full(ring.stage), ring.phase);
                 auto first = [&](auto& s) {
                     multiply_qk(s, ring.stage);
                     wgmma_wait<0>();
                     wgmma_hold(s);
-                    release(k_empty(ring.stage));
+                    release(shared.k_empty(ring.stage));
                     softmax(s, j, std::true_type{});
                     pack(s);
                 };
@@ -389,18 +410,18 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     first(half);
                 else
                     first(s);
-                mbarrier_wait(v_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.v_full(ring.stage), ring.phase);
                 for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
                 for (j--; j >= unmasked; j--) step(j, std::true_type{});
                 for (; j >= 0; j--) step(j, std::false_type{});
-                mbarrier_arrive(q_empty(i % 2, wg));
+                mbarrier_arrive(shared.q_empty(i % 2, wg));
                 multiply_pv(ring.stage, nothing);
                 wgmma_wait<0>();
                 wgmma_hold(o);
-                release(v_empty(ring.stage));
+                release(shared.v_empty(ring.stage));
                 ring.advance();
             } else {
-                mbarrier_arrive(q_empty(i % 2, wg));
+                mbarrier_arrive(shared.q_empty(i % 2, wg));
             }
 
             float lse[2];
@@ -445,7 +466,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 const bool leader = threadIdx.x % 128 == 0;
                 if (leader) bulk_wait_read<0>();
                 named_barrier_sync(1 + wg, 128);  // the last store has left out_smem
-                const uint32_t out_smem = base + Tiles::Out + wg * QBytes;
+                const uint32_t out_smem = shared.out(wg);
                 const int out_row = 16 * warp + lane % 16;
                 for (int n = 0; n < HS / 8; n += 2) {
                     uint32_t packed[4];

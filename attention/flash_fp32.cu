@@ -23,22 +23,22 @@
 // Writes: forward out, lse; backward dqkv (every element).  Scratch: D, lse_rest and the counters.
 // Block form: updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
 // Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
-#include <algorithm>
 #include <climits>
 
 #include "attention/launch.h"
 #include "attention/merge.cuh"
 #include "attention/partial.h"
+#include "layers/gpu/ptx_sm80.cuh"  // exp2_approx
 
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
 
-constexpr int kThreads = 128;  // 4 warps, one for each scheduler of an SM
-constexpr int kWarps = kThreads / 32;
-constexpr int kLaneRows = 4, kLaneCols = 8;  // a warp's lanes as a grid
-constexpr int kChunk = 16;                   // terms of a dot product that are summed in one go, as in attention_D
+constexpr int kWarps = 4, kThreads = 32 * kWarps;  // a warp for each scheduler of an SM
+constexpr int kLaneRows = 4, kLaneCols = 8;        // a warp's lanes as a grid
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kChunk = 16;  // terms of a dot product that are summed in one go, as in attention_D
 
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one computes while the other
 // loads or waits at a barrier.
@@ -48,10 +48,8 @@ struct Tiles {
     // Row lengths in shared memory. With +4 floats, lanes that read 16 bytes of 8 neighbouring rows hit 8 different
     // bank groups. With +8, a warp that writes 8 neighbouring floats in each of 4 rows hits 32 different banks.
     static constexpr int kRow = HS + 4, kPRow = Bc + 8;
-    enum : int {
-        kForwardFloats = (Br + Bc) * kRow + Br * kPRow,      // Q, K or V, P
-        kBackwardFloats = 2 * (Br + Bc) * kRow + Br * kPRow  // Q, dO, K, V, P or dS
-    };
+    static constexpr int forward_floats() { return (Br + Bc) * kRow + Br * kPRow; }       // Q, K or V, P
+    static constexpr int backward_floats() { return 2 * (Br + Bc) * kRow + Br * kPRow; }  // Q, dO, K, V, P or dS
 };
 
 //                                              a thread's S, O            shared memory
@@ -68,31 +66,22 @@ using BackwardSmall128 = Tiles<128, 16, 32>;  // 1×4, 1×4, 2×16, 2×16       
 // The lane grid. Bits 0 and 4 of the lane are the row, and bits 1 to 3 the column. Lanes that share an address then
 // differ in bit 0 (same column) or bit 1 (same row). That lets the hardware serve a 16-byte load of the warp in 2
 // passes, not 4.
-__device__ static int lane_row() {
+__device__ int lane_row() {
     return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2);
 }
-__device__ static int lane_col() {
+__device__ int lane_col() {
     return threadIdx.x >> 1 & 7;
 }
 
 // Over the 8 lanes that share a row.
-__device__ static float row_max(float x) {
+__device__ float row_max(float x) {
     for (int bit = 2; bit <= 8; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
     return x;
 }
-__device__ static float row_sum(float x) {
+__device__ float row_sum(float x) {
     for (int bit = 2; bit <= 8; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
     return x;
 }
-
-// 2^x by the special function unit, without the detour that exp2f takes for denormal results.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
-__device__ static float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-constexpr float kLog2e = 1.4426950408889634f;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles move between global and shared memory through registers, so that the loads can run beside something else.
@@ -110,8 +99,7 @@ __device__ void fetch(Stage<Rows, HS>& stage, const float* rows, size_t token, i
     const int row = threadIdx.x / (HS / 4);
     rows += row * token + threadIdx.x % (HS / 4) * 4;
     for (int i = 0; i < Rows / kRowsAtOnce<HS>; i++) {
-        stage[i] =
-            row + i * kRowsAtOnce<HS> < valid ? *reinterpret_cast<const float4*>(rows) : float4{0.f, 0.f, 0.f, 0.f};
+        stage[i] = row + i * kRowsAtOnce<HS> < valid ? *reinterpret_cast<const float4*>(rows) : float4{};
         rows += kRowsAtOnce<HS> * token;
     }
 }
@@ -205,6 +193,44 @@ struct ForwardArgs {
     float scale;
 };
 
+// Writes O / l and lse. The block form merges them into what earlier blocks left. This thread has rows row, row + 4, ….
+template <class Tile, int M, int N>
+__device__ void store_out(const ForwardArgs& args, int b, int h, int row, int col, const float (&o_regs)[M][N],
+                          const float (&m)[M], float (&l)[M]) {
+    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
+    const bool carry = args.lse_acc;
+    double lse_old[M];
+    for (int i = 0; i < M; i++) {
+        l[i] = row_sum(l[i]);
+        const int t = row + i * kLaneRows;
+        lse_old[i] = carry && t < args.Tq ? args.lse_acc[lse_row + t] : -INFINITY;
+    }
+    __syncwarp();  // all lanes of a row have read lse
+
+#pragma unroll  // before the compiler orders the loads, not after
+    for (int i = 0; i < M; i++) {
+        const int t = row + i * kLaneRows;
+        if (t >= args.Tq) continue;
+        float* out = args.out + ((static_cast<size_t>(b) * args.q_rows + t) * args.NH + h) * Tile::HS + 4 * col;
+        const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
+        // A row to which this block shows no key stays as it is.
+        const auto [weight, lse] = l[i] == 0.f ? Merge{0.f, lse_old[i]} : merge(lse_old[i], m[i] + log_of(l[i]));
+        for (int n = 0; n < N / 4; n++) {
+            float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
+            const float* from = &o_regs[i][4 * n];
+            float4 o_b{from[0] * inv_l, from[1] * inv_l, from[2] * inv_l, from[3] * inv_l};
+            if (carry && lse_old[i] != -INFINITY) {
+                const float4 old = *o;
+                o_b.x = old.x - weight * (old.x - o_b.x), o_b.y = old.y - weight * (old.y - o_b.y);
+                o_b.z = old.z - weight * (old.z - o_b.z), o_b.w = old.w - weight * (old.w - o_b.w);
+            }
+            *o = o_b;
+        }
+        if (col == 0 && carry) args.lse_acc[lse_row + t] = lse;
+        if (col == 0 && !carry) args.lse[lse_row + t] = static_cast<float>(lse);
+    }
+}
+
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) {
     constexpr int HS = Tile::HS, Br = Tile::Br, Bc = Tile::Bc, kRow = Tile::kRow, kPRow = Tile::kPRow;
@@ -282,40 +308,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         if (kv_next < kv_end) store<Bc, HS>(kv_smem, kv_stage);
     }
 
-    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
-    const bool carry = args.lse_acc;
-    double lse_old[M];
-    for (int i = 0; i < M; i++) {
-        l[i] = row_sum(l[i]);
-        const int t = q0 + row + i * kLaneRows;
-        lse_old[i] = carry && t < args.Tq ? args.lse_acc[lse_row + t] : -INFINITY;
-    }
-    __syncwarp();  // all lanes of a row have read lse
-
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-        const int t = q0 + row + i * kLaneRows;
-        if (t >= args.Tq) continue;
-        float* out = args.out + ((static_cast<size_t>(b) * args.q_rows + t) * args.NH + h) * HS + 4 * col;
-        const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
-        // A row to which this block shows no key stays as it is.
-        const auto [weight, lse] = l[i] == 0.f ? Merge{0.f, lse_old[i]} : merge(lse_old[i], m[i] + log_of(l[i]));
-        for (int n = 0; n < kOut / 4; n++) {
-            float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
-            const float* from = &o_regs[i][4 * n];
-            float4 o_b{from[0] * inv_l, from[1] * inv_l, from[2] * inv_l, from[3] * inv_l};
-            if (carry && lse_old[i] != -INFINITY) {
-                const float4 old = *o;
-                o_b.x = old.x - weight * (old.x - o_b.x);
-                o_b.y = old.y - weight * (old.y - o_b.y);
-                o_b.z = old.z - weight * (old.z - o_b.z);
-                o_b.w = old.w - weight * (old.w - o_b.w);
-            }
-            *o = o_b;
-        }
-        if (col == 0 && carry) args.lse_acc[lse_row + t] = lse;
-        if (col == 0 && !carry) args.lse[lse_row + t] = static_cast<float>(lse);
-    }
+    store_out<Tile>(args, b, h, q0 + row, col, o_regs, m, l);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -389,7 +382,7 @@ struct BackwardArgs {
     bool add_dq, add_dkv;  // into dq, dk, dv. If false they are written
 };
 
-__device__ static void add4(float* to, const float* x, bool add, float factor = 1.f) {
+__device__ void add4(float* to, const float* x, bool add, float factor = 1.f) {
     float4 sum{x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
     if (add) {
         const float4 old = __ldcg(reinterpret_cast<float4*>(to));  // bypasses L1, which does not see other SMs' writes
@@ -533,134 +526,120 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-static void check(const char* what, const BlockShape& s) {
+template <class Args>
+void check_and_set(Args& args, const char* what, Heads<const float> q, Heads<const float> k, Heads<const float> v,
+                   const BlockShape& s) {
     check_shape(what, s);
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) || static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
             format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T ≤ 2^36); "
                    "split the batch or the sequence",
                    what, s.B, s.Tq, s.Tk, s.NH));
+    check_aligned(what, "q", q);
+    check_aligned(what, "k", k);
+    check_aligned(what, "v", v);
+    args.q = q, args.k = k, args.v = v;
+    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.q_rows = s.rows_of_q();
+    args.shift = s.shift(), args.scale = s.resolved_scale();
+}
+void throw_no_tile(const Cuda& dev, const char* what) {
+    throw Error(
+        format("%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; "
+               "use naive attention",
+               what, dev.name.c_str()));
 }
 
 template <class Tile>
-static bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
-    constexpr int kSmem = Tile::kForwardFloats * sizeof(float);
+bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
+    constexpr int kSmem = Tile::forward_floats() * sizeof(float);
     if (kSmem > dev.block_smem) return false;
     const auto kernel = args.lse_rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
-    const dim3 grid(B * args.NH, (args.Tq + Tile::Br - 1) / Tile::Br);
+    const dim3 grid(B * args.NH, ceil_div(args.Tq, Tile::Br));
     kernel<<<grid, kThreads, kSmem, dev.stream>>>(args);
     LAUNCH_CHECK("flash_fp32 forward_kernel or lse_rest_kernel");
     return true;
 }
 
-static void throw_no_tile(const Cuda& dev, const char* what) {
-    throw Error(
-        format("%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; use naive "
-               "attention",
-               what, dev.name.c_str()));
-}
-
-static void forward_any(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q, Heads<const float> k,
-                        Heads<const float> v, const BlockShape& s) {
-    check(what, s);
-    check_aligned(what, "q", q);
-    check_aligned(what, "k", k);
-    check_aligned(what, "v", v);
+void launch_forward(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q, Heads<const float> k,
+                    Heads<const float> v, const BlockShape& s) {
+    check_and_set(args, what, q, k, v, s);
     check_aligned(what, "out", args.out);
-    args.q = q, args.k = k, args.v = v;
-    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.q_rows = s.rows_of_q();
-    args.shift = s.shift(), args.scale = s.resolved_scale();
-    const bool launched =
-        s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
-                   : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B);
-    if (!launched) throw_no_tile(dev, what);
+    if (!(s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
+                     : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B)))
+        throw_no_tile(dev, what);
 }
 
-// How many counters scratch holds. The ticket is first, then one for each query tile of at least 16 rows of each head.
-// In the whole form D and lse_rest come before them.
-static size_t counters(const BlockShape& s) {
-    return 1 + static_cast<size_t>(s.B) * s.NH * ((s.Tq + 15) / 16);
+// The counters. The ticket is first, then one for each query tile of at least 16 rows of each head. In the whole form D
+// and lse_rest come before them.
+size_t block_scratch_bytes(const BlockShape& s) {
+    return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
 }
 
 template <class Tile>
-static bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
-    constexpr int kSmem = Tile::kBackwardFloats * sizeof(float);
+bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
+    constexpr int kSmem = Tile::backward_floats() * sizeof(float);
     if (kSmem + static_cast<int>(sizeof(int)) > dev.block_smem) return false;
     CUDA_CHECK(cudaFuncSetAttribute(backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
-    const unsigned blocks = args.heads * ((args.Tk + Tile::Bc - 1) / Tile::Bc);
-    backward_kernel<Tile><<<blocks, kThreads, kSmem, dev.stream>>>(args);
+    backward_kernel<Tile><<<args.heads * ceil_div(args.Tk, Tile::Bc), kThreads, kSmem, dev.stream>>>(args);
     LAUNCH_CHECK("flash_fp32 backward_kernel");
     return true;
 }
 
-static void backward_any(const Cuda& dev, const char* what, Heads<float> dq, Heads<float> dk, Heads<float> dv,
-                         int* scratch, Heads<const float> q, Heads<const float> k, Heads<const float> v,
-                         Heads<const float> dout, const float* lse, const float* lse_rest, const float* D,
-                         const BlockShape& s, bool add) {
-    check(what, s);
-    check_aligned(what, "q", q);
-    check_aligned(what, "k", k);
-    check_aligned(what, "v", v);
-    check_aligned(what, "dout", dout);
-    check_aligned(what, "dq", dq);
-    check_aligned(what, "dk", dk);
-    check_aligned(what, "dv", dv);
-    dev.zero(scratch, counters(s) * sizeof(int));
-    BackwardArgs args;
-    args.dq = dq, args.dk = dk, args.dv = dv;
-    args.q = q, args.k = k, args.v = v, args.dout = dout;
-    args.lse = lse, args.lse_rest = lse_rest, args.D = D;
-    args.ticket = scratch, args.key_tiles_added = scratch + 1;
-    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.heads = s.B * s.NH;
-    args.shift = s.shift(), args.scale = s.resolved_scale();
-    args.q_rows = s.rows_of_q(), args.add_dq = add, args.add_dkv = add && !s.write_dkv;
-    const bool launched = s.HS == 64
-                              ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
-                              : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args);
-    if (!launched) throw_no_tile(dev, what);
+void launch_backward(const Cuda& dev, const char* what, BackwardArgs args, int* scratch, Heads<const float> q,
+                     Heads<const float> k, Heads<const float> v, const BlockShape& s) {
+    check_and_set(args, what, q, k, v, s);
+    check_aligned(what, "dout", args.dout);
+    for (const auto& [name, x] : {std::pair("dq", args.dq), {"dk", args.dk}, {"dv", args.dv}})
+        check_aligned(what, name, x);
+    dev.zero(scratch, block_scratch_bytes(s));
+    args.heads = s.B * s.NH, args.ticket = scratch, args.key_tiles_added = scratch + 1;
+    if (!(s.HS == 64 ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
+                     : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args)))
+        throw_no_tile(dev, what);
 }
 
-static void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
+void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
     ForwardArgs args{};
     args.out = out, args.lse = lse;
-    forward_any(dev, "flash_fp32 forward", args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
+    launch_forward(dev, "flash_fp32 forward", args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
 }
-
-static void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
-                          Heads<const float> v, const BlockShape& s) {
-    ForwardArgs args{};
-    args.out = o_acc, args.lse_acc = lse;
-    forward_any(dev, "flash_fp32 forward_block", args, q, k, v, s);
-}
-
-static void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
-                     const float*, const float* qkv, const AttentionShape& s) {
+void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
+              const float*, const float* qkv, const AttentionShape& s) {
+    constexpr char kWhat[] = "flash_fp32 backward";
+    const Heads<const float> q = packed(qkv, s, 0), k = packed(qkv, s, 1), v = packed(qkv, s, 2);
     const size_t rows = static_cast<size_t>(s.B) * s.NH * s.T;
     float *D = static_cast<float*>(scratch), *lse_rest = D + rows;
-    int* counters = reinterpret_cast<int*>(lse_rest + rows);
     attention_D(dev, D, dout, out, s.B, s.T, s.NH, s.HS);
+    ForwardArgs rest{};
+    rest.lse_in = lse, rest.lse_rest = lse_rest;
+    launch_forward(dev, kWhat, rest, q, k, v, whole(s));
+    BackwardArgs args{};
+    args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
+    args.dout = contiguous(dout, s.T, s.NH, s.HS);
+    args.lse = lse, args.lse_rest = lse_rest, args.D = D;
+    launch_backward(dev, kWhat, args, reinterpret_cast<int*>(lse_rest + rows), q, k, v, whole(s));
+}
+
+// The block form
+void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
+                   Heads<const float> v, const BlockShape& s) {
     ForwardArgs args{};
-    args.lse_in = lse, args.lse_rest = lse_rest;
-    forward_any(dev, "flash_fp32 backward", args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-    backward_any(dev, "flash_fp32 backward", packed(dqkv, s, 0), packed(dqkv, s, 1), packed(dqkv, s, 2), counters,
-                 packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), contiguous(dout, s.T, s.NH, s.HS), lse,
-                 lse_rest, D, whole(s), false);
+    args.out = o_acc, args.lse_acc = lse;
+    launch_forward(dev, "flash_fp32 forward_block", args, q, k, v, s);
+}
+void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
+                    Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
+                    const float* D, const BlockShape& s) {
+    BackwardArgs args{};
+    args.dq = contiguous(dq_sum, s.rows_of_q(), s.NH, s.HS), args.dq.ptr += s.q_begin * args.dq.token;
+    args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS), args.dv = contiguous(dv, s.rows_of_k(), s.NH, s.HS);
+    args.dout = dout, args.lse = lse, args.D = D;
+    args.add_dq = true, args.add_dkv = !s.write_dkv;
+    launch_backward(dev, "flash_fp32 backward_block", args, static_cast<int*>(scratch), q, k, v, s);
 }
 
-static void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
-                           Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
-                           const float* D, const BlockShape& s) {
-    const size_t C = static_cast<size_t>(s.NH) * s.HS;
-    backward_any(dev, "flash_fp32 backward_block", {dq_sum + s.q_begin * C, C * s.rows_of_q(), C},
-                 {dk, C * s.rows_of_k(), C}, {dv, C * s.rows_of_k(), C}, static_cast<int*>(scratch), q, k, v, dout, lse,
-                 nullptr, D, s, true);
-}
-
-static size_t block_scratch_bytes(const BlockShape& s) {
-    return counters(s) * sizeof(int);
-}
-static size_t scratch_bytes(const AttentionShape& s) {
+size_t scratch_bytes(const AttentionShape& s) {
     return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
 }
 
@@ -668,5 +647,4 @@ const PartialForm<float> kPartial = {forward_block, backward_block, block_scratc
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp32 = {"flash_fp32",  70,      true,     no_bytes,
-                                           scratch_bytes, forward, backward, &kPartial};
+const AttentionKernel<float> flash_fp32{"flash_fp32", 75, true, no_bytes, scratch_bytes, forward, backward, &kPartial};
