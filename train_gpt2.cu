@@ -31,7 +31,7 @@
 #include "run/inference.h"
 #include "run/training.h"
 #include "run/weights.h"
-// This comes last, because it is written over both backends' block forms.
+// This comes last, because it is written over both backends' partial forms.
 #include "attention/ring/ring.h"
 
 // =====================================================================================================================

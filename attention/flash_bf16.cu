@@ -16,13 +16,13 @@
 // keys and streams queries. It computes Sᵀ and dPᵀ (keys as rows), so that Pᵀ and dSᵀ are A operands again. The price
 // is 7 products, not 5.
 //
-// The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv. Only the epilogue
+// The whole form is the partial form with Tq = Tk = T, no offsets and the strides of the packed qkv. Only the epilogue
 // differs. A causal warp skips subtiles that it cannot see, and masks only those that the diagonal or the end of the
 // keys crosses. A subtile is 32 keys or queries, or in forward at HS 64 a stage of 64 keys. A row that sees no key has
 // o = 0, lse = −inf and zero gradients.
 //
 // Writes: forward out, lse; backward dqkv (every element).
-// Block form: merges into o_acc, lse; adds into dq_sum, and adds into or writes dk, dv.
+// Partial form: merges into o_acc, lse; adds into dq_sum, and adds into or writes dk, dv.
 // Scratch: float2 {log2(e)·lse, D} (B, NH, T), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <cmath>
@@ -81,7 +81,7 @@ struct ForwardArgs {
     Problem<bf16> p;
     Heads<bf16> out;  // written in the whole form
     float* lse;
-    float* o_acc;  // merged into in the block form, null otherwise
+    float* o_acc;  // merged into in the partial form, null otherwise
     double* lse_acc;
 };
 
@@ -157,7 +157,7 @@ struct Softmax {
     }
 };
 
-// The block form's epilogue. Merges the warp's rows, from first_q on, into o_acc and lse_acc.
+// The partial form's epilogue. Merges the warp's rows, from first_q on, into o_acc and lse_acc.
 template <int HS, int M>
 __device__ __forceinline__ void merge_rows(const ForwardArgs& args, const Work& w, int first_q,
                                            const float (&o)[M][HS / 8][4], const float (&lse)[M][2]) {
@@ -283,10 +283,10 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 struct BackwardArgs {
     Problem<bf16> p;
     Heads<const bf16> dout, out;      // out is for the whole form only
-    const float *lse, *D;             // D is for the block form only
+    const float *lse, *D;             // D is for the partial form only
     float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
     Heads<bf16> dq, dk, dv;           // written in the whole form
-    float *dq_acc, *dk_acc, *dv_acc;  // added into in the block form, null otherwise
+    float *dq_acc, *dk_acc, *dv_acc;  // added into in the partial form, null otherwise
     bool write_dkv;
 };
 
@@ -559,7 +559,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 constexpr char kName[] = "flash_bf16";
 
 void launch_forward(const Cuda& dev, ForwardArgs args, Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
-                    const BlockShape& s) {
+                    const PartialShape& s) {
     args.p = problem(kName, q, k, v, s);
     with_head_size(s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
@@ -567,7 +567,7 @@ void launch_forward(const Cuda& dev, ForwardArgs args, Heads<const bf16> q, Head
     });
 }
 void launch_backward(const Cuda& dev, BackwardArgs args, Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
-                     Heads<const bf16> dout, const float* lse, void* scratch, const BlockShape& s) {
+                     Heads<const bf16> dout, const float* lse, void* scratch, const PartialShape& s) {
     args.p = problem(kName, q, k, v, s);
     check_aligned(kName, "dout", dout);
     check_aligned(kName, "scratch", scratch);
@@ -598,17 +598,17 @@ void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, cons
                     contiguous(dout, s.T, s.NH, s.HS), lse, scratch, whole(s));
 }
 
-// The block form
-void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
-                   Heads<const bf16> v, const BlockShape& s) {
+// The partial form
+void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
+                     Heads<const bf16> v, const PartialShape& s) {
     check_aligned(kName, "o_acc", o_acc);
     ForwardArgs args{};
     args.o_acc = o_acc, args.lse_acc = lse;
     launch_forward(dev, args, q, k, v, s);
 }
-void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const bf16> q,
-                    Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse, const float* D,
-                    const BlockShape& s) {
+void backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const bf16> q,
+                      Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse,
+                      const float* D, const PartialShape& s) {
     check_aligned(kName, "dq_sum", dq_sum);
     check_aligned(kName, "dk", dk);
     check_aligned(kName, "dv", dv);
@@ -618,14 +618,15 @@ void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* 
     launch_backward(dev, args, q, k, v, dout, lse, scratch, s);
 }
 
-size_t block_scratch_bytes(const BlockShape& s) {
+size_t partial_scratch_bytes(const PartialShape& s) {
     return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * sizeof(float2);
 }
 size_t scratch_bytes(const AttentionShape& s) {
-    return block_scratch_bytes(whole(s));
+    return partial_scratch_bytes(whole(s));
 }
 
-const PartialForm<bf16> kPartial = {forward_block, backward_block, block_scratch_bytes, dq_rows_bytes, write_dq_rows};
+const PartialForm<bf16> kPartial{forward_partial, backward_partial, partial_scratch_bytes, dq_rows_bytes,
+                                 write_dq_rows};
 
 }  // namespace
 

@@ -33,10 +33,10 @@
 //   k_empty, v_empty  every consumer warp         the producer
 //
 // A block stays on its SM and fetches tiles of queries until none are left: while consumers finish one, the producer
-// loads the next. The whole form is the block form with Tq = Tk = T, no offsets and the strides of the packed qkv; only
-// the epilogue differs. A row that sees no key has lse = −inf and o = 0.
+// loads the next. The whole form is the partial form with Tq = Tk = T, no offsets and the strides of the packed qkv;
+// only the epilogue differs. A row that sees no key has lse = −inf and o = 0.
 //
-// Writes: out, lse (every element).  Block form: merges into o_acc, lse.  Backward: flash_bf16_sm90_backward.cu.
+// Writes: out, lse (every element).  Partial form: merges into o_acc, lse.  Backward: flash_bf16_sm90_backward.cu.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0; compute capability 9.0 only.
 // Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
@@ -83,13 +83,13 @@ struct ForwardTiles {
 
 struct Problem {
     int NH, Tq, Tk, heads;    // heads = B·NH
-    int q_rows;               // of lse and o_acc: see BlockShape
+    int q_rows;               // of lse and o_acc: see PartialShape
     int shift;                // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
     int tiles, group, items;  // items = tiles·heads
     int counter;              // which of next_item
     float scale_log2;         // scale·log2(e): the exponentials are powers of 2
     float* lse;               // whole form: written
-    float* o_acc;             // block form: merged into
+    float* o_acc;             // partial form: merged into
     double* lse_acc;
 };
 
@@ -191,7 +191,7 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
     }
 }
 
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                              1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
                                                     const __grid_constant__ CUtensorMap k_map,
@@ -436,7 +436,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             }
             const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
             const int row = first_q + 16 * warp + lane / 4;
-            if constexpr (Block) {
+            if constexpr (Partial) {
                 double old[2];
                 bool sees[2];
                 for (int r = 0; r < 2; r++) {  // both loads before what waits for them
@@ -484,7 +484,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 }
             }
         }
-        if (!Block && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
+        if (!Partial && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
     }
 #endif
 }
@@ -494,9 +494,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-template <int HS, bool Block>
+template <int HS, bool Partial>
 void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, double* lse_acc, Heads<const bf16> q,
-                    Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
+                    Heads<const bf16> k, Heads<const bf16> v, const PartialShape& s) {
     using Tiles = ForwardTiles<HS>;
     // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
     // wait. And groups as alike as can be: a small last one begins its long tiles when the others have ended theirs.
@@ -518,42 +518,43 @@ void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, 
     const CUtensorMap q_map = tensor_map("q", q, s.B, s.Tq, s.NH, HS, 64),
                       k_map = tensor_map("k", k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
                       v_map = tensor_map("v", v, s.B, s.Tk, s.NH, HS, Tiles::Bc),
-                      out_map = Block ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
-    const auto kernel = forward_kernel<HS, Block>;
+                      out_map = Partial ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
+    const auto kernel = forward_kernel<HS, Partial>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
     kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
                                                                                         p);
     LAUNCH_CHECK("flash_bf16_sm90");
 }
 
-template <bool Block>
+template <bool Partial>
 void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, double* lse_acc, Heads<const bf16> q,
-                    Heads<const bf16> k, Heads<const bf16> v, const BlockShape& s) {
+                    Heads<const bf16> k, Heads<const bf16> v, const PartialShape& s) {
     check_shape(kName, s);
     check_aligned(kName, "q", q);
     check_aligned(kName, "k", k);
     check_aligned(kName, "v", v);
-    if (Block)
+    if (Partial)
         check_aligned(kName, "o_acc", o_acc);
     else
         check_aligned(kName, "out", out);
     if (s.HS == 64)
-        launch_forward<64, Block>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
+        launch_forward<64, Partial>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
     else
-        launch_forward<128, Block>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
+        launch_forward<128, Partial>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
 }
 
 void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
     launch_forward<false>(dev, contiguous(out, s.T, s.NH, s.HS), lse, nullptr, nullptr, packed(qkv, s, 0),
                           packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
 }
-void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
-                   Heads<const bf16> v, const BlockShape& s) {
+void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
+                     Heads<const bf16> v, const PartialShape& s) {
     launch_forward<true>(dev, {}, nullptr, o_acc, lse, q, k, v, s);
 }
 
-const PartialForm<bf16> kPartial = {forward_block, flash_bf16_sm90_backward_block, flash_bf16_sm90_block_scratch_bytes,
-                                    flash_bf16_sm90_dq_sum_bytes, flash_bf16_sm90_write_dq};
+const PartialForm<bf16> kPartial{forward_partial, flash_bf16_sm90_backward_partial,
+                                 flash_bf16_sm90_partial_scratch_bytes, flash_bf16_sm90_dq_sum_bytes,
+                                 flash_bf16_sm90_write_dq};
 
 }  // namespace
 

@@ -44,11 +44,11 @@
 //   kv_done       storer      ← consumers: dK and dV are in their places
 //   kv_stored     consumers   ← storer: dV has left, so the next item may write dS
 //
-// The block form is the same kernel. It adds dK and dV to the caller's fp32 and leaves dQ in the caller's sum, until
+// The partial form is the same kernel. It adds dK and dV to the caller's fp32 and leaves dQ in the caller's sum, until
 // write_dq_kernel rounds it. Its query tiles are those of the sum, so the first may begin with queries that are not the
 // block's: rows of zeros.
 //
-// Writes: dqkv (every element).  Block form: adds into dq_sum, and adds into or writes dk, dv; write_dq: dq.
+// Writes: dqkv (every element).  Partial form: adds into dq_sum, and adds into or writes dk, dv; write_dq: dq.
 // Scratch: log2(e)·lse, D, turns, ticket, whole form: dQ's sum, fp32. All of it is written before it is read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
@@ -86,15 +86,15 @@ struct Tiles {
 
 struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
-    float *dk_acc, *dv_acc;                 // block form: added into, or written; null otherwise
+    float *dk_acc, *dv_acc;                 // partial form: added into, or written; null otherwise
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
-    int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see BlockShape
+    int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see PartialShape
     bool write_dkv;
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
     int q_tiles, k_tiles;
     int group;                // of heads that are worked on together: see item_of
     bool masked;              // some query does not see some key
-    int places;               // heads that have a place in dq_sum, in the block form all
+    int places;               // heads that have a place in dq_sum, in the partial form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* stats;             // (heads, q_tiles, 2, Br): log2(e)·lse, or +inf for a row that sees no key; D
     float* dq_sum;            // (places, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
@@ -154,7 +154,7 @@ __device__ __forceinline__ int* turn_of(const Args& args, int bh, int i, int wg)
 
 struct Inputs {
     Heads<const bf16> q, k, v, dout, out;
-    const float *lse, *D;  // out: whole form only; D: block form only
+    const float *lse, *D;  // out: whole form only; D: partial form only
 };
 
 // One block for each query tile of a head. HS/8 lanes share a row.
@@ -226,7 +226,7 @@ struct Control {
     }
 };
 
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __device__ __forceinline__ void loader(const Args& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     for (int item = 0, n = 0;; item++) {
@@ -248,7 +248,7 @@ __device__ __forceinline__ void loader(const Args& args, const Control<HS>& cont
             const uint32_t q_full = control.q_full(n), stage = n & 1;
             mbarrier_wait(control.q_empty(n), n >> 1 & 1 ^ 1);
             mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::StatsBytes);
-            const int t = i * T::Br - (Block ? args.before : 0);  // before row 0 are zeros, as behind the last
+            const int t = i * T::Br - (Partial ? args.before : 0);  // before row 0 are zeros, as behind the last
             load(T::Q + stage * T::QBytes, args.q, q_full, T::Br, t);
             load(T::Do + stage * T::QBytes, args.dout, q_full, T::Br, t);
             bulk_load(control.base + T::Stats + stage * T::StatsBytes,
@@ -266,7 +266,7 @@ __device__ __forceinline__ void loader(const Args& args, const Control<HS>& cont
 }
 
 // Sends what consumer wg has of each dQ: 64 × 64.
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __device__ __forceinline__ void sender(const Args& args, const Control<HS>& control, int wg) {
     using T = Tiles<HS>;
     const uint32_t dq_smem = control.base + T::Dq + wg * T::DqBytes / 2;
@@ -278,7 +278,7 @@ __device__ __forceinline__ void sender(const Args& args, const Control<HS>& cont
         const int b = w.bh / args.NH, h = w.bh % args.NH;
         for (int i = w.i; w.left > 0; w.left--, i += w.step, n++) {
             const int last = last_k_tile<HS>(args, i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
-            const bool begins = !Block && turn == 0, ends = !Block && turn == last;
+            const bool begins = !Partial && turn == 0, ends = !Partial && turn == last;
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
             const bool inherits = begins && w.bh + args.places < args.heads;
             const int wanted = inherits ? last + 1 : turn;
@@ -301,7 +301,7 @@ __device__ __forceinline__ void sender(const Args& args, const Control<HS>& cont
     }
 }
 
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __device__ __forceinline__ void storer(const Args& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
@@ -309,7 +309,7 @@ __device__ __forceinline__ void storer(const Args& args, const Control<HS>& cont
         if (next.x < 0) return;
         const int b = next.y / args.NH, h = next.y % args.NH, t = next.x * T::Bc;
         mbarrier_wait(control.kv_done(), item & 1);
-        for (int d = 0; d < (Block ? 0 : HS); d += 64) {
+        for (int d = 0; d < (Partial ? 0 : HS); d += 64) {
             tma_store_4d(&args.dk, control.base + T::K + (item & 1) * T::KvBytes + d * T::Bc * 2, d, h, t, b);
             tma_store_4d(&args.dv, control.base + T::Ds + d * T::Bc * 2, d, h, t, b);
         }
@@ -390,12 +390,12 @@ __device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Arg
 
 // Gives dQ of query tile i, the n-th of this block, to the sender. The last key tile to add fetches the others' sum and
 // rounds what it becomes.
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args& args, const Control<HS>& control, const Work& w,
                                         int n, int i, int warp) {
     using T = Tiles<HS>;
     const int wg = warp / 4 - 1, last = last_k_tile<HS>(args, i);
-    const bool ends = !Block && w.k_tile == (w.step > 0 ? 0 : last);
+    const bool ends = !Partial && w.k_tile == (w.step > 0 ? 0 : last);
     if (ends && last > 0) {
         while (load_acquire_gpu(turn_of(args, w.bh, i, wg)) < last) {}
         const float4* sum = reinterpret_cast<const float4*>(sum_of<HS>(args, w.bh, i, wg)) + threadIdx.x % 128;
@@ -415,7 +415,7 @@ __device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args& args, con
     mbarrier_arrive(control.dq_full(wg));
 }
 
-// Block form: adds 16 rows of dK and dV to the caller's, or writes them.
+// Partial form: adds 16 rows of dK and dV to the caller's, or writes them.
 template <int HS>
 __device__ __forceinline__ void put_dkv(const float (&dk)[HS / 8][4], const float (&dv)[HS / 8][4], const Args& args,
                                         const Work& w, int row) {
@@ -438,7 +438,7 @@ __device__ __forceinline__ void put_dkv(const float (&dk)[HS / 8][4], const floa
     }
 }
 
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     constexpr int Br = T::Br, Bc = T::Bc;
@@ -530,7 +530,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             mbarrier_arrive(control.q_empty(n));
             if (n > first) {
                 mbarrier_arrive(control.ds_empty(n - 1));
-                send_dq<HS, Block>(dq, args, control, w, n - 1, w.i - w.step, warp);
+                send_dq<HS, Partial>(dq, args, control, w, n - 1, w.i - w.step, warp);
             }
             n++, w.i += w.step;
         } while (--w.left > 0);
@@ -540,7 +540,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
         wgmma_wait<0>(dk, dv, dq);
         mbarrier_arrive(control.ds_empty(n - 1));
 
-        if (Block) {
+        if (Partial) {
             put_dkv<HS>(dk, dv, args, w, row);
         } else {
             named_barrier_sync(2, kConsumers);  // nobody reads K and dS any more
@@ -549,11 +549,11 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             fence_proxy_async();
         }
         mbarrier_arrive(control.kv_done());
-        send_dq<HS, Block>(dq, args, control, w, n - 1, w.i, warp);
+        send_dq<HS, Partial>(dq, args, control, w, n - 1, w.i, warp);
     }
 }
 
-template <int HS, bool Block>
+template <int HS, bool Partial>
 __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_constant__ Args args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -562,15 +562,15 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
     __syncthreads();
     if (threadIdx.x >= 128) {
         setmaxnreg_inc<240>();
-        consumer<HS, Block>(args, control);
+        consumer<HS, Partial>(args, control);
     } else {
         setmaxnreg_dec<24>();
         // Statistics, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by k_full.
         grid_wait_dependency();
-        if (threadIdx.x == 0) loader<HS, Block>(args, control);  // a warp each: lanes of one would wait for one another
-        if (threadIdx.x == 32) sender<HS, Block>(args, control, 0);
-        if (threadIdx.x == 64) sender<HS, Block>(args, control, 1);
-        if (threadIdx.x == 96) storer<HS, Block>(args, control);
+        if (threadIdx.x == 0) loader<HS, Partial>(args, control);  // a warp each, because lanes wait for one another
+        if (threadIdx.x == 32) sender<HS, Partial>(args, control, 0);
+        if (threadIdx.x == 64) sender<HS, Partial>(args, control, 1);
+        if (threadIdx.x == 96) storer<HS, Partial>(args, control);
     }
 #endif
 }
@@ -620,7 +620,7 @@ struct Layout {
     int Br, before, q_tiles, k_tiles, group, places;
     bool masked;
     size_t dq_sum, turn, ticket, bytes;
-    Layout(const BlockShape& s, bool block) {
+    Layout(const PartialShape& s, bool block) {
         Br = rows_of_tile(s.HS), before = block ? s.q_begin % Br : 0;
         q_tiles = ceil_div(before + s.Tq, Br), k_tiles = ceil_div(s.Tk, Tiles<64>::Bc);
         const int heads = s.B * s.NH;
@@ -638,10 +638,10 @@ struct Layout {
     }
 };
 
-template <int HS, bool Block>
-void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, const Cuda& dev) {
+template <int HS, bool Partial>
+void launch(const Inputs& in, Args& args, void* scratch, const PartialShape& s, const Cuda& dev) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    const Layout layout(s, Block);
+    const Layout layout(s, Partial);
     const size_t heads = static_cast<size_t>(s.B) * s.NH, tiles = heads * std::max(layout.q_tiles, layout.k_tiles);
     if (tiles > INT_MAX / 4)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
@@ -653,9 +653,9 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     args.group = layout.group, args.places = layout.places, args.masked = layout.masked;
     args.scale = s.resolved_scale(), args.scale_log2 = s.scale_log2();
     args.stats = reinterpret_cast<float*>(at);
-    args.sum_tiles = Block ? ceil_div(s.rows_of_q(), Br) : layout.q_tiles;
-    args.dq_sum = Block ? args.dq_sum + static_cast<size_t>(s.q_begin / Br) * Br * HS
-                        : reinterpret_cast<float*>(at + layout.dq_sum);
+    args.sum_tiles = Partial ? ceil_div(s.rows_of_q(), Br) : layout.q_tiles;
+    args.dq_sum = Partial ? args.dq_sum + static_cast<size_t>(s.q_begin / Br) * Br * HS
+                          : reinterpret_cast<float*>(at + layout.dq_sum);
     args.turn = reinterpret_cast<int*>(at + layout.turn), args.ticket = reinterpret_cast<int*>(at + layout.ticket);
     args.q = tensor_map("q", in.q, s.B, s.Tq, s.NH, HS, Br), args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, HS, Bc);
     args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, HS, Bc);
@@ -663,7 +663,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
 
     prepare_kernel<HS><<<static_cast<unsigned>(heads * layout.q_tiles), 1024, 0, dev.stream>>>(in, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    const auto kernel = backward_kernel<HS, Block>;
+    const auto kernel = backward_kernel<HS, Partial>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
     cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -675,7 +675,7 @@ void launch(const Inputs& in, Args& args, void* scratch, const BlockShape& s, co
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-void check_problem(const Inputs& in, const BlockShape& s, const void* scratch) {
+void check_problem(const Inputs& in, const PartialShape& s, const void* scratch) {
     check_shape(kName, s);
     for (const auto& [name, x] : {std::pair("q", in.q), {"k", in.k}, {"v", in.v}, {"dout", in.dout}})
         check_aligned(kName, name, x);
@@ -698,9 +698,9 @@ void flash_bf16_sm90_backward(const Cuda& dev, bf16* dqkv, void* scratch, const 
     with_head_size(s.HS, [&](auto HS) { launch<HS, false>(in, args, scratch, whole(s), dev); });
 }
 
-void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch,
-                                    Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
-                                    Heads<const bf16> dout, const float* lse, const float* D, const BlockShape& s) {
+void flash_bf16_sm90_backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch,
+                                      Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
+                                      Heads<const bf16> dout, const float* lse, const float* D, const PartialShape& s) {
     const Inputs in{q, k, v, dout, {}, lse, D};
     check_problem(in, s, scratch);
     check_aligned(kName, "dq_sum", dq_sum);
@@ -711,11 +711,11 @@ void flash_bf16_sm90_backward_block(const Cuda& dev, float* dq_sum, float* dk, f
     with_head_size(s.HS, [&](auto HS) { launch<HS, true>(in, args, scratch, s, dev); });
 }
 
-size_t flash_bf16_sm90_dq_sum_bytes(const BlockShape& s) {
+size_t flash_bf16_sm90_dq_sum_bytes(const PartialShape& s) {
     const int Br = rows_of_tile(s.HS);
     return static_cast<size_t>(s.B) * s.NH * ceil_div(s.rows_of_q(), Br) * Br * s.HS * sizeof(float);
 }
-void flash_bf16_sm90_write_dq(const Cuda& dev, Heads<bf16> dq, const float* dq_sum, const BlockShape& s) {
+void flash_bf16_sm90_write_dq(const Cuda& dev, Heads<bf16> dq, const float* dq_sum, const PartialShape& s) {
     check_shape(kName, s);
     check_aligned(kName, "dq", dq);
     check_aligned(kName, "dq_sum", dq_sum);
@@ -730,7 +730,7 @@ void flash_bf16_sm90_write_dq(const Cuda& dev, Heads<bf16> dq, const float* dq_s
     LAUNCH_CHECK("flash_bf16_sm90 write_dq_kernel");
 }
 
-size_t flash_bf16_sm90_block_scratch_bytes(const BlockShape& s) {
+size_t flash_bf16_sm90_partial_scratch_bytes(const PartialShape& s) {
     return Layout(s, true).bytes;
 }
 size_t flash_bf16_sm90_scratch_bytes(const AttentionShape& s) {

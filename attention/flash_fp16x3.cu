@@ -21,9 +21,9 @@
 // Oᵀ, so that dP − D is 0 where one key has all the weight. In the whole form two sums of a row show errors that all
 // its keys share. Its dS should add up to 0, and their sum is D's error. Its P should add up to 1, and what is missing
 // is lse's error. dq_kernel corrects D and lse, which dkdv_kernel reads, and dQ. It walks rows of few keys twice. The
-// block form has no such check, because it sees only part of a row.
+// partial form has no such check, because it sees only part of a row.
 //
-// Writes: forward writes out and lse, backward dqkv (every element). The block form merges into o_acc and lse, adds
+// Writes: forward writes out and lse, backward dqkv (every element). The partial form merges into o_acc and lse, adds
 // into dq_sum, and adds into or writes dk and dv.
 // Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, q_rows), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0. A NaN or infinity spreads over the tile it is in.
@@ -88,7 +88,7 @@ struct ForwardArgs {
     Problem<float> p;
     Heads<float> out;  // whole form: written
     float* lse;
-    float* o_acc;  // block form: merged into (null in the whole form)
+    float* o_acc;  // partial form: merged into (null in the whole form)
     double* lse_acc;
 };
 
@@ -214,7 +214,7 @@ __device__ __forceinline__ void finish(float (&o)[M][HS / 8][4], const float (&m
         }
 }
 
-// The block form's end. The rows' results are merged into o_acc and lse_acc (merge.cuh).
+// The partial form's end. The rows' results are merged into o_acc and lse_acc (merge.cuh).
 template <int HS, int M>
 __device__ __forceinline__ void merge_rows(const float (&o)[M][HS / 8][4], const float (&m)[M][2],
                                            const float (&l)[M][2], const float (&lse)[M][2], const ForwardArgs& args,
@@ -341,7 +341,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 struct BackwardArgs {
     Problem<float> p;
     Heads<const float> dout, out;  // out in the whole form only
-    const float *lse, *D;          // D in the block form only
+    const float *lse, *D;          // D in the partial form only
     float2* stats;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
     float* factors;  // (B, NH, q_rows) P's factor, for what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
@@ -397,7 +397,7 @@ __device__ __forceinline__ void mean_key(float2 (&mean)[HS / 8], const float4* s
     }
 }
 
-// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. The block form is
+// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. The partial form is
 // given D. The whole form makes it of O, which lies where Q will lie.
 template <int HS, int M, class FirstRow>
 __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2], float (&D)[M][2],
@@ -668,13 +668,13 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 constexpr char kName[] = "flash_fp16x3";
 
 Problem<float> problem(const Heads<const float>& q, const Heads<const float>& k, const Heads<const float>& v,
-                       const BlockShape& s) {
+                       const PartialShape& s) {
     if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
         throw Error(format("flash_fp16x3: Tq %d, Tk %d: at most %d fit a launch", s.Tq, s.Tk, INT_MAX / 4));
     return problem(kName, q, k, v, s);
 }
 void launch_forward(const Cuda& dev, ForwardArgs args, const Heads<const float>& q, const Heads<const float>& k,
-                    const Heads<const float>& v, const BlockShape& s) {
+                    const Heads<const float>& v, const PartialShape& s) {
     args.p = problem(q, k, v, s);
     with_head_size(s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
@@ -683,7 +683,7 @@ void launch_forward(const Cuda& dev, ForwardArgs args, const Heads<const float>&
 }
 void launch_backward(const Cuda& dev, BackwardArgs args, const Heads<const float>& q, const Heads<const float>& k,
                      const Heads<const float>& v, const Heads<const float>& dout, const float* lse, void* scratch,
-                     const BlockShape& s) {
+                     const PartialShape& s) {
     args.p = problem(q, k, v, s);
     check_aligned(kName, "dout", dout);
     check_aligned(kName, "dq", args.dq);
@@ -717,17 +717,17 @@ void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, co
                     contiguous(dout, s.T, s.NH, s.HS), lse, scratch, whole(s));
 }
 
-// The block form
-void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
-                   Heads<const float> v, const BlockShape& s) {
+// The partial form
+void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
+                     Heads<const float> v, const PartialShape& s) {
     check_aligned(kName, "o_acc", o_acc);
     ForwardArgs args{};
     args.o_acc = o_acc, args.lse_acc = lse;
     launch_forward(dev, args, q, k, v, s);
 }
-void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
-                    Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
-                    const float* D, const BlockShape& s) {
+void backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
+                      Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
+                      const float* D, const PartialShape& s) {
     BackwardArgs args{};
     args.D = D, args.add_dq = true, args.add_dkv = !s.write_dkv;
     args.dq = contiguous(dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS, s.rows_of_q(), s.NH, s.HS);
@@ -735,14 +735,15 @@ void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* 
     launch_backward(dev, args, q, k, v, dout, lse, scratch, s);
 }
 
-size_t block_scratch_bytes(const BlockShape& s) {
+size_t partial_scratch_bytes(const PartialShape& s) {
     return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * (sizeof(float2) + sizeof(float));
 }
 size_t scratch_bytes(const AttentionShape& s) {
-    return block_scratch_bytes(whole(s));
+    return partial_scratch_bytes(whole(s));
 }
 
-const PartialForm<float> kPartial = {forward_block, backward_block, block_scratch_bytes, dq_rows_bytes, write_dq_rows};
+const PartialForm<float> kPartial{forward_partial, backward_partial, partial_scratch_bytes, dq_rows_bytes,
+                                  write_dq_rows};
 
 }  // namespace
 

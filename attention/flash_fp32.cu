@@ -21,7 +21,7 @@
 // query tile's counter. So there are no atomics on floats, and every run gives the same bits.
 //
 // Writes: forward out, lse; backward dqkv (every element).  Scratch: D, lse_rest and the counters.
-// Block form: updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
+// Partial form: updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
 // Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <climits>
 
@@ -182,18 +182,18 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 
 struct ForwardArgs {
     float* out;           // (B,Tq,NH,HS)
-    float* lse;           // (B,NH,Tq), written, or null in the block form
-    double* lse_acc;      // block form only. out and lse_acc hold the state of earlier blocks
+    float* lse;           // (B,NH,Tq), written, or null in the partial form
+    double* lse_acc;      // partial form only. out and lse_acc hold the state of earlier calls
     const float* lse_in;  // for lse_rest_kernel, what forward wrote
     float* lse_rest;      // written by lse_rest_kernel, null otherwise
     Heads<const float> q, k, v;
     int Tq, Tk, NH;
-    int q_rows;  // of out and lse (see BlockShape)
+    int q_rows;  // of out and lse (see PartialShape)
     int shift;   // query i sees the keys j ≤ i + shift
     float scale;
 };
 
-// Writes O / l and lse. The block form merges them into what earlier blocks left. This thread has rows row, row + 4, ….
+// Writes O / l and lse. The partial form merges them into what earlier calls left. A thread has rows row, row + 4, ….
 template <class Tile, int M, int N>
 __device__ void store_out(const ForwardArgs& args, int b, int h, int row, int col, const float (&o_regs)[M][N],
                           const float (&m)[M], float (&l)[M]) {
@@ -372,11 +372,11 @@ struct BackwardArgs {
     Heads<float> dq, dk, dv;
     Heads<const float> q, k, v, dout;
     const float *lse, *D;   // (B,NH,Tq)
-    const float* lse_rest;  // (B,NH,Tq), in units of log 2, or null in the block form
+    const float* lse_rest;  // (B,NH,Tq), in units of log 2, or null in the partial form
     int* ticket;            // the next block's number
     int* key_tiles_added;   // (B·NH, query tiles), how many key tiles are in dq
     int Tq, Tk, NH, heads;
-    int q_rows;  // of lse and D (see BlockShape)
+    int q_rows;  // of lse and D (see PartialShape)
     int shift;   // query i sees the keys j ≤ i + shift
     float scale;
     bool add_dq, add_dkv;  // into dq, dk, dv. If false they are written
@@ -528,7 +528,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 
 template <class Args>
 void check_and_set(Args& args, const char* what, Heads<const float> q, Heads<const float> k, Heads<const float> v,
-                   const BlockShape& s) {
+                   const PartialShape& s) {
     check_shape(what, s);
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) || static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
@@ -562,7 +562,7 @@ bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
 }
 
 void launch_forward(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q, Heads<const float> k,
-                    Heads<const float> v, const BlockShape& s) {
+                    Heads<const float> v, const PartialShape& s) {
     check_and_set(args, what, q, k, v, s);
     check_aligned(what, "out", args.out);
     if (!(s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
@@ -572,7 +572,7 @@ void launch_forward(const Cuda& dev, const char* what, ForwardArgs args, Heads<c
 
 // The counters. The ticket is first, then one for each query tile of at least 16 rows of each head. In the whole form D
 // and lse_rest come before them.
-size_t block_scratch_bytes(const BlockShape& s) {
+size_t partial_scratch_bytes(const PartialShape& s) {
     return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
 }
 
@@ -587,12 +587,12 @@ bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
 }
 
 void launch_backward(const Cuda& dev, const char* what, BackwardArgs args, int* scratch, Heads<const float> q,
-                     Heads<const float> k, Heads<const float> v, const BlockShape& s) {
+                     Heads<const float> k, Heads<const float> v, const PartialShape& s) {
     check_and_set(args, what, q, k, v, s);
     check_aligned(what, "dout", args.dout);
     for (const auto& [name, x] : {std::pair("dq", args.dq), {"dk", args.dk}, {"dv", args.dv}})
         check_aligned(what, name, x);
-    dev.zero(scratch, block_scratch_bytes(s));
+    dev.zero(scratch, partial_scratch_bytes(s));
     args.heads = s.B * s.NH, args.ticket = scratch, args.key_tiles_added = scratch + 1;
     if (!(s.HS == 64 ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
                      : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args)))
@@ -621,29 +621,29 @@ void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, co
     launch_backward(dev, kWhat, args, reinterpret_cast<int*>(lse_rest + rows), q, k, v, whole(s));
 }
 
-// The block form
-void forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
-                   Heads<const float> v, const BlockShape& s) {
+void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
+                     Heads<const float> v, const PartialShape& s) {
     ForwardArgs args{};
     args.out = o_acc, args.lse_acc = lse;
-    launch_forward(dev, "flash_fp32 forward_block", args, q, k, v, s);
+    launch_forward(dev, "flash_fp32 forward_partial", args, q, k, v, s);
 }
-void backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
-                    Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
-                    const float* D, const BlockShape& s) {
+void backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
+                      Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
+                      const float* D, const PartialShape& s) {
     BackwardArgs args{};
     args.dq = contiguous(dq_sum, s.rows_of_q(), s.NH, s.HS), args.dq.ptr += s.q_begin * args.dq.token;
     args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS), args.dv = contiguous(dv, s.rows_of_k(), s.NH, s.HS);
     args.dout = dout, args.lse = lse, args.D = D;
     args.add_dq = true, args.add_dkv = !s.write_dkv;
-    launch_backward(dev, "flash_fp32 backward_block", args, static_cast<int*>(scratch), q, k, v, s);
+    launch_backward(dev, "flash_fp32 backward_partial", args, static_cast<int*>(scratch), q, k, v, s);
 }
 
 size_t scratch_bytes(const AttentionShape& s) {
-    return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + block_scratch_bytes(whole(s));
+    return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + partial_scratch_bytes(whole(s));
 }
 
-const PartialForm<float> kPartial = {forward_block, backward_block, block_scratch_bytes, dq_rows_bytes, write_dq_rows};
+const PartialForm<float> kPartial{forward_partial, backward_partial, partial_scratch_bytes, dq_rows_bytes,
+                                  write_dq_rows};
 
 }  // namespace
 

@@ -19,7 +19,7 @@
 // instructions, because its warps own 32 rows. It also has the backward.
 //
 // Writes: out, lse (every element).  Scratch: none.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no block form.
+// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no partial form.
 // Run: ./dev/bench_attention --kernel flash_mma
 #include <climits>
 

@@ -14,7 +14,7 @@
 // One thread owns one row. At HS 128 two neighbours share it. A block's own rows stay in shared memory, and tiles of
 // others pass by. Each output has one writer, so every run gives the same bits. Exercise: give a thread two rows.
 // Writes: forward out, lse; backward dqkv (every element).  Scratch: D and 1/ΣP.
-// Limits: HS in {64, 128}; any T ≥ 1; no block form.   Run: ./dev/bench_attention --kernel flash_simple
+// Limits: HS in {64, 128}; any T ≥ 1; no partial form.   Run: ./dev/bench_attention --kernel flash_simple
 #include <climits>
 
 #include "attention/launch.h"

@@ -23,7 +23,7 @@
 //   V        shared memory                              B of O, transposed by wgmma
 //
 // Writes: out, lse (every element).  Scratch: none.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no block form; compute capability 9.0 only.
+// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no partial form; compute capability 9.0 only.
 // Run: ./dev/bench_attention --kernel flash_wgmma
 #include <climits>
 

@@ -15,7 +15,7 @@ Heads<X> contiguous(X* x, int T, int NH, int HS) {
     return {x, T * C, C};
 }
 // The whole form as a block.
-inline BlockShape whole(const AttentionShape& s) {
+inline PartialShape whole(const AttentionShape& s) {
     return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
 }
 // How many tiles of b cover a ≥ 1.
@@ -32,7 +32,7 @@ void with_head_size(int HS, F f) {
         f(std::integral_constant<int, 128>{});
 }
 
-inline void check_shape(const char* kernel, const BlockShape& s) {
+inline void check_shape(const char* kernel, const PartialShape& s) {
     if (s.HS != 64 && s.HS != 128)
         throw Error(format("%s: head size %d, expected 64 or 128: use --attention naive", kernel, s.HS));
     if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)

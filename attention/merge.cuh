@@ -1,4 +1,4 @@
-// The merge of the block form. A row has seen keys, with result o and lse. A block shows it more, with o_b and lse_b.
+// The merge of the partial form. A row has seen keys, with result o and lse. A block shows it more, with o_b and lse_b.
 //
 //   o ← o − σ(lse_b − lse)(o − o_b);   lse ← log(exp lse + exp lse_b)
 //

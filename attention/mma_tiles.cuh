@@ -66,7 +66,7 @@ template <class X>
 struct Problem {
     Heads<const X> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
-    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc (see BlockShape)
+    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc (see PartialShape)
     int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
@@ -99,7 +99,7 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 
 template <class X>
 Problem<X> problem(const char* kernel, const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v,
-                   const BlockShape& s) {
+                   const PartialShape& s) {
     check_shape(kernel, s);
     check_aligned(kernel, "q", q);
     check_aligned(kernel, "k", k);
@@ -113,8 +113,8 @@ Problem<X> problem(const char* kernel, const Heads<const X>& q, const Heads<cons
 }
 
 // Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and
-// dO). A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100). Blocks that take several tiles,
-// one after the other, are at most `most_blocks`.
+// dO). A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100). Blocks that take several
+// tiles, one after the other, are at most `most_blocks`.
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem,
             const Cuda& dev, int most_blocks = INT_MAX) {

@@ -71,7 +71,7 @@ __global__ void round_kernel(X* dst, const float* src, size_t n) {
 
 }  // namespace
 
-void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const BlockShape& s) {
+void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const PartialShape& s) {
     const size_t rows = static_cast<size_t>(s.B) * s.NH * s.rows_of_q();
     if (o_acc) dev.zero(o_acc, rows * s.HS * sizeof(float));
     fill_kernel<<<blocks_for(rows, "attention_clear_state"), kThreads, 0, dev.stream>>>(lse, -INFINITY, rows);

@@ -6,7 +6,7 @@
 //   inputs     N(0,1), q five times as large, mean +0.5. For bf16 kernels they are rounded first, also for the oracle
 //   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error, signal-to-noise ratio
 //              20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's largest and L2 error, which dev/bounds.h bounds
-//   masks      the block form with keys that all or half of the queries do not see. Nothing may become NaN
+//   masks      the partial form with keys that all or half of the queries do not see. Nothing may become NaN
 //
 // Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
 //
@@ -245,7 +245,7 @@ void compare_kernels(Study& study, const AttentionShape& s, const Input& input,
 template <class X>
 void check_masked(Study& study, const AttentionKernel<X>& kernel, int HS, int T, int k_offset) {
     const Cuda& dev = study.dev;
-    const BlockShape s{1, T, T, 2, HS, 0, k_offset};
+    const PartialShape s{1, T, T, 2, HS, 0, k_offset};
     const size_t C = size_t(s.NH) * HS, n = T * C, rows = size_t(s.NH) * T;
     const DeviceMemory inputs = device_memory(dev, 4 * n * sizeof(X)), state = device_memory(dev, n * sizeof(float));
     const DeviceMemory lse = device_memory(dev, rows * sizeof(float)), D = device_memory(dev, rows * sizeof(float));

@@ -83,7 +83,8 @@ struct Bench {
             start_together();
             launch();
         };
-        // The collective's own time is measured alone and subtracted. Ranks would not rest equally long, so they do not.
+        // The collective's own time is measured alone and subtracted. Ranks would not rest equally long, so they do
+        // not.
         const double idle = slowest(cool_ms(
             dev, [&](int) { start_together(); }, 0.));
         Figures ms;
@@ -182,11 +183,11 @@ void run_blocks(const Bench<Comm>& b) {
     const Whole whole(b.dev, b.job.size * T, NH, HS);
     const Figures single[2] = {b.measure([&] { whole.forward(b.dev); }), b.measure([&] { whole.backward(b.dev); })};
     const double pairs = 0.5 * whole.s.T * whole.s.T;  // pairs of query and key in the unchunked call
-    const BlockShape largest{1, T, T, NH, HS};
+    const PartialShape largest{1, T, T, NH, HS};
     const DeviceMemory sums = device_memory(b.dev, 3 * n * sizeof(float)),
                        stats = device_memory(b.dev, rows * (sizeof(double) + 2 * sizeof(float))),
                        dq_sum = device_memory(b.dev, attention_dq_sum_bytes<bf16>(b.dev, largest)),
-                       scratch = device_memory(b.dev, attention_block_scratch_bytes<bf16>(b.dev, largest));
+                       scratch = device_memory(b.dev, attention_partial_scratch_bytes<bf16>(b.dev, largest));
     float *o = as<float>(sums), *dk = o + n, *dv = dk + n;
     double* running = as<double>(stats);
     float *lse = reinterpret_cast<float*>(running + rows), *D = lse + rows;
@@ -213,7 +214,7 @@ void run_blocks(const Bench<Comm>& b) {
                  {"an early chunk of keys", 0, T, Tc, false, true, true, true, 2},
                  {"both chunks of keys", Tc, Tc, T, false, true, true, true, 2}};
     for (const auto& kind : kinds) {
-        BlockShape s{1, kind.Tq, kind.Tk, NH, HS, kind.q0, 0, kind.own, 0.f, T, T};
+        PartialShape s{1, kind.Tq, kind.Tk, NH, HS, kind.q0, 0, kind.own, 0.f, T, T};
         s.q_begin = kind.q0, s.write_dkv = kind.write;
         const int q0 = kind.q0, parts = kind.own ? 3 : 2;  // other ranks' keys and values come without queries
         const auto q = heads(whole.qkv, q0, 0, 3), k = heads(whole.qkv, 0, parts - 2, parts),
@@ -226,11 +227,11 @@ void run_blocks(const Bench<Comm>& b) {
         };
         if (kind.forward)
             show("forward", single[0],
-                 b.measure([&] { attention_forward_block<bf16>(b.dev, o + q0 * C, running + q0, q, k, v, s); }));
+                 b.measure([&] { attention_forward_partial<bf16>(b.dev, o + q0 * C, running + q0, q, k, v, s); }));
         if (kind.backward)
             show("backward", single[1], b.measure([&] {
-                attention_backward_block<bf16>(b.dev, as<float>(dq_sum), dk, dv, scratch.get(), q, k, v, dout, lse + q0,
-                                               D + q0, s);
+                attention_backward_partial<bf16>(b.dev, as<float>(dq_sum), dk, dv, scratch.get(), q, k, v, dout,
+                                                 lse + q0, D + q0, s);
             }));
     }
 }

@@ -11,7 +11,7 @@
 #include "attention/ring/blocks.h"
 #include "dev/bounds.h"
 #include "layers/cpu/reference.h"
-// These use both backends' block forms, so they come after them.
+// These use both backends' partial forms, so they come after them.
 #include "attention/ring/chunks.h"
 #include "attention/ring/ring.h"
 #include "dev/local_comm.h"
@@ -75,9 +75,9 @@ void check_errors(const std::string& what, const TensorErrors& got, const Tensor
                   const std::array<double, kTensors>& more = {}) {
     for (int t = 0; t < kTensors; t++) {
         const double of_gradients = got[Dq].value2 + got[Dk].value2 + got[Dv].value2;
-        const double bound =
-            std::is_same_v<X, double> ? 1e-13 * std::sqrt(t < Dq ? got[t].value2 : of_gradients)
-                                      : 1.1 * std::sqrt(unchunked[t].error2) + more[t] * std::sqrt(got[t].value2);
+        const double bound = std::is_same_v<X, double>
+                                 ? 1e-13 * std::sqrt(t < Dq ? got[t].value2 : of_gradients)
+                                 : 1.1 * std::sqrt(unchunked[t].error2) + more[t] * std::sqrt(got[t].value2);
         if (!(std::sqrt(got[t].error2) <= bound))
             test::report(__FILE__, __LINE__,
                          format("%s: L2 error of %s %.3g, at most %.3g expected", what.c_str(), kNames[t],

@@ -144,7 +144,7 @@ template <class X>
 void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, const Result<X>& to, bool own_lse) {
     const int T = in.s.T, NH = in.s.NH, chunk = (T + kChunks - 1) / kChunks;
     const size_t C = size_t(NH) * HS;
-    const BlockShape all{1, T, T, NH, HS};
+    const PartialShape all{1, T, T, NH, HS};
     const DeviceMemory sums = device_memory(dev, 2 * in.n * sizeof(float));
     const size_t of_sum = attention_dq_sum_bytes<X>(dev, all);
     const DeviceMemory dq_sum = device_memory(dev, of_sum);
@@ -152,7 +152,7 @@ void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, cons
     const DeviceMemory stats = device_memory(dev, 2 * size_t(T) * NH * sizeof(float));
     const DeviceMemory D = device_memory(dev, size_t(chunk) * NH * sizeof(float));
     const DeviceMemory running = device_memory(dev, size_t(chunk) * NH * sizeof(double));
-    const DeviceMemory scratch = poisoned(dev, attention_block_scratch_bytes<X>(dev, all));
+    const DeviceMemory scratch = poisoned(dev, attention_partial_scratch_bytes<X>(dev, all));
     float *dk = as<float>(sums), *dv = dk + in.n;
     float *o = as<float>(partial), *lse = as<float>(stats), *all_D = lse + size_t(T) * NH;
     X* rounded = reinterpret_cast<X*>(o + chunk * C);
@@ -164,13 +164,13 @@ void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, cons
     };
     for (int q0 = 0; q0 < T; q0 += chunk)
         for (int k0 = 0; k0 <= q0; k0 += chunk) {
-            BlockShape s{1, std::min(chunk, T - q0), std::min(chunk, T - k0), NH, HS, q0, k0};
+            PartialShape s{1, std::min(chunk, T - q0), std::min(chunk, T - k0), NH, HS, q0, k0};
             const X* out = good.out + q0 * C;
             copy_rows(dev, lse + q0, T, good.lse + q0, T, s.Tq, NH);
             if (own_lse) {
                 attention_clear_state(dev, o, as<double>(running), s);
-                attention_forward_block<X>(dev, o, as<double>(running), heads(in.qkv, q0, 0, 3),
-                                           heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), s);
+                attention_forward_partial<X>(dev, o, as<double>(running), heads(in.qkv, q0, 0, 3),
+                                             heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), s);
                 copy_rows(dev, lse + q0, T, as<double>(running), s.Tq, s.Tq, NH);
                 attention_round<X>(dev, rounded, o, s.Tq * C);
                 out = rounded;
@@ -178,9 +178,9 @@ void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, cons
             attention_D<X>(dev, as<float>(D), in.dout + q0 * C, out, 1, s.Tq, NH, HS);
             copy_rows(dev, all_D + q0, T, as<float>(D), s.Tq, s.Tq, NH);
             s.q_rows = T, s.q_begin = q0;
-            attention_backward_block<X>(dev, as<float>(dq_sum), dk + k0 * C, dv + k0 * C, scratch.get(),
-                                        heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3),
-                                        heads(in.dout, q0, 0, 1), lse + q0, all_D + q0, s);
+            attention_backward_partial<X>(dev, as<float>(dq_sum), dk + k0 * C, dv + k0 * C, scratch.get(),
+                                          heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3),
+                                          heads(in.dout, q0, 0, 1), lse + q0, all_D + q0, s);
         }
     copy_rows(dev, to.out, in.n, good.out, in.n, in.n, 1);
     copy_rows(dev, to.lse, in.rows, good.lse, in.rows, in.rows, 1);
@@ -278,28 +278,28 @@ static void round_trip(const Rounding& dev, float* x, size_t n) {
 }
 
 template <class X>
-void attention_forward_block(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
-                             Heads<const X> v, const BlockShape& s) {
+void attention_forward_partial(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                               Heads<const X> v, const PartialShape& s) {
     const size_t rows = size_t(s.rows_of_q()) * s.NH;  // the block's rows come first
     float* o = dev.partial;
     double* own_lse = reinterpret_cast<double*>(o + rows * HS);
     attention_clear_state(dev.cuda, o, own_lse, s);
-    attention_forward_block<X>(dev.cuda, o, own_lse, q, k, v, s);
+    attention_forward_partial<X>(dev.cuda, o, own_lse, q, k, v, s);
     round_trip(dev, o, rows * HS);
     merge_kernel<<<static_cast<unsigned>(s.Tq * s.NH), HS, 0, dev.cuda.stream>>>(o_acc, lse, o, own_lse, s.rows_of_q(),
                                                                                  s.NH);
     LAUNCH_CHECK("merge_kernel");
 }
 template <class X>
-void attention_backward_block(const Rounding& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
-                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
-                              const BlockShape& s) {
+void attention_backward_partial(const Rounding& dev, float* dq_sum, float* dk, float* dv, void* scratch,
+                                Heads<const X> q, Heads<const X> k, Heads<const X> v, Heads<const X> dout,
+                                const float* lse, const float* D, const PartialShape& s) {
     const size_t of_q = attention_dq_sum_bytes<X>(dev, s) / sizeof(float), of_k = size_t(s.Tk) * s.NH * HS;
     float *q_part = dev.partial, *k_part = q_part + of_q, *v_part = k_part + of_k;
-    BlockShape alone = s;  // its sums have their own memory; as B = 1, dk and dv need room for Tk rows only
+    PartialShape alone = s;  // its sums have their own memory; as B = 1, dk and dv need room for Tk rows only
     alone.write_dkv = false;
     dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
-    attention_backward_block<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
+    attention_backward_partial<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
     round_trip(dev, q_part, of_q + 2 * of_k);
     if (s.write_dkv) dev.zero(dk, of_k * sizeof(float)), dev.zero(dv, of_k * sizeof(float));
     add_rows(dev.cuda, dq_sum, of_q, q_part, of_q, of_q, 1);
@@ -307,17 +307,17 @@ void attention_backward_block(const Rounding& dev, float* dq_sum, float* dk, flo
     add_rows(dev.cuda, dv, of_k, v_part, of_k, of_k, 1);
 }
 template <class X>
-size_t attention_block_scratch_bytes(const Rounding& dev, const BlockShape& s) {
-    return attention_block_scratch_bytes<X>(dev.cuda, s);
+size_t attention_partial_scratch_bytes(const Rounding& dev, const PartialShape& s) {
+    return attention_partial_scratch_bytes<X>(dev.cuda, s);
 }
 // If the kernel scales dq_sum only at the end, we round dq without its scale. That changes nothing, because at HS 64
 // the scale is a power of two.
 template <class X>
-size_t attention_dq_sum_bytes(const Rounding& dev, const BlockShape& s) {
+size_t attention_dq_sum_bytes(const Rounding& dev, const PartialShape& s) {
     return attention_dq_sum_bytes<X>(dev.cuda, s);
 }
 template <class X>
-void attention_write_dq(const Rounding& dev, Heads<X> dq, const float* dq_sum, const BlockShape& s) {
+void attention_write_dq(const Rounding& dev, Heads<X> dq, const float* dq_sum, const PartialShape& s) {
     attention_write_dq<X>(dev.cuda, dq, dq_sum, s);
 }
 
@@ -354,7 +354,7 @@ void run_ring(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
     on_local_ranks(dev, to.ranks, [&](LocalComm<Cuda>& comm) {
         if (to.carry == "fp32") return run_rank<X>(dev, dev, comm, in, to);
         const size_t of_rank = in.n / to.ranks;
-        const BlockShape rows{1, in.s.T / to.ranks, 1, in.s.NH, HS};
+        const PartialShape rows{1, in.s.T / to.ranks, 1, in.s.NH, HS};
         const DeviceMemory partial = poisoned(dev, attention_dq_sum_bytes<X>(dev, rows) + 3 * of_rank * sizeof(float));
         run_rank<X>(Rounding{dev, as<float>(partial)}, dev, comm, in, to);
     });

@@ -684,13 +684,13 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
     const AttentionShape& s = r.s;
     const size_t C = static_cast<size_t>(s.NH) * s.HS, n = r.n, rows = r.rows;
     const bool blocks = kernel.partial;
-    const BlockShape shape{s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal};
+    const PartialShape shape{s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal};
     Buffer late_qkv("late qkv", p.qkv), late_dout("late dout", p.dout);
     Buffer o("o_acc", n * sizeof(float)), running("running lse", rows * sizeof(double)),
         lse("lse", rows * sizeof(float));
     Buffer D("D", rows * sizeof(float)), dkv("dkv", 2 * n * sizeof(float)), dq("dq", n * sizeof(X));
     Buffer rounded("rounded", n * sizeof(X));
-    Buffer block_scratch("block scratch", blocks ? kernel.partial->scratch_bytes(shape) : 0);
+    Buffer partial_scratch("block scratch", blocks ? kernel.partial->scratch_bytes(shape) : 0);
     Buffer dq_sum("dq_sum", blocks ? kernel.partial->dq_sum_bytes(shape) : 0);
     r.qkv.poison(), r.dout.poison();
     gpu().sync();
@@ -699,7 +699,8 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
         for (Buffer* b : buffers) b->poison(dev.stream);
     };
     if (pause) dev.pause(pause);
-    poison({&r.out, &r.lse, &r.att, &r.scratch, &r.dqkv, &o, &running, &lse, &D, &dkv, &dq, &rounded, &block_scratch});
+    poison(
+        {&r.out, &r.lse, &r.att, &r.scratch, &r.dqkv, &o, &running, &lse, &D, &dkv, &dq, &rounded, &partial_scratch});
     CUDA_CHECK(cudaMemcpyAsync(r.qkv.data(), late_qkv.data(), 3 * n * sizeof(X), cudaMemcpyDeviceToDevice, dev.stream));
     CUDA_CHECK(cudaMemcpyAsync(r.dout.data(), late_dout.data(), n * sizeof(X), cudaMemcpyDeviceToDevice, dev.stream));
     X *qkv = r.qkv.template as<X>(), *dout = r.dout.template as<X>(), *out = r.out.template as<X>();
@@ -711,7 +712,7 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
     std::vector<Buffer*> results = {&r.out, &r.lse, &r.dqkv};
     if (blocks) {
         const Heads<const X> q = heads<X>(qkv, 0, 0, s), k = heads<X>(qkv, 1, 0, s), v = heads<X>(qkv, 2, 0, s);
-        BlockShape backward = shape;
+        PartialShape backward = shape;
         backward.write_dkv = true;
         attention_clear_state(dev, o.as<float>(), running.as<double>(), shape);
         kernel.partial->forward(dev, o.as<float>(), running.as<double>(), q, k, v, shape);
@@ -719,8 +720,8 @@ std::vector<char> all_forms_on(const Cuda& dev, const AttentionKernel<X>& kernel
         copy_rows(dev, lse.as<float>(), rows, running.as<double>(), rows, rows, 1);
         attention_D<X>(dev, D.as<float>(), dout, rounded.as<X>(), s.B, s.T, s.NH, s.HS);
         dev.zero(dq_sum.data(), kernel.partial->dq_sum_bytes(shape));
-        kernel.partial->backward(dev, dq_sum.as<float>(), dkv.as<float>(), dkv.as<float>() + n, block_scratch.data(), q,
-                                 k, v, {dout, s.T * C, C}, lse.as<float>(), D.as<float>(), backward);
+        kernel.partial->backward(dev, dq_sum.as<float>(), dkv.as<float>(), dkv.as<float>() + n, partial_scratch.data(),
+                                 q, k, v, {dout, s.T * C, C}, lse.as<float>(), D.as<float>(), backward);
         kernel.partial->write_dq(dev, {dq.as<X>(), s.T * C, C}, dq_sum.as<float>(), shape);
         results.insert(results.end(), {&rounded, &lse, &D, &dkv, &dq});
     }
@@ -749,7 +750,7 @@ void stream(int index) {
             test::report(
                 __FILE__, __LINE__,
                 format("%s %s: on a stream of its own, with late inputs, results differ from byte %zu of %zu on: "
-                       "out, lse, dqkv, then the block form's out, lse, D, dk, dv, dq",
+                       "out, lse, dqkv, then the partial form's out, lse, D, dk, dv, dq",
                        kernel.name, p.c.text().c_str(), first, got.size()));
     }
 }
@@ -789,7 +790,7 @@ void determinism(int index) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Block form
+// Partial form
 
 struct Chunk {
     int begin, size;
@@ -857,7 +858,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     std::normal_distribution<float> normal;
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout);
     auto shape_of = [&](Chunk q, Chunk k) {
-        return BlockShape{
+        return PartialShape{
             s.B,      q.size,  k.size,        s.NH,         s.HS, first_position + q.begin, first_position + k.begin,
             s.causal, s.scale, q.size + more, k.size + more};
     };
@@ -925,7 +926,7 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const std::ve
     std::vector<bool> begun(k_chunks.size());
     for (const auto& [i, j] : pairs) {
         const Chunk q = q_chunks[i], k = k_chunks[j];
-        BlockShape shape = shape_of(q, k);
+        PartialShape shape = shape_of(q, k);
         shape.write_dkv = prefill == 0.f && !begun[j];
         shape.q_begin = more / 3;
         begun[j] = true;
@@ -992,7 +993,7 @@ void check_masked_blocks(const AttentionKernel<X>& kernel, int HS, int Tq, int T
     const AttentionShape& s = p.c.shape;
     const size_t C = static_cast<size_t>(s.NH) * HS, rows = static_cast<size_t>(s.B) * s.NH * Tq, n_q = s.B * Tq * C,
                  n_k = s.B * Tk * C;
-    const BlockShape shape{s.B, Tq, Tk, s.NH, HS, 0, k_offset};
+    const PartialShape shape{s.B, Tq, Tk, s.NH, HS, 0, k_offset};
     Buffer qkv("qkv", p.qkv), dout("dout", p.dout), o("o_acc", n_q * sizeof(float));
     Buffer running("running lse", rows * sizeof(double)), lse("lse", rows * sizeof(float));
     Buffer D("D", std::vector<float>(rows, 0.f)), dq("dq", n_q * sizeof(X));
@@ -1126,8 +1127,8 @@ void small_tiles(int index) {
     }
 }
 
-// Without a mask, and with 160 key tiles of 128 keys in all: some of 132 multiprocessors get two, and more would queue for
-// a turn. It runs many times, because who gets which must not matter.
+// Without a mask, and with 160 key tiles of 128 keys in all: some of 132 multiprocessors get two, and more would queue
+// for a turn. It runs many times, because who gets which must not matter.
 template <class X>
 void large_block(int index) {
     const AttentionKernel<X>& kernel = kernel_for_this_gpu<X>(index);
@@ -1139,7 +1140,7 @@ void large_block(int index) {
         const AttentionShape& s = p.c.shape;
         const size_t C = static_cast<size_t>(s.NH) * HS, n = s.B * s.T * C,
                      rows = static_cast<size_t>(s.B) * s.NH * s.T;
-        BlockShape shape{s.B, s.T, s.T, s.NH, HS, 0, 0, false};
+        PartialShape shape{s.B, s.T, s.T, s.NH, HS, 0, 0, false};
         shape.write_dkv = true;
         Buffer qkv("qkv", p.qkv), dout("dout", p.dout), lse("lse", std::vector<float>(rows, 7.f));
         Buffer D("D", std::vector<float>(rows, 0.1f)), scratch("scratch", kernel.partial->scratch_bytes(shape));
@@ -1219,13 +1220,13 @@ void limits(int index) {
         CHECK_ERROR(kernel.forward(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, unsupported), "80");
     }
     if (!kernel.partial) return;
-    const auto check_outside = [&](BlockShape shape, const char* why) {
+    const auto check_outside = [&](PartialShape shape, const char* why) {
         CHECK_ERROR(kernel.partial->forward(gpu(), nullptr, nullptr, {}, {}, {}, shape), why);
         CHECK_ERROR(kernel.partial->backward(gpu(), nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, nullptr,
                                              nullptr, shape),
                     why);
     };
-    BlockShape shape{1, 64, 65, 1, 64};
+    PartialShape shape{1, 64, 65, 1, 64};
     shape.q_rows = 100, shape.q_begin = 37;
     check_outside(shape, "of 100");
     shape.q_begin = -1;
@@ -1284,7 +1285,8 @@ void big_out(int index) {
     const size_t B = (size_t{1} << 31) / (65 * 25 * 64) + 2;
     check_many(kernel_for_this_gpu<X>(index), {{1, 65, 25, 64, true}}, B, {0, 1, B / 3, B - 2, B - 1});
 }
-// The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum a second time.
+// The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum a second
+// time.
 template <class X>
 void groups(int index) {
     check_many(kernel_for_this_gpu<X>(index), {{1, 1040, 25, 128, true}}, 5, {0, 1, 2, 3, 4});

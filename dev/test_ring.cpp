@@ -1,5 +1,5 @@
 // Tests ring attention on the CPU: which rank has which part of the sequence, the merge of partial results, and the
-// block form against the whole. The ring itself runs over processes and is compared with attention that was never
+// partial form against the whole. The ring itself runs over processes and is compared with attention that was never
 // split, in fp64.
 //
 // Run: ./dev/test_ring [part of a test's name]
@@ -134,14 +134,14 @@ TEST(blocks_make_the_whole) {
     attention_D(cpu, D.data(), whole.dout.data(), whole.want.out.data(), B, T, NH, HS);
     for (size_t i = 0; i + 1 < cuts.size(); i++) {
         const int q0 = cuts[i], Tq = cuts[i + 1] - q0;
-        const BlockShape clear = {B, Tq, 1, NH, HS};
+        const PartialShape clear = {B, Tq, 1, NH, HS};
         std::vector<double> o(size_t(B) * Tq * C, NAN), lse(size_t(B) * NH * Tq, NAN), dq(o.size()), rows_lse, rows_D;
         attention_clear_state(cpu, o.data(), lse.data(), clear);
         for (size_t j = cuts.size() - 1; j-- > 0;) {
             const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
-            attention_forward_block<double>(cpu, o.data(), lse.data(), heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
-                                            heads(qkv, k0, 2, 3),
-                                            {B, Tq, Tk, NH, HS, q0 + (1LL << 40), k0 + (1LL << 40), true, scale});
+            attention_forward_partial<double>(cpu, o.data(), lse.data(), heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
+                                              heads(qkv, k0, 2, 3),
+                                              {B, Tq, Tk, NH, HS, q0 + (1LL << 40), k0 + (1LL << 40), true, scale});
             if (j > i) CHECK(lse[0] == -kInf && o[0] == 0);  // nothing seen yet
         }
         for (int row = 0; row < B * NH; row++)
@@ -153,16 +153,16 @@ TEST(blocks_make_the_whole) {
         for (size_t j = 0; j + 1 < cuts.size(); j++) {
             const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
             std::vector<double> dk(size_t(B) * Tk * C), dv(dk.size());
-            BlockShape shape{B, Tq, Tk, NH, HS, q0, k0, true, scale};
-            attention_backward_block<double>(cpu, dq.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
-                                             heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
-                                             heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(), shape);
+            PartialShape shape{B, Tq, Tk, NH, HS, q0, k0, true, scale};
+            attention_backward_partial<double>(
+                cpu, dq.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
+                heads(qkv, k0, 2, 3), heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(), shape);
             shape.q_rows = T, shape.q_begin = q0;  // the same into a sum of all queries
             std::fill(dk.begin(), dk.end(), 0), std::fill(dv.begin(), dv.end(), 0);
-            attention_backward_block<double>(cpu, dq_sum.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
-                                             heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
-                                             heads(whole.dout.data(), q0, 0, 1), whole.want.lse.data() + q0,
-                                             D.data() + q0, shape);
+            attention_backward_partial<double>(cpu, dq_sum.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
+                                               heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
+                                               heads(whole.dout.data(), q0, 0, 1), whole.want.lse.data() + q0,
+                                               D.data() + q0, shape);
             for (int b = 0; b < B; b++)
                 for (int t = 0; t < Tk; t++)
                     for (int c = 0; c < C; c++) {
@@ -180,7 +180,7 @@ TEST(blocks_make_the_whole) {
         check_close("out", o, want, 1e-14);
     }
     check_close("dqkv", dqkv, whole.want.dqkv, 1e-13);
-    BlockShape all{B, T, T, NH, HS, 0, 0, true, scale};
+    PartialShape all{B, T, T, NH, HS, 0, 0, true, scale};
     std::vector<double> written = dqkv;
     for (size_t i = 0; i < written.size(); i++)
         if (i / C % 3 == 0) written[i] = NAN;
@@ -192,7 +192,7 @@ TEST(too_large_a_head_is_refused) {
     const std::vector<double> x(257);
     std::vector<double> o(257), lse(1);
     const Heads<const double> heads = {x.data(), 257, 257};
-    CHECK_ERROR(attention_forward_block<double>(Cpu(1), o.data(), lse.data(), heads, heads, heads, {1, 1, 1, 1, 257}),
+    CHECK_ERROR(attention_forward_partial<double>(Cpu(1), o.data(), lse.data(), heads, heads, heads, {1, 1, 1, 1, 257}),
                 "head size 257");
 }
 

@@ -70,18 +70,18 @@ void sum_rows(const Cuda& dev, Y* dst, size_t dst_stride, const float* a, const 
     on_rows<Add>(dev, dst, dst_stride, a, src_stride, b, src_stride, n, rows);
 }
 
-size_t dq_rows_bytes(const BlockShape& s) {
+size_t dq_rows_bytes(const PartialShape& s) {
     return size_t(s.B) * s.rows_of_q() * s.NH * s.HS * sizeof(float);
 }
 
 template <class X>
-void write_dq_rows(const Cuda& dev, Heads<X> dq, const float* dq_sum, const BlockShape& s) {
+void write_dq_rows(const Cuda& dev, Heads<X> dq, const float* dq_sum, const PartialShape& s) {
     const size_t C = size_t(s.NH) * s.HS, rows = s.rows_of_q();
     for (int b = 0; b < s.B; b++) copy_rows(dev, dq.ptr + b * dq.batch, dq.token, dq_sum + b * rows * C, C, C, rows);
 }
 
-template void write_dq_rows(const Cuda&, Heads<float>, const float*, const BlockShape&);
-template void write_dq_rows(const Cuda&, Heads<bf16>, const float*, const BlockShape&);
+template void write_dq_rows(const Cuda&, Heads<float>, const float*, const PartialShape&);
+template void write_dq_rows(const Cuda&, Heads<bf16>, const float*, const PartialShape&);
 template void copy_rows(const Cuda&, float*, size_t, const double*, size_t, size_t, size_t);
 template void copy_rows(const Cuda&, float*, size_t, const float*, size_t, size_t, size_t);
 template void copy_rows(const Cuda&, bf16*, size_t, const bf16*, size_t, size_t, size_t);

@@ -1,31 +1,31 @@
-// Calls of the block form on CUDA, for attention/ring/chunks.h and attention/ring/ring.h. The CPU has the same in
+// Calls of the partial form on CUDA, for attention/ring/chunks.h and attention/ring/ring.h. The CPU has the same in
 // layers/cpu/reference.h. The shape names the kernel.
 #pragma once
 #include "attention/partial.h"
 
 // See the fields of AttentionKernel for what each does.
 template <class X>
-void attention_forward_block(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
-                             Heads<const X> v, const BlockShape& shape) {
+void attention_forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                               Heads<const X> v, const PartialShape& shape) {
     attention_kernel<X>(dev, shape.attention, shape.HS).partial->forward(dev, o_acc, lse, q, k, v, shape);
 }
 template <class X>
-void attention_backward_block(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
-                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse, const float* D,
-                              const BlockShape& shape) {
+void attention_backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const X> q,
+                                Heads<const X> k, Heads<const X> v, Heads<const X> dout, const float* lse,
+                                const float* D, const PartialShape& shape) {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, shape.attention, shape.HS);
     kernel.partial->backward(dev, dq_sum, dk, dv, scratch, q, k, v, dout, lse, D, shape);
 }
 template <class X>
-size_t attention_block_scratch_bytes(const Cuda& dev, const BlockShape& shape) {
+size_t attention_partial_scratch_bytes(const Cuda& dev, const PartialShape& shape) {
     return attention_kernel<X>(dev, shape.attention, shape.HS).partial->scratch_bytes(shape);
 }
 template <class X>
-size_t attention_dq_sum_bytes(const Cuda& dev, const BlockShape& shape) {
+size_t attention_dq_sum_bytes(const Cuda& dev, const PartialShape& shape) {
     return attention_kernel<X>(dev, shape.attention, shape.HS).partial->dq_sum_bytes(shape);
 }
 template <class X>
-void attention_write_dq(const Cuda& dev, Heads<X> dq, const float* dq_sum, const BlockShape& shape) {
+void attention_write_dq(const Cuda& dev, Heads<X> dq, const float* dq_sum, const PartialShape& shape) {
     attention_kernel<X>(dev, shape.attention, shape.HS).partial->write_dq(dev, dq, dq_sum, shape);
 }
 

@@ -1,6 +1,6 @@
 // Blockwise attention on one device (Liu & Abbeel 2023). The queries and keys of a sequence come in chunks of any size,
-// forward and backward, through the kernels' block form. Ring attention (attention/ring/ring.h) does the same with the
-// chunks on different GPUs. This file shows it at its plainest.
+// forward and backward, through the kernels' partial form. Ring attention (attention/ring/ring.h) does the same with
+// the chunks on different GPUs. This file shows it at its plainest.
 //
 //   forward    for each chunk of queries:  (o, L) ← (0, −∞);  for each chunk of keys: (o, L) ← merge((o, L), block)
 //              out = X(o), lse = L
@@ -12,7 +12,7 @@
 // the whole row's. With the lse of its own keys alone, a block would compute the gradients of another function. The
 // owner of a sum clears it where it begins. The kernel that adds to it never does.
 //
-// Include the backend's block form (attention/ring/blocks.h or layers/cpu/reference.h) before this header.
+// Include the backend's partial form (attention/ring/blocks.h or layers/cpu/reference.h) before this header.
 // Tensors are qkv (B, T, 3, NH, HS), out and dout (B, T, NH, HS), lse (B, NH, T), dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/study_ring
@@ -27,7 +27,7 @@ class Chunks {
     using A = Acc<X>;
     // Only B, Tq = Tk = T, NH, HS, causal and scale of `shape` are used. Chunks have q_chunk and k_chunk tokens, and
     // the last ones hold what is left. place() gives it memory of bytes().
-    Chunks(const Dev& dev, const BlockShape& shape, int q_chunk, int k_chunk)
+    Chunks(const Dev& dev, const PartialShape& shape, int q_chunk, int k_chunk)
         : dev_(dev), s_(shape), q_chunk_(std::min(q_chunk, s_.Tq)), k_chunk_(std::min(k_chunk, s_.Tk)) {
         bytes_ = place(nullptr);
     }
@@ -43,7 +43,7 @@ class Chunks {
         take(dq_sum_, dq_sum_bytes() / sizeof(A));
         for (A** p : {&dk_, &dv_}) take(*p, s_.B * size_t(k_chunk_) * C());
         take(D_, size_t(s_.B) * s_.NH * s_.Tq);
-        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, of_all(0, s_.Tq, 0, k_chunk_))));
+        take(scratch_, std::max<size_t>(16, attention_partial_scratch_bytes<X>(dev_, of_all(0, s_.Tq, 0, k_chunk_))));
         return used;
     }
 
@@ -52,7 +52,7 @@ class Chunks {
 
   private:
     const Dev& dev_;
-    const BlockShape s_;
+    const PartialShape s_;
     const int q_chunk_, k_chunk_;
     size_t bytes_;
     A* o_;                 // (B, Tq, NH, HS) of one chunk, the running output
@@ -65,11 +65,11 @@ class Chunks {
     size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, s_); }
     size_t C() const { return size_t(s_.NH) * s_.HS; }
     // The queries' tensors hold one chunk with block(), and all queries with of_all().
-    BlockShape block(int q0, int Tq, int k0, int Tk) const {
+    PartialShape block(int q0, int Tq, int k0, int Tk) const {
         return {s_.B, Tq, Tk, s_.NH, s_.HS, q0, k0, s_.causal, s_.scale};
     }
-    BlockShape of_all(int q0, int Tq, int k0, int Tk) const {
-        BlockShape s = block(q0, Tq, k0, Tk);
+    PartialShape of_all(int q0, int Tq, int k0, int Tk) const {
+        PartialShape s = block(q0, Tq, k0, Tk);
         s.q_rows = s_.Tq, s.q_begin = q0;
         return s;
     }
@@ -90,8 +90,8 @@ void Chunks<Dev, X>::forward(X* out, A* lse, const X* qkv) {
         attention_clear_state(dev_, o_, running_lse_, block(q0, Tq, 0, 0));
         for_each_chunk(s_.Tk, k_chunk_, [&](int k0, int Tk) {
             if (sees(q0, Tq, k0))
-                attention_forward_block<X>(dev_, o_, running_lse_, heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
-                                           heads(qkv, k0, 2, 3), block(q0, Tq, k0, Tk));
+                attention_forward_partial<X>(dev_, o_, running_lse_, heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
+                                             heads(qkv, k0, 2, 3), block(q0, Tq, k0, Tk));
         });
         copy_rows(dev_, out + q0 * C(), s_.Tq * C(), o_, Tq * C(), Tq * C(), s_.B);  // the one rounding
         copy_rows(dev_, lse + q0, s_.Tq, running_lse_, Tq, Tq, size_t(s_.B) * s_.NH);
@@ -106,9 +106,9 @@ void Chunks<Dev, X>::backward(X* dqkv, const X* dout, const X* out, const A* lse
         for (A* p : {dk_, dv_}) dev_.zero(p, s_.B * size_t(Tk) * C() * sizeof(A));
         for_each_chunk(s_.Tq, q_chunk_, [&](int q0, int Tq) {
             if (sees(q0, Tq, k0))
-                attention_backward_block<X>(dev_, dq_sum_, dk_, dv_, scratch_, heads(qkv, q0, 0, 3),
-                                            heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3), heads(dout, q0, 0, 1), lse + q0,
-                                            D_ + q0, of_all(q0, Tq, k0, Tk));
+                attention_backward_partial<X>(dev_, dq_sum_, dk_, dv_, scratch_, heads(qkv, q0, 0, 3),
+                                              heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3), heads(dout, q0, 0, 1),
+                                              lse + q0, D_ + q0, of_all(q0, Tq, k0, Tk));
         });
         for (int b = 0; b < s_.B; b++) {
             X* to = dqkv + (size_t(b) * s_.Tk + k0) * 3 * C();

@@ -1,6 +1,6 @@
 // Ring attention (Liu et al. 2023) splits one sequence over N ranks, each with T/N of its tokens. Keys and values
-// travel around the ring. At every stop a rank runs its queries against them by the block form and merges the result in
-// fp32. So besides its own no rank ever holds more than two ranks' keys.
+// travel around the ring. At every stop a rank runs its queries against them by the partial form and merges the result
+// in fp32. So besides its own no rank ever holds more than two ranks' keys.
 //
 //   step s = 0..N−1:  rank r has the keys of rank (r − s) mod N, sends them to r + 1, receives the next from r − 1
 //   forward:   (o, L) ← merge((o, L), block(q, k, v))
@@ -17,7 +17,7 @@
 //   keys from a later rank   s > r    its late chunk sees both chunks and its early one neither
 // So these steps need no mask. The first step, with its own keys, has the mask of an ordinary sequence of two chunks.
 //
-// Include the backend's block form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. A rank's
+// Include the backend's partial form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. A rank's
 // tensors hold its 2·Tc tokens in the order (early chunk, late chunk). They are qkv (B, 2Tc, 3, NH, HS), out and dout
 // (B, 2Tc, NH, HS), lse (B, NH, 2Tc), and dqkv as qkv.
 //
@@ -108,7 +108,7 @@ class Ring {
         take(o_, std::max(elements(), dq_sum_bytes() / sizeof(A)));
         take(D_, elements() / HS_);
         take(lse_, elements() / HS_);
-        take(scratch_, std::max<size_t>(16, attention_block_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
+        take(scratch_, std::max<size_t>(16, attention_partial_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
         return used;
     }
 
@@ -119,13 +119,13 @@ class Ring {
 
     // Queries [q0, q0 + Tq) of this rank against the first q0 + Tq of its own keys. The chunks are neighbours in order,
     // so the mask is an ordinary one of a sequence of 2Tc tokens. Against another rank's keys there is none.
-    BlockShape own_keys(int q0, int Tq) const { return block(q0, Tq, q0 + Tq, true); }
-    BlockShape others_keys(int step) const {
+    PartialShape own_keys(int q0, int Tq) const { return block(q0, Tq, q0 + Tq, true); }
+    PartialShape others_keys(int step) const {
         const int seen = zigzag_.seen(rank_, step), Tq = seen == 2 ? Tc_ : 2 * Tc_;
         return block(2 * Tc_ - Tq, Tq, seen * Tc_, false);
     }
-    BlockShape block(int q0, int Tq, int Tk, bool causal) const {
-        BlockShape s{B_, Tq, Tk, NH_, HS_, q0, 0, causal, scale_, 2 * Tc_, 2 * Tc_};
+    PartialShape block(int q0, int Tq, int Tk, bool causal) const {
+        PartialShape s{B_, Tq, Tk, NH_, HS_, q0, 0, causal, scale_, 2 * Tc_, 2 * Tc_};
         s.q_begin = q0, s.attention = attention_;
         return s;
     }
@@ -137,15 +137,16 @@ class Ring {
     Heads<const X> keys(const X* qkv, int step, int part) const {  // part 0 K, 1 V
         return step == 0 ? heads(qkv, 0, part + 1, 3) : heads(kv_[0], 0, part, 2);
     }
-    void forward_block(const BlockShape& s, int step, const X* qkv) {
+    void forward_partial(const PartialShape& s, int step, const X* qkv) {
         const int q0 = s.q_begin;
-        attention_forward_block<X>(dev_, o_ + q0 * C(), lse_ + q0, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
-                                   keys(qkv, step, 1), s);
+        attention_forward_partial<X>(dev_, o_ + q0 * C(), lse_ + q0, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
+                                     keys(qkv, step, 1), s);
     }
-    void backward_block(const BlockShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
+    void backward_partial(const PartialShape& s, int step, A* dkv, const X* dout, const A* lse, const X* qkv) {
         const int q0 = s.q_begin;
-        attention_backward_block<X>(dev_, o_, dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3), keys(qkv, step, 0),
-                                    keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0, s);
+        attention_backward_partial<X>(dev_, o_, dkv, dkv + elements(), scratch_, heads(qkv, q0, 0, 3),
+                                      keys(qkv, step, 0), keys(qkv, step, 1), heads(dout, q0, 0, 1), lse + q0, D_ + q0,
+                                      s);
     }
 
     int next() const { return (rank_ + 1) % zigzag_.ranks; }
@@ -193,7 +194,7 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
     for (int step = 0; step < zigzag_.ranks; step++) {
         depart(step, Pass::forward, qkv);
         if (step == 0) attention_clear_state(dev_, static_cast<A*>(nullptr), lse_, own_keys(0, 2 * Tc_));
-        forward_block(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
+        forward_partial(step == 0 ? own_keys(0, 2 * Tc_) : others_keys(step), step, qkv);
         arrive(step, Pass::forward);
     }
     copy_rows(dev_, out, elements(), o_, elements(), elements(), 1);  // the one rounding
@@ -208,17 +209,17 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
     depart(0, Pass::backward, qkv);
     dev_.zero(o_, dq_sum_bytes());
     attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
-    BlockShape late = own_keys(Tc_, Tc_);
+    PartialShape late = own_keys(Tc_, Tc_);
     late.write_dkv = true;
-    backward_block(late, 0, home_, dout, lse, qkv);
+    backward_partial(late, 0, home_, dout, lse, qkv);
     arrive(0, Pass::backward);
 
     for (int step = 1; step < ranks; step++) {
         const bool first = step == 1;  // this rank starts the sum
         depart(step, Pass::backward, qkv);
-        BlockShape s = others_keys(step);
+        PartialShape s = others_keys(step);
         s.write_dkv = true;
-        backward_block(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
+        backward_partial(s, step, first ? dkv_[0] : own_, dout, lse, qkv);
         arrive(step, Pass::backward);
         if (first) continue;
         const size_t sequence = 2 * Tc_ * C(), own = s.Tk * C(), come = summed(before(), step - 1);
@@ -227,7 +228,7 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
     }
 
     depart(ranks, Pass::backward, qkv);
-    backward_block(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
+    backward_partial(own_keys(0, Tc_), 0, home_, dout, lse, qkv);
     // The last gradients come meanwhile.
     attention_write_dq(dev_, Heads<X>{dqkv, 2 * Tc_ * 3 * C(), 3 * C()}, o_, own_keys(0, 2 * Tc_));
     arrive(ranks, Pass::backward);

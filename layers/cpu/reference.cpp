@@ -429,7 +429,7 @@ void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The block form of attention. A query has seen two sets of keys, with outputs o, o_b and L, L_b = log Σ exp S over
+// The partial form of attention. A query has seen two sets of keys, with outputs o, o_b and L, L_b = log Σ exp S over
 // each. They merge as
 //   σ = 1/(1 + exp(L − L_b));  o ← o − σ(o − o_b);  L ← log(exp L + exp L_b)
 // This is exact for any L and L_b. If one set is negligible, σ is 0 or 1. An empty set (L = −∞) has no weight.
@@ -449,14 +449,14 @@ void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
 }
 
 // How many of the block's keys its query i sees. They are the first ones.
-static int keys_seen(const BlockShape& s, int i) {
+static int keys_seen(const PartialShape& s, int i) {
     if (!s.causal) return s.Tk;
     return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
 }
 
 template <class X>
-void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
-                             Heads<const X> v, const BlockShape& s) {
+void attention_forward_partial(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                               Heads<const X> v, const PartialShape& s) {
     using A = Acc<X>;
     check_head_size(s.HS);
     const A scale = s.resolved_scale();
@@ -472,8 +472,7 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const
                 for (int j = 0; j < keys; j++)
                     p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
                 exponentials(p.data(), keys, max, sum);
-                for (int j = 0; j < keys; j++)
-                    axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
+                for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
                 for (int d = 0; d < s.HS; d++) o[d] /= sum;
                 attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
                                 lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o,
@@ -483,9 +482,9 @@ void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const
 }
 
 template <class X>
-void attention_backward_block(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q,
-                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
-                              const Acc<X>* D, const BlockShape& s) {
+void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q,
+                                Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
+                                const Acc<X>* D, const PartialShape& s) {
     using A = Acc<X>;
     const A scale = s.resolved_scale();
     if (s.write_dkv)
@@ -514,13 +513,13 @@ void attention_backward_block(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv
 }
 
 template <class X>
-void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const BlockShape& s) {
+void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const PartialShape& s) {
     const size_t C = size_t(s.NH) * s.HS, rows = s.rows_of_q();
     for (int b = 0; b < s.B; b++) copy_rows(cpu, dq.ptr + b * dq.batch, dq.token, dq_sum + b * rows * C, C, C, rows);
 }
 
 template <class A>
-void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape& s) {
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const PartialShape& s) {
     const size_t rows = size_t(s.B) * s.rows_of_q() * s.NH;
     if (o_acc) std::fill_n(o_acc, rows * s.HS, A(0));
     std::fill_n(lse, rows, -std::numeric_limits<double>::infinity());
@@ -653,13 +652,13 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
-    template void attention_forward_block(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,     \
-                                          const BlockShape&);                                                          \
-    template void attention_backward_block(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,              \
-                                           Heads<const X>, Heads<const X>, const X*, const X*, const BlockShape&);     \
-    template void attention_write_dq(const Cpu&, Heads<X>, const X*, const BlockShape&);                               \
+    template void attention_forward_partial(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,   \
+                                            const PartialShape&);                                                      \
+    template void attention_backward_partial(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,            \
+                                             Heads<const X>, Heads<const X>, const X*, const X*, const PartialShape&); \
+    template void attention_write_dq(const Cpu&, Heads<X>, const X*, const PartialShape&);                             \
     template void attention_merge(X*, double*, const X*, double, int);                                                 \
-    template void attention_clear_state(const Cpu&, X*, double*, const BlockShape&);                                   \
+    template void attention_clear_state(const Cpu&, X*, double*, const PartialShape&);                                 \
     template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
     template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
     template void add_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                  \

@@ -45,12 +45,15 @@ template <class X>
 void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
                      const Positions& positions = {});
 template <class X>
-void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B, int T,
-                      int C,
-                      const Positions& positions = {});
-inline size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
+void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B,
+                      int T, int C, const Positions& positions = {});
+inline size_t encoder_scratch_bytes(const Cpu&, int, int, int) {
+    return 0;
+}
 // On the CPU the plan is the token list itself.
-inline size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }
+inline size_t encoder_plan_ints(const Cpu&, size_t N) {
+    return N;
+}
 void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N);
 
 template <class X>
@@ -61,8 +64,11 @@ void residual_layernorm_forward(const Cpu&, X* residual, X* out, Acc<X>* mean, A
                                 const X* weight, const X* bias, size_t N, int C);
 template <class X>
 void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void* scratch,
-                        const X* dout, const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N, int C);
-inline size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
+                        const X* dout, const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N,
+                        int C);
+inline size_t layernorm_scratch_bytes(const Cpu&, int) {
+    return 0;
+}
 
 template <class X>
 void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
@@ -75,14 +81,18 @@ void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Ac
     for (size_t row = 0; row < N; row++)
         for (int c = 0; c < 3 * C; c++) dqkvb[c] += dqkv[row * 3 * C + c];
 }
-inline size_t qkv_bias_scratch_bytes(const Cpu&, int) { return 0; }
+inline size_t qkv_bias_scratch_bytes(const Cpu&, int) {
+    return 0;
+}
 
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
 template <class X>
 void gelu_backward(const Cpu&, X* dinp, Acc<X>* dinp_sum, X* out, void* scratch, const X* inp, const X* dout, size_t N,
                    int C);
-inline size_t gelu_scratch_bytes(const Cpu&, int) { return 0; }
+inline size_t gelu_scratch_bytes(const Cpu&, int) {
+    return 0;
+}
 
 template <class X>
 void matmul_gelu_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
@@ -96,26 +106,33 @@ void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, voi
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
-inline size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
+inline size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) {
+    return 0;
+}
 
 // Attention has one form here, row by row with no T×T buffer, so `kind` is ignored. HS is any size ≤ 256.
 template <class X>
-void attention_forward(const Cpu&, Attention kind, X* out, Acc<X>* lse, X* att, void* scratch, const X* qkv, int B, int T,
-                       int NH, int HS);
+void attention_forward(const Cpu&, Attention kind, X* out, Acc<X>* lse, X* att, void* scratch, const X* qkv, int B,
+                       int T, int NH, int HS);
 template <class X>
 void attention_backward(const Cpu&, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
                         const Acc<X>* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
 template <class X>
-size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
+size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) {
+    return 0;
+}
 template <class X>
-size_t attention_saved_bytes(const Cpu&, Attention, int, int, int, int) { return 0; }
+size_t attention_saved_bytes(const Cpu&, Attention, int, int, int, int) {
+    return 0;
+}
 // Throws UsageError if `kind` is a GPU's kernel, or cannot do what the model needs.
 template <class X>
 void check_attention(const Cpu&, Attention kind, int, bool, bool context_parallel) {
     if (kind != Attention::flash && kind != Attention::naive)
-        throw UsageError(format("--attention %s needs a GPU: the CPU has flash and naive", std::string(kind.name).c_str()));
+        throw UsageError(
+            format("--attention %s needs a GPU: the CPU has flash and naive", std::string(kind.name).c_str()));
     if (context_parallel && kind == Attention::naive)
-        throw UsageError("--context-parallel needs --attention flash: naive has no block form");
+        throw UsageError("--context-parallel needs --attention flash: naive has no partial form");
 }
 
 // The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies.
@@ -126,26 +143,28 @@ template <class X>
 void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
                         int NH, int HS, bool causal, Acc<X> scale);
 
-// The block form of attention/attention.h's kernels (see there), and its helpers.
+// The partial form (see attention/partial.h), and its helpers.
 template <class X>
-void attention_forward_block(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
-                             Heads<const X> v, const BlockShape&);
+void attention_forward_partial(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
+                               Heads<const X> v, const PartialShape&);
 template <class X>
-void attention_backward_block(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
-                              Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
-                              const Acc<X>* D, const BlockShape&);
+void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
+                                Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
+                                const Acc<X>* D, const PartialShape&);
 template <class X>
-size_t attention_block_scratch_bytes(const Cpu&, const BlockShape&) { return 0; }
+size_t attention_partial_scratch_bytes(const Cpu&, const PartialShape&) {
+    return 0;
+}
 template <class X>
-size_t attention_dq_sum_bytes(const Cpu&, const BlockShape& s) {
+size_t attention_dq_sum_bytes(const Cpu&, const PartialShape& s) {
     return size_t(s.B) * s.rows_of_q() * s.NH * s.HS * sizeof(Acc<X>);
 }
 template <class X>
-void attention_write_dq(const Cpu&, Heads<X> dq, const Acc<X>* dq_sum, const BlockShape&);
+void attention_write_dq(const Cpu&, Heads<X> dq, const Acc<X>* dq_sum, const PartialShape&);
 template <class A>  // merges o_b (HS) and lse_b, one row's result over more keys, into o (HS) and lse over those so far
 void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS);
 template <class A>
-void attention_clear_state(const Cpu&, A* o_acc, double* lse, const BlockShape&);
+void attention_clear_state(const Cpu&, A* o_acc, double* lse, const PartialShape&);
 template <class X>
 void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS);
 // Rows of n elements, src_stride apart in src, dst_stride apart in dst.
@@ -163,11 +182,12 @@ template <class A>  // A = float or double
 void reduce_sum(const Cpu&, A* out, void* scratch, const A* x, A scale, size_t n);
 template <class A>
 void global_norm(const Cpu&, A* out, void* scratch, const A* x, size_t n);
-inline size_t reduce_scratch_bytes(const Cpu&) { return 0; }
+inline size_t reduce_scratch_bytes(const Cpu&) {
+    return 0;
+}
 template <class X>
 size_t count_nonfinite(const Cpu&, void* scratch, const X* x, size_t n);
 
 template <class X>
 void adamw_update(const Cpu&, X* params, Acc<X>* master, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
                   const ParamRange* ranges, int num_ranges, const AdamW& hyper);
-

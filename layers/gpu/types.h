@@ -54,8 +54,8 @@ struct Heads {
 //
 // The tokens may be a part of longer tensors. Sequences are then q_rows tokens apart in the running output and k_rows
 // in dk and dv, and heads are q_rows apart in lse and D. 0 stands for Tq or Tk. dq's running sum covers q_rows queries,
-// and the block's own begin at q_begin.
-struct BlockShape {
+// and the call's own begin at q_begin.
+struct PartialShape {
     int B, Tq, Tk, NH, HS;
     long long q_offset = 0, k_offset = 0;
     bool causal = true;
