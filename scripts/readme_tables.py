@@ -36,10 +36,6 @@ def figure(row, value, others, text):
     return "–".join(dict.fromkeys((text(min(of_jobs)), text(max(of_jobs)))))
 
 
-def ratio(x):
-    return "≈1×" if close(x, 1) else f"{x:.2f}×"
-
-
 def table(title, found, header, body):
     machines = sorted({f"{r['gpu']}, driver {r['driver']}, CUDA {r['cuda']}" for r in found})
     measured = sorted({f"{r['date'][:10]} at {r['commit'][:7]}" for r in found})
@@ -70,39 +66,6 @@ def attention(found):
             for pas in ("fwd", "bwd") for hs, nh, t, b in sorted({key[:4] for key in at})]
     title = f"Attention, {found[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
     return table(title, found, ["B, T", *varying, "pass", *kernels], body)
-
-
-def ladder(found):
-    """Naive against flash by T, at the largest B up to 4 that naive has memory for; if it has for none, flash alone."""
-    found = [r for r in found if r["B"] <= 4 and not r["kernel"].startswith("torch")]
-    batches = {}
-    for r in found:
-        if r["ms"]:
-            batches.setdefault(r["T"], []).append((r["kernel"].startswith("naive"), r["B"]))
-    batch = {T: max(of_T)[1] for T, of_T in batches.items()}
-    found = [r for r in found if r["B"] == batch.get(r["T"])]
-    if not found:
-        return None
-    at = {(r["T"], r["pass"], r["kernel"]): r for r in found}
-    kernels = kernels_of(found)
-    yardsticks = [k for k in kernels if k.startswith("naive")]
-
-    def cell(t, pas, kernel):
-        row = at.get((t, pas, kernel))
-        if not row:
-            return "–"
-        if not row["ms"]:
-            return "out of memory"
-        others = [at.get((t, pas, k), {}).get("ms") for k in yardsticks]
-        speed_ups = ", ".join(ratio(ms / row["ms"]) if ms else "–" for ms in others)
-        beside = [at[t, pas, k]["ms"] for k in kernels if k != kernel and (t, pas, k) in at]
-        ms = figure(row, lambda r: r["ms"], beside, lambda ms: f"{ms:.{3 if ms < 10 else 1}f}")
-        return f"{ms} ({speed_ups})" if kernel not in yardsticks and any(others) else ms
-
-    body = [[str(batch[t]), str(t), pas] + [cell(t, pas, kernel) for kernel in kernels]
-            for pas in ("fwd", "bwd") for t in sorted(batch)]
-    title = f"Attention, fp32, causal, NH 12, HS 64: ms cool (speed-up over {', '.join(yardsticks)})"
-    return table(title, found, ["B", "T", "pass", *kernels], body)
 
 
 def beside(row, found, fields, value):
@@ -356,7 +319,6 @@ BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 TABLES = {
     "attention bf16": ("attention", {"dtype": "bf16", "causal": True}, attention, "bf16"),
     "attention fp32": ("attention", {"dtype": "fp32", "causal": True}, attention, "fp32"),
-    "ladder": ("attention", {"dtype": "fp32", "causal": True, "NH": 12, "HS": 64}, ladder, "fp32"),
     "accuracy": ("accuracy", {"apart": ["HS"]}, accuracy, "accuracy"),
     "losses": ("losses", {"apart": LOSSES}, losses, "losses"),
     "train": ("train", {"apart": TRAIN}, train, "train"),
