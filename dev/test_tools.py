@@ -574,7 +574,6 @@ def test_rows_that_tables_show():
         found = read(*({"run": str(i), "date": f"2030-01-0{i + 1}", "commit": str(i)} for i in range(3)))
         assert len(found[0]["jobs"]) == 1  # of other sources
     assert close(100, 97.1) and close(97.1, 100) and not close(100, 96.9) and not close(96.9, 100)
-    assert (close(0.98, 1), close(1.02, 1), close(1.04, 1)) == (True, True, False)
 
 
 def test_rows_of_dev_results_are_honest():
