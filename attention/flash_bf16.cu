@@ -6,10 +6,10 @@
 //   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
 //              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
 //
-// New against flash_fp32: operands live in tensor-core fragments. The accumulator of one product is the A operand of
-// the next (P of P·V, dS of dS·K), so S, P, dP and dS never leave registers. cp.async brings tiles to shared memory in
-// two stages, with one barrier a stage, and ldmatrix brings them from there to fragments. A warp owns 32 rows, so that
-// every fragment of the streamed operand feeds two MMAs. Otherwise shared-memory bandwidth would be the bound.
+// New against flash_mma: copies overlap products. cp.async brings tiles to shared memory in two stages, with one
+// barrier a stage. A warp owns 32 rows, so that every fragment of the streamed operand feeds two MMAs. Otherwise
+// shared-memory bandwidth would be the bound. In backward dS is the A operand of dS·K as P is of P·V, so S, P, dP and
+// dS never leave registers.
 //
 // Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in memory, and any
 // order of blocks gives the same bits. dq_kernel keeps queries and streams keys. It also makes D. dkdv_kernel keeps

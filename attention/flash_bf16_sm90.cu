@@ -4,15 +4,14 @@
 //   every later one        S = scale·Q Kᵀ;                 P = exp(S − m);  l += rowsum P;  O += P V
 //   out = O / l;  lse = m + log l
 //
-// New against flash_bf16: three instructions of Hopper, and roles. One thread, the producer, has the TMA unit copy
-// whole tiles into a ring in shared memory; warpgroups of 64 queries each, the consumers, multiply straight out of that
-// ring with wgmma; mbarriers say when a tile has landed and when it may be overwritten. No thread computes an address
-// of K or V, and no operand passes through ldmatrix.
+// New against flash_wgmma: roles, and no running maximum. One thread, the producer, has the TMA unit copy tiles into
+// stages in shared memory. The consumers are warpgroups of 64 queries each, which multiply straight out of the stages.
+// mbarriers say when a tile has landed and when it may be overwritten.
 //
-// There is no running maximum. Any m gives the same out and lse as long as nothing overflows, and the maximum of the
-// first tile (the diagonal one) is nearly always good enough for the whole row: P and l may grow to 2^60 before a warp
-// notices, by its sums, that it needs a new m. It then computes S again, by itself, and goes the textbook's way for
-// that tile. So 64 maxima, 4 shuffles and the rescaling of O are gone from the loop.
+// Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the diagonal one) is
+// nearly always good enough for the whole row, because P and l may grow to 2^60 before a warp notices by its sums that
+// it needs a new m. It then computes S again, by itself, and goes the textbook's way for that tile. So 64 maxima, 4
+// shuffles and the rescaling of O are gone from the loop.
 //
 // A warpgroup's step j, while the tensor cores also serve the other warpgroups:
 //
@@ -21,9 +20,9 @@
 //
 //   operand   where                                          layout
 //   Q         shared memory, 2 slots a warpgroup              A of S: rows of 128 bytes, swizzled by TMA
-//   K         shared memory, ring of Stages tiles of 128 keys B of S, as it lies
+//   K         shared memory, Stages tiles of 128 keys         B of S, as it lies
 //   P         registers: S's accumulator packed to bf16       A of O
-//   V         shared memory, ring of Stages                   B of O, transposed by wgmma
+//   V         shared memory, Stages tiles                     B of O, transposed by wgmma
 //   S, O      registers                                       accumulators, fp32
 //
 //   barrier           who arrives                 who waits
@@ -32,9 +31,9 @@
 //   k_full, v_full    TMA                         all consumers
 //   k_empty, v_empty  every consumer warp         the producer
 //
-// A block stays on its SM and fetches tiles of queries until none are left: while consumers finish one, the producer
-// loads the next. The whole form is the partial form with Tq = Tk = T, no offsets and the strides of the packed qkv;
-// only the epilogue differs. A row that sees no key has lse = −inf and o = 0.
+// A block stays on its SM and fetches tiles of queries until none are left. While consumers finish one, the producer
+// loads the next. The whole form is the partial form with Tq = Tk = T, no offsets and the strides of the packed qkv.
+// Only the epilogue differs. A row that sees no key has lse = −inf and o = 0.
 //
 // Writes: out, lse (every element).  Partial form: merges into o_acc, lse.  Backward: flash_bf16_sm90_backward.cu.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0; compute capability 9.0 only.
@@ -71,7 +70,7 @@ struct ForwardTiles {
     static constexpr int ProducerRegisters = HS == 64 ? 32 : 40;
     static constexpr int ConsumerRegisters = HS == 64 ? 160 : 232;
     static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
-    // Offsets in shared memory: Q twice, out, the rings, barriers, Work twice. 200 KB, 224 KB.
+    // Offsets in shared memory: Q twice, out, the stages, barriers, Work twice. 200 KB, 224 KB.
     static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes, V = K + Stages * KvBytes;
     static constexpr int Barriers = V + Stages * KvBytes, NextWork = Barriers + 4 * (Warpgroups + Stages) * 8;
     static constexpr int Smem = NextWork + 2 * 16;
@@ -118,9 +117,9 @@ __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     return {bh / p.NH, bh % p.NH, q0, max(0, (k_end + Bc - 1) / Bc)};
 }
 
-// A place in the ring of stages. The phase is the parity that a consumer waits for; the producer waits for the other.
+// A place among the stages. The phase is the parity that a consumer waits for. The producer waits for the other.
 template <int Stages>
-struct Ring {
+struct Place {
     int stage = 0;
     uint32_t phase = 0;
     __device__ __forceinline__ void advance() {
@@ -160,7 +159,7 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
                                          const CUtensorMap& v_map, const Problem& p) {
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups;
-    Ring<Tiles::Stages> ring;
+    Place<Tiles::Stages> at;
     Work w;
     // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
     auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
@@ -182,11 +181,11 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
         shared.work[i % 2] = w;
         for (int wg = 0; wg < W; wg++)
             load(shared.q(i % 2, wg), q_map, shared.q_full(i % 2, wg), 64, max(0, w.q0 + 64 * wg));
-        for (int j = w.k_tiles - 1; j >= 0; j--, ring.advance()) {
-            mbarrier_wait(shared.k_empty(ring.stage), ring.phase ^ 1);
-            load(shared.k(ring.stage), k_map, shared.k_full(ring.stage), Bc, j * Bc);
-            mbarrier_wait(shared.v_empty(ring.stage), ring.phase ^ 1);
-            load(shared.v(ring.stage), v_map, shared.v_full(ring.stage), Bc, j * Bc);
+        for (int j = w.k_tiles - 1; j >= 0; j--, at.advance()) {
+            mbarrier_wait(shared.k_empty(at.stage), at.phase ^ 1);
+            load(shared.k(at.stage), k_map, shared.k_full(at.stage), Bc, j * Bc);
+            mbarrier_wait(shared.v_empty(at.stage), at.phase ^ 1);
+            load(shared.v(at.stage), v_map, shared.v_full(at.stage), Bc, j * Bc);
         }
     }
 }
@@ -232,7 +231,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
         auto release = [&](uint32_t barrier) {  // after a wgmma_wait, which speaks for the warp, not the warpgroup
             if (lane == 0) mbarrier_arrive(barrier);
         };
-        Ring<Stages> ring;
+        Place<Stages> at;
         for (int i = 0;; i++) {
             mbarrier_wait(shared.q_full(i % 2, wg), i / 2 & 1);
             Work w = shared.work[i % 2];
@@ -344,12 +343,12 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                         p_regs[n / 2][n % 2 * 2 + r] =
                             n < sizeof(s) / sizeof(s[0]) ? pack_bf16(s[n][2 * r], s[n][2 * r + 1]) : 0;
             };
-            // S of tile j beside O += P V of the tile before it, whose stage `ring` names.
+            // S of tile j beside O += P V of the tile before it, whose stage `at` names.
             auto step = [&](int j, auto masked) {
-                const Ring<Stages> previous = ring;
-                ring.advance();
-                mbarrier_wait(shared.k_full(ring.stage), ring.phase);
-                multiply_qk(s, ring.stage);
+                const Place<Stages> previous = at;
+                at.advance();
+                mbarrier_wait(shared.k_full(at.stage), at.phase);
+                multiply_qk(s, at.stage);
                 bool out_of_range = false;
                 if constexpr (decltype(masked)::value) {
                     multiply_pv(previous.stage, nothing);
@@ -373,34 +372,34 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                 }
                 // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past
                 // the wait below: they are to run beside O += P V.
-                mbarrier_wait(shared.v_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.v_full(at.stage), at.phase);
                 wgmma_wait<0>();
                 wgmma_hold(o);
                 if (out_of_range) {
-                    multiply_qk_alone(ring.stage);
+                    multiply_qk_alone(at.stage);
                     softmax(s, j, masked);
                 }
                 if (out_of_range || decltype(masked)::value) rescale();
-                release(shared.k_empty(ring.stage));
+                release(shared.k_empty(at.stage));
                 release(shared.v_empty(previous.stage));
                 pack(s);
                 for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
             };
 
             int j = w.k_tiles - 1;
-            for (; j >= my_tiles; j--, ring.advance()) {  // beyond this warpgroup's queries
-                mbarrier_wait(shared.k_full(ring.stage), ring.phase);
-                release(shared.k_empty(ring.stage));
-                mbarrier_wait(shared.v_full(ring.stage), ring.phase);
-                release(shared.v_empty(ring.stage));
+            for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
+                mbarrier_wait(shared.k_full(at.stage), at.phase);
+                release(shared.k_empty(at.stage));
+                mbarrier_wait(shared.v_full(at.stage), at.phase);
+                release(shared.v_empty(at.stage));
             }
             if (my_tiles > 0) {
-                mbarrier_wait(shared.k_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.k_full(at.stage), at.phase);
                 auto first = [&](auto& s) {
-                    multiply_qk(s, ring.stage);
+                    multiply_qk(s, at.stage);
                     wgmma_wait<0>();
                     wgmma_hold(s);
-                    release(shared.k_empty(ring.stage));
+                    release(shared.k_empty(at.stage));
                     softmax(s, j, std::true_type{});
                     pack(s);
                 };
@@ -410,16 +409,16 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                     first(half);
                 else
                     first(s);
-                mbarrier_wait(shared.v_full(ring.stage), ring.phase);
+                mbarrier_wait(shared.v_full(at.stage), at.phase);
                 for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
                 for (j--; j >= unmasked; j--) step(j, std::true_type{});
                 for (; j >= 0; j--) step(j, std::false_type{});
                 mbarrier_arrive(shared.q_empty(i % 2, wg));
-                multiply_pv(ring.stage, nothing);
+                multiply_pv(at.stage, nothing);
                 wgmma_wait<0>();
                 wgmma_hold(o);
-                release(shared.v_empty(ring.stage));
-                ring.advance();
+                release(shared.v_empty(at.stage));
+                at.advance();
             } else {
                 mbarrier_arrive(shared.q_empty(i % 2, wg));
             }
