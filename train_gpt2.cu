@@ -165,15 +165,15 @@ struct GPT2 {
     Parameters<A> gradients(int l = 0) const { return {Tensors(grads, l), config}; }
     Activations<X> activations(int l = 0) const { return {Tensors(acts, l), sizes}; }
     Optimizer<X> optimizer() const { return {Tensors(adam), sizes}; }
-    Buffers<X> shared() const { return {Tensors(buffers), sizes}; }
+    Buffers<X> workspace() const { return {Tensors(buffers), sizes}; }
 
-    const int* tokens(int i) const { return shared().batch + i * batch_ints(); }
+    const int* tokens(int i) const { return workspace().batch + i * batch_ints(); }
     const int* targets(int i) const { return tokens(i) + sizes.N; }
     const int* plan(int i) const { return tokens(i) + 2 * sizes.N; }
-    A* stats() const { return shared().stats; }
+    A* stats() const { return workspace().stats; }
     size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step, in stats()
     A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
-    A* losses() const { return shared().losses; }                           // (N) of the last micro-batch
+    A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
     std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
@@ -226,7 +226,8 @@ void GPT2<Dev, X>::attend(const Activations<X>& a, int b, int t, bool alone) {
     if (ring && !alone)
         ring->forward(a.atty, a.lse, a.qkv);
     else
-        attention_forward(dev, attention, a.atty, a.lse, a.att, shared().scratch, a.qkv, b, t, config.NH, config.HS());
+        attention_forward(dev, attention, a.atty, a.lse, a.att, workspace().scratch, a.qkv, b, t, config.NH,
+                          config.HS());
 }
 
 // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does what
@@ -237,7 +238,7 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
     const size_t N = size_t(b) * t;
     const int C = config.C, V = config.V, Vp = config.Vp;
     X* lnf = activations().lnf;
-    const Buffers<X> buffers = shared();
+    const Buffers<X> buffers = workspace();
     const size_t chunk = sizes.chunk;
     const X* wte = weights().wte;
     const A dloss = with_gradient ? A(1) / (A(N) * num_losses()) : A(0);
@@ -263,7 +264,7 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
     Range range("backward");
     const size_t N = sizes.N;
     const int C = config.C, NH = config.NH, HS = config.HS();
-    const Buffers<X> buffers = shared();
+    const Buffers<X> buffers = workspace();
     X* dresidual = buffers.dresidual;
     void* scratch = buffers.scratch;
     const Activations<X> top = activations(config.L - 1);
@@ -326,7 +327,7 @@ void GPT2<Dev, X>::sum_gradients(int layer) {
             if (by_layer(t, ranks.overlap) != (layer != kNoLayer)) continue;
             A* g = static_cast<A*>(grads.at(i, l));
             if (ranks.sharded)
-                ranks.comm->reduce_scatter(shared().share + own[i].state(l), g, own[i].size);
+                ranks.comm->reduce_scatter(workspace().share + own[i].state(l), g, own[i].size);
             else
                 ranks.comm->all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
         }
@@ -376,7 +377,7 @@ void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
 
 template <class Dev, class X>
 void GPT2<Dev, X>::upload(const int* host, int micro_batches) {
-    dev.upload(shared().batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
+    dev.upload(workspace().batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
 }
 
 // The matmul weights need no zeros, because the first micro-batch overwrites their gradients.
@@ -427,7 +428,7 @@ template <class Dev, class X>
 void GPT2<Dev, X>::update(const AdamW& hyper) {
     Range range("update");
     A *norm = stats() + num_losses(), *norms = norm + 1;
-    const Buffers<X> buffers = shared();
+    const Buffers<X> buffers = workspace();
     const Optimizer<X> state = optimizer();
     A* g = ranks.sharded ? buffers.share : gradients().wte;
     const size_t own = num_parameters / shards();

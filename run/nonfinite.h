@@ -13,7 +13,7 @@ template <class Model>
 std::string count_in(Model& model, const Arena& arena, size_t i, int l) {
     using X = typename Model::X;
     using A = typename Model::A;
-    void* scratch = model.shared().scratch;
+    void* scratch = model.workspace().scratch;
     const TensorSpec& t = arena.tensors[i];
     if (t.elements() == 0) return "";
     const size_t bad = t.dtype == dtype_of<X>()

@@ -26,7 +26,7 @@ std::vector<float> logits_of_last(Model& model, const std::vector<int>& context)
     const int t = std::min((used + 63) / 64 * 64, model.T);
     std::vector<int> padded(t, 0);
     std::copy(context.end() - used, context.end(), padded.begin());
-    const auto buffers = model.shared();
+    const auto buffers = model.workspace();
     model.dev.upload(buffers.batch, padded.data(), padded.size() * sizeof(int));
     model.forward(buffers.batch, 1, t, true);
     matmul_forward<X>(model.dev, buffers.logits, model.activations().lnf + size_t(used - 1) * config.C,
