@@ -295,17 +295,17 @@ struct BackwardArgs {
 template <int HS, int Rows>
 __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_t dout_token, const bf16* out,
                                        size_t out_token, int row0, int end) {
-    constexpr int Chunks = HS / 8;
+    constexpr int Pieces = HS / 8;
     const int lane = threadIdx.x % 32;
     uint4 x[Rows], y[Rows];
     for (int i = 0; i < Rows; i++) {
-        const size_t row = min(row0 + i * (32 / Chunks) + lane / Chunks, end - 1);
-        x[i] = *reinterpret_cast<const uint4*>(dout + row * dout_token + lane % Chunks * 8);
-        y[i] = *reinterpret_cast<const uint4*>(out + row * out_token + lane % Chunks * 8);
+        const size_t row = min(row0 + i * (32 / Pieces) + lane / Pieces, end - 1);
+        x[i] = *reinterpret_cast<const uint4*>(dout + row * dout_token + lane % Pieces * 8);
+        y[i] = *reinterpret_cast<const uint4*>(out + row * out_token + lane % Pieces * 8);
     }
     for (int i = 0; i < Rows; i++) {
         D[i] = dot8(x[i], y[i]);
-        for (int lanes = 1; lanes < Chunks; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
+        for (int lanes = 1; lanes < Pieces; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
     }
 }
 
@@ -313,7 +313,7 @@ __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_
 template <int HS, int M>
 __device__ __forceinline__ void make_stats(const BackwardArgs& args, const Work& w, const bf16* dout,
                                            float2* stats_smem, int q0, int warp_row) {
-    constexpr int Chunks = HS / 8, RowsAtOnce = 32 / Chunks;
+    constexpr int Pieces = HS / 8, RowsAtOnce = 32 / Pieces;
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32, row = warp_row + lane % (16 * M), t = q0 + row;
     const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
@@ -324,7 +324,7 @@ __device__ __forceinline__ void make_stats(const BackwardArgs& args, const Work&
         float D[16 * M / RowsAtOnce];
         rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, q0 + warp_row, p.Tq);
         for (int i = 0; i < 16 * M / RowsAtOnce; i++)
-            if (lane % Chunks == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Chunks].y = D[i];
+            if (lane % Pieces == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D[i];
         __syncwarp();
         stats.y = stats_smem[row].y;
         __syncwarp();

@@ -265,7 +265,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             auto multiply_qk_alone = [&](int stage) {
                 for (auto& s_n : s)
                     for (float& x : s_n) x = 0.f;
-                auto swizzled = [](int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); };
+                auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
 #pragma unroll 1
                 for (int kk = 0; kk < HS / 16; kk++) {
                     const uint32_t q_tile = shared.q(i % 2, wg) + kk / 4 * 64 * 128,

@@ -38,7 +38,7 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;  // a warp for each scheduler of an SM
 constexpr int kLaneRows = 4, kLaneCols = 8;        // a warp's lanes as a grid
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kChunk = 16;  // terms of a dot product that are summed in one go, as in attention_D
+constexpr int kTerms = 16;  // terms of a dot product that are summed in one go, as in attention_D
 
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one computes while the other
 // loads or waits at a barrier.
@@ -89,7 +89,7 @@ __device__ float row_sum(float x) {
 template <int Rows, int HS>
 using Stage = float4[Rows * HS / 4 / kThreads];
 
-// A row is HS/4 threads wide. Each thread takes one 16-byte chunk of every kRowsAtOnce-th row.
+// A row is HS/4 threads wide. Each thread takes one 16-byte piece of every kRowsAtOnce-th row.
 template <int HS>
 constexpr int kRowsAtOnce = kThreads / (HS / 4);
 
@@ -466,14 +466,14 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
                     p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
                 }
         }
-        // dP is summed kChunk terms at a time. If P is close to 1, dP − D cancels, and what is left of dS is dP's
+        // dP is summed kTerms terms at a time. If P is close to 1, dP − D cancels, and what is left of dS is dP's
         // rounding error, half as large as with one long sum. attention_D adds in the same order, so at P = 1 it
         // cancels exactly.
         float ds_regs[M][N] = {};
 #pragma unroll 1
-        for (int k = 0; k < HS; k += kChunk) {
+        for (int k = 0; k < HS; k += kTerms) {
             float sum[M][N] = {};
-            matmul_nt<kChunk>(sum, do_smem + row * kRow + k, kRow, v_smem + col * kRow + k, kRow);
+            matmul_nt<kTerms>(sum, do_smem + row * kRow + k, kRow, v_smem + col * kRow + k, kRow);
             for (int i = 0; i < M; i++)
                 for (int j = 0; j < N; j++) ds_regs[i][j] += sum[i][j];
         }

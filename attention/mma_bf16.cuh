@@ -8,11 +8,11 @@
 // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros.
 template <int HS, int Rows, int Threads>
 __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_t token, int row0, int end) {
-    constexpr int Chunks = HS / 8, RowsAtOnce = Threads / Chunks;
-    const int row = threadIdx.x / Chunks, chunk = threadIdx.x % Chunks;
-    const bf16* src = head + (row0 + row) * token + chunk * 8;
+    constexpr int Pieces = HS / 8, RowsAtOnce = Threads / Pieces;
+    const int row = threadIdx.x / Pieces, piece = threadIdx.x % Pieces;
+    const bf16* src = head + (row0 + row) * token + piece * 8;
     for (int i = 0; i < Rows; i += RowsAtOnce, src += RowsAtOnce * token)
-        cp_async_16(tile + swizzled<HS>(row + i, chunk), src, row0 + row + i < end);
+        cp_async_16(tile + swizzled<HS>(row + i, piece), src, row0 + row + i < end);
 }
 
 // A warp's 16·M rows of Q or dO as A operands. They stay in registers, or else every k-step loads its own again.
@@ -84,11 +84,11 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
                 *reinterpret_cast<uint32_t*>(tile + swizzled<HS>(row + 16 * m + 8 * r + lane / 4, n) + lane % 4 * 4) =
                     pack_bf16(c[m][n][2 * r], c[m][n][2 * r + 1]);
     __syncwarp();
-    constexpr int Chunks = HS / 8;
-    for (int i = 0; i < 16 * M; i += 32 / Chunks) {
-        const int r = row + i + lane / Chunks, chunk = lane % Chunks;
+    constexpr int Pieces = HS / 8;
+    for (int i = 0; i < 16 * M; i += 32 / Pieces) {
+        const int r = row + i + lane / Pieces, piece = lane % Pieces;
         if (r < end)
-            *reinterpret_cast<uint4*>(dst + r * token + chunk * 8) =
-                *reinterpret_cast<const uint4*>(tile + swizzled<HS>(r, chunk));
+            *reinterpret_cast<uint4*>(dst + r * token + piece * 8) =
+                *reinterpret_cast<const uint4*>(tile + swizzled<HS>(r, piece));
     }
 }

@@ -8,12 +8,12 @@
 #include "attention/launch.h"
 #include "layers/gpu/ptx_sm80.cuh"
 
-// Tiles in shared memory are rows of HS elements whose 16-byte chunks are permuted, with chunk c of row r at c ^ (r %
+// Tiles in shared memory are rows of HS elements whose 16-byte pieces are permuted, with piece c of row r at c ^ (r %
 // 8). Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.
 
 template <int HS>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-    return row * HS * 2 + ((chunk ^ (row & 7)) << 4);
+__device__ __forceinline__ uint32_t swizzled(int row, int piece) {
+    return row * HS * 2 + ((piece ^ (row & 7)) << 4);
 }
 
 // The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
