@@ -127,5 +127,5 @@ void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T,
         throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name, blocks, INT_MAX));
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
     kernel<<<std::min(static_cast<int>(blocks), most_blocks), threads, smem, dev.stream>>>(args);
-    cuda_check(cudaGetLastError(), __FILE__, __LINE__, format("launch of %s", name).c_str());
+    LAUNCH_CHECK(name);
 }
