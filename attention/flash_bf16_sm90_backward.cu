@@ -26,11 +26,11 @@
 // query tile behind the next one and finds its turn come. But the longest items would be the last. The last group of
 // heads therefore walks back, from the last query to the diagonal, and ends with its shortest items.
 //
-// A block stays on its SM and takes items until there are none. In its first warpgroup four threads work:
-//   loader   takes tickets and starts all loads: the next item's K and V, the next tile's Q, dO, lse and D
-//   senders  one for each consumer: when its turn comes, it sends dQ out of shared memory and passes the turn on
+// A block stays on its SM and takes items until there are none. In its first warpgroup four threads have a job each:
+//   loader   takes tickets, and loads the next item's K and V and the next tile's Q, dO, lse and D
+//   senders  one for each consumer. It waits for the turn, sends dQ out of shared memory and passes the turn on
 //   storer   writes dK out of K's place in shared memory and dV out of dS's
-// The other two warpgroups are the consumers. Who waits for whom (mbarriers; [2]: one for each stage, or consumer):
+// The other two warpgroups are the consumers. Who waits for whom at an mbarrier, [2] by stage or consumer:
 //   k_full[2]     all others  ← loader: K is there, and which item it is
 //   k_empty[2]    loader      ← storer: dK has left; senders: they know the item
 //   v_full        consumers   ← loader: V is there
@@ -48,7 +48,7 @@
 // write_dq_kernel rounds it. Its query tiles are those of the sum, so the first may begin with queries that are not the
 // block's: rows of zeros.
 //
-// Writes: dqkv (every element).  Partial form: adds into dq_sum, and adds into or writes dk, dv; write_dq: dq.
+// Writes: dqkv (every element).  Partial form: adds into dq_sum, and adds into or writes dk, dv. write_dq writes dq.
 // Scratch: log2(e)·lse, D, turns, ticket, whole form: dQ's sum, fp32. All of it is written before it is read.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
@@ -154,7 +154,7 @@ __device__ __forceinline__ int* turn_of(const Args& args, int bh, int i, int wg)
 
 struct Inputs {
     Heads<const bf16> q, k, v, dout, out;
-    const float *lse, *D;  // out: whole form only; D: partial form only
+    const float *lse, *D;  // D is null in the whole form, and out in the partial form
 };
 
 // One block for each query tile of a head. HS/8 lanes share a row.

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention/partial.h"
 
-// See the fields of AttentionKernel for what each does.
+// See the fields of PartialForm for what each does.
 template <class X>
 void attention_forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                                Heads<const X> v, const PartialShape& shape) {
