@@ -141,6 +141,19 @@ struct Shared {
         : base(smem_address(smem)),
           barriers(base + Tiles::Barriers),
           work(reinterpret_cast<Work*>(smem + Tiles::NextWork)) {}
+    __device__ __forceinline__ void init() const {
+        for (int i = 0; i < 2 * W; i++) {
+            mbarrier_init(q_full(0, i), 1);
+            mbarrier_init(q_empty(0, i), 128);
+        }
+        for (int i = 0; i < Stages; i++) {
+            mbarrier_init(k_full(i), 1);
+            mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_empty(i), 4 * W);
+            mbarrier_init(v_empty(i), 4 * W);
+        }
+        fence_mbarrier_init();
+    }
     __device__ __forceinline__ uint32_t q_full(int slot, int w) const { return barriers + (slot * W + w) * 8; }
     __device__ __forceinline__ uint32_t q_empty(int slot, int w) const { return barriers + (2 * W + slot * W + w) * 8; }
     __device__ __forceinline__ uint32_t k_full(int stage) const { return barriers + (4 * W + stage) * 8; }
@@ -174,7 +187,7 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
             break;
         }
         w = work_item<Br, Bc>(p, item);
-        // Asked for early: the answer is needed when this tile's loads are all under way.
+        // The tile after this one. Waiting for the answer after the loads instead was not faster.
         const int taken = atomicAdd(&next_item[p.counter], 1);
         if (taken == p.items - 1) next_item[p.counter] = 0;  // every block has asked for the last time
         item = gridDim.x + taken;
@@ -190,6 +203,287 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
     }
 }
 
+// A consumer: the registers of a warpgroup, and what it does with them. A thread holds the accumulators' elements of
+// rows lane/4 and lane/4 + 8 of its warp's 16.
+template <int HS>
+struct Consumer {
+    using Tiles = ForwardTiles<HS>;
+    static constexpr int Bc = Tiles::Bc, Stages = Tiles::Stages;
+
+    const Problem& p;
+    const Shared<HS>& shared;
+    const int wg, warp, lane;
+    Place<Stages> at;    // the tile of keys whose S comes next, or is at hand
+    int first_q;         // the warpgroup's first query
+    uint32_t q;          // where its queries lie
+    float s[Bc / 8][4];  // S, then P
+    float o[HS / 8][4];
+    uint32_t p_regs[Bc / 16][4];   // P as A operand
+    float l[2], m[2];              // l: this lane's columns only, summed at the end
+    float alpha[2], l_tile[1][4];  // the last tile's e^{old m − m}, where it raised m, and its parts of l
+
+    __device__ __forceinline__ Consumer(const Problem& p, const Shared<HS>& shared, int wg)
+        : p(p), shared(shared), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
+
+    // After a wgmma_wait, which speaks for the warp, not the warpgroup.
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+        if (lane == 0) mbarrier_arrive(barrier);
+    }
+
+    // Starts S = Q Kᵀ for the tile's first keys, as many as s has columns.
+    template <int N>
+    __device__ __forceinline__ void multiply_qk(float (&s)[N][4]) {
+        const uint64_t q_descriptor = wgmma_descriptor(q), k_descriptor = wgmma_descriptor(shared.k(at.stage));
+        wgmma_fence();
+        for (int kk = 0; kk < HS / 16; kk++)
+            wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
+                     wgmma_advance(k_descriptor, kk / 4 * Bc * 128 + kk % 4 * 32), kk > 0);
+        wgmma_commit();
+    }
+    // The same by mma.sync, for one warp's rows alone: wgmma needs all four.
+    __device__ __forceinline__ void multiply_qk_alone() {
+        for (auto& s_n : s)
+            for (float& x : s_n) x = 0.f;
+        auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
+#pragma unroll 1
+        for (int kk = 0; kk < HS / 16; kk++) {
+            const uint32_t q_tile = q + kk / 4 * 64 * 128, k_tile = shared.k(at.stage) + kk / 4 * Bc * 128;
+            uint32_t a[4], b[4];
+            ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
+            for (int n = 0; n < Bc / 8; n += 2) {
+                ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8, kk % 4 * 2 + lane / 8 % 2));
+                mma_m16n8k16_bf16(s[n], a, b[0], b[1]);
+                mma_m16n8k16_bf16(s[n + 1], a, b[2], b[3]);
+            }
+        }
+    }
+    // Starts O += P V for the tile's first Keys, and between products of 16 keys does what `beside` does.
+    template <int Keys, class Beside>
+    __device__ __forceinline__ void multiply_pv(int stage, Beside beside) {
+        const uint64_t v_descriptor = wgmma_descriptor(shared.v(stage), Bc * 128);
+        wgmma_hold(p_regs);
+        wgmma_hold(o);
+        for (int kk = 0; kk < Keys / 16; kk++) {
+            wgmma_fence();
+            wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
+            beside(kk);
+        }
+        wgmma_fence();
+        wgmma_commit();
+    }
+
+    // Eight columns of s → P = exp(S − m).
+    __device__ __forceinline__ void exponentials(float (&s_n)[4], const float (&m_log2)[2]) {
+        for (int e = 0; e < 4; e++) {
+            s_n[e] = exp2_approx(fmaf(s_n[e], p.scale_log2, -m_log2[e / 2]));
+            l_tile[0][e] += s_n[e];  // four chains: an addition's latency is four clocks
+        }
+    }
+    // The textbook's way: mask, raise m to the maximum, P.
+    template <bool Masked, int N>
+    __device__ __forceinline__ void softmax(float (&s)[N][4], int j) {
+        for (int r = 0; r < 2 && Masked; r++) {
+            const int query = first_q + 16 * warp + 8 * r + lane / 4;
+            const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
+            for (int n = 0; n < N; n++)
+                for (int e = 0; e < 2; e++)
+                    if (8 * n + e >= end) s[n][2 * r + e] = -INFINITY;
+        }
+        for (int r = 0; r < 2; r++) {
+            float x0 = m[r], x1 = s[0][2 * r + 1];
+            for (int n = 0; n < N; n++) {
+                x0 = fmaxf(x0, s[n][2 * r]);
+                x1 = fmaxf(x1, s[n][2 * r + 1]);
+            }
+            float x = fmaxf(x0, x1);
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * p.scale_log2);
+            m[r] = x;
+        }
+        const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * p.scale_log2,
+                                 m[1] == -INFINITY ? 0.f : m[1] * p.scale_log2};
+        for (float& x : l_tile[0]) x = 0.f;
+        for (auto& s_n : s) exponentials(s_n, m_log2);
+        wgmma_hold(s);
+        wgmma_hold(l_tile);
+    }
+    __device__ __forceinline__ void rescale() {
+        for (int r = 0; r < 2; r++) {
+            l[r] *= alpha[r];
+            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
+        }
+    }
+    template <int N>
+    __device__ __forceinline__ void pack(const float (&s)[N][4]) {
+        for (int n = 0; n < Bc / 8; n++)
+            for (int r = 0; r < 2; r++)
+                p_regs[n / 2][n % 2 * 2 + r] = n < N ? pack_bf16(s[n][2 * r], s[n][2 * r + 1]) : 0;
+    }
+
+    // The first tile of keys, or its first half.
+    template <int N>
+    __device__ __forceinline__ void first(float (&s)[N][4], int j) {
+        multiply_qk(s);
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        release(shared.k_empty(at.stage));
+        softmax<true>(s, j);
+        pack(s);
+    }
+    // S of tile j beside O += P V of the tile before it, of which P covers Keys.
+    template <bool Masked, int Keys = Bc>
+    __device__ __forceinline__ void step(int j) {
+        const int previous = at.stage;
+        at.advance();
+        mbarrier_wait(shared.k_full(at.stage), at.phase);
+        multiply_qk(s);
+        bool out_of_range = false;
+        if constexpr (Masked) {
+            multiply_pv<Keys>(previous, [](int) {});
+            wgmma_wait<1>();
+            wgmma_hold(s);
+            softmax<true>(s, j);
+        } else {
+            wgmma_wait<0>();
+            wgmma_hold(s);
+            for (float& x : l_tile[0]) x = 0.f;
+            const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
+            multiply_pv<Keys>(previous, [&](int kk) {
+                constexpr int N = 2 * Bc / Keys;  // of 8 columns
+                for (int n = kk * N; n < (kk + 1) * N; n++) exponentials(s[n], m_log2);
+            });
+            wgmma_hold(s);
+            wgmma_hold(l_tile);
+            // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
+            out_of_range = __any_sync(~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
+        }
+        // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past the wait
+        // below: they are to run beside O += P V.
+        mbarrier_wait(shared.v_full(at.stage), at.phase);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        if (out_of_range) {
+            multiply_qk_alone();
+            softmax<false>(s, j);
+        }
+        if (out_of_range || Masked) rescale();
+        release(shared.k_empty(at.stage));
+        release(shared.v_empty(previous));
+        pack(s);
+        for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
+    }
+
+    // All of a tile of queries but its end: O, m and l.
+    __device__ __forceinline__ void attend(const Work& w, int slot) {
+        first_q = w.q0 + 64 * wg, q = shared.q(slot, wg);
+        const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);
+        // The tiles that some query here sees, and those that all see whole.
+        const int my_tiles = max(0, (k_end + Bc - 1) / Bc);
+        const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
+        for (int r = 0; r < 2; r++) m[r] = -INFINITY, l[r] = 0.f;
+        for (int n = 0; n < HS / 8; n++)
+            for (int e = 0; e < 4; e++) o[n][e] = 0.f;
+
+        int j = w.k_tiles - 1;
+        for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
+            mbarrier_wait(shared.k_full(at.stage), at.phase);
+            release(shared.k_empty(at.stage));
+            mbarrier_wait(shared.v_full(at.stage), at.phase);
+            release(shared.v_empty(at.stage));
+        }
+        if (my_tiles == 0) {
+            mbarrier_arrive(shared.q_empty(slot, wg));
+            return;
+        }
+        mbarrier_wait(shared.k_full(at.stage), at.phase);
+        // The diagonal leaves every other warpgroup only half a tile: half the products, half the exponentials.
+        float half[8][4];
+        const bool is_half = k_end - j * Bc <= 64;
+        if (is_half)
+            first(half, j);
+        else
+            first(s, j);
+        mbarrier_wait(shared.v_full(at.stage), at.phase);
+        for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
+        j--;
+        if (is_half && j >= 0 && j < unmasked) step<false, 64>(j--);
+        for (; j >= unmasked; j--) step<true>(j);
+        for (; j >= 0; j--) step<false>(j);
+        mbarrier_arrive(shared.q_empty(slot, wg));
+        multiply_pv<Bc>(at.stage, [](int) {});
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        release(shared.v_empty(at.stage));
+        at.advance();
+    }
+
+    // o becomes out, and lse that of the thread's two rows.
+    __device__ __forceinline__ void normalise(float (&lse)[2]) {
+        for (int r = 0; r < 2; r++) {
+            float sum = l[r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
+            const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
+            lse[r] = unseen ? -INFINITY : (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+            for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
+        }
+    }
+
+    // Whole form: writes lse, and out by way of shared memory.
+    __device__ __forceinline__ void store(const Work& w, const float (&lse)[2], const CUtensorMap& out_map) const {
+        float* lse_rows = p.lse + (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
+        const int row = first_q + 16 * warp + lane / 4;
+        for (int r = 0; r < 2; r++)
+            if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) lse_rows[row + 8 * r] = lse[r];
+        const bool leader = threadIdx.x % 128 == 0;
+        if (leader) bulk_wait_read<0>();
+        named_barrier_sync(1 + wg, 128);  // the last store has left shared memory
+        const uint32_t out = shared.out(wg) + (16 * warp + lane % 16) * 128;
+        for (int n = 0; n < HS / 8; n += 2) {
+            uint32_t packed[4];
+            for (int k = 0; k < 4; k++) packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
+            stmatrix_x4(out + n / 8 * 64 * 128 + (((n % 8 + lane / 16) ^ (lane & 7)) << 4), packed);
+        }
+        fence_proxy_async();
+        named_barrier_sync(1 + wg, 128);
+        if (leader && first_q >= 0) {
+            for (int d = 0; d < HS; d += 64) tma_store_4d(&out_map, shared.out(wg) + d * 64 * 2, d, w.h, first_q, w.b);
+            bulk_commit();
+        }
+    }
+
+    // Partial form: merges the rows into the caller's.
+    __device__ __forceinline__ void merge_rows(const Work& w, const float (&lse)[2]) const {
+        const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
+        const int row = first_q + 16 * warp + lane / 4;
+        double old[2];
+        bool sees[2];
+        for (int r = 0; r < 2; r++) {  // both loads before what waits for them
+            sees[r] = row + 8 * r < p.Tq && lse[r] != -INFINITY;
+            old[r] = sees[r] ? p.lse_acc[lse_row + row + 8 * r] : 0.;
+        }
+        __syncwarp();  // the rows' four lanes have read their lse
+        for (int r = 0; r < 2; r++) {
+            if (!sees[r]) continue;
+            const int t = row + 8 * r;
+            float2* acc =
+                reinterpret_cast<float2*>(p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
+                lane % 4;
+            const bool first = old[r] == -INFINITY;
+            float2 x[HS / 8];
+            for (int n = 0; n < HS / 8; n++) x[n] = first ? make_float2(0.f, 0.f) : acc[4 * n];
+            const auto [weight, merged] = merge(old[r], lse[r]);  // first: its weight is 1
+            for (int n = 0; n < HS / 8; n++)
+                acc[4 * n] =
+                    make_float2(x[n].x - weight * (x[n].x - o[n][2 * r]), x[n].y - weight * (x[n].y - o[n][2 * r + 1]));
+            if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
+        }
+        __syncwarp();
+    }
+};
+
 template <int HS, bool Partial>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                              1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
@@ -199,289 +493,32 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                                                     const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Tiles = ForwardTiles<HS>;
-    constexpr int Bc = Tiles::Bc, W = Tiles::Warpgroups, Stages = Tiles::Stages;
     extern __shared__ __align__(1024) unsigned char smem[];
     const Shared<HS> shared{smem};
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * W; i++) {
-            mbarrier_init(shared.q_full(0, i), 1);
-            mbarrier_init(shared.q_empty(0, i), 128);
-        }
-        for (int i = 0; i < Stages; i++) {
-            mbarrier_init(shared.k_full(i), 1);
-            mbarrier_init(shared.v_full(i), 1);
-            mbarrier_init(shared.k_empty(i), 4 * W);
-            mbarrier_init(shared.v_empty(i), 4 * W);
-        }
-        fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) shared.init();
     __syncthreads();
 
     // The shuffle tells the compiler that a warp's threads agree: wgmma may not stand where they could part.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {  // the producer
         setmaxnreg_dec<Tiles::ProducerRegisters>();
-        if (threadIdx.x == 0) {
-            producer(shared, q_map, k_map, v_map, p);
-        }
+        if (threadIdx.x == 0) producer(shared, q_map, k_map, v_map, p);
     } else {
         setmaxnreg_inc<Tiles::ConsumerRegisters>();
-        const int wg = warpgroup - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        auto release = [&](uint32_t barrier) {  // after a wgmma_wait, which speaks for the warp, not the warpgroup
-            if (lane == 0) mbarrier_arrive(barrier);
-        };
-        Place<Stages> at;
+        Consumer<HS> consumer(p, shared, warpgroup - 1);
         for (int i = 0;; i++) {
-            mbarrier_wait(shared.q_full(i % 2, wg), i / 2 & 1);
+            mbarrier_wait(shared.q_full(i % 2, warpgroup - 1), i / 2 & 1);
             Work w = shared.work[i % 2];
             w.b = __shfl_sync(~0u, w.b, 0), w.q0 = __shfl_sync(~0u, w.q0, 0);
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
             if (w.b < 0) break;
-            const int first_q = w.q0 + 64 * wg, end_q = min(first_q + 64, p.Tq);
-            const int k_end = first_q < 0 ? 0 : min(p.Tk, end_q + p.shift);
-            // The tiles that some query here sees, and those that all see whole.
-            const int my_tiles = max(0, (k_end + Bc - 1) / Bc);
-            const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
-
-            float s[Bc / 8][4], o[HS / 8][4];
-            uint32_t p_regs[Bc / 16][4];
-            // Of rows lane/4 and lane/4 + 8; l: this lane's columns only, summed at the end.
-            float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f};
-            float alpha[2], l_tile[1][4];  // the last tile's e^{old m − m}, where it raised m, and its parts of l
-            for (int n = 0; n < HS / 8; n++)
-                for (int e = 0; e < 4; e++) o[n][e] = 0.f;
-
-            const uint64_t q_descriptor = wgmma_descriptor(shared.q(i % 2, wg));
-            auto multiply_qk = [&](auto& s, int stage) {
-                const uint64_t k_descriptor = wgmma_descriptor(shared.k(stage));
-                wgmma_fence();
-                for (int kk = 0; kk < HS / 16; kk++)
-                    wgmma_ss(s, wgmma_advance(q_descriptor, kk / 4 * 64 * 128 + kk % 4 * 32),
-                             wgmma_advance(k_descriptor, kk / 4 * Bc * 128 + kk % 4 * 32), kk > 0);
-                wgmma_commit();
-            };
-            // The same by mma.sync, for one warp's rows alone: wgmma needs all four.
-            auto multiply_qk_alone = [&](int stage) {
-                for (auto& s_n : s)
-                    for (float& x : s_n) x = 0.f;
-                auto swizzled = [](int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); };
-#pragma unroll 1
-                for (int kk = 0; kk < HS / 16; kk++) {
-                    const uint32_t q_tile = shared.q(i % 2, wg) + kk / 4 * 64 * 128,
-                                   k_tile = shared.k(stage) + kk / 4 * Bc * 128;
-                    uint32_t a[4], b[4];
-                    ldmatrix_x4(a, q_tile + swizzled(16 * warp + lane % 16, kk % 4 * 2 + lane / 16));
-                    for (int n = 0; n < Bc / 8; n += 2) {
-                        ldmatrix_x4(b, k_tile + swizzled(8 * n + lane % 8 + lane / 16 * 8, kk % 4 * 2 + lane / 8 % 2));
-                        mma_m16n8k16_bf16(s[n], a, b[0], b[1]);
-                        mma_m16n8k16_bf16(s[n + 1], a, b[2], b[3]);
-                    }
-                }
-            };
-            // O += P V, and between its products of 16 keys what `beside` does.
-            auto multiply_pv = [&](int stage, auto beside) {
-                const uint64_t v_descriptor = wgmma_descriptor(shared.v(stage), Bc * 128);
-                wgmma_hold(p_regs);
-                wgmma_hold(o);
-                for (int kk = 0; kk < Bc / 16; kk++) {
-                    wgmma_fence();
-                    wgmma_rs<true>(o, p_regs[kk], wgmma_advance(v_descriptor, kk * 16 * 128), true);
-                    beside(kk);
-                }
-                wgmma_fence();
-                wgmma_commit();
-            };
-            auto nothing = [](int) {};
-            // Eight columns of s → P = exp(S − m).
-            auto exponentials = [&](float(&s_n)[4], const float(&m_log2)[2]) {
-                for (int e = 0; e < 4; e++) {
-                    s_n[e] = exp2_approx(fmaf(s_n[e], p.scale_log2, -m_log2[e / 2]));
-                    l_tile[0][e] += s_n[e];  // four chains: an addition's latency is four clocks
-                }
-            };
-            // The textbook's way: mask, raise m to the maximum, P.
-            auto softmax = [&](auto& s, int j, auto masked) {
-                constexpr int N = sizeof(s) / sizeof(s[0]);
-                if constexpr (decltype(masked)::value) {
-                    for (int r = 0; r < 2; r++) {
-                        const int query = first_q + 16 * warp + 8 * r + lane / 4;
-                        const int end = min(p.Tk, query + p.shift + 1) - j * Bc - lane % 4 * 2;
-                        for (int n = 0; n < N; n++)
-                            for (int e = 0; e < 2; e++)
-                                if (8 * n + e >= end) s[n][2 * r + e] = -INFINITY;
-                    }
-                }
-                for (int r = 0; r < 2; r++) {
-                    float x0 = m[r], x1 = s[0][2 * r + 1];
-                    for (int n = 0; n < N; n++) {
-                        x0 = fmaxf(x0, s[n][2 * r]);
-                        x1 = fmaxf(x1, s[n][2 * r + 1]);
-                    }
-                    float x = fmaxf(x0, x1);
-                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                    alpha[r] = x == -INFINITY ? 1.f : exp2_approx((m[r] - x) * p.scale_log2);
-                    m[r] = x;
-                }
-                const float m_log2[2] = {m[0] == -INFINITY ? 0.f : m[0] * p.scale_log2,
-                                         m[1] == -INFINITY ? 0.f : m[1] * p.scale_log2};
-                for (float& x : l_tile[0]) x = 0.f;
-                for (auto& s_n : s) exponentials(s_n, m_log2);
-                wgmma_hold(s);
-                wgmma_hold(l_tile);
-            };
-            auto rescale = [&] {
-                for (int r = 0; r < 2; r++) {
-                    l[r] *= alpha[r];
-                    for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= alpha[r], o[n][2 * r + 1] *= alpha[r];
-                }
-            };
-            auto pack = [&](auto& s) {
-                for (int n = 0; n < Bc / 8; n++)
-                    for (int r = 0; r < 2; r++)
-                        p_regs[n / 2][n % 2 * 2 + r] =
-                            n < sizeof(s) / sizeof(s[0]) ? pack_bf16(s[n][2 * r], s[n][2 * r + 1]) : 0;
-            };
-            // S of tile j beside O += P V of the tile before it, whose stage `at` names.
-            auto step = [&](int j, auto masked) {
-                const Place<Stages> previous = at;
-                at.advance();
-                mbarrier_wait(shared.k_full(at.stage), at.phase);
-                multiply_qk(s, at.stage);
-                bool out_of_range = false;
-                if constexpr (decltype(masked)::value) {
-                    multiply_pv(previous.stage, nothing);
-                    wgmma_wait<1>();
-                    wgmma_hold(s);
-                    softmax(s, j, masked);
-                } else {
-                    wgmma_wait<0>();
-                    wgmma_hold(s);
-                    for (float& x : l_tile[0]) x = 0.f;
-                    const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
-                    multiply_pv(previous.stage, [&](int kk) {
-                        exponentials(s[2 * kk], m_log2);
-                        exponentials(s[2 * kk + 1], m_log2);
-                    });
-                    wgmma_hold(s);
-                    wgmma_hold(l_tile);
-                    // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
-                    out_of_range =
-                        __any_sync(~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
-                }
-                // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past
-                // the wait below: they are to run beside O += P V.
-                mbarrier_wait(shared.v_full(at.stage), at.phase);
-                wgmma_wait<0>();
-                wgmma_hold(o);
-                if (out_of_range) {
-                    multiply_qk_alone(at.stage);
-                    softmax(s, j, masked);
-                }
-                if (out_of_range || decltype(masked)::value) rescale();
-                release(shared.k_empty(at.stage));
-                release(shared.v_empty(previous.stage));
-                pack(s);
-                for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
-            };
-
-            int j = w.k_tiles - 1;
-            for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
-                mbarrier_wait(shared.k_full(at.stage), at.phase);
-                release(shared.k_empty(at.stage));
-                mbarrier_wait(shared.v_full(at.stage), at.phase);
-                release(shared.v_empty(at.stage));
-            }
-            if (my_tiles > 0) {
-                mbarrier_wait(shared.k_full(at.stage), at.phase);
-                auto first = [&](auto& s) {
-                    multiply_qk(s, at.stage);
-                    wgmma_wait<0>();
-                    wgmma_hold(s);
-                    release(shared.k_empty(at.stage));
-                    softmax(s, j, std::true_type{});
-                    pack(s);
-                };
-                // The diagonal leaves every other warpgroup only half a tile: half a product, half the exponentials.
-                float half[8][4];
-                if (k_end - j * Bc <= 64)
-                    first(half);
-                else
-                    first(s);
-                mbarrier_wait(shared.v_full(at.stage), at.phase);
-                for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
-                for (j--; j >= unmasked; j--) step(j, std::true_type{});
-                for (; j >= 0; j--) step(j, std::false_type{});
-                mbarrier_arrive(shared.q_empty(i % 2, wg));
-                multiply_pv(at.stage, nothing);
-                wgmma_wait<0>();
-                wgmma_hold(o);
-                release(shared.v_empty(at.stage));
-                at.advance();
-            } else {
-                mbarrier_arrive(shared.q_empty(i % 2, wg));
-            }
-
+            consumer.attend(w, i % 2);
             float lse[2];
-            for (int r = 0; r < 2; r++) {
-                float sum = l[r];
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
-                const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
-                lse[r] = unseen ? -INFINITY : (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-                for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
-            }
-            const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
-            const int row = first_q + 16 * warp + lane / 4;
-            if constexpr (Partial) {
-                double old[2];
-                bool sees[2];
-                for (int r = 0; r < 2; r++) {  // both loads before what waits for them
-                    sees[r] = row + 8 * r < p.Tq && lse[r] != -INFINITY;
-                    old[r] = sees[r] ? p.lse_acc[lse_row + row + 8 * r] : 0.;
-                }
-                __syncwarp();  // the rows' four lanes have read their lse
-                for (int r = 0; r < 2; r++) {
-                    if (!sees[r]) continue;
-                    const int t = row + 8 * r;
-                    float2* acc = reinterpret_cast<float2*>(
-                                      p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
-                                  lane % 4;
-                    const bool first = old[r] == -INFINITY;
-                    float2 x[HS / 8];
-                    for (int n = 0; n < HS / 8; n++) x[n] = first ? make_float2(0.f, 0.f) : acc[4 * n];
-                    const auto [weight, merged] = merge(old[r], lse[r]);  // first: its weight is 1
-                    for (int n = 0; n < HS / 8; n++)
-                        acc[4 * n] = make_float2(x[n].x - weight * (x[n].x - o[n][2 * r]),
-                                                 x[n].y - weight * (x[n].y - o[n][2 * r + 1]));
-                    if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
-                }
-                __syncwarp();
-            } else {
-                for (int r = 0; r < 2; r++)
-                    if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) p.lse[lse_row + row + 8 * r] = lse[r];
-                const bool leader = threadIdx.x % 128 == 0;
-                if (leader) bulk_wait_read<0>();
-                named_barrier_sync(1 + wg, 128);  // the last store has left out_smem
-                const uint32_t out_smem = shared.out(wg);
-                const int out_row = 16 * warp + lane % 16;
-                for (int n = 0; n < HS / 8; n += 2) {
-                    uint32_t packed[4];
-                    for (int k = 0; k < 4; k++)
-                        packed[k] = pack_bf16(o[n + k / 2][k % 2 * 2], o[n + k / 2][k % 2 * 2 + 1]);
-                    stmatrix_x4(out_smem + n / 8 * 64 * 128 + out_row * 128 + (((n % 8 + lane / 16) ^ (lane & 7)) << 4),
-                                packed);
-                }
-                fence_proxy_async();
-                named_barrier_sync(1 + wg, 128);
-                if (leader && first_q >= 0) {
-                    for (int d = 0; d < HS; d += 64)
-                        tma_store_4d(&out_map, out_smem + d * 64 * 2, d, w.h, first_q, w.b);
-                    bulk_commit();
-                }
-            }
+            consumer.normalise(lse);
+            if constexpr (Partial)
+                consumer.merge_rows(w, lse);
+            else
+                consumer.store(w, lse, out_map);
         }
         if (!Partial && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
     }
