@@ -59,7 +59,7 @@ struct DqTiles {
     static constexpr int Bc = HS == 64 ? 128 : 32;  // as large as fits, because each stage costs a barrier
     static constexpr int Sub = 32;                  // S and dP take 32 registers each
     static constexpr bool QInRegisters = HS == 64;  // and dO
-    // Q, dO, 2 stages of K and V, row statistics (97 KB)
+    // Q, dO, 2 stages of K and V, lse and D (97 KB)
     static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;
 };
 
@@ -70,7 +70,7 @@ struct DkdvTiles {
     static constexpr int Bc = Warps * MTiles * 16;
     static constexpr int Br = HS == 64 ? 128 : 32;
     static constexpr int Sub = 32;  // Sᵀ and dPᵀ take 16·MTiles registers each
-    // K, V, 2 stages of Q, dO and row statistics (98 KB, 65 KB)
+    // K, V, 2 stages of Q, dO and lse and D (98 KB, 65 KB)
     static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
 };
 
@@ -284,7 +284,7 @@ struct BackwardArgs {
     Problem<bf16> p;
     Heads<const bf16> dout, out;      // out is for the whole form only
     const float *lse, *D;             // D is for the partial form only
-    float2* stats;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
+    float2* lse_D;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
     Heads<bf16> dq, dk, dv;           // written in the whole form
     float *dq_acc, *dk_acc, *dv_acc;  // added into in the partial form, null otherwise
     bool write_dkv;
@@ -309,29 +309,29 @@ __device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_
     }
 }
 
-// Writes stats of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.stats.
+// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D.
 template <int HS, int M>
-__device__ __forceinline__ void make_stats(const BackwardArgs& args, const Work& w, const bf16* dout,
-                                           float2* stats_smem, int q0, int warp_row) {
+__device__ __forceinline__ void make_lse_D(const BackwardArgs& args, const Work& w, const bf16* dout,
+                                           float2* lse_D_smem, int q0, int warp_row) {
     constexpr int Pieces = HS / 8, RowsAtOnce = 32 / Pieces;
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32, row = warp_row + lane % (16 * M), t = q0 + row;
     const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
-    float2 stats = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
+    float2 lse_D = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
     if (args.D) {
-        stats.y = args.D[at];
+        lse_D.y = args.D[at];
     } else {
         float D[16 * M / RowsAtOnce];
         rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, q0 + warp_row, p.Tq);
         for (int i = 0; i < 16 * M / RowsAtOnce; i++)
-            if (lane % Pieces == 0) stats_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D[i];
+            if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D[i];
         __syncwarp();
-        stats.y = stats_smem[row].y;
+        lse_D.y = lse_D_smem[row].y;
         __syncwarp();
     }
-    stats.x = stats.x == -INFINITY ? INFINITY : stats.x * static_cast<float>(M_LOG2E);
-    stats_smem[row] = stats;
-    if (t < p.Tq) args.stats[at] = stats;
+    lse_D.x = lse_D.x == -INFINITY ? INFINITY : lse_D.x * static_cast<float>(M_LOG2E);
+    lse_D_smem[row] = lse_D;
+    if (t < p.Tq) args.lse_D[at] = lse_D;
     __syncwarp();
 }
 
@@ -346,7 +346,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem), do_smem = q_smem + Br * HS * 2;
     const uint32_t k_smem = do_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
-    float2* stats_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
+    float2* lse_D_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of_block(p, true);
@@ -366,13 +366,13 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     if (k_tiles > 0) load_kv(0);
     cp_async_commit();
 
-    make_stats<HS, M>(args, w, dout, stats_smem, q0, warp_row);  // beside those copies
+    make_lse_D<HS, M>(args, w, dout, lse_D_smem, q0, warp_row);  // beside those copies
     float lse_log2[M][2], D[M][2];
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
-            const float2 stats = stats_smem[warp_row + 16 * i + 8 * r + lane / 4];
-            lse_log2[i][r] = stats.x;
-            D[i][r] = stats.y;
+            const float2 lse_D = lse_D_smem[warp_row + 16 * i + 8 * r + lane / 4];
+            lse_log2[i][r] = lse_D.x;
+            D[i][r] = lse_D.y;
         }
 
     RowOperand<HS, M, Tiles::QInRegisters> q_rows, do_rows;
@@ -453,8 +453,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t k_smem = smem_address(smem), v_smem = k_smem + Bc * HS * 2;
     const uint32_t q_smem = v_smem + Bc * HS * 2, do_smem = q_smem + 2 * TileBytes;
-    const uint32_t stats_smem = do_smem + 2 * TileBytes;
-    const float4* stats = reinterpret_cast<const float4*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);  // two rows each
+    const uint32_t lse_D_smem = do_smem + 2 * TileBytes;
+    const float4* lse_D = reinterpret_cast<const float4*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);  // two rows each
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of_block(p, false);
@@ -472,8 +472,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         load_tile<HS, Br, Threads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
                                    p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(stats_smem + (stage * Br + threadIdx.x) * 8,
-                       args.stats + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
+            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
+                       args.lse_D + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
         cp_async_commit();
     };
     load_tile<HS, Bc, Threads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
@@ -492,7 +492,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             mma_abt<HS>(s, a, q_tile, kk * 16);
         }
         // {lse, D} of this lane's two columns (e = 0 and 1) of subtile column n.
-        auto columns = [&](int n) { return stats[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
+        auto columns = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
         for (int n = 0; n < Sub / 8; n++) {
             const float4 c = columns(n);
             for (int i = 0; i < M; i++)
@@ -572,7 +572,7 @@ void launch_backward(const Cuda& dev, BackwardArgs args, Heads<const bf16> q, He
     check_aligned(kName, "dout", dout);
     check_aligned(kName, "scratch", scratch);
     args.dout = dout, args.lse = lse;
-    args.stats = static_cast<float2*>(scratch);
+    args.lse_D = static_cast<float2*>(scratch);
     with_head_size(s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;

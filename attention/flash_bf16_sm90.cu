@@ -117,16 +117,6 @@ __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     return {bh / p.NH, bh % p.NH, q0, max(0, (k_end + Bc - 1) / Bc)};
 }
 
-// A place among the stages. The phase is the parity that a consumer waits for. The producer waits for the other.
-template <int Stages>
-struct Place {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == Stages) stage = 0, phase ^= 1;
-    }
-};
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
@@ -172,7 +162,7 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
                                          const CUtensorMap& v_map, const Problem& p) {
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, W = Tiles::Warpgroups;
-    Place<Tiles::Stages> at;
+    Cursor<Tiles::Stages> at;
     Work w;
     // `rows` tokens from row0 on: HS/64 boxes of 64 columns, which follow each other in shared memory.
     auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
@@ -213,7 +203,7 @@ struct Consumer {
     const Problem& p;
     const Shared<HS>& shared;
     const int wg, warp, lane;
-    Place<Stages> at;    // the tile of keys whose S comes next, or is at hand
+    Cursor<Stages> at;   // the tile of keys whose S comes next, or is at hand
     int first_q;         // the warpgroup's first query
     uint32_t q;          // where its queries lie
     float s[Bc / 8][4];  // S, then P

@@ -76,10 +76,10 @@ struct Tiles {
     static constexpr int Br = HS == 64 ? 128 : 64;  // queries; at HS 128 dK and dV take twice the registers
     static constexpr int Bc = 128;                  // keys, 64 a warpgroup
     static constexpr int KvBytes = Bc * HS * 2, QBytes = Br * HS * 2, DsBytes = Bc * Br * 2, DqBytes = Br * HS * 4,
-                         StatsBytes = Br * 8;
+                         LseDBytes = Br * 8;
     // K, Q, dO, dS, lse and D have two stages, V and dQ one. dK leaves from K's place, dV from dS's.
     static constexpr int K = 0, V = K + 2 * KvBytes, Q = V + KvBytes, Do = Q + 2 * QBytes, Ds = Do + 2 * QBytes,
-                         Dq = Ds + 2 * DsBytes, Stats = Dq + DqBytes, Control = Stats + 2 * StatsBytes;
+                         Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes, Control = LseD + 2 * LseDBytes;
     static constexpr int Smem = Control + 24 * 8 + 2 * 8;  // mbarriers, items
     static_assert(Smem <= 227 * 1024);
 };
@@ -94,10 +94,10 @@ struct Args {
     int q_tiles, k_tiles;
     int group;                // of heads that are worked on together: see item_of
     bool masked;              // some query does not see some key
-    int places;               // heads that have a place in dq_sum, in the partial form all
+    int sum_heads;            // heads that dq_sum has room for, in the partial form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
-    float* stats;             // (heads, q_tiles, 2, Br): log2(e)·lse, or +inf for a row that sees no key; D
-    float* dq_sum;            // (places, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse, or +inf for a row that sees no key; D
+    float* dq_sum;            // (sum_heads, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
     int sum_tiles;            // query tiles of a head in dq_sum, which points to the first of the block's
     int* turn;                // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
     int* ticket;              // the next item
@@ -143,7 +143,7 @@ __device__ __forceinline__ int last_k_tile(const Args& args, int i) {
 template <int HS>
 __device__ __forceinline__ float* sum_of(const Args& args, int bh, int i, int wg) {
     return args.dq_sum +
-           ((static_cast<size_t>(bh % args.places) * args.sum_tiles + i) * 2 + wg) * (Tiles<HS>::DqBytes / 8);
+           ((static_cast<size_t>(bh % args.sum_heads) * args.sum_tiles + i) * 2 + wg) * (Tiles<HS>::DqBytes / 8);
 }
 __device__ __forceinline__ int* turn_of(const Args& args, int bh, int i, int wg) {
     return args.turn + (static_cast<size_t>(bh) * args.q_tiles + i) * 2 + wg;
@@ -184,8 +184,8 @@ __global__ __launch_bounds__(1024) void prepare_kernel(const __grid_constant__ I
     const bool exists = t >= 0 && t < args.Tq - args.before;
     if (exists && in.lse[at] != -INFINITY) lse = in.lse[at] * static_cast<float>(M_LOG2E);
     if (in.D || !exists) D = exists ? in.D[at] : 0.f;
-    float* stats = args.stats + (static_cast<size_t>(bh) * args.q_tiles + tile) * 2 * Br + row;
-    stats[0] = lse, stats[Br] = D;
+    float* lse_D = args.lse_D + (static_cast<size_t>(bh) * args.q_tiles + tile) * 2 * Br + row;
+    lse_D[0] = lse, lse_D[Br] = D;
 #endif
 }
 
@@ -247,12 +247,12 @@ __device__ __forceinline__ void loader(const Args& args, const Control<HS>& cont
         auto load_q = [&](int i) {
             const uint32_t q_full = control.q_full(n), stage = n & 1;
             mbarrier_wait(control.q_empty(n), n >> 1 & 1 ^ 1);
-            mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::StatsBytes);
+            mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::LseDBytes);
             const int t = i * T::Br - (Partial ? args.before : 0);  // before row 0 are zeros, as behind the last
             load(T::Q + stage * T::QBytes, args.q, q_full, T::Br, t);
             load(T::Do + stage * T::QBytes, args.dout, q_full, T::Br, t);
-            bulk_load(control.base + T::Stats + stage * T::StatsBytes,
-                      args.stats + (static_cast<size_t>(w.bh) * args.q_tiles + i) * 2 * T::Br, T::StatsBytes, q_full);
+            bulk_load(control.base + T::LseD + stage * T::LseDBytes,
+                      args.lse_D + (static_cast<size_t>(w.bh) * args.q_tiles + i) * 2 * T::Br, T::LseDBytes, q_full);
             n++;
         };
         mbarrier_arrive_expect(control.k_full(item), T::KvBytes);
@@ -280,10 +280,10 @@ __device__ __forceinline__ void sender(const Args& args, const Control<HS>& cont
             const int last = last_k_tile<HS>(args, i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
             const bool begins = !Partial && turn == 0, ends = !Partial && turn == last;
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
-            const bool inherits = begins && w.bh + args.places < args.heads;
+            const bool inherits = begins && w.bh + args.sum_heads < args.heads;
             const int wanted = inherits ? last + 1 : turn;
             if (wanted > 0)
-                while (load_acquire_gpu(turn_of(args, w.bh + (inherits ? args.places : 0), i, wg)) < wanted) {}
+                while (load_acquire_gpu(turn_of(args, w.bh + (inherits ? args.sum_heads : 0), i, wg)) < wanted) {}
             mbarrier_wait(control.dq_full(wg), n & 1);
             float* sum = sum_of<HS>(args, w.bh, i, wg);
             if (ends)
@@ -481,8 +481,8 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
         do {
             const uint32_t q_smem = base + T::Q + (n & 1) * T::QBytes, do_smem = base + T::Do + (n & 1) * T::QBytes;
             // lse and D of this lane's columns 8c and 8c + 1: [4c] and [Br/2 + 4c].
-            const float2* stats =
-                reinterpret_cast<const float2*>(control.smem + T::Stats + (n & 1) * T::StatsBytes) + lane % 4;
+            const float2* lse_D =
+                reinterpret_cast<const float2*>(control.smem + T::LseD + (n & 1) * T::LseDBytes) + lane % 4;
 
             float dp[Br / 8][4];
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
@@ -492,7 +492,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             mask<HS>(s, args, w, row);
             uint32_t p[Br / 16][4];  // Pᵀ as A operand
             for (int c = 0; c < Br / 8; c++) {
-                const float2 L = stats[4 * c];
+                const float2 L = lse_D[4 * c];
                 for (int e = 0; e < 4; e++) s[c][e] = exp2_approx(s[c][e] * args.scale_log2 - (e % 2 ? L.y : L.x));
                 p[c / 2][c % 2 * 2] = pack_bf16(s[c][0], s[c][1]);
                 p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
@@ -505,7 +505,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             if (w.left == 1) mbarrier_arrive(control.v_empty());
             uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
             for (int c = 0; c < Br / 8; c++) {
-                const float2 D = stats[Br / 2 + 4 * c];
+                const float2 D = lse_D[Br / 2 + 4 * c];
                 float x[4];
                 for (int e = 0; e < 4; e++) x[e] = s[c][e] * (dp[c][e] - (e % 2 ? D.y : D.x));
                 ds[c / 2][c % 2 * 2] = pack_bf16(x[0], x[1]);
@@ -565,7 +565,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
         consumer<HS, Partial>(args, control);
     } else {
         setmaxnreg_dec<24>();
-        // Statistics, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by k_full.
+        // lse and D, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by k_full.
         grid_wait_dependency();
         if (threadIdx.x == 0) loader<HS, Partial>(args, control);  // a warp each, because lanes wait for one another
         if (threadIdx.x == 32) sender<HS, Partial>(args, control, 0);
@@ -615,9 +615,9 @@ int rows_of_tile(int HS) {
     return HS == 64 ? Tiles<64>::Br : Tiles<128>::Br;
 }
 
-// How a launch goes about it, and its scratch: statistics, dQ's sum (whole form), turns, ticket.
+// How a launch goes about it, and its scratch: lse and D, dQ's sum (whole form), turns, ticket.
 struct Layout {
-    int Br, before, q_tiles, k_tiles, group, places;
+    int Br, before, q_tiles, k_tiles, group, sum_heads;
     bool masked;
     size_t dq_sum, turn, ticket, bytes;
     Layout(const PartialShape& s, bool block) {
@@ -629,10 +629,10 @@ struct Layout {
         // the same query and queue, so there a group has more heads.
         const size_t head_bytes = static_cast<size_t>(q_tiles) * Br * s.HS * 8, group_bytes = (masked ? 24 : 72) << 20;
         group = std::clamp(static_cast<int>(group_bytes / head_bytes), 1, (masked ? 2048 : 4096) / s.HS);
-        places = block ? heads : std::min(heads, 3 * group);
+        sum_heads = block ? heads : std::min(heads, 3 * group);
         const size_t tiles = static_cast<size_t>(heads) * q_tiles;
         dq_sum = tiles * Br * sizeof(float2);
-        turn = dq_sum + (block ? 0 : static_cast<size_t>(places) * q_tiles * Br * s.HS * sizeof(float));
+        turn = dq_sum + (block ? 0 : static_cast<size_t>(sum_heads) * q_tiles * Br * s.HS * sizeof(float));
         ticket = turn + 2 * tiles * sizeof(int);
         bytes = ticket + sizeof(int);
     }
@@ -650,9 +650,9 @@ void launch(const Inputs& in, Args& args, void* scratch, const PartialShape& s, 
     args.before = layout.before, args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k();
     args.write_dkv = s.write_dkv, args.shift = s.shift() - layout.before;
     args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
-    args.group = layout.group, args.places = layout.places, args.masked = layout.masked;
+    args.group = layout.group, args.sum_heads = layout.sum_heads, args.masked = layout.masked;
     args.scale = s.resolved_scale(), args.scale_log2 = s.scale_log2();
-    args.stats = reinterpret_cast<float*>(at);
+    args.lse_D = reinterpret_cast<float*>(at);
     args.sum_tiles = Partial ? ceil_div(s.rows_of_q(), Br) : layout.q_tiles;
     args.dq_sum = Partial ? args.dq_sum + static_cast<size_t>(s.q_begin / Br) * Br * HS
                           : reinterpret_cast<float*>(at + layout.dq_sum);

@@ -73,7 +73,7 @@ struct DkdvTiles {
     static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
     static constexpr int Bc = Warps * MTiles * 16;
     static constexpr int Br = HS == 64 ? 32 : 16;
-    // Just over 96 KB: K and V, then Q and dO as pairs and as floats, then 2 stages of row statistics
+    // Just over 96 KB: K and V, then Q and dO as pairs and as floats, then 2 stages of lse and D
     static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
 };
 
@@ -342,7 +342,7 @@ struct BackwardArgs {
     Problem<float> p;
     Heads<const float> dout, out;  // out in the whole form only
     const float *lse, *D;          // D in the partial form only
-    float2* stats;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
+    float2* lse_D;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
     float* factors;  // (B, NH, q_rows) P's factor, for what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
     bool add_dq, add_dkv;  // whether to add into dq, and into dk and dv, rather than write them
@@ -377,11 +377,11 @@ __device__ __forceinline__ RowError settle(float& dS_sum, uint32_t& P_sum, float
 }
 
 // Leaves a row's corrected lse, D and P's factor for dkdv_kernel.
-__device__ __forceinline__ void store_stats(const BackwardArgs& args, size_t at, float lse_log2, float change,
+__device__ __forceinline__ void store_lse_D(const BackwardArgs& args, size_t at, float lse_log2, float change,
                                             float D) {
     const float lse = lse_log2 + change;
     const float rest = lse == INFINITY ? 0.f : (lse_log2 - lse) + change, f = 1.f - kLn2 * rest;
-    args.stats[at] = make_float2(lse, D * f);
+    args.lse_D[at] = make_float2(lse, D * f);
     args.factors[at] = f;
 }
 
@@ -551,7 +551,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
             }
             const float factor = p.scale * (1.f - kLn2 * change);
             for (int n = 0; n < HS / 8; n++) dq[i][n][2 * r] *= factor, dq[i][n][2 * r + 1] *= factor;
-            if (thread % 4 == 0 && t < p.Tq) store_stats(args, at, lse_log2[i][r], change, D[i][r]);
+            if (thread % 4 == 0 && t < p.Tq) store_lse_D(args, at, lse_log2[i][r], change, D[i][r]);
         }
     add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token, p.Tq - w.tile * Br,
                  args.add_dq);
@@ -569,7 +569,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + 4 * KLo};
-    unsigned char* stats_smem = smem + 4 * KLo + 4 * QdO::Pair;  // two stages of stats, then of factors
+    unsigned char* lse_D_smem = smem + 4 * KLo + 4 * QdO::Pair;  // two stages of lse_D, then of factors
 
     __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of_block(p, false);
@@ -586,8 +586,8 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);
         if (threadIdx.x < Br) {
             const size_t at = static_cast<size_t>(w.bh) * p.q_rows + row;
-            const uint32_t stage = smem_address(stats_smem), i = (j & 1) * Br + threadIdx.x;
-            cp_async_8(stage + i * 8, args.stats + at, row < p.Tq);
+            const uint32_t stage = smem_address(lse_D_smem), i = (j & 1) * Br + threadIdx.x;
+            cp_async_8(stage + i * 8, args.lse_D + at, row < p.Tq);
             cp_async_4(stage + 16 * Br + i * 4, args.factors + at, row < p.Tq);
         }
         cp_async_commit();
@@ -609,7 +609,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     for (int j = first_tile; j < q_tiles; j++) {
         const auto largest = q_do.split_tiles(
             [](const auto&) {},
-            [&](int row) { return reinterpret_cast<const float*>(stats_smem + 16 * Br)[(j & 1) * Br + row]; });
+            [&](int row) { return reinterpret_cast<const float*>(lse_D_smem + 16 * Br)[(j & 1) * Br + row]; });
         if (j + 1 < q_tiles) copy_q(j + 1);
         const int q_exponent = exponent_for(largest.x), do_exponent = exponent_for(largest.y);
         __syncthreads();  // tile j is there for all
@@ -617,14 +617,14 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         if (ahead > Br - 1) continue;
         auto step = [&](auto masked) {
             const float q_unit = power_of_two(-q_exponent);
-            const float4* stats = reinterpret_cast<const float4*>(stats_smem) + (j & 1) * Br / 2;  // two rows each
+            const float4* lse_D = reinterpret_cast<const float4*>(lse_D_smem) + (j & 1) * Br / 2;  // two rows each
             float s[M][Br / 8][4] = {}, dp[M][Br / 8][4] = {};  // transposed: rows are keys
             uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];
             product_abt<HS, 2>(s, k_tile, KLo, q_do.x_tile(), QdO::Lo);
             const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
             if constexpr (decltype(masked)::value) hide_transposed(s, keys, ahead, lane);
             for (int n = 0; n < Br / 8; n++) {
-                const float4 c = stats[4 * n + lane % 4];  // {lse, D} of this lane's columns e = 0 and 1
+                const float4 c = lse_D[4 * n + lane % 4];  // {lse, D} of this lane's columns e = 0 and 1
                 for (int i = 0; i < M; i++)
                     for (int e = 0; e < 4; e++)
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -(e % 2 ? c.z : c.x)));
@@ -634,7 +634,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             product_abt<HS, 1>(dp, v_tile, KLo, q_do.y_tile(), QdO::Lo);
             const float dp_unit = units[thread_again() / 32].y * power_of_two(-do_exponent);
             for (int n = 0; n < Br / 8; n++) {
-                const float4 c = stats[4 * n + lane % 4];
+                const float4 c = lse_D[4 * n + lane % 4];
                 for (int i = 0; i < M; i++)
                     for (int r = 0; r < 2; r++) {  // P is joined from its halves, because its registers were needed
                         const float2 P = join(hi[n / 2][i][n % 2 * 2 + r], lo[n / 2][i][n % 2 * 2 + r]);
@@ -691,8 +691,8 @@ void launch_backward(const Cuda& dev, BackwardArgs args, const Heads<const float
     check_aligned(kName, "dv", args.dv);
     check_aligned(kName, "scratch", scratch);
     args.dout = dout, args.lse = lse;
-    args.stats = static_cast<float2*>(scratch);
-    args.factors = reinterpret_cast<float*>(args.stats + static_cast<size_t>(args.p.heads) * args.p.q_rows);
+    args.lse_D = static_cast<float2*>(scratch);
+    args.factors = reinterpret_cast<float*>(args.lse_D + static_cast<size_t>(args.p.heads) * args.p.q_rows);
     with_head_size(s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;

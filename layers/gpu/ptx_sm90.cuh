@@ -99,6 +99,16 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
 }
 
+// Which of a pipeline's stages comes next, and the parity that a consumer waits for. The producer waits for the other.
+template <int Stages>
+struct Cursor {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) stage = 0, phase ^= 1;
+    }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // TMA. One thread starts a copy of a box of a tensor that a CUtensorMap describes. What lies outside of the tensor is
 // read as zero and never written. Coordinates are in elements, fastest dimension first.

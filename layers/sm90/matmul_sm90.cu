@@ -117,15 +117,6 @@ struct Problem {
     float* partials;  // (tiles below each other, kEpilogueWarps, OC)
 };
 
-// A place among the stages. The phase is the parity that a consumer waits for. The producer waits for the other.
-struct Place {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) stage = 0, phase ^= 1;
-    }
-};
-
 // One predicated instruction, because a branch would keep the rows around it from being interleaved.
 __device__ __forceinline__ void store_if(bool wanted, bf16* to, const Vec<bf16, 8>& v) {
     uint4 w;
@@ -178,7 +169,7 @@ struct Block {
 template <bool Backward>
 __device__ __forceinline__ void producer(const Block<Backward>& block, const CUtensorMap& a_map,
                                          const CUtensorMap& b_map) {
-    Place at;
+    Cursor<kStages> at;
     for (int item = block.first; item < block.p.items; item += block.clusters) {
         const int row = block.row_of(item), column = block.column_of(item);
         for (int k = 0; k < block.p.chunks; k++, at.advance()) {
@@ -207,7 +198,7 @@ __device__ __forceinline__ void mma_warp(const Block<Backward>& block, int warp,
     auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
         if (lane < kCluster) mbarrier_arrive_cluster(block.empty(stage), lane);
     };
-    Place at;
+    Cursor<kStages> at;
     uint32_t d_phase = 1;
     for (int item = block.first; item < block.p.items; item += block.clusters, d_phase ^= 1) {
         float d[kParts][kPart][4];
