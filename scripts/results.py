@@ -63,13 +63,13 @@ def torch_with_gpu(script):
     """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
     try:
         import torch
+        if torch.cuda.is_available():
+            return torch
+        missing = "a GPU that PyTorch can use"
     except ImportError as e:
-        print(f"skipped: {script} needs PyTorch ({e})")
-        sys.exit()
-    if not torch.cuda.is_available():
-        print(f"skipped: {script} needs a GPU that PyTorch can use")
-        sys.exit()
-    return torch
+        missing = f"PyTorch ({e})"
+    print(f"skipped: {script} needs {missing}")
+    sys.exit()
 
 
 def utc_now():
