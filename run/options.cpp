@@ -185,11 +185,10 @@ std::string options_help(const std::string& program, const std::string& about, c
     };
     for (const Option& option : table) width = std::max(width, left(option).size() + 2);
 
-    std::string text = "usage: " + program + " [options]\n\n" + about + "\n", group;
+    std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
     if (!*table[0].group) text += "\n";
     for (const Option& option : table) {
-        if (*option.group && group != option.group) text += format("\n%s\n", option.group);
-        if (*option.group) group = option.group;
+        if (*option.group) text += format("\n%s\n", option.group);
         std::string notes = option.range, value = value_text(option);
         if (option.kind == Option::Flag && value == "off") value = "";
         if (!value.empty()) notes += (notes.empty() ? "default " : "; default ") + value;
@@ -199,7 +198,7 @@ std::string options_help(const std::string& program, const std::string& about, c
         std::string line = left(option);
         line.resize(width - 1, ' ');
         for (const std::string& word : split(help, ' ')) {
-            if (line.size() >= width && line.size() + 1 + word.size() > kHelpWidth) {
+            if (line.size() + 1 + word.size() > kHelpWidth) {
                 text += line + "\n";
                 line.assign(width - 1, ' ');
             }

@@ -71,7 +71,7 @@ def plot_attention(plt, rows):
         return None
     figure, panels = panels_of(plt, len(sizes), 2, 10, 0.6 + 3.4 * len(sizes))
     for line, HS in zip(panels, sizes):
-        batch = {r["T"]: r["B"] for r in matching(rows, HS=HS)}
+        batch = {r["T"]: r["B"] for r in matching(rows, HS=HS)}  # the largest comes last
         for axes, way, text in zip(line, ("fwd", "bwd"), ("forward", "backward")):
             for kernel, look in style.items():
                 points = [r for r in matching(rows, HS=HS, kernel=kernel, **{"pass": way}) if r["B"] == batch[r["T"]]]
