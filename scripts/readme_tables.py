@@ -55,13 +55,13 @@ def lines_of(rows, template, **computed):
 
 def crossed(rows, by, across, columns, cell):
     """The header, and a line for each combination of the fields `by`: its values, and for each of the columns, which are
-    values of the field `across`, cell() of its rows."""
-    lines = {}
+    values of the field `across`, cell() of its last row."""
+    found = {}
     for r in rows:
-        lines.setdefault(values(r, by), {}).setdefault(r[across], []).append(r)
-    return " | ".join([*by, *columns]), [
-        " | ".join([*map(str, key), *(cell(*at[column]) if column in at else "–" for column in columns)])
-        for key, at in lines.items()]
+        found.setdefault(values(r, by), {})[r[across]] = r
+    lines = [[*map(str, key), *(cell(at[column]) if column in at else "–" for column in columns)]
+             for key, at in found.items()]
+    return " | ".join([*by, *columns]), [" | ".join(line) for line in lines]
 
 
 def table(title, rows, header, lines):
@@ -89,28 +89,31 @@ def attention(rows):
     def cell(r):
         rates = [rate for rate in ("tflops", "tflops_sustained") if r["ms"] and r.get(rate)]
         return " / ".join(compared(r, rows, SHAPE, rate, "{:.0f}".format) for rate in rates) or "–"
+    kernels = kernels_of(rows)
     rows.sort(key=lambda r: (r["pass"] != "fwd", values(r, SHAPE)))
     for r in rows:
         r["B, T"] = f"{r['B']}, {r['T']}"
     same, varying = shared(rows, ["NH", "HS"])
     title = f"Attention, {rows[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
-    return table(title, rows, *crossed(rows, ["B, T", *varying, "pass"], "kernel", kernels_of(rows), cell))
+    return table(title, rows, *crossed(rows, ["B, T", *varying, "pass"], "kernel", kernels, cell))
 
 
 def accuracy(rows):
-    def worst(*found):
-        ratios = [[r[ratio] for r in found] for ratio in ("ratio_max", "ratio_l2")]
+    def worst(r):
+        alike = matching(rows, dtype=r["dtype"], kernel=r["kernel"], tensor=r["tensor"])
+        ratios = [[r[ratio] for r in alike] for ratio in ("ratio_max", "ratio_l2")]
         return " / ".join("NaN" if None in x else f"{max(x):.{2 if max(x) < 100 else 0}f}" for x in ratios)
     case = matching(rows, B=2, T=256, NH=2, HS=64, causal=False, input="normal", dtype="bf16")
+    order = kernels_of(rows)
     rows = [r for r in rows if r["kernel"] != "naive"]
-    lengths, order = {r["T"] for r in rows}, kernels_of(rows)
     rows.sort(key=lambda r: (r["dtype"] != "fp32", order.index(r["kernel"])))
+    lengths = {r["T"] for r in rows}
     title = f"""Errors against fp64 as multiples of naive's in the same precision, largest / L2: the worst of T
         {min(lengths)} to {max(lengths)} and inputs N(0,1), q five times as large, mean 0.5"""
     text = table(title, rows, *crossed(rows, ["dtype", "kernel"], "tensor", TENSORS, worst))
     if case:
         title = "bf16, B 2, T 256, NH 2, HS 64, not causal, N(0,1): largest error against fp64, signal-to-noise in dB"
-        case.sort(key=lambda r: ["naive", *order].index(r["kernel"]))
+        case.sort(key=lambda r: order.index(r["kernel"]))
         text += "\n\n" + table(title, case, *crossed(
             case, ["kernel"], "tensor", TENSORS, lambda r: f"{r['max_error']:.1e}, {r['snr_db']:.0f}"))
     return text
