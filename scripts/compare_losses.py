@@ -63,9 +63,9 @@ def main():
         for (B, T, attention), runs in started.items():
             devices, ms, losses = zip(*(run.result() for run in runs))
             rows.append(results.row(
-                "losses", devices[0], cuda, model=a.model, dtype=a.precision, tf32=a.precision == "fp32" and not a.no_tf32,
-                B=B, T=T, steps=a.steps, attention=attention, seeds=a.seeds, ms=mean(ms), loss=mean(losses),
-                loss_min=min(losses), loss_max=max(losses)))
+                "losses", devices[0], cuda, model=a.model, dtype=a.precision, B=B, T=T, steps=a.steps,
+                tf32=a.precision == "fp32" and not a.no_tf32, attention=attention, seeds=a.seeds, ms=mean(ms),
+                loss=mean(losses), loss_min=min(losses), loss_max=max(losses)))
             print(f"{B:4} {T:5}  {attention:9}  {mean(ms):9.2f}  {mean(losses):12.5f}  "
                   f"{', '.join(f'{loss:.5f}' for loss in losses)}", flush=True)
             if attention == "naive":

@@ -91,7 +91,8 @@ def plot_accuracy(plt, rows):
     from matplotlib.ticker import LogLocator
     rows = sorted((r for r in rows if r["causal"] and r["kernel"].startswith("flash") and r["ratio_l2"]),
                   key=itemgetter("T"))
-    dtypes, style, lengths = sorted({r["dtype"] for r in rows}, reverse=True), looks(rows), sorted({r["T"] for r in rows})
+    dtypes, style = sorted({r["dtype"] for r in rows}, reverse=True), looks(rows)
+    lengths = sorted({r["T"] for r in rows})
     if not rows:
         return None
     figure, panels = panels_of(plt, len(dtypes), len(TENSORS), 12, 0.6 + 2.6 * len(dtypes), sharex=True)
@@ -136,7 +137,8 @@ def plot_accumulation(plt, rows):
         left, label = False, []
         for r, following in zip(points, [*points[1:], None]):
             x, y, colour = speed[values(r, case)], r["relative_l2"], DTYPES[r["dtype"]]
-            overflown = any(e["not_finite"] for e in matching(errors, kernel=vehicle, dtype=r["dtype"], variant=r["variant"]))
+            inputs = matching(errors, kernel=vehicle, dtype=r["dtype"], variant=r["variant"])
+            overflown = any(e["not_finite"] for e in inputs)
             axes.plot(x, y, "o", ms=6, color=colour, mfc="white" if overflown else colour)
             label.append(r["variant"])
             if following and (speed[values(following, case)], following["dtype"]) == (x, r["dtype"]) and \
@@ -210,8 +212,8 @@ def plot_timeline(plt, rows):
         for r in matching(rows, **{"pass": way}):
             for e in r["events"]:
                 copy, block = e["what"] == "copy", e["name"].startswith(f"{way}_kernel")
-                axes.broken_barh([(e["start_ms"], e["ms"])], (2 * r["rank"] + copy - 0.4, 0.8), edgecolor="white", lw=0.5,
-                                 facecolors=COLOURS[1] if copy else COLOURS[0] if block else GREY)
+                axes.broken_barh([(e["start_ms"], e["ms"])], (2 * r["rank"] + copy - 0.4, 0.8), lw=0.5,
+                                 edgecolor="white", facecolors=COLOURS[1] if copy else COLOURS[0] if block else GREY)
         axes.set_yticks(range(2 * most), [f"GPU {rank}{what}" for rank in range(most) for what in ("", ", travel")])
         axes.invert_yaxis()
         axes.set(xlabel=f"{way}: ms")

@@ -18,10 +18,11 @@ from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, matching, 
 
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
 VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
-STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8", "huge_qk": "q, k ×64",
-                "large_v": "v N(0.5,1) ×1000"}
+STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
+                "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
-SHAPE, LOSSES, TRAIN = ["HS", "NH", "T", "B", "pass"], ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
+SHAPE = ["HS", "NH", "T", "B", "pass"]
+LOSSES, TRAIN = ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
@@ -49,13 +50,13 @@ def compared(row, rows, alike, field, text):
 
 
 def lines_of(rows, template, **computed):
-    """A line for each row: the template with the row's fields and with what the functions `computed` make of the row."""
+    """A line for each row: the template, filled with its fields and what the functions `computed` make of it."""
     return [template.format_map({**r, **{name: cell(r) for name, cell in computed.items()}}) for r in rows]
 
 
 def crossed(rows, by, across, columns, cell):
-    """The header, and a line for each combination of the fields `by`: its values, and for each of the columns, which are
-    values of the field `across`, cell() of its last row."""
+    """The header, and a line for each combination of the fields `by`: its values, then cell() of each column's last
+    row. Columns are values of the field `across`."""
     found = {}
     for r in rows:
         found.setdefault(values(r, by), {})[r[across]] = r
@@ -125,8 +126,8 @@ def accumulation_speed(rows):
     for r in rows:
         r["place"] = f"{vehicle_of[r['kernel']]} {r['B']}, {r['T']}"
     places = [f"{vehicle} {B}, {T}" for vehicle in VEHICLES for T, B in sorted({values(r, ["T", "B"]) for r in rows})]
-    title = f"""Forward by variant, causal, {shared(rows, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist for
-        fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}"""
+    title = f"""Forward by variant, causal, {shared(rows, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist
+        for fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}"""
     return table(title, rows, *crossed(rows, ["dtype", "variant"], "place", places, lambda r: compared(
         r, rows, ["T", "B"], "tflops", "{:.0f}".format)))
 
@@ -196,11 +197,12 @@ def scaling(rows):
             figure(r, itemgetter("ms"), times, "{:.2f}".format),
             figure(r, itemgetter("ms_side_by_side"), [r["ms"]] * several, "{:.2f}".format),
             f"{r['gib']:.1f}", apart.get(values(r, ["model", "gpus", "zero"]), "–")]
-    header = ["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step", "ms side by side", "GiB a GPU", "losses apart"]
+    columns = " | ".join(["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step"])
+    columns += " | ms side by side | GiB a GPU | losses apart"
     title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know
-        nothing of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a step's
-        loss from one GPU's at the same global batch, strict fp32, 20 steps"""
-    return table(title, rows, " | ".join(header), [" | ".join(r["cells"]) for r in rows])
+        nothing of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a
+        step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
+    return table(title, rows, columns, [" | ".join(r["cells"]) for r in rows])
 
 
 def ring_chunks(rows):
@@ -211,9 +213,9 @@ def ring_chunks(rows):
     for dtype in dict.fromkeys(r["dtype"] for r in rows):
         lines += lines_of(matching(rows, dtype=dtype), "{dtype} | {chunk} | " + errors + " | " + wrong)
         lines += lines_of(matching(unchunked, dtype=dtype), "{dtype} | all, fp64 | " + errors + " |  |  |  | ")
-    title = f"""Largest difference from the unchunked call, chunk by chunk, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, 8 by
-        8 chunks; behind them the unchunked call's own from fp64. On the right two mistakes: the block's own lse and D, and
-        a sum of dq that was not cleared"""
+    title = f"""Largest difference from the unchunked call, chunk by chunk, causal,
+        {shared(rows, ['T', 'NH', 'HS'])[0]}, 8 by 8 chunks; behind them the unchunked call's own from fp64. On the
+        right two mistakes: the block's own lse and D, and a sum of dq that was not cleared"""
     header = " | ".join(["dtype", "chunk", *TENSORS, "own lse: dq", "dk", "dv", "used sum: dq"])
     return table(title, rows, header, lines)
 
@@ -223,8 +225,8 @@ def ring_errors(rows):
         multiples = ("", "") if r["carry"] == "floor" else (f" ({r['mean_ratio']:.2f})", f" ({r['max_ratio']:.2f})")
         return f"{r['mean_error']:.2e}{multiples[0]}, {r['max_error']:.1e}{multiples[1]}"
     rows = [{**r, "ranks": "–" if r["carry"] == "floor" else r["ranks"]} for r in matching(rows, study="ring")]
-    title = f"""Ring attention against fp64 by number of ranks, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, N(0,1): mean and
-        largest absolute error (multiples of one rank's); floor: fp64's result, rounded"""
+    title = f"""Ring attention against fp64 by number of ranks, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, N(0,1):
+        mean and largest absolute error (multiples of one rank's); floor: fp64's result, rounded"""
     return table(title, rows, *crossed(rows, ["dtype", "carry", "ranks"], "tensor", ["out", "dq", "dk", "dv"], cell))
 
 
@@ -238,9 +240,11 @@ def ring_speed(rows):
     lines = lines_of(
         rows, "{gpus} | {NH}, {HS} | {pass} | {single_ms:.2f} | {ms:.2f} | {ring} | {still} | {hop_ms:.2f}",
         ring=lambda r: share(r, "ms"), still=lambda r: share(r, "still_ms"))
-    header = "GPUs | NH, HS | pass | one GPU's time / GPUs, ms | ring, ms | of one GPU's rate | nothing sent | a hop, ms"
-    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool / sustained.
-        Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by itself"""
+    header = ("GPUs | NH, HS | pass | one GPU's time / GPUs, ms | ring, ms | of one GPU's rate | nothing sent | "
+              "a hop, ms")
+    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
+        sustained. Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by
+        itself"""
     return table(title, rows, header, lines)
 
 
@@ -251,8 +255,8 @@ def breakdown(rows):
 
 
 def breakdown_of_step(rows):
-    """Its longest call first. The two rates are yardsticks: a call of another shape may beat them, and then nothing of it
-    is beyond them."""
+    """Its longest call first. The two rates are yardsticks: a call of another shape may beat them, and then nothing
+    of it is beyond them."""
     rows.sort(key=itemgetter("ms"), reverse=True)
     step = {"gemm_size": 8192, **rows[0]}
     for r in rows:
@@ -267,9 +271,9 @@ def breakdown_of_step(rows):
     sums = {field: sum(r[field] for r in rows) for field in ("calls", "ms", "beyond")}
     sums["percent"] = 100 * sums["ms"] / step["step_ms"]
     lines.append("all of these | {calls} | {ms:.3f} | {percent:.1f} |  |  |  |  | {beyond:.3f}".format_map(sums))
-    title = """Where a step of {step_ms:.2f} ms goes, call by call: {model}, {dtype}, B {B}, T {T}, attention {attention},
-        recompute {recompute}; beside a product of {gemm_size}³, {gemm_tflops_sustained:.0f} TFLOP/s, and a copy of 1 GiB,
-        {copy_tb_s_sustained:.2f} TB/s, both sustained"""
+    title = """Where a step of {step_ms:.2f} ms goes, call by call: {model}, {dtype}, B {B}, T {T}, attention
+        {attention}, recompute {recompute}; beside a product of {gemm_size}³, {gemm_tflops_sustained:.0f} TFLOP/s, and a
+        copy of 1 GiB, {copy_tb_s_sustained:.2f} TB/s, both sustained"""
     header = "call | calls | ms | % of step | TFLOP/s | % of {gemm_size}³ | TB/s | % of copy | ms beyond"
     most = [f"{r['call']} ({r['beyond']:.2f} ms, {100 * r['beyond'] / step['step_ms']:.1f} % of the step)"
             for r in sorted(rows, key=itemgetter("beyond"))[:-4:-1]]
@@ -282,16 +286,16 @@ def torch(rows):
                 "{difference:.1e} | {allowed:.1e} | {torch_itself:.1e}")
     header = "model | dtype | attention | clipped at | steps clipped | decay | difference | allowed | PyTorch's own"
     title = f"""Losses beside a plain PyTorch GPT-2 of the same type, from one checkpoint and shard,
-        {shared(rows, ['B', 'T', 'lr'])[0]}: largest difference of a step's loss from PyTorch's in strict fp32; PyTorch's
-        own: with another attention in fp32, in bf16 its plain one"""
+        {shared(rows, ['B', 'T', 'lr'])[0]}: largest difference of a step's loss from PyTorch's in strict fp32;
+        PyTorch's own: with another attention in fp32, in bf16 its plain one"""
     return table(title, rows, header, lines_of(rows, template))
 
 
 def default_run(rows):
     """The plot of the newest default run, and the beginnings of its samples."""
     rows.sort(key=itemgetter("step"))
-    caption = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no model can pass the floor
-        of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}."""
+    caption = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no model can pass the
+        floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}."""
     parts = [paragraph(caption.format_map(rows[0]))]
     plot = folder_of_gpu(rows[0]["gpu"]) / "default_run.png"
     if plot.exists():
@@ -302,8 +306,8 @@ def default_run(rows):
     return "\n\n".join(parts)
 
 
-# What stands between the markers: the text made of a GPU's rows, their file, what read_rows() is asked for, and the part
-# of scripts/measure.sh that measures them.
+# What stands between the markers: the text made of a GPU's rows, their file, what read_rows() is asked for, and the
+# part of scripts/measure.sh that measures them.
 TABLES = {
     "attention bf16": (attention, "attention", {"dtype": "bf16", "causal": True}, "bf16"),
     "attention fp32": (attention, "attention", {"dtype": "fp32", "causal": True}, "fp32"),

@@ -66,8 +66,8 @@ def main():
     numbers, cuda = [int(n) for n in a.gpus.split(",")], results.toolkit()
 
     def ranks(n, zero):
-        data = ["-i", a.data] if a.data else []
-        return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", n, "--zero", zero, *data]
+        return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", n, "--zero", zero,
+                *(["-i", a.data] if a.data else [])]
 
     def record(text, n, zero, **fields):
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
@@ -105,8 +105,8 @@ def main():
             tok_s = n * a.batch * a.tokens / ms * 1e3
             single = single or tok_s
             of_linear = tok_s / (n * single)
-            print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * of_linear:8.1f}%  {gib:5.1f}",
-                  flush=True)
+            print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * of_linear:8.1f}%  "
+                  f"{gib:5.1f}", flush=True)
             record(text, n, zero, what="speed", dtype=a.precision, B=a.batch, ms=ms, ms_side_by_side=alone or ms,
                    tok_s=tok_s, of_linear=of_linear, gib=gib)
 
