@@ -15,11 +15,11 @@
 // unnoticed.
 #include "run/checkpoint.h"
 
-#include <dirent.h>
-
 #include <climits>
-#include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <map>
+#include <regex>
 
 #include "data/file.h"
 
@@ -150,10 +150,11 @@ void write_state(const std::string& path, const Identity& identity, const std::v
 
 namespace {
 
-// Reads values one after the other from the table, from `offset` in the file up to `end`.
-struct TableReader {
-    const std::string& path;
-    const std::string& head;
+constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
+
+// Reads values one after the other from the beginning of a state file, from `offset` up to `end`.
+struct Reader {
+    const std::string &path, &head;
     size_t offset, end;
 
     void take(void* out, size_t bytes) {
@@ -178,67 +179,59 @@ struct TableReader {
 };
 
 struct StoredSection {
-    std::string name;
     uint64_t offset, bytes, checksum;
 };
 struct StoredState {
-    Identity identity;
-    std::vector<StoredSection> sections;
+    std::map<std::string, std::string> identity;
+    std::map<std::string, StoredSection> sections;
 };
-
-constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
 
 // Reads the table of a state file and checks magic, version, checksum and the file's length against the sections.
 StoredState read_table(const InputFile& file) {
     const char* path = file.path.c_str();
-    const auto too_short = [&](uint64_t expected) {
-        return Error(format("%s: truncated: expected at least %zu bytes, found %zu; %s", path, expected, file.size,
-                            kResumeFromAnother));
+    std::string head;
+    const auto read_head = [&](size_t bytes) {
+        if (file.size < bytes)
+            throw Error(format("%s: truncated: expected at least %zu bytes, found %zu; %s", path, bytes, file.size,
+                               kResumeFromAnother));
+        head.resize(bytes);
+        file.read(0, head.data(), bytes);
     };
-    std::string head(kStateFixedBytes, '\0');
-    if (file.size < head.size()) throw too_short(head.size());
-    file.read(0, head.data(), head.size());
-    if (head.compare(0, 8, kStateMagic)) {
-        int32_t magic;
-        std::memcpy(&magic, head.data(), sizeof magic);
-        uint64_t found;
-        std::memcpy(&found, head.data(), sizeof found);
+    read_head(kStateFixedBytes);
+    Reader reader{file.path, head, 0, head.size()};
+    const uint64_t magic = reader.number<uint64_t>();
+    if (head.compare(0, 8, kStateMagic))
         throw Error(format("%s: wrong magic at offset 0: expected \"%s\", found bytes %016zx; %s", path, kStateMagic,
-                           __builtin_bswap64(found),
-                           magic == kModelMagic ? "this is a model file, it holds no training state"
-                                                : "give a state file of this program"));
-    }
-    uint32_t version, table_bytes;
-    std::memcpy(&version, head.data() + 8, sizeof version);
-    std::memcpy(&table_bytes, head.data() + 12, sizeof table_bytes);
+                           __builtin_bswap64(magic),
+                           static_cast<int32_t>(magic) == kModelMagic
+                               ? "this is a model file, it holds no training state"
+                               : "give a state file of this program"));
+    const uint32_t version = reader.number<uint32_t>();
     if (version != kStateVersion)
         throw Error(
             format("%s: wrong version at offset 8: expected %u, found %u; resume with the program that wrote it", path,
                    kStateVersion, version));
-    const size_t table_end = kStateFixedBytes + table_bytes;
-    if (file.size < table_end + sizeof(uint64_t)) throw too_short(table_end + sizeof(uint64_t));
-    head.resize(table_end + sizeof(uint64_t));
-    file.read(0, head.data(), head.size());
-    uint64_t expected;
-    std::memcpy(&expected, head.data() + table_end, sizeof expected);
+    const size_t table_end = kStateFixedBytes + reader.number<uint32_t>();
+    read_head(table_end + sizeof(uint64_t));
+    const uint64_t expected = Reader{file.path, head, table_end, head.size()}.number<uint64_t>();
     const uint64_t found = checksum64(head.data(), table_end);
     if (found != expected)
         throw Error(format("%s: damaged table (checksum at offset %zu: expected %016zx, found %016zx); %s", path,
                            table_end, expected, found, kResumeFromAnother));
 
-    TableReader table{file.path, head, kStateFixedBytes, table_end};
     StoredState state;
-    for (uint32_t n = table.number<uint32_t>(); n > 0; n--) {
-        const std::string name = table.text();
-        state.identity.fields.emplace_back(name, table.text());
+    reader.end = table_end;
+    for (uint32_t n = reader.number<uint32_t>(); n > 0; n--) {
+        const std::string name = reader.text();
+        state.identity[name] = reader.text();
     }
     uint64_t offset = head.size();
-    for (uint32_t n = table.number<uint32_t>(); n > 0; n--) {
-        StoredSection s{table.text(), offset, 0, 0};
-        s.bytes = table.number<uint64_t>();
-        s.checksum = table.number<uint64_t>();
+    for (uint32_t n = reader.number<uint32_t>(); n > 0; n--) {
+        StoredSection& s = state.sections[reader.text()];
+        s.offset = offset;
+        s.bytes = reader.number<uint64_t>();
+        s.checksum = reader.number<uint64_t>();
         offset += s.bytes;
-        state.sections.push_back(s);
     }
     if (file.size != offset)
         throw Error(format("%s: %s: expected %zu bytes, found %zu; %s", path,
@@ -246,67 +239,54 @@ StoredState read_table(const InputFile& file) {
     return state;
 }
 
-const std::string* find_field(const Identity& identity, const std::string& name) {
-    for (const auto& [key, value] : identity.fields)
-        if (key == name) return &value;
-    return nullptr;
-}
-
-void check_identity(const std::string& path, const Identity& stored, const Identity& ours) {
-    const auto differs = [&](const std::string& name, const std::string* theirs, const std::string* mine) {
-        const std::string had = theirs ? "\"" + *theirs + "\"" : "no such field",
-                          have = mine ? "\"" + *mine + "\"" : "none";
-        return Error(
-            format("%s: checkpoint of another run: %s: the checkpoint has %s, this run has %s; resume with the same "
-                   "settings or start anew in another directory",
-                   path.c_str(), name.c_str(), had.c_str(), have.c_str()));
+void check_identity(const std::string& path, std::map<std::string, std::string> stored, const Identity& ours) {
+    const auto check = [&](const std::string& name, const std::string& had, const std::string& have) {
+        if (had != have)
+            throw Error(
+                format("%s: checkpoint of another run: %s: the checkpoint has %s, this run has %s; resume with the "
+                       "same settings or start anew in another directory",
+                       path.c_str(), name.c_str(), had.c_str(), have.c_str()));
     };
     for (const auto& [name, value] : ours.fields) {
-        const std::string* theirs = find_field(stored, name);
-        if (!theirs || *theirs != value) throw differs(name, theirs, &value);
+        check(name, stored.count(name) ? "\"" + stored[name] + "\"" : "no such field", "\"" + value + "\"");
+        stored.erase(name);
     }
-    for (const auto& [name, value] : stored.fields)
-        if (!find_field(ours, name)) throw differs(name, &value, nullptr);
+    for (const auto& [name, value] : stored) check(name, "\"" + value + "\"", "none");
 }
 
 }  // namespace
 
 void read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
     const InputFile file(path);
-    const StoredState stored = read_table(file);
+    StoredState stored = read_table(file);
     check_identity(path, stored.identity, identity);
 
     // Checks that every section has its counterpart before the first byte is read into the caller's memory.
-    for (const StoredSection& s : stored.sections) {
-        bool wanted = false;
-        for (const Section& want : sections) wanted |= want.name == s.name;
-        if (!wanted)
-            throw Error(
-                format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
-                       path.c_str(), s.name.c_str(), s.offset));
-    }
-    std::vector<const StoredSection*> sources;
+    std::vector<StoredSection> sources;
     for (const Section& want : sections) {
-        const StoredSection* source = nullptr;
-        for (const StoredSection& s : stored.sections)
-            if (s.name == want.name) source = &s;
-        if (!source)
+        const auto found = stored.sections.find(want.name);
+        if (found == stored.sections.end())
             throw Error(format("%s: section \"%s\" is missing; resume with the program that wrote it", path.c_str(),
                                want.name.c_str()));
-        if (source->bytes != want.bytes)
+        const StoredSection s = found->second;
+        if (s.bytes != want.bytes)
             throw Error(
                 format("%s: section \"%s\" at offset %zu: expected %zu bytes, found %zu; resume with the same settings",
-                       path.c_str(), want.name.c_str(), source->offset, want.bytes, source->bytes));
-        sources.push_back(source);
+                       path.c_str(), want.name.c_str(), s.offset, want.bytes, s.bytes));
+        sources.push_back(s);
+        stored.sections.erase(found);
     }
+    for (const auto& [name, s] : stored.sections)
+        throw Error(format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
+                           path.c_str(), name.c_str(), s.offset));
     for (size_t i = 0; i < sections.size(); i++) {
-        const StoredSection& s = *sources[i];
-        file.read(s.offset, sections[i].data, sections[i].bytes);
-        const uint64_t found = checksum64(sections[i].data, sections[i].bytes);
+        const StoredSection& s = sources[i];
+        file.read(s.offset, sections[i].data, s.bytes);
+        const uint64_t found = checksum64(sections[i].data, s.bytes);
         if (found != s.checksum)
             throw Error(format(
                 "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
-                path.c_str(), s.name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
+                path.c_str(), sections[i].name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
     }
 }
 
@@ -331,24 +311,16 @@ struct CheckpointFile {
 // The files in `dir` that are named like model_path, state_path and their temporaries. None if there is no such
 // directory.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
+    static const std::regex pattern("(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin([.]tmp[.][0-9]+)?");
     std::vector<CheckpointFile> files;
-    DIR* d = opendir(dir.c_str());
-    if (!d) return files;
-    while (const dirent* entry = readdir(d)) {
-        const std::string name = entry->d_name;
-        char kind[6] = "";
-        int step = -1, length = 0, pid = 0, tail = 0;
-        if (std::sscanf(name.c_str(), "%5[a-z]_%10d.bin%n", kind, &step, &length) != 2 || length == 0 || step < 0)
-            continue;
-        const bool state = !std::strcmp(kind, "state");
-        if (!state && std::strcmp(kind, "model")) continue;
-        const std::string whole = (state ? state_path : model_path)("", step).substr(1);
-        if (name.compare(0, whole.size(), whole)) continue;  // "model_7.bin" is not ours
-        const std::string rest = name.substr(whole.size());
-        const bool temporary = std::sscanf(rest.c_str(), ".tmp.%d%n", &pid, &tail) == 1 && rest.size() == size_t(tail);
-        if (rest.empty() || temporary) files.push_back({name, step, state, temporary});
+    std::error_code no_directory;
+    for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
+        const std::string name = entry.path().filename();
+        std::smatch part;
+        if (!std::regex_match(name, part, pattern)) continue;
+        const long long step = std::stoll(part[2]);
+        if (step <= INT_MAX) files.push_back({name, static_cast<int>(step), part[1] == "state", part[3].matched});
     }
-    closedir(d);
     return files;
 }
 

@@ -74,6 +74,13 @@ std::string for_terminal(const std::string& text) {
 
 Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}
 
+Row& Row::put(const char* key, const std::string& json) {
+    text_ += ", " + quoted(key) + ": " + json;
+    return *this;
+}
+Row& Row::add(const char* key, const std::string& value) {
+    return put(key, quoted(value));
+}
 Row& Row::add(const char* key, double value) {
     std::string number = "null";
     // The fewest digits that read back as the same double.
@@ -81,23 +88,7 @@ Row& Row::add(const char* key, double value) {
         number = format("%.*g", digits, value);
         if (std::strtod(number.c_str(), nullptr) == value) break;
     }
-    text_ += ", " + quoted(key) + ": " + number;
-    return *this;
-}
-Row& Row::add(const char* key, long long value) {
-    text_ += ", " + quoted(key) + ": " + std::to_string(value);
-    return *this;
-}
-Row& Row::add(const char* key, const std::string& value) {
-    text_ += ", " + quoted(key) + ": " + quoted(value);
-    return *this;
-}
-Row& Row::add(const char* key, bool value) {
-    text_ += ", " + quoted(key) + ": " + (value ? "true" : "false");
-    return *this;
-}
-std::string Row::text() const {
-    return text_ + "}";
+    return put(key, number);
 }
 
 // True if a regular file ends inside a row, because its writer was cut off.

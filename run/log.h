@@ -11,16 +11,17 @@ std::string for_terminal(const std::string& text);
 // Builds a line, for example Row("train").add("step", 3).add("loss", 2.5).text()
 class Row {
   public:
-    explicit Row(const char* kind);           // {"kind": kind
-    Row& add(const char* key, double value);  // NaN and inf as null
-    Row& add(const char* key, long long value);
-    Row& add(const char* key, int value) { return add(key, static_cast<long long>(value)); }
+    explicit Row(const char* kind);                       // {"kind": kind
+    Row& add(const char* key, double value);              // NaN and inf as null
     Row& add(const char* key, const std::string& value);  // escaped
     Row& add(const char* key, const char* value) { return add(key, std::string(value)); }
-    Row& add(const char* key, bool value);
-    std::string text() const;  // closed with }
+    Row& add(const char* key, int value) { return put(key, std::to_string(value)); }
+    Row& add(const char* key, long long value) { return put(key, std::to_string(value)); }
+    Row& add(const char* key, bool value) { return put(key, value ? "true" : "false"); }
+    std::string text() const { return text_ + "}"; }
 
   private:
+    Row& put(const char* key, const std::string& json);
     std::string text_;
 };
 

@@ -175,46 +175,34 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
     // The first column is "  -b, --batch N". Options without a letter are indented to line up.
+    const char* const arguments[] = {" N", " X", " TEXT", " NAME", ""};  // of an Option::Kind
     size_t letters = 2, width = 0;
     for (const Option& option : table) letters = std::max(letters, std::strlen(option.letter));
     const auto left = [&](const Option& option) {
-        const char* argument = option.kind == Option::Int      ? " N"
-                               : option.kind == Option::Float  ? " X"
-                               : option.kind == Option::String ? " TEXT"
-                               : option.kind == Option::Choice ? " NAME"
-                                                               : "";
         const std::string letter = *option.letter ? std::string(option.letter) + "," : "";
-        return format("  %-*s %s%s", static_cast<int>(letters + 1), letter.c_str(), option.name, argument);
+        return format("  %-*s %s%s", static_cast<int>(letters + 1), letter.c_str(), option.name,
+                      arguments[option.kind]);
     };
     for (const Option& option : table) width = std::max(width, left(option).size() + 2);
 
     std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
-    const char* group = nullptr;
+    if (!*table[0].group) text += "\n";
     for (const Option& option : table) {
-        if (!group || std::strcmp(group, option.group)) {
-            group = option.group;
-            text += *group ? format("\n%s\n", group) : "\n";
-        }
-        std::string help = option.help;
-        std::string notes;
-        if (*option.range) notes = option.range;
-        const bool unset =
-            option.kind == Option::Flag ? !*static_cast<const bool*>(option.value) : value_text(option).empty();
-        if (!unset) notes += (notes.empty() ? "default " : "; default ") + value_text(option);
-        if (!notes.empty()) help += " (" + notes + ")";
+        if (*option.group) text += format("\n%s\n", option.group);
+        std::string notes = option.range, value = value_text(option);
+        if (option.kind == Option::Flag && value == "off") value = "";
+        if (!value.empty()) notes += (notes.empty() ? "default " : "; default ") + value;
+        const std::string help = notes.empty() ? option.help : format("%s (%s)", option.help, notes.c_str());
 
         // Help in the second column, wrapped at words.
         std::string line = left(option);
-        line.resize(width, ' ');
-        bool first = true;
+        line.resize(width - 1, ' ');
         for (const std::string& word : split(help, ' ')) {
-            if (!first && line.size() + 1 + word.size() > kHelpWidth) {
+            if (line.size() + 1 + word.size() > kHelpWidth) {
                 text += line + "\n";
-                line.assign(width, ' ');
-                first = true;
+                line.assign(width - 1, ' ');
             }
-            line += (first ? "" : " ") + word;
-            first = false;
+            line += " " + word;
         }
         text += line + "\n";
     }

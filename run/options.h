@@ -10,8 +10,8 @@ struct Option {
     Kind kind;
     void* value;  // int*, float*, std::string*, std::string* (Choice), bool*
     const char* help;
-    const char* range;       // Int/Float: "1..1024", "0.." or ""; Choice: "bf16|fp32"
-    const char* group = "";  // heading in --help
+    const char* range = "";  // Int/Float: "1..1024", "0.." or ""; Choice: "bf16|fp32"
+    const char* group = "";  // heading above it in --help
 };
 
 // Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws UsageError that names

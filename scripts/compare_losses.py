@@ -9,27 +9,25 @@ is that of the validation after the last step, the time a step's mean after the 
 loss lies outside the losses that naive's seeds gave. In fp32, matmuls use TF32, naive attention's among them.
 """
 import concurrent.futures
+import itertools
 import os
-import queue
 import re
-import statistics
 import sys
+import threading
+from statistics import mean
 
 import results
 
+worker = threading.local()  # the thread's own GPU
 
-def train(a, attention, B, T, seed, gpus):
-    """(device, mean ms, final loss) of a run on a GPU that is taken from `gpus` for as long."""
-    gpu = gpus.get()
-    try:
-        _, log = results.train(
-            "-e", a.model, "-b", B, "-t", T, "-x", a.steps, "-v", a.steps, "-s", 0, "--seed", seed, "--precision",
-            a.precision, "--attention", attention, "--device", a.device, *(["--no-tf32"] if a.no_tf32 else []),
-            **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}))
-    finally:
-        gpus.put(gpu)
+
+def train(a, B, T, attention, seed):
+    """(device, mean ms, final loss) of a run on this thread's GPU."""
+    options = ["-e", a.model, "-b", B, "-t", T, "-x", a.steps, "-v", a.steps, "-s", 0, "--seed", seed,
+               "--precision", a.precision, "--attention", attention, "--device", a.device]
+    _, log = results.train(*options, *["--no-tf32"] * a.no_tf32, CUDA_VISIBLE_DEVICES=worker.gpu)
     ms = [r["step_ms"] for r in log["train"]][a.steps // 10:]
-    return log["run"][0]["device"], statistics.mean(ms), log["val"][-1]["loss_nats"]
+    return log["run"][0]["device"], mean(ms), log["val"][-1]["loss_nats"]
 
 
 def main():
@@ -52,33 +50,30 @@ def main():
     results.need("train_gpt2cu")
     cuda = results.toolkit()
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    gpus, pool = queue.Queue(), concurrent.futures.ThreadPoolExecutor(a.gpus)
-    for i in range(a.gpus):
-        gpus.put(None if a.gpus == 1 else visible[i] if i < len(visible) and visible[i] else str(i))
+    all_gpus = ",".join(map(str, range(a.gpus)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[:a.gpus]
+    pool = concurrent.futures.ThreadPoolExecutor(len(gpus), initializer=lambda: setattr(worker, "gpu", gpus.pop(0)))
     shapes = [tuple(map(int, shape.split("x"))) for shape in a.shapes.split(",")]
-    started = {(B, T, attention): [pool.submit(train, a, attention, B, T, seed, gpus) for seed in range(1, a.seeds + 1)]
-               for B, T in shapes for attention in ("naive", "flash")}
+    started = {(*shape, attention): [pool.submit(train, a, *shape, attention, seed + 1) for seed in range(a.seeds)]
+               for shape, attention in itertools.product(shapes, ("naive", "flash"))}
 
     rows, all_within = [], True
     print("   B     T  attention  ms a step     mean loss  of the seeds")
     try:
-        for B, T in shapes:
-            losses = {}
-            for attention in ("naive", "flash"):
-                runs = [run.result() for run in started[B, T, attention]]
-                ms = statistics.mean(run[1] for run in runs)
-                found = losses[attention] = [run[2] for run in runs]
-                rows.append(results.row("losses", runs[0][0], cuda, model=a.model, dtype=a.precision,
-                                        tf32=a.precision == "fp32" and not a.no_tf32, B=B, T=T, steps=a.steps,
-                                        attention=attention, seeds=a.seeds, ms=ms, loss=statistics.mean(found),
-                                        loss_min=min(found), loss_max=max(found)))
-                print(f"{B:4} {T:5}  {attention:9}  {ms:9.2f}  {statistics.mean(found):12.5f}  "
-                      f"{', '.join(f'{loss:.5f}' for loss in found)}", flush=True)
-            flash, naive = statistics.mean(losses["flash"]), losses["naive"]
-            within = min(naive) <= flash <= results.largest(naive)
+        for (B, T, attention), runs in started.items():
+            devices, ms, losses = zip(*(run.result() for run in runs))
+            rows.append(results.row(
+                "losses", devices[0], cuda, model=a.model, dtype=a.precision, B=B, T=T, steps=a.steps,
+                tf32=a.precision == "fp32" and not a.no_tf32, attention=attention, seeds=a.seeds, ms=mean(ms),
+                loss=mean(losses), loss_min=min(losses), loss_max=max(losses)))
+            print(f"{B:4} {T:5}  {attention:9}  {mean(ms):9.2f}  {mean(losses):12.5f}  "
+                  f"{', '.join(f'{loss:.5f}' for loss in losses)}", flush=True)
+            if attention == "naive":
+                naive = losses
+                continue
+            within = min(naive) <= mean(losses) <= results.largest(naive)
             all_within &= within
-            apart = results.largest(abs(f - n) for f, n in zip(losses["flash"], naive))
+            apart = results.largest(abs(flash - other) for flash, other in zip(losses, naive))
             print(f"flash's mean final loss is {'within' if within else 'OUTSIDE'} the seeds' spread of naive's "
                   f"({min(naive):.5f} to {max(naive):.5f}); of one seed they differ by {apart:.1e} at most", flush=True)
     finally:

@@ -61,18 +61,15 @@ if [ "$1" = --part ]; then  # a part's own process, which ends at the first comm
 fi
 parts= tests=yes
 for part in "$@"; do
-    case " $all " in
-    *" $part "*) parts="$parts $part" ;;
+    case "$part: $all " in
+    --no-tests:*) tests= ;;
+    --help:*)
+        sed -n '2,13s/^# \{0,1\}//p' "$0"
+        exit ;;
+    *:*" $part "*) parts="$parts $part" ;;
     *)
-        if [ "$part" = --no-tests ]; then
-            tests=
-        elif [ "$part" = --help ]; then
-            sed -n '2,13s/^# \{0,1\}//p' "$0"
-            exit
-        else
-            echo "measure.sh: $part: expected --no-tests or some of $all" >&2
-            exit 2
-        fi ;;
+        echo "measure.sh: $part: expected --no-tests or some of $all" >&2
+        exit 2 ;;
     esac
 done
 . dev/within.sh

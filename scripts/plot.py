@@ -4,6 +4,7 @@
     python3 scripts/plot.py run1                          # writes run1/plot.png
     python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot; PNG, SVG or PDF by the name's end
 """
+import itertools
 import math
 import pathlib
 
@@ -35,10 +36,9 @@ def pyplot():
 
 def smooth(values, width):
     """The mean of `width` neighbours, at the start, where a loss is steep, of fewer; NaN is left out."""
-    sums, counts, out = [0.0], [0], []
-    for v in values:
-        sums.append(sums[-1] + (0 if math.isnan(v) else v))
-        counts.append(counts[-1] + (not math.isnan(v)))
+    sums = [0, *itertools.accumulate(0 if math.isnan(v) else v for v in values)]
+    counts = [0, *itertools.accumulate(not math.isnan(v) for v in values)]
+    out = []
     for i in range(len(values)):
         half = min(width // 2, i)
         begin, end = i - half, min(i + half + 1, len(values))
@@ -61,24 +61,24 @@ def plot(runs, names, out, width, title):
     width = width or max(1, max(len(rows["train"]) for rows in runs) // 100)
     seen, floors, handles = {name: [] for name in panels}, {}, []
 
+    def column(rows, field):
+        return [r["step"] for r in rows], [r[field] for r in rows]
     for rows, run, colour in zip(runs, names, COLOURS * len(runs)):
-        steps = [r["step"] for r in rows["train"]]
         for name, (field, _) in PANELS.items():
-            values = [r[field] for r in rows["train"]]
+            steps, values = column(rows["train"], field)
             if width > 1 and name != "lr":
                 panels[name].plot(steps, values, color=colour, lw=0.6, alpha=0.25)
                 values = smooth(values, width)
             panels[name].plot(steps, values, color=colour, lw=1.6)
             seen[name] += settled(steps, values)
         if rows["val"]:
-            steps, values = [r["step"] for r in rows["val"]], [r["loss_nats"] for r in rows["val"]]
+            steps, values = column(rows["val"], "loss_nats")
             loss.plot(steps, values, color=colour, ls="none", marker="o", ms=6, mec="white", mew=0.9, zorder=5)
             seen["loss"] += settled(steps, values)
             run += f", validation {values[-1]:.4f}"
         handles.append(plt.Line2D([], [], color=colour, lw=3, label=run))
-        for row in rows["run"] + rows["val"]:
-            if row.get("floor_nats") is not None:
-                floors[f"{row['floor_nats']:.4f}"] = row["floor_nats"]
+        found = [row.get("floor_nats") for row in rows["run"] + rows["val"]]
+        floors |= {f"{floor:.4f}": floor for floor in found if floor is not None}
 
     for text, floor in floors.items():
         loss.axhline(floor, color=INK, lw=1.1, ls=(0, (5, 3)))

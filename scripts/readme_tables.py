@@ -12,14 +12,18 @@ import pathlib
 import re
 import sys
 import textwrap
+from operator import itemgetter
 
-from results import DEFAULTS, ROOT, arguments, fail, kernels_of, read_rows, shared
+from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, matching, read_rows, shared, values
 
-WIDTH = 120
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
 VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
-STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8", "huge_qk": "q, k ×64",
-                "large_v": "v N(0.5,1) ×1000"}
+STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
+                "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
+# Rows are compared that agree in these fields, or newest runs kept of each combination of them.
+SHAPE = ["HS", "NH", "T", "B", "pass"]
+LOSSES, TRAIN = ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
+BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
 def close(a, b):
@@ -30,306 +34,296 @@ def figure(row, value, others, text):
     """The text of value(row). Where one of `others` is less than 3 % away: least and most of three jobs, or "≈"."""
     if not any(close(value(row), other) for other in others if other):
         return text(value(row))
-    of_jobs = [value(job) for job in row["jobs"]]
-    if len(of_jobs) < 3:
+    jobs = [value(job) for job in row["jobs"]]
+    if len(jobs) < 3:
         return f"≈{text(value(row))}"
-    return "–".join(dict.fromkeys((text(min(of_jobs)), text(max(of_jobs)))))
+    return "–".join(dict.fromkeys((text(min(jobs)), text(max(jobs)))))
 
 
-def table(title, found, header, body):
-    machines = sorted({f"{r['gpu']}, driver {r['driver']}, CUDA {r['cuda']}" for r in found})
-    measured = sorted({f"{r['date'][:10]} at {r['commit'][:7]}" for r in found})
-    cells = " ".join(cell for line in body for cell in line)
-    notes = " ≈: less than 3 % from what it is compared with, and measured once." if "≈" in cells else ""
-    notes += "" if all("dirty" in r for r in found) else " Whether the sources differed from the commit was not recorded."
-    notes += " a–b: least and most of three jobs or more." if re.search(r"\d–\d", cells) else ""
-    caption = f"{title}. {'; '.join(machines)}. Measured {', '.join(measured)}.{notes}"
-    lines = [header, ["---"] + ["--:"] * (len(header) - 1)] + body
-    return textwrap.fill(caption, WIDTH) + "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def beside(row, rows, alike, field):
+    """This field of the other rows that agree with `row` in all of the fields `alike`."""
+    return [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
 
 
-def attention(found):
-    same, varying = shared(found, ["NH", "HS"])
-    at = {(r["HS"], r["NH"], r["T"], r["B"], r["pass"], r["kernel"]): r for r in found}
-    kernels = kernels_of(found)
-
-    def cell(row, beside):
-        if not row or not row["ms"]:
-            return "–"
-        return " / ".join(figure(row, lambda r: r[rate], [r.get(rate) for r in beside if r is not row], "{:.0f}".format)
-                          for rate in ("tflops", "tflops_sustained") if row.get(rate))
-
-    def line(*shape):
-        beside = [at[(*shape, kernel)] for kernel in kernels if (*shape, kernel) in at]
-        return [cell(at.get((*shape, kernel)), beside) for kernel in kernels]
-    body = [[f"{b}, {t}"] + [str({"NH": nh, "HS": hs}[f]) for f in varying] + [pas] + line(hs, nh, t, b, pas)
-            for pas in ("fwd", "bwd") for hs, nh, t, b in sorted({key[:4] for key in at})]
-    title = f"Attention, {found[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
-    return table(title, found, ["B, T", *varying, "pass", *kernels], body)
+def compared(row, rows, alike, field, text):
+    return figure(row, itemgetter(field), beside(row, rows, alike, field), text)
 
 
-def beside(row, found, fields, value):
-    """What a row is compared with: the values of the others that agree in these fields."""
-    return [r[value] for r in found if r is not row and all(r[field] == row[field] for field in fields)]
+def lines_of(rows, template, **computed):
+    """A line for each row: the template, filled with its fields and what the functions `computed` make of it."""
+    return [template.format_map({**r, **{name: cell(r) for name, cell in computed.items()}}) for r in rows]
 
 
-def accuracy(found):
-    case = {"B": 2, "T": 256, "NH": 2, "HS": 64, "causal": False, "input": "normal", "dtype": "bf16"}
-    case = [r for r in found if case.items() <= r.items()]
-    found = [r for r in found if r["kernel"] != "naive"]
-    body = []
-    for dtype in ("fp32", "bf16"):
-        for kernel in kernels_of(r for r in found if r["dtype"] == dtype):
-            def worst(tensor, ratio):
-                x = [r[ratio] for r in found if (r["dtype"], r["kernel"], r["tensor"]) == (dtype, kernel, tensor)]
-                return "NaN" if None in x else f"{max(x):.{2 if max(x) < 100 else 0}f}"
-            body.append([dtype, kernel] + [f"{worst(t, 'ratio_max')} / {worst(t, 'ratio_l2')}" for t in TENSORS])
-    lengths = sorted({r["T"] for r in found})
-    title = (f"Errors against fp64 as multiples of naive's in the same precision, largest / L2: the worst of T "
-             f"{lengths[0]} to {lengths[-1]} and inputs N(0,1), q five times as large, mean 0.5")
-    parts = [table(title, found, ["dtype", "kernel", *TENSORS], body)]
+def crossed(rows, by, across, columns, cell):
+    """The header, and a line for each combination of the fields `by`: its values, then cell() of each column's last
+    row. Columns are values of the field `across`."""
+    found = {}
+    for r in rows:
+        found.setdefault(values(r, by), {})[r[across]] = r
+    lines = [[*map(str, key), *(cell(at[column]) if column in at else "–" for column in columns)]
+             for key, at in found.items()]
+    return " | ".join([*by, *columns]), [" | ".join(line) for line in lines]
 
+
+def table(title, rows, header, lines):
+    """The lines below the header, and above both the title and where the rows were measured."""
+    if not rows:
+        return ""
+    machines = sorted({"{gpu}, driver {driver}, CUDA {cuda}".format_map(r) for r in rows})
+    measured = sorted({"{date:.10} at {commit:.7}".format_map(r) for r in rows})
+    caption = f"{title}. {'; '.join(machines)}. Measured {', '.join(measured)}."
+    if "≈" in "".join(lines):
+        caption += " ≈: less than 3 % from what it is compared with, and measured once."
+    if not all("dirty" in r for r in rows):
+        caption += " Whether the sources differed from the commit was not recorded."
+    if re.search(r"\d–\d", "".join(lines)):
+        caption += " a–b: least and most of three jobs or more."
+    under = "---" + " | --:" * header.count(" | ")
+    return paragraph(caption) + "\n\n" + "\n".join(f"| {line} |" for line in [header, under, *lines])
+
+
+def paragraph(text):
+    return textwrap.fill(" ".join(text.split()), 120)
+
+
+def attention(rows):
+    def cell(r):
+        rates = [rate for rate in ("tflops", "tflops_sustained") if r["ms"] and r.get(rate)]
+        return " / ".join(compared(r, rows, SHAPE, rate, "{:.0f}".format) for rate in rates) or "–"
+    kernels = kernels_of(rows)
+    rows.sort(key=lambda r: (r["pass"] != "fwd", values(r, SHAPE)))
+    for r in rows:
+        r["B, T"] = f"{r['B']}, {r['T']}"
+    same, varying = shared(rows, ["NH", "HS"])
+    title = f"Attention, {rows[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
+    return table(title, rows, *crossed(rows, ["B, T", *varying, "pass"], "kernel", kernels, cell))
+
+
+def accuracy(rows):
+    def worst(r):
+        alike = matching(rows, dtype=r["dtype"], kernel=r["kernel"], tensor=r["tensor"])
+        ratios = [[r[ratio] for r in alike] for ratio in ("ratio_max", "ratio_l2")]
+        return " / ".join("NaN" if None in x else f"{max(x):.{2 if max(x) < 100 else 0}f}" for x in ratios)
+    case = matching(rows, B=2, T=256, NH=2, HS=64, causal=False, input="normal", dtype="bf16")
+    order = kernels_of(rows)
+    rows = [r for r in rows if r["kernel"] != "naive"]
+    rows.sort(key=lambda r: (r["dtype"] != "fp32", order.index(r["kernel"])))
+    lengths = {r["T"] for r in rows}
+    title = f"""Errors against fp64 as multiples of naive's in the same precision, largest / L2: the worst of T
+        {min(lengths)} to {max(lengths)} and inputs N(0,1), q five times as large, mean 0.5"""
+    text = table(title, rows, *crossed(rows, ["dtype", "kernel"], "tensor", TENSORS, worst))
     if case:
-        at = {(r["kernel"], r["tensor"]): r for r in case}
-        body = [[kernel] + [f"{at[kernel, t]['max_error']:.1e}, {at[kernel, t]['snr_db']:.0f}" for t in TENSORS]
-                for kernel in kernels_of(case)]
         title = "bf16, B 2, T 256, NH 2, HS 64, not causal, N(0,1): largest error against fp64, signal-to-noise in dB"
-        parts.append(table(title, case, ["kernel", *TENSORS], body))
-    return "\n\n".join(parts)
+        case.sort(key=lambda r: order.index(r["kernel"]))
+        text += "\n\n" + table(title, case, *crossed(
+            case, ["kernel"], "tensor", TENSORS, lambda r: f"{r['max_error']:.1e}, {r['snr_db']:.0f}"))
+    return text
 
 
-def accumulation_speed(found):
-    found = [r for r in found if "ms" in r]
-    if not found:
-        return None
-    at = {(r["kernel"], r["dtype"], r["variant"], r["B"], r["T"]): r for r in found}
-    shapes = sorted({(r["T"], r["B"]) for r in found})
-
-    def line(dtype, variant, kernels):
-        return [dtype, variant, *(cell(at.get((kernel, dtype, variant, b, t))) for kernel in kernels for t, b in shapes)]
-
-    def cell(r):
-        beside = [o["tflops"] for o in found if r and o is not r and (o["B"], o["T"]) == (r["B"], r["T"])]
-        return figure(r, lambda r: r["tflops"], beside, "{:.0f}".format) if r else "–"
-    variants = dict.fromkeys((r["dtype"], r["variant"]) for r in found if r["kernel"] in VEHICLES)
-    body = [line(dtype, variant, VEHICLES) for dtype, variant in variants]
-    if any(r["variant"] == "trainer" for r in found):
-        body.append(line("bf16", "trainer", VEHICLES.values()))
-    header = ["dtype", "variant", *(f"{vehicle} {b}, {t}" for vehicle in VEHICLES for t, b in shapes)]
-    title = (f"Forward by variant, causal, {shared(found, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist for "
-             f"fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}")
-    return table(title, found, header, body)
+def accumulation_speed(rows):
+    rows = sorted((r for r in rows if "ms" in r), key=lambda r: r["variant"] == "trainer")
+    vehicle_of = {**{vehicle: vehicle for vehicle in VEHICLES}, **{kernel: v for v, kernel in VEHICLES.items()}}
+    for r in rows:
+        r["place"] = f"{vehicle_of[r['kernel']]} {r['B']}, {r['T']}"
+    places = [f"{vehicle} {B}, {T}" for vehicle in VEHICLES for T, B in sorted({values(r, ["T", "B"]) for r in rows})]
+    title = f"""Forward by variant, causal, {shared(rows, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist
+        for fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}"""
+    return table(title, rows, *crossed(rows, ["dtype", "variant"], "place", places, lambda r: compared(
+        r, rows, ["T", "B"], "tflops", "{:.0f}".format)))
 
 
-def accumulation_errors(found):
+def accumulation_errors(rows):
     """Of one vehicle: the last that ran. N(0,1) by T, other inputs at the longest T."""
-    found = [r for r in found if "input" in r]
-    if not found:
-        return None
-    vehicle = [v for v in VEHICLES if any(r["kernel"] == v for r in found)][-1]
-    found = [r for r in found if r["kernel"] == vehicle]
-    at = {(r["dtype"], r["variant"], r["input"], r["T"]): r for r in found}
-    lengths = sorted({r["T"] for r in found})
-    columns = [("normal", T) for T in lengths] + [(name, lengths[-1]) for name in STUDY_INPUTS if name != "normal"]
-
     def cell(r):
-        if not r:
-            return "–"
         if r["not_finite"]:
-            share = 100 * r["not_finite"] / r["elements"]
-            return f"{share:.0f} % ∞" if share >= 1 else f"{r['not_finite']} ∞"
+            percent = 100 * r["not_finite"] / r["elements"]
+            return f"{percent:.0f} % ∞" if percent >= 1 else f"{r['not_finite']} ∞"
         ratio = r["ratio_l2"]
         return f"{r['relative_l2']:.1e}" + (f" ({ratio:.{2 if ratio < 1 else 1}f}×)" if ratio else "")
-    body = [[dtype, variant, *(cell(at.get((dtype, variant, name, T))) for name, T in columns)]
-            for dtype, variant in dict.fromkeys((r["dtype"], r["variant"]) for r in found)]
-    title = (f"L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite), "
-             f"{vehicle}, {shared(found, ['NH', 'HS'])[0]}")
-    return table(title, found, ["dtype", "variant", *(f"{STUDY_INPUTS[name]}, T {T}" for name, T in columns)], body)
-
-
-def losses(found):
-    found.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
-    body = [[r["model"], "tf32" if r["tf32"] else r["dtype"], str(r["B"]), str(r["T"]), r["attention"],
-             figure(r, lambda r: r["ms"], beside(r, found, LOSSES, "ms"), "{:.2f}".format), f"{r['loss']:.4f}",
-             f"{r['loss_min']:.4f} – {r['loss_max']:.4f}"] for r in found]
-    same, _ = shared(found, ["steps", "seeds"])
-    header = ["model", "matmuls", "B", "T", "attention", "ms a step", "mean final loss", "least – most of the seeds"]
-    return table(f"Training with naive and with flash attention, {same}", found, header, body)
-
-
-def train(found):
-    ours = [{**DEFAULTS, **r} for r in found if r["kernel"] == "train_gpt2cu"]
-    peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
-             for r in found if r["kernel"] != "train_gpt2cu"]
-    same, varying = shared(ours, ["recompute"]) if ours else ("", [])
-    lines = [*sorted(ours, key=lambda r: (r["attention"], r["recompute"], r["T"], r["B"])),
-             *sorted(peers, key=lambda r: (r["T"], r["B"], r["attention"]))]
-    lines.sort(key=lambda r: (r["model"], r["dtype"]))
-
-    def cell(r, field, text):
-        return figure(r, lambda r: r[field], beside(r, lines, TRAIN, field), text)
-    body = [[r["model"], r["dtype"], r["attention"], *(str(r[field]) for field in varying), str(r["B"]), str(r["T"]),
-             cell(r, "tok_s", lambda rate: f"{rate / 1e3:.0f}k"), cell(r, "ms", "{:.2f}".format),
-             cell(r, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a", f"{r['mem_gib']:.1f}"] for r in lines]
-    header = ["model", "dtype", "attention", *varying, "B", "T", "tok/s", "ms", "MFU", "GiB in use"]
-    title = "The whole training step, sustained" + (f", {same}" if same else "")
-    return table(title, found, header, body)
-
-
-def scaling(found):
-    """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
-    speed = sorted((r for r in found if r["what"] == "speed"), key=lambda r: (r["model"], r["B"], r["gpus"], r["zero"]))
-    if not speed:
+    rows = [r for r in rows if "input" in r]
+    if not rows:
         return None
-    apart = {(r["model"], r["gpus"], r["zero"]): r["apart"] for r in found if r["what"] == "losses"}
-    same, varying = shared(speed, ["model", "dtype", "B", "T"])
-
-    def cells(r):
-        rates = beside(r, speed, ["model", "B", "gpus"], "tok_s")
-        times = beside(r, speed, ["model", "B"], "ms") + [r["ms_side_by_side"]] * (r["gpus"] > 1)
-        return [figure(r, lambda r: r["tok_s"] / 1e3, [rate / 1e3 for rate in rates], "{:.0f}k".format),
-                figure(r, lambda r: 100 * r["of_linear"], [100] * (r["gpus"] > 1), "{:.1f} %".format),
-                figure(r, lambda r: r["ms"], times, "{:.2f}".format),
-                figure(r, lambda r: r["ms_side_by_side"], [r["ms"]] * (r["gpus"] > 1), "{:.2f}".format)]
-    body = [[str(r["gpus"]), str(r["zero"]) if r["gpus"] > 1 else "–", *(str(r[field]) for field in varying), *cells(r),
-             f"{r['gib']:.1f}", f"{apart[key]:.0e}" if (key := (r["model"], r["gpus"], r["zero"])) in apart else "–"]
-            for r in speed]
-    header = ["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step", "ms side by side", "GiB a GPU", "losses apart"]
-    title = (f"Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know nothing "
-             f"of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a step's "
-             f"loss from one GPU's at the same global batch, strict fp32, 20 steps")
-    return table(title, found, header, body)
+    vehicle = [v for v in VEHICLES if matching(rows, kernel=v)][-1]
+    rows = matching(rows, kernel=vehicle)
+    for r in rows:
+        r["data"] = f"{STUDY_INPUTS[r['input']]}, T {r['T']}"
+    lengths = sorted({r["T"] for r in rows})
+    columns = dict.fromkeys(f"{name}, T {T}" for name in STUDY_INPUTS.values()
+                            for T in (lengths if name == "N(0,1)" else lengths[-1:]))
+    title = f"""L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite),
+        {vehicle}, {shared(rows, ['NH', 'HS'])[0]}"""
+    return table(title, rows, *crossed(rows, ["dtype", "variant"], "data", columns, cell))
 
 
-def ring_chunks(found):
-    own = {r["dtype"]: r for r in found if r["study"] == "unchunked"}
-    found = [r for r in found if r["study"] == "chunks"]
-    wrong = ["own_lse_dq", "own_lse_dk", "own_lse_dv", "used_sum_dq"]
-    body = []
-    for dtype in dict.fromkeys(r["dtype"] for r in found):
-        body += [[dtype, str(r["chunk"]), *(f"{r[t]:.1e}" for t in TENSORS), *(f"{r[w]:.2f}" for w in wrong)]
-                 for r in found if r["dtype"] == dtype]
-        body.append([dtype, "all, fp64", *(f"{own[dtype][t]:.1e}" for t in TENSORS), *([""] * len(wrong))])
-    header = ["dtype", "chunk", *TENSORS, "own lse: dq", "dk", "dv", "used sum: dq"]
-    title = (f"Largest difference from the unchunked call, chunk by chunk, causal, {shared(found, ['T', 'NH', 'HS'])[0]}, 8 by "
-             f"8 chunks; behind them the unchunked call's own from fp64. On the right two mistakes: the block's own lse and "
-             f"D, and a sum of dq that was not cleared")
-    return table(title, found, header, body)
+def losses(rows):
+    rows.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
+    lines = lines_of(
+        rows, "{model} | {matmuls} | {B} | {T} | {attention} | {time} | {loss:.4f} | {loss_min:.4f} – {loss_max:.4f}",
+        matmuls=lambda r: "tf32" if r["tf32"] else r["dtype"],
+        time=lambda r: compared(r, rows, LOSSES, "ms", "{:.2f}".format))
+    header = "model | matmuls | B | T | attention | ms a step | mean final loss | least – most of the seeds"
+    title = f"Training with naive and with flash attention, {shared(rows, ['steps', 'seeds'])[0]}"
+    return table(title, rows, header, lines)
 
 
-def ring_errors(found):
-    found = [r for r in found if r["study"] == "ring"]
-    tensors = ["out", "dq", "dk", "dv"]
-    at = {(r["dtype"], r["carry"], r["ranks"], r["tensor"]): r for r in found}
+def train(rows):
+    ours = sorted(matching(rows, kernel="train_gpt2cu"), key=itemgetter("attention", "recompute", "T", "B"))
+    peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
+             for r in rows if r["kernel"] != "train_gpt2cu"]
+    rows = sorted(ours + sorted(peers, key=itemgetter("T", "B", "attention")), key=itemgetter("model", "dtype"))
+    same, varying = shared(ours, ["recompute"])
+    level, level_of = ("recompute | ", "{recompute} | ") if varying else ("", "")
+    lines = lines_of(
+        rows, "{model} | {dtype} | {attention} | " + level_of + "{B} | {T} | {rate} | {time} | {use} | {mem_gib:.1f}",
+        rate=lambda r: compared(r, rows, TRAIN, "tok_s", lambda rate: f"{rate / 1e3:.0f}k"),
+        time=lambda r: compared(r, rows, TRAIN, "ms", "{:.2f}".format),
+        use=lambda r: compared(r, rows, TRAIN, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a")
+    title = "The whole training step, sustained" + (f", {same}" if same else "")
+    return table(title, rows, f"model | dtype | attention | {level}B | T | tok/s | ms | MFU | GiB in use", lines)
 
+
+def scaling(rows):
+    """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
+    apart = {values(r, ["model", "gpus", "zero"]): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
+    rows = sorted(matching(rows, what="speed"), key=itemgetter("model", "B", "gpus", "zero"))
+    same, varying = shared(rows, ["model", "dtype", "B", "T"])
+    for r in rows:
+        several = r["gpus"] > 1  # one GPU is what they are compared with
+        times = beside(r, rows, ["model", "B"], "ms") + [r["ms_side_by_side"]] * several
+        r["cells"] = [
+            str(r["gpus"]), str(r["zero"]) if several else "–", *(str(r[field]) for field in varying),
+            compared(r, rows, ["model", "B", "gpus"], "tok_s", lambda rate: f"{rate / 1e3:.0f}k"),
+            figure(r, lambda r: 100 * r["of_linear"], [100] * several, "{:.1f} %".format),
+            figure(r, itemgetter("ms"), times, "{:.2f}".format),
+            figure(r, itemgetter("ms_side_by_side"), [r["ms"]] * several, "{:.2f}".format),
+            f"{r['gib']:.1f}", apart.get(values(r, ["model", "gpus", "zero"]), "–")]
+    columns = " | ".join(["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step"])
+    columns += " | ms side by side | GiB a GPU | losses apart"
+    title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know
+        nothing of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a
+        step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
+    return table(title, rows, columns, [" | ".join(r["cells"]) for r in rows])
+
+
+def ring_chunks(rows):
+    rows, unchunked = matching(rows, study="chunks"), matching(rows, study="unchunked")
+    errors = " | ".join(f"{{{tensor}:.1e}}" for tensor in TENSORS)
+    wrong = "{own_lse_dq:.2f} | {own_lse_dk:.2f} | {own_lse_dv:.2f} | {used_sum_dq:.2f}"
+    lines = []
+    for dtype in dict.fromkeys(r["dtype"] for r in rows):
+        lines += lines_of(matching(rows, dtype=dtype), "{dtype} | {chunk} | " + errors + " | " + wrong)
+        lines += lines_of(matching(unchunked, dtype=dtype), "{dtype} | all, fp64 | " + errors + " |  |  |  | ")
+    title = f"""Largest difference from the unchunked call, chunk by chunk, causal,
+        {shared(rows, ['T', 'NH', 'HS'])[0]}, 8 by 8 chunks; behind them the unchunked call's own from fp64. On the
+        right two mistakes: the block's own lse and D, and a sum of dq that was not cleared"""
+    header = " | ".join(["dtype", "chunk", *TENSORS, "own lse: dq", "dk", "dv", "used sum: dq"])
+    return table(title, rows, header, lines)
+
+
+def ring_errors(rows):
     def cell(r):
-        if r["carry"] == "floor":
-            return f"{r['mean_error']:.2e}, {r['max_error']:.1e}"
-        return f"{r['mean_error']:.2e} ({r['mean_ratio']:.2f}), {r['max_error']:.1e} ({r['max_ratio']:.2f})"
-    body = [[dtype, carry, str(n) if carry != "floor" else "–", *(cell(at[dtype, carry, n, t]) for t in tensors)]
-            for dtype, carry, n in dict.fromkeys(key[:3] for key in at)]
-    title = (f"Ring attention against fp64 by number of ranks, causal, {shared(found, ['T', 'NH', 'HS'])[0]}, N(0,1): mean and "
-             f"largest absolute error (multiples of one rank's); floor: fp64's result, rounded")
-    return table(title, found, ["dtype", "carry", "ranks", *tensors], body)
+        multiples = ("", "") if r["carry"] == "floor" else (f" ({r['mean_ratio']:.2f})", f" ({r['max_ratio']:.2f})")
+        return f"{r['mean_error']:.2e}{multiples[0]}, {r['max_error']:.1e}{multiples[1]}"
+    rows = [{**r, "ranks": "–" if r["carry"] == "floor" else r["ranks"]} for r in matching(rows, study="ring")]
+    title = f"""Ring attention against fp64 by number of ranks, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, N(0,1):
+        mean and largest absolute error (multiples of one rank's); floor: fp64's result, rounded"""
+    return table(title, rows, *crossed(rows, ["dtype", "carry", "ranks"], "tensor", ["out", "dq", "dk", "dv"], cell))
 
 
-def ring_speed(found):
-    found.sort(key=lambda r: (r["HS"], r["gpus"], r["pass"]))
+def ring_speed(rows):
+    rows.sort(key=itemgetter("HS", "gpus", "pass"))
 
     def share(r, ms):
-        return " / ".join(figure(r, lambda r: 100 * r["single_ms" + p] / r[ms + p], [100], "{:.1f}".format)
-                          for p in ("", "_sustained") if r.get(ms + p)) + " %"
-    body = [[str(r["gpus"]), f"{r['NH']}, {r['HS']}", r["pass"], f"{r['single_ms']:.2f}", f"{r['ms']:.2f}", share(r, "ms"),
-             share(r, "still_ms"), f"{r['hop_ms']:.2f}"] for r in found]
-    header = ["GPUs", "NH, HS", "pass", "one GPU's time / GPUs, ms", "ring, ms", "of one GPU's rate", "nothing sent", "a hop, ms"]
-    title = (f"Ring attention, bf16, causal, B 1, {found[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool / sustained. "
-             f"Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by itself")
-    return table(title, found, header, body)
+        states = [state for state in ("", "_sustained") if r.get(ms + state)]
+        return " / ".join(figure(r, lambda r: 100 * r["single_ms" + state] / r[ms + state], [100], "{:.1f}".format)
+                          for state in states) + " %"
+    lines = lines_of(
+        rows, "{gpus} | {NH}, {HS} | {pass} | {single_ms:.2f} | {ms:.2f} | {ring} | {still} | {hop_ms:.2f}",
+        ring=lambda r: share(r, "ms"), still=lambda r: share(r, "still_ms"))
+    header = ("GPUs | NH, HS | pass | one GPU's time / GPUs, ms | ring, ms | of one GPU's rate | nothing sent | "
+              "a hop, ms")
+    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
+        sustained. Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by
+        itself"""
+    return table(title, rows, header, lines)
 
 
-def breakdown(found):
-    """A table for each step that was taken apart, its longest call first."""
-    steps = {}
-    for r in found:
-        steps.setdefault(tuple(r[field] for field in BREAKDOWN), []).append(r)
-    return "\n\n".join(breakdown_of_step(of_step) for _, of_step in sorted(steps.items()))
+def breakdown(rows):
+    """A table for each step that was taken apart."""
+    steps = sorted({values(r, BREAKDOWN) for r in rows})
+    return "\n\n".join(breakdown_of_step(matching(rows, **dict(zip(BREAKDOWN, step)))) for step in steps)
 
 
-def breakdown_of_step(found):
-    """The two rates are yardsticks: a call of another shape may beat them, and then nothing of it is beyond them."""
-    found.sort(key=lambda r: -r["ms"])
-    of = found[0]
-    step_ms, n = of["step_ms"], of.get("gemm_size", 8192)
+def breakdown_of_step(rows):
+    """Its longest call first. The two rates are yardsticks: a call of another shape may beat them, and then nothing
+    of it is beyond them."""
+    rows.sort(key=itemgetter("ms"), reverse=True)
+    step = {"gemm_size": 8192, **rows[0]}
+    for r in rows:
+        r["beyond"], r["percent"] = max(0, r["lost_ms"]), 100 * r["ms"] / step["step_ms"]
 
-    def rate(r, field, yardstick, digits):
-        return [f"{r[field]:.{digits}f}", f"{100 * r[field] / r[yardstick]:.0f}"] if r[field] else ["", ""]
-
-    def beyond(r):
-        return max(0, r["lost_ms"])
-    body = [[r["call"], str(r["calls"]), f"{r['ms']:.3f}", f"{100 * r['ms'] / step_ms:.1f}",
-             *rate(r, "tflops", "gemm_tflops_sustained", 1), *rate(r, "tb_s", "copy_tb_s_sustained", 2),
-             f"{beyond(r):.3f}" if beyond(r) else ""] for r in found]
-    calls, ms = (sum(r[field] for r in found) for field in ("calls", "ms"))
-    body.append(["all of these", str(calls), f"{ms:.3f}", f"{100 * ms / step_ms:.1f}", "", "", "", "",
-                 f"{sum(map(beyond, found)):.3f}"])
-    title = (f"Where a step of {step_ms:.2f} ms goes, call by call: {of['model']}, {of['dtype']}, B {of['B']}, "
-             f"T {of['T']}, attention {of['attention']}, recompute {of['recompute']}; beside a product of {n}³, "
-             f"{of['gemm_tflops_sustained']:.0f} TFLOP/s, and a copy of 1 GiB, {of['copy_tb_s_sustained']:.2f} TB/s, both "
-             f"sustained")
-    header = ["call", "calls", "ms", "% of step", "TFLOP/s", f"% of {n}³", "TB/s", "% of copy", "ms beyond"]
-    most = [f"{r['call']} ({beyond(r):.2f} ms, {100 * beyond(r) / step_ms:.1f} % of the step)"
-            for r in sorted(found, key=beyond)[:-4:-1]]
+    def rate(field, yardstick, digits):
+        return lambda r: f"{r[field]:.{digits}f} | {100 * r[field] / r[yardstick]:.0f}" if r[field] else " | "
+    lines = lines_of(
+        rows, "{call} | {calls} | {ms:.3f} | {percent:.1f} | {compute} | {memory} | {lost}",
+        compute=rate("tflops", "gemm_tflops_sustained", 1), memory=rate("tb_s", "copy_tb_s_sustained", 2),
+        lost=lambda r: f"{r['beyond']:.3f}" if r["beyond"] else "")
+    sums = {field: sum(r[field] for r in rows) for field in ("calls", "ms", "beyond")}
+    sums["percent"] = 100 * sums["ms"] / step["step_ms"]
+    lines.append("all of these | {calls} | {ms:.3f} | {percent:.1f} |  |  |  |  | {beyond:.3f}".format_map(sums))
+    title = """Where a step of {step_ms:.2f} ms goes, call by call: {model}, {dtype}, B {B}, T {T}, attention
+        {attention}, recompute {recompute}; beside a product of {gemm_size}³, {gemm_tflops_sustained:.0f} TFLOP/s, and a
+        copy of 1 GiB, {copy_tb_s_sustained:.2f} TB/s, both sustained"""
+    header = "call | calls | ms | % of step | TFLOP/s | % of {gemm_size}³ | TB/s | % of copy | ms beyond"
+    most = [f"{r['call']} ({r['beyond']:.2f} ms, {100 * r['beyond'] / step['step_ms']:.1f} % of the step)"
+            for r in sorted(rows, key=itemgetter("beyond"))[:-4:-1]]
     sentence = f"Beyond is what a call takes longer than at both of these rates. Most of it: {'; '.join(most)}."
-    return table(title, found, header, body) + "\n\n" + textwrap.fill(sentence, WIDTH)
+    return table(title.format_map(step), rows, header.format_map(step), lines) + "\n\n" + paragraph(sentence)
 
 
-def torch(found):
-    body = [[r["model"], r["dtype"], r["attention"], f"{r['max_norm']:g}", f"{r['clipped']} of {r['steps']}",
-             f"{r['weight_decay']:g}", f"{r['difference']:.1e}", f"{r['allowed']:.1e}", f"{r['torch_itself']:.1e}"]
-            for r in found]
-    header = ["model", "dtype", "attention", "clipped at", "steps clipped", "decay", "difference", "allowed", "PyTorch's own"]
-    title = (f"Losses beside a plain PyTorch GPT-2 of the same type, from one checkpoint and shard, "
-             f"{shared(found, ['B', 'T', 'lr'])[0]}: largest difference of a step's loss from PyTorch's in strict fp32; "
-             f"PyTorch's own: with another attention in fp32, in bf16 its plain one")
-    return table(title, found, header, body)
+def torch(rows):
+    template = ("{model} | {dtype} | {attention} | {max_norm:g} | {clipped} of {steps} | {weight_decay:g} | "
+                "{difference:.1e} | {allowed:.1e} | {torch_itself:.1e}")
+    header = "model | dtype | attention | clipped at | steps clipped | decay | difference | allowed | PyTorch's own"
+    title = f"""Losses beside a plain PyTorch GPT-2 of the same type, from one checkpoint and shard,
+        {shared(rows, ['B', 'T', 'lr'])[0]}: largest difference of a step's loss from PyTorch's in strict fp32;
+        PyTorch's own: with another attention in fp32, in bf16 its plain one"""
+    return table(title, rows, header, lines_of(rows, template))
 
 
-def default_run(found, path):
+def default_run(rows):
     """The plot of the newest default run, and the beginnings of its samples."""
-    found.sort(key=lambda r: r["step"])
-    first = found[0]
-    caption = (f"`./train_gpt2cu` without options: {first['steps']} steps of {first['B']}·{first['T']} tokens in "
-               f"{first['dtype']}; no model can pass the floor of {first['floor_nats']:.4f} nats. {first['gpu']}, driver "
-               f"{first['driver']}, CUDA {first['cuda']}. Made {first['date'][:10]} at {first['commit'][:7]}.")
-    parts = [textwrap.fill(caption, WIDTH)]
-    plot = path.with_suffix(".png")
+    rows.sort(key=itemgetter("step"))
+    caption = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no model can pass the
+        floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}."""
+    parts = [paragraph(caption.format_map(rows[0]))]
+    plot = folder_of_gpu(rows[0]["gpu"]) / "default_run.png"
     if plot.exists():
-        parts.append(f"![loss, gradient norm, learning rate and speed](dev/results/{plot.parent.name}/{plot.name})")
-    for r in found:
-        text = " ".join(r["text"].split())
-        text = textwrap.shorten(text, 300, placeholder=" …")
-        parts.append(textwrap.fill(f"*Step {r['step']}, validation loss {r['val_loss_nats']:.3f}:* {text}", WIDTH))
+        parts.append(f"![loss, gradient norm, learning rate and speed]({plot.relative_to(ROOT)})")
+    for r in rows:
+        text = textwrap.shorten(r["text"], 300, placeholder=" …")
+        parts.append(paragraph(f"*Step {r['step']}, validation loss {r['val_loss_nats']:.3f}:* {text}"))
     return "\n\n".join(parts)
 
 
-# What stands between the markers: a bench, what read_rows() is asked for, the text made of a GPU's rows, and the part
-# of scripts/measure.sh that measures them.
-LOSSES, TRAIN = ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
-BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
+# What stands between the markers: the text made of a GPU's rows, their file, what read_rows() is asked for, and the
+# part of scripts/measure.sh that measures them.
 TABLES = {
-    "attention bf16": ("attention", {"dtype": "bf16", "causal": True}, attention, "bf16"),
-    "attention fp32": ("attention", {"dtype": "fp32", "causal": True}, attention, "fp32"),
-    "accuracy": ("accuracy", {"apart": ["HS"]}, accuracy, "accuracy"),
-    "losses": ("losses", {"apart": LOSSES}, losses, "losses"),
-    "train": ("train", {"apart": TRAIN}, train, "train"),
-    "breakdown": ("breakdown", {"apart": BREAKDOWN}, breakdown, "train"),
-    "scaling": ("scaling", {"apart": ["model"]}, scaling, "scaling"),
-    "torch": ("torch", {"apart": ["model", "dtype"]}, torch, "torch"),
-    "default run": ("default_run", {}, default_run, "default"),
-    "accumulation speed": ("accumulation", {}, accumulation_speed, "study"),
-    "accumulation errors": ("accumulation", {}, accumulation_errors, "study"),
-    "ring chunks": ("ring", {}, ring_chunks, "ring"), "ring errors": ("ring", {}, ring_errors, "ring"),
-    "ring speed": ("ring_speed", {"apart": ["gpus"]}, ring_speed, "ring")}
+    "attention bf16": (attention, "attention", {"dtype": "bf16", "causal": True}, "bf16"),
+    "attention fp32": (attention, "attention", {"dtype": "fp32", "causal": True}, "fp32"),
+    "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
+    "losses": (losses, "losses", {"apart": LOSSES}, "losses"),
+    "train": (train, "train", {"apart": TRAIN}, "train"),
+    "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
+    "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
+    "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),
+    "default run": (default_run, "default_run", {}, "default"),
+    "accumulation speed": (accumulation_speed, "accumulation", {}, "study"),
+    "accumulation errors": (accumulation_errors, "accumulation", {}, "study"),
+    "ring chunks": (ring_chunks, "ring", {}, "ring"),
+    "ring errors": (ring_errors, "ring", {}, "ring"),
+    "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),
+}
 # Plots, <name>.svg beside the rows, are shown as they are.
 PLOTS = {"accumulation": "study", "attention bf16": "bf16", "attention fp32": "fp32", "accuracy": "accuracy",
          "ring": "ring", "ring timeline": "ring", "memory": "memory"}
@@ -337,18 +331,18 @@ PLOTS = {"accumulation": "study", "attention bf16": "bf16", "attention fp32": "f
 
 def make(name, document, root):
     """The table's text or the plot, one for each GPU that was measured."""
-    folders = sorted((root / "dev" / "results").glob("*/"))
+    results, plot = root / "dev" / "results", name.removeprefix("plot ")
     if name in TABLES:
-        bench, query, text_of, measured_by = TABLES[name]
-        paths = [path for folder in folders if (path := folder / f"{bench}.jsonl").exists()]
-        found = {path: rows for path in paths if (rows := read_rows(path, **query))}
-        parts = [text_of(rows, path) if text_of is default_run else text_of(rows) for path, rows in found.items()]
-    elif (plot := name.removeprefix("plot ")) != name and plot in PLOTS:
-        measured_by, paths = PLOTS[plot], [folder / f"{plot.replace(' ', '_')}.svg" for folder in folders]
-        parts = [f"![{plot}]({os.path.relpath(path, (root / document).parent)})" for path in paths if path.exists()]
+        text_of, bench, query, part = TABLES[name]
+        found = [read_rows(path, **query) for path in sorted(results.glob(f"*/{bench}.jsonl"))]
+        texts = [text_of(rows) for rows in found if rows]
+    elif plot != name and plot in PLOTS:
+        part, paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
+        texts = [f"![{plot}]({os.path.relpath(path, document.parent)})" for path in paths]
     else:
-        fail(f'{document}: no table "{name}"; there are {", ".join([*TABLES, *(f"plot {plot}" for plot in PLOTS)])}')
-    return "\n\n".join(part for part in parts if part) or f"Not measured yet: `scripts/measure.sh {measured_by}`"
+        known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
+        fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
+    return "\n\n".join(filter(None, texts)) or f"Not measured yet: `scripts/measure.sh {part}`"
 
 
 def main():
@@ -357,11 +351,12 @@ def main():
     arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
     a = arg.parse_args()
     for path in sorted(a.root.rglob("*.md")):
-        document, old = str(path.relative_to(a.root)), path.read_text()
+        old = path.read_text()
         new = re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
-                     lambda m: m[1] + make(m[2], document, a.root) + m[3], old, flags=re.S)
+                     lambda m: m[1] + make(m[2], path, a.root) + m[3], old, flags=re.S)
         if a.check and new != old:
-            sys.exit(f"{document}: its tables are not those of dev/results: run python3 scripts/readme_tables.py")
+            sys.exit(f"{path.relative_to(a.root)}: its tables are not those of dev/results: "
+                     "run python3 scripts/readme_tables.py")
         if not a.check:
             path.write_text(new)
 

@@ -18,7 +18,7 @@ WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
         "chunk", "tokens_per_gpu", "rank", "step"]
 SOURCES = ["commit", "gpu", "driver", "cuda"]
-DEFAULTS = {"recompute": 0}  # of rows from before there was a choice
+DEFAULTS = {"recompute": 0}  # rows from before there was a choice do not say it
 # Of a run's log.
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
@@ -63,13 +63,13 @@ def torch_with_gpu(script):
     """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
     try:
         import torch
+        if torch.cuda.is_available():
+            return torch
+        missing = "a GPU that PyTorch can use"
     except ImportError as e:
-        print(f"skipped: {script} needs PyTorch ({e})")
-        sys.exit()
-    if not torch.cuda.is_available():
-        print(f"skipped: {script} needs a GPU that PyTorch can use")
-        sys.exit()
-    return torch
+        missing = f"PyTorch ({e})"
+    print(f"skipped: {script} needs {missing}")
+    sys.exit()
 
 
 def utc_now():
@@ -93,39 +93,51 @@ def row(kind, gpu, cuda, **fields):
             "cuda": cuda, **fields}
 
 
+def folder_of_gpu(gpu):
+    return ROOT / "dev" / "results" / gpu.replace(" ", "-")
+
+
 def append(rows, bench, out=None):
     """Appends to the file `out`, or to dev/results/<gpu>/<bench>.jsonl, and returns its path."""
-    path = pathlib.Path(out) if out else ROOT / "dev" / "results" / rows[0]["gpu"].replace(" ", "-") / f"{bench}.jsonl"
+    path = pathlib.Path(out) if out else folder_of_gpu(rows[0]["gpu"]) / f"{bench}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
 
 
+def values(row, fields):
+    return tuple(row.get(field) for field in fields)
+
+
+def matching(rows, **where):
+    return [row for row in rows if where.items() <= row.items()]
+
+
 def read_rows(path, apart=(), **where):
     """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
     `apart` are not compared, so that each of them has a newest run of its own. A row's "jobs" are all that were
     measured as it was, by the same sources."""
-    def values(row, fields):
-        return tuple(row.get(field, DEFAULTS.get(field)) for field in fields)
-    found, last, newest = [], {}, {}
+    rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
-            row = json.loads(line)
-            row["of"] = (row["commit"], row.get("run"))
-            if not row.get("dirty") and all(row.get(field) == value for field, value in where.items()):
-                found.append((row["date"], number, row))
-        except (ValueError, KeyError, AttributeError, TypeError):
+            row = {**DEFAULTS, **json.loads(line)}
+            row["of"] = row["commit"], row.get("run")
+            row["date"]
+        except (ValueError, KeyError, TypeError):
             fail(f"{path}:{number}: expected a result row with its date, found {line[:60]!r}")
-    jobs = {}
-    for _, _, row in sorted(found):
-        last[values(row, apart)] = row["of"]
+        if not row.get("dirty"):
+            rows.append(row)
+    rows = matching(rows, **where)
+    run, jobs, newest = {}, {}, {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        run[values(row, apart)] = row["of"]
         jobs.setdefault(values(row, WHAT + SOURCES), {})[row["of"]] = row
-    for _, number, row in sorted(found, key=lambda f: f[1]):
-        if row["of"] == last[values(row, apart)]:
-            of_row = jobs[values(row, WHAT + SOURCES)]
-            newest[values(row, WHAT)] = of_row[row["of"]]
-            of_row[row["of"]]["jobs"] = list(of_row.values())
+    for row in rows:
+        if row["of"] == run[values(row, apart)]:
+            newest[values(row, WHAT)] = jobs[values(row, WHAT + SOURCES)][row["of"]]
+    for row in newest.values():
+        row["jobs"] = list(jobs[values(row, WHAT + SOURCES)].values())
     return list(newest.values())
 
 
@@ -135,10 +147,11 @@ def kernels_of(found):
     return sorted(kernels, key=lambda k: (k.startswith("flash"), not k.startswith("naive")))
 
 
-def shared(found, fields):
+def shared(rows, fields):
     """ "B 4, HS 64" of those fields that are the same in all rows, and those that are not."""
-    varying = [f for f in fields if len({r[f] for r in found}) > 1]
-    return ", ".join(f"{f} {found[0][f]}" for f in fields if f not in varying), varying
+    found = {field: {row[field] for row in rows} for field in fields}
+    same = [f"{field} {value}" for field in fields if len(found[field]) == 1 for value in found[field]]
+    return ", ".join(same), [field for field in fields if len(found[field]) > 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

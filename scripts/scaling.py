@@ -26,24 +26,18 @@ def gpus_here():
     return re.findall(r"^GPU (\d+)", results.output_of("nvidia-smi", "-L"), flags=re.M)
 
 
-def options(a, gpus, zero):
-    return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", gpus, "--zero", zero,
-            *(["-i", a.data] if a.data else [])]
-
-
 def usual_ms(a, gpus, text):
     """The median of the steps, once plans are made, connections open and the GPUs as warm as they will be."""
     tok_s = [float(rate) for rate in re.findall(r"^step .* ([\d.]+) tok/s", text, flags=re.M)]
     return gpus * a.batch * a.tokens / statistics.median(tok_s[10:]) * 1e3
 
 
-def side_by_side(a, gpus, timed):
+def side_by_side(a, gpus, options):
     """ms a step of the slowest of so many GPUs, each with a run of its own."""
+    def alone(gpu):
+        seen = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        return usual_ms(a, 1, results.run_trainer(*options, **seen)[0])
     names = gpus_here() if a.device == "cuda" else [None] * gpus
-
-    def alone(name):
-        seen = {} if name is None else {"CUDA_VISIBLE_DEVICES": name}
-        return usual_ms(a, 1, results.run_trainer(*options(a, 1, 0), *timed, **seen)[0])
     with concurrent.futures.ThreadPoolExecutor(gpus) as pool:
         return max(pool.map(alone, names[:gpus]))
 
@@ -65,35 +59,37 @@ def main():
         a.gpus = ",".join(str(2 ** i) for i in range(10) if 2 ** i <= here) or "1"
     if not re.fullmatch(r"1(,\d+)*", a.gpus):
         arg.error(f'--gpus: "{a.gpus}" is no list that begins with 1, such as 1,2,4')
-    numbers = [int(n) for n in a.gpus.split(",")]
     if a.steps < 11:
         arg.error("--steps: the first ten are not counted")
     if a.device == "cpu":
         a.precision = "fp32"
-    cuda = results.toolkit()
+    numbers, cuda = [int(n) for n in a.gpus.split(",")], results.toolkit()
 
-    def record(text, **fields):
+    def ranks(n, zero):
+        return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", n, "--zero", zero,
+                *(["-i", a.data] if a.data else [])]
+
+    def record(text, n, zero, **fields):
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
         if a.json or a.out:
             device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
-            common = {"model": a.model, "T": a.tokens}
-            results.append([results.row("scaling", device, cuda, **common, **fields)], "scaling", a.out)
+            row = results.row("scaling", device, cuda, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields)
+            results.append([row], "scaling", a.out)
 
-    def losses(gpus, zero):
-        text, log = results.train(*options(a, gpus, zero), *strict)
-        return text, [r["loss_nats"] for r in log["train"]]
-
-    same = True
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
-    strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32"] + (["--no-tf32"] if a.device == "cuda" else [])
-    _, one = losses(1, 0)
-    for n in numbers[1:]:
-        for zero in (0, 1):
-            text, found = losses(n, zero)
+    strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32", *["--no-tf32"] * (a.device == "cuda")]
+    same, one = True, None
+    for n in numbers:
+        for zero in (0, 1) if one else (0,):
+            text, log = results.train(*ranks(n, zero), *strict)
+            found = [r["loss_nats"] for r in log["train"]]
+            if not one:
+                one = found
+                continue
             apart = results.largest(abs(x - y) / y for x, y in zip(found, one))
             same &= len(found) == len(one) and apart <= 1e-3
             print(f"{n} GPUs, --zero {zero}: losses of {len(found)} steps within {apart:.1e} of one GPU's", flush=True)
-            record(text, gpus=n, zero=zero, what="losses", apart=apart)
+            record(text, n, zero, what="losses", apart=apart)
     if not same:
         results.fail("the losses differ by more than 1e-3: not timed")
 
@@ -101,17 +97,18 @@ def main():
     timed = ["-b", a.batch, "-x", a.steps, "--precision", a.precision]
     single = None
     for n in numbers:
-        alone = side_by_side(a, n, timed) if n > 1 else None
+        alone = side_by_side(a, n, [*ranks(1, 0), *timed]) if n > 1 else None
         for zero in (0, 1) if n > 1 else (0,):
-            text, _ = results.run_trainer(*options(a, n, zero), *timed)
+            text, _ = results.run_trainer(*ranks(n, zero), *timed)
             gib = float(re.search(r"^  total +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
             ms = usual_ms(a, n, text)
             tok_s = n * a.batch * a.tokens / ms * 1e3
             single = single or tok_s
-            print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * tok_s / (n * single):8.1f}%  "
+            of_linear = tok_s / (n * single)
+            print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone or ms:12.2f}  {tok_s:10.0f}  {100 * of_linear:8.1f}%  "
                   f"{gib:5.1f}", flush=True)
-            record(text, gpus=n, zero=zero, what="speed", dtype=a.precision, B=a.batch, ms=ms, ms_side_by_side=alone or ms,
-                   tok_s=tok_s, of_linear=tok_s / (n * single), gib=gib)
+            record(text, n, zero, what="speed", dtype=a.precision, B=a.batch, ms=ms, ms_side_by_side=alone or ms,
+                   tok_s=tok_s, of_linear=of_linear, gib=gib)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python3 scripts/tensorboard.py run1 run2 && tensorboard --logdir_spec a:run1/tensorboard,b:run2/tensorboard
     python3 scripts/tensorboard.py run1 run2 -o events && tensorboard --logdir events
 """
+import itertools
 import math
 import os
 import pathlib
@@ -23,11 +24,9 @@ def events(rows, end):
     from tensorboard.plugins.text.metadata import create_summary_metadata
     from tensorboard.util.tensor_util import make_tensor_proto
 
-    at = end - sum(r.get("step_ms", 0) for r in rows["train"]) / 1e3
-    when = {0: at}
-    for row in rows["train"]:
-        at += row.get("step_ms", 0) / 1e3
-        when[row["step"]] = at
+    seconds = [r.get("step_ms", 0) / 1e3 for r in rows["train"]]
+    times = itertools.accumulate(seconds, initial=end - sum(seconds))
+    when = dict(zip([0, *(r["step"] for r in rows["train"])], times))
 
     def values(kind, row):
         if kind == "hellaswag":
@@ -39,7 +38,7 @@ def events(rows, end):
         return [Summary.Value(tag=tag, simple_value=v) for tag, v in found.items() if not math.isnan(v)]
     for kind in (*TAGS, "hellaswag", "sample"):
         for row in rows[kind]:
-            yield when.get(row["step"], at), row["step"], Summary(value=values(kind, row))
+            yield when.get(row["step"], end), row["step"], Summary(value=values(kind, row))
 
 
 def write(run, folder):
