@@ -56,22 +56,22 @@ def run(*command, code=0, says=(), cwd=ROOT, **variables):
     return checked(result, code, says)
 
 
-def script(name, *arguments, code=0, says=(), real=False, modules=None, main=None):
-    """Like run(), for a script of ours and in this process. Unless the packages are to be `real`, stand-ins replace
-    them, and `modules` replaces others; None stands for a missing one. `main` is called instead of the whole script."""
-    path, out, err, ended, drawing = SCRIPTS / name, io.StringIO(), io.StringIO(), 0, Drawing()
-    replaced = {**drawing.modules, **tensorboard_stand_in(), **(modules or {})}
+def script(name, *arguments, code=0, says=(), real=False, modules=None, function=None):
+    """Like run(), for a script of ours and in this process. Stand-ins replace matplotlib and TensorBoard's package unless
+    these are to be `real`. `modules` replaces others; None stands for a missing one. A function may replace the script."""
+    path, out, err, ended, drawn = SCRIPTS / name, io.StringIO(), io.StringIO(), 0, Drawing()
+    replaced = {**drawn.modules, **tensorboard_stand_in(), **(modules or {})}
     with mock.patch.object(sys, "argv", [str(path), *map(str, arguments)]), mock.patch.object(sys, "path", sys.path[:]), \
             contextlib.nullcontext() if real else mock.patch.dict(sys.modules, replaced), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main() if main else runpy.run_path(str(path), run_name="__main__")
+            function() if function else runpy.run_path(str(path), run_name="__main__")
         except SystemExit as e:
             ended = e.code or 0
             if isinstance(ended, str):
                 print(ended, file=err)
                 ended = 1
-    result = SimpleNamespace(returncode=ended, stdout=out.getvalue(), stderr=err.getvalue(), drawing=drawing)
+    result = SimpleNamespace(returncode=ended, stdout=out.getvalue(), stderr=err.getvalue(), drawn=drawn)
     return checked(result, code, says)
 
 
@@ -99,35 +99,35 @@ def rows_of(path):
 # Logs, plots, TensorBoard
 
 class Drawing:
-    """Stands for matplotlib, which need not be installed, and keeps what is called. `panels` are a figure's axes by name
-    or by row and column."""
+    """Stands for matplotlib, which need not be installed, and keeps what is called: of `plt`, of the figure, and of its
+    panels by name or by row and column."""
     def __init__(self):
         matplotlib = mock.MagicMock()
-        self.plt, self.figure, self.panels = matplotlib.pyplot, matplotlib.figure, {}
-        self.modules = {"matplotlib": matplotlib, "matplotlib.pyplot": self.plt, "matplotlib.ticker": matplotlib.ticker}
-        self.plt.figure.return_value, self.plt.subplots.side_effect = self.figure, self.subplots
-        self.figure.subplot_mosaic.side_effect = lambda rows: {name: self.axes(name) for name in set(sum(rows, []))}
-        self.figure.savefig.side_effect = lambda path, **_: path.write_text("drawn")
+        plt, figure = matplotlib.pyplot, matplotlib.figure
+        self.modules = {"matplotlib": matplotlib, "matplotlib.pyplot": plt, "matplotlib.ticker": matplotlib.ticker}
+        self.parts = {"plt": plt, "figure": figure}
+        plt.figure.return_value, plt.subplots.side_effect = figure, self.subplots
+        figure.subplot_mosaic.side_effect = lambda rows: {name: self.panel(name) for name in set(sum(rows, []))}
+        figure.savefig.side_effect = lambda path, **_: path.write_text("drawn")
 
-    def axes(self, name):
-        self.panels[name] = mock.MagicMock()
-        self.panels[name].get_ylim.return_value = 0.5, 2.0
-        return self.panels[name]
+    def panel(self, name):
+        self.parts[name] = mock.MagicMock()
+        self.parts[name].get_ylim.return_value = 0.5, 2.0
+        return self.parts[name]
 
     def subplots(self, rows=1, columns=1, squeeze=True, **_):
-        grid = [[self.axes(f"{r}{c}") for c in range(columns)] for r in range(rows)]
+        grid = [[self.panel(f"{r}{c}") for c in range(columns)] for r in range(rows)]
         flat = sum(grid, [])
-        return self.figure, grid if not squeeze else flat if len(flat) > 1 else flat[0]
+        return self.parts["figure"], grid if not squeeze else flat if len(flat) > 1 else flat[0]
 
-
-def args(method):
-    """The positional arguments of each call, ranges and tuples as lists."""
-    return [[list(arg) if isinstance(arg, (range, tuple)) else arg for arg in call.args]
-            for call in method.call_args_list]
-
-
-def options(method, name):
-    return [call.kwargs[name] for call in method.call_args_list if name in call.kwargs]
+    def __call__(self, what):
+        """The positional arguments of all calls of "loss.plot", ranges and tuples as lists; or "loss.plot ls", an option."""
+        method, _, option = what.partition(" ")
+        part, method = method.split(".")
+        calls = getattr(self.parts[part], method).call_args_list
+        if option:
+            return [call.kwargs[option] for call in calls if option in call.kwargs]
+        return [[list(arg) if isinstance(arg, (range, tuple)) else arg for arg in call.args] for call in calls]
 
 
 def write_log(folder, steps=100, floor=1.1, mfu=40.0):
@@ -157,38 +157,36 @@ def test_plot_of_runs(tmp):
     """By the stand-in: where the plot goes, what stands in it, what the options do, and whose names it has."""
     one, two = write_log(tmp / "one", steps=300), write_log(tmp / "two", steps=40, floor=1.2)
 
-    def plotted(*arguments):
+    def plot(path, *arguments):
         result = script("plot.py", *arguments)
-        assert pathlib.Path(result.stdout.strip()).read_text() == "drawn"
-        return result.stdout.strip(), result.drawing.plt, result.drawing.panels
-    path, plt, panels = plotted(one, two / "log.jsonl", "--title", "Two")
-    assert path == str(one / "plot.png") and options(plt.figure().savefig, "format") == ["png"]
-    loss = panels["loss"]
-    steps, losses = args(loss.plot)[0]
+        assert result.stdout == f"{path}\n" and path.read_text() == "drawn", result
+        return result.drawn
+    drawn = plot(one / "plot.png", one, two / "log.jsonl", "--title", "Two")
+    (steps, losses), (_, smoothed), validations = drawn("loss.plot")[:3]
     assert steps == list(range(1, 301)) and losses[9] == 2 + 9 * math.exp(-1)
-    smoothed = args(loss.plot)[1][1]  # three steps: a hundredth
-    assert abs(smoothed[9] - sum(losses[8:11]) / 3) < 1e-12 and smoothed[0] == losses[0]
-    assert args(loss.plot)[2] == [list(range(50, 301, 50)), [2 + 25 / step for step in range(50, 301, 50)]]
-    for name, start in ("norm", 1.0), ("speed", 2e5), ("mfu", 40.0):
-        assert args(panels[name].plot)[1][1][1] == start + 2, name  # of steps 1 to 3
-        assert abs(args(panels[name].set_ylim)[0][1] / (1.1 * (start + 299.5)) - 1) < 1e-6, name
-    assert args(panels["lr"].plot)[0][1] == [i * 1e-5 for i in range(1, 301)]
-    assert args(loss.axhline) == [[1.1], [1.2]] and args(loss.annotate)[0][0] == "floor 1.1000"
-    low, high = args(loss.set_ylim)[0]
+    assert abs(smoothed[9] - sum(losses[8:11]) / 3) < 1e-12 and smoothed[0] == losses[0]  # three steps: a hundredth
+    assert validations == [list(range(50, 301, 50)), [2 + 25 / step for step in range(50, 301, 50)]]
+    low, high = drawn("loss.set_ylim")[0]
     assert high < 10 and abs(low - (1.1 - 0.1 * (high - 1.1) / 1.1)) < 1e-9  # the first twentieth may be above
-    assert options(plt.Line2D, "label") == ["one, validation 2.0833", "two", "training, mean of 3 steps",
-                                            "training, each step", "validation"]
-    for name, title in (("loss", "Loss"), ("norm", "Gradient norm"), ("lr", "Learning rate"),
-                        ("speed", "Tokens per second"), ("mfu", "MFU, %")):
-        assert args(panels[name].set_title) == [[title]]
-    assert args(plt.figure().suptitle) == [["Two"]] and not panels["mfu"].text.called
+    for name, start in ("norm", 1.0), ("speed", 2e5), ("mfu", 40.0):
+        assert drawn(f"{name}.plot")[1][1][1] == start + 2, name  # of steps 1 to 3
+        assert abs(drawn(f"{name}.set_ylim")[0][1] / (1.1 * (start + 299.5)) - 1) < 1e-6, name
+    assert drawn("lr.plot")[0][1] == [i * 1e-5 for i in range(1, 301)] and drawn("loss.annotate")[0][0] == "floor 1.1000"
+    for what, expected in {
+            "loss.axhline": [[1.1], [1.2]], "mfu.text": [], "figure.savefig format": ["png"], "figure.suptitle": [["Two"]],
+            "plt.Line2D label": ["one, validation 2.0833", "two", "training, mean of 3 steps", "training, each step",
+                                 "validation"],
+            "loss.set_title": [["Loss"]], "norm.set_title": [["Gradient norm"]], "lr.set_title": [["Learning rate"]],
+            "speed.set_title": [["Tokens per second"]], "mfu.set_title": [["MFU, %"]]}.items():
+        assert drawn(what) == expected, what
 
-    _, plt, _ = plotted(two, one, "--smooth", "7", "-o", tmp / "out.svg")
-    assert "training, mean of 7 steps" in options(plt.Line2D, "label") and not (two / "plot.png").exists()
-    assert options(plt.figure().savefig, "format") == ["svg"] and not plt.figure().suptitle.called
-    _, _, panels = plotted(write_log(tmp / "short", steps=40, floor=None, mfu=None))
-    assert len(args(panels["loss"].plot)) == 1 and not panels["loss"].axhline.called  # too short to be smoothed
-    assert args(panels["mfu"].text)[0][2] == "n/a: no peak is known for this GPU"
+    drawn = plot(tmp / "out.svg", two, one, "--smooth", "7", "-o", tmp / "out.svg")
+    assert "training, mean of 7 steps" in drawn("plt.Line2D label") and not (two / "plot.png").exists()
+    assert drawn("figure.savefig format") == ["svg"] and not drawn("figure.suptitle")
+    short = write_log(tmp / "short", steps=40, floor=None, mfu=None)
+    drawn = plot(short / "plot.png", short)
+    assert len(drawn("loss.plot")) == 1 and not drawn("loss.axhline")  # too short to be smoothed
+    assert drawn("mfu.text")[0][2] == "n/a: no peak is known for this GPU"
     for out, what in ("out.gif", ".png"), ("no/such/out.png", "cannot write: No such file"):
         script("plot.py", one, "-o", tmp / out, code=1, says=[out, what])
 
@@ -256,42 +254,38 @@ def tensorboard_stand_in():
 
     class Summary(dict):
         Value = dict
-    it = SimpleNamespace(Event=Event, Summary=Summary, create_summary_metadata=lambda *_: "", make_tensor_proto=str,
+    it = SimpleNamespace(Event=Event, Summary=Summary, create_summary_metadata=lambda *_: "",
+                         make_tensor_proto=lambda text: {"string_val": [text]},
                          RecordWriter=lambda file: SimpleNamespace(write=lambda data: file.write(data + b"\n")))
     return {f"tensorboard.{name}": it for name in (
         "compat.proto.summary_pb2", "compat.proto.event_pb2", "plugins.text.metadata", "util.tensor_util",
         "summary.writer.record_writer")}
 
 
-def events_of_stand_in(folder):
-    """What events say: tag → (step, value), and when the losses were."""
+def events_of(folder, real):
+    """What the events in a folder's only file say, tag → (step, value), and when the losses were."""
     (path,) = folder.iterdir()
+    if real:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        events = list(LegacyEventFileLoader(str(path)).Load())
+    else:
+        events = [json.loads(line, object_hook=lambda fields: SimpleNamespace(**fields)) for line in path.open()]
     found, times = {}, []
-    for e in rows_of(path)[1:]:
-        for value in e["summary"]["value"]:
-            found.setdefault(value["tag"], []).append((e["step"], value.get("simple_value", value.get("tensor"))))
-            times += [e["wall_time"]] if value["tag"] == "loss/train" else []
+    for e in events[1:]:  # the first one says the version
+        for v in e.summary.value:
+            value = v.simple_value if v.tag != "sample" else v.tensor.string_val[0]
+            found.setdefault(v.tag, []).append((e.step, value.decode() if isinstance(value, bytes) else value))
+            times += [e.wall_time] if v.tag == "loss/train" else []
     return found, times
 
 
-def events_of_package(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    (path,) = folder.iterdir()
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    for tag in events.Tags()["tensors"]:
-        texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)]
-        found[tag.removesuffix("/text_summary")] = texts
-    return found, [e.wall_time for e in events.Scalars("loss/train")]
-
-
-def test_tensorboard_events(tmp, real=False, events_of=events_of_stand_in):
+def test_tensorboard_events(tmp, real=False):
     convert = functools.partial(script, "tensorboard.py", real=real)
     log, other = write_log(tmp / "a"), write_log(tmp / "none", mfu=None, floor=None)
     written(log / "tensorboard" / "events.out.tfevents.1.earlier.1", "")  # is replaced
     result = convert(log, other / "log.jsonl")
     assert result.stdout == f"{log / 'tensorboard'}\n{other / 'tensorboard'}\n"
-    found, times = events_of(log / "tensorboard")
+    found, times = events_of(log / "tensorboard", real)
     steps, text = range(1, 101), "    Once\n    upon a time"
     expected = {"loss/train": [(step, 2 + 9 * math.exp(-step / 10)) for step in steps],
                 "train/grad_norm": [(step, 1.0 + step) for step in steps],
@@ -305,7 +299,7 @@ def test_tensorboard_events(tmp, real=False, events_of=events_of_stand_in):
         assert [step for step, _ in found[tag]] == [step for step, _ in values], tag
         assert all(abs(a / b - 1) < 1e-6 for (_, a), (_, b) in zip(found[tag], values)), tag  # in fp32
     assert abs(times[-1] - times[0] - 99 * 0.020) < 1e-3 and abs(times[-1] - os.path.getmtime(log / "log.jsonl")) < 1e-3
-    tags = events_of(other / "tensorboard")[0]
+    tags = events_of(other / "tensorboard", real)[0]
     assert "loss/val" in tags and not {"loss/floor", "speed/mfu_percent"} & set(tags)
     convert(f"{log}/tensorboard/..", "-o", tmp / "out")  # named as its folder is
     assert len(list((tmp / "out" / "a").iterdir())) == 1
@@ -314,7 +308,7 @@ def test_tensorboard_events(tmp, real=False, events_of=events_of_stand_in):
 
 def test_tensorboard_files_hold_the_log(tmp):
     need("tensorboard.backend")  # not scripts/tensorboard.py
-    test_tensorboard_events(tmp, real=True, events_of=events_of_package)
+    test_tensorboard_events(tmp, real=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -672,78 +666,73 @@ def test_rows_of_the_default_run(tmp):
 
 def test_plots_of_results(tmp):
     """Where scripts/plot_results.py writes, what stands where in each plot, and which rows are not plotted."""
-    def plotted(plot, bench, rows):
+    def plot(name, bench, rows, expected):
         write_rows(tmp, bench, rows)
-        result, svg = script("plot_results.py", plot, "--root", tmp), tmp / "dev" / "results" / "A" / f"{plot}.svg"
+        result, svg = script("plot_results.py", name, "--root", tmp), tmp / "dev" / "results" / "A" / f"{name}.svg"
         assert result.stdout == f"{svg}\n" and svg.read_text() == "drawn", result
-        return result.drawing.panels, args(result.drawing.figure.suptitle)
+        for what, value in expected.items():
+            assert result.drawn(what) == value, (name, what, result.drawn(what))
+        return result.drawn
 
     rates = [attention_row(kernel=kernel, T=T, B=B, HS=HS, tflops=tflops + T + HS + B, tflops_sustained=tflops / 2, **way)
              for kernel, tflops in (("naive", 100.0), ("torch_flash", 200.0), ("flash_bf16", 300.0))
              for T, B in ((2048, 1), (1024, 4), (1024, 32)) for HS in (64, 128) for way in ({}, BWD)]
     rates += [attention_row(causal=False, T=64), attention_row(dtype="fp32", T=64), attention_row(ms=None, T=64)]
-    panels, _ = plotted("attention_bf16", "attention", rates)
-    for place, HS, title in ("00", 64, "bf16 forward, head size 64"), ("11", 128, "bf16 backward, head size 128"):
-        lines = []
-        for x in 300, 200, 100:
-            lines += [[[1024, 2048], [x + 1024 + HS + 32, x + 2048 + HS + 1]], [[1024, 2048], [x / 2, x / 2]]]
-        assert args(panels[place].plot) == lines and options(panels[place].set_ylim, "bottom") == [0]
-        assert args(panels[place].set_title) == [[title]]
-    assert options(panels["00"].plot, "ls")[::2] == ["-", "--", "-"]
-    assert args(plotted("attention_fp32", "attention", rates)[0]["00"].plot)[0][0] == [64]
+    lines = {HS: [[[1024, 2048], ys] for x in (300, 200, 100)
+                  for ys in ([x + 1024 + HS + 32, x + 2048 + HS + 1], [x / 2, x / 2])] for HS in (64, 128)}
+    plot("attention_bf16", "attention", rates, {
+        "00.plot": lines[64], "00.plot ls": ["-", "none", "--", "none", "-", "none"], "00.set_ylim bottom": [0],
+        "00.set_title": [["bf16 forward, head size 64"]], "11.plot": lines[128], "11.set_ylim bottom": [0],
+        "11.set_title": [["bf16 backward, head size 128"]]})
+    plot("attention_fp32", "attention", rates, {"00.plot": [[[64], [100]], [[64], [90]]]})
 
     errors = [accuracy_row(tensor=t, T=T, HS=HS, ratio_l2=n + max(T, HS) / min(T, HS), input=name) for name in
               ("normal", "shifted") for n, t in enumerate(TENSORS) for T in (255, 64) for HS in (64, 128)]
     errors += [accuracy_row(kernel="naive"), accuracy_row(causal=False), accuracy_row(ratio_l2=None)]
-    panels, _ = plotted("accuracy", "accuracy", errors)
     worst = [[64, 255], [2 + 128 / 64, 2 + 255 / 64]]  # the larger of both head sizes
-    assert [at for at in args(panels["02"].plot) if at[0]] == [worst] * 2
-    assert [args(panels[f"0{n}"].set_title) for n in range(5)] == [[[f"bf16 {t}"]] for t in TENSORS]
+    plot("accuracy", "accuracy", errors, {
+        "02.plot": [worst, [[], []], worst], **{f"0{n}.set_title": [[f"bf16 {t}"]] for n, t in enumerate(TENSORS)}})
 
     # A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite.
-    found = [{**r, "not_finite": 0} if r["kernel"] == "wgmma" and "input" in r else r for r in accumulation_rows()]
-    panels, _ = plotted("accumulation", "accumulation", found)
-    for place, hollow, title in ("00", True, "mma.sync"), ("01", False, "wgmma"):
-        axes = panels[place]
-        assert [at[:2] for at in args(axes.plot)] == [[4396, 4e-4 * n] for n in (4, 4, 4, 10)]
-        assert [face == "white" for face in options(axes.plot, "mfc")] == [hollow] * 4
-        assert [at[0] for at in args(axes.annotate)] == ["base", "base, pv16", "pv16+shift"]
-        assert args(axes.set_title) == [[title]] and args(axes.set_yscale) == [["log"]]
+    sums = [{**r, "not_finite": 0} if r["kernel"] == "wgmma" and "input" in r else r for r in accumulation_rows()]
+    drawn = plot("accumulation", "accumulation", sums, {"00.plot mfc": ["white"] * 4})
+    assert "white" not in drawn("01.plot mfc")
+    for place, title in ("00", "mma.sync"), ("01", "wgmma"):
+        assert drawn(f"{place}.plot") == [[4396, 4e-4 * n, "o"] for n in (4, 4, 4, 10)]
+        assert [at[0] for at in drawn(f"{place}.annotate")] == ["base", "base, pv16", "pv16+shift"]
+        assert drawn(f"{place}.set_title") == [[title]] and drawn(f"{place}.set_yscale") == [["log"]]
 
     memory = functools.partial(train_row, dtype="bf16", B=1, recompute=1)
-    found = [memory(dtype="fp32", T=T, mem_gib=gib) for T, gib in ((8192, 6.5), (4096, 4.0), (16384, 10.0))]
-    found.append(memory(T=65536, mem_gib=17.0))  # a single length has no line
+    lengths = [memory(dtype="fp32", T=T, mem_gib=gib) for T, gib in ((8192, 6.5), (4096, 4.0), (16384, 10.0))]
     others = [memory(B=4, mem_gib=99.0), memory(kernel="torch_compile", mem_gib=99.0)]
-    axes = plotted("memory", "train", found + others)[0]["00"]
-    assert args(axes.plot) == [[[65536], [17]], [[4096, 16384], [4, 10]], [[4096, 8192, 16384], [4, 6.5, 10]]]
-    assert options(axes.plot, "label") == ["bf16", "fp32: 0.50 GiB per 1024 tokens"]
-    assert args(axes.set_title) == [["Training with B 1, model d12, attention flash, recompute 1, GPU A"]]
-    assert options(axes.set_xlim, "left") == options(axes.set_ylim, "bottom") == [0]
+    plot("memory", "train", [*lengths, memory(T=65536, mem_gib=17.0), *others], {  # a single length has no line
+        "00.plot": [[[65536], [17]], [[4096, 16384], [4, 10]], [[4096, 8192, 16384], [4, 6.5, 10]]],
+        "00.plot label": ["bf16", "fp32: 0.50 GiB per 1024 tokens"], "00.set_xlim left": [0], "00.set_ylim bottom": [0],
+        "00.set_title": [["Training with B 1, model d12, attention flash, recompute 1, GPU A"]]})
 
     other = row(study="ring", carry="fp32", ranks=1, tensor="out", mean_error=9, max_error=9, dtype="fp32")
-    panels, title = plotted("ring", "ring", [*ring_rows(), other])
-    fp32, bf16 = args(panels["00"].plot)[:2]
-    assert fp32[:2] == [[0, 1], [1, 1]] and bf16[0] == [0, 1] and [round(y, 6) for y in bf16[1]] == [1, 1.2]
-    assert [round(y, 6) for y, in args(panels["00"].axhline)] == [0.6] * 4 and not panels["01"].axhline.called
-    assert title == [["Ring attention, T 1024, bf16, GPU A: flat is better"]]
+    drawn = plot("ring", "ring", [*ring_rows(), other], {
+        "01.axhline": [], "figure.suptitle": [["Ring attention, T 1024, bf16, GPU A: flat is better"]]})
+    for (xs, ys, _), expected in zip(drawn("00.plot"), ([1, 1], [1, 1.2])):  # carried in fp32, in bf16
+        assert xs == [0, 1] and [round(y, 6) for y in ys] == expected
+    assert [round(y, 6) for y, in drawn("00.axhline")] == [0.6] * 4
 
     events = [{"what": "kernel", "name": "forward_kernel<64, true>", "start_ms": 0.5, "ms": 1.5},
               {"what": "kernel", "name": "merge", "start_ms": 2.0, "ms": 0.25},
               {"what": "copy", "name": "copy", "start_ms": 1.0, "ms": 0.5}]
-    of_ring = row(gpus=2, tokens_per_gpu=16384, layer=6, rank=1, events=events, **{"pass": "forward"})
-    panels, title = plotted("ring_timeline", "ring_timeline", [of_ring, {**of_ring, "gpus": 1, "rank": 0}])
-    bars = panels["00"].broken_barh
-    assert args(bars) == [[[(0.5, 1.5)], [1.6, 0.8]], [[(2.0, 0.25)], [1.6, 0.8]], [[(1.0, 0.5)], [2.6, 0.8]]]
-    assert len(set(options(bars, "facecolors"))) == 3 and not panels["10"].broken_barh.called
-    assert title[0][0].startswith("Ring of 2, 16384 tokens each")
+    of_two = row(gpus=2, tokens_per_gpu=16384, layer=6, rank=1, events=events, **{"pass": "forward"})
+    drawn = plot("ring_timeline", "ring_timeline", [of_two, {**of_two, "gpus": 1, "rank": 0}], {
+        "00.broken_barh": [[[(0.5, 1.5)], [1.6, 0.8]], [[(2.0, 0.25)], [1.6, 0.8]], [[(1.0, 0.5)], [2.6, 0.8]]],
+        "10.broken_barh": [], "figure.suptitle": [["Ring of 2, 16384 tokens each, one layer of GPT-2 124M, GPU A"]]})
+    assert len(set(drawn("00.broken_barh facecolors"))) == 3
 
-    for plot, bench, rows, measure in (("memory", "train", others, "bench_train"),
+    for name, bench, rows, measure in (("memory", "train", others, "bench_train"),
                                        ("ring", "ring", [{**ring_rows()[-1], "dirty": True}], "study_ring"),
                                        ("accumulation", "accumulation", [], "study_accumulation"),
                                        ("accuracy", "accuracy", [], "dev/accuracy")):
         write_rows(tmp, bench, rows)
-        says = [f"no rows for {plot}.svg", measure]
-        script("plot_results.py", plot, "attention_bf16", "--root", tmp, code=1, says=says)
+        says = [f"no rows for {name}.svg", measure]
+        script("plot_results.py", name, "attention_bf16", "--root", tmp, code=1, says=says)
     script("plot_results.py", "--root", tmp / "none", code=1, says=["no rows", "bench_attention"])
     some = script("plot_results.py", "--root", tmp)
     assert some.stderr.count("no rows") == 4 and some.stdout.count(".svg") == 3, some
@@ -752,8 +741,8 @@ def test_plots_of_results(tmp):
 def trace_of_a_gpu(gpu):
     """As dev/trace.so writes it: a layer's attention, forward and backward, a copy half behind each; GPU 1 starts later."""
     def event(kind, name, start, duration, ranges):
-        return {"name": name, "cat": kind, "ph": "X", "pid": gpu, "tid": "stream 7", "ts": start + 40 * gpu,
-                "dur": duration, "args": {"gpu": -1 if kind == "range" else gpu, "range": ranges}}
+        return {"name": name, "cat": kind, "ts": start + 40 * gpu, "dur": duration,
+                "args": {"gpu": -1 if kind == "range" else gpu, "range": ranges}}
     events = [event("range", "step 5", 0, 9000, "")]
     for at, way in (1000, "forward"), (5000, "backward"):
         inside = f"step 5 / forward and backward / {way} / layer 6"
@@ -793,7 +782,7 @@ def test_timeline_of_a_ring(tmp):
     plot = functools.partial(script, "plot_results.py", "ring_timeline", "--root", tmp)
     plot(code=1, says=["no rows"])  # of sources that nobody knows
     written(path, path.read_text().replace('"dirty": true', '"dirty": false'))
-    assert args(plot().drawing.figure.suptitle)[0][0].startswith("Ring of 2, 16384 tokens each")
+    assert plot().drawn("figure.suptitle")[0][0].startswith("Ring of 2, 16384 tokens each")
 
 
 def test_timeline_of_a_training_step(tmp):
@@ -907,7 +896,7 @@ def test_peers_of_training_side_by_side(tmp):
     esac""")
     out, pretended = tmp / "rows.jsonl", lambda _, size, sdpa, B, T: figures[sdpa, B]
     with mock.patch.multiple(peers_train, ROOT=tmp, in_a_fresh_process=pretended):
-        printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--out", out, main=peers_train.main,
+        printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--out", out, function=peers_train.main,
                          modules={"torch": torch}).stdout
     lines = [line.split() for line in printed.splitlines()[2:]]
     assert [words[0] for words in lines] == 2 * ["train_gpt2cu", "torch_compile", "torch_compile"] + [str(out)]
@@ -1216,10 +1205,9 @@ def test_long_context_repeats_the_position_embeddings(tmp):
     recipe, true = SCRIPTS / "run_long_context.sh", shutil.which("true")
     model, start = long_context_start(tmp / "model.bin"), tmp / "log_long_context" / "start.bin"
     run_recipe(recipe, tmp, true, model)
-    old, new = model.read_bytes(), start.read_bytes()
-    wpe, size = 1024 + 50304 * 64 * 4, 1024 * 64 * 4
-    assert struct.unpack_from("<8i", new) == (20240326, 3, 16384, 50257, 1, 1, 64, 50304)
-    assert new[32:wpe] == old[32:wpe] and new[wpe:] == 16 * old[wpe:wpe + size] + old[wpe + size:]
+    script("longer_context.py", model, tmp / "expected.bin", 16384)
+    new = start.read_bytes()
+    assert new == (tmp / "expected.bin").read_bytes() and len(new) > len(model.read_bytes())
     run_recipe(recipe, tmp, true, tmp / "nowhere.bin")  # one that goes on needs no other start
     assert start.read_bytes() == new
     start.unlink()
