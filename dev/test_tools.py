@@ -3,6 +3,7 @@
 
     make train_gpt2cu && python3 dev/test_tools.py [part of a test's name]
 """
+import array
 import ast
 import calendar
 import contextlib
@@ -43,7 +44,7 @@ def check_in_order(text, parts):
 
 
 def checked(result, code, says):
-    """The result, if its exit code is this one and stderr, a single line after a failure, `says` these parts in order."""
+    """The result, if its exit code and what stderr says in order are these. A failure, code 1, says it in one line."""
     assert code in (None, result.returncode), result
     assert code != 1 or not says or result.stderr.count("\n") == 1, result
     check_in_order(result.stderr, says)
@@ -57,13 +58,14 @@ def run(*command, code=0, says=(), cwd=ROOT, **variables):
 
 
 def script(name, *arguments, code=0, says=(), real=False, modules=None, function=None):
-    """Like run(), for a script of ours and in this process. Stand-ins replace matplotlib and TensorBoard's package unless
-    these are to be `real`. `modules` replaces others; None stands for a missing one. A function may replace the script."""
+    """Like run(), for a script of ours and in this process. Stand-ins replace matplotlib and TensorBoard's package,
+    unless `real` ones are asked for. `modules` replaces others, and None is a missing one. A `function` may be called
+    instead of the script."""
     path, out, err, ended, drawn = SCRIPTS / name, io.StringIO(), io.StringIO(), 0, Drawing()
     replaced = {**drawn.modules, **tensorboard_stand_in(), **(modules or {})}
-    with mock.patch.object(sys, "argv", [str(path), *map(str, arguments)]), mock.patch.object(sys, "path", sys.path[:]), \
-            contextlib.nullcontext() if real else mock.patch.dict(sys.modules, replaced), \
-            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    argv = [str(path), *map(str, arguments)]
+    with mock.patch.multiple(sys, argv=argv, path=sys.path[:], stdout=out, stderr=err), \
+            contextlib.nullcontext() if real else mock.patch.dict(sys.modules, replaced):
         try:
             function() if function else runpy.run_path(str(path), run_name="__main__")
         except SystemExit as e:
@@ -73,6 +75,12 @@ def script(name, *arguments, code=0, says=(), real=False, modules=None, function
                 ended = 1
     result = SimpleNamespace(returncode=ended, stdout=out.getvalue(), stderr=err.getvalue(), drawn=drawn)
     return checked(result, code, says)
+
+
+def copied(folder, name):
+    """A function that runs this script of a copy of scripts/."""
+    shutil.copytree(SCRIPTS, folder / "scripts", dirs_exist_ok=True)
+    return functools.partial(run, sys.executable, folder / "scripts" / name)
 
 
 def before_others(folder):
@@ -121,7 +129,7 @@ class Drawing:
         return self.parts["figure"], grid if not squeeze else flat if len(flat) > 1 else flat[0]
 
     def __call__(self, what):
-        """The positional arguments of all calls of "loss.plot", ranges and tuples as lists; or "loss.plot ls", an option."""
+        """The positional arguments of each call of "loss.plot", or its option "loss.plot ls". Ranges become lists."""
         method, _, option = what.partition(" ")
         part, method = method.split(".")
         calls = getattr(self.parts[part], method).call_args_list
@@ -148,7 +156,7 @@ def write_log(folder, steps=100, floor=1.1, mfu=40.0):
 def test_smoothing():
     from plot import smooth
     for width, values, expected in ((1, [1, 2, 3, 4], [1, 2, 3, 4]), (2, [1, 5, 3, 4, 5], [1, 3, 4, 4, 4.5]),
-                                    (2, [2, math.nan, 4, math.nan], [2, 3, 4, 4])):
+                                    (4, [1, 5, 3, 4, 5], [1, 3, 3.6, 4.25, 4]), (2, [2, math.nan, 4], [2, 3, 4])):
         assert smooth(values, width) == expected
     assert math.isnan(smooth([math.nan], 5)[0])
 
@@ -171,9 +179,10 @@ def test_plot_of_runs(tmp):
     for name, start in ("norm", 1.0), ("speed", 2e5), ("mfu", 40.0):
         assert drawn(f"{name}.plot")[1][1][1] == start + 2, name  # of steps 1 to 3
         assert abs(drawn(f"{name}.set_ylim")[0][1] / (1.1 * (start + 299.5)) - 1) < 1e-6, name
-    assert drawn("lr.plot")[0][1] == [i * 1e-5 for i in range(1, 301)] and drawn("loss.annotate")[0][0] == "floor 1.1000"
+    assert drawn("lr.plot")[0][1] == [i * 1e-5 for i in range(1, 301)]
+    assert drawn("loss.axhline") == [[1.1], [1.2]] and drawn("loss.annotate")[0][0] == "floor 1.1000"
     for what, expected in {
-            "loss.axhline": [[1.1], [1.2]], "mfu.text": [], "figure.savefig format": ["png"], "figure.suptitle": [["Two"]],
+            "mfu.text": [], "figure.savefig format": ["png"], "figure.suptitle": [["Two"]],
             "plt.Line2D label": ["one, validation 2.0833", "two", "training, mean of 3 steps", "training, each step",
                                  "validation"],
             "loss.set_title": [["Loss"]], "norm.set_title": [["Gradient norm"]], "lr.set_title": [["Learning rate"]],
@@ -219,10 +228,10 @@ def test_plots_by_matplotlib(tmp):
 def test_full_disk_leaves_what_was_there(tmp):
     need("matplotlib", "tensorboard.backend")
     log = write_log(tmp / "run", steps=400)
-    for name, *to in (("plot.py", "-o", tmp / "out.png"), ("plot.py", "-o", tmp / "out.svg"), ("tensorboard.py",)):
-        made = script(name, log, *to, real=True).stdout.strip()
+    for name in "plot.py", "tensorboard.py":
+        made = script(name, log, real=True).stdout.strip()
         before = {path: path.read_bytes() for path in tmp.rglob("*") if path.is_file()}
-        run(*FULL_DISK, SCRIPTS / name, log, *to, code=1, says=[made, "cannot write: File too large"])
+        run(*FULL_DISK, SCRIPTS / name, log, code=1, says=[made, "cannot write: File too large"])
         assert {path: path.read_bytes() for path in tmp.rglob("*") if path.is_file()} == before
 
 
@@ -328,9 +337,8 @@ def test_what_scripts_need_is_named(tmp):
     for module, name, *arguments in (("matplotlib", "plot.py", log), ("matplotlib", "plot_results.py"),
                                      ("tensorboard.compat.proto.event_pb2", "tensorboard.py", log)):
         script(name, *arguments, modules={module: None}, code=1, says=[f"{name}: needs", module, "requirements.txt"])
-    shutil.copytree(SCRIPTS, tmp / "scripts")
     for name in "default_run.py", "compare_losses.py", "scaling.py", "trace_ring.py":
-        run(sys.executable, tmp / "scripts" / name, code=1, says=[f"{name}: there is no ./train_gpt2cu: make"])
+        copied(tmp, name)(code=1, says=[f"{name}: there is no ./train_gpt2cu: make"])
     no_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
     for name in "peers.py", "peers_train.py":
         for torch, what in (None, "needs PyTorch"), (no_gpu, "needs a GPU"):
@@ -352,6 +360,10 @@ def test_what_scripts_need_is_named(tmp):
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of results, README's tables, and plots of them
 
+def seconds(date):
+    return calendar.timegm(time.strptime(date, "%Y-%m-%dT%H:%M:%SZ"))
+
+
 def printed_row(folder, **variables):
     code = "import results; print(results.row('x', 'G', results.toolkit(), ms=2))"
     return ast.literal_eval(run(sys.executable, "-B", "-c", code, PYTHONPATH=str(folder), **variables).stdout)
@@ -363,8 +375,8 @@ def test_rows_name_the_sources(tmp):
         return run(tmp / "scripts" / "tree.sh", **variables).stdout.split()
     folders = {path.parent.name for path in ROOT.glob("[!.]*/*") if path.suffix in (".cu", ".cpp", ".h", ".py", ".sh")}
     assert {"attention", "layers", "scripts"} < folders
-    sources = [tmp / name for name in ("Makefile", "train_gpt2.cu", *(f"{folder}/some.h" for folder in folders - {"build"}))]
-    others = [tmp / name for name in ("README.md", "dev/results/A/attention.jsonl")]
+    sources = [tmp / "Makefile", tmp / "train_gpt2.cu", *(tmp / folder / "some.h" for folder in folders - {"build"})]
+    others = [tmp / "README.md", tmp / "dev" / "results" / "A" / "attention.jsonl"]
     for path in sources + others:
         written(path, "1\n")
     for name in "tree.sh", "results.py":
@@ -385,7 +397,7 @@ def test_rows_name_the_sources(tmp):
         written(path, old) if old else path.unlink()
     clean = printed_row(tmp / "scripts", RUN="r")
     assert (clean["commit"], clean["dirty"], clean["run"], clean["gpu"], clean["ms"]) == (commit, False, "r", "G", 2)
-    assert abs(time.time() - calendar.timegm(time.strptime(clean["date"], "%Y-%m-%dT%H:%M:%SZ"))) < 60, clean
+    assert abs(time.time() - seconds(clean["date"])) < 60, clean
     shutil.rmtree(tmp / ".git")  # a copy
     assert state(COMMIT=commit, TREE=tree_is) == [commit, "clean"] and state(COMMIT=commit) == [commit, "dirty"]
     written(sources[0], "2\n")
@@ -469,18 +481,18 @@ def test_rows_that_tables_show(tmp):
 
 
 def test_rows_of_dev_results_are_honest():
-    """A row is not older than the commit that it names; since rows say so, it says whether the sources were the commit's;
-    no row has been edited since it was committed."""
+    """A row is not older than the commit that it names. Since rows say so, its sources were the commit's. No row has
+    been edited since it was committed."""
     if run("git", "rev-parse", "--is-shallow-repository", code=None).stdout.strip() != "false":
         raise Skip("needs the history")
     committed = {line[:7]: int(line.split()[1]) for line in run("git", "log", "--format=%H %ct").stdout.splitlines()}
     for path in sorted((ROOT / "dev" / "results").glob("*/*.jsonl")):
         for number, r in enumerate(rows_of(path), 1):
-            at = calendar.timegm(time.strptime(r["date"], "%Y-%m-%dT%H:%M:%SZ"))
-            assert committed.get(r["commit"][:7], math.inf) <= at, f"{path}:{number}: {r['commit']} is younger, or nowhere"
-            assert r["date"] < "2026-11-22T14" or (r["dirty"] is False and r["run"] <= r["date"]), (path, number)
-    edited = run("git", "log", "--since=2026-11-22T14:00Z", "--format=", "--numstat", "--", "dev/results/*.jsonl").stdout
-    for added, removed, name in map(str.split, edited.splitlines()):
+            where = f"{path}:{number}: {r['commit']}"
+            assert committed.get(r["commit"][:7], math.inf) <= seconds(r["date"]), f"{where}: younger, or nowhere"
+            assert r["date"] < "2026-11-22T14" or (r["dirty"] is False and r["run"] <= r["date"]), where
+    log = ("git", "log", "--since=2026-11-22T14:00Z", "--format=", "--numstat", "--", "dev/results/*.jsonl")
+    for added, removed, name in map(str.split, run(*log).stdout.splitlines()):
         assert "0" in (added, removed), f"{name}: rows were added and removed in one commit: was one edited?"
 
 
@@ -513,8 +525,8 @@ def ring_rows():
 
 def breakdown_rows():
     """B 4 and B 64; "gone" is a call of an older run."""
-    call = functools.partial(row, kernel="train_gpt2cu", model="d12", attention="flash", recompute=1, calls=12, tflops=0,
-                             tb_s=2.0, gemm_tflops_sustained=700.0, copy_tb_s_sustained=4.0)
+    call = functools.partial(row, kernel="train_gpt2cu", model="d12", attention="flash", recompute=1, calls=12,
+                             tflops=0, tb_s=2.0, gemm_tflops_sustained=700.0, copy_tb_s_sustained=4.0)
     old, new = functools.partial(call, B=64, step_ms=100.0), functools.partial(call, **NEW, step_ms=80.0)
     return [old(call="adamw", ms=9.0, lost_ms=9.0), old(call="gone", ms=50.0, lost_ms=50.0),
             new(B=64, call="adamw", calls=1, ms=2.0, lost_ms=1.0),
@@ -526,7 +538,8 @@ def breakdown_rows():
 
 
 default_run_row = functools.partial(row, steps=6500, B=8, floor_nats=0.1273)
-losses_row = functools.partial(train_row, dtype="fp32", tf32=True, steps=400, seeds=3, loss=2.5, loss_min=2.4, loss_max=2.6)
+losses_row = functools.partial(train_row, dtype="fp32", tf32=True, steps=400, seeds=3, loss=2.5, loss_min=2.4,
+                               loss_max=2.6)
 # Rows by GPU and bench, the tables and plots that are asked for, what attention/README.md then says in this order, and
 # what it does not say.
 TABLES = {
@@ -541,7 +554,7 @@ TABLES = {
          "| 4, 1024 | 64 | fwd | 40 | 77 / ≈90 | 120 / ≈90 |",
          "| 4, 1024 | 128 | fwd | – | – | 200 / 90 |", "NH 12, HS 64, TFLOP/s", "GPU B", "| 4, 1024 | fwd | 7 / 90 |",
          "| 4, 1024 | bwd | 100 / 90 |"], []),
-    # B: a row without a level counts as level 0, and a newer one replaces it. Two levels make a column. Peers have none.
+    # B: a row without a level has level 0, and a newer one replaces it. Two levels make a column. Peers have none.
     "train": ({
         "A/train": [train_row(), train_row(attention="naive", mfu=12.34, tok_s=4e5, ms=10.0)],
         "B/train": [train_row(tok_s=3e5), train_row(recompute=0), train_row(recompute=1, T=4096, B=1),
@@ -609,8 +622,9 @@ TABLES = {
 def check_documents(root, tables, parts, absent=()):
     """What README.md and attention/README.md say after readme_tables.py, which --check asks for before."""
     documents = (root / "README.md", root / "attention" / "README.md")
+    places = "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in tables)
     for document in documents:
-        written(document, "before\n" + "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in tables) + "after\n")
+        written(document, f"before\n{places}after\n")
     tables_of = functools.partial(script, "readme_tables.py", "--root", root)
     tables_of("--check", code=1, says=["README.md", "readme_tables.py"])
     assert all("old" in document.read_text() for document in documents)  # --check changes nothing
@@ -648,20 +662,19 @@ def test_tables_are_those_of_dev_results():
 
 
 def test_rows_of_the_default_run(tmp):
-    shutil.copytree(SCRIPTS, tmp / "scripts")
-    default_run, at = [sys.executable, tmp / "scripts" / "default_run.py"], tmp / "dev" / "results" / "NVIDIA-H200"
+    default_run, at = copied(tmp, "default_run.py"), tmp / "dev" / "results" / "NVIDIA-H200"
     log = write_log(tmp / "log") / "log.jsonl"
     executable(tmp / "train_gpt2cu", f'[ "$#" = 2 ] && [ "$1" = -o ] && cp {log} "$2"')
-    assert "no plot, because the sources differ" in run(*default_run, COMMIT="abc").stdout
+    assert "no plot, because the sources differ" in default_run(COMMIT="abc").stdout
     rows = rows_of(at / "default_run.jsonl")
     assert [(r["step"], r["val_loss_nats"]) for r in rows] == [(50, 2.5), (100, 2.25)], rows
     assert (rows[0]["commit"], rows[0]["text"], rows[0]["dtype"]) == ("abc", "Once\nupon a time", "bf16")
     executable(tmp / "scripts" / "tree.sh", "echo abc clean")
     written(tmp / "scripts" / "plot.py", "import sys\nprint(*sys.argv[2:])\nopen(sys.argv[1] + '/log.jsonl')\n")
     plot = at / "default_run.png"  # where readme_tables.py looks for it
-    assert run(*default_run).stdout == f"-o {plot} --title The default run\n"
+    assert default_run().stdout == f"-o {plot} --title The default run\n"
     executable(tmp / "train_gpt2cu", "exit 1")
-    run(*default_run, code=1, says=["default_run.py: ./train_gpt2cu failed"])
+    default_run(code=1, says=["default_run.py: ./train_gpt2cu failed"])
 
 
 def test_plots_of_results(tmp):
@@ -674,8 +687,8 @@ def test_plots_of_results(tmp):
             assert result.drawn(what) == value, (name, what, result.drawn(what))
         return result.drawn
 
-    rates = [attention_row(kernel=kernel, T=T, B=B, HS=HS, tflops=tflops + T + HS + B, tflops_sustained=tflops / 2, **way)
-             for kernel, tflops in (("naive", 100.0), ("torch_flash", 200.0), ("flash_bf16", 300.0))
+    rates = [attention_row(kernel=kernel, T=T, B=B, HS=HS, tflops=x + T + HS + B, tflops_sustained=x / 2, **way)
+             for kernel, x in (("naive", 100.0), ("torch_flash", 200.0), ("flash_bf16", 300.0))
              for T, B in ((2048, 1), (1024, 4), (1024, 32)) for HS in (64, 128) for way in ({}, BWD)]
     rates += [attention_row(causal=False, T=64), attention_row(dtype="fp32", T=64), attention_row(ms=None, T=64)]
     lines = {HS: [[[1024, 2048], ys] for x in (300, 200, 100)
@@ -739,7 +752,7 @@ def test_plots_of_results(tmp):
 
 
 def trace_of_a_gpu(gpu):
-    """As dev/trace.so writes it: a layer's attention, forward and backward, a copy half behind each; GPU 1 starts later."""
+    """As dev/trace.so writes it: a layer's attention, both ways, a copy half behind each. GPU 1 starts later."""
     def event(kind, name, start, duration, ranges):
         return {"name": name, "cat": kind, "ts": start + 40 * gpu, "dur": duration,
                 "args": {"gpu": -1 if kind == "range" else gpu, "range": ranges}}
@@ -750,7 +763,8 @@ def trace_of_a_gpu(gpu):
                    event("copy", "copy 50331648 bytes to another GPU", at + 600, 200, inside),
                    event("copy", "copy 50331648 bytes", at, 150, inside),
                    event("kernel", f"{way}_kernel<64, true>", at, 700, inside.replace("6", "7")),
-                   event("kernel", "long before", at - 300, 50, inside), event("kernel", "long after", at + 950, 50, inside)]
+                   event("kernel", "long before", at - 300, 50, inside),
+                   event("kernel", "long after", at + 950, 50, inside)]
     return json.dumps({"traceEvents": events})
 
 
@@ -758,8 +772,7 @@ def test_timeline_of_a_ring(tmp):
     from trace_ring import behind
     kernels = [{"ts": ts, "dur": dur} for ts, dur in ((660, 80), (0, 700), (500, 150))]  # that overlap
     assert behind([{"ts": 600, "dur": 200}, {"ts": 50, "dur": 10}, {"ts": 800, "dur": 9}], kernels) == 150
-    shutil.copytree(SCRIPTS, tmp / "scripts")
-    trace_ring = functools.partial(run, sys.executable, tmp / "scripts" / "trace_ring.py")
+    trace_ring = copied(tmp, "trace_ring.py")
     for gpu in 0, 1:
         written(tmp / f"gpu{gpu}", trace_of_a_gpu(gpu))
     executable(tmp / "train_gpt2cu", 'echo "$@" >args\nfor i in 0 1; do cp gpu$i "$TRACE.10$i.json"; done')
@@ -845,7 +858,7 @@ def test_probe_of_nccl(tmp):
 
 
 def test_other_flags_compile_anew(tmp):
-    """In a copy of the Makefile with few sources and a stand-in for both compilers; and what `make archs` and `make clean` do."""
+    """By a copy of the Makefile, few sources, and a stand-in for both compilers. `make archs` and `make clean`, too."""
     make = functools.partial(run, "make", cwd=tmp)
     shutil.copy(ROOT / "Makefile", tmp)
     for name in "data/a.cpp", "layers/b.cu", "attention/c.cu", "dev/test_d.cpp", "dev/test_d":
@@ -929,7 +942,6 @@ def test_losses_beside_pytorch():
     from compare_torch import apart, judge, trainer_options
     a = SimpleNamespace(B=3, T=128, steps=4, lr=2e-4, weight_decay=0.75, max_norm=0.5, precision="bf16",
                         attention="naive", tol=1e-4)
-    nan = math.nan
 
     def steps(*losses, norms=(0.6, 0.6, 0.4, 0.3)):
         return list(zip(losses, norms))
@@ -937,10 +949,10 @@ def test_losses_beside_pytorch():
     found, ok = judge(a, steps(4.0, 3.0, 2.0, 0.981), torch, near)
     assert ok and abs(found["difference"] - 0.019) < 1e-9 and abs(found["allowed"] - 0.02) < 1e-9, found
     assert found["clipped"] == 2 and abs(found["torch_itself"] - 0.01) < 1e-9, found
-    for ours, other in ((steps(4.0, 3.0, 2.0, 0.979), near), (steps(4.021, 3.0, 2.0, 1.0), near),
-                        (steps(4.0, nan, 2.0, 1.0), near), (steps(nan, 3.0, 2.0, 1.0), near),
-                        (steps(4.0, 3.0, 2.0, 1.0, norms=(0.6, 0.5, 0.4, 0.3)), near), (torch, steps(4.0, nan, 2.0, 1.0))):
-        assert not judge(a, ours, torch, other)[1], (ours, other)
+    for ours in (steps(4.0, 3.0, 2.0, 0.979), steps(4.021, 3.0, 2.0, 1.0), steps(4.0, math.nan, 2.0, 1.0),
+                 steps(math.nan, 3.0, 2.0, 1.0), steps(4.0, 3.0, 2.0, 1.0, norms=(0.6, 0.5, 0.4, 0.3))):
+        assert not judge(a, ours, torch, near)[1], ours
+    assert not judge(a, torch, torch, steps(4.0, math.nan, 2.0, 1.0))[1]
     command = " ".join(map(str, trainer_options(a, "model", "shard")))
     check_in_order(command, ["-e model -i shard -b 3 -t 128 -x 4 -l 0.0002 -u 0 -k constant",
                              "-c 0.75 --max-norm 0.5 --precision bf16", "--no-shuffle --attention naive"])
@@ -956,10 +968,10 @@ def test_losses_beside_pytorch():
 def test_losses_are_compared(tmp):
     """On the CPU, where naive and flash are one."""
     built()
-    compare, out = functools.partial(script, "compare_losses.py", "--device", "cpu", "--model", "tiny", "--gpus", "2"), tmp / "rows"
-    result = compare("--shapes", "2x16", "--steps", "3", "--seeds", "2", "--out", out)
+    compare = functools.partial(script, "compare_losses.py", "--device", "cpu", "--model", "tiny", "--gpus", "2")
+    result = compare("--shapes", "2x16", "--steps", "3", "--seeds", "2", "--out", tmp / "rows.jsonl")
     assert "is within the seeds' spread" in result.stdout, result
-    naive, flash = rows_of(out)
+    naive, flash = rows_of(tmp / "rows.jsonl")
     assert (naive["attention"], flash["attention"], naive["B"], naive["T"]) == ("naive", "flash", 2, 16)
     assert naive["loss_min"] < naive["loss"] == flash["loss"] < naive["loss_max"] < 12 and naive["ms"] > 0
     compare("--shapes", "2x999999", code=1, says=["999999"])
@@ -991,13 +1003,12 @@ if "-o" in option:
 
 def measured_by_stand_in(tmp, name, *options):
     """A function that runs a script with these and other options beside the stand-in, and gives its result and rows."""
-    shutil.copytree(SCRIPTS, tmp / "scripts")
     executable(tmp / "train_gpt2cu", TRAINER)
+    measure = copied(tmp, name)
 
     def measured(*more, **variables):
         out = written(tmp / "rows.jsonl", "")
-        result = run(sys.executable, tmp / "scripts" / name, "--out", out, *options, *more, **variables)
-        return result, rows_of(out)
+        return measure("--out", out, *options, *more, **variables), rows_of(out)
     return measured
 
 
@@ -1015,7 +1026,8 @@ def test_losses_outside_the_spread(tmp):
     assert "--no-tf32" not in ran
     result, (naive, flash) = measured("--precision", "bf16", "--no-tf32", naive_1="2.0", naive_2="2.2", flash_1="2.05",
                                       flash_2="2.1")
-    check_in_order((tmp / "ran").read_text(), ["--seed 1 --precision bf16 --attention flash --device cuda", "--no-tf32"])
+    says = ["--seed 1 --precision bf16 --attention flash --device cuda", "--no-tf32"]
+    check_in_order((tmp / "ran").read_text(), says)
     assert "of one seed they differ by 1.0e-01 at most" in result.stdout, result
     assert (naive["loss"], naive["loss_min"], naive["loss_max"], flash["loss"]) == (2.1, 2.0, 2.2, 2.075), naive
     (tmp / "gpus").unlink()
@@ -1033,12 +1045,12 @@ def test_ranks_by_the_stand_in(tmp):
     executable(tmp / "nvidia-smi", 'for i in 0 1 2 3; do echo "GPU $i: it (UUID: GPU-1)"; done')
     with mock.patch.dict(os.environ):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        result, rows = measured(**before_others(tmp), rate_on_="1000", rate_on_0="960", rate_on_1="960", rate_on_2="960",
-                                rate_on_3="800")
+        result, rows = measured(**before_others(tmp), rate_on_="1000", rate_on_0="960", rate_on_1="960",
+                                rate_on_2="960", rate_on_3="800")
     assert [(r["gpus"], r["zero"], round(r["ms_side_by_side"])) for r in rows if r["what"] == "speed"] == [
         (1, 0, 48), (2, 0, 50), (2, 1, 50), (4, 0, 60), (4, 1, 60)], (result, rows)
-    _, rows = measured("--gpus", "1,2", CUDA_VISIBLE_DEVICES="7,9", ranks_2_1="2.0019", rate_on_7="960", rate_on_9="800",
-                       rate_1_0="1000", rate_2_0="1900", rate_2_1="2200")
+    _, rows = measured("--gpus", "1,2", CUDA_VISIBLE_DEVICES="7,9", ranks_2_1="2.0019", rate_on_7="960",
+                       rate_on_9="800", rate_1_0="1000", rate_2_0="1900", rate_2_1="2200")
     ran = (tmp / "ran").read_text()
     assert "-t 16 -v 0 -s 0 --device cuda --gpus 2 --zero 1 -b 2 -d 64 -x 20 --precision fp32 --no-tf32" in ran, ran
     assert "--gpus 2 --zero 1 -b 3 -x 12 --precision bf16\n" in ran, ran
@@ -1073,9 +1085,7 @@ def test_ranks_are_compared_and_timed(tmp):
 
 def run_recipe(recipe, tmp, program, *arguments, **more):
     """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
-    (tmp / "scripts").mkdir(parents=True, exist_ok=True)
-    for file in recipe, SCRIPTS / "longer_context.py", SCRIPTS / "results.py":
-        shutil.copy(file, tmp / "scripts")
+    shutil.copytree(SCRIPTS, tmp / "scripts", dirs_exist_ok=True)
     executable(tmp / "make", "")
     write_launcher(tmp / "torchrun", shown=tmp / "launched")
     write_launcher(tmp / "srun")
@@ -1094,9 +1104,9 @@ def checkpoint(version, max_T, L, C, V, Vp, wte, wpe, rest):
 
 def long_context_start(path):
     """A checkpoint of one layer and one head, its position embeddings numbered."""
-    C = 64
-    wpe, rest = (struct.pack(f"<{len(values)}f", *values) for values in (range(1024 * C), [1.0] * (12 * C * C + 15 * C)))
-    return written(path, checkpoint(3, 1024, 1, C, 50257, 50304, bytes(4 * 50304 * C), wpe, rest))
+    C, Vp = 64, 50304
+    wpe, rest = array.array("f", range(1024 * C)), array.array("f", [1.0]) * (12 * C * C + 15 * C)
+    return written(path, checkpoint(3, 1024, 1, C, 50257, Vp, bytes(4 * Vp * C), wpe.tobytes(), rest.tobytes()))
 
 
 def test_recipes_pass_the_trainers_checks(tmp):
@@ -1109,8 +1119,10 @@ def test_recipes_pass_the_trainers_checks(tmp):
             check_in_order(result.stderr, ["data/cache/fineweb", "data/prepare.py"])
 
 
-# Data, T, tokens a step, steps, learning rate, its warm-up and end: those of llm.c's recipes, and for long contexts ours.
-SETTINGS = {"124M": "d12 fineweb10B 1024 524288 19073 6e-4 700 0", "350M": "d24 fineweb100B 1024 524288 60000 3e-4 700 0",
+# Start, data, T, tokens a step, steps, learning rate, its warm-up and end. They are those of llm.c's recipes, and ours
+# for long contexts.
+SETTINGS = {"124M": "d12 fineweb10B 1024 524288 19073 6e-4 700 0",
+            "350M": "d24 fineweb100B 1024 524288 60000 3e-4 700 0",
             "774M": "d36 fineweb100B 1024 524288 30000 2.5e-4 700 0",
             "1558M": "d48 fineweb100B 1024 1048576 32000 6e-4 700 0.1",
             "context": "log_long_context/start.bin fineweb10B 16384 524288 1000 1e-4 100 0",
@@ -1126,7 +1138,7 @@ def test_recipes_settings(tmp):
         given = dict(zip(words, words[1:]))
         name = recipe.stem.removeprefix("run_").split("_")
         expected = SETTINGS["_".join(name[1:]) if is_long else name[1]].split()
-        found = [given["-e"], given["-i"].split("/")[2], *(given[option] for option in ("-t", "-d", "-x", "-l", "-u", "-q"))]
+        found = [given["-e"], given["-i"].split("/")[2], *(given[o] for o in ("-t", "-d", "-x", "-l", "-u", "-q"))]
         assert found == expected and [given[o] for o in ("-c", "-k", "-nk", "-y")] == ["0.1", "cosine", "2", "1"], words
         assert given["-j"] == given["-i"].replace("train", "val") and given["--tokenizer"].split("/")[2] == expected[1]
         per_validation = int(given["-m"]) * int(given["-b"]) * int(given["-t"])
@@ -1134,7 +1146,7 @@ def test_recipes_settings(tmp):
         assert given["-b"] == ("1" if is_long and on_gpus else "2") and (is_long or given["--seed"] == "5")
         gpus = ("4", "4" if is_long else None) if on_gpus else (None, None)
         assert (given.get("--gpus"), given.get("--context-parallel")) == gpus, words
-        assert int(given["-s"]) % 1000 == 0 and int(given.get("-g", 1)) < int(given["-t"]), words  # samples: seldom, short
+        assert int(given["-s"]) % 1000 == 0 and int(given.get("-g", 1)) < int(given["-t"])  # samples are rare and short
         assert int(given["-n"]) in (100, 1000) and int(given["-v"]) == (100 if is_long else 250), words
 
 
@@ -1227,7 +1239,8 @@ def test_longer_context(tmp):
     out.unlink()
     short, text = written(tmp / "short.bin", a.read_bytes()[:300]), written(tmp / "text.bin", "GPT-2" * 1000)
     for source, target, T, *says in ((short, out, 2048, "short.bin: not a whole", "300 bytes"),
-                                     (text, out, 2048, "text.bin: not a whole"), (a, out, 2, "at least the 3 positions"),
+                                     (text, out, 2048, "text.bin: not a whole"),
+                                     (a, out, 2, "at least the 3 positions"),
                                      (a, tmp / "none" / "out.bin", 2048, "none/out.bin: cannot write")):
         script("longer_context.py", source, target, T, code=1, says=["longer_context.py: ", *says])
     run(*FULL_DISK, SCRIPTS / "longer_context.py", a, out, 99999, code=1, says=["out.bin: cannot write", "too large"])
@@ -1276,7 +1289,7 @@ def test_runner_of_the_tests(tmp):
 
 
 def test_tests_have_limits_and_names(tmp):
-    """Of dev/test.h, by a program that uses it, and of dev/harness.py: a limit that is hit, and a name that no test has."""
+    """Those of dev/test.h and dev/harness.py: a limit that is hit, and a name that no test has."""
     some = written(tmp / "some.py", "import time, harness\ndef test_quick(): pass\ndef test_slow(): time.sleep(9)\n"
                    "harness.main()\n")
     for program in [sys.executable, some], [built("dev/test_job")]:
@@ -1288,8 +1301,8 @@ def test_tests_have_limits_and_names(tmp):
 
 
 def test_measuring_in_parts(tmp):
-    """scripts/measure.sh with stand-ins for all that it runs: what runs, and that one which fails or hangs is named, that
-    the others run all the same, and that no table is written then."""
+    """scripts/measure.sh with stand-ins for all that it runs. A part that fails or hangs is named, the others run all
+    the same, and no table is written."""
     for path in SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh":
         executable(tmp / path.relative_to(ROOT), path.read_text())
     for name in ("accuracy study_accumulation study_ring bench_attention bench_layers bench_ring bench_train "
@@ -1317,8 +1330,8 @@ def test_measuring_in_parts(tmp):
     assert ran == ["study_ring --json", "bench_ring --json --gpus 4 --heads 12 --hs 64",
                    "bench_ring --json --gpus 4 --heads 32 --hs 128", "python3 scripts/trace_ring.py --json --gpus 4",
                    "python3 scripts/scaling.py --json", *end]
-    result, ran = measure("--no-tests", "accuracy", "study", "layers", BAD="accuracy*64", SLOW="study_accum*", PART_LIMIT="1",
-                          code=1, says=["failed: accuracy study; no table is written"])
+    result, ran = measure("--no-tests", "accuracy", "study", "layers", BAD="accuracy*64", SLOW="study_accum*",
+                          PART_LIMIT="1", code=1, says=["failed: accuracy study; no table is written"])
     check_in_order(result.stdout, ["--part study: no end after 1 s"])
     assert ran == ["accuracy --json --hs 64", "study_accumulation --json", "bench_layers --json"], ran
     wait_for_end_of(tmp / "pid", 5)
