@@ -1372,14 +1372,9 @@ def interrupt_and_wait(*command, cwd, **variables):
 
 
 def wait_for_end_of(file, seconds=30):
-    """Of the process whose number is in the file. A zombie that nobody has buried yet has ended."""
-    def ended():
-        try:
-            stat = pathlib.Path(f"/proc/{file.read_text().strip()}/stat").read_text()
-        except OSError:
-            return True
-        return stat.rsplit(")", 1)[1].split()[0] == "Z"
-    wait_for(ended, seconds)
+    """Of the process whose number is in the file. A zombie that nobody has buried yet has no program."""
+    program = pathlib.Path("/proc", file.read_text().strip(), "exe")
+    wait_for(lambda: not program.exists(), seconds)
 
 
 def wait_for(condition, seconds=30):
