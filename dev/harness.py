@@ -1,9 +1,8 @@
 """The test harness of the Python scripts, dev/test.h's twin, and what their tests share. Functions named test_… of the
-calling file run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped".
-An optional argument selects by name. It is a failure if no test has such a name, or if a test takes longer than LIMIT
-times TEST_PATIENCE."""
+main program run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". A
+test with a parameter gets an empty folder, which is removed after it. An optional argument selects by name. It is a
+failure if no test has such a name, or if a test takes longer than LIMIT times TEST_PATIENCE."""
 import atexit
-import inspect
 import os
 import shutil
 import signal
@@ -37,6 +36,13 @@ def need(*modules):
             raise Skip(f"needs {module} (scripts/requirements.txt)") from None
 
 
+def built(program="train_gpt2cu"):
+    """The path of a program that make builds."""
+    if not (ROOT / program).exists():
+        raise Skip(f"needs ./{program} (make {program})")
+    return ROOT / program
+
+
 def new_folder():
     """Goes into an empty folder, which is removed at the end."""
     folder = tempfile.mkdtemp(prefix="test.")
@@ -52,32 +58,45 @@ def written(path, content):
     return path
 
 
+def executable(path, text):
+    """The path of a program, of sh's if its text names no other."""
+    path = written(path, text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def write_launcher(path, shown="/dev/null"):
+    """A program that starts what follows ./train_gpt2cu on its command line as two ranks, as torchrun and srun do. Its
+    command line goes into the file `shown`."""
+    executable(path, f'echo "$@" >{shown}\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n'
+               "for r in 1 0; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} "
+               f'MASTER_PORT={20000 + os.getpid() % 12000} "$@" & done\nwait $!')
+
+
 def run_program(name, *arguments):
     """Standard output of a program that make builds."""
-    if not (ROOT / name).exists():
-        raise Skip(f"needs ./{name} (make {name})")
-    done = subprocess.run([ROOT / name, *map(str, arguments)], capture_output=True, text=True, errors="replace")
+    done = subprocess.run([built(name), *map(str, arguments)], capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def main():
-    caller = inspect.stack()[1].frame.f_globals
     only = sys.argv[1] if len(sys.argv) > 1 else ""
     passed = failed = skipped = 0
     signal.signal(signal.SIGALRM, out_of_time)
-    for name, run in list(caller.items()):
+    for name, test in list(vars(sys.modules["__main__"]).items()):
         if not name.startswith("test_") or only not in name:
             continue
         start, result, why = time.time(), "ok  ", ""
         signal.setitimer(signal.ITIMER_REAL, LIMIT)
         try:
-            run()
+            with tempfile.TemporaryDirectory(prefix="test.") as folder:
+                test(Path(folder)) if test.__code__.co_argcount else test()
             passed += 1
         except Skip as skip:
             result, why = "skip", f": {skip}"
             skipped += 1
-        except Exception:  # an assertion, or whatever the code under test raised
+        except (Exception, SystemExit):  # an assertion, or whatever the code under test raised
             result = "FAIL"
             failed += 1
             traceback.print_exc(file=sys.stdout)
@@ -88,13 +107,3 @@ def main():
         failed = 1
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(1 if failed else 0)
-
-
-def write_launcher(path, shown="/dev/null"):
-    """A program that starts what follows ./train_gpt2cu on its command line as two ranks, as torchrun and srun do. Its
-    command line goes into the file `shown`."""
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(f"#!/bin/sh\necho \"$@\" >{shown}\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n"
-                "for r in 1 0; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} "
-                f"MASTER_PORT={20000 + os.getpid() % 12000} \"$@\" & done\nwait $!\n")
-    os.chmod(path, 0o755)

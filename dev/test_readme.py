@@ -1,186 +1,125 @@
 #!/usr/bin/env python3
-"""Runs every command that the READMEs and the scripts' help show, with small inputs and on the CPU, so that none rots."""
+"""Runs every command that the READMEs show, with small inputs and on the CPU, so that none rots."""
 import os
 import re
 import shlex
 import struct
 import subprocess
-import tempfile
 
-from harness import Skip, main, write_launcher
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL = "--device cpu -e tiny -b 2 -t 64 -x 2 -v 0 -s 0".split()  # an option given twice has its last value
+from harness import ROOT, built, main, write_launcher, written
 
 
-def run(command, **more):
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", **more)
+def run(*command, **variables):
+    env = {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, errors="replace")
 
 
 def texts():
-    """Every text of the repository by its name."""
-    names = subprocess.run(["find", ".", "-name", "*.md", "-not", "-path", "./build/*"], cwd=ROOT, capture_output=True, text=True)
-    found = {}
-    for name in names.stdout.split():
-        with open(os.path.join(ROOT, name), encoding="utf-8") as f:
-            found[name] = f.read()
-    assert {"./README.md", "./attention/README.md", "./dev/README.md"} <= set(found), found
+    """Every text of the repository by its path."""
+    found = {path: path.read_text() for path in ROOT.rglob("*.md") if "build" not in path.relative_to(ROOT).parts}
+    assert {ROOT / "README.md", ROOT / "attention" / "README.md", ROOT / "dev" / "README.md"} <= set(found), found
     return found
 
 
 def commands():
-    """The lines of all code blocks that are commands, without their comments, each once."""
+    """The words of each command in a code block, without its comment, each once."""
     blocks = [block for text in texts().values() for block in re.findall(r"^```\n(.*?)^```", text, flags=re.S | re.M)]
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()]
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    return list(dict.fromkeys(part for part in parts if re.match(r"(make|python3|torchrun|ncu|\./\S+|scripts/\S+)( |$)", part)))
+    is_command = re.compile(r"(make|python3|torchrun|ncu|\./\S+|scripts/\S+)( |$)")
+    return [shlex.split(part) for part in dict.fromkeys(parts) if is_command.match(part)]
 
 
-def write_shard(path, tokens):
-    with open(path, "wb") as f:
-        f.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
-        f.write(struct.pack(f"<{len(tokens)}H", *tokens))
+def header(*values):
+    return struct.pack("<256i", *values, *[0] * (256 - len(values)))
 
 
-class Workplace:
-    """A folder with everything that README's commands name, and the names to put in their place."""
-
-    def __init__(self):
-        self.folder = tempfile.TemporaryDirectory()
-        at = self.folder.name
-        with open(f"{at}/book.txt", "w", encoding="utf-8") as f:
-            f.write("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
-        for name in ("train_1", "train_2", "val_1"):
-            write_shard(f"{at}/{name}.bin", [i * 7 % 250 for i in range(5000)])
-        with open(f"{at}/tokenizer.bin", "wb") as f:  # of single bytes
-            f.write(struct.pack("<256I", 20240328, 2, 257, 256, *[0] * 252))
-            f.write(b"".join(bytes([1, byte]) for byte in range(256)) + b"\x0d<|endoftext|>")
-        with open(f"{at}/questions.bin", "wb") as f:  # one, with two endings
-            question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)
-            f.write(struct.pack("<256i", 20240522, 1, 1, len(question), *[0] * 252) + question)
-        self.names = {"gpt2.bin": f"{at}/run1/model_00000002.bin", "gpt2_tokenizer.bin": f"{at}/tokenizer.bin",
-                      "hellaswag_val.bin": f"{at}/questions.bin", "book.txt": f"{at}/book.txt",
-                      "data/train_*.bin": f"{at}/train_*.bin", "data/val_*.bin": f"{at}/val_*.bin",
-                      "run1": f"{at}/run1", "run2": f"{at}/run2", "gpt2_124M_bf16.bin": f"{at}/run1/model_00000002.bin"}
-
-    def place(self, word):
-        if word.startswith("run2/model_"):
-            return f"{self.folder.name}/run2/model_00000002.bin"
-        return self.names.get(word, word)
+def inputs(folder):
+    """All files that commands name, made small: by name, the path that takes its place."""
+    written(folder / "book.txt", "It was a dark and stormy night; the rain fell in torrents.\n" * 100)
+    for name in "train_1", "train_2", "val_1":
+        tokens = struct.pack("<5000H", *(i * 7 % 250 for i in range(5000)))
+        written(folder / f"{name}.bin", header(20240520, 1, 5000) + tokens)
+    single_bytes = b"".join(bytes([1, byte]) for byte in range(256))
+    written(folder / "tokenizer.bin", header(20240328, 2, 257, 256) + single_bytes + b"\x0d<|endoftext|>")
+    question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)  # with two endings
+    written(folder / "questions.bin", header(20240522, 1, 1, len(question)) + question)
+    in_place = {"gpt2.bin": "run1/model_00000002.bin", "gpt2_124M_bf16.bin": "run1/model_00000002.bin",
+                "run2/model_00006500.bin": "run2/model_00000002.bin", "gpt2_tokenizer.bin": "tokenizer.bin",
+                "hellaswag_val.bin": "questions.bin", "book.txt": "book.txt", "data/train_*.bin": "train_*.bin",
+                "data/val_*.bin": "val_*.bin", "run1": "run1", "run2": "run2"}
+    return {name: f"{folder}/{path}" for name, path in in_place.items()}
 
 
-def trainer_commands():
-    return [c for c in commands() if c.startswith("./train_gpt2cu")]
-
-
-def test_trainer_commands_of_the_readme():
-    if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
-        raise Skip("train_gpt2cu is not built")
-    work = Workplace()
-    found = trainer_commands()
-    assert len(found) >= 8, found
-    for command in found:
-        words = [work.place(word) for word in shlex.split(command)]
-        small = list(SMALL)
-        if "-i" not in words and "--generate" not in words and "--eval-only" not in words:
-            small += ["-i", work.names["book.txt"]]  # instead of the built-in corpus, which has its own tests
+def test_trainers_commands(tmp):
+    """Alone, by a launcher of two ranks in torchrun's place, and what ncu is to start."""
+    built()
+    paths, found = inputs(tmp), []
+    write_launcher(tmp / "torchrun")
+    for command in commands():
+        if "./train_gpt2cu" not in command or command[0] == "make":
+            continue
+        words = [paths.get(word, word) for word in command]
+        if words[0] == "ncu":
+            words = words[words.index("./train_gpt2cu"):]
+        small = {"--device": "cpu", "-e": "tiny", "-b": "2", "-t": "64", "-x": "3" if "-y" in words else "2", "-v": "0",
+                 "-s": "0"}  # an option given twice has its last value
+        if "-e" in words:  # the checkpoint that an earlier command left
+            del small["-e"]
+        if not {"-i", "--generate", "--eval-only"} & set(words):
+            small["-i"] = paths["book.txt"]  # instead of the built-in corpus, which has its own tests
         if "--eval-only" in words:
-            small += ["-j", work.names["book.txt"]]
-        if words.count("-e"):  # the checkpoint that the first command left
-            at = small.index("-e")
-            del small[at:at + 2]
-        if "-y" in words:
-            small[small.index("-x") + 1] = "3"
+            small["-j"] = paths["book.txt"]
         if "--precision" in words:
-            at = words.index("--precision")  # what a CPU has
-            words[at + 1] = "fp32"
-        done = run(words + small)
+            small["--precision"] = "fp32"  # what a CPU has
+        done = run(*words, *sum(small.items(), ()), PATH=f"{tmp}:{os.environ['PATH']}")
         assert done.returncode == 0, f"{command}\n{done.stdout[-500:]}{done.stderr}"
+        assert words[0] != "torchrun" or "ranks              2" in done.stdout, f"{command}\n{done.stdout}"
+        found.append(command[0])
+    assert found.count("./train_gpt2cu") >= 8 and set(found) == {"./train_gpt2cu", "torchrun", "ncu"}, found
 
 
-def test_launchers_of_the_readme():
-    """With a launcher of two ranks in torchrun's place."""
-    if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
-        raise Skip("train_gpt2cu is not built")
-    work = Workplace()
-    write_launcher(os.path.join(work.folder.name, "torchrun"))
-    found = [c for c in commands() if c.startswith("torchrun")]
-    assert found
-    for command in found:
-        done = run([*shlex.split(command), *SMALL, "-i", work.names["book.txt"]],
-                   env={**os.environ, "PATH": f"{work.folder.name}:{os.environ['PATH']}"})
-        assert done.returncode == 0 and "ranks              2" in done.stdout, f"{command}\n{done.stdout[-500:]}{done.stderr}"
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {word for words in commands() if words[0] == "make" for word in words[1:] if not re.match("-|.*=", word)}
+    for target in targets:
+        has_source = any((ROOT / f"{target}{end}").exists() for end in (".cu", ".cpp"))
+        assert has_source or re.search(rf"^{re.escape(target)}:", makefile, flags=re.M), f"no target {target}"
 
 
-def test_profilers_commands_of_the_readme():
-    """What ncu is to start runs, where it needs no GPU; nsys is started by make profile."""
-    if not os.access(os.path.join(ROOT, "train_gpt2cu"), os.X_OK):
-        raise Skip("train_gpt2cu is not built")
-    work = Workplace()
-    found = [shlex.split(command) for command in commands() if command.startswith("ncu")]
-    programs = [words[next(i for i, word in enumerate(words) if word.startswith("./")):] for words in found]
-    assert {words[0] for words in programs} == {"./train_gpt2cu", "./dev/bench_attention"}, programs
-    for words in programs:
-        if words[0] == "./train_gpt2cu":
-            done = run([*words[:1], *SMALL, *words[1:], "-i", work.names["book.txt"]])
-            assert done.returncode == 0, f"{words}\n{done.stderr}"
-
-
-def test_make_targets_of_the_readme_exist():
-    with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as f:
-        makefile = f.read()
-    for command in commands():
-        if not command.startswith("make"):
-            continue
-        for target in [word for word in shlex.split(command)[1:] if "=" not in word and not word.startswith("-")]:
-            source = re.search(rf"^{re.escape(target)}:", makefile, flags=re.M) or any(
-                os.path.exists(os.path.join(ROOT, target + end)) for end in (".cu", ".cpp"))
-            assert source, f"{command}: no target {target}"
-
-
-def test_scripts_of_the_readme_have_help():
-    for command in commands():
-        words = shlex.split(command)
-        if words[0] == "python3":
-            script = words[1]
-        elif words[0].startswith("scripts/"):
-            script = words[0]
-            assert os.access(os.path.join(ROOT, script), os.X_OK), f"{script} is not there or not executable"
-            continue
-        else:
-            continue
-        done = run(["python3", "-S", script, "--help"])  # -S: where no library is installed
-        assert done.returncode == 0 and "usage" in done.stdout, f"{command}: {done.stderr}"
+def test_scripts_have_help():
+    """Those of scripts/ and those that are shown; the Python ones where no library is installed (-S)."""
+    shown = {word for words in commands() for word in words[:2] if word.endswith((".py", ".sh"))}
+    assert len(shown) > 15, shown
+    for script in shown | {f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")} - {"scripts/results.py"}:
+        if script.endswith(".py"):
+            done = run("python3", "-S", script, "--help")
+            assert done.returncode == 0 and "usage" in done.stdout, f"{script}: {done.stderr}"
+        assert script.endswith(".py") or os.access(ROOT / script, os.X_OK), f"{script} is not there or not executable"
+    for script, says in ("measure.sh", "losses"), ("sanitize.sh", "compute-sanitizer"):
+        done = run(f"scripts/{script}", "--help")
+        assert done.returncode == 0 and says in done.stdout, done
 
 
 def test_options_of_measuring_programs_exist():
     """In their source, because a machine without a GPU need not have built them."""
-    compared = 0
-    for command in commands():
-        words = shlex.split(command)
-        words = words[next((i for i, word in enumerate(words) if word.startswith("./dev/")), 0):]  # without ncu and its own
-        if re.match(r"\./dev/(bench_|accuracy|study_)", words[0]):
-            with open(os.path.join(ROOT, words[0] + ".cu"), encoding="utf-8") as f:
-                known = set(re.findall(r'\{"(--[a-z0-9-]+)", "', f.read()))
-            used = {word for word in words if word.startswith("--")}
-            assert used <= known, f"{command}: no {used - known}"
+    compared, starts = 0, set()
+    for words in commands():
+        at = 0 if words[0] != "ncu" else next(i for i, word in enumerate(words) if word.startswith("./"))
+        program, *given = words[at:]
+        if re.match(r"\./dev/(bench_|accuracy|study_)", program):
+            known = re.findall(r'\{"(--[a-z0-9-]+)", "', (ROOT / f"{program}.cu").read_text())
+            used = {word for word in given if word.startswith("--")}
+            assert used <= set(known), f"{words}: no {used - set(known)}"
             compared += len(used)
-    assert compared >= 8, compared
+            starts.add(words[0])
+    assert compared >= 8 and "ncu" in starts, (compared, starts)
 
 
-def test_parts_of_measuring():
-    script = os.path.join("scripts", "measure.sh")
-    done = run([script, "--help"])
-    assert done.returncode == 0 and "losses" in done.stdout, done.stderr
-    done = run([script, "accuracy", "nonsense"])
-    assert done.returncode == 2 and "nonsense: expected" in done.stderr, done.stderr
-
-
-def test_files_of_the_readme_exist():
-    for name, text in texts().items():
+def test_files_that_are_linked_exist():
+    for path, text in texts().items():
         for target in re.findall(r"\]\(([^)#]+)\)", text):
-            if "://" not in target:
-                assert os.path.exists(os.path.join(ROOT, os.path.dirname(name), target)), f"{name}: {target}"
+            assert "://" in target or (path.parent / target).exists(), f"{path}: {target}"
 
 
 if __name__ == "__main__":

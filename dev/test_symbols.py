@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
 """What sources and objects must look like.
 
-One name, one meaning in a program: what no header declares is static or in an unnamed namespace. If two files define a
-type or function of the same name, it is undefined which of them runs, and no linker reports it. And includes form a tree
-of rooms: a reader can stop at any of them.
+A name has one meaning in a program, so what no header declares is static or in an unnamed namespace. If two files
+define a type or function of the same name, it is undefined which of them runs, and no linker reports it. And includes
+form a tree of rooms, so that a reader can stop at any of them.
 
     make train_gpt2cu && python3 dev/test_symbols.py
 """
-import pathlib
+import graphlib
+import os
 import re
 import subprocess
 
-from harness import Skip, main
+from harness import ROOT, Skip, main
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Every room of the program, and the rooms that its files may include besides it. The order makes a tree: a room stands
-# behind all that it includes.
+# Every room of the program, and the rooms that its files may include besides it. The order makes a tree, because a room
+# stands behind all that it includes.
 ROOMS = {
     "layers/gpu": (),
     "data": ("layers/gpu",),
@@ -28,18 +28,23 @@ ROOMS = {
     "run": ("layers/gpu", "data", "attention", "layers", "layers/comm"),
     ".": ("layers/comm", "layers", "attention", "attention/ring", "run"),
 }
-FOLDERS = [room for room in ROOMS if room != "."]
 
 
-def without_comments(text):
-    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+def files(*suffixes, rooms=tuple(ROOMS)[:-1]):
+    """The texts of the rooms' files by name, except those of the program itself."""
+    paths = [path for room in rooms for path in sorted((ROOT / room).iterdir()) if path.suffix in suffixes]
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
-def headers():
+def included(text):
+    return re.findall(r'^#include "(.*)"', text, re.M)
+
+
+def declared():
     """Every word of the headers, without comments."""
-    files = [f for folder in FOLDERS for f in (ROOT / folder).iterdir() if f.suffix in (".h", ".cuh")]
-    assert len(files) > 20, files
-    return set(re.findall(r"\w+", "".join(without_comments(f.read_text(encoding="utf-8")) for f in files)))
+    headers = files(".h", ".cuh")
+    assert len(headers) > 20, headers
+    return set(re.findall(r"\w+", re.sub(r"//[^\n]*|/\*.*?\*/", "", "\n".join(headers.values()), flags=re.S)))
 
 
 def name_of(symbol):
@@ -50,24 +55,20 @@ def name_of(symbol):
     return symbol.split("(")[0].split()[-1]
 
 
-def sources():
-    return [f for folder in FOLDERS for f in sorted((ROOT / folder).iterdir()) if f.suffix in (".cu", ".cpp")]
-
-
 def test_symbols_of_objects_are_declared_in_headers():
-    declared, undeclared, found = headers(), [], 0
-    objects = [o for o in (ROOT / "build" / f.relative_to(ROOT).with_suffix(".o") for f in sources()) if o.exists()]
+    known, undeclared, found = declared(), [], 0
+    objects = [ROOT / "build" / f"{os.path.splitext(name)[0]}.o" for name in files(".cu", ".cpp")]
+    objects = [path for path in objects if path.exists()]
     if not objects:
         raise Skip("nothing is built")
     for path in objects:
-        listing = subprocess.run(["nm", "-C", "--defined-only", "--extern-only", path], capture_output=True, text=True,
-                                 check=True).stdout
-        for line in listing.splitlines():
+        command = ["nm", "-C", "--defined-only", "--extern-only", path]
+        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
             name = name_of(line.split(maxsplit=2)[2])
             if re.search(r"\bunnamed::|^std::|^(_|DW|vtable|typeinfo)", name):  # the last ones are the compiler's
                 continue
             found += 1
-            if name.split("::")[0] not in declared:  # of a member, its class
+            if name.split("::")[0] not in known:  # of a member, its class
                 undeclared.append(f"{path.relative_to(ROOT)}: {name}")
     assert found > 10 * len(objects), (found, len(objects))
     assert not undeclared, "neither in a header, static nor in an unnamed namespace:\n" + "\n".join(undeclared)
@@ -75,46 +76,39 @@ def test_symbols_of_objects_are_declared_in_headers():
 
 def test_types_and_kernels_are_in_unnamed_namespaces():
     """What no object shows: a type whose functions were inlined, a kernel that is a template."""
-    declared, wrong, found = headers(), [], 0
-    for path in sources():
+    known, wrong, found = declared(), [], 0
+    for name, text in files(".cu", ".cpp").items():
         inside = False
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if line == "namespace {" or line == "}  // namespace":
+        for number, line in enumerate(text.splitlines(), 1):
+            if line in ("namespace {", "}  // namespace"):
                 inside = line == "namespace {"
             thing = re.match(r"(?:struct|class|union|enum class|enum) (?:alignas\(.*\) )?(\w+)|(__global__ void)", line)
             if thing and ("{" in line or not line.endswith(";")):
                 found += 1
-                if not inside and thing[1] not in declared:
-                    wrong.append(f"{path.relative_to(ROOT)}:{number}: {line}")
+                if not inside and thing[1] not in known:
+                    wrong.append(f"{name}:{number}: {line}")
     assert found > 50, found
     assert not wrong, "neither in a header nor in an unnamed namespace:\n" + "\n".join(wrong)
 
 
 def test_includes_form_a_tree():
-    wrong, found = [], 0
-    for number, room in enumerate(ROOMS):
-        assert set(ROOMS[room]) <= set(list(ROOMS)[:number]), room
-        for path in sorted((ROOT / room).iterdir()):
-            if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
-                continue
-            for included in re.findall(r'^#include "(.*)"', path.read_text(encoding="utf-8"), re.M):
+    wrong, found, before = [], 0, set()
+    for room, others in ROOMS.items():
+        assert set(others) <= before, room
+        before.add(room)
+        for name, text in files(".h", ".cuh", ".cu", ".cpp", rooms=[room]).items():
+            for header in included(text):
                 found += 1
-                if str(pathlib.PurePath(included).parent) not in (room, *ROOMS[room]):
-                    wrong.append(f"{path.relative_to(ROOT)} includes {included}")
+                if (os.path.dirname(header) or ".") not in (room, *others):
+                    wrong.append(f"{name} includes {header}")
     assert found > 100, found
     assert not wrong, "\n".join(wrong)
-    rooms = {str(f.relative_to(ROOT).parent) for f in ROOT.glob("[adlr]*/**/*.cu")} - {"dev"}
-    assert rooms <= set(ROOMS), rooms
+    with_kernels = {str(path.relative_to(ROOT).parent) for path in ROOT.glob("[adlr]*/**/*.cu")} - {"dev"}
+    assert with_kernels <= set(ROOMS), with_kernels
 
 
 def test_headers_do_not_include_one_another_in_a_circle():
-    files = {str(f.relative_to(ROOT)): f for room in FOLDERS for f in (ROOT / room).iterdir() if f.suffix in (".h", ".cuh")}
-    includes = {name: [i for i in re.findall(r'^#include "(.*)"', f.read_text(encoding="utf-8"), re.M) if i in files]
-                for name, f in files.items()}
-    while free := [name for name in includes if not any(i in includes for i in includes[name])]:
-        for name in free:
-            del includes[name]
-    assert not includes, includes
+    graphlib.TopologicalSorter({name: included(text) for name, text in files(".h", ".cuh").items()}).prepare()
 
 
 def test_program_has_nothing_of_dev():
