@@ -91,7 +91,7 @@ struct Bench {
                 dev, [&](int) { launch(); }, ms.cool));
         return ms;
     }
-    // Calls use(ring) with a rank's ring of chunks of Tc tokens. What it holds is random, because zeros draw less power.
+    // Calls use(ring) with a rank's ring of chunks of Tc tokens. Its memory is random, because zeros draw less power.
     template <class RingComm, class Use>
     void with_ring(RingComm& through, int Tc, Use use) const {
         Ring<Cuda, bf16, RingComm> ring(dev, job.rank, job.size, 1, Tc, NH, HS);
