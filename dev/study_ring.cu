@@ -1,8 +1,8 @@
 // Studies what chunks and rings do to attention's errors. Causal, N(0,1), HS 64.
 //
 //   chunks   compares attention in 8 x 8 chunks on one GPU (attention/ring/chunks.h) with the unchunked call. It shows
-//            the largest difference of out, lse, dq, dk, dv in each chunk. It also shows two mistakes: a block's backward
-//            with the lse and D of its own keys only, and a sum of dq that did not start from zero.
+//            the largest difference of out, lse, dq, dk, dv in each chunk. It also shows two mistakes: a block's
+//            backward with the lse and D of its own keys only, and a sum of dq that did not start from zero.
 //   ring     runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It shows the
 //            mean and largest error of out, dq, dk, dv against fp64, for three ways to carry partial results:
 //              fp32   ours
