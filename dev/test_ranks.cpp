@@ -68,6 +68,7 @@ std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
     std::filesystem::remove(left);
     return numbers;
 }
+
 // The losses of all steps' micro-batches, the norms, three validations, and the parameters.
 std::vector<double> train(const Grouping& g) {
     const std::string short_file = dir() + "/short.txt";

@@ -58,10 +58,10 @@ std::set<std::string> files_of(const std::string& folder) {
 std::string log_of(const std::string& folder, bool only_steps = false) {
     std::string rows;
     std::istringstream log(read_file(folder + "/log.jsonl"));
-    for (std::string line; std::getline(log, line);)
-        if (!contains(line, "{\"kind\": \"run\""))
-            rows +=
-                line.substr(0, only_steps ? line.find(',', line.find("\"step\"")) : line.find(", \"step_ms\"")) + "\n";
+    for (std::string line; std::getline(log, line);) {
+        const size_t step = line.find(",", line.find("\"step\"")), times = line.find(", \"step_ms\"");
+        if (!contains(line, "{\"kind\": \"run\"")) rows += line.substr(0, only_steps ? step : times) + "\n";
+    }
     return rows;
 }
 // The rows that there must be, up to their steps. Without samples, sample_every is 0.
@@ -79,17 +79,14 @@ std::string expected_log(int steps, int val_every, int sample_every, bool questi
     }
     return rows;
 }
-// Checks that two texts are the same and not empty. What differs in a log is shown.
+// Checks that two files or texts are the same and not empty. What follows the difference is shown of a log.
 void check_same(const std::string& what, const std::string& got, const std::string& want) {
     if (!want.empty() && got == want) return;
     const size_t at = std::mismatch(got.begin(), got.end(), want.begin(), want.end()).first - got.begin();
-    const auto line = [&](const std::string& text) {
-        const size_t begin = text.rfind('\n', at ? at - 1 : 0) + 1;
-        return contains(what, "log") ? text.substr(begin, text.find('\n', begin) - begin) : "…";
-    };
+    const size_t shown = contains(what, "log") ? 100 : 0;
     test::report(__FILE__, __LINE__,
-                 format("%s differs from byte %zu on: %s, expected %s", what.c_str(), at, line(got).c_str(),
-                        line(want).c_str()));
+                 format("%s differs from byte %zu on: \"%s\", expected \"%s\"", what.c_str(), at,
+                        got.substr(at, shown).c_str(), want.substr(at, shown).c_str()));
 }
 // Checks the log, and every checkpoint of the straight run from a step on.
 void check_same_run(const std::string& straight, const std::string& resumed, int from) {
@@ -131,28 +128,11 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
                                kParameters)));
     // A state begins with what must be the same to go on, each name and value after its length.
     std::string identity;
-    for (const char* field : {"model",
-                              "L=2 NH=2 C=32 V=257",
-                              "precision",
-                              "fp32",
-                              "device",
-                              "cpu",
-                              "B",
-                              "2",
-                              "T",
-                              "16",
-                              "tokens per step",
-                              "64",
-                              "seed",
-                              "5",
-                              "order of data",
-                              "shuffled",
-                              "attention",
-                              "flash",
-                              "matmuls",
-                              "full precision",
-                              "data"})
-        identity += bytes_of(std::vector<uint32_t>{static_cast<uint32_t>(std::strlen(field))}) + field;
+    std::istringstream fields(
+        "model|L=2 NH=2 C=32 V=257|precision|fp32|device|cpu|B|2|T|16|tokens per step|64|seed|5|order of data|shuffled|"
+        "attention|flash|matmuls|full precision|data");
+    for (std::string field; std::getline(fields, field, '|');)
+        identity += bytes_of(std::vector<uint32_t>{static_cast<uint32_t>(field.size())}) + field;
     for (int step = 1; step <= kSteps; step++) {
         const std::string state = read_file(state_path(out, step)), model = read_file(model_path(out, step));
         CHECK(state.compare(16, 4, bytes_of(std::vector<uint32_t>{11})) == 0 && state.find(identity) == 20);
@@ -274,9 +254,9 @@ TEST(refuses_other_settings_by_name) {
         {data(more), "data", "\"", "\""},
     };
     for (const auto& c : cases) {
-        const Result r = run(options() + "-n 1 -y 1 -o " + out + " " + c.option);
-        CHECK_RUN(r, 1, ": checkpoint of another run: " + c.field + ": the checkpoint has " + c.has);
-        CHECK(contains(r.out, ", this run has " + c.wants));
+        CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out + " " + c.option), 1,
+                  ": checkpoint of another run: " + c.field + ": the checkpoint has " + c.has,
+                  ", this run has " + c.wants);
     }
     CHECK(newest_checkpoint(out) == 3);  // none of them did a step
     check_same("state", read_file(state_path(out, 3)), read_file(state_path(straight_run(), 3)));
@@ -419,9 +399,8 @@ TEST(every_tensor_has_its_place_in_the_file) {
             write_file(path, bytes);
             const int layer = at == last ? L - 1 : 0;
             const std::string place = tensor.name + (tensor.layers > 1 ? format(" of layer %d (", layer) : " (");
-            const Result r = run(options(1) + format("-v 0 -s 0 -t %d -d %d -e ", kPositions, 2 * kPositions) + path);
-            CHECK_RUN(r, 1, "not finite: " + place);
-            CHECK(contains(r.out, "step 1: loss nan") && contains(r.out, "last good checkpoint: none"));
+            CHECK_RUN(run(options(1) + format("-v 0 -s 0 -t %d -d %d -e ", kPositions, 2 * kPositions) + path), 1,
+                      "step 1: loss nan", "not finite: " + place, "last good checkpoint: none");
         }
     }
     CHECK(whole.size() == 1024 + 4 * kParameters);
