@@ -307,6 +307,17 @@ def test_stopped_runs_go_on_byte_for_byte():
     same = sum(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     assert same >= len(stamps) - 1 > 0, f"{same} of {len(stamps)} shards were kept"  # one may have missed the manifest
 
+    # A manifest with other batches: what it skips is longer than one of them.
+    manifest = {**json.loads(whole.pop("manifest.json")), "complete": False}
+    done = manifest["shards"] = manifest["shards"][:-2]
+    skip = sum(shard["tokens"] for shard in done)
+    done[-1]["next"] = {"source": 0, "position": 0, "skip": skip, "documents": 0, "empty": 0}
+    written("data/cache/parts/manifest.json", json.dumps(manifest))
+    for path in paths("parts")[-2:]:
+        path.unlink()
+    run(*options, "data/cache/parts")
+    assert whole.items() <= content("parts").items()
+
 
 def test_goes_on_after_any_shard_of_every_format():
     documents = some_documents(1500)
@@ -425,11 +436,14 @@ def test_tinystories_from_the_hub():
 
 def test_fineweb_from_the_hub():
     need("pyarrow")
+    import prepare
     documents = some_documents(100)
     raw = Path(write_documents("fineweb.parquet", documents)).read_bytes()
     with hub("HuggingFaceFW/fineweb-edu", "sample/10BT/", {"000_00000.parquet": raw}):
         run("fineweb-edu", "--val-tokens", 50)
     assert all_tokens("fineweb-edu") == expected_tokens(documents)
+    found = [text for batch in prepare.read_parquet("fineweb.parquet", "text", 70) for _, text in batch[2]]
+    assert found == documents[70:], "a manifest with other batches"
 
 
 def test_listing_of_the_hub():
