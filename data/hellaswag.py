@@ -11,13 +11,12 @@ Endings are tokenised with the space before them, as GPT-2 has it; there is no <
 the ending of the least mean loss over the ending's tokens."""
 import argparse
 import array
-import json
 import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (Fail, add_ranks_options, download, load_ranks, make_encoding, need, progress, run,
-                            write_file, write_tokenizer)
+from prepare_common import (Fail, add_ranks_options, download, json_lines, load_ranks, make_encoding,
+                            progress, run, write_file, write_tokenizer)
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -29,25 +28,17 @@ SHA256 = {  # of the splits whose right endings are public
 
 def read_examples(path):
     """(where, context, endings, label) of each line."""
-    with open(path, "rb") as file:
-        at = 0
-        for line in file:
-            where = f"{path}: example at offset {at}"
-            try:
-                example = json.loads(line.decode())
-                context, endings, label = example["ctx"], example["endings"], int(example["label"])
-            except UnicodeDecodeError as error:
-                raise Fail(f"{path}: invalid UTF-8 at offset {at + error.start}; get the file again") from None
-            except json.JSONDecodeError as error:
-                raise Fail(f"{path}: not JSON at offset {at + error.pos}: {error.msg}; get the file again") from None
-            except (KeyError, TypeError, ValueError) as error:
-                raise Fail(f"{where}: expected ctx, endings and a label, found one missing or wrong ({error}); the "
-                           "test split has no labels, give val or train") from None
-            if not all(isinstance(text, str) for text in [context, *endings]) or not 0 <= label < len(endings):
-                raise Fail(f"{where}: expected text, endings of text and the index of one, found label {label}; get "
-                           "the file again")
-            yield where, context, endings, label
-            at += len(line)
+    for at, example in json_lines(path):
+        where = f"{path}: example at offset {at}"
+        try:
+            context, endings, label = example["ctx"], example["endings"], int(example["label"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Fail(f"{where}: expected ctx, endings and a label, found one missing or wrong ({error}); the "
+                       "test split has no labels, give val or train") from None
+        if not all(isinstance(text, str) for text in [context, *endings]) or not 0 <= label < len(endings):
+            raise Fail(f"{where}: expected text, endings of text and the index of one, found label {label}; get "
+                       "the file again")
+        yield where, context, endings, label
 
 
 def encode_example(encoding, index, where, context, endings, label):
@@ -63,7 +54,6 @@ def encode_example(encoding, index, where, context, endings, label):
 
 
 def convert(args):
-    need("tqdm")
     ranks = load_ranks(args.ranks, args.ranks_sha256)
     encoding = make_encoding(ranks)
     directory = args.output.parent

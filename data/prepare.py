@@ -14,9 +14,9 @@ A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), the
 Limit: a document of .jsonl and .parquet must fit in memory; one of .txt need not, as long as it has spaces."""
 import argparse
 import array
+import codecs
 import collections
 import concurrent.futures
-import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -28,8 +28,8 @@ import sys
 import threading
 from pathlib import Path
 
-from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, commit, download, fetch, load_ranks, make_encoding,
-                            need, progress, run, sha256_of, write_file, write_tokenizer)
+from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, commit, download, fetch, invalid_utf8, json_lines,
+                            load_ranks, make_encoding, need, progress, run, sha256_of, write_file, write_tokenizer)
 
 SHARD_MAGIC = 20240520
 BATCH_BYTES = 1 << 20
@@ -83,17 +83,6 @@ def start_worker(ranks):
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
-@contextlib.contextmanager
-def workers(jobs, ranks):
-    pool = concurrent.futures.ProcessPoolExecutor(jobs, initializer=start_worker, initargs=(ranks,))
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)  # waiting for workers that a signal hit can last for ever
-        raise
-    pool.shutdown()
-
-
 def encode(texts):
     """Tokens of [(begins a document, text)] as bytes; documents and empty documents in it."""
     tokens, documents, empty = array.array("H"), 0, 0
@@ -113,75 +102,53 @@ def encode(texts):
 # ---------------------------------------------------------------------------------------------------------- the readers
 # Each yields (position, bytes of the file before it, [(begins a document, text)]) from a position that it once yielded.
 
-SEPARATOR = re.compile(r"\n?<\|endoftext\|>\n?")
+DOCUMENTS = re.compile(r"\n?<\|endoftext\|>\n?")  # stands between them
+SPEECHES = re.compile(r"(?<=\n\n)")  # an empty line ends one
 # The last place where cutting a text changes no token: between a visible character and white space, since GPT-2's
 # pattern looks ahead only from white space and never back. Not after >, which may end a separator.
 LAST_CUT = re.compile(r"(?s:.*)[^\s>](?=[ \t\r\n])")
 
 
-def invalid_utf8(path, offset, error):
-    byte = error.object[error.start]
-    return Fail(f"{path}: invalid UTF-8 at offset {offset + error.start}: found byte 0x{byte:02x} ({error.reason}); "
-                "convert the file to UTF-8")
-
-
-def read_text(path, position):
-    """One document, or several with <|endoftext|> between them."""
+def read_text(path, position, separator=DOCUMENTS):
+    decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
     with open(path, "rb") as file:
         file.seek(position)
-        raw, more = b"", True
         while more:
             block = file.read(BATCH_BYTES)
-            raw, more = raw + block, bool(block)
+            more = bool(block)
             try:
-                text = raw.decode()
+                text += decoder.decode(block, final=not more)
             except UnicodeDecodeError as error:
-                if not more or error.reason != "unexpected end of data":
-                    raise invalid_utf8(path, position, error) from None
-                text = raw[:error.start].decode()  # the rest of that character is in the next block
+                raise invalid_utf8(path, position + len(text.encode()), error) from None
             cut = LAST_CUT.match(text) if more else re.match("(?s:.*)", text)
-            if cut and raw:
-                parts = SEPARATOR.split(cut.group())
+            if cut and text:
+                parts = separator.split(cut.group())
                 yield position, position, [(i > 0 or position == 0, part) for i, part in enumerate(parts)]
-                used = len(cut.group().encode())
-                raw, position = raw[used:], position + used
-
-
-def read_paragraphs(path, position):
-    """A document ends after an empty line; llm.c cuts tinyshakespeare into speeches this way. Small files only."""
-    speeches = re.split(r"(?<=\n\n)", Path(path).read_bytes()[position:].decode())
-    yield position, position, [(True, speech) for speech in speeches]
+                position += len(cut.group().encode())
+                text = text[cut.end():]
 
 
 def read_jsonl(path, field, position):
     """An object a line, its text under `field`."""
-    with open(path, "rb") as file:
-        file.seek(position)
-        texts, begin, at = [], position, position
-        for line in file:
-            try:
-                text = json.loads(line.decode())[field] if line.strip() else None
-                if not isinstance(text, (str, type(None))):
-                    raise Fail(f"{path}: object at offset {at}: {field!r} is {type(text).__name__}, expected a string")
-            except UnicodeDecodeError as error:
-                raise invalid_utf8(path, at, error) from None
-            except json.JSONDecodeError as error:
-                raise Fail(f"{path}: not JSON at offset {at + error.pos}: {error.msg}; one object a line") from None
-            except (KeyError, TypeError, IndexError):
-                raise Fail(f"{path}: object at offset {at} has no field {field!r}; name it with --field") from None
-            texts += [(True, text or "")] if line.strip() else []
-            at += len(line)
-            if at - begin >= BATCH_BYTES:
-                yield begin, begin, texts
-                texts, begin = [], at
-        if texts:
+    begin, texts = position, []
+    for at, found in json_lines(path, position):
+        if at - begin >= BATCH_BYTES:
             yield begin, begin, texts
+            begin, texts = at, []
+        try:
+            text = found[field]
+        except (KeyError, TypeError):
+            raise Fail(f"{path}: object at offset {at} has no field {field!r}; name it with --field") from None
+        if not isinstance(text, (str, type(None))):
+            raise Fail(f"{path}: object at offset {at}: {field!r} is {type(text).__name__}, expected a string")
+        texts.append((True, text or ""))
+    if texts:
+        yield begin, begin, texts
 
 
 def read_parquet(path, field, position):
     """A document a row, its text in the column `field`; positions are row numbers."""
-    parquet = need("pyarrow.parquet")
-    arrow = need("pyarrow")
+    parquet, arrow = need("pyarrow.parquet"), need("pyarrow")
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow
@@ -190,78 +157,59 @@ def read_parquet(path, field, position):
             if columns.field(field).type not in (arrow.string(), arrow.large_string()):
                 raise Fail(f"{path}: column {field!r} is {columns.field(field).type}, expected string; name another")
             row, size = 0, os.path.getsize(path)
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= position:  # all before the position
-                    row += rows
-                    continue
-                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[field]):
-                    skip = min(max(position - row, 0), len(batch))
-                    texts = [(True, text or "") for text in batch.column(0)[skip:].to_pylist()]
-                    if texts:
-                        yield row + skip, size * row // file.metadata.num_rows, texts
-                    row += len(batch)
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                if row + len(batch) > position:
+                    begin = max(row, position)
+                    texts = [(True, text or "") for text in batch.column(0)[begin - row:].to_pylist()]
+                    yield begin, size * row // file.metadata.num_rows, texts
+                row += len(batch)
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise Fail(f"{path}: cannot read as parquet: {str(error).splitlines()[0]}; get the file again") from None
 
 
-def open_source(path, field, paragraphs, position):
+def read(path, field, separator, position):
     suffix = Path(path).suffix
     if suffix == ".txt":
-        return (read_paragraphs if paragraphs else read_text)(path, position)
+        return read_text(path, position, separator)
     return (read_jsonl if suffix == ".jsonl" else read_parquet)(path, field, position)
 
 
 # ----------------------------------------------------------------------------------------------------------- the shards
 
 
-class Shards:
-    """Cuts the stream of tokens into shards; manifest["shards"] says which are finished and where the next begins."""
+def next_shard(manifest):
+    """Its name, and how many tokens it takes; 0 if there are enough."""
+    shards, settings = manifest["shards"], manifest["settings"]
+    total = sum(shard["tokens"] for shard in shards)
+    validation = manifest["val_tokens"] - total
+    room = min(settings["shard_tokens"], validation if validation > 0 else sys.maxsize,
+               (settings["max_tokens"] or sys.maxsize) - total)
+    return f"{'val' if validation > 0 else 'train'}_{len(shards):06d}.bin", room
 
-    def __init__(self, directory, manifest):
-        self.directory, self.manifest, self.file = directory, manifest, None
-        self.total = sum(shard["tokens"] for shard in manifest["shards"])  # in finished shards
 
-    def begin(self):
-        """Opens the next shard; False if there are enough tokens."""
-        val_left = self.manifest["val_tokens"] - self.total
-        settings = self.manifest["settings"]
-        self.limit = min(settings["shard_tokens"], val_left if val_left > 0 else sys.maxsize,
-                         (settings["max_tokens"] or sys.maxsize) - self.total)
-        if self.limit == 0:
-            return False
-        split = "val" if val_left > 0 else "train"
-        self.path = self.directory / f"{split}_{len(self.manifest['shards']):06d}.bin"
-        self.part = self.path.with_name(self.path.name + ".part")
-        self.file, self.tokens = open(self.part, "w+b"), 0
-        self.file.write(bytes(1024))  # the header, once the count is known
-        return True
-
-    def write(self, data, place):
-        """Tokens of the batch at `place`, from place["skip"] on; False once there are enough."""
-        while place["skip"] * 2 < len(data):
-            if not self.file and not self.begin():
-                return False
-            piece = data[place["skip"] * 2:][:(self.limit - self.tokens) * 2]
-            self.file.write(piece)
-            self.tokens += len(piece) // 2
+def write_shards(directory, manifest, batches):
+    """Cuts the stream of tokens into shards. manifest["shards"] says which are finished and where the next begins."""
+    place, data = next(batches)
+    while data and (shard := next_shard(manifest))[1]:
+        name, room = shard
+        file, count = open(directory / f"{name}.part", "wb"), 0
+        file.write(bytes(1024))  # the header, once the count is known
+        while data and count < room:
+            piece = data[place["skip"] * 2:][:(room - count) * 2]
+            file.write(piece)
+            count += len(piece) // 2
             place["skip"] += len(piece) // 2
-            if self.tokens == self.limit:
-                self.finish(place)
-        return True
-
-    def finish(self, place):
-        self.file.seek(0)
-        self.file.write(struct.pack("<256i", SHARD_MAGIC, 1, self.tokens, *[0] * 253))
-        self.file.flush()
-        sha256 = sha256_of(self.part)
-        commit(self.file, self.part, self.path)
-        self.file = None
-        self.total += self.tokens
-        shard = {"name": self.path.name, "tokens": self.tokens, "sha256": sha256, "next": dict(place)}
-        self.manifest["shards"].append(shard)
-        save_manifest(self.directory, self.manifest)
-        need("tqdm").tqdm.write(f"{self.path}: {self.tokens:,} tokens", file=sys.stdout)
+            if place["skip"] * 2 == len(data):
+                place, data = next(batches)
+        file.seek(0)
+        file.write(struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253))
+        file.flush()
+        sha256 = sha256_of(file.name)
+        commit(file, directory / name)
+        manifest["shards"].append({"name": name, "tokens": count, "sha256": sha256, "next": dict(place)})
+        save_manifest(directory, manifest)
+        need("tqdm").tqdm.write(f"{directory / name}: {count:,} tokens", file=sys.stdout)
+    return place
 
 
 def save_manifest(directory, manifest):
@@ -336,37 +284,42 @@ def prepare(args):
     if shards:
         print(f"{directory}: {len(shards)} finished {'shard' if len(shards) == 1 else 'shards'} kept", flush=True)
     start = shards[-1]["next"] if shards else {"source": 0, "position": 0, "skip": 0, "documents": 0, "empty": 0}
-    counts = {key: start[key] for key in ("documents", "empty")}
+    separator = SPEECHES if dataset == "tinyshakespeare" else DOCUMENTS  # as llm.c has it
 
-    def batches():
-        before = sum(source["bytes"] for source in sources[:start["source"]])
+    def texts_of_batches():
+        position = start["position"]
         for i in range(start["source"], len(sources)):
-            url = sources[i].get("url")
+            before, url = sum(source["bytes"] for source in sources[:i]), sources[i].get("url")
             path = args.sources[i] if not url else download(url, directory / "download" / Path(url).name,
                                                             sources[i]["sha256"])
-            begin = start["position"] if i == start["source"] else 0
-            for position, read, texts in open_source(path, args.field, dataset == "tinyshakespeare", begin):
-                bar.update(before + read - bar.n)
-                skip = start["skip"] if (i, position) == (start["source"], start["position"]) else 0
-                yield {"source": i, "position": position, "skip": skip}, texts
-            before += sources[i]["bytes"]
+            for position, bytes_read, texts in read(path, args.field, separator, position):
+                bar.update(before + bytes_read - bar.n)
+                yield {"source": i, "position": position}, texts
+            position = 0
         bar.update(total_bytes - bar.n)
 
+    def tokens_of_batches(pool):
+        """(place, tokens) of each batch that has some, and the end's place without any."""
+        skip, counts = start["skip"], {key: start[key] for key in ("documents", "empty")}
+        for place, (data, documents, empty) in in_order(pool, texts_of_batches(), 3 * args.jobs):
+            place.update(counts, skip=min(skip, len(data) // 2))
+            skip -= place["skip"]
+            if place["skip"] * 2 < len(data):
+                yield place, data
+            counts = {"documents": counts["documents"] + documents, "empty": counts["empty"] + empty}
+        yield {"source": len(sources), "position": 0, "skip": 0, **counts}, b""
+
     if not manifest["complete"]:
-        writer = Shards(directory, manifest)
-        with progress(total=total_bytes, unit="B", desc="tokenising") as bar, workers(args.jobs, ranks) as pool:
-            for place, (data, documents, empty) in in_order(pool, batches(), 3 * args.jobs):
-                if not writer.write(data, dict(place, **counts)):
-                    break
-                counts["documents"] += documents
-                counts["empty"] += empty
-        if writer.file:
-            writer.finish({"source": len(sources), "position": 0, "skip": 0, **counts})
-        if writer.total <= manifest["val_tokens"]:
+        pool = concurrent.futures.ProcessPoolExecutor(args.jobs, initializer=start_worker, initargs=(ranks,))
+        with progress(total=total_bytes, unit="B", desc="tokenising") as bar:
+            end = write_shards(directory, manifest, tokens_of_batches(pool))
+        pool.shutdown(cancel_futures=True)  # not where something is raised, because a killed worker never ends
+        total = sum(shard["tokens"] for shard in shards)
+        if total <= manifest["val_tokens"]:
             (directory / "manifest.json").unlink(missing_ok=True)
             raise Fail(f"{directory}: no tokens left to train on: expected more than {manifest['val_tokens']:,}, which "
-                       f"go to validation, found {writer.total:,}; give more text or a smaller --val-tokens")
-        manifest.update(complete=True, tokens=writer.total, **counts)
+                       f"go to validation, found {total:,}; give more text or a smaller --val-tokens")
+        manifest.update(complete=True, tokens=total, documents=end["documents"], empty=end["empty"])
         save_manifest(directory, manifest)
     print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {manifest['empty']:,} empty ones "
           f"skipped\n./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import http.client
+import importlib
 import json
 import os
 import struct
@@ -34,7 +35,7 @@ class Fail(Exception):
 
 def need(module):
     try:
-        return __import__(module, fromlist=["_"])
+        return importlib.import_module(module)
     except ImportError:
         name = module.split(".")[0]
         raise Fail(f"the Python library {name} is not installed; pip install -r scripts/requirements.txt") from None
@@ -44,67 +45,63 @@ def progress(**options):
     return need("tqdm").tqdm(unit_scale=True, disable=None, **options)  # None: only on a terminal
 
 
-def sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-
 # -------------------------------------------------------------------------------------------------- files and downloads
 
 
-def commit(file, part, path):
-    """Gives the complete file `part` its final name: on disk first, so that a final name never holds a partial file."""
+def sha256_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def commit(file, path):
+    """Gives a complete file its final name: on disk first, so that a final name never holds a partial file."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
-    os.replace(part, path)
+    os.replace(file.name, path)
     directory = os.open(path.parent, os.O_RDONLY)
     os.fsync(directory)
     os.close(directory)
 
 
 def write_file(path, content):
-    part = path.with_name(path.name + ".part")
-    file = open(part, "wb")
+    file = open(f"{path}.part", "wb")
     file.write(content)
-    commit(file, part, path)
+    commit(file, path)
 
 
-def fetch(url, start=0, instead="give a local file instead"):
+def fetch(url, start=0):
+    """The server's answer with the bytes from `start` on, or None if there are no more."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         return urllib.request.urlopen(request, timeout=60)
     except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         if isinstance(error, urllib.error.HTTPError) and error.code == 416:
-            return None  # nothing lies beyond `start`
-        reason = getattr(error, "reason", error)
-        raise Fail(f"{url}: cannot download: {reason}; check the network, or {instead}") from None
+            return None
+        raise Fail(f"{url}: cannot download: {getattr(error, 'reason', error)}; check the network, or give a local "
+                   "file (GPT-2's vocab.bpe with --ranks)") from None
 
 
-def download(url, path, sha256, **advice):
+def blocks(response):
+    with contextlib.suppress(OSError, http.client.HTTPException):  # the length will tell
+        yield from iter(lambda: response.read(1 << 20), b"")
+
+
+def download(url, path, sha256):
     """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on."""
     if path.exists():
         if sha256 and sha256_of(path) != sha256:
             raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {sha256_of(path)}; delete it to get it again")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    response = fetch(url, part.stat().st_size if part.exists() else 0, **advice)
+    part = Path(f"{path}.part")
+    response = fetch(url, part.stat().st_size if part.exists() else 0)
     with open(part, "ab" if response is None or response.status == 206 else "wb") as file:
-        if response is not None:
+        if response:
             length = response.headers.get("Content-Length")
             total = file.tell() + int(length) if length else None
             with response, progress(total=total, initial=file.tell(), unit="B", desc=path.name) as bar:
-                block = b"-"
-                while block:
-                    try:
-                        block = response.read(1 << 20)
-                    except (OSError, http.client.HTTPException):
-                        block = b""  # the length will tell
+                for block in blocks(response):
                     bar.update(file.write(block))
             if total and file.tell() < total:
                 raise Fail(f"{url}: download broke off: expected {total} bytes, found {file.tell()}; run again"
@@ -114,8 +111,31 @@ def download(url, path, sha256, **advice):
         if sha256 and found != sha256:
             part.unlink()
             raise Fail(f"{url}: wrong SHA-256: expected {sha256}, found {found}; deleted, run again")
-        commit(file, part, path)
+        commit(file, path)
     return path
+
+
+def invalid_utf8(path, offset, error):
+    byte = error.object[error.start]
+    return Fail(f"{path}: invalid UTF-8 at offset {offset + error.start}: found byte 0x{byte:02x} ({error.reason}); "
+                "convert the file to UTF-8")
+
+
+def json_lines(path, position=0):
+    """(offset, object) of each line from a position on, without blank ones."""
+    with open(path, "rb") as file:
+        file.seek(position)
+        for line in file:
+            try:
+                found = json.loads(line.decode()) if line.strip() else None
+            except UnicodeDecodeError as error:
+                raise invalid_utf8(path, position, error) from None
+            except json.JSONDecodeError as error:
+                at = position + error.pos
+                raise Fail(f"{path}: not JSON at offset {at}: {error.msg}; give one object a line") from None
+            if line.strip():
+                yield position, found
+            position += len(line)
 
 
 # -------------------------------------------------------------------------------------------------------- the tokenizer
@@ -147,11 +167,12 @@ def load_ranks(paths, extra_sha256):
     if not paths:
         cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
         cache = Path(cache or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-        places = [(RANKS_HOST + url, cache / hashlib.sha1((RANKS_HOST + url).encode()).hexdigest(), sha256)
-                  for url, sha256 in RANKS_SHA256.items()]
-        cached = [path for _, path, _ in places if path.exists()]
-        paths = cached[:1] or [download(*places[0], instead="give GPT-2's vocab.bpe with --ranks")]
-    accepted = list(extra_sha256) + list(RANKS_SHA256.values())
+        urls = {cache / hashlib.sha1((RANKS_HOST + name).encode()).hexdigest(): name for name in RANKS_SHA256}
+        paths = [path for path in urls if path.exists()][:1]
+    if not paths:
+        path, name = next(iter(urls.items()))
+        paths = [download(RANKS_HOST + name, path, RANKS_SHA256[name])]
+    accepted = [*extra_sha256, *RANKS_SHA256.values()]
     found = []
     for path in paths:
         content = Path(path).read_bytes()
@@ -162,15 +183,12 @@ def load_ranks(paths, extra_sha256):
         found.append(parse_ranks(path, content))
         if found[0] != found[-1]:
             raise Fail(f"{path}: other ranks than in {paths[0]}; give files of the same tokenizer")
-    ranks, path = found[0], paths[0]
-    largest = max(ranks.values(), default=-1)
-    if largest > 65535:
-        raise Fail(f"{path}: token {largest} does not fit a shard's 16 bits: expected at most 65535; use GPT-2's ranks")
-    if largest >= END_OF_TEXT or len(set(ranks.values())) < len(ranks):
-        raise Fail(f"{path}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {largest} as the "
-                   f"largest of {len(set(ranks.values()))} for {len(ranks)} tokens; use GPT-2's ranks")
+    ranks, ids = found[0], set(found[0].values())
+    if max(ids, default=0) >= END_OF_TEXT or len(ids) < len(ranks):
+        raise Fail(f"{paths[0]}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {max(ids)} as the "
+                   f"largest of {len(ids)} for {len(ranks)} tokens; use GPT-2's ranks")
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise Fail(f"{path}: a single byte has no token: expected all 256; use GPT-2's ranks")
+        raise Fail(f"{paths[0]}: a single byte has no token: expected all 256; use GPT-2's ranks")
     return ranks
 
 
@@ -183,11 +201,10 @@ def write_tokenizer(path, ranks):
     """llm.c's tokenizer file: 256 uint32 (magic, version 2, tokens, id of <|endoftext|>), then for each a length byte
     and as many bytes."""
     pieces = [b""] * VOCABULARY
-    for token, rank in ranks.items():
+    for token, rank in [*ranks.items(), (b"<|endoftext|>", END_OF_TEXT)]:
         if len(token) > 255:
             raise Fail(f"{path}: token {rank} has {len(token)} bytes: expected at most 255; use GPT-2's ranks")
         pieces[rank] = token
-    pieces[END_OF_TEXT] = b"<|endoftext|>"
     header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
     write_file(path, header + b"".join(bytes([len(piece)]) + piece for piece in pieces))
 

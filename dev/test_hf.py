@@ -29,7 +29,6 @@ sys.path.append(str(HF.parent))  # last, because a script there is named as a li
 
 def hf(*command, **replaced):
     """Runs hf.py in this process and gives its line of error, or None. `replaced` are functions that it calls."""
-    need("numpy")
     import hf as module
     silent = io.StringIO()
     with (mock.patch.object(sys, "argv", ["hf.py", *command]), mock.patch.dict(vars(module), replaced),
@@ -40,11 +39,6 @@ def hf(*command, **replaced):
             return end.code
         except KeyboardInterrupt:
             return "KeyboardInterrupt"
-
-
-def program(*arguments, **environment):
-    return subprocess.run([sys.executable, HF, *arguments], capture_output=True, text=True,
-                          env={**os.environ, **environment})
 
 
 def converts(*command):
@@ -59,16 +53,8 @@ def refuses(message, *command, **replaced):
     assert sorted(os.listdir()) == before, f"left behind: {set(os.listdir()) - set(before)}"
 
 
-def refuses_each(file, command, cases):
-    """Each case is a message and the content with which `file` causes it. Afterwards the file is as before."""
-    good = read(file)
-    for message, content in cases:
-        written(file, content)
-        refuses(message, *command)
-    written(file, good)
-
-
-IMPORT, EXPORT = ("import", "hf", "b.bin"), ("export", "a.bin", "hf")
+IMPORT, EXPORT = ("import", "hf", "b.bin"), ("export", "a.bin", "hf2")
+TENSORS, CONFIG = "hf/model.safetensors", "hf/config.json"
 
 
 def read(path):
@@ -80,15 +66,16 @@ def unpack(code, raw):
     return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
 
 
-def unpack_safetensors(raw):
+def read_tensors(path=TENSORS):
     """{name without "transformer.": (bytes, type, shape)}"""
+    raw = read(path)
     begin = 8 + int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8:begin]), raw[begin:]
     return {name.removeprefix("transformer."): (data[slice(*entry["data_offsets"])], entry["dtype"], entry["shape"])
             for name, entry in header.items() if name != "__metadata__"}
 
 
-def pack_safetensors(tensors):
+def pack_tensors(tensors):
     header, data = {}, b""
     for name, (raw, dtype, shape) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
@@ -104,19 +91,15 @@ def padded(V):
     return (V + 127) // 128 * 128
 
 
-def new_checkpoint(path="a.bin", version=3, P=P, V=V):
-    """A checkpoint of random bits with NaNs, because what is only moved must come back as it was. Padding is zero."""
+def new_export(version=3, P=P, V=V, values=b""):
+    """In a new folder a.bin and its export, the folder hf. a.bin begins with these values. Random bits follow, NaNs
+    among them, because what is only moved must come back as it was. Padding is zero."""
+    new_folder()
     size, rest = 4 if version == 3 else 2, P * C + L * (12 * C * C + 13 * C) + 2 * C
     chance, header = random.Random(1), struct.pack("<256i", 20240326, version, P, V, L, 2, C, padded(V), *[0] * 248)
-    written(path, header + chance.randbytes(V * C * size) + bytes((padded(V) - V) * C * size) +
-          chance.randbytes(rest * size))
-
-
-def new_export(**checkpoint):
-    """In a new folder a.bin and its export, the folder hf."""
-    new_folder()
-    new_checkpoint(**checkpoint)
-    converts(*EXPORT)
+    written("a.bin", header + values + chance.randbytes(V * C * size - len(values)) +
+            bytes((padded(V) - V) * C * size) + chance.randbytes(rest * size))
+    converts("export", "a.bin", "hf")
 
 
 def llmc_order(P, V, C):
@@ -136,14 +119,14 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
     """An export also says what the transformers library asks: the type, no dropout, what ends a text, aligned data."""
     for version, dtype, P, V, end_of_text in ((3, "float32", 10, 257, 256), (5, "bfloat16", 19, 257, 256),
                                               (3, "float32", 109, 256, None), (5, "bfloat16", 1009, 50257, 50256)):
-        new_export(version=version, P=P, V=V)
+        new_export(version, P, V)
         assert sorted(os.listdir("hf")) == ["config.json", "generation_config.json", "model.safetensors"]
-        config, generation = (json.loads(read(f"hf/{name}")) for name in ("config.json", "generation_config.json"))
+        config, generation = (json.loads(read(file)) for file in (CONFIG, "hf/generation_config.json"))
         for ends in config, generation:
             assert ends["bos_token_id"] == ends["eos_token_id"] == end_of_text, (ends, V)
         assert config["torch_dtype"] == dtype, config
         assert [config[f"{part}_pdrop"] for part in ("embd", "attn", "resid")] == [0, 0, 0], config
-        assert int.from_bytes(read("hf/model.safetensors")[:8], "little") % 8 == 0  # P and V change its header's length
+        assert int.from_bytes(read(TENSORS)[:8], "little") % 8 == 0  # P and V change its header's length
         converts(*IMPORT)
         assert read("a.bin") == read("b.bin"), (version, V)
 
@@ -151,8 +134,7 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
 def test_each_tensor_is_where_hugging_face_has_it():
     """Hugging Face's c_… weights are (in, out). A round trip sees neither the order of tensors nor their names."""
     new_export()
-    tensors = unpack_safetensors(read("hf/model.safetensors"))
-    words = memoryview(read("a.bin")[1024:]).cast("I")
+    tensors, words = read_tensors(), memoryview(read("a.bin")[1024:]).cast("I")
     for name, rows, columns in llmc_order(P, V, C):
         values, words = words[:rows * columns].tolist(), words[rows * columns:]
         if ".c_" in name:
@@ -168,56 +150,47 @@ def test_conversion_of_precision():
     converts(*IMPORT, "--precision", "fp32")
     converts("export", "b.bin", "back", "--precision", "bf16")
     converts("import", "back", "back.bin")
-    a, b = (unpack("H", read(f)[1024:]) for f in ("a.bin", "back.bin"))
+    a, b = (unpack("H", read(file)[1024:]) for file in ("a.bin", "back.bin"))
     quiet = [x | 0x40 if x & 0x7FFF > 0x7F80 else x for x in a]  # a signalling NaN comes back so
     assert quiet != a and quiet == b
 
     # To the nearer of the two neighbours, a tie to the even one.
-    new_checkpoint("r.bin")
     bits = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001, 0x80000001]
     want = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFFFF, 0x7FC0, 0x8000]
-    raw = read("r.bin")
-    written("r.bin", raw[:1024] + struct.pack(f"<{len(bits)}I", *bits) + raw[1024 + 4 * len(bits):])
-    converts("export", "r.bin", "rounded", "--precision", "bf16")
-    converts("import", "rounded", "rounded.bin")
-    found = unpack("H", read("rounded.bin")[1024:1024 + 2 * len(bits)])
+    new_export(values=struct.pack(f"<{len(bits)}I", *bits))
+    converts(*EXPORT, "--precision", "bf16")
+    found = unpack("H", read_tensors("hf2/model.safetensors")["wte.weight"][0])[:len(bits)]
     assert found == want, [hex(x) for x in found]
 
-
-def test_import_of_fp16():
-    new_folder()
-    new_checkpoint()
-    n, chance = os.path.getsize("a.bin") // 4 - 256, random.Random(2)
-    halves = unpack("e", struct.pack(f"<{n}e", *(chance.gauss(0, 1) for _ in range(n))))
-    halves[V * C:padded(V) * C] = (padded(V) - V) * C * [0]
-    written("a.bin", read("a.bin")[:1024] + struct.pack(f"<{n}f", *halves))
-    converts(*EXPORT)
-    tensors = unpack_safetensors(read("hf/model.safetensors"))
-    for name, (raw, _, shape) in tensors.items():
-        tensors[name] = struct.pack(f"<{len(raw) // 4}e", *unpack("f", raw)), "F16", shape
-    written("hf/model.safetensors", pack_safetensors(tensors))
+    chance = random.Random(2)
+    halves = {}
+    for name, (raw, _, shape) in read_tensors().items():
+        values = [chance.gauss(0, 1) for _ in range(len(raw) // 4)]
+        halves[name] = struct.pack(f"<{len(values)}e", *values), "F16", shape
+    written(TENSORS, pack_tensors(halves))
     converts(*IMPORT)
-    assert read("a.bin") == read("b.bin")
+    converts("export", "b.bin", "floats")
+    for name, (raw, dtype, shape) in read_tensors("floats/model.safetensors").items():
+        assert (unpack("f", raw), dtype, shape) == (unpack("e", halves[name][0]), "F32", halves[name][2]), name
 
 
 def test_sharded_safetensors_and_old_names():
     """Large models come in several files. Early ones have names without "transformer." and keep the causal masks."""
     new_export()
-    tensors = unpack_safetensors(read("hf/model.safetensors"))
+    tensors, index = read_tensors(), "hf/model.safetensors.index.json"
     tensors["h.0.attn.bias"] = bytes(16), "BOOL", [1, 1, 4, 4]
     tensors["h.1.attn.masked_bias"] = bytes(4), "F32", []
     tensors["lm_head.weight"] = tensors["wte.weight"]
     names = list(tensors)
     for part in range(2):
-        written(f"hf/model-{part}.safetensors", pack_safetensors({name: tensors[name] for name in names[part::2]}))
-    os.unlink("hf/model.safetensors")
-    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
-    written("hf/model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+        written(f"hf/model-{part}.safetensors", pack_tensors({name: tensors[name] for name in names[part::2]}))
+    os.unlink(TENSORS)
+    written(index, json.dumps({"weight_map": {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}}))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
     os.unlink("hf/model-1.safetensors")
     refuses("model-1.safetensors: cannot read: No such file", "import", "hf", "c.bin")
-    written("hf/model.safetensors.index.json", '{"weight_map": ["x"]}')
+    written(index, '{"weight_map": ["x"]}')
     refuses("index.json: damaged", "import", "hf", "c.bin")
 
 
@@ -239,141 +212,120 @@ def test_names_on_the_hub():
     refuses("./gpt2: not a folder", "import", "./gpt2", "c.bin")
 
 
-def test_no_numpy_and_usage():
-    new_folder()
-    written("none/numpy.py", "raise ImportError('none here')")
-    done = program("import", "hf", "a.bin", PYTHONPATH="none")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done
-    assert done.stderr.startswith("hf.py: needs numpy (none here)"), done
-    done = program("--help", PYTHONPATH="none")
-    assert done.returncode == 0 and "from_pretrained" in done.stdout, done
-    for arguments in ((), ("import",), ("move", "a", "b"), ("import", "a", "b", "--precision", "fp8")):
-        assert hf(*arguments) == 2, arguments
-
-
-def test_config_that_is_not_gpt2():
+def test_as_a_program():
     new_export()
-    config = json.loads(read("hf/config.json"))
+    written("none/numpy.py", "raise ImportError('none here')")
+    for command, path, code, says in (("import hf b.bin", "none", 1, "hf.py: needs numpy (none here)"),
+                                      ("--help", "none", 0, "from_pretrained"),
+                                      ("export a.bin hf", None, 1, "hf.py: hf: exists already")):
+        environment = {**os.environ, "PYTHONPATH": path or os.environ["PYTHONPATH"]}
+        done = subprocess.run([sys.executable, HF, *command.split()], capture_output=True, text=True, env=environment)
+        assert done.returncode == code and says in done.stdout + done.stderr, done
+        assert done.stderr.count("\n") == code, done
+    for usage in "", "import", "move a b", "import a b --precision fp8":
+        assert hf(*usage.split()) == 2, usage
+
+
+def test_files_that_are_refused():
+    """A case has a file, what stands in it (None: no such file), and what is said."""
+    new_export()
+    config, tensors, raw, good = json.loads(read(CONFIG)), read_tensors(), read(TENSORS), read("a.bin")
+    cases = [(CONFIG, None, "cannot read: No such file"), (TENSORS, None, "hf: no model.safetensors"),
+             ("a.bin", None, "cannot read: No such file")]
+
     others = {"model_type": "llama", "activation_function": "gelu", "layer_norm_epsilon": 1e-6,
               "tie_word_embeddings": False, "scale_attn_weights": False, "add_cross_attention": True,
               "scale_attn_by_inverse_layer_idx": True, "n_inner": 64, "n_embd": 33, "n_layer": 0, "n_head": "2",
               "vocab_size": None, "rotary_dim": 16, "rope_theta": 1e4, "position_embedding_type": "relative_key",
               "rotary_pct": 0.25, "rope_scaling": {"factor": 2}, "rope_parameters": {"rope_theta": 1e4},
               "quantization_config": {"bits": 4}}
-    cases = [(f"config.json: {key}", json.dumps({**config, key: value})) for key, value in others.items()]
-    cases += [(message, json.dumps({**config, key: value})) for message, key, value in (
-        ("tensor wte.weight: expected shape (258, 32)", "vocab_size", 258),
-        ("GPT-2 as config.json describes it has none", "n_layer", 1),
-        ("tensor h.999999999.ln_1.weight is missing", "n_layer", 10**9))]
-    cases += [("config.json: damaged (get the file again): ", raw) for raw in ('{"model_type": ', 100000 * "[")]
-    refuses_each("hf/config.json", IMPORT, cases)
-    same = {"n_inner": 4 * C, "activation_function": "gelu_pytorch_tanh"}  # by other names
-    written("hf/config.json", json.dumps({**config, **same}))
-    converts(*IMPORT)
-    assert read("a.bin") == read("b.bin")
-    os.unlink("hf/config.json")
-    refuses("config.json: cannot read: No such file", "import", "hf", "c.bin")
+    changes = [(key, value, f"{CONFIG}: {key}") for key, value in others.items()]
+    changes += [("vocab_size", 258, "tensor wte.weight: expected shape (258, 32)"),
+                ("n_layer", 1, "GPT-2 as config.json describes it has none"),
+                ("n_layer", 10**9, "tensor h.999999999.ln_1.weight is missing")]
+    cases += [(CONFIG, json.dumps({**config, key: value}), message) for key, value, message in changes]
+    cases += [(CONFIG, text, f"{CONFIG}: damaged (get the file again): ") for text in ('{"model_type": ', 100000 * "[")]
 
+    name, other = "h.1.mlp.c_fc.weight", "h.2.mlp.c_fc.weight"
+    data, _, shape = tensors[name]
+    cases += [(TENSORS, pack_tensors(wrong), message) for wrong, message in (
+        ({key.replace(name, other): tensor for key, tensor in tensors.items()}, f"tensor {name} is missing"),
+        ({**tensors, name: (data, "I32", shape)}, "expected F32, F16 or BF16, found I32"),
+        ({**tensors, name: (data, "F32", shape[::-1])}, "expected shape (32, 128) by config.json, found (128, 32)"),
+        ({**tensors, "score.weight": (bytes(64), "F32", [16])}, "tensor score.weight: GPT-2 as config"),
+        ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]
 
-def test_tensors_that_are_not_gpt2s():
-    new_export()
-    file, name, other = "hf/model.safetensors", "h.1.mlp.c_fc.weight", "h.2.mlp.c_fc.weight"
-    good = unpack_safetensors(read(file))
-    raw, _, shape = good[name]
-    refuses_each(file, IMPORT, [(message, pack_safetensors(tensors)) for message, tensors in (
-        (f"tensor {name} is missing", {key.replace(name, other): tensor for key, tensor in good.items()}),
-        ("expected F32, F16 or BF16, found I32", {**good, name: (raw, "I32", shape)}),
-        ("expected shape (32, 128) by config.json, found (128, 32)", {**good, name: (raw, "F32", shape[::-1])}),
-        ("tensor score.weight: GPT-2 as config", {**good, "score.weight": (bytes(64), "F32", [16])}),
-        ("only tied embeddings", {**good, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}))])
-    os.rename(file, "hf/pytorch_model.bin")
-    refuses("hf: no model.safetensors", *IMPORT)
+    end, damaged = 8 + int.from_bytes(raw[:8], "little"), f"{TENSORS}: damaged (get the file again): "
+    cases += [(TENSORS, wrong, f"{damaged}{message}") for wrong, message in (
+        (b"", "the header claims"), (b"1234567", "the header claims"), (b"\xff" * 8 + raw[8:], "the header claims"),
+        (raw[:end - 1], "the header claims"), (raw[:8] + b"?" + raw[9:], "header: JSONDecodeError"),
+        (raw[:10] + b"\xff" + raw[11:], "header: UnicodeDecodeError"),
+        ((100000).to_bytes(8, "little") + 100000 * b"[" + raw, "header: "),
+        ((2).to_bytes(8, "little") + b"[]" + raw, "header: "), (raw[:-1], "expected"), (raw + b"1", "expected"),
+        (raw.replace(b"[257, 32]", b"[257,-32]", 1), "header: ValueError"),
+        (raw.replace(b"[257, 32]", b"[257,3.2]", 1), "header: ValueError"),
+        (raw.replace(b'"dtype"', b'"dtypo"', 1), "header: KeyError"),
+        (raw.replace(b"[257, 32]", b"[257, 31]", 1), "transformer.wte.weight: F32"),
+        (raw.replace(b"[0, ", b"[4, ", 1), "transformer.wte.weight: expected its data from offset 0, found 4"))]
 
-
-def test_damaged_safetensors():
-    new_export()
-    file = "hf/model.safetensors"
-    good = read(file)
-    end = 8 + int.from_bytes(good[:8], "little")
-    cases = [("the header claims", raw) for raw in (b"", b"1234567", b"\xff" * 8 + good[8:], good[:end - 1])]
-    cases += [("header: JSONDecodeError", good[:8] + b"?" + good[9:]),
-              ("header: UnicodeDecodeError", good[:10] + b"\xff" + good[11:]),
-              ("header: ", (100000).to_bytes(8, "little") + 100000 * b"[" + good),
-              ("header: ", (2).to_bytes(8, "little") + b"[]" + good),
-              ("expected", good[:-1]), ("expected", good + b"1")]
-    for message, old, new in (("header: ValueError", b"[257, 32]", b"[257,-32]"),
-                              ("header: ValueError", b"[257, 32]", b"[257,3.2]"),
-                              ("header: KeyError", b'"dtype"', b'"dtypo"'),
-                              ("transformer.wte.weight: F32", b"[257, 32]", b"[257, 31]"),
-                              ("transformer.wte.weight: expected its data from offset 0, found 4", b"[0, ", b"[4, ")):
-        assert old in good
-        cases.append((message, good.replace(old, new, 1)))
-    refuses_each(file, IMPORT, [(f"{file}: damaged (get the file again): {message}", raw) for message, raw in cases])
-
-
-def test_bad_checkpoints():
-    new_folder()
-    new_checkpoint()
-    good = read("a.bin")
     damaged = "damaged (get the file again): expected"
-    cases = [("expected magic", b""), ("expected magic", good[:1000]), (damaged, good[:-1]), (damaged, good + b"1")]
+    cases += [("a.bin", wrong, f"a.bin: {message}") for wrong, message in (
+        (b"", "expected magic"), (good[:1000], "expected magic"), (good[:-1], damaged), (good + b"1", damaged))]
     for index, value, message in ((0, 20240520, "expected magic"), (1, 4, "expected magic"), (4, 3, damaged),
                                   (3, -1, "damaged header"), (4, 2**31 - 1, "damaged header"),
                                   (5, 3, "damaged header"), (7, 128, "damaged header")):
-        cases.append((message, good[:4 * index] + struct.pack("<i", value) + good[4 * index + 4:]))
-    refuses_each("a.bin", EXPORT, [(f"a.bin: {message}", raw) for message, raw in cases])
-    refuses("none.bin: cannot read: No such file", "export", "none.bin", "hf")
+        wrong = good[:4 * index] + struct.pack("<i", value) + good[4 * index + 4:]
+        cases.append(("a.bin", wrong, f"a.bin: {message}"))
+
+    for file, wrong, message in cases:
+        before = read(file)
+        os.unlink(file)
+        if wrong is not None:
+            assert written(file, wrong).read_bytes() != before, message
+        refuses(message, *(EXPORT if file == "a.bin" else IMPORT))
+        written(file, before)
+    same = {"n_inner": 4 * C, "activation_function": "gelu_pytorch_tanh"}  # by other names
+    written(CONFIG, json.dumps({**config, **same}))
+    converts(*IMPORT)
+    assert read("a.bin") == read("b.bin")
 
 
 def test_output_that_cannot_be():
+    """Ctrl-C comes in the middle of the tensors. Where hf.py opens a file for writing, it gets /dev/full."""
     new_export()
-    refuses("a.bin: exists already", "import", "hf", "a.bin")
-    refuses("hf: exists already", *EXPORT)
-    refuses("none: no such folder", "import", "hf", "none/b.bin")
-    refuses("none: no such folder", "export", "a.bin", "none/hf")
-    done = program(*EXPORT)
-    assert done.returncode == 1 and done.stderr.startswith("hf.py: hf: exists already"), done
-
-
-def test_interrupt():
-    """Ctrl-C in the middle of the tensors ends in one line, and nothing is left."""
-    new_export()
+    for message, *command in (("a.bin: exists already", "import", "hf", "a.bin"),
+                              ("hf: exists already", "export", "a.bin", "hf"),
+                              ("none: no such folder", "import", "hf", "none/b.bin"),
+                              ("none: no such folder", "export", "a.bin", "none/hf")):
+        refuses(message, *command)
     import hf as module
-    for command in ("export", "a.bin", "hf2"), IMPORT:
+    for command in EXPORT, IMPORT:
+        opened = []
+
+        def full(path, mode="r", **how):
+            if mode == "wb":
+                opened.append(path)
+                open(path, mode).close()
+                path = "/dev/full"
+            return open(path, mode, **how)
+
+        refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command, open=full)
+        assert len(opened) == 1 and ".tmp." in opened[0], opened
         fifth = [module.convert] * 4 + [mock.Mock(side_effect=KeyboardInterrupt)]
         refuses(f"interrupted; {command[2]} is not written", *command, convert=lambda *how: fifth.pop(0)(*how))
         assert not fifth
         converts(*command)
 
 
-def test_full_disk():
-    """Where hf.py opens a file for writing, it gets /dev/full. What was begun is removed."""
-    if not os.path.exists("/dev/full"):
-        raise Skip("needs /dev/full")
-    created = []
-
-    def full(path, mode="r", **how):
-        if mode != "wb":
-            return open(path, mode, **how)
-        created.append(path)
-        open(path, mode).close()
-        return open("/dev/full", mode)
-
-    new_export()
-    for command in ("export", "a.bin", "hf2"), IMPORT:
-        refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command, open=full)
-    assert len(created) == 2 and all(".tmp." in path for path in created)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # With PyTorch and transformers
 
-def need_libraries(cuda=False):
+def need_libraries(device="cpu"):
     if without_numpy:  # these want a real one
         raise Skip("needs numpy (scripts/requirements.txt)")
     need("torch", "transformers")
     import torch
-    if cuda and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise Skip("no GPU")
 
 
@@ -464,20 +416,20 @@ def compare(device, attention, V, C, B=3, T=37, P=48):
 
 def test_gradients_cpu():
     need_libraries()
-    compare("cpu", "flash", V=257, C=128)
-    compare("cpu", "flash", V=50257, C=16)
-    compare("cpu", "flash", V=256, C=128, B=1, T=1)
+    for shape in {"V": 257, "C": 128}, {"V": 50257, "C": 16}, {"V": 256, "C": 128, "B": 1, "T": 1}:
+        compare("cpu", "flash", **shape)
 
 
 def test_gradients_cuda():
-    need_libraries(cuda=True)
+    need_libraries("cuda")
     for attention in ("flash", "naive"):
-        compare("cuda", attention, V=257, C=128)
-        compare("cuda", attention, V=50257, C=128)
+        for V in (257, 50257):
+            compare("cuda", attention, V, C=128)
 
 
-def check_hellaswag(*device, V=257, P=48):
+def check_hellaswag(device, V=257, P=48):
     """--hellaswag gives each question the answer and each ending the loss that the exported model gives it."""
+    need_libraries(device)
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -486,18 +438,18 @@ def check_hellaswag(*device, V=257, P=48):
     questions = [(i % 4, text(rng.integers(1, 20)), [text(rng.integers(1, 28)) for _ in range(4)]) for i in range(13)]
     _, context, endings = questions[-1]
     endings[1] = text(P + 1 - len(context))  # together as long as the model has positions
-    examples = []
+    stream, sizes = [], []
     for i, (label, context, endings) in enumerate(questions):
         parts = [part for tokens in (context, *endings) for part in (len(tokens), *tokens)]
-        examples.append([65535, 2 * (5 + len(parts)), i, label, len(endings), *parts])
+        sizes.append(2 * (5 + len(parts)))
+        stream += [65535, sizes[-1], i, label, len(endings), *parts]
     random_model(V, 128, P)
-    header = [20240522, 1, len(questions), max(example[1] for example in examples)]
-    written("questions.bin", np.array(header + 252 * [0], np.int32).tobytes() +
-          np.array(sum(examples, []), np.uint16).tobytes())
+    header = struct.pack("<256i", 20240522, 1, len(questions), max(sizes), *[0] * 252)
+    written("questions.bin", header + struct.pack(f"<{len(stream)}H", *stream))
     converts("export", "a.bin", "exported")
     model = AutoModelForCausalLM.from_pretrained("exported").double().eval()
     log = run_program("train_gpt2cu", "--precision", "fp32", "-e", "a.bin", "--eval-only", "-b", 3, "-t", P,
-                      "--hellaswag", "questions.bin", *device)
+                      "--hellaswag", "questions.bin", "--device", device, "--no-tf32")
 
     def loss(context, ending):
         tokens = torch.tensor([context + ending])
@@ -506,8 +458,7 @@ def check_hellaswag(*device, V=257, P=48):
 
     with torch.no_grad():
         want = [[loss(context, ending) for ending in endings] for _, context, endings in questions]
-    answers = [losses.index(min(losses)) for losses in want]
-    labels = [label for label, _, _ in questions]
+    answers, labels = [np.argmin(losses) for losses in want], [label for label, _, _ in questions]
     found = re.findall(r"^question (\d+) \| answer (\d+) \| label (\d+) \| \w+ (.*)$", log, re.MULTILINE)
     numbers = [tuple(map(int, line[:3])) for line in found]
     assert numbers == list(zip(range(len(questions)), answers, labels)), (log, answers)
@@ -517,13 +468,11 @@ def check_hellaswag(*device, V=257, P=48):
 
 
 def test_hellaswag_cpu():
-    need_libraries()
-    check_hellaswag("--device", "cpu")
+    check_hellaswag("cpu")
 
 
 def test_hellaswag_cuda():
-    need_libraries(cuda=True)
-    check_hellaswag("--device", "cuda", "--no-tf32")
+    check_hellaswag("cuda")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
+import tempfile
 
 try:
     import numpy as np
@@ -56,16 +56,16 @@ def is_conv1d(name):
     return ".c_" in name and name.endswith(".weight")
 
 
-def convert(x, have, want):
-    """From one storage type to another; to bf16 it rounds to nearest, ties to even."""
-    if have == want:
-        return x
-    x = (x.astype("<u4") << 16).view("<f4") if have == "BF16" else x.astype("<f4")
-    if want == "F32":
-        return x
-    bits = x.view("<u4")
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype("<u2")  # the sum could carry a NaN into infinity
+def convert(name, x, have, want):
+    """A tensor's bytes for the other side: of another storage type, and turned around if it is a Conv1D's matrix. To
+    bf16 it rounds to nearest, ties to even."""
+    if have != want:
+        x = (x.astype("<u4") << 16).view("<f4") if have == "BF16" else x.astype("<f4")
+        if want == "BF16":
+            bits = x.view("<u4")
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # this sum could carry a NaN into infinity
+            x = np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype("<u2")
+    return np.ascontiguousarray(x.T if is_conv1d(name) else x).data
 
 
 def progress(items, what):
@@ -78,19 +78,15 @@ def progress(items, what):
 
 @contextlib.contextmanager
 def whole(path):
-    """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
-    tmp = f"{path}.tmp.{os.getpid()}"
+    """Gives a temporary name, which becomes `path` when the block ends well, and is removed otherwise."""
     try:
-        yield tmp
-        os.rename(tmp, path)
+        name = os.path.basename(path)
+        with tempfile.TemporaryDirectory(prefix=f"{name}.tmp.", dir=os.path.dirname(path)) as folder:
+            yield os.path.join(folder, name)
+            os.rename(os.path.join(folder, name), path)
     except OSError as e:
         advice = "; free some space or choose another place" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise Error(f"{path}: cannot write: {e.strerror}{advice}") from None
-    finally:
-        if os.path.isdir(tmp):
-            shutil.rmtree(tmp, ignore_errors=True)
-        elif os.path.exists(tmp):
-            os.unlink(tmp)
 
 
 def write_file(path, chunks):
@@ -99,13 +95,6 @@ def write_file(path, chunks):
             f.write(chunk)
         f.flush()
         os.fsync(f.fileno())
-
-
-def read_file(path, read):
-    try:
-        return read(path)
-    except OSError as e:
-        raise Error(f"{path}: cannot read: {e.strerror}; check the path") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -166,7 +155,7 @@ def read_json(path):
 
 def read_config(folder):
     path = os.path.join(folder, "config.json")
-    config = read_file(path, read_json)
+    config = read_json(path)
     if config.get("model_type") != "gpt2":
         raise Error(f"{path}: model_type: expected gpt2, found {config.get('model_type')}; only GPT-2 can be read")
     for key in SIZES:
@@ -178,9 +167,9 @@ def read_config(folder):
     allowed = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
                "n_inner": (None, 4 * config["n_embd"]), "tie_word_embeddings": (True,), "add_cross_attention": (False,),
                "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-               "position_embedding_type": ("absolute",), "rotary_dim": (None,), "rotary_pct": (None,),
-               "rope_theta": (None,), "rope_scaling": (None,), "rope_parameters": (None,),
-               "quantization_config": (None,)}
+               "position_embedding_type": ("absolute",)}
+    other_models = ("rotary_dim", "rotary_pct", "rope_theta", "rope_scaling", "rope_parameters", "quantization_config")
+    allowed.update(dict.fromkeys(other_models, (None,)))
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
             raise Error(f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read")
@@ -192,15 +181,15 @@ def read_tensors(folder, config):
     path, index = (os.path.join(folder, "model.safetensors" + end) for end in ("", ".index.json"))
     files = [path]
     if not os.path.exists(path) and os.path.exists(index):  # a large model, in several files
-        weight_map = read_file(index, read_json).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise Error(f"{index}: damaged (get the file again): no weight_map")
         files = [os.path.join(folder, file) for file in sorted({str(file) for file in weight_map.values()})]
     elif not os.path.exists(path):
-        raise Error(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, and "
-                    "its save_pretrained writes this one")
+        raise Error(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, "
+                    "and its save_pretrained writes this one")
     found = {name.removeprefix("transformer."): tensor
-             for file in files for name, tensor in read_file(file, read_safetensors).items()}
+             for file in files for name, tensor in read_safetensors(file).items()}
     last = f"h.{config['n_layer'] - 1}.ln_1.weight"
     if last not in found:  # said before a list of as many layers as a damaged config.json has
         raise Error(f"{folder}: tensor {last} is missing")
@@ -236,8 +225,7 @@ def import_model(source, out, want):
         yield header.data
         for name, _ in progress(tensors(config), out):
             have, shape, data = found[name]
-            x = convert(data.view(STORAGE[have]).reshape(shape), have, want)
-            yield np.ascontiguousarray(x.T if is_conv1d(name) else x).data
+            yield convert(name, data.view(STORAGE[have]).reshape(shape), have, want)
             if name == "wte.weight":
                 yield bytes(padding * config["n_embd"] * STORAGE[want].itemsize)
 
@@ -268,7 +256,7 @@ def read_model(path):
 
 
 def export_model(path, out, want):
-    config, padding, have, parameters = read_file(path, read_model)
+    config, padding, have, parameters = read_model(path)
     want = want or have
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
@@ -283,8 +271,7 @@ def export_model(path, out, want):
         yield len(header).to_bytes(8, "little") + header
         at = 0
         for name, shape in progress(tensors(config), out):
-            x = convert(parameters[at:at + math.prod(shape)].reshape(shape), have, want)
-            yield np.ascontiguousarray(x.T if is_conv1d(name) else x).data
+            yield convert(name, parameters[at:at + math.prod(shape)].reshape(shape), have, want)
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
     # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
@@ -319,6 +306,8 @@ def main():
         config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision))
     except Error as e:
         sys.exit(f"hf.py: {e}")
+    except OSError as e:
+        sys.exit(f"hf.py: {e.filename or a.source}: cannot read: {e.strerror}; check the path")
     except KeyboardInterrupt:
         sys.exit(f"hf.py: interrupted; {a.out} is not written")
     print(f"{a.out}: {dtype}, " + ", ".join(f"{key} {config[key]}" for key in SIZES))
