@@ -930,8 +930,8 @@ TEST(loader_errors) {
     CHECK_LINE(TestLoader(here + "/[ab].*", 2, 4), text + ": wrong magic at offset 0: expected 20240520, found ");
     CHECK_LINE(TestLoader(here + "/[ab].*", 2, 4),
                "a pattern takes token shards only, a text file has to be given alone");
-    CHECK_LINE(TestLoader(text, 2, 4, 300),
-               text + ": text needs a vocabulary of 257 (bytes) or at least 50257 (GPT-2), found 300");
+    CHECK_LINE(TestLoader(text, 2, 4, 50256),
+               text + ": text needs a vocabulary of 257 (bytes) or at least 50257 (GPT-2), found 50256");
     CHECK_LINE(TestLoader(text, 0, 4), text + ": cannot make batches of B=0, T=4");
     CHECK_LINE(TestLoader(text, 4, -1), text + ": cannot make batches of B=4, T=-1");
 
