@@ -60,11 +60,14 @@ struct Rule {
     std::vector<Alternative> alternatives;
     uint64_t total = 0;  // of the weights
 };
+struct Variable {
+    std::string name;
+    int rule;  // of which it remembers a row
+};
 struct Grammar {
     std::vector<Rule> rules;
-    std::vector<std::string> variables;
-    std::vector<int> variable_rules;  // the rule that each variable remembers a row of
-    int rule(const std::string& name) const;
+    std::vector<Variable> variables;
+    int rule(const std::string& name) const;  // −1 if there is none
 
     explicit Grammar(const std::string& source);  // throws Error: line, what
 

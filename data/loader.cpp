@@ -10,7 +10,6 @@
 
 #include <climits>
 
-#include "data/file.h"
 #include "data/random.h"
 #include "data/tokenizer.h"
 
@@ -48,15 +47,6 @@ std::string human(uint64_t n) {
     return x >= 1e9 ? format("%.1f G", x / 1e9) : x >= 1e6 ? format("%.1f M", x / 1e6) : format("%zu", n);
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
-struct Shard {
-    std::string path;
-    uint64_t tokens, file_bytes;
-};
-
 std::vector<std::string> matching_files(const std::string& pattern) {
     struct stat info;
     if (stat(pattern.c_str(), &info) == 0) {  // an existing name means that file, even if it has brackets
@@ -70,28 +60,33 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     for (size_t i = 0; status == 0 && i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);  // sorted
     globfree(&found);
     if (status == GLOB_ABORTED)
-        throw Error(pattern + ": a directory of this pattern is missing or cannot be read; check the path and its "
-                              "permissions, or make token shards with data/prepare.py");
+        throw Error(pattern +
+                    ": a directory of this pattern is missing or cannot be read; check the path and its "
+                    "permissions, or make token shards with data/prepare.py");
     if (paths.empty())
-        throw Error(pattern + ": no such file, and no file matches it as a pattern; check the path, or make token shards "
-                              "with data/prepare.py");
+        throw Error(pattern +
+                    ": no such file, and no file matches it as a pattern; check the path, or make token shards "
+                    "with data/prepare.py");
     return paths;
 }
 
-// Checks the header of a shard, or sets is_text for a text file. A text's tokens are <|endoftext|> and then its bytes.
-Shard inspect(const std::string& path, bool only_file, bool& is_text) {
+}  // namespace
+
+// Checks the header of a shard, or finds that it is a text file, whose tokens are <|endoftext|> and then its bytes.
+Loader::Shard Loader::inspect(const std::string& path, bool only_file) {
     const InputFile file(path);
     int32_t header[3] = {};  // magic, version, count
     file.read(0, header, std::min<uint64_t>(sizeof header, file.size));
     const char* name = path.c_str();
-    is_text = header[0] != kShardMagic;
-    if (is_text) {
-        if (ends_with(path, ".bin") || header[0] == kModelMagic || !only_file)
+    if (header[0] != kShardMagic) {
+        const bool binary = path.size() >= 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
+        if (binary || header[0] == kModelMagic || !only_file)
             throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", name, kShardMagic, header[0],
                                header[0] == kModelMagic ? "this is a model checkpoint, give token shards as data"
                                : only_file
                                    ? "give llm.c token shards, or rename a text file so that it does not end in .bin"
                                    : "a pattern takes token shards only, a text file has to be given alone"));
+        is_text_ = true;
         return {path, file.size + 1, file.size};
     }
     if (file.size < kHeaderBytes)
@@ -103,162 +98,119 @@ Shard inspect(const std::string& path, bool only_file, bool& is_text) {
                    header[1]));
     if (header[2] < 0)
         throw Error(
-            format("%s: damaged header: number of tokens at offset 8: expected 0..%d, found %d; get the file again",
+            format("%s: damaged header: number of tokens at offset 8: expected 0..%d, found %d; get the file "
+                   "again",
                    name, INT_MAX, header[2]));
-    const uint64_t tokens = static_cast<uint64_t>(header[2]);
-    const uint64_t expected = kHeaderBytes + tokens * sizeof(uint16_t);
+    const uint64_t tokens = static_cast<uint64_t>(header[2]), expected = kHeaderBytes + tokens * sizeof(uint16_t);
     if (file.size != expected)
         throw Error(format("%s: %s: the header says %zu tokens, expected %zu bytes, found %zu; get the file again",
                            name, file.size < expected ? "truncated" : "too long", tokens, expected, file.size));
     return {path, tokens, file.size};
 }
 
-}  // namespace
-
-struct Loader::Impl {
-    std::vector<Shard> shards;
-    bool is_text = false;
-    uint64_t B, T, seed;
-    int vocab, end_of_text;
-    bool shuffle;
-    uint64_t tokens = 0, windows = 0;  // in all shards
-    std::string description;
-
-    LoaderState state;
-    std::vector<size_t> order;           // shards in the order of this epoch
-    std::vector<uint64_t> first_window;  // of order[i] in this epoch, and behind the last the number of all windows
-    std::unique_ptr<InputFile> file;     // the shard in use
-    std::vector<unsigned char> raw;      // bytes of one window
-    std::vector<int> window_tokens;      // T+1
-
-    uint64_t windows_in(const Shard& shard) const { return shard.tokens > 0 ? (shard.tokens - 1) / T : 0; }
-    uint64_t key(uint64_t epoch, uint64_t what) const { return mix(mix(seed ^ mix(epoch)) ^ what); }
-
-    void begin_epoch(uint64_t epoch) {
-        order.resize(shards.size());
-        first_window.assign(1, 0);
-        for (size_t i = 0; i < shards.size(); i++) {
-            order[i] = shuffle ? permute(i, shards.size(), key(epoch, shards.size())) : i;
-            first_window.push_back(first_window.back() + windows_in(shards[order[i]]));
-        }
-    }
-
-    // Reads the window at state.window into window_tokens.
-    void read_window() {
-        const size_t place = static_cast<size_t>(
-            std::upper_bound(first_window.begin(), first_window.end(), state.window) - first_window.begin() - 1);
-        const size_t index = order[place];
-        const Shard& shard = shards[index];
-        uint64_t local = state.window - first_window[place];
-        if (shuffle) local = permute(local, windows_in(shard), key(state.epoch, index));
-        if (!file || file->path != shard.path) file = std::make_unique<InputFile>(shard.path);
-
-        const uint64_t begin = local * T;  // token of the shard
-        const size_t count = static_cast<size_t>(T) + 1;
-        if (is_text) {
-            const size_t head = begin == 0;  // token 0 is <|endoftext|>, token i is byte i-1
-            file->read(begin - 1 + head, raw.data(), count - head);
-            if (head) window_tokens[0] = end_of_text;
-            for (size_t i = head; i < count; i++) window_tokens[i] = byte_to_token(raw[i - head]);
-        } else {
-            file->read(kHeaderBytes + begin * sizeof(uint16_t), raw.data(), count * sizeof(uint16_t));
-            for (size_t i = 0; i < count; i++) {
-                const int token = raw[2 * i] | raw[2 * i + 1] << 8;
-                window_tokens[i] = token == kEndOfText ? end_of_text : token;
-            }
-        }
-        for (size_t i = 0; i < count; i++)
-            if (window_tokens[i] >= vocab)  // never in text
-                throw Error(
-                    format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a "
-                           "model with a larger vocabulary on this data",
-                           shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), vocab, window_tokens[i]));
-    }
-
-    void advance() {
-        if (++state.window < windows) return;
-        state.window = 0;
-        begin_epoch(++state.epoch);
-    }
-};
-
 Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed)
-    : impl_(std::make_unique<Impl>()) {
-    Impl& m = *impl_;
+    : B_(B), T_(T), seed_(seed), vocab_(vocab), shuffle_(shuffle) {
     if (B < 1 || T < 1)
         throw Error(format("%s: cannot make batches of B=%d, T=%d; both start at 1", pattern.c_str(), B, T));
-    m.B = static_cast<uint64_t>(B), m.T = static_cast<uint64_t>(T), m.seed = seed, m.shuffle = shuffle;
-    m.vocab = vocab, m.end_of_text = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
-    m.raw.resize((m.T + 1) * sizeof(uint16_t));
-    m.window_tokens.resize(m.T + 1);
-
+    end_of_text_ = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
     const std::vector<std::string> paths = matching_files(pattern);
     for (const std::string& path : paths) {
-        m.shards.push_back(inspect(path, paths.size() == 1, m.is_text));
-        m.tokens += m.shards.back().tokens;
-        m.windows += m.windows_in(m.shards.back());
+        shards_.push_back(inspect(path, paths.size() == 1));
+        tokens_ += shards_.back().tokens;
+        windows_ += windows_in(shards_.back());
     }
-    if (m.windows < m.B)
+    const bool one = paths.size() == 1;
+    if (windows_ < B_)
         throw Error(
-            format("%s: too little data: expected B·T + 1 = %zu tokens, or %d windows of %d, found %zu tokens in %zu "
-                   "%s, %zu windows; choose a smaller B or T",
-                   pattern.c_str(), m.B * m.T + 1, B, T, m.tokens, paths.size(), paths.size() == 1 ? "file" : "files",
-                   m.windows));
-    if (m.is_text && m.end_of_text >= vocab)
+            format("%s: too little data: expected B·T + 1 = %zu tokens, or %d windows of %d, found %zu tokens in "
+                   "%zu %s, %zu windows; choose a smaller B or T",
+                   pattern.c_str(), B_ * T_ + 1, B, T, tokens_, paths.size(), one ? "file" : "files", windows_));
+    if (is_text_ && end_of_text_ >= vocab)
         throw Error(
-            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token shards",
+            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token "
+                   "shards",
                    pattern.c_str(), kByteVocab, kEndOfText + 1, vocab));
-    m.description =
-        m.is_text ? "text file, " : format("%zu %s, ", m.shards.size(), m.shards.size() == 1 ? "shard" : "shards");
-    m.description += human(m.tokens) + " tokens";
-    m.begin_epoch(0);
+    description_ = (is_text_ ? "text file" : format("%zu %s", paths.size(), one ? "shard" : "shards")) + ", " +
+                   human(tokens_) + " tokens";
+    begin_epoch();
 }
 
-Loader::~Loader() = default;
+uint64_t Loader::key(uint64_t epoch, uint64_t what) const {
+    return mix(mix(seed_ ^ mix(epoch)) ^ what);
+}
+
+void Loader::begin_epoch() {
+    order_.resize(shards_.size());
+    first_window_.assign(1, 0);
+    for (size_t i = 0; i < shards_.size(); i++) {
+        order_[i] = shuffle_ ? permute(i, shards_.size(), key(state_.epoch, shards_.size())) : i;
+        first_window_.push_back(first_window_.back() + windows_in(shards_[order_[i]]));
+    }
+}
+
+// The T + 1 tokens of the window at state_.window.
+std::vector<int> Loader::read_window() {
+    const size_t place = static_cast<size_t>(
+        std::upper_bound(first_window_.begin(), first_window_.end(), state_.window) - first_window_.begin() - 1);
+    const size_t index = order_[place];
+    const Shard& shard = shards_[index];
+    uint64_t local = state_.window - first_window_[place];
+    if (shuffle_) local = permute(local, windows_in(shard), key(state_.epoch, index));
+    if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
+
+    const uint64_t begin = local * T_;  // token of the shard
+    std::vector<int> window(T_ + 1);
+    if (is_text_) {
+        const bool first = begin == 0;  // token 0 is <|endoftext|>, token i is byte i-1
+        std::vector<unsigned char> bytes(T_ + 1 - first);
+        file_->read(begin - 1 + first, bytes.data(), bytes.size());
+        if (first) window[0] = end_of_text_;
+        std::transform(bytes.begin(), bytes.end(), window.begin() + first, byte_to_token);
+        return window;
+    }
+    std::vector<uint16_t> tokens(T_ + 1);
+    file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(), tokens.size() * sizeof(uint16_t));
+    for (size_t i = 0; i < window.size(); i++) {
+        window[i] = tokens[i] == kEndOfText ? end_of_text_ : tokens[i];
+        if (window[i] >= vocab_)
+            throw Error(
+                format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a "
+                       "model with a larger vocabulary on this data",
+                       shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), vocab_, window[i]));
+    }
+    return window;
+}
+
+void Loader::advance() {
+    if (++state_.window < windows_) return;
+    state_.window = 0;
+    state_.epoch++;
+    begin_epoch();
+}
 
 void Loader::next(int* inputs, int* targets) {
-    Impl& m = *impl_;
-    for (uint64_t b = 0; b < m.B; b++) {
-        m.read_window();
-        std::copy_n(m.window_tokens.data(), m.T, inputs + b * m.T);
-        std::copy_n(m.window_tokens.data() + 1, m.T, targets + b * m.T);
-        m.advance();
+    for (uint64_t b = 0; b < B_; b++) {
+        const std::vector<int> window = read_window();
+        std::copy_n(window.data(), T_, inputs + b * T_);
+        std::copy_n(window.data() + 1, T_, targets + b * T_);
+        advance();
     }
-    m.state.batches++;
+    state_.batches++;
 }
 
 void Loader::skip(uint64_t batches) {
-    Impl& m = *impl_;
-    for (uint64_t i = 0; i < batches * m.B; i++) m.advance();
-    m.state.batches += batches;
-}
-
-void Loader::reset() {
-    restore({});
-}
-
-LoaderState Loader::state() const {
-    return impl_->state;
+    for (uint64_t i = 0; i < batches * B_; i++) advance();
+    state_.batches += batches;
 }
 
 void Loader::restore(const LoaderState& state) {
-    Impl& m = *impl_;
-    if (state.window >= m.windows)
+    if (state.window >= windows_)
         throw Error(
-            format("%s: cannot go on at window %zu: an epoch has %zu; resume with the data the checkpoint was made on",
-                   m.description.c_str(), state.window, m.windows));
-    m.state = state;
-    m.begin_epoch(state.epoch);
-}
-
-uint64_t Loader::num_tokens() const {
-    return impl_->tokens;
-}
-uint64_t Loader::batches_per_epoch() const {
-    return impl_->windows / impl_->B;
-}
-const std::string& Loader::description() const {
-    return impl_->description;
+            format("%s: cannot go on at window %zu: an epoch has %zu; resume with the data the checkpoint was "
+                   "made on",
+                   description_.c_str(), state.window, windows_));
+    state_ = state;
+    begin_epoch();
 }
 
 // Hashes blocks of 4 KiB spread over each file, its first and its last among them. They are about 256 in all and at
@@ -266,10 +218,10 @@ const std::string& Loader::description() const {
 // same data.
 uint64_t Loader::identity() const {
     constexpr uint64_t kBlockBytes = 4096, kBlocks = 256;
-    const uint64_t blocks = std::max<uint64_t>(3, kBlocks / impl_->shards.size());
+    const uint64_t blocks = std::max<uint64_t>(3, kBlocks / shards_.size());
     std::vector<char> block(kBlockBytes);
-    uint64_t hash = impl_->shards.size();
-    for (const Shard& shard : impl_->shards) {
+    uint64_t hash = shards_.size();
+    for (const Shard& shard : shards_) {
         const InputFile input(shard.path);
         hash = checksum64(&shard.file_bytes, sizeof shard.file_bytes, hash);
         const bool whole = shard.file_bytes <= blocks * kBlockBytes;

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "data/file.h"
+
 // Where the loader is. This is enough to go on bit-exactly.
 struct LoaderState {
     uint64_t epoch = 0, window = 0;  // windows of this epoch handed out
@@ -24,22 +26,42 @@ struct LoaderState {
 class Loader {
   public:
     Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed);
-    ~Loader();
 
     // Writes inputs and targets (B,T). The targets are the inputs shifted by one.
     void next(int* inputs, int* targets);
-    void skip(uint64_t batches);  // as next, without reading them
-    void reset();  // back to the first batch of epoch 0
+    void skip(uint64_t batches);   // as next, without reading them
+    void reset() { restore({}); }  // back to the first batch of epoch 0
 
-    LoaderState state() const;
+    LoaderState state() const { return state_; }
     void restore(const LoaderState&);
 
-    uint64_t num_tokens() const;       // in all shards
-    uint64_t batches_per_epoch() const;  // whole batches
-    uint64_t identity() const;         // tells data apart: a hash of the shards' sizes and samples of their content
-    const std::string& description() const;  // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens"
+    uint64_t num_tokens() const { return tokens_; }               // in all shards
+    uint64_t batches_per_epoch() const { return windows_ / B_; }  // whole batches
+    // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens"
+    const std::string& description() const { return description_; }
+    uint64_t identity() const;  // tells data apart: a hash of the shards' sizes and samples of their content
 
   private:
-    struct Impl;
-    std::unique_ptr<Impl> impl_;
+    struct Shard {
+        std::string path;
+        uint64_t tokens, file_bytes;
+    };
+    uint64_t B_, T_, seed_;
+    int vocab_, end_of_text_;
+    bool shuffle_, is_text_ = false;
+    std::vector<Shard> shards_;
+    uint64_t tokens_ = 0, windows_ = 0;  // in all shards
+    std::string description_;
+
+    LoaderState state_;
+    std::vector<size_t> order_;           // shards in the order of this epoch
+    std::vector<uint64_t> first_window_;  // of order_[i] in this epoch, and behind the last the number of all windows
+    std::unique_ptr<InputFile> file_;     // the shard in use
+
+    Shard inspect(const std::string& path, bool only_file);
+    uint64_t windows_in(const Shard& shard) const { return shard.tokens > 0 ? (shard.tokens - 1) / T_ : 0; }
+    uint64_t key(uint64_t epoch, uint64_t what) const;
+    void begin_epoch();
+    std::vector<int> read_window();
+    void advance();
 };

@@ -1,12 +1,11 @@
 // Tests the recipe from end to end. ./train_gpt2cu trains a small model with every option away from its default, alone
 // and on several ranks. What it logs, prints, samples and saves is compared with fp64 loops of this file. They repeat
-// the model, the order of data, clipping, AdamW, decay, schedules, validation and sampling. Two things are shared with
-// the program. The layers are layers/cpu in double, which dev/test_reference checks. The gradient is that of the
-// program's model in double, which dev/test_gpt2 checks against finite differences.
+// the model, clipping, AdamW, decay, schedules, validation and sampling. Three things are shared with the program. The
+// layers are layers/cpu in double, which dev/test_reference checks. The gradient is that of the program's model in
+// double, which dev/test_gpt2 checks against finite differences. The order of data is the loader's (dev/test_data).
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <chrono>
-#include <map>
 #include <numeric>
 #include <set>
 
@@ -30,11 +29,11 @@ struct Gpt2 {
     }
     const double* w(int t, int l = 0) const { return p.data() + offset_of(t, l); }
 
-    // The final layer norm's output.
-    Vec forward(const int* tokens, int T) {
-        const size_t N = T;
+    // What follows each of n tokens: a row of Vp logits.
+    Vec logits(const int* tokens, int n) {
+        const size_t N = n;
         Vec x(N * C), ln(N * C), mean(N), rstd(N), qkv(N * 3 * C), atty(N * C), lse(N * NH), fch(N * 4 * C),
-            gelu(N * 4 * C), out(N * C);
+            gelu(N * 4 * C), out(N * C), logits(N * Vp);
         const auto layernorm = [&](int t, int l) {
             layernorm_forward(cpu, ln.data(), mean.data(), rstd.data(), x.data(), w(t, l), w(t + 1, l), N, C);
         };
@@ -42,12 +41,12 @@ struct Gpt2 {
             matmul_forward(cpu, out.data(), from.data(), w(t, l), w(t + 1, l), N, from.size() / N, C);
             for (size_t i = 0; i < x.size(); i++) x[i] += out[i];
         };
-        encoder_forward(cpu, x.data(), tokens, w(WTE), w(WPE), 1, T, C);
+        encoder_forward(cpu, x.data(), tokens, w(WTE), w(WPE), 1, n, C);
         for (int l = 0; l < L; l++) {
             layernorm(LN1W, l);
             matmul_forward(cpu, qkv.data(), ln.data(), w(QKVW, l), w(QKVB, l), N, C, 3 * C);
             attention_forward<double>(cpu, Attention::flash, atty.data(), lse.data(), nullptr, nullptr, qkv.data(), 1,
-                                      T, NH, HS);
+                                      n, NH, HS);
             add_linear(atty, ATTPROJW, l);
             layernorm(LN2W, l);
             matmul_forward(cpu, fch.data(), ln.data(), w(FCW, l), w(FCB, l), N, C, 4 * C);
@@ -55,99 +54,82 @@ struct Gpt2 {
             add_linear(gelu, FCPROJW, l);
         }
         layernorm(LNFW, 0);
-        return ln;
+        matmul_forward<double>(cpu, logits.data(), ln.data(), w(WTE), nullptr, N, C, Vp);
+        return logits;
     }
-    // The loss of each of T tokens.
-    Vec losses(const int* tokens, const int* targets, int T) {
-        const Vec lnf = forward(tokens, T);
-        Vec logits(T * Vp), losses(T);
-        matmul_forward<double>(cpu, logits.data(), lnf.data(), w(WTE), nullptr, T, C, Vp);
-        classifier(cpu, logits.data(), losses.data(), targets, 0.0, T, V, Vp);
+    // The loss of each of n tokens. Its target is the one behind it.
+    Vec losses(const int* tokens, int n) {
+        Vec rows = logits(tokens, n), losses(n);
+        classifier(cpu, rows.data(), losses.data(), tokens + 1, 0.0, n, V, Vp);
         return losses;
     }
-    // Mean loss of some windows of a stream. A window has T inputs, and the targets are one token later.
-    double mean_loss(const Tokens& stream, const std::vector<int>& windows) {
+    // The mean loss of some windows of T + 1 tokens.
+    double mean_loss(const std::vector<Tokens>& windows) {
         double sum = 0;
-        for (int window : windows)
-            for (double x : losses(&stream[window * T], &stream[window * T + 1], T)) sum += x;
+        for (const Tokens& window : windows)
+            for (double x : losses(window.data(), T)) sum += x;
         return sum / T / windows.size();
     }
     // Its gradient.
-    Vec gradient(const Tokens& stream, const std::vector<int>& windows) {
+    Vec gradient(const std::vector<Tokens>& windows) {
         const int B = windows.size();
         GPT2<Cpu, double> model(cpu, {kPositions, V, Vp, L, NH, C}, Attention::flash, B, T, 1, true);
         model.allocate();
         std::copy(p.begin(), p.end(), model.weights().wte);
         std::vector<int> batch(model.batch_ints());
         for (int i = 0; i < B; i++) {
-            std::copy_n(&stream[windows[i] * T], T, &batch[i * T]);
-            std::copy_n(&stream[windows[i] * T + 1], T, &batch[(B + i) * T]);
+            std::copy_n(&windows[i][0], T, &batch[i * T]);
+            std::copy_n(&windows[i][1], T, &batch[(B + i) * T]);
         }
         encoder_plan(cpu, &batch[2 * B * T], batch.data(), B * T);
         model.upload(batch.data(), 1);
         model.train_micro_batches();
         return Vec(model.gradients().wte, model.gradients().wte + kParameters);
     }
-
-    // Logits of the token after the last T of `context`.
-    Vec logits(const Tokens& context, int T) {
-        const int n = std::min<int>(T, context.size());
-        const Vec lnf = forward(context.data() + context.size() - n, n);
-        Vec row(V);
-        for (int v = 0; v < V; v++)
-            for (int c = 0; c < C; c++) row[v] += lnf[(n - 1) * C + c] * w(WTE)[v * C + c];
-        return row;
-    }
-
-    // The mean loss of an ending's tokens, without the context's.
-    double ending_loss(const Tokens& context, const Tokens& ending) {
-        Tokens text = context;
-        text.insert(text.end(), ending.begin(), ending.end());
-        const Vec all = losses(text.data(), text.data() + 1, text.size() - 1);
-        return std::accumulate(all.end() - ending.size(), all.end(), 0.0) / ending.size();
-    }
-    int answer(const Choice& c) {
-        Vec losses;
-        for (const Tokens& ending : c.endings) losses.push_back(ending_loss(c.context, ending));
-        return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+    // The mean loss of each ending's tokens, without the context's. The answer is the ending with the least.
+    Vec ending_losses(const Choice& c) {
+        Vec means;
+        for (const Tokens& ending : c.endings) {
+            Tokens text = c.context;
+            text.insert(text.end(), ending.begin(), ending.end());
+            const Vec all = losses(text.data(), text.size() - 1);
+            means.push_back(std::accumulate(all.end() - ending.size(), all.end(), 0.0) / ending.size());
+        }
+        return means;
     }
 };
+int answer_of(const Vec& losses) {
+    return static_cast<int>(std::min_element(losses.begin(), losses.end()) - losses.begin());
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the runs read: token shards and questions
 
-constexpr int kTrainWindows = 20, kValWindows = 23;
-
 // A few tokens after the last whole window belong to no window.
-const Tokens& train_tokens() {
-    static const Tokens tokens = make_tokens(kTrainWindows * T + 6, 1);
-    return tokens;
+constexpr int kTrainWindows = 20, kValWindows = 23;
+const Tokens kTrain = make_tokens(kTrainWindows * T + 6, 1), kVal = make_tokens(kValWindows * T + 4, 2);
+
+std::vector<Tokens> val_windows(int n) {
+    std::vector<Tokens> windows;
+    for (int w = 0; w < n; w++) windows.emplace_back(&kVal[w * T], &kVal[w * T] + T + 1);
+    return windows;
 }
-const Tokens& val_tokens() {
-    static const Tokens tokens = make_tokens(kValWindows * T + 4, 2);
-    return tokens;
-}
-std::vector<Choice> make_choices() {
+const std::vector<Choice> kChoices = [] {
     std::vector<Choice> choices(7);
     for (int i = 0; i < 7; i++) {
         choices[i].index = i, choices[i].label = (i * 5 + 1) % 4;
         choices[i].context = make_tokens(3 + i, 30 + i);
         for (int e = 0; e < 4; e++) choices[i].endings.push_back(make_tokens(2 + (i + 3 * e) % 5, 50 + 4 * i + e));
     }
+    write_choices(dir() + "/choices.bin", choices);
     return choices;
-}
+}();
 
-// Options that every run here has.
-std::string data_options() {
-    return format("--device cpu -t %d -i ", T) + write_shard(dir() + "/train.bin", train_tokens()) + " ";
-}
-std::string val_options() {
-    return "-j " + write_shard(dir() + "/val.bin", val_tokens()) + " ";
-}
-std::string question_options() {
-    write_choices(dir() + "/choices.bin", make_choices());
-    return "--hellaswag " + dir() + "/choices.bin ";
-}
+// The options that name them.
+const std::string kTrainOptions = format("--device cpu -t %d -i ", T) + write_shard(dir() + "/train.bin", kTrain) + " ";
+const std::string kValOptions = "-j " + write_shard(dir() + "/val.bin", kVal) + " ";
+const std::string kQuestionOptions = "--hellaswag " + dir() + "/choices.bin ";
+const std::string kModelOptions = "-e " + model_file(kEndOften) + " ";
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the runs write
@@ -158,47 +140,12 @@ std::string text_of(const std::string& row) {
     return row.substr(begin, row.rfind('"') - begin);
 }
 
-// Relative L2 distance, or the absolute one if `b` is 0.
-double apart(const double* a, const double* b, size_t n) {
-    double d = 0, s = 0;
-    for (size_t i = 0; i < n; i++) d += (a[i] - b[i]) * (a[i] - b[i]), s += b[i] * b[i];
-    return std::sqrt(s > 0 ? d / s : d);
-}
 Vec floats_at_the_end(const std::string& path, size_t n) {
     const std::string bytes = read_file(path);
     std::vector<float> x(n);
     if (bytes.size() < n * sizeof(float)) throw Error(path + " is too short");
     std::memcpy(x.data(), bytes.data() + bytes.size() - n * sizeof(float), n * sizeof(float));
     return Vec(x.begin(), x.end());
-}
-
-// A run with nearly no learning rate trains on one window a step. The windows are found by their losses.
-std::vector<int> windows_of(const std::string& options, int steps, const std::string& out) {
-    CHECK_RUN(run(data_options() + "-e " + model_file(kEndOften) + " -b 1 -v 0 -l 1e-30 " + options +
-                  format(" -x %d -o ", steps) + out),
-              0, "checkpoint");
-    Gpt2 model(kEndOften);
-    Vec losses;
-    for (int w = 0; w < kTrainWindows; w++) losses.push_back(model.mean_loss(train_tokens(), {w}));
-    std::vector<int> windows;
-    for (double loss : values(out, "train", "loss_nats")) {
-        windows.push_back(-1);
-        for (int w = 0; w < kTrainWindows; w++)
-            if (std::fabs(loss - losses[w]) < 5e-6) windows.back() = w;
-        if (windows.back() < 0) throw Error(format("%s: no window has a loss of %.7f", out.c_str(), loss));
-    }
-    if (windows.size() != size_t(steps)) throw Error(format("%zu of %d steps in the log", windows.size(), steps));
-    return windows;
-}
-// Some epochs of a seed's order, from a run that also writes samples.
-std::string order_folder(int seed) {
-    return dir() + format("/order_%d", seed);
-}
-const std::vector<int>& order_of(int seed) {
-    static std::map<int, std::vector<int>> known;
-    if (!known.count(seed))
-        known[seed] = windows_of(format("-s 40 -g 30 --seed %d", seed), 10 * kTrainWindows, order_folder(seed));
-    return known[seed];
 }
 
 // Walks along a sample. Each of its tokens must be one of the k likeliest after those before it. If a sample is shorter
@@ -217,7 +164,10 @@ struct SampleCheck {
         for (char c : prompt) context.push_back(c - '!');
         for (size_t i = prompt.size(); i < std::min(text.size() + 1, prompt.size() + n); i++, tokens++) {
             const int token = i < text.size() ? text[i] - '!' : kEnd;
-            const Vec logits = model.logits(context, T);
+            const int n = std::min<int>(T, context.size());  // what the model sees
+            Vec logits = model.logits(context.data() + context.size() - n, n);
+            logits.erase(logits.begin(), logits.end() - Vp);
+            logits.resize(V);
             if (token < 0 || token >= V) return test::report(__FILE__, __LINE__, "a token that has no probability");
             Vec sorted = logits;
             std::sort(sorted.rbegin(), sorted.rend());
@@ -264,45 +214,41 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
 // ---------------------------------------------------------------------------------------------------------------------
 // The recipe
 
-struct Recipe {
-    std::string extra;     // options that change no number. Samples take the likeliest tokens
-    int seed, B, windows;  // `windows` is for one step
-    std::string schedule;
-    int warmup;
-    double lr, final_lr, weight_decay, beta2, max_norm;
-    int val_every, val_batches, sample_every, sample_length;
-    std::string prompt;
-};
 constexpr int kSteps = 24;
 
-// dev/test_program sees that an option's long name and its letter set the same.
-std::string options_of(const Recipe& r) {
-    return r.extra +
-           format(" --seed %d -b %d -d %d -k %s -u %d -l %g -q %g -c %g", r.seed, r.B, r.windows * T,
-                  r.schedule.c_str(), r.warmup, r.lr, r.final_lr, r.weight_decay) +
-           format(" --beta2 %g --max-norm %g -v %d -m %d -s %d -g %d --prompt '%s'", r.beta2, r.max_norm, r.val_every,
-                  r.val_batches, r.sample_every, r.sample_length, r.prompt.c_str());
+// dev/test_program sees that each option sets what it names.
+Options parsed(const std::string& arguments) {
+    std::vector<std::string> words = {"program"};
+    std::istringstream in(arguments);
+    for (std::string word; in >> word;) words.push_back(word);
+    std::vector<const char*> argv;
+    for (const std::string& word : words) argv.push_back(word.c_str());
+    Options o;
+    std::vector<Option> table = o.table();
+    parse_options(static_cast<int>(argv.size()), argv.data(), table);
+    return o;
 }
 
-double rate(const Recipe& r, int step) {
-    if (step < r.warmup) return r.lr / r.warmup * (step + 1);
-    const double x = double(step - r.warmup) / (kSteps - 1 - r.warmup);  // 0 after warm-up, 1 at the last step
-    const double low = r.lr * r.final_lr;
-    if (r.schedule == "cosine") return low + (r.lr - low) * std::pow(std::cos(M_PI / 2 * x), 2);
-    if (r.schedule == "linear") return low * x + r.lr * (1 - x);
-    if (r.schedule == "wsd") return x < 0.8 ? r.lr : low + (r.lr - low) * 5 * (1 - x);
-    return r.lr;
+double rate(const Options& o, int step) {
+    if (step < o.warmup) return o.lr / o.warmup * (step + 1);
+    const double x = double(step - o.warmup) / (kSteps - 1 - o.warmup);  // 0 after warm-up, 1 at the last step
+    const double low = o.lr * o.final_lr;
+    if (o.schedule == "cosine") return low + (o.lr - low) * std::pow(std::cos(M_PI / 2 * x), 2);
+    if (o.schedule == "linear") return low * x + o.lr * (1 - x);
+    if (o.schedule == "wsd") return x < 0.8 ? o.lr : low + (o.lr - low) * 5 * (1 - x);
+    return o.lr;
 }
 
-// Repeats the training in double and compares it with what the program wrote. `clipped` is how many steps must have
-// been clipped, or −1 for some. Two ranks that share sequences answer no questions. One of them writes the samples
-// alone, so it sees half as many tokens.
-void check_recipe(const Recipe& r, const std::string& options, const std::string& out, int clipped) {
-    const bool questions = !contains(options, "--context-parallel");
-    const Result result = run(data_options() + val_options() + (questions ? question_options() : "") + "-e " +
-                              model_file(kEndOften) + " " + options + format(" -x %d -o ", kSteps) + out);
+// Repeats the training in double and compares it with what the program wrote. `meant` are the options of the run, those
+// at their defaults too. `clipped` is how many steps must have been clipped, or −1 for some. Two ranks that share
+// sequences answer no questions. One of them writes the samples alone, so it sees half as many tokens.
+void check_recipe(const std::string& options, const std::string& meant, const std::string& out, int clipped) {
+    const Options o = parsed(meant);
+    const bool questions = o.context_parallel == 1;
+    const Result result = run(kTrainOptions + kValOptions + (questions ? kQuestionOptions : "") + kModelOptions +
+                              options + format(" -x %d -o ", kSteps) + out);
     CHECK_RUN(result, 0, "checkpoint");
-    check_lines(result.out, out, kSteps, r.windows * T);
+    check_lines(result.out, out, kSteps, o.tokens_per_step);
     Gpt2 model(kEndOften);
     const Vec start = model.p;
     Vec m(kParameters), v(kParameters);
@@ -313,30 +259,37 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
         return i < all.size() ? all[i] : std::string();
     };
     const auto watch = [&](int step) {
-        if (step % r.val_every == 0 || step == kSteps) {
-            std::vector<int> windows(std::min(r.val_batches, kValWindows / r.B) * r.B);
-            std::iota(windows.begin(), windows.end(), 0);
+        if (step % o.val_every == 0 || step == kSteps) {
+            const int windows = std::min(o.val_batches, kValWindows / o.B) * o.B;
             CHECK_NEAR(value(row("val", vals), "step"), step, 0);
-            CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_tokens(), windows), 5e-6);
+            CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_windows(windows)), 5e-6);
             int correct = 0;
-            for (const Choice& c : make_choices()) correct += model.answer(c) == c.label;
+            for (const Choice& c : kChoices) correct += answer_of(model.ending_losses(c)) == c.label;
             if (questions) CHECK_NEAR(value(row("hellaswag", vals), "step"), step, 0);
             if (questions) CHECK_NEAR(value(row("hellaswag", vals), "correct"), correct, 0);
             vals++;
         }
-        if (step > 0 && (step % r.sample_every == 0 || step == kSteps)) {
+        if (step > 0 && (step % o.sample_every == 0 || step == kSteps)) {
             CHECK_NEAR(value(row("sample", samples), "step"), step, 0);
-            SampleCheck{model, questions ? T : T / 2, 1}(r.prompt, text_of(row("sample", samples)), r.sample_length);
+            SampleCheck{model, questions ? T : T / 2, 1}(o.prompt, text_of(row("sample", samples)), o.sample_length);
             samples++;
         }
     };
     watch(0);
+    Loader data(dir() + "/train.bin", 1, T, V, !o.no_shuffle, o.seed);
+    std::vector<Tokens> windows;
     int found_clipped = 0;
     for (int step = 0; step < kSteps; step++) {
-        const auto first = order_of(r.seed).begin() + step * r.windows;
-        const std::vector<int> windows(first, first + r.windows);
-        const double loss = model.mean_loss(train_tokens(), windows);
-        const Vec g = model.gradient(train_tokens(), windows);
+        if (step == 0 || !o.overfit) {
+            windows.assign(o.tokens_per_step / T, Tokens(T + 1));
+            for (Tokens& window : windows) {
+                Tokens targets(T);
+                data.next(window.data(), targets.data());
+                window[T] = targets[T - 1];
+            }
+        }
+        const double loss = model.mean_loss(windows);
+        const Vec g = model.gradient(windows);
         double norm = 0;
         for (double x : g) norm += x * x;
         norm = std::sqrt(norm);
@@ -344,17 +297,17 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
         CHECK_NEAR(value(logged, "step"), step + 1, 0);
         CHECK_NEAR(value(logged, "loss_nats"), loss, 5e-6);
         CHECK_NEAR(value(logged, "grad_norm"), norm, 1e-5 * norm);
-        CHECK_NEAR(value(logged, "lr"), rate(r, step), 1e-6 * rate(r, step));
-        const double clip = r.max_norm > 0 && norm > r.max_norm ? r.max_norm / norm : 1;
+        CHECK_NEAR(value(logged, "lr"), rate(o, step), 1e-6 * rate(o, step));
+        const double clip = o.max_norm > 0 && norm > o.max_norm ? o.max_norm / norm : 1;
         found_clipped += clip < 1;
         for (int t = WTE; t <= LNFB; t++)
             for (size_t i = offset_of(t); i < offset_of(t) + kTensors[t].size * kTensors[t].layers; i++) {
                 m[i] = 0.9 * m[i] + 0.1 * clip * g[i];
-                v[i] = r.beta2 * v[i] + (1 - r.beta2) * std::pow(clip * g[i], 2);
+                v[i] = o.beta2 * v[i] + (1 - o.beta2) * std::pow(clip * g[i], 2);
                 const double m_hat = m[i] / (1 - std::pow(0.9, step + 1)),
-                             v_hat = v[i] / (1 - std::pow(r.beta2, step + 1));
-                const double decay = kTensors[t].decays ? r.weight_decay * model.p[i] : 0;
-                model.p[i] -= rate(r, step) * (m_hat / (std::sqrt(v_hat) + 1e-8) + decay);
+                             v_hat = v[i] / (1 - std::pow(o.beta2, step + 1));
+                const double decay = kTensors[t].decays ? o.weight_decay * model.p[i] : 0;
+                model.p[i] -= rate(o, step) * (m_hat / (std::sqrt(v_hat) + 1e-8) + decay);
             }
         watch(step + 1);
     }
@@ -373,7 +326,9 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
                 went[i] = end[at + i] - start[at + i], wanted[i] = model.p[at + i] - start[at + i];
             }
             const auto check = [&](const char* what, const double* got, const double* want, double tolerance) {
-                const double error = apart(got, want, n);
+                double d = 0, sum = 0;
+                for (size_t i = 0; i < n; i++) d += std::pow(got[i] - want[i], 2), sum += want[i] * want[i];
+                const double error = std::sqrt(sum > 0 ? d / sum : d);
                 if (!(error <= tolerance))
                     test::report(__FILE__, __LINE__,
                                  format("%s: %s %s of layer %zu: relative error %.1e > %.1e", out.c_str(),
@@ -388,40 +343,30 @@ void check_recipe(const Recipe& r, const std::string& options, const std::string
 }  // namespace
 
 // The first four have no option at its default, and the last has all at their defaults. A largest norm of 2e-5 makes
-// gradients so small that AdamW's ε matters.
+// gradients so small that AdamW's ε matters. Samples take the likeliest tokens.
 TEST(training_follows_the_recipe) {
-    const Recipe defaults = {"--temperature 0", 1, 4, 4, "cosine", 8, 2e-3, 0.1, 0.1, 0.95, 1, 2, 20, 4, 700, ""};
     const struct {
-        Recipe recipe;
         int clipped;
+        std::string given, meant = "";  // if it is not the same
     } cases[] = {
-        {{"--temperature 0", 5, 2, 6, "cosine", 4, 0.008, 0.3, 0.4, 0.8, 2e-5, 6, 3, 7, 9, "OnceIn"}, kSteps},
-        {{"--top-k 1 --gpus 4 --zero 0 --context-parallel 2", 5, 3, 6, "linear", 1, 0.004, 0.2, 0.7, 0.9, 1.7, 9, 2, 5,
-          12, "Xy"},
-         -1},
-        {{"--top-k 1 --gpus 2 --overlap 1", 5, 1, 4, "wsd", 3, 0.003, 0.4, 0.2, 0.99, 1.7, 12, 7, 12, 5, "a"}, -1},
-        {{"--temperature 0", 1, 1, 2, "constant", 2, 0.002, 0.5, 0.3, 0.9, 0, 8, 20, 24, 20, "So"}, 0},
-    };
+        {kSteps,
+         "--temperature 0 --seed 5 -b 2 -d 96 -k cosine -u 4 -l 0.008 -q 0.3 -c 0.4 --beta2 0.8 --max-norm 2e-5 "
+         "-v 6 -m 3 -s 7 -g 9 --prompt OnceIn"},
+        {-1,
+         "--top-k 1 --gpus 4 --zero 0 --context-parallel 2 --seed 5 -b 3 -d 96 -k linear -u 1 -l 0.004 -q 0.2 -c 0.7 "
+         "--beta2 0.9 --max-norm 1.7 -v 9 -m 2 -s 5 -g 12 --prompt Xy"},
+        {-1,
+         "--overfit --top-k 1 --gpus 2 --overlap 1 --seed 5 -b 1 -d 64 -k wsd -u 3 -l 0.003 -q 0.4 -c 0.2 --beta2 0.99 "
+         "--max-norm 1.7 -v 12 -m 7 -s 12 -g 5 --prompt a"},
+        {0,
+         "--no-shuffle --temperature 0 --seed 1 -b 1 -d 32 -k constant -u 2 -l 0.002 -q 0.5 -c 0.3 --beta2 0.9 "
+         "--max-norm 0 "
+         "-v 8 -m 20 -s 24 -g 20 --prompt So"},
+        {kSteps, "--temperature 0",
+         "-b 4 -d 64 -u 8 -l 2e-3 -q 0.1 -k cosine -c 0.1 --beta2 0.95 --max-norm 1 --seed 1 -v 2 -m 20 -s 4 -g 700"}};
     int i = 0;
-    for (const auto& c : cases)
-        check_recipe(c.recipe, options_of(c.recipe), dir() + format("/recipe_%d", i), c.clipped), i++;
-    check_recipe(defaults, defaults.extra, dir() + "/defaults", kSteps);
-}
-
-// Each epoch has each window once, in an order that depends on the seed and the epoch. With --no-shuffle and --overfit
-// it does not.
-TEST(order_of_the_data) {
-    std::set<std::vector<int>> orders;
-    for (int seed : {1, 5})
-        for (auto epoch = order_of(seed).begin(); epoch != order_of(seed).end(); epoch += kTrainWindows) {
-            std::vector<int> order(epoch, epoch + kTrainWindows);
-            CHECK(orders.insert(order).second && !std::is_sorted(order.begin(), order.end()));
-            std::sort(order.begin(), order.end());
-            for (int w = 0; w < kTrainWindows; w++) CHECK(order[w] == w);
-        }
-    const std::vector<int> plain = windows_of("-s 0 --no-shuffle", kTrainWindows + 5, dir() + "/plain");
-    for (size_t i = 0; i < plain.size(); i++) CHECK(plain[i] == int(i) % kTrainWindows);
-    CHECK(windows_of("-s 0 --overfit --seed 5", 4, dir() + "/overfit") == std::vector<int>(4, order_of(5)[0]));
+    for (const auto& [clipped, given, meant] : cases)
+        check_recipe(given, meant.empty() ? given : meant, dir() + format("/recipe_%d", i++), clipped);
 }
 
 // A sample takes each token as often as it is likely after all that the model sees, which is the prompt and the last T
@@ -463,8 +408,11 @@ TEST(samples_follow_the_model) {
     size_t ended = 0;
     model = Gpt2(kEndOften);
     for (int seed : {1, 5}) {
-        order_of(seed);  // the run
-        for (const std::string& row : rows(order_folder(seed), "sample")) {
+        const std::string out = dir() + format("/samples_%d", seed);
+        CHECK_RUN(run(kTrainOptions + kModelOptions + "-b 1 -d 16 -v 0 -l 1e-30 -x 10 -s 2 -g 30 -o " + out +
+                      format(" --seed %d", seed)),
+                  0, "checkpoint");
+        for (const std::string& row : rows(out, "sample")) {
             SampleCheck{model, T, V}("", text_of(row), 30);
             texts.insert(text_of(row)), ended += text_of(row).size() < 30;
         }
@@ -475,52 +423,47 @@ TEST(samples_follow_the_model) {
 // --eval-only prints the loss over all whole batches, or over -m of them, and the loss of each ending.
 TEST(evaluation_says_what_the_model_loses) {
     Gpt2 model(kEndOften);
-    const std::string base = format("--device cpu --eval-only -b 3 -t %d -e ", T) + model_file(kEndOften) + " ",
-                      data = base + val_options();
+    const std::string only = format("--device cpu --eval-only -t %d ", T) + kModelOptions;
     const struct {
         std::string options;
-        int batches;
+        int batches, B;
         bool questions;
-    } cases[] = {{data + question_options(), kValWindows / 3, true},
-                 {data + question_options() + "-m 2 --gpus 3", 2, true},
-                 {data + "-m 5 --gpus 4 --context-parallel 2", 5, false},
-                 {base + "-b 1 " + val_options(), kValWindows, false},  // all batches, although training takes 20
-                 {base + question_options(), 0, true}};
+    } cases[] = {{kValOptions + "-b 3 " + kQuestionOptions, kValWindows / 3, 3, true},
+                 {kValOptions + "-b 3 -m 2 --gpus 3 " + kQuestionOptions, 2, 3, true},
+                 {kValOptions + "-b 3 -m 5 --gpus 4 --context-parallel 2", 5, 3, false},
+                 {kValOptions + "-b 1", kValWindows, 1, false},  // all batches, although training takes 20
+                 {kQuestionOptions + "-b 3", 0, 3, true}};
     for (const auto& c : cases) {
-        const int B = contains(c.options, "-b 1") ? 1 : 3;
-        const Result r = run(c.options);
-        std::vector<int> windows(c.batches * B);
-        std::iota(windows.begin(), windows.end(), 0);
-        CHECK_RUN(r, 0, c.batches ? format("over %d batches of %d x %d tokens\n", c.batches, B, T).c_str() : "");
-        if (c.batches) CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_tokens(), windows), 5e-6);
+        const Result r = run(only + c.options);
+        CHECK_RUN(r, 0, c.batches ? format("over %d batches of %d x %d tokens\n", c.batches, c.B, T) : "");
+        if (c.batches)
+            CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_windows(c.batches * c.B)), 5e-6);
         CHECK(contains(r.out, "val loss") == (c.batches > 0) && contains(r.out, "hellaswag") == c.questions);
         if (!c.questions) continue;
         int correct = 0;
-        for (const Choice& q : make_choices()) {
-            const int answer = model.answer(q);
+        for (const Choice& q : kChoices) {
+            const Vec losses = model.ending_losses(q);
+            const int answer = answer_of(losses);
             const std::string line = format("question %d | answer %d | label %d | losses", q.index, answer, q.label);
             correct += answer == q.label;
-            const size_t at = r.out.find(line);
-            if (at == std::string::npos) throw Error("expected " + line);
-            std::istringstream losses(r.out.substr(at + line.size(), r.out.find('\n', at) - at - line.size()));
-            for (const Tokens& ending : q.endings) {
-                double loss = NAN;
-                losses >> loss;
-                CHECK_NEAR(loss, model.ending_loss(q.context, ending), 5e-6);
+            CHECK(contains(r.out, line));
+            std::istringstream printed(r.out.substr(std::min(r.out.find(line) + line.size(), r.out.size())));
+            for (const double loss : losses) {
+                double x = NAN;
+                printed >> x;
+                CHECK_NEAR(x, loss, 5e-6);
             }
         }
         CHECK(contains(r.out, format("hellaswag %d of 7, %.2f%%\n", correct, correct / 0.07)));
     }
     // Questions longer than T do not fit into a batch, here or in training.
-    for (const std::string& how : {std::string("--eval-only "), "-x 1 " + data_options() + "-t 8 "})
-        CHECK_RUN(run("--device cpu -t 8 " + how + question_options() + "-e " + model_file(kEndOften)), 1,
-                  "length of an example");
+    for (const std::string& how : {std::string("--eval-only "), "-x 1 " + kTrainOptions + "-t 8 "})
+        CHECK_RUN(run("--device cpu -t 8 " + how + kQuestionOptions + kModelOptions), 1, "length of an example");
 }
 
 // Checks what a new model starts from, and that steps take as long as the log says, by a clock outside the program.
 TEST(a_new_model_starts_as_gpt2_does) {
-    const std::string options =
-        "--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + write_shard(dir() + "/train.bin", train_tokens());
+    const std::string options = "--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + dir() + "/train.bin";
     Vec weights[2];
     for (int seed : {1, 2}) {
         const std::string out = dir() + format("/new_%d", seed);
@@ -581,11 +524,11 @@ TEST(a_new_model_starts_as_gpt2_does) {
 // This run is so long that its end is minutes away. A token in the fourth window that no model knows ends it, in that
 // window's step, although batches are prepared a step ahead.
 TEST(a_long_run_says_when_it_ends) {
-    Tokens tokens = train_tokens();
+    Tokens tokens = kTrain;
     tokens[3 * T + 5] = 999;
     const std::string out = dir() + "/long";
-    const std::string command = format("--device cpu --no-shuffle -b 1 -t %d -l 0.5 -e ", T) + model_file(kEndOften) +
-                                " -i " + write_shard(dir() + "/late.bin", tokens) + " ";
+    const std::string command =
+        kTrainOptions + kModelOptions + "--no-shuffle -b 1 -l 0.5 -i " + write_shard(dir() + "/late.bin", tokens) + " ";
     CHECK_RUN(run(command + "-v 0 -x 3"), 0, "step 3/3");  // the fourth window is read ahead, but not used
     const Result r = run(command + "-x 4000000 -o " + out);
     CHECK_RUN(r, 1, "999");
