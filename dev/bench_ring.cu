@@ -15,13 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "attention/ring/blocks.h"
-#include "attention/ring/ring.h"
-#include "dev/bench.h"
-#include "dev/bounds.h"
+#include "dev/ring_part.h"
 #include "layers/comm/comm.h"
 #include "layers/comm/job.h"
-#include "layers/layers.h"
 #include "run/options.h"
 
 struct Options {
@@ -51,21 +47,23 @@ struct NoComm {
     void send_recv_rows(int, X*, const X*, size_t, size_t, size_t, int, X*) {}
 };
 
-template <class T>
-T* as(const DeviceMemory& memory) {
-    return static_cast<T*>(memory.get());
-}
-
 template <class Comm>
 struct Bench {
     const Options& options;
     const Cuda& dev;
     Job& job;
     Comm& comm;
+    const int NH, HS;
     const DeviceMemory flag;  // of the collective that lets all ranks start together
 
     Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm)
-        : options(o), dev(dev), job(job), comm(comm), flag(device_memory(dev, size_t(job.size) * sizeof(float))) {
+        : options(o),
+          dev(dev),
+          job(job),
+          comm(comm),
+          NH(o.heads),
+          HS(std::atoi(o.hs.c_str())),
+          flag(device_memory(dev, size_t(job.size) * sizeof(float))) {
         dev.zero(flag.get(), size_t(job.size) * sizeof(float));
     }
     void start_together() const {
@@ -79,89 +77,53 @@ struct Bench {
     }
     template <class Launch>
     Figures measure(Launch launch) const {
-        const auto together = [&](int) {
-            start_together();
-            launch();
-        };
         // The collective's own time is measured alone and subtracted. Ranks would not rest equally long, so they do
         // not.
-        const double idle = slowest(cool_ms(
-            dev, [&](int) { start_together(); }, 0.));
+        const auto together = [&](auto work) {
+            return slowest(cool_ms(
+                dev, [&](int) { start_together(), work(); }, 0.));
+        };
+        const double idle = together([] {});
         Figures ms;
-        ms.cool = slowest(cool_ms(dev, together, 0.)) - idle;
+        ms.cool = together(launch) - idle;
         if (!options.quick)
             ms.sustained = slowest(sustained_ms(
                 dev, [&](int) { launch(); }, ms.cool));
         return ms;
     }
-};
-
-// A rank's part of the inputs: those of its own chunks.
-struct Part {
-    DeviceMemory memory, stats;
-    bf16 *qkv, *dout, *out, *dqkv;
-    float* lse;
-    Part(const Cuda& dev, const bf16* qkv_of_all, const bf16* dout_of_all, const Zigzag& zigzag, int rank, int Tc,
-         size_t C)
-        : memory(device_memory(dev, 16 * Tc * C * sizeof(bf16))),
-          stats(device_memory(dev, 2 * Tc * C * sizeof(float))) {
-        const size_t n = Tc * C;
-        qkv = as<bf16>(memory), dout = qkv + 6 * n, out = dout + 2 * n, dqkv = out + 2 * n, lse = as<float>(stats);
-        for (int half = 0; half < 2; half++) {
-            const size_t at = zigzag.chunk(rank, half) * n;
-            copy_rows(dev, qkv + 3 * half * n, 3 * n, qkv_of_all + 3 * at, 3 * n, 3 * n, 1);
-            copy_rows(dev, dout + half * n, n, dout_of_all + at, n, n, 1);
-        }
-    }
-};
-
-// The unchunked kernel over a whole sequence.
-struct Whole {
-    AttentionShape s;
-    size_t n;
-    DeviceMemory memory, stats, scratch;
-    bf16 *qkv, *dout, *out, *dqkv;
-    Whole(const Cuda& dev, int T, int NH, int HS)
-        : s{1, T, NH, HS},
-          n(size_t(T) * NH * HS),
-          memory(device_memory(dev, 8 * n * sizeof(bf16))),
-          stats(device_memory(dev, n / HS * sizeof(float))),
-          scratch(device_memory(dev, attention_scratch_bytes<bf16>(dev, Attention::flash, 1, T, NH, HS))) {
-        qkv = as<bf16>(memory), dout = qkv + 3 * n, out = dout + n, dqkv = out + n;
-        fill_normal(dev, qkv, 4 * n, 1);
-    }
-    void forward(const Cuda& dev) const {
-        attention_forward<bf16>(dev, Attention::flash, out, as<float>(stats), nullptr, scratch.get(), qkv, 1, s.T, s.NH,
-                                s.HS);
-    }
-    void backward(const Cuda& dev) const {
-        attention_backward<bf16>(dev, Attention::flash, dqkv, scratch.get(), dout, out, as<float>(stats), nullptr, qkv,
-                                 1, s.T, s.NH, s.HS);
+    // Calls use(ring) with a rank's ring of chunks of Tc tokens. Its memory is random, because zeros draw less power.
+    template <class RingComm, class Use>
+    void with_ring(RingComm& through, int Tc, Use use) const {
+        Ring<Cuda, bf16, RingComm> ring(dev, job.rank, job.size, 1, Tc, NH, HS);
+        const DeviceMemory memory = device_memory(dev, ring.bytes());
+        fill_normal(dev, as<bf16>(memory), ring.bytes() / sizeof(bf16), 2);
+        dev.sync();  // others write into it from here on
+        ring.start(memory.get(), &through);
+        use(ring);
+        ring.stop();
     }
 };
 
 template <class Comm>
-void validate(const Bench<Comm>& b, int NH, int HS) {
+void validate(const Bench<Comm>& b) {
     const int N = b.job.size, Tc = 1024;
-    const size_t C = size_t(NH) * HS, n = Tc * C;
     const Zigzag zigzag{N};
-    const Whole whole(b.dev, 2 * N * Tc, NH, HS);
-    const Part part(b.dev, whole.qkv, whole.dout, zigzag, b.job.rank, Tc, C);
-    Ring<Cuda, bf16, Comm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
-    const DeviceMemory memory = device_memory(b.dev, ring.bytes());
-    ring.start(memory.get(), &b.comm);
-    whole.forward(b.dev), whole.backward(b.dev);
-    ring.forward(part.out, part.lse, part.qkv);
-    ring.backward(part.dqkv, part.dout, part.out, part.lse, part.qkv);
-    const auto check = [&](const char* name, const bf16* got, const bf16* want, size_t width) {
-        std::vector<bf16> a(width * n), b_(width * n);
+    const Sequence<bf16> whole(b.dev, 2 * N * Tc, b.NH, b.HS, 1), part(whole, zigzag, b.job.rank);
+    whole.forward();
+    whole.backward();
+    b.with_ring(b.comm, Tc, [&](auto& ring) {
+        part.forward(ring);
+        part.backward(ring);
+    });
+    const auto check = [&](const char* name, const bf16* got, const bf16* want, size_t n) {  // n elements a chunk
+        std::vector<bf16> x(n), y(n);
         for (int half = 0; half < 2; half++) {
-            b.dev.download(a.data(), got + half * width * n, a.size() * sizeof(bf16));
-            b.dev.download(b_.data(), want + zigzag.chunk(b.job.rank, half) * width * n, b_.size() * sizeof(bf16));
+            b.dev.download(x.data(), got + half * n, n * sizeof(bf16));
+            b.dev.download(y.data(), want + zigzag.chunk(b.job.rank, half) * n, n * sizeof(bf16));
             double worst = 0, largest = 0;
-            for (size_t i = 0; i < a.size(); i++) {
-                keep_worst(worst, std::fabs(double(float(a[i])) - float(b_[i])));
-                largest = std::max(largest, std::fabs(double(float(b_[i]))));
+            for (size_t i = 0; i < n; i++) {
+                keep_worst(worst, std::fabs(double(float(x[i])) - float(y[i])));
+                largest = std::max(largest, std::fabs(double(float(y[i]))));
             }
             if (!(worst <= 0x1p-7 * largest))
                 throw Error(
@@ -169,19 +131,18 @@ void validate(const Bench<Comm>& b, int NH, int HS) {
                            b.job.rank, half, name, worst, largest));
         }
     };
-    check("out", part.out, whole.out, 1);
-    check("dqkv", part.dqkv, whole.dqkv, 3);
-    b.comm.share(nullptr, 0);
+    check("out", part.out, whole.out, part.n / 2);
+    check("dqkv", part.dqkv, whole.dqkv, 3 * part.n / 2);
 }
 
 // Times each kind of block of a rank's passes alone, as a share of the unchunked kernel's rate. This shows what cutting
 // into blocks costs. The shapes are the ring's (attention/ring/ring.h).
 template <class Comm>
 void run_blocks(const Bench<Comm>& b) {
-    const int NH = b.options.heads, HS = std::atoi(b.options.hs.c_str()), T = b.options.tokens, Tc = T / 2;
+    const int NH = b.NH, HS = b.HS, T = b.options.tokens, Tc = T / 2;
     const size_t C = size_t(NH) * HS, n = T * C, rows = size_t(T) * NH;
-    const Whole whole(b.dev, b.job.size * T, NH, HS);
-    const Figures single[2] = {b.measure([&] { whole.forward(b.dev); }), b.measure([&] { whole.backward(b.dev); })};
+    const Sequence<bf16> whole(b.dev, b.job.size * T, NH, HS, 1);
+    const Figures single[2] = {b.measure([&] { whole.forward(); }), b.measure([&] { whole.backward(); })};
     const double pairs = 0.5 * whole.s.T * whole.s.T;  // pairs of query and key in the unchunked call
     const PartialShape largest{1, T, T, NH, HS};
     const DeviceMemory sums = device_memory(b.dev, 3 * n * sizeof(float)),
@@ -239,75 +200,61 @@ void run_blocks(const Bench<Comm>& b) {
 template <class Comm>
 void run_bench(const Bench<Comm>& b) {
     const Options& o = b.options;
-    const int N = b.job.size, NH = o.heads, HS = std::atoi(o.hs.c_str()), Tc = o.tokens / 2;
-    const size_t C = size_t(NH) * HS;
-    const Zigzag zigzag{N};
-    validate(b, NH, HS);
+    const int N = b.job.size, Tc = o.tokens / 2;
+    validate(b);
+    const Sequence<bf16> whole(b.dev, N * o.tokens, b.NH, b.HS, 1), part(whole, Zigzag{N}, b.job.rank);
     Figures single[2], ring_ms[2], still[2], hop[2];
-    const Whole whole(b.dev, N * o.tokens, NH, HS);
-    const auto both = [&](auto& x) { x.forward(b.dev), x.backward(b.dev); };
-    single[0] = b.measure([&] { whole.forward(b.dev); });
-    single[1] = b.measure([&] { both(whole); });
-    const Part part(b.dev, whole.qkv, whole.dout, zigzag, b.job.rank, Tc, C);
-    const auto time = [&](auto& ring, Figures* ms) {
-        ms[0] = b.measure([&] { ring.forward(part.out, part.lse, part.qkv); });
-        ms[1] = b.measure([&] {
-            ring.forward(part.out, part.lse, part.qkv);
-            ring.backward(part.dqkv, part.dout, part.out, part.lse, part.qkv);
+    const auto time = [&](Figures* ms, auto forward, auto backward) {
+        ms[0] = b.measure(forward);
+        ms[1] = b.measure([&] { forward(), backward(); });
+    };
+    time(
+        single, [&] { whole.forward(); }, [&] { whole.backward(); });
+    const auto time_ring = [&](auto& comm, Figures* ms) {
+        b.with_ring(comm, Tc, [&](auto& ring) {
+            time(
+                ms, [&] { part.forward(ring); }, [&] { part.backward(ring); });
         });
     };
-    {
-        Ring<Cuda, bf16, Comm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
-        const DeviceMemory memory = device_memory(b.dev, ring.bytes());
-        ring.start(memory.get(), &b.comm);
-        time(ring, ring_ms);
-        b.comm.share(nullptr, 0);
-    }
-    {
-        NoComm none{b.job.rank, N};
-        Ring<Cuda, bf16, NoComm> ring(b.dev, b.job.rank, N, 1, Tc, NH, HS);
-        const DeviceMemory memory = device_memory(b.dev, ring.bytes());
-        fill_normal(b.dev, as<bf16>(memory), ring.bytes() / sizeof(bf16), 2);  // zeros draw less power
-        ring.start(memory.get(), &none);
-        time(ring, still);
-    }
-    {
-        const size_t n = 4 * Tc * C;  // K and V
-        const DeviceMemory memory = device_memory(b.dev, 2 * n * (sizeof(bf16) + sizeof(float)));
-        b.comm.share(memory.get(), 2 * n * (sizeof(bf16) + sizeof(float)));
-        bf16* kv = as<bf16>(memory);
-        float* dkv = reinterpret_cast<float*>(kv + 2 * n);
-        const int next = (b.job.rank + 1) % N, before = (b.job.rank + N - 1) % N;
-        for (int pass = 0; pass < 2; pass++)
-            hop[pass] = b.measure([&] {
-                b.comm.fork();
-                b.comm.group([&] {
-                    b.comm.send_recv(next, kv, n, before, kv + n, n);
-                    if (pass == 1) b.comm.send_recv(next, dkv, n, before, dkv + n, n);
-                });
-                b.comm.join();
+    time_ring(b.comm, ring_ms);
+    NoComm none{b.job.rank, N};
+    time_ring(none, still);
+
+    const size_t n = 2 * part.n, bytes = 2 * n * (sizeof(bf16) + sizeof(float));  // n: K and V
+    const DeviceMemory memory = device_memory(b.dev, bytes);
+    b.comm.share(memory.get(), bytes);
+    bf16* kv = as<bf16>(memory);
+    float* dkv = reinterpret_cast<float*>(kv + 2 * n);
+    const int next = (b.job.rank + 1) % N, before = (b.job.rank + N - 1) % N;
+    for (int pass = 0; pass < 2; pass++)
+        hop[pass] = b.measure([&] {
+            b.comm.fork();
+            b.comm.group([&] {
+                b.comm.send_recv(next, kv, n, before, kv + n, n);
+                if (pass == 1) b.comm.send_recv(next, dkv, n, before, dkv + n, n);
             });
-        b.comm.share(nullptr, 0);
-    }
+            b.comm.join();
+        });
+    b.comm.share(nullptr, 0);
+
     if (b.job.rank > 0) return;
     Log log = results_log(b.dev, "ring_speed", o.out, o.json);
     const char* passes[] = {"forward", "forward+backward"};
     std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens,
-                NH, HS);
+                b.NH, b.HS);
     for (int pass = 0; pass < 2; pass++) {
-        const auto ratio = [&](const Figures& f) {
-            return Figures{100 * single[pass].cool / N / f.cool, 100 * single[pass].sustained / N / f.sustained};
+        const Figures one{single[pass].cool / N, single[pass].sustained / N};
+        const auto show = [&](const char* what, const Figures& ms) {
+            std::printf("  %s %7.3f/%7.3f (%.1f/%.1f %%)", what, ms.cool, ms.sustained, 100 * one.cool / ms.cool,
+                        100 * one.sustained / ms.sustained);
         };
-        const Figures of = ratio(ring_ms[pass]), of_still = ratio(still[pass]);
-        std::printf(
-            "  %-16s single/%d %7.3f/%7.3f  ring %7.3f/%7.3f (%.1f/%.1f %%)  no travel %7.3f/%7.3f (%.1f/%.1f %%)  "
-            "hop %.3f/%.3f\n",
-            passes[pass], N, single[pass].cool / N, single[pass].sustained / N, ring_ms[pass].cool,
-            ring_ms[pass].sustained, of.cool, of.sustained, still[pass].cool, still[pass].sustained, of_still.cool,
-            of_still.sustained, hop[pass].cool, hop[pass].sustained);
+        std::printf("  %-16s single/%d %7.3f/%7.3f", passes[pass], N, one.cool, one.sustained);
+        show("ring", ring_ms[pass]);
+        show("no travel", still[pass]);
+        std::printf("  hop %.3f/%.3f\n", hop[pass].cool, hop[pass].sustained);
         Row row = result_row(b.dev, "ring_speed");
-        row.add("pass", passes[pass]).add("gpus", N).add("tokens_per_gpu", o.tokens).add("NH", NH).add("HS", HS);
-        row.add("single_ms", single[pass].cool / N).add("single_ms_sustained", single[pass].sustained / N);
+        row.add("pass", passes[pass]).add("gpus", N).add("tokens_per_gpu", o.tokens).add("NH", b.NH).add("HS", b.HS);
+        row.add("single_ms", one.cool).add("single_ms_sustained", one.sustained);
         row.add("ms", ring_ms[pass].cool).add("ms_sustained", ring_ms[pass].sustained);
         row.add("still_ms", still[pass].cool).add("still_ms_sustained", still[pass].sustained);
         log.write(row.add("hop_ms", hop[pass].cool).add("hop_ms_sustained", hop[pass].sustained));

@@ -101,12 +101,12 @@ std::string shape_name(const char* what, int C, int OC) {
     return format("matmul %d to %d %s", C, OC, what);
 }
 template <class X>
-Work product(double N, double C, double OC, double out_bytes) {
-    return {2 * N * C * OC, bytes_of<X>(N * C + N * OC + C * OC) + out_bytes};
+Work product(double N, double C, double OC, double more_bytes = 0) {
+    return {2 * N * C * OC, bytes_of<X>(N * C + N * OC + C * OC) + more_bytes};
 }
 template <class X>
 void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
-    t.time(shape_name("forward", C, OC), product<X>(N, C, OC, 0),
+    t.time(shape_name("forward", C, OC), product<X>(N, C, OC),
            [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC); });
 }
 template <class X>
@@ -130,7 +130,7 @@ void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, con
                    matmul_backward<X>(dev, nullptr, dweight, dout, inp, nullptr, N, C, OC, accumulate);
                });
     if (dinp)
-        t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC, 0),
+        t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC),
                [&](const Cuda& dev) { matmul_backward<X>(dev, dinp, nullptr, dout, nullptr, weight, N, C, OC); });
 }
 template <class X>
@@ -190,8 +190,7 @@ struct Trainer {
     float stats[2];
 
     Trainer(const Dev& dev, const Bench& o, const Config& config, int B, int T)
-        : dev(dev),
-          model(dev, config, Attention{o.attention}, B, T, 1, true, o.recompute) {
+        : dev(dev), model(dev, config, Attention{o.attention}, B, T, 1, true, o.recompute) {
         allocate_or_explain(model);
         init_random(model, 1);
         const size_t n = size_t(B) * T;
@@ -209,29 +208,42 @@ struct Trainer {
         dev.download(stats, model.stats(), sizeof stats);
         return stats[0];
     }
+    // Trains for so long and calls after_step() each time. Returns the mean milliseconds of a step.
+    template <class F>
+    double train_for(double seconds, F after_step) {
+        using Clock = std::chrono::steady_clock;
+        const auto start = Clock::now();
+        for (int steps = 1;; steps++) {
+            train();
+            after_step();
+            const double passed = std::chrono::duration<double>(Clock::now() - start).count();
+            if (passed >= seconds) return passed / steps * 1e3;
+        }
+    }
 };
+
+Row row_of(const Cuda& dev, const char* kind, const Bench& o, int B, int T, const char* call = nullptr) {
+    Row row = result_row(dev, kind);
+    row.add("kernel", "train_gpt2cu");
+    if (call) row.add("call", call);
+    row.add("model", o.model).add("dtype", o.precision).add("B", B).add("T", T);
+    if (!call) row.add("gpus", 1);
+    return row.add("attention", o.attention).add("recompute", o.recompute);
+}
 
 template <class X>
 void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) {
     Trainer<Cuda, X> trainer(dev, o, config, B, T);
-    const auto train = [&] { return trainer.train(); };
-    const float first = train();
-    for (int i = 0; i < 19; i++) train();
-    const float loss = trainer.stats[0];
+    const float first = trainer.train();
+    for (int i = 0; i < 18; i++) trainer.train();
+    const float loss = trainer.train();
     if (!(std::fabs(first - std::log(config.V)) < 0.5f) || !(loss < first))
         throw Error(format("B=%d T=%d: the loss goes from %g to %g, expected from ln V = %g down: not timed", B, T,
                            first, loss, std::log(config.V)));
 
-    using Clock = std::chrono::steady_clock;
-    auto seconds_since = [](Clock::time_point start) {
-        return std::chrono::duration<double>(Clock::now() - start).count();
-    };
-    for (const auto start = Clock::now(); seconds_since(start) < 3;) train();
-    int steps = 0;
-    const auto start = Clock::now();
-    do train(), steps++;
-    while (seconds_since(start) < 5);
-    const double ms = seconds_since(start) / steps * 1e3, tok_s = double(B) * T / ms * 1e3;
+    const auto nothing = [] {};
+    trainer.train_for(3, nothing);
+    const double ms = trainer.train_for(5, nothing), tok_s = double(B) * T / ms * 1e3;
     const double mem_gib = (dev.total_bytes - dev.free_bytes()) / kGiB;  // includes CUDA's context and libraries
     const double peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
     const double mfu = mfu_percent(config.flops_per_token(T), tok_s, 1, peak);
@@ -239,21 +251,9 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
     Log log = results_log(dev, "train", o.out, o.json);
-    log.write(result_row(dev, "train")
-                  .add("kernel", "train_gpt2cu")
-                  .add("model", o.model)
-                  .add("dtype", o.precision)
-                  .add("B", B)
-                  .add("T", T)
-                  .add("gpus", 1)
-                  .add("attention", o.attention)
-                  .add("recompute", o.recompute)
-                  .add("deterministic", true)
-                  .add("ms", ms)
-                  .add("tok_s", tok_s)
-                  .add("mfu", mfu)
-                  .add("mem_gib", mem_gib)
-                  .add("loss", double(loss)));
+    Row row = row_of(dev, "train", o, B, T);
+    row.add("deterministic", true).add("ms", ms).add("tok_s", tok_s).add("mfu", mfu);
+    log.write(row.add("mem_gib", mem_gib).add("loss", double(loss)));
 }
 
 template <class X>
@@ -261,9 +261,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
     const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev, false);
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one
-    using Clock = std::chrono::steady_clock;
-    const auto start = Clock::now();
-    while (std::chrono::duration<double>(Clock::now() - start).count() < 2) trainer.train(), dev.laps.clear();
+    trainer.train_for(2, [&] { dev.laps.clear(); });
     dev.lines.clear(), dev.order.clear();
     Event first, last;
     first.record(dev);
@@ -271,8 +269,9 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
     last.record(dev);
     const double step_ms = first.ms_until(last) / kSteps;
 
-    std::printf("\n%s %s B=%d T=%d, sustained: a step of %.2f ms; beside it %.0f TFLOP/s (GEMM of %d³), %.2f TB/s (copy)\n",
-                o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev), copy.sustained * 1e-12);
+    std::printf(
+        "\n%s %s B=%d T=%d, sustained: a step of %.2f ms; beside it %.0f TFLOP/s (GEMM of %d³), %.2f TB/s (copy)\n",
+        o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev), copy.sustained * 1e-12);
     std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step", "TFLOP/s", "%", "TB/s", "%",
                 "beyond");
     Log log = results_log(dev, "breakdown", o.out, o.json);
@@ -287,24 +286,11 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
         std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(), line.calls / kSteps, ms,
                     100 * ms / step_ms, tflops, 100 * tflops / gemm.sustained, tb_s, 100e12 * tb_s / copy.sustained,
                     lost);
-        log.write(result_row(dev, "breakdown")
-                      .add("kernel", "train_gpt2cu")
-                      .add("call", name)
-                      .add("model", o.model)
-                      .add("dtype", o.precision)
-                      .add("B", B)
-                      .add("T", T)
-                      .add("attention", o.attention)
-                      .add("recompute", o.recompute)
-                      .add("calls", line.calls / kSteps)
-                      .add("ms", ms)
-                      .add("step_ms", step_ms)
-                      .add("tflops", tflops)
-                      .add("tb_s", tb_s)
-                      .add("gemm_tflops_sustained", gemm.sustained)
-                      .add("gemm_size", gemm_size<X>(dev))
-                      .add("copy_tb_s_sustained", copy.sustained * 1e-12)
-                      .add("lost_ms", lost));
+        Row row = row_of(dev, "breakdown", o, B, T, name.c_str());
+        row.add("calls", line.calls / kSteps).add("ms", ms).add("step_ms", step_ms);
+        row.add("tflops", tflops).add("tb_s", tb_s).add("gemm_tflops_sustained", gemm.sustained);
+        row.add("gemm_size", gemm_size<X>(dev)).add("copy_tb_s_sustained", copy.sustained * 1e-12);
+        log.write(row.add("lost_ms", lost));
     }
     std::printf("%-40s %5s %8.3f %6.1f\n", "all of these", "", sum, 100 * sum / step_ms);
 }
@@ -327,8 +313,8 @@ int main(int argc, char** argv) {
             {"--out", "", Option::String, &o.out, "append them to this file instead", ""},
         };
         if (parse_options(argc, argv, table)) {
-            std::printf(
-                "%s", options_help("bench_train", "Tokens per second and memory of the training step.", table).c_str());
+            const char* const about = "Tokens per second and memory of the training step.";
+            std::fputs(options_help("bench_train", about, table).c_str(), stdout);
             return 0;
         }
         if (o.shapes.empty())
@@ -344,10 +330,10 @@ int main(int argc, char** argv) {
         if (!o.breakdown)
             std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n", dev.name.c_str(),
                         "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %", "GiB");
+        const bool is_bf16 = o.precision == "bf16";
         for (const auto& [B, T] : shapes) {
             Config c = config;
             c.max_T = std::max(c.max_T, T);
-            const bool is_bf16 = o.precision == "bf16";
             if (o.breakdown)
                 is_bf16 ? breakdown<bf16>(dev, o, c, B, T) : breakdown<float>(dev, o, c, B, T);
             else

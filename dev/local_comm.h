@@ -1,12 +1,12 @@
 // Ranks of a ring as threads that share one device. This runs the real ring at any N without a second GPU. On a GPU all
 // work goes to one stream, so that work enqueued before a barrier runs before work enqueued after it.
 #pragma once
-#include <condition_variable>
+#include <pthread.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -31,22 +31,11 @@ template <class Dev>
 class LocalComm : public CallsInOrder {
   public:
     struct Shared {
-        explicit Shared(int size) : sent(size) {}
+        explicit Shared(int size) : sent(size) { pthread_barrier_init(&all_here, nullptr, size); }
+        ~Shared() { pthread_barrier_destroy(&all_here); }
+        Shared(const Shared&) = delete;
         std::vector<const void*> sent;
-        std::mutex mutex;
-        std::condition_variable all_here;
-        int here = 0;
-        uint64_t round = 0;
-        void barrier() {
-            std::unique_lock<std::mutex> lock(mutex);
-            const uint64_t mine = round;
-            if (++here == static_cast<int>(sent.size())) {
-                here = 0, round++;
-                all_here.notify_all();
-            } else {
-                all_here.wait(lock, [&] { return round != mine; });
-            }
-        }
+        pthread_barrier_t all_here;
     };
     LocalComm(const Dev& dev, Shared& shared, int rank)
         : rank(rank), size(static_cast<int>(shared.sent.size())), dev_(dev), shared_(shared) {}
@@ -55,9 +44,9 @@ class LocalComm : public CallsInOrder {
     template <class X>
     void send_recv(int, const X* send, size_t, int from, X* recv, size_t m) {
         shared_.sent[rank] = send;
-        shared_.barrier();  // now every rank's work on what it sends is enqueued
+        pthread_barrier_wait(&shared_.all_here);  // now every rank's work on what it sends is enqueued
         copy_bytes(dev_, recv, shared_.sent[from], m * sizeof(X));
-        shared_.barrier();  // now the copies are enqueued too
+        pthread_barrier_wait(&shared_.all_here);  // now the copies are enqueued too
     }
     template <class X>
     void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {

@@ -14,7 +14,6 @@ backward, on the GPU alone, in the two protocols of dev/bench.h:
   sustained  0.5 s back to back, then the mean of the next 0.5 s, launched as CUDA graphs
 "ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
 """
-import argparse
 import importlib.util
 import itertools
 import json
@@ -51,7 +50,7 @@ def our_rows(a):
         try:
             code = subprocess.run(command, cwd=ROOT).returncode
         except FileNotFoundError:
-            sys.exit("peers.py: there is no ./dev/bench_attention: make benches")
+            results.fail("there is no ./dev/bench_attention: make benches")
         if code:
             sys.exit(code)
         return [json.loads(line) for line in open(out, encoding="utf-8")]
@@ -182,7 +181,7 @@ def peer_rows(torch, backend, dtype, B, T, NH, HS, causal, quick):
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = results.arguments(__doc__, "attention")
     arg.add_argument("--shapes", default="", help="BxT,BxT,… (default: bench_attention's)")
     arg.add_argument("--heads", type=int, default=12, help="number of heads NH")
     arg.add_argument("--hs", type=int, default=64, choices=[64, 128], help="head size HS")
@@ -191,8 +190,6 @@ def main():
     arg.add_argument("--peers", help="which of theirs (default: all that are installed)")
     arg.add_argument("--no-causal", action="store_true", help="every query sees every key")
     arg.add_argument("--quick", action="store_true", help="skip the sustained protocol")
-    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/attention.jsonl")
-    arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
     installed = PEERS if importlib.util.find_spec("flash_attn_interface") else tuple(BACKENDS)
     peers = a.peers.split(",") if a.peers else installed

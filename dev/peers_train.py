@@ -193,12 +193,10 @@ def shapes_of(text):
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = results.arguments(__doc__, "train")
     arg.add_argument("--model", default="d12", choices=SIZES)
     arg.add_argument("--shapes", default="64x1024,16x1024,4x1024", type=shapes_of,
                      help="BxT,BxT,… (default: %(default)s)")
-    arg.add_argument("--json", action="store_true", help="append rows to dev/results/<gpu>/train.jsonl")
-    arg.add_argument("--out", help="append rows to this file")
     a = arg.parse_args()
     torch = results.torch_with_gpu("peers_train.py")
 

@@ -142,12 +142,17 @@ inline bool has_gpu() {
     return !contains(run("-x 0 -s 0 -v 0 -i " + text_file() + " -e tiny -t 64").out, "no usable GPU");
 }
 
-#define CHECK_RUN(result, exit_code, part)                                                                     \
-    do {                                                                                                       \
-        const Result r_ = (result);                                                                            \
-        const std::string part_ = part;                                                                        \
-        if (r_.code != (exit_code) || !contains(r_.out, part_))                                                \
-            test::report(__FILE__, __LINE__,                                                                   \
-                         format("expected exit %d and \"%s\", got exit %d and: %s", exit_code, part_.c_str(),  \
-                                r_.code, r_.out.substr(r_.out.size() > 600 ? r_.out.size() - 600 : 0).c_str())); \
-    } while (0)
+// Checks a run's exit code, and that its output has all these parts.
+inline void check_run(const char* file, int line, const Result& r, int code, const std::vector<std::string>& parts) {
+    std::string wanted;
+    bool ok = r.code == code;
+    for (const std::string& part : parts) {
+        ok &= contains(r.out, part);
+        wanted += (wanted.empty() ? "\"" : " and \"") + part + "\"";
+    }
+    if (!ok)
+        test::report(file, line,
+                     format("expected exit %d and %s, got exit %d and: %s", code, wanted.c_str(), r.code,
+                            r.out.substr(r.out.size() > 600 ? r.out.size() - 600 : 0).c_str()));
+}
+#define CHECK_RUN(result, exit_code, ...) check_run(__FILE__, __LINE__, result, exit_code, {__VA_ARGS__})

@@ -85,24 +85,25 @@ void check_errors(const std::string& what, const TensorErrors& got, const Tensor
     }
 }
 
-// Calls f(place in the whole, place in the rank's part, elements) for a rank's chunks of a tensor (outer, T, n).
-template <class F>
-void for_each_chunk(const Zigzag& zigzag, int rank, size_t outer, int T, size_t n, F f) {
-    const size_t chunks = 2 * zigzag.ranks, elements = T / chunks * n;
+// A rank's chunks of a tensor (outer, T, n).
+inline std::vector<double> part_of(const std::vector<double>& x, const Zigzag& zigzag, int rank, size_t outer) {
+    const size_t chunks = 2 * zigzag.ranks, elements = x.size() / outer / chunks;
+    std::vector<double> part;
     for (size_t i = 0; i < outer; i++)
-        for (int half = 0; half < 2; half++)
-            f((i * chunks + zigzag.chunk(rank, half)) * elements, (2 * i + half) * elements, elements);
-}
-inline std::vector<double> part_of(const std::vector<double>& x, const Zigzag& zigzag, int rank, size_t outer, int T) {
-    std::vector<double> part(x.size() / zigzag.ranks);
-    for_each_chunk(zigzag, rank, outer, T, x.size() / outer / T,
-                   [&](size_t at, size_t to, size_t n) { std::copy_n(&x[at], n, &part[to]); });
+        for (int half = 0; half < 2; half++) {
+            const auto begin = x.begin() + (i * chunks + zigzag.chunk(rank, half)) * elements;
+            part.insert(part.end(), begin, begin + elements);
+        }
     return part;
 }
 inline Written part_of(const Written& w, const Zigzag& zigzag, int rank, const AttentionShape& s) {
     const size_t rows = size_t(s.B) * s.NH;
-    return {part_of(w.out, zigzag, rank, s.B, s.T), part_of(w.lse, zigzag, rank, rows, s.T),
-            part_of(w.dqkv, zigzag, rank, s.B, s.T)};
+    return {part_of(w.out, zigzag, rank, s.B), part_of(w.lse, zigzag, rank, rows), part_of(w.dqkv, zigzag, rank, s.B)};
+}
+
+template <class X>
+std::string ring_name(const AttentionShape& s, int ranks) {
+    return format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, ranks);
 }
 
 // Attention over a whole sequence and its gradients in fp64, from inputs that X can hold.
@@ -145,12 +146,7 @@ struct Tensor {
     std::vector<double> values() {
         dev.download(host.data(), ptr, host.size() * sizeof(Y));
         std::vector<double> values;
-        for (Y v : host) {
-            if constexpr (std::is_same_v<Y, double>)
-                values.push_back(v);
-            else
-                values.push_back(static_cast<float>(v));
-        }
+        for (Y v : host) values.push_back(static_cast<Acc<Y>>(v));
         return values;
     }
 };
@@ -192,6 +188,16 @@ Written unchunked(const Dev& dev, const Whole<X>& whole) {
                          [&](auto... tensors) { attention<X>(dev, tensors..., whole.s); });
 }
 
+// What Chunks or a Ring writes.
+template <class X, class Dev, class Parts>
+Written written_by_parts(const Dev& dev, Parts& parts, const std::vector<double>& qkv, const std::vector<double>& dout,
+                         int HS) {
+    return written_by<X>(dev, qkv, dout, HS, [&](X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout) {
+        parts.forward(out, lse, qkv);
+        parts.backward(dqkv, dout, out, lse, qkv);
+    });
+}
+
 // One rank's part of the sequence.
 template <class X, class Dev, class Comm>
 Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
@@ -200,44 +206,38 @@ Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
     Ring<Dev, X, Comm> ring(dev, comm.rank, comm.size, s.B, s.T / (2 * comm.size), s.NH, s.HS, s.scale);
     Tensor<Dev, float> memory(dev, ring.bytes() / sizeof(float));
     ring.start(memory.ptr, &comm);
-    Written part = written_by<X>(dev, part_of(whole.qkv, zigzag, comm.rank, s.B, s.T),
-                                 part_of(whole.dout, zigzag, comm.rank, s.B, s.T), s.HS,
-                                 [&](X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout) {
-                                     ring.forward(out, lse, qkv);
-                                     ring.backward(dqkv, dout, out, lse, qkv);
-                                 });
+    const Written part = written_by_parts<X>(dev, ring, part_of(whole.qkv, zigzag, comm.rank, s.B),
+                                             part_of(whole.dout, zigzag, comm.rank, s.B), s.HS);
     ring.stop();
     return part;
 }
 
 // Errors of all ranks' parts, and the unchunked call's at the same places. All ranks count together, because few
 // elements decide the error of one.
-struct PartErrors {
+struct RingErrors {
     TensorErrors ring{}, unchunked{};
+
     template <class X>
     void add(const Whole<X>& whole, const Written& part, const Written& one, const Zigzag& zigzag, int rank) {
         const Written want = part_of(whole.want, zigzag, rank, whole.s);
         add_errors(ring, part, want, whole.C());
         add_errors(unchunked, part_of(one, zigzag, rank, whole.s), want, whole.C());
     }
-    void sum_over(Job& job) {
-        std::vector<double> sums;
-        for (const TensorErrors* of : {&ring, &unchunked})
-            for (const ErrorOf& e : *of) sums.insert(sums.end(), {e.error2, e.value2, double(e.n)});
-        job.sum(sums);
-        auto sum = sums.begin();
-        for (TensorErrors* of : {&ring, &unchunked})
-            for (ErrorOf& e : *of) e.error2 = *sum++, e.value2 = *sum++, e.n = static_cast<size_t>(*sum++);
+    template <class X, class Dev>
+    void add_threads(const Dev& dev, const Whole<X>& whole, const Written& one, int ranks) {
+        std::vector<Written> parts(ranks);
+        on_local_ranks(dev, ranks, [&](auto& comm) { parts[comm.rank] = ring_part(dev, comm, whole); });
+        for (int r = 0; r < ranks; r++) add(whole, parts[r], one, Zigzag{ranks}, r);
     }
-    template <class Dev, class X>
-    void check(const std::string& what) const {
+    template <class X, class Dev>
+    void check(const AttentionShape& s, int ranks) const {
         std::array<double, kTensors> more{};
         if (std::is_same_v<Dev, Cuda>) more[Lse] = 0x1p-25;  // a merge ends in one more rounding
         // Backward's partial calls get lse in fp32, and its rounding is a relative error of P. It counts in fp32 on a
         // GPU, because the unchunked call makes up for it.
         if (std::is_same_v<Dev, Cuda> && std::is_same_v<X, float>)
             more[Dq] = more[Dk] = more[Dv] = 0x1p-25 * std::sqrt(ring[Lse].value2 / ring[Lse].n);
-        check_errors<X>(what, ring, unchunked, more);
+        check_errors<X>(ring_name<X>(s, ranks), ring, unchunked, more);
     }
 };
 
@@ -245,28 +245,26 @@ struct PartErrors {
 template <class X, class Dev, class Comm>
 void check_ring(const Dev& dev, Comm& comm, Job& job, const AttentionShape& s, double q_sigma = 1) {
     const Whole<X> whole(s, q_sigma);
-    PartErrors errors;
+    RingErrors errors;
     errors.add(whole, ring_part(dev, comm, whole), unchunked(dev, whole), Zigzag{comm.size}, comm.rank);
-    errors.sum_over(job);
-    errors.check<Dev, X>(format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, comm.size));
+    for (TensorErrors* of : {&errors.ring, &errors.unchunked})
+        for (ErrorOf& e : *of) {
+            std::vector<double> sums = {e.error2, e.value2, double(e.n)};
+            job.sum(sums);
+            e.error2 = sums[0], e.value2 = sums[1], e.n = static_cast<size_t>(sums[2]);
+        }
+    errors.check<X, Dev>(s, comm.size);
 }
 
 // The same with threads as ranks.
-template <class X, class Dev>
-std::vector<Written> ring_parts(const Dev& dev, const Whole<X>& whole, int ranks) {
-    std::vector<Written> parts(ranks);
-    on_local_ranks(dev, ranks, [&](auto& comm) { parts[comm.rank] = ring_part(dev, comm, whole); });
-    return parts;
-}
 template <class X, class Dev>
 void check_local_rings(const Dev& dev, const AttentionShape& s, double q_sigma, int threads) {
     const Whole<X> whole(s, q_sigma, 1, threads);
     const Written one = unchunked(dev, whole);
     for (int ranks : {1, 2, 3, 8}) {
-        const std::vector<Written> parts = ring_parts(dev, whole, ranks);
-        PartErrors errors;
-        for (int r = 0; r < ranks; r++) errors.add(whole, parts[r], one, Zigzag{ranks}, r);
-        errors.check<Dev, X>(format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, ranks));
+        RingErrors errors;
+        errors.add_threads(dev, whole, one, ranks);
+        errors.check<X, Dev>(s, ranks);
     }
 }
 
@@ -274,23 +272,18 @@ void check_local_rings(const Dev& dev, const AttentionShape& s, double q_sigma, 
 template <class X, class Dev>
 void check_flat(const Dev& dev, const AttentionShape& s, int threads) {
     constexpr int kSeeds = 5;
-    std::array<TensorErrors, 4> of{};  // of 2^i ranks
-    TensorErrors yardstick{};
+    RingErrors of[4];  // 2^i ranks
     for (int seed = 1; seed <= kSeeds; seed++) {
         const Whole<X> whole(s, 1, seed, threads);
-        add_errors(yardstick, unchunked(dev, whole), whole.want, whole.C());
-        for (size_t i = 0; i < of.size(); i++) {
-            const Zigzag zigzag{1 << i};
-            const std::vector<Written> parts = ring_parts(dev, whole, zigzag.ranks);
-            for (int r = 0; r < zigzag.ranks; r++)
-                add_errors(of[i], parts[r], part_of(whole.want, zigzag, r, s), whole.C());
-        }
+        const Written one = unchunked(dev, whole);
+        for (int i = 0; i < 4; i++) of[i].add_threads(dev, whole, one, 1 << i);
     }
-    for (size_t i = 0; i < of.size(); i++) {
-        const std::string what = format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, 1 << i);
-        check_errors<X>(what, of[i], yardstick);
+    for (int i = 0; i < 4; i++) {
+        const std::string what = ring_name<X>(s, 1 << i);
+        check_errors<X>(what, of[i].ring, of[i].unchunked);
         for (int t = 0; t < kTensors; t++) {
-            const double mean = of[i][t].mean() / of[0][t].mean(), largest = of[i][t].largest / of[0][t].largest;
+            const ErrorOf &e = of[i].ring[t], &first = of[0].ring[t];
+            const double mean = e.mean() / first.mean(), largest = e.largest / first.largest;
             if (!(mean <= 1.02 && largest <= 1.1))
                 test::report(__FILE__, __LINE__,
                              format("%s: error of %s %.3f times one rank's (at most 1.02), largest %.3f times (1.1)",
@@ -307,13 +300,7 @@ void check_chunks(const Dev& dev, const AttentionShape& s, int q_chunk, int k_ch
     Tensor<Dev, float> memory(dev, chunks.bytes() / sizeof(float));
     chunks.place(memory.ptr);
     TensorErrors errors, yardstick;
-    add_errors(errors,
-               written_by<X>(dev, whole.qkv, whole.dout, s.HS,
-                             [&](X* out, Acc<X>* lse, X* dqkv, const X* qkv, const X* dout) {
-                                 chunks.forward(out, lse, qkv);
-                                 chunks.backward(dqkv, dout, out, lse, qkv);
-                             }),
-               whole.want, whole.C());
+    add_errors(errors, written_by_parts<X>(dev, chunks, whole.qkv, whole.dout, s.HS), whole.want, whole.C());
     add_errors(yardstick, unchunked(dev, whole), whole.want, whole.C());
     check_errors<X>(format("T %d in chunks of %d queries and %d keys", s.T, q_chunk, k_chunk), errors, yardstick);
 }

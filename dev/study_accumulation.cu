@@ -13,8 +13,7 @@
 // Each choice is a flag of a template parameter, and two kernels take all of them. One uses mma.sync, after flash_bf16
 // (sm_80+), and one wgmma, after flash_bf16_sm90 (9.0). They differ from those in three points. m is the true running
 // maximum, so P ≤ 1 is a fact and the sums' bounds can be relied on. wgmma's first tile is always a whole one. And out
-// is written straight from registers. What differs between the variants is in the types that Variant names and in
-// Softmax. The kernels are vehicles.
+// is written straight from registers. The kernels are vehicles. What a variant changes stands in Variant and Rows.
 //
 // Sums in fp16 need operands in fp16, so bf16 has only the variants of 1/l, the shift and the exponentials.
 //
@@ -31,16 +30,14 @@
 // Run: ./dev/study_accumulation --help
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
-#include <functional>
-#include <list>
 #include <string>
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/mma_tiles.cuh"
+#include "attention/mma_bf16.cuh"
 #include "dev/bench.h"
 #include "dev/oracle.cuh"
 #include "layers/gpu/ptx_sm90.cuh"
@@ -63,133 +60,78 @@ constexpr int HS = 64;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Variants. With g = lane/4 and t = 2·(lane%4) a lane holds of a 16 × 8 tile of S, P or O two neighbouring columns of
-// two rows: [0] = (g, t..t+1), [1] = (g+8, t..t+1). They are a float2, or a pair of 16-bit elements in one register.
+// two rows: [0] = (g, t..t+1), [1] = (g+8, t..t+1). They are a Float2, or a pair of 16-bit elements in one register.
 // P is an A operand in the same layout. r = 0, 1 below are the rows g and g + 8.
 
 enum Flags { kQk16 = 1, kPv16 = 2, kPv16Tile = 4, kInLoop = 8, kShift = 16, kExp16 = 32, kMoreWarps = 64 };
 
 std::string name_of(int flags) {
-    static const char* const kNames[] = {"qk16", "pv16", "pv16tile", "in-loop", "shift", "exp16", "more-warps"};
     std::string name;
-    for (int i = 0; i < 7; i++)
-        if (flags >> i & 1) name += (name.empty() ? "" : "+") + std::string(kNames[i]);
+    for (const char* flag : {"qk16", "pv16", "pv16tile", "in-loop", "shift", "exp16", "more-warps"}) {
+        if (flags & 1) name += (name.empty() ? "" : "+") + std::string(flag);
+        flags >>= 1;
+    }
     return name.empty() ? "base" : name;
 }
 
-template <class X_, int F>
+// Two columns in fp32, with the operators that CUDA has for __half2 and __nv_bfloat162.
+struct Float2 : float2 {
+    __device__ friend Float2 operator+(Float2 a, Float2 b) { return {a.x + b.x, a.y + b.y}; }
+    __device__ friend Float2 operator*(Float2 a, Float2 b) { return {a.x * b.x, a.y * b.y}; }
+    __device__ friend Float2 __hmax2(Float2 a, Float2 b) { return {fmaxf(a.x, b.x), fmaxf(a.y, b.y)}; }
+};
+
+template <class X_, int F>  // kShift is an argument of the kernels
 struct Variant {
     using X = X_;  // of q, k, v and out
     using Pair = std::conditional_t<std::is_same_v<X, bf16>, __nv_bfloat162, __half2>;
     static constexpr bool Qk16 = F & kQk16, Pv16 = F & kPv16, Pv16Tile = F & kPv16Tile;
     static constexpr bool InLoop = F & kInLoop, Exp16 = F & kExp16, MoreWarps = F & kMoreWarps;
-    static constexpr int MmaBlocks = MoreWarps ? 3 : 2;  // that shall fit an SM. kShift is an argument of the kernel.
-    using S = std::conditional_t<Qk16, Pair, float2>;
-    using P = std::conditional_t<Exp16, Pair, float2>;
-    using O = std::conditional_t<Pv16, Pair, float2>;
+    using S = std::conditional_t<Qk16, Pair, Float2>;
+    using P = std::conditional_t<Exp16, Pair, Float2>;
+    using O = std::conditional_t<Pv16, Pair, Float2>;
     static_assert(!std::is_same_v<X, bf16> || !(Qk16 || Pv16 || Pv16Tile), "sums in fp16 need operands in fp16");
     static_assert(!(Pv16 && Pv16Tile));
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Two columns at a time, as __half2 and __nv_bfloat162 have it from CUDA
-
-using ::exp2_approx;
-__device__ __forceinline__ float2 operator+(float2 a, float2 b) {
-    return {a.x + b.x, a.y + b.y};
-}
-__device__ __forceinline__ float2 operator*(float2 a, float2 b) {
-    return {a.x * b.x, a.y * b.y};
-}
-__device__ __forceinline__ float2 __hmax2(float2 a, float2 b) {
-    return {fmaxf(a.x, b.x), fmaxf(a.y, b.y)};
-}
-__device__ __forceinline__ float2 widened(float2 x) {
-    return x;
-}
-__device__ __forceinline__ float2 widened(__half2 x) {
-    return __half22float2(x);
-}
-__device__ __forceinline__ float2 widened(__nv_bfloat162 x) {
-    return __bfloat1622float2(x);
-}
+// x as another type of two columns, rounded if that is narrower.
 template <class To, class From>
-__device__ __forceinline__ To same_bits(const From& from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    memcpy(&to, &from, sizeof to);
-    return to;
-}
-// x as a P: as it is, or rounded to a pair.
-template <class P, class From = float2>
-__device__ __forceinline__ P rounded(From x) {
-    if constexpr (std::is_same_v<P, From>)
+__device__ __forceinline__ To as(From x) {
+    if constexpr (std::is_same_v<To, From>)
         return x;
+    else if constexpr (std::is_same_v<To, Float2>)
+        return {__low2float(x), __high2float(x)};
+    else if constexpr (std::is_same_v<To, __half2>)
+        return __floats2half2_rn(x.x, x.y);
     else
-        return same_bits<P>(std::is_same_v<P, __half2> ? pack_f16(x.x, x.y) : pack_bf16(x.x, x.y));
+        return __floats2bfloat162_rn(x.x, x.y);
 }
-__device__ __forceinline__ float2 exp2_approx(float2 x) {
-    return {exp2_approx(x.x), exp2_approx(x.y)};
+// The bits of a pair as one register, as the PTX wrappers take it, and back.
+template <class To, class From>
+__device__ __forceinline__ To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    return reinterpret_cast<To&>(x);
 }
-__device__ __forceinline__ __half2 exp2_approx(__half2 x) {
-    return same_bits<__half2>(exp2_approx_f16x2(same_bits<uint32_t>(x)));
-}
-__device__ __forceinline__ __nv_bfloat162 exp2_approx(__nv_bfloat162 x) {
-#if __CUDA_ARCH__ >= 900
-    return same_bits<__nv_bfloat162>(exp2_approx_bf16x2(same_bits<uint32_t>(x)));
-#else
-    return rounded<__nv_bfloat162>(exp2_approx(widened(x)));  // sm_80 has it for fp16 only
-#endif
-}
-
-// The registers of tiles, as the PTX wrappers take them.
 template <class P>
-using Registers = std::conditional_t<std::is_same_v<P, float2>, float[4], uint32_t[2]>;
+__device__ __forceinline__ P exp2_of(P x) {
+    if constexpr (std::is_same_v<P, __half2>) return bits<P>(exp2_approx_f16x2(bits<uint32_t>(x)));
+#if __CUDA_ARCH__ >= 900  // sm_80 has it for fp16 only
+    if constexpr (std::is_same_v<P, __nv_bfloat162>) return bits<P>(exp2_approx_bf16x2(bits<uint32_t>(x)));
+#endif
+    const Float2 y = as<Float2>(x);
+    return as<P>(Float2{exp2_approx(y.x), exp2_approx(y.y)});
+}
+
+// The same for tiles.
 template <class P, int N>
-__device__ __forceinline__ Registers<P> (&registers(P (&x)[N][2]))[N] {
-    return reinterpret_cast<Registers<P>(&)[N]>(x);
-}
-
-// Scales rows g and g + 8 of tiles: O by alpha, P by 1/l.
-template <class P, int N>
-__device__ __forceinline__ void scale_rows(P (&x)[N][2], float factor0, float factor1) {
-    const P factors[2] = {rounded<P>({factor0, factor0}), rounded<P>({factor1, factor1})};
-    for (int n = 0; n < N; n++)
-        for (int r = 0; r < 2; r++) x[n][r] = x[n][r] * factors[r];
-}
-
-// Sets the keys to −∞ that a query does not see. The lane's queries are row and row + 8, and its first key is `key`.
-template <class P, int N>
-__device__ __forceinline__ void mask(P (&s)[N][2], int row, int key, int T) {
-    const P lowest = rounded<P>({-INFINITY, -INFINITY});
-    for (int r = 0; r < 2; r++) {
-        const int end = min(T, row + 8 * r + 1) - key;
-        for (int n = 0; n < N; n++) {
-            if (8 * n >= end) s[n][r].x = lowest.x;
-            if (8 * n + 1 >= end) s[n][r].y = lowest.y;
-        }
-    }
-}
-
-// Adds a tile's product that was summed in fp16 to O.
-template <class O, int N>
-__device__ __forceinline__ void add(O (&o)[N][2], const __half2 (&product)[N][2]) {
-    for (int n = 0; n < N; n++)
-        for (int r = 0; r < 2; r++) o[n][r] = o[n][r] + widened(product[n][r]);
-}
-
-// a = columns [16·kk, 16·kk + 16) of P as an A operand.
-template <class V, int N>
-__device__ __forceinline__ void operand(uint32_t (&a)[4], const typename V::P (&p)[N][2], int kk) {
-    for (int i = 0; i < 4; i++) a[i] = same_bits<uint32_t>(rounded<typename V::Pair>(p[2 * kk + i / 2][i % 2]));
-}
-
-__device__ __forceinline__ float sum_of_row(float x) {  // a row's four lanes are neighbours
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
+__device__ __forceinline__ auto& registers(P (&x)[N][2]) {
+    using Registers = std::conditional_t<std::is_same_v<P, Float2>, float[4], uint32_t[2]>;
+    return reinterpret_cast<Registers(&)[N]>(x);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The softmax of a lane's two rows. P = 2^(scale_log2·S − reference), and reference = scale_log2·m + shift.
+// What a lane computes of 16 queries, its rows g and g + 8, and a tile of Bc keys:
+// P = 2^(scale_log2·S − reference), where reference = scale_log2·m + shift, and O += P V.
 
 template <class X>
 struct Args {
@@ -198,21 +140,46 @@ struct Args {
     float *lse, shift_log2;  // shift_log2 = log2(T), or 0
 };
 
-template <class V>
-struct Softmax {
+template <class V, int Bc>
+struct Rows {
     using P = typename V::P;
+    using O = typename V::O;
+    using Pair = typename V::Pair;
     float scale_log2, shift_log2;
+    float p_factor[2];  // of the last tile's P. In-loop it becomes 1/l
     float reference[2] = {-INFINITY, -INFINITY};
     float l[2] = {0.f, 0.f};  // without in-loop this lane's columns only, summed at the end
     float alpha[2];           // what the last tile scaled l by, and the factor for O
+    typename V::S s[Bc / 8][2];
+    P p[Bc / 8][2], sums[1][2];  // sums are P's over the tile, in its own type
+    O o[HS / 8][2] = {};
+    __half2 product[HS / 8][2];  // for pv16tile, P V of one tile
 
-    // Updates the references with a tile's maxima. Every row has met a key, so that none stays −∞.
-    template <int N>
-    __device__ __forceinline__ void raise_reference(const typename V::S (&s)[N][2]) {
+    __device__ __forceinline__ void clear() {
+        for (int r = 0; r < 2; r++) {
+            for (int n = 0; n < Bc / 8; n++) s[n][r] = {};
+            for (int n = 0; n < HS / 8; n++) product[n][r] = {};
+        }
+    }
+
+    // Sets the keys to −∞ that a query does not see. The lane's queries are row and row + 8, its first key is `key`.
+    __device__ __forceinline__ void mask(int row, int key, int T) {
+        const auto lowest = as<typename V::S>(Float2{-INFINITY, -INFINITY});
+        for (int r = 0; r < 2; r++) {
+            const int end = min(T, row + 8 * r + 1) - key;
+            for (int n = 0; n < Bc / 8; n++) {
+                if (8 * n >= end) s[n][r].x = lowest.x;
+                if (8 * n + 1 >= end) s[n][r].y = lowest.y;
+            }
+        }
+    }
+
+    // Updates the references with the tile's maxima. Every row has met a key, so that none stays −∞.
+    __device__ __forceinline__ void raise_reference() {
         for (int r = 0; r < 2; r++) {
             auto larger = s[0][r];
-            for (int n = 1; n < N; n++) larger = __hmax2(larger, s[n][r]);
-            float m = fmaxf(widened(larger).x, widened(larger).y);
+            for (int n = 1; n < Bc / 8; n++) larger = __hmax2(larger, s[n][r]);
+            float m = fmaxf(as<Float2>(larger).x, as<Float2>(larger).y);
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
             float raised = fmaxf(reference[r], fmaf(m, scale_log2, shift_log2));
@@ -220,54 +187,76 @@ struct Softmax {
             if (V::Qk16 && V::Exp16) raised = __half2float(__float2half_rn(raised));
             alpha[r] = exp2_approx(reference[r] - raised);
             reference[r] = raised;
+            sums[0][r] = {};
         }
     }
 
-    // Computes P of one tile and adds it to `sums`, which has a tile's shape.
-    __device__ __forceinline__ void exponentials(P (&p)[2], const typename V::S (&s)[2], P (&sums)[2]) const {
+    // Computes P of keys [8·n, 8·n + 8) and adds it to the tile's sums.
+    __device__ __forceinline__ void exponentials(int n) {
         for (int r = 0; r < 2; r++) {
             if constexpr (V::Qk16 && V::Exp16) {
-                p[r] = exp2_approx(__hfma2(s[r], __float2half2_rn(scale_log2), __float2half2_rn(-reference[r])));
+                p[n][r] = exp2_of(__hfma2(s[n][r], __float2half2_rn(scale_log2), __float2half2_rn(-reference[r])));
             } else {
-                const float2 x = widened(s[r]);
-                p[r] = exp2_approx(
-                    rounded<P>({fmaf(x.x, scale_log2, -reference[r]), fmaf(x.y, scale_log2, -reference[r])}));
+                const Float2 x = as<Float2>(s[n][r]);
+                const float minus = -reference[r];
+                p[n][r] = exp2_of(as<P>(Float2{fmaf(x.x, scale_log2, minus), fmaf(x.y, scale_log2, minus)}));
             }
-            sums[r] = sums[r] + p[r];
+            sums[0][r] = sums[0][r] + p[n][r];
         }
     }
 
-    // Adds the tile's sums to l. In-loop l is the whole row's, alpha becomes the factor of a normalised O, and the
-    // result is the factor of P.
-    __device__ __forceinline__ float2 add_sums(const P (&sums)[2]) {
-        float inverse[2];
+    static __device__ float sum_of_row(float x) {  // a row's four lanes are neighbours
+        x += __shfl_xor_sync(~0u, x, 1);
+        return x + __shfl_xor_sync(~0u, x, 2);
+    }
+    // Adds the tile's sums to l. In-loop l is the whole row's, and alpha becomes the factor of a normalised O.
+    __device__ __forceinline__ void add_sums() {
         for (int r = 0; r < 2; r++) {
-            float sum = widened(sums[r]).x + widened(sums[r]).y;
-            if constexpr (V::InLoop) sum = sum_of_row(sum);
-            const float old = alpha[r] * l[r];
-            l[r] = old + sum;
-            inverse[r] = V::InLoop ? __fdividef(1.f, l[r]) : 1.f;
-            if constexpr (V::InLoop) alpha[r] = old * inverse[r];
+            const float sum = as<Float2>(sums[0][r]).x + as<Float2>(sums[0][r]).y, old = alpha[r] * l[r];
+            l[r] = old + (V::InLoop ? sum_of_row(sum) : sum);
+            if (!V::InLoop) continue;
+            p_factor[r] = __fdividef(1.f, l[r]);
+            alpha[r] = old * p_factor[r];
         }
-        return make_float2(inverse[0], inverse[1]);
     }
 
+    // Scales rows of P or O.
+    template <class Y, int N>
+    static __device__ __forceinline__ void scale(Y (&x)[N][2], const float (&factor)[2]) {
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < 2; r++) x[n][r] = x[n][r] * as<Y>(Float2{factor[r], factor[r]});
+    }
     // Scales O before a tile is added. A normalised O is always scaled, otherwise only if a row's maximum rose.
-    __device__ __forceinline__ void rescale(typename V::O (&o)[HS / 8][2]) const {
-        if (V::InLoop || __any_sync(~0u, !(alpha[0] == 1.f && alpha[1] == 1.f))) scale_rows(o, alpha[0], alpha[1]);
+    __device__ __forceinline__ void rescale() {
+        if (V::InLoop || __any_sync(~0u, !(alpha[0] == 1.f && alpha[1] == 1.f))) scale(o, alpha);
+    }
+
+    // a = columns [16·kk, 16·kk + 16) of P as an A operand.
+    __device__ __forceinline__ void operand(uint32_t (&a)[4], int kk) const {
+        for (int i = 0; i < 4; i++) a[i] = bits<uint32_t>(as<Pair>(p[2 * kk + i / 2][i % 2]));
+    }
+    // Where P V is summed: in O, or in the tile's product, which is then added to O.
+    __device__ __forceinline__ auto& pv() {
+        if constexpr (V::Pv16Tile)
+            return registers(product);
+        else
+            return registers(o);
+    }
+    __device__ __forceinline__ void add_product() {
+        for (int n = 0; V::Pv16Tile && n < HS / 8; n++)
+            for (int r = 0; r < 2; r++) o[n][r] = o[n][r] + as<O>(product[n][r]);
     }
 
     // Divides O by l. Writes out and lse of queries `row` and row + 8, which are none if row < 0.
-    __device__ __forceinline__ void write(const Args<typename V::X>& args, const Work& w, int row,
-                                          const typename V::O (&o)[HS / 8][2]) const {
+    __device__ __forceinline__ void write(const Args<typename V::X>& args, const Work& w, int row) const {
         for (int r = 0; r < 2; r++, row += 8) {
             const float sum = V::InLoop ? l[r] : sum_of_row(l[r]), factor = V::InLoop ? 1.f : __fdividef(1.f, sum);
             if (row < 0 || row >= args.p.Tq) continue;
             if (threadIdx.x % 4 == 0)
                 args.lse[size_t(w.bh) * args.p.Tq + row] = (reference[r] + __log2f(sum)) * static_cast<float>(M_LN2);
-            auto* out = reinterpret_cast<typename V::Pair*>(head_of(args.out, w, HS) + row * args.out.token);
+            auto* out = reinterpret_cast<Pair*>(head_of(args.out, w, HS) + row * args.out.token);
             for (int n = 0; n < HS / 8; n++)
-                out[4 * n + threadIdx.x % 4] = rounded<typename V::Pair>(widened(o[n][r]) * float2{factor, factor});
+                out[4 * n + threadIdx.x % 4] = as<Pair>(as<Float2>(o[n][r]) * Float2{factor, factor});
         }
     }
 };
@@ -276,123 +265,95 @@ struct Softmax {
 // mma.sync: a block of 4 warps with 32 queries each. K and V come through a 2-stage ring by cp.async (see
 // flash_bf16.cu)
 
-struct MmaTiles {
+template <class V>
+struct Mma {
+    using X = typename V::X;
     static constexpr int M = 2, Threads = 128, Br = 4 * 16 * M, Bc = 64, KvBytes = Bc * HS * 2;
     static constexpr int Smem = Br * HS * 2 + 4 * KvBytes;
-};
-
-template <int Rows, class X>
-__device__ __forceinline__ void load_tile(uint32_t tile, const X* head, size_t token, int row0, int end) {
-    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const X* src = head + (row0 + row) * token + chunk * 8;
-    for (int i = 0; i < Rows; i += MmaTiles::Threads / 8, src += MmaTiles::Threads / 8 * token)
-        cp_async_16(tile + swizzled<HS>(row + i, chunk), src, row0 + row + i < end);
-}
-
-// c (16·M × 16) += a b, at columns 8·n.
-template <class X, int M, class C, int N>
-__device__ __forceinline__ void mma(C (&c)[M][N][2], int n, const uint32_t (&a)[M][4], const uint32_t (&b)[4]) {
-    for (int i = 0; i < M; i++)
-        for (int side = 0; side < 2; side++) {
-            auto& tile = registers(c[i])[n + side];
-            if constexpr (std::is_same_v<X, bf16>)
-                mma_m16n8k16_bf16(tile, a[i], b[2 * side], b[2 * side + 1]);
-            else
-                mma_m16n8k16_f16(tile, a[i], b[2 * side], b[2 * side + 1]);
-        }
-}
-
-// A warp's queries and what it computes of them.
-template <class V>
-struct MmaWarp {
-    static constexpr int M = MmaTiles::M, Bc = MmaTiles::Bc;
     uint32_t q_regs[HS / 16][M][4];
-    typename V::O o[M][HS / 8][2] = {};
-    Softmax<V> rows[M];
+    Rows<V, Bc> rows[M];
+
+    // c[0] and c[1] (16 × 8) += a b.
+    template <class C>
+    static __device__ __forceinline__ void mma(C* c, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+        for (int i = 0; i < 2; i++)
+            if constexpr (std::is_same_v<X, bf16>)
+                mma_m16n8k16_bf16(c[i], a, b[2 * i], b[2 * i + 1]);
+            else
+                mma_m16n8k16_f16(c[i], a, b[2 * i], b[2 * i + 1]);
+    }
 
     // S and P of one tile of keys, and O += P V. The lane's first query is `row`, and its first key is `key`.
     template <bool Masked>
     __device__ __forceinline__ void step(uint32_t k_tile, uint32_t v_tile, int row, int key, int T) {
-        typename V::S s[M][Bc / 8][2] = {};
-        typename V::P p[M][Bc / 8][2], sums[M][2] = {};
         uint32_t b[4];
+        for (int i = 0; i < M; i++) rows[i].clear();
         for (int kk = 0; kk < HS / 16; kk++)
             for (int n = 0; n < Bc / 8; n += 2) {
                 ldmatrix_x4(b, block16_b<HS>(k_tile, 8 * n, kk * 16));
-                mma<typename V::X>(s, n, q_regs[kk], b);
+                for (int i = 0; i < M; i++) mma(registers(rows[i].s) + n, q_regs[kk][i], b);
             }
         for (int i = 0; i < M; i++) {
-            if constexpr (Masked) mask(s[i], row + 16 * i, key, T);
-            rows[i].raise_reference(s[i]);
-            if constexpr (!V::InLoop) rows[i].rescale(o[i]);
+            if (Masked) rows[i].mask(row + 16 * i, key, T);
+            rows[i].raise_reference();
+            if (!V::InLoop) rows[i].rescale();
         }
         auto exponentials = [&](int kk) {
             for (int i = 0; i < M; i++)
-                for (int n = 2 * kk; n < 2 * kk + 2; n++) rows[i].exponentials(p[i][n], s[i][n], sums[i]);
+                for (int n = 2 * kk; n < 2 * kk + 2; n++) rows[i].exponentials(n);
         };
-        if constexpr (V::InLoop) {  // nothing may be multiplied before the tile's sums are known
+        if (V::InLoop) {  // nothing may be multiplied before the tile's sums are known
             for (int kk = 0; kk < Bc / 16; kk++) exponentials(kk);
             for (int i = 0; i < M; i++) {
-                const float2 inverse = rows[i].add_sums(sums[i]);
-                rows[i].rescale(o[i]);
-                scale_rows(p[i], inverse.x, inverse.y);
+                rows[i].add_sums();
+                rows[i].rescale();
+                rows[i].scale(rows[i].p, rows[i].p_factor);
             }
         }
-        auto multiply_pv = [&](auto& c) {
-            for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs beside the next one's exponentials
-                if constexpr (!V::InLoop) exponentials(kk);
-                uint32_t a[M][4];
-                for (int i = 0; i < M; i++) operand<V>(a[i], p[i], kk);
-                for (int n = 0; n < HS / 8; n += 2) {
-                    ldmatrix_x4_trans(b, block16<HS>(v_tile, 16 * kk, 8 * n));
-                    mma<typename V::X>(c, n, a, b);
-                }
+        for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs beside the next one's exponentials
+            if (!V::InLoop) exponentials(kk);
+            uint32_t a[M][4];
+            for (int i = 0; i < M; i++) rows[i].operand(a[i], kk);
+            for (int n = 0; n < HS / 8; n += 2) {
+                ldmatrix_x4_trans(b, block16<HS>(v_tile, 16 * kk, 8 * n));
+                for (int i = 0; i < M; i++) mma(rows[i].pv() + n, a[i], b);
             }
-        };
-        if constexpr (V::Pv16Tile) {
-            __half2 product[M][HS / 8][2] = {};
-            multiply_pv(product);
-            for (int i = 0; i < M; i++) add(o[i], product[i]);
-        } else {
-            multiply_pv(o);
         }
-        if constexpr (!V::InLoop)
-            for (int i = 0; i < M; i++) rows[i].add_sums(sums[i]);
+        for (int i = 0; i < M; i++) {
+            rows[i].add_product();
+            if (!V::InLoop) rows[i].add_sums();
+        }
     }
 };
 
 template <class V>
-__global__ void __launch_bounds__(MmaTiles::Threads, V::MmaBlocks)
+__global__ void __launch_bounds__(Mma<V>::Threads, V::MoreWarps ? 3 : 2)
     mma_kernel(const __grid_constant__ Args<typename V::X> args) {
 #if __CUDA_ARCH__ >= 800
-    using X = typename V::X;
-    constexpr int M = MmaTiles::M, Br = MmaTiles::Br, Bc = MmaTiles::Bc, KvBytes = MmaTiles::KvBytes;
-    const Problem<X>& p = args.p;
+    constexpr int M = Mma<V>::M, Br = Mma<V>::Br, Bc = Mma<V>::Bc, KvBytes = Mma<V>::KvBytes;
+    const auto& p = args.p;
     const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * KvBytes;
-
     const Work w = work_of_block(p, true);
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
 
-    // Not head_of, whose 64-bit offset makes more-warps spill registers.
-    auto head = [&](const auto& x) { return x.ptr + w.b * x.batch + w.h * HS; };
+    // Not head_of, whose 64-bit offset makes more-warps spill registers. A copy need not know fp16 from bf16.
+    auto head = [&](const auto& x) { return reinterpret_cast<const bf16*>(x.ptr + w.b * x.batch + w.h * HS); };
     auto load_kv = [&](int j) {
-        load_tile<Bc>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token, j * Bc, p.Tq);
-        load_tile<Bc>(v_smem + (j & 1) * KvBytes, head(p.v), p.v.token, j * Bc, p.Tq);
+        load_tile<HS, Bc, Mma<V>::Threads>(k_smem + (j & 1) * KvBytes, head(p.k), p.k.token, j * Bc, p.Tq);
+        load_tile<HS, Bc, Mma<V>::Threads>(v_smem + (j & 1) * KvBytes, head(p.v), p.v.token, j * Bc, p.Tq);
     };
-    load_tile<Br>(q_smem, head(p.q), p.q.token, q0, p.Tq);
+    load_tile<HS, Br, Mma<V>::Threads>(q_smem, head(p.q), p.q.token, q0, p.Tq);
     cp_async_commit();
     load_kv(k_tiles - 1);
     cp_async_commit();
 
-    MmaWarp<V> warp;
-    for (int i = 0; i < M; i++) warp.rows[i].scale_log2 = p.scale_log2, warp.rows[i].shift_log2 = args.shift_log2;
+    Mma<V> warp;
+    for (auto& r : warp.rows) r.scale_log2 = p.scale_log2, r.shift_log2 = args.shift_log2;
     cp_async_wait<1>();
     __syncthreads();
-    for (int kk = 0; kk < HS / 16; kk++)
-        for (int i = 0; i < M; i++)
-            ldmatrix_x4(warp.q_regs[kk][i], block16<HS>(q_smem + warp_row * HS * 2, 16 * i, kk * 16));
+    for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(warp.q_regs[kk], q_smem + warp_row * HS * 2, kk * 16);
 
     for (int j = k_tiles - 1; j >= 0; j--) {
         cp_async_wait<0>();
@@ -406,8 +367,7 @@ __global__ void __launch_bounds__(MmaTiles::Threads, V::MmaBlocks)
         else
             warp.template step<false>(k_tile, v_tile, first_q + lane / 4, j * Bc + lane % 4 * 2, p.Tq);
     }
-
-    for (int i = 0; i < M; i++) warp.rows[i].write(args, w, first_q + 16 * i + lane / 4, warp.o[i]);
+    for (int i = 0; i < M; i++) warp.rows[i].write(args, w, first_q + 16 * i + lane / 4);
 #endif
 }
 
@@ -415,23 +375,30 @@ __global__ void __launch_bounds__(MmaTiles::Threads, V::MmaBlocks)
 // wgmma: W consumer warpgroups of 64 queries and a producer on TMA. Blocks are persistent and take tiles from a
 // counter. The barriers and the ring are those of flash_bf16_sm90.cu.
 
-template <bool MoreWarps>
-struct WgmmaTiles {
-    static constexpr int W = MoreWarps ? 4 : 3, Br = 64 * W, Bc = 128, Threads = 128 * (1 + W), Stages = 4;
-    static constexpr int ConsumerRegisters = MoreWarps ? 112 : 160;
+template <class X>
+struct WgmmaArgs : Args<X> {
+    CUtensorMap q, kv[2];
+    float one = 1.f;  // see to_operands
+};
+__device__ int next_item;  // the last block to ask sets it back to 0. One launch runs at a time
+
+template <class V>
+struct Wgmma {
+    static constexpr bool Bf16 = std::is_same_v<typename V::X, bf16>;
+    static constexpr int W = V::MoreWarps ? 4 : 3, Br = 64 * W, Bc = 128, Threads = 128 * (1 + W), Stages = 4;
+    static constexpr int ConsumerRegisters = V::MoreWarps ? 112 : 160;
     static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
     static constexpr int Kv = 2 * W * QBytes, Barriers = Kv + 2 * Stages * KvBytes;
     static constexpr int NextItem = Barriers + 4 * (W + Stages) * 8, Smem = NextItem + 2 * 4;
     static_assert(Smem <= 227 * 1024);
 
     // Shared memory of warpgroup wg's i-th item, and of the block's n-th tile of K (kv = 0) and V (1).
-    static __device__ uint32_t base() { return smem_address(smem); }
-    static __device__ uint32_t q(int i, int wg) { return base() + (i % 2 * W + wg) * QBytes; }
-    static __device__ uint32_t tile(int kv, int n) { return base() + Kv + (kv * Stages + n % Stages) * KvBytes; }
-    static __device__ uint32_t barrier(int which) { return base() + Barriers + which * 8; }
-    static __device__ uint32_t q_full(int i, int wg) { return barrier(i % 2 * W + wg); }
-    static __device__ uint32_t q_empty(int i, int wg) { return barrier((2 + i % 2) * W + wg); }
-    static __device__ uint32_t full(int kv, int n) { return barrier(4 * W + kv * Stages + n % Stages); }
+    static __device__ uint32_t at(int byte) { return smem_address(smem) + byte; }
+    static __device__ uint32_t q(int i, int wg) { return at((i % 2 * W + wg) * QBytes); }
+    static __device__ uint32_t tile(int kv, int n) { return at(Kv + (kv * Stages + n % Stages) * KvBytes); }
+    static __device__ uint32_t q_full(int i, int wg) { return at(Barriers + (i % 2 * W + wg) * 8); }
+    static __device__ uint32_t q_empty(int i, int wg) { return q_full(i, wg) + 2 * W * 8; }
+    static __device__ uint32_t full(int kv, int n) { return at(Barriers + (4 * W + kv * Stages + n % Stages) * 8); }
     static __device__ uint32_t empty(int kv, int n) { return full(2 + kv, n); }
     static __device__ int& item(int i) { return reinterpret_cast<int*>(smem + NextItem)[i % 2]; }  // −1: no more
     static __device__ int q_parity(int i) { return i / 2 & 1; }  // what consumers wait for. The producer: the other
@@ -441,188 +408,157 @@ struct WgmmaTiles {
     // have q < 0. Tile 0 is the longest.
     static __device__ int first_query(int T, int tile) { return (T + 63) / 64 * 64 - (tile + 1) * Br; }
     static __device__ int key_tiles(int T, int end_q) { return (min(T, end_q) + Bc - 1) / Bc; }
-};
 
-template <class X>
-struct WgmmaArgs : Args<X> {
-    CUtensorMap q, kv[2];
-    float one = 1.f;  // see to_operands
-};
-__device__ int next_item;  // the last block to ask sets it back to 0. One launch runs at a time
-
-template <class Tiles, class X>
-__device__ __forceinline__ void producer(const WgmmaArgs<X>& args) {
-    const Problem<X>& p = args.p;
-    const int items = p.tiles * p.heads;
-    Work w{};
-    auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
-        mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes the item too
-        tma_load_4d(to, &map, barrier, 0, w.h, row0, w.b);
-    };
-    for (int i = 0, n = 0, item = blockIdx.x;; i++) {
-        for (int wg = 0; wg < Tiles::W; wg++) mbarrier_wait(Tiles::q_empty(i, wg), !Tiles::q_parity(i));
-        Tiles::item(i) = item < items ? item : -1;
-        if (item >= items) {
-            for (int wg = 0; wg < Tiles::W; wg++) mbarrier_arrive(Tiles::q_full(i, wg));
-            break;
-        }
-        w = work_of_item(p, item, false);
-        const int taken = atomicAdd(&next_item, 1);
-        if (taken == items - 1) next_item = 0;  // every block has asked for the last time
-        item = gridDim.x + taken;
-        const int q0 = Tiles::first_query(p.Tq, w.tile);
-        for (int wg = 0; wg < Tiles::W; wg++)
-            load(Tiles::q(i, wg), args.q, Tiles::q_full(i, wg), 64, max(0, q0 + 64 * wg));
-        for (int j = Tiles::key_tiles(p.Tq, q0 + Tiles::Br) - 1; j >= 0; j--, n++)
-            for (int kv = 0; kv < 2; kv++) {
-                mbarrier_wait(Tiles::empty(kv, n), !Tiles::parity(n));
-                load(Tiles::tile(kv, n), args.kv[kv], Tiles::full(kv, n), Tiles::Bc, j * Tiles::Bc);
+    static __device__ __forceinline__ void producer(const WgmmaArgs<typename V::X>& args) {
+        const auto& p = args.p;
+        const int items = p.tiles * p.heads;
+        Work w{};
+        auto load = [&](uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row0) {
+            mbarrier_arrive_expect(barrier, rows * HS * 2);  // publishes the item too
+            tma_load_4d(to, &map, barrier, 0, w.h, row0, w.b);
+        };
+        for (int i = 0, n = 0, next = blockIdx.x;; i++) {
+            for (int wg = 0; wg < W; wg++) mbarrier_wait(q_empty(i, wg), !q_parity(i));
+            item(i) = next < items ? next : -1;
+            if (next >= items) {
+                for (int wg = 0; wg < W; wg++) mbarrier_arrive(q_full(i, wg));
+                break;
             }
+            w = work_of_item(p, next, false);
+            const int taken = atomicAdd(&next_item, 1);
+            if (taken == items - 1) next_item = 0;  // every block has asked for the last time
+            next = gridDim.x + taken;
+            const int q0 = first_query(p.Tq, w.tile);
+            for (int wg = 0; wg < W; wg++) load(q(i, wg), args.q, q_full(i, wg), 64, max(0, q0 + 64 * wg));
+            for (int j = key_tiles(p.Tq, q0 + Br) - 1; j >= 0; j--, n++)
+                for (int kv = 0; kv < 2; kv++) {
+                    mbarrier_wait(empty(kv, n), !parity(n));
+                    load(tile(kv, n), args.kv[kv], full(kv, n), Bc, j * Bc);
+                }
+        }
     }
-}
 
-// What a warpgroup computes of its 64 queries.
-template <class V>
-struct Warpgroup {
-    using X = typename V::X;
-    static constexpr int Bc = WgmmaTiles<V::MoreWarps>::Bc;
-    Softmax<V> rows;
-    typename V::S s[Bc / 8][2];
-    typename V::P p[Bc / 8][2];
-    typename V::O o[HS / 8][2] = {};
-    __half2 product[HS / 8][2];  // for pv16tile, of the current tile
+    // What a warpgroup computes of its 64 queries.
+    Rows<V, Bc> rows;
     uint32_t p_regs[Bc / 16][4];
 
     __device__ __forceinline__ void start_qk(uint32_t q_smem, uint32_t k_smem) {
         const uint64_t q = wgmma_descriptor(q_smem), k = wgmma_descriptor(k_smem);
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++)
-            if constexpr (std::is_same_v<X, bf16>)
-                wgmma_ss(registers(s), wgmma_advance(q, kk * 32), wgmma_advance(k, kk * 32), kk > 0);
+            if constexpr (Bf16)
+                wgmma_ss(registers(rows.s), wgmma_advance(q, kk * 32), wgmma_advance(k, kk * 32), kk > 0);
             else
-                wgmma_ss_f16(registers(s), wgmma_advance(q, kk * 32), wgmma_advance(k, kk * 32), kk > 0);
+                wgmma_ss_f16(registers(rows.s), wgmma_advance(q, kk * 32), wgmma_advance(k, kk * 32), kk > 0);
         wgmma_commit();
-    }
-    __device__ __forceinline__ auto& sums_of_pv() {
-        if constexpr (V::Pv16Tile)
-            return registers(product);
-        else
-            return registers(o);
     }
     __device__ __forceinline__ void start_pv(uint32_t v_smem) {
         const uint64_t v = wgmma_descriptor(v_smem, Bc * 128);
         wgmma_hold(p_regs);
-        wgmma_hold(sums_of_pv());
+        wgmma_hold(rows.pv());
         wgmma_fence();
         for (int kk = 0; kk < Bc / 16; kk++)
-            if constexpr (std::is_same_v<X, bf16>)
-                wgmma_rs<true>(sums_of_pv(), p_regs[kk], wgmma_advance(v, kk * 16 * 128), true);
+            if constexpr (Bf16)
+                wgmma_rs<true>(rows.pv(), p_regs[kk], wgmma_advance(v, kk * 16 * 128), true);
             else
-                wgmma_rs_f16(sums_of_pv(), p_regs[kk], wgmma_advance(v, kk * 16 * 128), !V::Pv16Tile || kk > 0);
+                wgmma_rs_f16(rows.pv(), p_regs[kk], wgmma_advance(v, kk * 16 * 128), !V::Pv16Tile || kk > 0);
         wgmma_commit();
     }
     __device__ __forceinline__ void finish_pv() {
-        wgmma_wait<0>();
-        wgmma_hold(sums_of_pv());
-        if constexpr (V::Pv16Tile) add(o, product);
+        wgmma_wait<0>(rows.pv());
+        rows.add_product();
     }
-    __device__ __forceinline__ float2 softmax() {  // the result is the factor of P
-        rows.raise_reference(s);
-        typename V::P sums[1][2] = {};
-        for (int n = 0; n < Bc / 8; n++) rows.exponentials(p[n], s[n], sums[0]);
-        wgmma_hold(registers(p));
-        wgmma_hold(registers(sums));
-        return rows.add_sums(sums[0]);
+    __device__ __forceinline__ void softmax() {
+        rows.raise_reference();
+        for (int n = 0; n < Bc / 8; n++) rows.exponentials(n);
+        wgmma_hold(registers(rows.p));
+        wgmma_hold(registers(rows.sums));
+        rows.add_sums();
     }
-    __device__ __forceinline__ void to_operands(float2 inverse, float one) {
-        if constexpr (V::InLoop)
-            scale_rows(p, inverse.x, inverse.y);
-        else if constexpr (V::Exp16)
-            // P is an operand already, but in separate registers. The compiler would save the copy by making P in
-            // p_regs, which belong to the tensor cores until finish_pv, and then serialize the wgmmas (C7513). So the
-            // copy is a product by a 1 that the compiler does not know.
-            scale_rows(p, one, one);
-        for (int kk = 0; kk < Bc / 16; kk++) operand<V>(p_regs[kk], p, kk);
+    __device__ __forceinline__ void to_operands() {
+        // With exp16 P is an operand already, but in separate registers. The compiler would save the copy by making P
+        // in p_regs, which belong to the tensor cores until finish_pv, and then serialize the wgmmas (C7513). So the
+        // copy is a product by p_factor, a 1 that the compiler does not know.
+        if (V::InLoop || V::Exp16) rows.scale(rows.p, rows.p_factor);
+        for (int kk = 0; kk < Bc / 16; kk++) rows.operand(p_regs[kk], kk);
+    }
+
+    static __device__ __forceinline__ void consumer(const WgmmaArgs<typename V::X>& args, int wg) {
+        const auto& p = args.p;
+        const int T = p.Tq, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        auto wait_full = [&](int kv, int n) { mbarrier_wait(full(kv, n), parity(n)); };
+        auto release = [&](uint32_t barrier) {
+            if (lane == 0) mbarrier_arrive(barrier);
+        };
+        for (int i = 0, n = 0;; i++) {
+            mbarrier_wait(q_full(i, wg), q_parity(i));
+            const int taken = __shfl_sync(~0u, item(i), 0);
+            if (taken < 0) break;
+            const Work w = work_of_item(p, taken, false);
+            const int q0 = first_query(T, w.tile), first_q = q0 + 64 * wg, row = first_q + 16 * warp + lane / 4;
+            // my_tiles are those that some query here sees. Only the first is masked, because all queries see the
+            // others whole.
+            const int my_tiles = first_q < 0 ? 0 : key_tiles(T, first_q + 64);
+            Wgmma my{{p.scale_log2, args.shift_log2, {args.one, args.one}}};
+
+            int j = key_tiles(T, q0 + Br) - 1;
+            for (; j >= my_tiles; j--, n++)  // beyond this warpgroup's queries
+                for (int kv = 0; kv < 2; kv++) {
+                    wait_full(kv, n);
+                    release(empty(kv, n));
+                }
+            if (my_tiles > 0) {
+                wait_full(0, n);
+                my.start_qk(q(i, wg), tile(0, n));
+                wgmma_wait<0>(registers(my.rows.s));
+                release(empty(0, n));
+                my.rows.mask(row, j * Bc + lane % 4 * 2, T);
+                my.softmax();
+                my.to_operands();
+                wait_full(1, n);
+                for (j--, n++; j >= 0; j--, n++) {  // S of the n-th tile beside O += P V of the one before
+                    wait_full(0, n);
+                    my.start_qk(q(i, wg), tile(0, n));
+                    my.start_pv(tile(1, n - 1));
+                    wgmma_wait<1>(registers(my.rows.s));
+                    my.softmax();
+                    // This wait comes here, because it is a loop. So the compiler does not move the exponentials past
+                    // the wait below. They are to run beside O += P V.
+                    wait_full(1, n);
+                    my.finish_pv();
+                    my.rows.rescale();
+                    release(empty(0, n));
+                    release(empty(1, n - 1));
+                    my.to_operands();
+                }
+            }
+            release(q_empty(i, wg));
+            if (my_tiles > 0) {
+                my.start_pv(tile(1, n - 1));
+                my.finish_pv();
+                release(empty(1, n - 1));
+            }
+            my.rows.write(args, w, row);
+        }
     }
 };
 
 template <class V>
-__device__ __forceinline__ void consumer(const WgmmaArgs<typename V::X>& args, int wg) {
-    using Tiles = WgmmaTiles<V::MoreWarps>;
-    const auto& p = args.p;
-    const int T = p.Tq, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    auto wait_full = [&](int kv, int n) { mbarrier_wait(Tiles::full(kv, n), Tiles::parity(n)); };
-    auto release = [&](uint32_t barrier) {
-        if (lane == 0) mbarrier_arrive(barrier);
-    };
-    for (int i = 0, n = 0;; i++) {
-        mbarrier_wait(Tiles::q_full(i, wg), Tiles::q_parity(i));
-        const int item = __shfl_sync(~0u, Tiles::item(i), 0);
-        if (item < 0) break;
-        const Work w = work_of_item(p, item, false);
-        const int q0 = Tiles::first_query(T, w.tile), first_q = q0 + 64 * wg, row = first_q + 16 * warp + lane / 4;
-        // my_tiles are those that some query here sees. Only the first is masked, because all queries see the others
-        // whole.
-        const int my_tiles = first_q < 0 ? 0 : Tiles::key_tiles(T, first_q + 64);
-        Warpgroup<V> group{{p.scale_log2, args.shift_log2}};
-
-        int j = Tiles::key_tiles(T, q0 + Tiles::Br) - 1;
-        for (; j >= my_tiles; j--, n++)  // beyond this warpgroup's queries
-            for (int kv = 0; kv < 2; kv++) {
-                wait_full(kv, n);
-                release(Tiles::empty(kv, n));
-            }
-        if (my_tiles > 0) {
-            wait_full(0, n);
-            group.start_qk(Tiles::q(i, wg), Tiles::tile(0, n));
-            wgmma_wait<0>();
-            wgmma_hold(registers(group.s));
-            release(Tiles::empty(0, n));
-            mask(group.s, row, j * Tiles::Bc + lane % 4 * 2, T);
-            group.to_operands(group.softmax(), args.one);
-            wait_full(1, n);
-            for (j--, n++; j >= 0; j--, n++) {  // S of the n-th tile beside O += P V of the one before
-                wait_full(0, n);
-                group.start_qk(Tiles::q(i, wg), Tiles::tile(0, n));
-                group.start_pv(Tiles::tile(1, n - 1));
-                wgmma_wait<1>();
-                wgmma_hold(registers(group.s));
-                const float2 inverse = group.softmax();
-                // This wait comes here, because it is a loop. So the compiler does not move the exponentials past the
-                // wait below. They are to run beside O += P V.
-                wait_full(1, n);
-                group.finish_pv();
-                group.rows.rescale(group.o);
-                release(Tiles::empty(0, n));
-                release(Tiles::empty(1, n - 1));
-                group.to_operands(inverse, args.one);
-            }
-        }
-        release(Tiles::q_empty(i, wg));
-        if (my_tiles > 0) {
-            group.start_pv(Tiles::tile(1, n - 1));
-            group.finish_pv();
-            release(Tiles::empty(1, n - 1));
-        }
-
-        group.rows.write(args, w, row, group.o);
-    }
-}
-
-template <class V>
-__global__ void __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads, 1)
+__global__ void __launch_bounds__(Wgmma<V>::Threads, 1)
     wgmma_kernel(const __grid_constant__ WgmmaArgs<typename V::X> args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using Tiles = WgmmaTiles<V::MoreWarps>;
+    using Block = Wgmma<V>;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * Tiles::W; i++) {
-            mbarrier_init(Tiles::q_full(i / Tiles::W, i % Tiles::W), 1);
-            mbarrier_init(Tiles::q_empty(i / Tiles::W, i % Tiles::W), 4);
-        }
-        for (int i = 0; i < 2 * Tiles::Stages; i++) {
-            mbarrier_init(Tiles::full(i / Tiles::Stages, i), 1);
-            mbarrier_init(Tiles::empty(i / Tiles::Stages, i), 4 * Tiles::W);
-        }
+        for (int i : {0, 1})  // slots of Q
+            for (int wg = 0; wg < Block::W; wg++) {
+                mbarrier_init(Block::q_full(i, wg), 1);
+                mbarrier_init(Block::q_empty(i, wg), 4);
+            }
+        for (int kv : {0, 1})
+            for (int n = 0; n < Block::Stages; n++) {
+                mbarrier_init(Block::full(kv, n), 1);
+                mbarrier_init(Block::empty(kv, n), 4 * Block::W);
+            }
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -630,52 +566,36 @@ __global__ void __launch_bounds__(WgmmaTiles<V::MoreWarps>::Threads, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         setmaxnreg_dec<32>();
-        if (threadIdx.x == 0) producer<Tiles>(args);
+        if (threadIdx.x == 0) Block::producer(args);
     } else {
-        setmaxnreg_inc<Tiles::ConsumerRegisters>();
-        consumer<V>(args, warpgroup - 1);
+        setmaxnreg_inc<Block::ConsumerRegisters>();
+        Block::consumer(args, warpgroup - 1);
     }
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launchers
+// What is compared: the kernels, and naive as the yardstick, with S and P rounded to X and sums in fp32
 
-template <class X>
-Args<X> args_of(X* out, float* lse, const X* qkv, const AttentionShape& s, int flags) {
-    return {problem("study_accumulation", packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s)),
-            contiguous(out, s.T, s.NH, HS), lse, flags & kShift ? std::log2(static_cast<float>(s.T)) : 0.f};
+template <class X, int F, bool OnWgmma>
+void forward(const Cuda& dev, X* out, float* lse, const X* qkv, const AttentionShape& s) {
+    using V = Variant<X, F & ~kShift>;
+    const Args<X> args{problem("study_accumulation", packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s)),
+                       contiguous(out, s.T, s.NH, HS), lse, F & kShift ? std::log2(static_cast<float>(s.T)) : 0.f};
+    if constexpr (OnWgmma) {
+        using Tiles = Wgmma<V>;
+        const auto map = [&](const char* name, const Heads<const X>& x, int rows) {
+            return tensor_map(name, x, s.B, s.T, s.NH, HS, rows);
+        };
+        const WgmmaArgs<X> wgmma_args{
+            args, map("q", args.p.q, 64), {map("k", args.p.k, Tiles::Bc), map("v", args.p.v, Tiles::Bc)}};
+        launch("wgmma_kernel", wgmma_kernel<V>, wgmma_args, ceil_div(s.T, Tiles::Br), s.T, HS, Tiles::Threads,
+               Tiles::Smem, dev, dev.num_sms);
+    } else {
+        launch("mma_kernel", mma_kernel<V>, args, ceil_div(s.T, Mma<V>::Br), s.T, HS, Mma<V>::Threads, Mma<V>::Smem,
+               dev);
+    }
 }
-
-template <class X, int F>
-void forward_mma(const Cuda& dev, X* out, float* lse, const X* qkv, const AttentionShape& s) {
-    launch("mma_kernel", mma_kernel<Variant<X, F & ~kShift>>, args_of(out, lse, qkv, s, F), ceil_div(s.T, MmaTiles::Br),
-           s.T, HS, MmaTiles::Threads, MmaTiles::Smem, dev);
-}
-
-template <class X, int F>
-void forward_wgmma(const Cuda& dev, X* out, float* lse, const X* qkv, const AttentionShape& s) {
-    using Tiles = WgmmaTiles<(F & kMoreWarps) != 0>;
-    const auto map = [&](const char* name, const Heads<const X>& x, int rows) {
-        return tensor_map(name, x, s.B, s.T, s.NH, HS, rows);
-    };
-    const Args<X> args = args_of(out, lse, qkv, s, F);
-    const WgmmaArgs<X> wgmma_args{
-        args, map("q", args.p.q, 64), {map("k", args.p.k, Tiles::Bc), map("v", args.p.v, Tiles::Bc)}};
-    launch("wgmma_kernel", wgmma_kernel<Variant<X, F & ~kShift>>, wgmma_args, ceil_div(s.T, Tiles::Br), s.T, HS,
-           Tiles::Threads, Tiles::Smem, dev, dev.num_sms);
-}
-
-template <class X>
-struct Subject {
-    const char* vehicle;  // mma.sync or wgmma
-    int flags;
-    void (*forward)(const Cuda&, X* out, float* lse, const X* qkv, const AttentionShape&);
-    bool wrong = false;
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The yardstick, with S and P rounded to X and sums in fp32
 
 template <class X>
 __global__ void softmax_kernel(X* s, int T) {  // a block owns a row
@@ -744,24 +664,22 @@ __global__ void count_not_finite_kernel(unsigned* count, const X* x, size_t n) {
 template <class X>
 struct Result {
     size_t elements;
-    DeviceMemory out, lse;
+    DeviceMemory memory[2];
+    X* out;
+    float* lse;
     Errors errors;
 
-    Result(const Cuda& dev, const AttentionShape& s)
-        : elements(size_t(s.B) * s.T * s.NH * HS),
-          out(poisoned(dev, elements * sizeof(X))),
-          lse(poisoned(dev, elements / HS * sizeof(float))),
-          errors(dev, s) {}
-    X* out_ptr() const { return static_cast<X*>(out.get()); }
-    float* lse_ptr() const { return static_cast<float*>(lse.get()); }
-    void add(const Oracle& oracle, int b, int h) {
-        errors.add(oracle, out_ptr(), lse_ptr(), static_cast<const X*>(nullptr), b, h);
+    Result(const Cuda& dev, const AttentionShape& s) : elements(size_t(s.B) * s.T * s.NH * HS), errors(dev, s) {
+        memory[0] = poisoned(dev, elements * sizeof(X));
+        memory[1] = poisoned(dev, elements / HS * sizeof(float));
+        out = static_cast<X*>(memory[0].get());
+        lse = static_cast<float*>(memory[1].get());
     }
     unsigned not_finite(const Cuda& dev) const {
-        const DeviceMemory memory = device_memory(dev, sizeof(unsigned));
-        unsigned count = 0, *const device_count = static_cast<unsigned*>(memory.get());
+        const DeviceMemory on_device = device_memory(dev, sizeof(unsigned));
+        unsigned count = 0, *const device_count = static_cast<unsigned*>(on_device.get());
         dev.zero(device_count, sizeof count);
-        count_not_finite_kernel<<<blocks_of(elements), kThreads, 0, dev.stream>>>(device_count, out_ptr(), elements);
+        count_not_finite_kernel<<<blocks_of(elements), kThreads, 0, dev.stream>>>(device_count, out, elements);
         LAUNCH_CHECK("count_not_finite_kernel");
         dev.download(&count, device_count, sizeof count);
         return count;
@@ -777,34 +695,16 @@ constexpr double kAllowed = 4;    // the multiple of naive's L2 error that must 
 struct Options {
     std::string vehicle = "all", dtype = "all", variant = "all", shapes = "32x1024,4x4096,2x16384", out;
     std::string lengths = "2x1024,1x4096,1x16384";
-    bool quick = false, json = false, help = false;
+    bool quick = false, json = false;
 };
 
-Options parse(int argc, char** argv) {
-    Options o;
-    std::vector<Option> table = {
-        {"--vehicle", "", Option::Choice, &o.vehicle, "which kernel", "mma.sync|wgmma|all"},
-        {"--dtype", "", Option::Choice, &o.dtype, "of q, k, v, P and out", "fp16|bf16|all"},
-        {"--variant", "", Option::String, &o.variant, "base, pv16, qk16+pv16, … or all", ""},
-        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,… to time, with 12 heads", ""},
-        {"--lengths", "", Option::String, &o.lengths, "BxT,BxT,… for errors, with 2 heads", ""},
-        {"--quick", "", Option::Flag, &o.quick, "errors at T = 1024, no times", ""},
-        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/accumulation.jsonl", ""},
-        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-    };
-    o.help = parse_options(argc, argv, table);
-    if (o.help) {
-        const char* const about = "fp16 in flash attention's forward: speed, errors, overflow.";
-        std::fputs(options_help("study_accumulation", about, table).c_str(), stdout);
-        return o;
-    }
-    if (o.quick) o.lengths = "2x1024", o.shapes.clear();
-    bool validates = false;
-    for (const auto& [B, T] : parse_shapes(o.lengths)) validates |= T == kValidated;
-    if (!validates) throw UsageError(format("--lengths: no T = %d, at which variants are validated", kValidated));
-    if (!o.shapes.empty()) parse_shapes(o.shapes);
-    return o;
-}
+template <class X>
+struct Subject {
+    const char* vehicle;  // mma.sync or wgmma
+    int flags;
+    void (*forward)(const Cuda&, X* out, float* lse, const X* qkv, const AttentionShape&);
+    bool wrong = false;
+};
 
 template <class X>
 struct Study {
@@ -812,7 +712,6 @@ struct Study {
     const Options& options;
     Log& log;
     std::vector<Subject<X>> subjects = {};
-    int wrong = 0;
 
     static constexpr const char* dtype = std::is_same_v<X, bf16> ? "bf16" : "fp16";
 
@@ -824,8 +723,8 @@ struct Study {
                 (options.variant == "all" || options.variant == name_of(x.flags)))
                 subjects.push_back(x);
         };
-        (add(dev.sm >= 80, {"mma.sync", F, forward_mma<X, F>}), ...);
-        (add(dev.sm90a, {"wgmma", F, forward_wgmma<X, F>}), ...);
+        (add(dev.sm >= 80, {"mma.sync", F, forward<X, F, false>}), ...);
+        (add(dev.sm90a, {"wgmma", F, forward<X, F, true>}), ...);
     }
     void choose_all() {  // each choice alone, then together
         constexpr int kAll16 = kQk16 | kPv16 | kExp16;
@@ -844,60 +743,58 @@ struct Study {
     }
 
     void errors(const AttentionShape& s, const Input& input) {
-        std::list<Result<X>> results;
-        Result<X>& yardstick = results.emplace_back(dev, s);
-        const size_t n = yardstick.elements;
+        std::vector<Result<X>> results;  // of naive and of the subjects
+        for (size_t i = 0; i <= subjects.size(); i++) results.emplace_back(dev, s);
+        const size_t n = results[0].elements;
         const DeviceMemory memory = device_memory(dev, 3 * n * sizeof(X));
         X* const qkv = static_cast<X*>(memory.get());
         fill_normal(dev, qkv, 3 * n, s.T);
         shape_inputs_kernel<<<blocks_of(3 * n), kThreads, 0, dev.stream>>>(qkv, 3 * n, s.NH * HS, input);
         LAUNCH_CHECK("shape_inputs_kernel");
 
-        naive(dev, yardstick.out_ptr(), qkv, s);
-        for (const Subject<X>& x : subjects) {
-            results.emplace_back(dev, s);
-            x.forward(dev, results.back().out_ptr(), results.back().lse_ptr(), qkv, s);
-        }
+        naive(dev, results[0].out, qkv, s);
+        for (size_t i = 0; i < subjects.size(); i++)
+            subjects[i].forward(dev, results[i + 1].out, results[i + 1].lse, qkv, s);
         Oracle oracle(dev, s.T, HS);
         for (int b = 0; b < s.B; b++)
             for (int h = 0; h < s.NH; h++) {
                 gather(dev, oracle, qkv, qkv, s, b, h);
                 oracle.run(true, s.resolved_scale());
-                for (Result<X>& r : results) r.add(oracle, b, h);
+                for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, static_cast<const X*>(nullptr), b, h);
             }
         for (Result<X>& r : results) r.errors.fetch();
-        const double naive_l2 = yardstick.errors.l2(Out);
+
+        const double naive_l2 = results[0].errors.l2(Out);
         std::printf("\n%s B%d T%d NH%d, %s: max |out| %.3g, naive's L2 error %.2e\n", dtype, s.B, s.T, s.NH, input.text,
-                    yardstick.errors.largest_value(Out), naive_l2);
-        auto result = results.begin();
-        for (Subject<X>& x : subjects) {
-            const Errors& e = (++result)->errors;
-            const unsigned not_finite = result->not_finite(dev);
-            const std::string name = name_of(x.flags);
+                    results[0].errors.largest_value(Out), naive_l2);
+        for (size_t i = 0; i < subjects.size(); i++) {
+            Subject<X>& x = subjects[i];
+            const Result<X>& r = results[i + 1];
+            const Errors& e = r.errors;
+            const unsigned not_finite = r.not_finite(dev);
             const double ratio = e.l2(Out) / naive_l2;
             const bool ok = !(&input == &kInputs[0] && s.T == kValidated) || ratio <= kAllowed;
-            wrong += !ok;
             x.wrong |= !ok;
-            std::printf("  %-8s %-26s max %9.2e  L2 %9.2e  %6.1f dB  x%-6.2f lse %8.1e", x.vehicle, name.c_str(),
-                        e.max(Out), e.l2(Out), e.snr_db(Out), ratio, e.max(Lse));
+            std::printf("  %-8s %-26s max %9.2e  L2 %9.2e  %6.1f dB  x%-6.2f lse %8.1e", x.vehicle,
+                        name_of(x.flags).c_str(), e.max(Out), e.l2(Out), e.snr_db(Out), ratio, e.max(Lse));
             if (not_finite) std::printf("  %u of %zu not finite", not_finite, n);
             std::printf("%s\n", ok ? "" : "  WRONG");
-            Row row = row_of(x.vehicle, name, s);
+            Row row = row_of(x.vehicle, name_of(x.flags), s);
             row.add("input", input.name).add("max_error", e.max(Out)).add("relative_l2", e.l2(Out));
             row.add("snr_db", e.snr_db(Out)).add("ratio_l2", ratio).add("max_lse_error", e.max(Lse));
-            row.add("not_finite", static_cast<long long>(not_finite)).add("elements", static_cast<long long>(n));
-            log.write(row);
+            row.add("not_finite", static_cast<long long>(not_finite));
+            log.write(row.add("elements", static_cast<long long>(n)));
         }
         std::fflush(stdout);
     }
 
     void time(const AttentionShape& s) {
-        const Result<X> result(dev, s);
-        const DeviceMemory memory = device_memory(dev, 3 * result.elements * sizeof(X));
+        const Result<X> to(dev, s);
+        const DeviceMemory memory = device_memory(dev, 3 * to.elements * sizeof(X));
         X* const qkv = static_cast<X*>(memory.get());
-        fill_normal(dev, qkv, 3 * result.elements, 1);
+        fill_normal(dev, qkv, 3 * to.elements, 1);
         std::printf("\n%s B%d T%d NH%d: TFLOP/s cool\n", dtype, s.B, s.T, s.NH);
-        const auto timed = [&](const char* kernel, const std::string& variant, const std::function<void(int)>& launch) {
+        const auto timed = [&](const char* kernel, const std::string& variant, auto launch) {
             const double ms = cool_ms(dev, launch), rate = 4. * s.B * s.NH * s.T * s.T * HS / 2 / ms * 1e-9;
             std::printf("  %-15s %-26s %8.4f ms  %6.1f\n", kernel, variant.c_str(), ms, rate);
             std::fflush(stdout);
@@ -905,51 +802,65 @@ struct Study {
         };
         for (const Subject<X>& x : subjects)
             if (!x.wrong && !(x.flags & kShift))  // the shift is an argument, so the kernel is the same
-                timed(x.vehicle, name_of(x.flags),
-                      [&](int) { x.forward(dev, result.out_ptr(), result.lse_ptr(), qkv, s); });
+                timed(x.vehicle, name_of(x.flags), [&](int) { x.forward(dev, to.out, to.lse, qkv, s); });
         if constexpr (std::is_same_v<X, bf16>)  // the vehicles are to be judged beside the trainer's kernels
             for (const AttentionKernel<bf16>* k : {&flash_bf16, &flash_bf16_sm90})
                 if (k->runs_on(dev) && options.variant == "all")
-                    timed(k->name, "trainer",
-                          [&](int) { k->forward(dev, result.out_ptr(), result.lse_ptr(), nullptr, nullptr, qkv, s); });
+                    timed(k->name, "trainer", [&](int) { k->forward(dev, to.out, to.lse, nullptr, nullptr, qkv, s); });
     }
 
-    void run() {
-        if (options.dtype != "all" && options.dtype != dtype) return;
-        choose_all();
-        if (subjects.empty()) return;
+    int run() {  // how many variants are wrong
+        if (options.dtype == "all" || options.dtype == dtype) choose_all();
+        if (subjects.empty()) return 0;
         for (const auto& [B, T] : parse_shapes(options.lengths))
             for (const Input& input : kInputs) errors({B, T, 2, HS}, input);
-        if (options.shapes.empty()) return;
-        for (const auto& [B, T] : parse_shapes(options.shapes)) time({B, T, 12, HS});
+        if (!options.shapes.empty())
+            for (const auto& [B, T] : parse_shapes(options.shapes)) time({B, T, 12, HS});
+        return std::count_if(subjects.begin(), subjects.end(), [](const Subject<X>& x) { return x.wrong; });
     }
 };
 
-int run(const Options& options) {
+int study_accumulation(int argc, char** argv) {
+    Options o;
+    std::vector<Option> table = {
+        {"--vehicle", "", Option::Choice, &o.vehicle, "which kernel", "mma.sync|wgmma|all"},
+        {"--dtype", "", Option::Choice, &o.dtype, "of q, k, v, P and out", "fp16|bf16|all"},
+        {"--variant", "", Option::String, &o.variant, "base, pv16, qk16+pv16, … or all", ""},
+        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,… to time, with 12 heads", ""},
+        {"--lengths", "", Option::String, &o.lengths, "BxT,BxT,… for errors, with 2 heads", ""},
+        {"--quick", "", Option::Flag, &o.quick, "errors at T = 1024, no times", ""},
+        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/accumulation.jsonl", ""},
+        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
+    };
+    if (parse_options(argc, argv, table)) {
+        const char* const about = "fp16 in flash attention's forward: speed, errors, overflow.";
+        std::fputs(options_help("study_accumulation", about, table).c_str(), stdout);
+        return 0;
+    }
+    if (o.quick) o.lengths = "2x1024", o.shapes.clear();
+    bool validates = false;
+    for (const auto& [B, T] : parse_shapes(o.lengths)) validates |= T == kValidated;
+    if (!validates) throw UsageError(format("--lengths: no T = %d, at which variants are validated", kValidated));
+    if (!o.shapes.empty()) parse_shapes(o.shapes);
+
     std::string why;
     if (Cuda::count(&why) == 0) throw Error("study_accumulation needs a GPU: " + why);
     Cuda dev;
-    Log log = results_log(dev, "accumulation", options.out, options.json);
+    Log log = results_log(dev, "accumulation", o.out, o.json);
     std::printf("%s: fp16 in flash attention's forward, causal, HS %d\n", dev.name.c_str(), HS);
-    Study<__half> fp16{dev, options, log};
-    Study<bf16> bf16s{dev, options, log};
-    fp16.run();
-    bf16s.run();
+    Study<__half> fp16{dev, o, log};
+    Study<bf16> bf16s{dev, o, log};
+    int wrong = fp16.run();
+    wrong += bf16s.run();
     if (fp16.subjects.empty() && bf16s.subjects.empty())
         throw Error("study_accumulation: nothing to run: no such --variant, or none for this GPU");
-    if (const int wrong = fp16.wrong + bf16s.wrong) {
-        std::fprintf(stderr, "study_accumulation: %d variants with more than %g times naive's error\n", wrong,
-                     kAllowed);
-        return 1;
-    }
-    return 0;
+    if (wrong == 0) return 0;
+    std::fprintf(stderr, "study_accumulation: %d variants with more than %g times naive's error\n", wrong, kAllowed);
+    return 1;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("study_accumulation", [&] {
-        const Options options = parse(argc, argv);
-        return options.help ? 0 : run(options);
-    });
+    return run_program("study_accumulation", [&] { return study_accumulation(argc, argv); });
 }

@@ -1,10 +1,10 @@
 // Studies what chunks and rings do to attention's errors. Causal, N(0,1), HS 64.
 //
-//   chunks   compares attention in 8 x 8 chunks on one GPU (attention/ring/chunks.h) with the unchunked call. It shows the
-//            largest difference of out, lse, dq, dk, dv in each chunk. It also shows two mistakes: a block's backward
-//            with the lse and D of its own keys only, and a sum of dq that did not start from zero.
-//   ring     runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It shows the mean
-//            and largest error of out, dq, dk, dv against fp64, for three ways to carry partial results:
+//   chunks   compares attention in 8 x 8 chunks on one GPU (attention/ring/chunks.h) with the unchunked call. It shows
+//            the largest difference of out, lse, dq, dk, dv in each chunk. It also shows two mistakes: a block's
+//            backward with the lse and D of its own keys only, and a sum of dq that did not start from zero.
+//   ring     runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It shows the
+//            mean and largest error of out, dq, dk, dv against fp64, for three ways to carry partial results:
 //              fp32   ours
 //              bf16   rounds every block's out, dq, dk, dv before merging, as a ring over a library's attention does
 //              floor  fp64's result rounded once
@@ -17,95 +17,57 @@
 #include <array>
 #include <cstdio>
 #include <list>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "attention/merge.cuh"
 #include "attention/ring/blocks.h"
 #include "attention/ring/chunks.h"
-#include "attention/ring/ring.h"
-#include "dev/bench.h"
 #include "dev/local_comm.h"
-#include "dev/oracle.cuh"
-#include "layers/layers.h"
+#include "dev/ring_part.h"
 #include "run/options.h"
 
 struct Options {
     int tokens = 8192, chunk_tokens = 1024, heads = 12;
     std::string dtype = "all", out;
-    bool json = false, help = false;
+    bool json = false;
 };
-static Options parse(int argc, char** argv) {
-    Options o;
-    std::vector<Option> table = {
-        {"--tokens", "", Option::Int, &o.tokens, "T of the ring, a multiple of 32", "32..65536"},
-        {"--chunk-tokens", "", Option::Int, &o.chunk_tokens, "T of the chunks", "8..65536"},
-        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
-        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
-        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring.jsonl", ""},
-        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-    };
-    o.help = parse_options(argc, argv, table);
-    if (o.help)
-        std::fputs(options_help("study_ring", "Errors of attention in chunks and over a ring.", table).c_str(), stdout);
-    if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
-    return o;
-}
 
 constexpr int HS = 64;
-constexpr int kRanks[] = {1, 2, 4, 8, 16};
 
 struct Study {
     const Cuda& dev;
     const Options& options;
     Log& log;
     int beyond = 0;  // figures beyond their bounds
-};
 
-template <class T>
-T* as(const DeviceMemory& memory) {
-    return static_cast<T*>(memory.get());
-}
-
-// The inputs, the same for all, and below them the results of one way of computing attention.
-template <class X>
-struct Inputs {
-    AttentionShape s;
-    size_t n, rows;  // elements of out, of lse
-    DeviceMemory memory;
-    X *qkv, *dout;
-    Inputs(const Cuda& dev, int T, int NH)
-        : s{1, T, NH, HS}, n(size_t(T) * NH * HS), rows(size_t(T) * NH), memory(device_memory(dev, 4 * n * sizeof(X))) {
-        qkv = as<X>(memory), dout = qkv + 3 * n;
-        fill_normal(dev, qkv, 4 * n, T);
+    Row row(const char* part, DType dtype, int T) const {
+        Row row = result_row(dev, "ring");
+        row.add("study", part).add("dtype", name_of(dtype)).add("T", T);
+        return row.add("NH", options.heads).add("HS", HS);
     }
 };
+
+// One way of computing attention, and its errors. All have the same inputs.
 template <class X>
-struct Result {
+struct Way {
     std::string carry;
     int ranks;
-    DeviceMemory memory[3];
-    X *out, *dqkv;
-    float* lse;
+    Sequence<X> of;
     Errors errors;
-    Result(const Cuda& dev, const std::string& carry, int ranks, const Inputs<X>& in)
-        : carry(carry), ranks(ranks), errors(dev, in.s) {
-        memory[0] = poisoned(dev, in.n * sizeof(X));
-        memory[1] = poisoned(dev, 3 * in.n * sizeof(X));
-        memory[2] = poisoned(dev, in.rows * sizeof(float));
-        out = as<X>(memory[0]), dqkv = as<X>(memory[1]), lse = as<float>(memory[2]);
-    }
+    Way(const Cuda& dev, const std::string& carry, int ranks, int T, int NH)
+        : carry(carry), ranks(ranks), of(dev, T, NH, HS, T), errors(dev, of.s) {}
 };
 
-template <class X>
-void run_whole(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
-    const DeviceMemory scratch =
-        poisoned(dev, attention_scratch_bytes<X>(dev, Attention::flash, 1, in.s.T, in.s.NH, HS));
-    attention_forward<X>(dev, Attention::flash, to.out, to.lse, nullptr, scratch.get(), in.qkv, 1, in.s.T, in.s.NH, HS);
-    attention_backward<X>(dev, Attention::flash, to.dqkv, scratch.get(), in.dout, to.out, to.lse, nullptr, in.qkv, 1,
-                          in.s.T, in.s.NH, HS);
-    dev.sync();
+// Calls f(oracle, h) with fp64's results of each head.
+template <class X, class F>
+void for_each_head(const Sequence<X>& in, F f) {
+    Oracle oracle(in.dev, in.s.T, HS);
+    for (int h = 0; h < in.s.NH; h++) {
+        gather(in.dev, oracle, in.qkv, in.dout, in.s, 0, h);
+        oracle.run(true, in.s.resolved_scale());
+        f(oracle, h);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -113,118 +75,104 @@ void run_whole(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
 
 constexpr int kChunks = 8;
 
-using Differences = std::array<std::array<double, kTensors>, kChunks>;
+// Stands in for the GPU in Chunks and makes one of the two mistakes.
+struct Mistaken {
+    const Cuda& cuda;
+    bool own_lse;  // or else the sums have been used for something else before
+    operator const Cuda&() const { return cuda; }
+    void zero(void* p, size_t bytes) const {
+        own_lse ? cuda.zero(p, bytes) : fill_normal(cuda, static_cast<float*>(p), bytes / sizeof(float), 7);
+    }
+};
 
 template <class X>
-std::vector<float> download(const Cuda& dev, const X* from, size_t n) {
-    std::vector<X> raw(n);
-    dev.download(raw.data(), from, n * sizeof(X));
-    return std::vector<float>(raw.begin(), raw.end());
+void attention_backward_partial(const Mistaken& dev, float* dq_sum, float* dk, float* dv, void* scratch,
+                                Heads<const X> q, Heads<const X> k, Heads<const X> v, Heads<const X> dout,
+                                const float* lse, const float* D, const PartialShape& s) {
+    const Cuda& cuda = dev.cuda;
+    if (!dev.own_lse) return attention_backward_partial<X>(cuda, dq_sum, dk, dv, scratch, q, k, v, dout, lse, D, s);
+    const size_t n = size_t(s.Tq) * s.NH * HS;
+    const DeviceMemory o = poisoned(cuda, n * sizeof(float)), out = poisoned(cuda, n * sizeof(X));
+    const DeviceMemory own_lse = poisoned(cuda, n / HS * sizeof(double)),
+                       own_D = poisoned(cuda, n / HS * sizeof(float));
+    const DeviceMemory stats = poisoned(cuda, 2 * size_t(s.q_rows) * s.NH * sizeof(float));
+    float *all_lse = as<float>(stats), *all_D = all_lse + size_t(s.q_rows) * s.NH;  // as far apart as lse and D
+    PartialShape alone = s;
+    alone.q_rows = alone.q_begin = 0;
+    attention_clear_state(cuda, as<float>(o), as<double>(own_lse), alone);
+    attention_forward_partial<X>(cuda, as<float>(o), as<double>(own_lse), q, k, v, alone);
+    attention_round<X>(cuda, as<X>(out), as<float>(o), n);
+    attention_D<X>(cuda, as<float>(own_D), dout.ptr, as<X>(out), 1, s.Tq, s.NH, HS);
+    copy_rows(cuda, all_lse, s.q_rows, as<double>(own_lse), s.Tq, s.Tq, s.NH);
+    copy_rows(cuda, all_D, s.q_rows, as<float>(own_D), s.Tq, s.Tq, s.NH);
+    attention_backward_partial<X>(cuda, dq_sum, dk, dv, scratch, q, k, v, dout, all_lse, all_D, s);
+}
+
+// Computes `to` in chunks. Mistakes are made in backward only, which takes the out and lse of `good`.
+template <class X, class Dev>
+void run_chunks(const Dev& dev, const Sequence<X>& to, const Sequence<X>& good) {
+    const int T = to.s.T, chunk = (T + kChunks - 1) / kChunks;
+    Chunks<Dev, X> chunks(dev, {1, T, T, to.s.NH, HS}, chunk, chunk);
+    const DeviceMemory memory = poisoned(to.dev, chunks.bytes());
+    chunks.place(memory.get());
+    if constexpr (std::is_same_v<Dev, Cuda>) to.forward(chunks);
+    chunks.backward(to.dqkv, to.dout, good.out, good.lse, to.qkv);
+    to.dev.sync();
 }
 
 // max|a − b| of each tensor in each chunk.
-template <class X>
-Differences differences(const Cuda& dev, const Inputs<X>& in, const Result<X>& a, const Result<X>& b) {
-    Differences largest{};
-    const size_t C = size_t(in.s.NH) * HS, chunk = (in.s.T + kChunks - 1) / kChunks;
-    const auto note = [&](int tensor, size_t t, float x, float y) {
-        keep_worst(largest[t / chunk][tensor], std::fabs(double(x) - y));
-    };
-    const std::vector<float> out_a = download(dev, a.out, in.n), out_b = download(dev, b.out, in.n);
-    const std::vector<float> lse_a = download(dev, a.lse, in.rows), lse_b = download(dev, b.lse, in.rows);
-    const std::vector<float> dqkv_a = download(dev, a.dqkv, 3 * in.n), dqkv_b = download(dev, b.dqkv, 3 * in.n);
-    for (size_t i = 0; i < in.n; i++) note(Out, i / C, out_a[i], out_b[i]);
-    for (size_t i = 0; i < in.rows; i++) note(Lse, i % in.s.T, lse_a[i], lse_b[i]);
-    for (size_t i = 0; i < 3 * in.n; i++) note(Dq + i / C % 3, i / C / 3, dqkv_a[i], dqkv_b[i]);
-    return largest;
-}
+using Differences = std::array<std::array<double, kTensors>, kChunks>;
 
-// Does what Chunks::backward does, but makes one of the two mistakes.
 template <class X>
-void run_wrong(const Cuda& dev, const Inputs<X>& in, const Result<X>& good, const Result<X>& to, bool own_lse) {
-    const int T = in.s.T, NH = in.s.NH, chunk = (T + kChunks - 1) / kChunks;
-    const size_t C = size_t(NH) * HS;
-    const PartialShape all{1, T, T, NH, HS};
-    const DeviceMemory sums = device_memory(dev, 2 * in.n * sizeof(float));
-    const size_t of_sum = attention_dq_sum_bytes<X>(dev, all);
-    const DeviceMemory dq_sum = device_memory(dev, of_sum);
-    const DeviceMemory partial = device_memory(dev, 2 * chunk * C * sizeof(float));
-    const DeviceMemory stats = device_memory(dev, 2 * size_t(T) * NH * sizeof(float));
-    const DeviceMemory D = device_memory(dev, size_t(chunk) * NH * sizeof(float));
-    const DeviceMemory running = device_memory(dev, size_t(chunk) * NH * sizeof(double));
-    const DeviceMemory scratch = poisoned(dev, attention_partial_scratch_bytes<X>(dev, all));
-    float *dk = as<float>(sums), *dv = dk + in.n;
-    float *o = as<float>(partial), *lse = as<float>(stats), *all_D = lse + size_t(T) * NH;
-    X* rounded = reinterpret_cast<X*>(o + chunk * C);
-    dev.zero(dk, 2 * in.n * sizeof(float));
-    dev.zero(dq_sum.get(), of_sum);
-    if (!own_lse) fill_normal(dev, as<float>(dq_sum), of_sum / sizeof(float), 7);  // used for something else before
-    const auto heads = [&](const X* x, int t0, int part, int parts) {
-        return Heads<const X>{x + (size_t(t0) * parts + part) * C, size_t(T) * parts * C, parts * C};
-    };
-    for (int q0 = 0; q0 < T; q0 += chunk)
-        for (int k0 = 0; k0 <= q0; k0 += chunk) {
-            PartialShape s{1, std::min(chunk, T - q0), std::min(chunk, T - k0), NH, HS, q0, k0};
-            const X* out = good.out + q0 * C;
-            copy_rows(dev, lse + q0, T, good.lse + q0, T, s.Tq, NH);
-            if (own_lse) {
-                attention_clear_state(dev, o, as<double>(running), s);
-                attention_forward_partial<X>(dev, o, as<double>(running), heads(in.qkv, q0, 0, 3),
-                                             heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3), s);
-                copy_rows(dev, lse + q0, T, as<double>(running), s.Tq, s.Tq, NH);
-                attention_round<X>(dev, rounded, o, s.Tq * C);
-                out = rounded;
-            }
-            attention_D<X>(dev, as<float>(D), in.dout + q0 * C, out, 1, s.Tq, NH, HS);
-            copy_rows(dev, all_D + q0, T, as<float>(D), s.Tq, s.Tq, NH);
-            s.q_rows = T, s.q_begin = q0;
-            attention_backward_partial<X>(dev, as<float>(dq_sum), dk + k0 * C, dv + k0 * C, scratch.get(),
-                                          heads(in.qkv, q0, 0, 3), heads(in.qkv, k0, 1, 3), heads(in.qkv, k0, 2, 3),
-                                          heads(in.dout, q0, 0, 1), lse + q0, all_D + q0, s);
+Differences differences(const Sequence<X>& a, const Sequence<X>& b) {
+    Differences largest{};
+    const size_t C = size_t(a.s.NH) * HS, T = a.s.T, chunk = (T + kChunks - 1) / kChunks;
+    // of(i) = {tensor, t} of the i-th element
+    const auto compare = [&](const auto* x, const auto* y, size_t n, auto of) {
+        std::vector<std::decay_t<decltype(*x)>> host_x(n), host_y(n);
+        a.dev.download(host_x.data(), x, n * sizeof(*x));
+        a.dev.download(host_y.data(), y, n * sizeof(*y));
+        for (size_t i = 0; i < n; i++) {
+            const std::pair<int, size_t> at = of(i);
+            keep_worst(largest[at.second / chunk][at.first], std::fabs(double(float(host_x[i])) - float(host_y[i])));
         }
-    copy_rows(dev, to.out, in.n, good.out, in.n, in.n, 1);
-    copy_rows(dev, to.lse, in.rows, good.lse, in.rows, in.rows, 1);
-    attention_write_dq<X>(dev, {to.dqkv, 3 * in.n, 3 * C}, as<float>(dq_sum), all);
-    for (int part = 1; part < 3; part++) copy_rows(dev, to.dqkv + part * C, 3 * C, dk + (part - 1) * in.n, C, C, T);
+    };
+    compare(a.out, b.out, a.n, [&](size_t i) { return std::pair(int(Out), i / C); });
+    compare(a.lse, b.lse, a.n / HS, [&](size_t i) { return std::pair(int(Lse), i % T); });
+    compare(a.dqkv, b.dqkv, 3 * a.n, [&](size_t i) { return std::pair(int(Dq + i / C % 3), i / C / 3); });
+    return largest;
 }
 
 template <class X>
 void study_chunks(Study& study) {
     const Cuda& dev = study.dev;
-    const Inputs<X> in(dev, study.options.chunk_tokens, study.options.heads);
-    const int T = in.s.T, chunk = (T + kChunks - 1) / kChunks;
-    Result<X> whole(dev, "whole", 1, in), chunked(dev, "chunks", 1, in), own_lse(dev, "own_lse", 1, in),
-        used(dev, "used_sum", 1, in);
-    run_whole(dev, in, whole);
-    Chunks<Cuda, X> chunks(dev, {1, T, T, in.s.NH, HS}, chunk, chunk);
-    const DeviceMemory memory = poisoned(dev, chunks.bytes());
-    chunks.place(memory.get());
-    chunks.forward(chunked.out, chunked.lse, in.qkv);
-    chunks.backward(chunked.dqkv, in.dout, chunked.out, chunked.lse, in.qkv);
-    run_wrong(dev, in, chunked, own_lse, true);
-    run_wrong(dev, in, chunked, used, false);
+    const DType dtype = dtype_of<X>();
+    const int T = study.options.chunk_tokens, NH = study.options.heads;
+    Way<X> whole(dev, "whole", 1, T, NH);
+    const Sequence<X> chunked(dev, T, NH, HS, T), own_lse(dev, T, NH, HS, T), used(dev, T, NH, HS, T);
+    whole.of.forward();
+    whole.of.backward();
+    run_chunks(dev, chunked, chunked);
+    run_chunks(Mistaken{dev, true}, own_lse, chunked);
+    run_chunks(Mistaken{dev, false}, used, chunked);
 
     // The error of the unchunked call itself against fp64. Chunks may differ from that call by twice as much, because
     // both may be off by it in opposite directions.
-    Oracle oracle(dev, T, HS);
-    for (int h = 0; h < in.s.NH; h++) {
-        gather(dev, oracle, in.qkv, in.dout, in.s, 0, h);
-        oracle.run(true, in.s.resolved_scale());
-        whole.errors.add(oracle, whole.out, whole.lse, whole.dqkv, 0, h);
-    }
+    for_each_head(whole.of, [&](const Oracle& oracle, int h) {
+        whole.errors.add(oracle, whole.of.out, whole.of.lse, whole.of.dqkv, 0, h);
+    });
     whole.errors.fetch();
 
-    std::printf("\n%s, T %d in %d chunks of %d: largest difference from the unchunked call\n", name_of(dtype_of<X>()),
-                T, kChunks, chunk);
+    std::printf("\n%s, T %d in %d chunks of %d: largest difference from the unchunked call\n", name_of(dtype), T,
+                kChunks, (T + kChunks - 1) / kChunks);
     std::printf("  %5s", "chunk");
     for (const char* name : kNames) std::printf(" %9s", name);
     std::printf("   with the block's own lse: dq, dk, dv   dq into a used sum\n");
-    const Differences d = differences(dev, in, chunked, whole), wrong = differences(dev, in, own_lse, whole),
-                      dirty = differences(dev, in, used, whole);
+    const Differences d = differences(chunked, whole.of), wrong = differences(own_lse, whole.of),
+                      dirty = differences(used, whole.of);
     for (int i = 0; i < kChunks; i++) {
         std::printf("  %5d", i);
-        Row row = result_row(dev, "ring");
-        row.add("study", "chunks").add("dtype", name_of(dtype_of<X>())).add("T", T).add("NH", in.s.NH).add("HS", HS);
+        Row row = study.row("chunks", dtype, T);
         row.add("chunks", kChunks).add("chunk", i);
         for (int tensor = 0; tensor < kTensors; tensor++) {
             std::printf(" %9.2e", d[i][tensor]);
@@ -237,22 +185,22 @@ void study_chunks(Study& study) {
         study.log.write(row.add("used_sum_dq", dirty[i][Dq]));
     }
     std::printf("  %5s", "fp64");
-    for (int tensor = 0; tensor < kTensors; tensor++) std::printf(" %9.2e", whole.errors.max(tensor));
+    Row row = study.row("unchunked", dtype, T);
+    for (int tensor = 0; tensor < kTensors; tensor++) {
+        std::printf(" %9.2e", whole.errors.max(tensor));
+        row.add(kNames[tensor], whole.errors.max(tensor));
+    }
     std::printf("   the unchunked call's own largest error\n");
-    Row row = result_row(dev, "ring");
-    row.add("study", "unchunked").add("dtype", name_of(dtype_of<X>())).add("T", T).add("NH", in.s.NH).add("HS", HS);
-    for (int tensor = 0; tensor < kTensors; tensor++) row.add(kNames[tensor], whole.errors.max(tensor));
     study.log.write(row);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The ring
 
-// The backend of a ring over a library's bf16 attention. The calls are the same, but a block's results are rounded
-// before they are merged or added.
+// Stands in for the GPU in a ring over a library's bf16 attention. The calls are the same, but a block's results are
+// rounded before they are merged or added.
 struct Rounding {
     const Cuda& cuda;
-    float* partial;  // three blocks' results
     operator const Cuda&() const { return cuda; }
     void zero(void* p, size_t bytes) const { cuda.zero(p, bytes); }
 };
@@ -260,6 +208,10 @@ struct Rounding {
 __global__ void round_trip_kernel(float* x, size_t n) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
     if (i < n) x[i] = __bfloat162float(__float2bfloat16_rn(x[i]));
+}
+static void round_trip(const Cuda& dev, float* x, size_t n) {
+    round_trip_kernel<<<blocks_of(n), kThreads, 0, dev.stream>>>(x, n);
+    LAUNCH_CHECK("round_trip_kernel");
 }
 // Merges o_b, lse_b into o, lse. One thread block works on one row (t, h).
 __global__ void merge_kernel(float* o, double* lse, const float* o_b, const double* lse_b, int rows, int NH) {
@@ -272,92 +224,61 @@ __global__ void merge_kernel(float* o, double* lse, const float* o_b, const doub
     o[i] = a == -INFINITY ? o_b[i] : o[i] - weight * (o[i] - o_b[i]);
     if (threadIdx.x == 0) lse[h * rows + t] = merged;
 }
-static void round_trip(const Rounding& dev, float* x, size_t n) {
-    round_trip_kernel<<<blocks_of(n), kThreads, 0, dev.cuda.stream>>>(x, n);
-    LAUNCH_CHECK("round_trip_kernel");
-}
 
 template <class X>
 void attention_forward_partial(const Rounding& dev, float* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                                Heads<const X> v, const PartialShape& s) {
+    const Cuda& cuda = dev.cuda;
     const size_t rows = size_t(s.rows_of_q()) * s.NH;  // the block's rows come first
-    float* o = dev.partial;
-    double* own_lse = reinterpret_cast<double*>(o + rows * HS);
-    attention_clear_state(dev.cuda, o, own_lse, s);
-    attention_forward_partial<X>(dev.cuda, o, own_lse, q, k, v, s);
-    round_trip(dev, o, rows * HS);
-    merge_kernel<<<static_cast<unsigned>(s.Tq * s.NH), HS, 0, dev.cuda.stream>>>(o_acc, lse, o, own_lse, s.rows_of_q(),
-                                                                                 s.NH);
+    const DeviceMemory o = poisoned(cuda, rows * HS * sizeof(float)), own_lse = poisoned(cuda, rows * sizeof(double));
+    attention_clear_state(cuda, as<float>(o), as<double>(own_lse), s);
+    attention_forward_partial<X>(cuda, as<float>(o), as<double>(own_lse), q, k, v, s);
+    round_trip(cuda, as<float>(o), rows * HS);
+    merge_kernel<<<static_cast<unsigned>(s.Tq * s.NH), HS, 0, cuda.stream>>>(o_acc, lse, as<float>(o),
+                                                                             as<double>(own_lse), s.rows_of_q(), s.NH);
     LAUNCH_CHECK("merge_kernel");
-}
-template <class X>
-void attention_backward_partial(const Rounding& dev, float* dq_sum, float* dk, float* dv, void* scratch,
-                                Heads<const X> q, Heads<const X> k, Heads<const X> v, Heads<const X> dout,
-                                const float* lse, const float* D, const PartialShape& s) {
-    const size_t of_q = attention_dq_sum_bytes<X>(dev, s) / sizeof(float), of_k = size_t(s.Tk) * s.NH * HS;
-    float *q_part = dev.partial, *k_part = q_part + of_q, *v_part = k_part + of_k;
-    PartialShape alone = s;  // its sums have their own memory; as B = 1, dk and dv need room for Tk rows only
-    alone.write_dkv = false;
-    dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
-    attention_backward_partial<X>(dev.cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
-    round_trip(dev, q_part, of_q + 2 * of_k);
-    if (s.write_dkv) dev.zero(dk, of_k * sizeof(float)), dev.zero(dv, of_k * sizeof(float));
-    add_rows(dev.cuda, dq_sum, of_q, q_part, of_q, of_q, 1);
-    add_rows(dev.cuda, dk, of_k, k_part, of_k, of_k, 1);
-    add_rows(dev.cuda, dv, of_k, v_part, of_k, of_k, 1);
-}
-template <class X>
-size_t attention_partial_scratch_bytes(const Rounding& dev, const PartialShape& s) {
-    return attention_partial_scratch_bytes<X>(dev.cuda, s);
 }
 // If the kernel scales dq_sum only at the end, we round dq without its scale. That changes nothing, because at HS 64
 // the scale is a power of two.
 template <class X>
-size_t attention_dq_sum_bytes(const Rounding& dev, const PartialShape& s) {
-    return attention_dq_sum_bytes<X>(dev.cuda, s);
-}
-template <class X>
-void attention_write_dq(const Rounding& dev, Heads<X> dq, const float* dq_sum, const PartialShape& s) {
-    attention_write_dq<X>(dev.cuda, dq, dq_sum, s);
+void attention_backward_partial(const Rounding& dev, float* dq_sum, float* dk, float* dv, void* scratch,
+                                Heads<const X> q, Heads<const X> k, Heads<const X> v, Heads<const X> dout,
+                                const float* lse, const float* D, const PartialShape& s) {
+    const Cuda& cuda = dev.cuda;
+    const size_t of_q = attention_dq_sum_bytes<X>(cuda, s) / sizeof(float), of_k = size_t(s.Tk) * s.NH * HS;
+    const DeviceMemory partial = poisoned(cuda, (of_q + 2 * of_k) * sizeof(float));
+    float *q_part = as<float>(partial), *k_part = q_part + of_q, *v_part = k_part + of_k;
+    PartialShape alone = s;  // its sums have their own memory; as B = 1, dk and dv need room for Tk rows only
+    alone.write_dkv = false;
+    dev.zero(q_part, (of_q + 2 * of_k) * sizeof(float));
+    attention_backward_partial<X>(cuda, q_part, k_part, v_part, scratch, q, k, v, dout, lse, D, alone);
+    round_trip(cuda, q_part, of_q + 2 * of_k);
+    if (s.write_dkv) dev.zero(dk, of_k * sizeof(float)), dev.zero(dv, of_k * sizeof(float));
+    add_rows(cuda, dq_sum, of_q, q_part, of_q, of_q, 1);
+    add_rows(cuda, dk, of_k, k_part, of_k, of_k, 1);
+    add_rows(cuda, dv, of_k, v_part, of_k, of_k, 1);
 }
 
 // Runs a rank's part of the sequence through the ring and copies the results to their places.
 template <class X, class Dev>
-void run_rank(const Dev& dev, const Cuda& cuda, LocalComm<Cuda>& comm, const Inputs<X>& in, const Result<X>& to) {
-    const Zigzag zigzag{to.ranks};
-    const int T = in.s.T, NH = in.s.NH, Tc = T / (2 * to.ranks);
-    const size_t C = size_t(NH) * HS, n = Tc * C;
-    const DeviceMemory tensors = poisoned(cuda, 16 * n * sizeof(X)), stats = poisoned(cuda, 2 * n / HS * sizeof(float));
-    X *qkv = as<X>(tensors), *dout = qkv + 6 * n, *out = dout + 2 * n, *dqkv = out + 2 * n;
-    float* lse = as<float>(stats);
-    for (int half = 0; half < 2; half++) {
-        const size_t at = zigzag.chunk(comm.rank, half) * n;
-        copy_rows(cuda, qkv + 3 * half * n, 3 * n, in.qkv + 3 * at, 3 * n, 3 * n, 1);
-        copy_rows(cuda, dout + half * n, n, in.dout + at, n, n, 1);
-    }
-    Ring<Dev, X, LocalComm<Cuda>> ring(dev, comm.rank, comm.size, 1, Tc, NH, HS);
+void run_rank(const Dev& dev, LocalComm<Cuda>& comm, const Sequence<X>& whole) {
+    const Cuda& cuda = whole.dev;
+    const Zigzag zigzag{comm.size};
+    const Sequence<X> part(whole, zigzag, comm.rank);
+    const size_t n = part.n / 2, Tc = part.s.T / 2;
+    Ring<Dev, X, LocalComm<Cuda>> ring(dev, comm.rank, comm.size, 1, Tc, part.s.NH, HS);
     const DeviceMemory memory = poisoned(cuda, ring.bytes());
     ring.start(memory.get(), &comm);
-    ring.forward(out, lse, qkv);
-    ring.backward(dqkv, dout, out, lse, qkv);
+    part.forward(ring);
+    part.backward(ring);
     ring.stop();
     for (int half = 0; half < 2; half++) {
         const size_t chunk = zigzag.chunk(comm.rank, half), at = chunk * n;
-        copy_rows(cuda, to.out + at, n, out + half * n, n, n, 1);
-        copy_rows(cuda, to.dqkv + 3 * at, 3 * n, dqkv + 3 * half * n, 3 * n, 3 * n, 1);
-        copy_rows(cuda, to.lse + chunk * Tc, T, lse + half * Tc, 2 * Tc, Tc, NH);
+        copy_rows(cuda, whole.out + at, n, part.out + half * n, n, n, 1);
+        copy_rows(cuda, whole.dqkv + 3 * at, 3 * n, part.dqkv + 3 * half * n, 3 * n, 3 * n, 1);
+        copy_rows(cuda, whole.lse + chunk * Tc, whole.s.T, part.lse + half * Tc, 2 * Tc, Tc, whole.s.NH);
     }
     cuda.sync();
-}
-template <class X>
-void run_ring(const Cuda& dev, const Inputs<X>& in, const Result<X>& to) {
-    on_local_ranks(dev, to.ranks, [&](LocalComm<Cuda>& comm) {
-        if (to.carry == "fp32") return run_rank<X>(dev, dev, comm, in, to);
-        const size_t of_rank = in.n / to.ranks;
-        const PartialShape rows{1, in.s.T / to.ranks, 1, in.s.NH, HS};
-        const DeviceMemory partial = poisoned(dev, attention_dq_sum_bytes<X>(dev, rows) + 3 * of_rank * sizeof(float));
-        run_rank<X>(Rounding{dev, as<float>(partial)}, dev, comm, in, to);
-    });
 }
 
 // The floor: fp64's results of head h, rounded once.
@@ -367,75 +288,90 @@ __global__ void scatter_kernel(X* to, size_t stride, const double* from, int T, 
     if (i < size_t(T) * n) to[i / n * stride + i % n] = static_cast<X>(static_cast<float>(from[i]));
 }
 template <class X>
-void round_oracle(const Cuda& dev, const Oracle& oracle, const Inputs<X>& in, const Result<X>& to, int h) {
-    const size_t C = size_t(in.s.NH) * HS;
-    const int T = in.s.T;
-    const unsigned blocks = blocks_of(size_t(T) * HS);
-    scatter_kernel<<<blocks, kThreads, 0, dev.stream>>>(to.out + h * HS, C, oracle.results[Out], T, HS);
-    scatter_kernel<<<blocks_of(T), kThreads, 0, dev.stream>>>(to.lse + size_t(h) * T, 1, oracle.results[Lse], T, 1);
-    for (int part = 0; part < 3; part++)
-        scatter_kernel<<<blocks, kThreads, 0, dev.stream>>>(to.dqkv + part * C + h * HS, 3 * C,
-                                                            oracle.results[Dq + part], T, HS);
-    LAUNCH_CHECK("scatter_kernel");
+void round_oracle(const Oracle& oracle, const Sequence<X>& to, int h) {
+    const size_t C = size_t(to.s.NH) * HS;
+    const int T = to.s.T;
+    const auto scatter = [&](int tensor, auto* x, size_t stride, int n) {
+        scatter_kernel<<<blocks_of(size_t(T) * n), kThreads, 0, to.dev.stream>>>(x, stride, oracle.results[tensor], T,
+                                                                                 n);
+        LAUNCH_CHECK("scatter_kernel");
+    };
+    scatter(Out, to.out + h * HS, C, HS);
+    scatter(Lse, to.lse + size_t(h) * T, 1, 1);
+    for (int part = 0; part < 3; part++) scatter(Dq + part, to.dqkv + part * C + h * HS, 3 * C, HS);
 }
 
 template <class X>
 void study_rings(Study& study) {
     const Cuda& dev = study.dev;
-    const Inputs<X> in(dev, study.options.tokens, study.options.heads);
-    std::list<Result<X>> results;
-    results.emplace_back(dev, "floor", 1, in);
-    for (int ranks : kRanks) results.emplace_back(dev, "fp32", ranks, in);
-    if (std::is_same_v<X, bf16>)
-        for (int ranks : kRanks) results.emplace_back(dev, "bf16", ranks, in);
-    for (const Result<X>& r : results)
-        if (r.carry != "floor") run_ring(dev, in, r);
-    Oracle oracle(dev, in.s.T, HS);
-    for (int h = 0; h < in.s.NH; h++) {
-        gather(dev, oracle, in.qkv, in.dout, in.s, 0, h);
-        oracle.run(true, in.s.resolved_scale());
-        round_oracle(dev, oracle, in, results.front(), h);
-        for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, r.dqkv, 0, h);
-    }
-    for (Result<X>& r : results) r.errors.fetch();
+    const DType dtype = dtype_of<X>();
+    const int T = study.options.tokens, NH = study.options.heads;
+    std::list<Way<X>> ways;
+    ways.emplace_back(dev, "floor", 1, T, NH);
+    for (const char* carry : {"fp32", "bf16"})
+        for (int ranks : {1, 2, 4, 8, 16})
+            if (carry == std::string("fp32") || dtype == DType::bf16) ways.emplace_back(dev, carry, ranks, T, NH);
+    for (const Way<X>& way : ways)
+        if (way.carry != "floor")
+            on_local_ranks(dev, way.ranks, [&](LocalComm<Cuda>& comm) {
+                way.carry == "fp32" ? run_rank(dev, comm, way.of) : run_rank(Rounding{dev}, comm, way.of);
+            });
+    for_each_head(ways.front().of, [&](const Oracle& oracle, int h) {
+        round_oracle(oracle, ways.front().of, h);
+        for (Way<X>& way : ways) way.errors.add(oracle, way.of.out, way.of.lse, way.of.dqkv, 0, h);
+    });
+    for (Way<X>& way : ways) way.errors.fetch();
 
     std::printf("\n%s, T %d, %d heads: error against fp64, mean and largest, and as multiples of N = 1's\n",
-                name_of(dtype_of<X>()), in.s.T, in.s.NH);
+                name_of(dtype), T, NH);
     std::printf("  %-5s %2s", "carry", "N");
     for (int tensor : {Out, Dq, Dk, Dv}) std::printf(" | %-28s", kNames[tensor]);
     std::printf("\n");
-    const Result<X>* one = nullptr;
-    for (const Result<X>& r : results) {
-        if (r.ranks == 1) one = &r;
-        std::printf("  %-5s %2d", r.carry.c_str(), r.ranks);
+    const Errors* one = nullptr;
+    for (const Way<X>& way : ways) {
+        if (way.ranks == 1) one = &way.errors;
+        std::printf("  %-5s %2d", way.carry.c_str(), way.ranks);
         bool flat = true;
         for (int tensor : {Out, Dq, Dk, Dv}) {
-            const double mean = r.errors.mean(tensor), max = r.errors.max(tensor);
-            const double mean_ratio = mean / one->errors.mean(tensor), max_ratio = max / one->errors.max(tensor);
+            const double mean = way.errors.mean(tensor), max = way.errors.max(tensor);
+            const double mean_ratio = mean / one->mean(tensor), max_ratio = max / one->max(tensor);
             flat &= mean_ratio <= 1.02 && max_ratio <= 1.1;
             std::printf(" | %8.2e %8.2e %4.2f %4.2f", mean, max, mean_ratio, max_ratio);
-            Row row = result_row(dev, "ring");
-            row.add("study", "ring").add("dtype", name_of(dtype_of<X>())).add("T", in.s.T).add("NH", in.s.NH);
-            row.add("HS", HS).add("carry", r.carry).add("ranks", r.ranks).add("tensor", kNames[tensor]);
+            Row row = study.row("ring", dtype, T);
+            row.add("carry", way.carry).add("ranks", way.ranks).add("tensor", kNames[tensor]);
             row.add("mean_error", mean).add("max_error", max).add("mean_ratio", mean_ratio);
             study.log.write(row.add("max_ratio", max_ratio));
         }
-        const bool bound = r.carry == "fp32";
-        study.beyond += bound && !flat;
-        std::printf("%s\n", bound && !flat ? "  GROWS" : "");
+        const bool grows = way.carry == "fp32" && !flat;
+        study.beyond += grows;
+        std::printf("%s\n", grows ? "  GROWS" : "");
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static int run(const Options& options) {
+static int study_ring(int argc, char** argv) {
+    Options o;
+    std::vector<Option> table = {
+        {"--tokens", "", Option::Int, &o.tokens, "T of the ring, a multiple of 32", "32..65536"},
+        {"--chunk-tokens", "", Option::Int, &o.chunk_tokens, "T of the chunks", "8..65536"},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
+        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring.jsonl", ""},
+        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
+    };
+    if (parse_options(argc, argv, table)) {
+        std::fputs(options_help("study_ring", "Errors of attention in chunks and over a ring.", table).c_str(), stdout);
+        return 0;
+    }
+    if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
     std::string why;
     if (Cuda::count(&why) == 0) throw Error("study_ring needs a GPU: " + why);
     Cuda dev;
     dev.tf32 = false;
-    Log log = results_log(dev, "ring", options.out, options.json);
-    Study study{dev, options, log};
-    const bool fp32 = options.dtype != "bf16", bf = options.dtype != "fp32";
+    Log log = results_log(dev, "ring", o.out, o.json);
+    Study study{dev, o, log};
+    const bool fp32 = o.dtype != "bf16", bf = o.dtype != "fp32";
     if (fp32) study_chunks<float>(study);
     if (bf) study_chunks<bf16>(study);
     if (fp32) study_rings<float>(study);
@@ -445,8 +381,5 @@ static int run(const Options& options) {
 }
 
 int main(int argc, char** argv) {
-    return run_program("study_ring", [&] {
-        const Options options = parse(argc, argv);
-        return options.help ? 0 : run(options);
-    });
+    return run_program("study_ring", [&] { return study_ring(argc, argv); });
 }

@@ -52,21 +52,20 @@ std::string error_of(F code) {
     return "";
 }
 
-inline double limit_s = 120;  // of a test
-inline std::string& last_words() {
-    static std::string text;
-    return text;
+inline double now() {  // in seconds
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+inline double limit_s = 120;  // of a test
+inline std::string last_words;
 // A signal handler, because a test may hang in a call that nothing else can end.
 inline void out_of_time(int) {
-    if (write(STDOUT_FILENO, last_words().data(), last_words().size()) < 0) _exit(2);
+    if (write(STDOUT_FILENO, last_words.data(), last_words.size()) < 0) _exit(2);
     if (getpgrp() == getpid()) kill(0, SIGKILL);  // kills what it started too, or else the runner of the tests does
     _exit(1);
 }
 inline void set_timer(double seconds) {
-    itimerval timer = {};
-    timer.it_value.tv_sec = static_cast<time_t>(seconds);
-    timer.it_value.tv_usec = static_cast<suseconds_t>((seconds - std::floor(seconds)) * 1e6);
+    const itimerval timer = {{}, {static_cast<time_t>(seconds), static_cast<suseconds_t>(std::fmod(seconds, 1) * 1e6)}};
     setitimer(ITIMER_REAL, &timer, nullptr);
 }
 
@@ -80,10 +79,10 @@ inline int main(int argc, char** argv) {
     for (const Case& c : cases()) {
         if (!std::strstr(c.name, only)) continue;
         failed_checks() = 0;
-        const auto start = std::chrono::steady_clock::now();
+        const double start = now();
         std::string skip;
-        last_words() = format("FAIL %s: no end after %g s; the tests behind it did not run\n%d passed, %d failed, %d skipped\n",
-                              c.name, limit, passed, failed + 1, skipped);
+        last_words = format("FAIL %s: no end after %g s; the tests behind it did not run\n%d passed, %d failed, %d skipped\n",
+                            c.name, limit, passed, failed + 1, skipped);
         set_timer(limit);
         try {
             c.run();
@@ -91,12 +90,11 @@ inline int main(int argc, char** argv) {
             skip = s.why;
         } catch (const std::exception& e) { report(c.name, 0, format("threw: %s", e.what())); }
         set_timer(0);
-        const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         if (failed_checks()) failed++;
         else if (!skip.empty()) skipped++;
         else passed++;
-        std::printf("%s %s (%.1f s)%s%s\n", failed_checks() ? "FAIL" : skip.empty() ? "ok  " : "skip", c.name, s,
-                    skip.empty() ? "" : ": ", skip.c_str());
+        std::printf("%s %s (%.1f s)%s%s\n", failed_checks() ? "FAIL" : skip.empty() ? "ok  " : "skip", c.name,
+                    now() - start, skip.empty() ? "" : ": ", skip.c_str());
         std::fflush(stdout);
     }
     if (passed + failed + skipped == 0) {

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "attention/ring/blocks.h"
-#include "dev/local_comm.h"
 #include "dev/ranks.h"
 #include "dev/ring_check.h"
 #include "layers/comm/comm.h"
@@ -13,7 +12,10 @@
 
 namespace {
 
-// A separate process asks, because CUDA does not survive a fork.
+using Floats = Tensor<Cuda, float>;
+using Body = std::function<void(const Cuda&, NcclComm&, Job&)>;
+
+// Two to four. A separate process asks, because CUDA does not survive a fork.
 int gpus() {
     static const int count = [] {
         Processes one;
@@ -24,95 +26,80 @@ int gpus() {
     return std::min(count, 4);
 }
 
-// Two to four ranks, each with one GPU.
-template <class F>
-void on_gpus(F body) {
-    const int most = gpus();
-    for (int size = 2; size <= most; size *= 2) {
-        ForkedRanks ranks(size,
-                    [=](Job& job) {
-                        Cuda dev(job.rank);
-                        NcclComm comm(dev, job);
-                        body(dev, comm, job);
-                        job.leave();
-                        return 0;
-                    },
-                    {60, 20});
-        const std::vector<int> codes = ranks.wait(100);
-        if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
-        for (int code : codes)
-            if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, ranks.text().c_str()));
-    }
+// Ranks of a job, each with one GPU, that end with these codes and print these parts.
+void check_ranks(const std::vector<int>& codes, const std::vector<std::string>& parts, const Body& body) {
+    const auto rank = [&](Job& job) {
+        const Cuda dev(job.rank);
+        NcclComm comm(dev, job);
+        body(dev, comm, job);
+        job.leave();
+    };
+    ForkedRanks ranks(static_cast<int>(codes.size()), rank, {60, 20});
+    ranks.wait(100);
+    if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
+    ranks.check(codes, parts);
+}
+void on_gpus(const Body& body) {
+    for (int size = 2, most = gpus(); size <= most; size *= 2) check_ranks(std::vector<int>(size), {}, body);
 }
 
-// The values are integers, so that sums are exact in any order.
-float value(int rank, size_t i) {
-    return static_cast<float>((i * 7 + rank * 13) % 101);
+// The ring on a machine with one GPU. Its ranks are threads.
+void on_one_gpu(const std::function<void(const Cuda&)>& body) {
+    Processes one;
+    one.start([&] {
+        if (Cuda::count() == 0) return 77;
+        body(Cuda());
+        return 0;
+    });
+    if (one.wait(100)[0] == 77) SKIP("no GPU");
+    one.check();
 }
-float sum_of_values(int size, size_t i) {
-    float sum = 0;
-    for (int r = 0; r < size; r++) sum += value(r, i);
+
+// The elements x(0), x(1), …
+template <class F>
+std::vector<double> elements(size_t n, F x) {
+    std::vector<double> all;
+    for (size_t i = 0; i < n; i++) all.push_back(x(i));
+    return all;
+}
+// A rank's elements are integers, so that sums are exact in any order.
+double value(int rank, size_t i) {
+    return (i * 7 + rank * 13) % 101;
+}
+double sum_of_values(int size, int first_rank, size_t i) {
+    double sum = 0;
+    for (int r = 0; r < size; r++) sum += value(r + first_rank, i);
     return sum;
 }
-
-// Device memory that holds x(i).
-struct Floats {
-    const Cuda& dev;
-    size_t n;
-    float* ptr;
-    template <class F>
-    Floats(const Cuda& dev, size_t n, F x) : dev(dev), n(n), ptr(static_cast<float*>(dev.alloc(n * sizeof(float)))) {
-        set(x);
-    }
-    ~Floats() { dev.free(ptr); }
-    Floats(const Floats&) = delete;
-    template <class F>
-    void set(F x) {
-        std::vector<float> host(n);
-        for (size_t i = 0; i < n; i++) host[i] = x(i);
-        dev.upload(ptr, host.data(), n * sizeof(float));
-        dev.sync();
-    }
-    template <class F>
-    bool equal(F x) const {
-        std::vector<float> host(n);
-        dev.download(host.data(), ptr, n * sizeof(float));
-        for (size_t i = 0; i < n; i++)
-            if (!(host[i] == x(i))) return false;
-        return true;
-    }
-};
 
 }  // namespace
 
 TEST(nccl_collectives) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
-        const int size = comm.size, rank = comm.rank;
+        const int size = comm.size, rank = comm.rank, next = (rank + 1) % size, before = (rank + size - 1) % size;
+        const auto mine = [=](size_t i) { return value(rank, i); };
         for (const size_t n : {4, 1000, 1 << 20}) {
-            Floats reduced(dev, n, [=](size_t i) { return value(rank, i); });
-            Floats parts(dev, size * n, [=](size_t i) { return value(rank, i); }),
-                own(dev, n, [](size_t) { return NAN; });
-            Floats all(dev, size * n, [=](size_t i) { return i / n == size_t(rank) ? value(rank, i) : NAN; });
-            Floats sent(dev, n, [=](size_t i) { return value(rank, i); }), got(dev, n, [](size_t) { return -1; });
+            const auto sent_by = [=](int r) { return n / (1 + r % 2); };
+            Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)), own(dev, n);
+            Floats all(dev, elements(size * n, [=](size_t i) { return i / n == size_t(rank) ? mine(i) : NAN; }));
+            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)), packed(dev, n / 2),
+                rows(dev, n / 2);
             comm.fork();
             comm.group([&] {
                 comm.all_reduce(reduced.ptr, n);
                 comm.reduce_scatter(own.ptr, parts.ptr, n);
                 comm.all_gather(all.ptr, n);
             });
-            const int before = (rank + size - 1) % size;
-            const auto sent_by = [=](int r) { return n / (1 + r % 2); };
-            comm.send_recv((rank + 1) % size, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
+            comm.send_recv(next, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
             comm.join();
-            Floats packed(dev, n / 2, [](size_t) { return NAN; }), rows(dev, n / 2, [](size_t) { return NAN; });
             comm.fork();
-            comm.send_recv_rows((rank + 1) % size, packed.ptr, sent.ptr, 4, 2, n / 4, before, rows.ptr);
+            comm.send_recv_rows(next, packed.ptr, sent.ptr, 4, 2, n / 4, before, rows.ptr);
             comm.join();
-            CHECK(rows.equal([=](size_t i) { return value(before, i / 2 * 4 + i % 2); }));
-            CHECK(reduced.equal([=](size_t i) { return sum_of_values(size, i); }));
-            CHECK(own.equal([=](size_t i) { return sum_of_values(size, rank * n + i); }));
-            CHECK(all.equal([=](size_t i) { return value(static_cast<int>(i / n), i); }));
-            CHECK(got.equal([=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
+            CHECK(reduced.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
+            CHECK(own.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
+            CHECK(all.values() == elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
+            CHECK(got.values() == elements(n, [=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
+            CHECK(rows.values() == elements(n / 2, [=](size_t i) { return value(before, i / 2 * 4 + i % 2); }));
         }
     });
 }
@@ -120,18 +107,15 @@ TEST(nccl_collectives) {
 // The sums of these values round. If ranks that each update all parameters got different bits, they would drift apart.
 TEST(nccl_sums_have_the_same_bits) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
-        const auto fraction = [rank = comm.rank](size_t i) { return 1.f / (3.f + value(rank, i)); };
         for (const size_t n : {4, 1000, 1 << 20}) {
-            Floats x(dev, n, fraction);
-            std::vector<float> host(n);
             uint64_t first = 0;
             for (int again = 0; again < 3; again++) {
-                x.set(fraction);
+                Floats x(dev, elements(n, [&](size_t i) { return 1.f / (3.f + value(comm.rank, i)); }));
                 comm.fork();
                 comm.all_reduce(x.ptr, n);
                 comm.join();
-                dev.download(host.data(), x.ptr, n * sizeof(float));
-                const uint64_t bits = checksum64(host.data(), n * sizeof(float));
+                const std::vector<double> sum = x.values();
+                const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
                 if (again == 0) first = bits;
                 CHECK(bits == first);
                 for (uint64_t of_rank : job.all_gather(bits)) CHECK(of_rank == bits);
@@ -144,49 +128,32 @@ TEST(nccl_sums_have_the_same_bits) {
 // happens in a CUDA graph, replayed, with calls outside the graph in between.
 TEST(nccl_in_a_graph) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
-        const size_t n = 1 << 20;
-        const int size = comm.size, rank = comm.rank;
-        Floats from(dev, n, [](size_t) { return 0.f; }), x(dev, n, [](size_t) { return NAN; });
-        Floats y(dev, n, [](size_t) { return NAN; });
+        const size_t n = 1 << 20, bytes = n * sizeof(float);
+        Floats from(dev, n), x(dev, n), y(dev, n);
         CudaGraph graph;
         for (int step = 0; step < 5; step++) {
-            from.set([=](size_t i) { return value(rank + step, i); });
+            const Floats values(dev, elements(n, [&](size_t i) { return value(comm.rank + step, i); }));
+            copy_bytes(dev, from.ptr, values.ptr, bytes);
+            dev.sync();
             graph.run(dev, [&] {
-                CUDA_CHECK(cudaMemcpyAsync(x.ptr, from.ptr, n * sizeof(float), cudaMemcpyDeviceToDevice, dev.stream));
+                copy_bytes(dev, x.ptr, from.ptr, bytes);
                 for (int bucket = 0; bucket < 4; bucket++) {
                     comm.fork();
                     comm.all_reduce(x.ptr + bucket * n / 4, n / 4);
                 }
                 comm.join();
-                CUDA_CHECK(cudaMemcpyAsync(y.ptr, x.ptr, n * sizeof(float), cudaMemcpyDeviceToDevice, dev.stream));
+                copy_bytes(dev, y.ptr, x.ptr, bytes);
             });
             comm.fork();
             comm.all_reduce(x.ptr, n);
             comm.join();
-            const auto sum = [=](size_t i) {
-                float total = 0;
-                for (int r = 0; r < size; r++) total += value(r + step, i);
-                return total;
-            };
-            CHECK(y.equal(sum));
-            CHECK(x.equal([=](size_t i) { return size * sum(i); }));
+            const auto sum = [&](size_t i) { return sum_of_values(comm.size, step, i); };
+            CHECK(y.values() == elements(n, sum));
+            CHECK(x.values() == elements(n, [&](size_t i) { return comm.size * sum(i); }));
         }
     });
 }
 
-// The ring on a machine with one GPU. Its ranks are threads.
-template <class F>
-void on_one_gpu(F check) {
-    Processes one;
-    one.start([&] {
-        if (Cuda::count() == 0) return 77;
-        check(Cuda());
-        return 0;
-    });
-    const int code = one.wait(100)[0];
-    if (code == 77) SKIP("no GPU");
-    if (code != 0) test::report(__FILE__, __LINE__, format("%d: %s", code, one.text().c_str()));
-}
 TEST(ring_of_threads) {
     on_one_gpu([](const Cuda& dev) {
         for (const AttentionShape& s : {AttentionShape{2, 48 * 17, 2, 64, true, 0.2f}, {2, 48 * 22, 2, 128}})
@@ -229,23 +196,14 @@ TEST(nccl_ring_attention) {
 
 TEST(nccl_death_of_a_rank) {
     gpus();
-    ForkedRanks ranks(2,
-                [](Job& job) {
-                    Cuda dev(job.rank);
-                    NcclComm comm(dev, job);
-                    Floats x(dev, 1 << 20, [](size_t) { return 1.f; });
-                    if (job.rank == 1) raise(SIGKILL);
-                    comm.fork();
-                    comm.all_reduce(x.ptr, x.n);
-                    comm.join();
-                    dev.sync();  // for ever
-                    return 0;
-                },
-                {60, 20});
-    const std::vector<int> codes = ranks.wait(60);
-    if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
-    CHECK((codes == std::vector<int>{1, 137}));
-    CHECK(contains(ranks.text(), "rank 1 (pid "));
+    check_ranks({1, 137}, {"rank 1 (pid "}, [](const Cuda& dev, NcclComm& comm, Job& job) {
+        Floats x(dev, 1 << 20);
+        if (job.rank == 1) raise(SIGKILL);
+        comm.fork();
+        comm.all_reduce(x.ptr, 1 << 20);
+        comm.join();
+        dev.sync();  // for ever
+    });
 }
 
 TEST_MAIN

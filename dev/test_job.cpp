@@ -13,27 +13,22 @@
 #include <thread>
 
 #include "dev/ranks.h"
-#include "dev/test.h"
 #include "layers/comm/reference_comm.h"
 
 namespace {
 
-// A connection to the port that has sent `text`, or -1 if nobody listens.
+// A connection that has sent `text`, as soon as a process that was started before listens at the port.
 int connect_and_say(int port, const std::string& text) {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in a = {};
     a.sin_family = AF_INET;
     a.sin_port = htons(static_cast<uint16_t>(port));
     a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a)) return close(fd), -1;
-    if (send(fd, text.data(), text.size(), MSG_NOSIGNAL) != ssize_t(text.size())) throw Error("cannot send");
-    return fd;
-}
-
-// Does the same as soon as a process that was started before listens there.
-int connect_when_it_listens(int port) {
-    for (int i = 0; i < 1000; i++, sleep_for(0.01))
-        if (const int fd = connect_and_say(port, ""); fd >= 0) return fd;
+    for (int i = 0; i < 1000; i++, sleep_for(0.01)) {
+        const int fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) == 0)
+            if (send(fd, text.data(), text.size(), MSG_NOSIGNAL) == ssize_t(text.size())) return fd;
+        close(fd);
+    }
     throw Error("nobody listens");
 }
 
@@ -46,7 +41,7 @@ int count_of(const std::string& text, const std::string& part) {
     return n;
 }
 
-// Values that differ from rank to rank and whose sums round.
+// Values that differ from rank to rank and whose sums round. Ranks are summed in order, so sums are equal bit for bit.
 template <class A>
 std::vector<A> values(int rank, size_t n) {
     std::vector<A> x(n);
@@ -64,32 +59,26 @@ std::vector<A> sum_of_values(int size, size_t n) {
 template <class A>
 void check_collectives(Job& job) {
     CpuComm comm(Cpu(1), job);
-    const int size = job.size, rank = job.rank;
+    const int size = job.size, rank = job.rank, next = (rank + 1) % size, before = (rank + size - 1) % size;
     for (const size_t n : {1, 2, 7, 64, 1001}) {
-        std::vector<A> x = values<A>(rank, n);
-        comm.all_reduce(x.data(), n);
-        CHECK(x == sum_of_values<A>(size, n));  // bit for bit, because ranks are summed in order
-
-        const std::vector<A> parts = values<A>(rank, size * n), sum = sum_of_values<A>(size, size * n);
-        std::vector<A> own(n, A(NAN));
-        comm.reduce_scatter(own.data(), parts.data(), n);
+        const std::vector<A> one = values<A>(rank, n), sum = sum_of_values<A>(size, size * n);
+        std::vector<A> reduced = one, own(n, A(NAN)), all(size * n, A(NAN)), want;
+        comm.all_reduce(reduced.data(), n);
+        CHECK(reduced == sum_of_values<A>(size, n));
+        comm.reduce_scatter(own.data(), values<A>(rank, size * n).data(), n);
         CHECK(std::equal(own.begin(), own.end(), sum.begin() + rank * n));
-
-        std::vector<A> all(size * n, A(NAN));
-        std::copy_n(values<A>(rank, n).data(), n, all.data() + rank * n);
+        std::copy(one.begin(), one.end(), all.begin() + rank * n);
         comm.all_gather(all.data(), n);
         for (int r = 0; r < size; r++)
-            CHECK(std::equal(all.begin() + r * n, all.begin() + (r + 1) * n, values<A>(r, n).begin()));
+            for (A x : values<A>(r, n)) want.push_back(x);
+        CHECK(all == want);
 
-        const int next = (rank + 1) % size, before = (rank + size - 1) % size;
         const auto sent_by = [&](int r) { return n - r % 2 * (n / 2); };
-        std::vector<A> got(sent_by(before), A(NAN));
-        comm.send_recv(next, values<A>(rank, n).data(), sent_by(rank), before, got.data(), got.size());
-        CHECK(std::equal(got.begin(), got.end(), values<A>(before, n).begin()));
-
-        const std::vector<A> mine = values<A>(rank, 3 * n), theirs = values<A>(before, 3 * n);
-        std::vector<A> packed(2 * n, A(NAN)), rows(2 * n, A(NAN));  // two of every three elements
-        comm.send_recv_rows(next, packed.data(), mine.data(), 3, 2, n, before, rows.data());
+        std::vector<A> got(sent_by(before), A(NAN)), packed(2 * n, A(NAN)), rows = packed;
+        comm.send_recv(next, one.data(), sent_by(rank), before, got.data(), got.size());
+        CHECK(got == values<A>(before, got.size()));
+        const std::vector<A> theirs = values<A>(before, 3 * n);  // two of every three elements are sent
+        comm.send_recv_rows(next, packed.data(), values<A>(rank, 3 * n).data(), 3, 2, n, before, rows.data());
         for (size_t i = 0; i < rows.size(); i++) CHECK(rows[i] == theirs[i / 2 * 3 + i % 2]);
     }
 }
@@ -107,33 +96,30 @@ TEST(alone_every_call_returns) {
     std::vector<double> x = {1, 2};
     job.sum(x);
     CHECK(x == (std::vector<double>{1, 2}));
-    CHECK(job.all_gather(5) == std::vector<int>{5} &&
-          job.all_gather(std::string("x")) == std::vector<std::string>{"x"});
+    CHECK(job.all_gather(5) == std::vector<int>{5});
+    CHECK(job.all_gather(std::string("x")) == std::vector<std::string>{"x"});
     CHECK_ERROR(job.guard([]() -> int { throw Error("through"); }), "through");
     check_collectives<float>(job);
     job.leave();
 }
 
 TEST(ranks_exchange) {
-    for (int size : {1, 2, 3, 4, 5}) {
-        ForkedRanks ranks(size, [](Job& job) {
+    for (int size : {1, 2, 3, 4, 5})
+        run_ranks(size, [](Job& job) {
             CHECK(job.local_rank == job.rank && job.local_size == job.size);
             const std::vector<int> all = job.all_gather(10 * job.rank);
-            for (int r = 0; r < job.size; r++) CHECK(all[r] == 10 * r);
             const std::vector<std::string> texts = job.all_gather(std::string(job.rank * 1000, 'x'));
-            for (int r = 0; r < job.size; r++) CHECK(texts[r] == std::string(r * 1000, 'x'));
+            for (int r = 0; r < job.size; r++) CHECK(all[r] == 10 * r && texts[r] == std::string(r * 1000, 'x'));
             std::vector<int> from_first(1 << 20, job.rank == 0 ? 7 : 0);  // more than a socket holds
             job.broadcast(from_first.data(), from_first.size());
             CHECK(from_first.front() == 7 && from_first.back() == 7);
             std::vector<double> x = values<double>(job.rank, 100);
             job.sum(x);
-            CHECK(x == sum_of_values<double>(job.size, 100));  // bit for bit, because ranks are summed in order
+            CHECK(x == sum_of_values<double>(job.size, 100));
             job.agree({{"model", "d12"}, {"lr", "1"}});
             if (job.size < 5) check_collectives<float>(job), check_collectives<double>(job);  // they take a moment
-            return leave(job);
+            job.leave();
         });
-        check_ended_well(ranks);
-    }
 }
 
 // GPUs map each other's memory, so a rank must leave shared memory before its job ends. A rank that has not is aborted.
@@ -142,17 +128,16 @@ TEST(shared_memory_is_left_before_the_end) {
         ForkedRanks ranks(2, [=](Job& job) {
             CpuComm all(Cpu(1), job), alone(all, job.rank, 1);
             job.barrier();
-            const auto begin = Clock::now();
+            const double begin = test::now();
             if (job.rank == 1) sleep_for(0.4);
             for (CpuComm* comm : {&all, &alone}) comm->share(&all, 1);
-            CHECK(seconds_since(begin) > 0.2);  // it waits for all
-            if (job.rank == 0) all.share(nullptr, 0), alone.share(nullptr, 0);
-            if (job.rank == 1) all.share(nullptr, 0), alone.share(orderly ? nullptr : &all, 1);
+            CHECK(test::now() - begin > 0.2);  // it waits for all
+            all.share(nullptr, 0);
+            alone.share(orderly || job.rank == 0 ? nullptr : &all, 1);
             job.leave();
             CHECK_ERROR(job.barrier(), "has left its job");
-            return 0;
         });
-        check_ended(ranks, {0, orderly ? 0 : 128 + SIGABRT}, {orderly ? "" : "while it shares memory"});
+        ranks.check({0, orderly ? 0 : 128 + SIGABRT}, {orderly ? "" : "while it shares memory"});
     }
 }
 
@@ -171,52 +156,46 @@ TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
             sleep_for(rank == 1 ? 2.5 : 0);  // longer than a silence
             return 0;
         });
-    check_ended_well(ranks);
+    ranks.check();
 }
 
 // A job that is destroyed says goodbye, so that it does not look like a death.
 TEST(a_rank_may_go_without_the_others) {
-    ForkedRanks ranks(2, [](Job& job) {
-        if (job.rank == 0) sleep_for(0.5);
-        return 0;
-    });
-    check_ended_well(ranks);
+    run_ranks(2, [](Job& job) { sleep_for(job.rank == 0 ? 0.5 : 0); });
 }
 
 // Host names say that rank 1 is on another machine.
 TEST(machines_are_told_apart) {
     const auto move = [] { return unshare(CLONE_NEWUSER | CLONE_NEWUTS) == 0 && sethostname("elsewhere", 9) == 0; };
-    Processes probe;
+    Processes probe, ranks;
     probe.start([&] { return move() ? 0 : 77; });
     if (probe.wait()[0] == 77) SKIP("no machine names of our own here");
     const int port = free_port();
-    Processes ranks;
     for (int rank = 0; rank < 3; rank++)
         ranks.start([=] {
             CHECK(rank != 1 || move());
             Job job(local_place(rank, 3, port), kQuick);
             CHECK(job.local_rank == rank / 2 && job.local_size == (rank == 1 ? 1 : 2));
-            return leave(job);
+            job.leave();
+            return 0;
         });
-    check_ended_well(ranks);
+    ranks.check();
 }
 
 TEST(a_rank_that_works_long_is_not_missed) {
-    ForkedRanks ranks(2, [](Job& job) {
+    run_ranks(2, [](Job& job) {
         job.expect_progress(2);
         for (int i = 0; i < 8 && job.rank == 1; i++) sleep_for(0.5), Job::progress()++;  // with signs of life
         job.barrier();
         job.expect_progress(0);
         if (job.rank == 0) sleep_for(3);  // nothing is expected
-        job.barrier();
-        return leave(job);
+        job.leave();
     });
-    check_ended_well(ranks);
 }
 
 // Every beat may find a step at the same point. That is no standstill.
 TEST(many_equal_steps_are_progress) {
-    ForkedRanks ranks(2, [](Job& job) {
+    run_ranks(2, [](Job& job) {
         for (int step = 0; step < 40; step++) {
             job.expect_progress(2);
             Job::progress()++;
@@ -224,35 +203,27 @@ TEST(many_equal_steps_are_progress) {
             job.expect_progress(0);
             job.barrier();
         }
-        return leave(job);
+        job.leave();
     });
-    check_ended_well(ranks);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Wrong and missing ranks
 
-TEST(missing_ranks_are_named) {
-    const int port = free_port();
-    Processes ranks;
-    for (int rank : {0, 2}) ranks.start_rank(local_place(rank, 4, port), {2, 1});
-    check_ended(ranks, {1, 1}, {"of 4 ranks these did not come to port", ": 1, 3;"});
-    CHECK_ERROR(Job(local_place(1, 2, port), {0.2, 1}), "cannot reach rank 0");
-}
-
-TEST(wrong_ranks_are_refused_on_both_sides) {
-    const int port = free_port();
-    struct Case {
-        int size;
-        std::vector<std::pair<int, int>> others;  // rank and size
-        const char* why;
-    };
-    for (const Case& c : {Case{2, {{2, 3}}, "as one of 3 ranks"}, Case{2, {{1, 5}}, "as one of 5 ranks"},
-                          Case{3, {{1, 3}, {1, 3}}, "two processes have the same rank"}}) {
+// All of these ranks, each (rank, size), end with an error that one of them prints.
+TEST(missing_and_wrong_ranks_are_named) {
+    const struct {
+        std::vector<std::pair<int, int>> ranks;
+        std::vector<std::string> says;
+    } cases[] = {{{{0, 4}, {2, 4}}, {"of 4 ranks these did not come to port", ": 1, 3;"}},
+                 {{{0, 2}, {2, 3}}, {"as one of 3 ranks"}},
+                 {{{0, 2}, {1, 5}}, {"as one of 5 ranks"}},
+                 {{{0, 3}, {1, 3}, {1, 3}}, {"two processes have the same rank"}}};
+    for (const auto& c : cases) {
         Processes ranks;
-        ranks.start_rank(local_place(0, c.size, port));
-        for (const auto& [rank, size] : c.others) ranks.start_rank(local_place(rank, size, port));
-        check_ended(ranks, std::vector<int>(1 + c.others.size(), 1), {c.why});
+        const int port = free_port();
+        for (const auto& [rank, size] : c.ranks) ranks.start_rank(local_place(rank, size, port), {2, 1});
+        ranks.check(std::vector<int>(c.ranks.size(), 1), c.says);
     }
 }
 
@@ -277,7 +248,7 @@ TEST(nobody_listens_to_other_machines_without_need) {
                 std::thread(print_listeners).detach();
                 return Job({rank, 3, -1, address, port, "", -1}, {1.5, 1}), 0;
             });
-        check_ended(ranks, {1, 1});
+        ranks.check({1, 1});
         const std::string text = ranks.text();
         CHECK(count_of(text, "listens at ") == 2 && count_of(text, format("listens at %d 7f000001\n", AF_INET)) == 2);
     }
@@ -288,12 +259,12 @@ TEST(an_old_job_is_never_joined) {
     const int port = free_port();
     Processes old, young;
     old.start_rank(local_place(0, 2, port, "old"));
-    close(connect_when_it_listens(port));
+    close(connect_and_say(port, ""));
     for (int rank : {1, 0}) young.start_rank(local_place(rank, 2, port, "young"));
-    check_ended(young, {1, 1},
+    young.check({1, 1},
                 {"is that of another job (\"old\", this one is \"young\")", "cannot listen on port", "MASTER_PORT"});
     old.start_rank(local_place(1, 2, port, "old"));
-    check_ended_well(old);
+    old.check();
 }
 
 TEST(a_running_job_cannot_be_joined) {
@@ -304,34 +275,32 @@ TEST(a_running_job_cannot_be_joined) {
         std::fprintf(stderr, "met\n");
         char byte;
         close(gate[1]);
-        if (read(gate[0], &byte, 1) != 0) return 1;
-        return leave(job);
+        CHECK(read(gate[0], &byte, 1) == 0);
+        job.leave();
     });
     wait_for_text(ranks, "met");
-    CHECK(connect_and_say(ranks.port, "") == -1);
     CHECK_ERROR(Job(local_place(1, 2, ranks.port, "a job"), {0.3, 1}), "cannot reach rank 0");
     close(gate[0]), close(gate[1]);
-    check_ended_well(ranks);
+    ranks.check();
 }
 
 TEST(strangers_at_the_port) {
     const int port = free_port();
-    Processes ranks;
+    Processes ranks, lost;
     ranks.start_rank(local_place(0, 2, port));
-    const int gone = connect_when_it_listens(port), web = connect_and_say(port, "GET / HTTP/1.1\r\n\r\n");
-    close(gone);
+    close(connect_and_say(port, ""));
+    const int web = connect_and_say(port, "GET / HTTP/1.1\r\n\r\n");
     ranks.start_rank(local_place(1, 2, port));
-    check_ended_well(ranks);
+    ranks.check();
     close(web);
 
     const int fd = listen_at("127.0.0.1", 0);  // something else listens where rank 0 should be
-    Processes lost;
     lost.start([=] {
         const int taken = accept(fd, nullptr, nullptr);
         return send(taken, "220 mail.example.com ESMTP ready\r\n", 34, MSG_NOSIGNAL) < 0;
     });
     lost.start_rank(local_place(1, 2, port_of(fd)), {1, 1});
-    check_ended(lost, {0, 1}, {"is not rank 0 of this job"});
+    lost.check({0, 1}, {"is not rank 0 of this job"});
     close(fd);
 }
 
@@ -348,7 +317,6 @@ TEST(without_the_key_nobody_is_a_rank) {
         const std::string body = name + "\n1 2 1 1 here";
         return format("gpt2job1%08zx", body.size()) + body;
     };
-    close(connect_when_it_listens(port));
     const int hello = connect_and_say(port, hello_by("j"));
     std::string answer(8 + 8 + 4 + 16, '\0');  // magic, length, "yes" and the key
     if (recv(hello, answer.data(), answer.size(), MSG_WAITALL) != ssize_t(answer.size())) throw Error("no answer");
@@ -356,7 +324,7 @@ TEST(without_the_key_nobody_is_a_rank) {
     sleep_for(0.5);
     CHECK(!contains(first.text(), "met"));
     const int right = connect_and_say(port, hello_by(answer.substr(20)));
-    check_ended(first, {0}, {"met"});
+    first.check({0}, {"met"});
     for (int fd : {hello, wrong, right}) close(fd);
 }
 
@@ -364,17 +332,15 @@ TEST(differences_are_named) {
     ForkedRanks ranks(3, [](Job& job) {
         const std::string lr = job.rank == 2 ? "0.1" : "0.2", data = job.rank == 1 ? "abc" : "abd";
         job.agree({{"--lr", lr}, {"model", "d12"}, {"data", data}});
-        return 0;
     });
-    check_ended(ranks, {1, 1, 1},
+    ranks.check({1, 1, 1},
                 {"--lr: rank 2", "has \"0.1\", rank 0 has \"0.2\"", "data: rank 1", "has \"abc\", rank 0 has \"abd\""});
     CHECK(!contains(ranks.text(), "d12") && count_of(ranks.text(), "\n") == 1);  // once, not by every rank
 
     ForkedRanks other(2, [](Job& job) {
         job.agree(std::vector<std::pair<std::string, std::string>>(1 + job.rank, {"a", "b"}));
-        return 0;
     });
-    check_ended(other, {1, 1}, {"is another program than rank 0"});
+    other.check({1, 1}, {"is another program than rank 0"});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -411,7 +377,6 @@ TEST(a_fault_of_one_rank_ends_all_and_is_named) {
                 job.expect_progress(fault.progress);
                 job.barrier();
                 (job.rank == victim ? fault.victim : fault.others)(job);
-                return 0;
             };
             ForkedRanks ranks(3, body, {10, fault.silence});
             const pid_t pid = ranks.pids[victim];
@@ -419,7 +384,7 @@ TEST(a_fault_of_one_rank_ends_all_and_is_named) {
             if (fault.victim == stops) sleep_for(0.5), kill(pid, SIGKILL);
             std::vector<int> codes(3, fault.code);
             codes[victim] = fault.victims_code;
-            check_ended(ranks, codes, {fault.says, format("rank %d (pid %d on", victim, static_cast<int>(pid))});
+            ranks.check(codes, {fault.says, format("rank %d (pid %d on", victim, static_cast<int>(pid))});
             const bool first_is_gone = victim == 0 && fault.victims_code == 137;  // then each of the others says it
             CHECK(count_of(ranks.text(), "rank ") == (first_is_gone ? 2 : 1));
             if (test::failed_checks()) return;  // the others would take long

@@ -5,10 +5,6 @@
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
-
-#include <sys/mman.h>
-
-#include "dev/program.h"
 #include "dev/ranks.h"
 
 namespace {
@@ -21,11 +17,12 @@ struct Grouping {
     int ranks, context;
     bool sharded, overlap;
     std::string name() const {
-        return format("%d ranks, context %d%s%s", ranks, context, sharded ? ", sharded" : "", overlap ? ", overlap" : "");
+        return format("%d ranks, context %d%s%s", ranks, context, sharded ? ", sharded" : "",
+                      overlap ? ", overlap" : "");
     }
 };
 const Grouping kOne = {1, 1, false, false};
-const Grouping kGroupings[] = {{2, 1, false, false}, {4, 1, false, true}, {2, 1, true, true}, {4, 1, true, false},
+const Grouping kGroupings[] = {{2, 1, false, false}, {4, 1, false, true},  {2, 1, true, true}, {4, 1, true, false},
                                {4, 1, true, true},   {2, 2, false, false}, {4, 2, true, true}, {4, 4, true, false}};
 
 Options options() {
@@ -36,10 +33,13 @@ Options options() {
     return o;
 }
 
-// Calls work(run, model) as each rank of a grouping, in processes.
+// Calls work(run, model, job) as each rank of a grouping, in processes. It returns numbers, which must be the same on all
+// ranks.
 template <class X, class Work>
-void on_ranks(const Grouping& g, const Options& o, Work work) {
+std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
+    const std::string left = dir() + "/numbers";  // by rank 0
     ForkedRanks processes(g.ranks, [&](Job& job) {
+        std::fprintf(stderr, "%s\n", g.name().c_str());
         const Cpu cpu(1);
         CpuComm comm(cpu, job);
         Ranks<Cpu> ranks;
@@ -47,88 +47,87 @@ void on_ranks(const Grouping& g, const Options& o, Work work) {
         ranks.sharded = g.sharded, ranks.overlap = g.overlap, ranks.context = g.context;
         CpuComm ring(comm, ranks.group() * g.context, g.context);
         ranks.ring = &ring;
-        GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true, 1,
-                           ranks);
+        GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true,
+                           1, ranks);
         Run<GPT2<Cpu, X>> run(o, model, {o.train_data, o.val_data}, job);
         model.allocate();
         init_random(model, o.seed);
-        work(run, model, job);
+        const std::vector<double> mine = work(run, model, job);
+        const uint64_t checksum = checksum64(mine.data(), mine.size() * sizeof(double));
+        for (uint64_t of_rank : job.all_gather(checksum))
+            if (of_rank != checksum) throw Error("ranks have other numbers");
+        if (job.rank == 0) write_file(left, bytes_of(mine));
         model.leave_ring();
         job.leave();
-        return 0;
     });
-    for (int code : processes.wait(30))
-        if (code != 0) test::report(__FILE__, __LINE__, g.name() + ": " + processes.text());
+    processes.wait(30);
+    processes.check();
+    const std::string bytes = read_file(left);
+    std::vector<double> numbers(bytes.size() / sizeof(double));
+    std::memcpy(numbers.data(), bytes.data(), bytes.size());
+    std::filesystem::remove(left);
+    return numbers;
 }
 
-// What a child leaves for its parent.
-struct Outcome {
-    double loss[kSteps][kMicroBatches], norm[kSteps], val_first, val_few, val_last;
-    uint64_t val_batches;
-    double parameters[1 << 16];
-};
-struct Shared {
-    Outcome* outcome = static_cast<Outcome*>(
-        mmap(nullptr, sizeof(Outcome), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-    ~Shared() { munmap(outcome, sizeof *outcome); }
-    Outcome* operator->() const { return outcome; }
-};
-
-void train(const Grouping& g, const Shared& to) {
+// The losses of all steps' micro-batches, the norms, three validations, and the parameters.
+std::vector<double> train(const Grouping& g) {
     const std::string short_file = dir() + "/short.txt";
     write_file(short_file, read_file(text_file()).substr(0, kValBytes));
-    on_ranks<double>(g, options(), [&](Run<GPT2<Cpu, double>>& run, GPT2<Cpu, double>& model, Job& job) {
+    return on_ranks<double>(g, options(), [&](Run<GPT2<Cpu, double>>& run, GPT2<Cpu, double>& model, Job& job) {
         Loader val(short_file, 2, 8, kByteVocab, false, 0);
-        const auto validated = [&](int batches) { return validate(model, val, batches, job); };
-        const Validation first = validated(0), few = validated(5);
-        Outcome mine{};
+        const Validation first = validate(model, val, 0, job), few = validate(model, val, 5, job);
+        std::vector<double> numbers(kSteps * kMicroBatches);
         for (int step = 0; step < kSteps; step++) {
             run.train_step();
             // Group j of n has micro-batches j, j + n, …, and each of its ranks has the mean of its own tokens' losses.
             const int groups = g.ranks / g.context, steps = kMicroBatches / groups;
             for (int r = 0; r < g.ranks; r++)
                 for (int i = 0; i < steps; i++)
-                    mine.loss[step][i * groups + r / g.context] += model.stats()[r * steps + i] / g.context;
-            mine.norm[step] = model.stats()[g.ranks * steps];
+                    numbers[step * kMicroBatches + i * groups + r / g.context] +=
+                        model.stats()[r * steps + i] / g.context;
+            numbers.push_back(model.stats()[g.ranks * steps]);
         }
-        const double* p = static_cast<double*>(model.params.at(0));
-        if (model.num_parameters > std::size(mine.parameters)) throw Error("too many parameters");
-        std::copy_n(p, model.num_parameters, mine.parameters);
-        const Validation last = validated(1000);
-        mine.val_first = first.loss, mine.val_few = few.loss, mine.val_last = last.loss;
-        mine.val_batches = first.batches == last.batches && few.batches == 5 ? last.batches : 0;
-        for (uint64_t sum : job.all_gather(checksum64(&mine, sizeof mine)))
-            if (sum != checksum64(&mine, sizeof mine)) throw Error("ranks end with other numbers");
-        if (job.rank == 0) *to.outcome = mine;
+        const Validation last = validate(model, val, 1000, job);
+        CHECK(first.batches == kValBatches && few.batches == 5 && last.batches == kValBatches);
+        numbers.insert(numbers.end(), {first.loss, few.loss, last.loss});
+        const double* parameters = static_cast<const double*>(model.params.at(0));
+        numbers.insert(numbers.end(), parameters, parameters + model.num_parameters);
+        return numbers;
     });
+}
+
+struct Part {
+    const char* what;
+    size_t count;
+    double tolerance;
+};
+// The parts follow each other in both.
+void check_as_one(const Grouping& g, const std::vector<double>& several, const std::vector<double>& one,
+                  const std::vector<Part>& parts) {
+    size_t at = 0;
+    for (const Part& part : parts)
+        for (size_t end = at + part.count; at < end; at++)
+            if (!(std::fabs(several.at(at) - one.at(at)) <= part.tolerance))
+                test::report(
+                    __FILE__, __LINE__,
+                    format("%s: %s %.15g, one rank has %.15g", g.name().c_str(), part.what, several[at], one[at]));
+    CHECK(one.size() == several.size());
 }
 
 }  // namespace
 
 TEST(ranks_train_and_validate_as_one) {
-    const Shared one, several;
-    train(kOne, one);
-    CHECK(one->norm[0] > 0.5 && one->val_batches == kValBatches && one->val_last < one->val_first);
-    for (const Grouping& g : kGroupings) {
-        *several.outcome = {};
-        train(g, several);
-        const auto close = [&](const char* what, double got, double want, double tolerance) {
-            if (!(std::fabs(got - want) <= tolerance))
-                test::report(__FILE__, __LINE__,
-                             format("%s: %s %.15g, one rank has %.15g", g.name().c_str(), what, got, want));
-        };
-        for (int step = 0; step < kSteps; step++) {
-            close("norm", several->norm[step], one->norm[step], 1e-11);
-            for (int i = 0; i < kMicroBatches; i++)
-                close("a micro-batch's loss", several->loss[step][i], one->loss[step][i], 1e-11);
-        }
-        close("first validation", several->val_first, one->val_first, 1e-13);
-        close("validation of few batches", several->val_few, one->val_few, 1e-13);
-        close("last validation", several->val_last, one->val_last, 1e-11);
-        close("validation's batches", several->val_batches, kValBatches, 0);
-        for (size_t i = 0; i < kConfig.num_parameters(); i++)
-            close("a parameter", several->parameters[i], one->parameters[i], 1e-12);
-    }
+    const std::vector<double> one = train(kOne);
+    const double *norms = &one.at(kSteps * kMicroBatches), *validations = norms + kSteps;
+    CHECK(norms[0] > 0.5 && validations[2] < validations[0]);
+    for (const Grouping& g : kGroupings)
+        check_as_one(g, train(g), one,
+                     {{"a micro-batch's loss", kSteps * kMicroBatches, 1e-11},
+                      {"norm", kSteps, 1e-11},
+                      {"first validation", 1, 1e-13},
+                      {"validation of few batches", 1, 1e-13},
+                      {"last validation", 1, 1e-11},
+                      {"a parameter", kConfig.num_parameters(), 1e-12}});
 }
 
 // The optimizer's state in a checkpoint is what one rank would have. A run that reads it and writes it again writes the
@@ -136,51 +135,47 @@ TEST(ranks_train_and_validate_as_one) {
 TEST(ranks_save_and_restore_as_one) {
     Options o = options();
     o.max_steps = kSteps + 1, o.schedule = "constant";
-    const Shared next;
+    struct Saved {
+        std::string state, model;
+        std::vector<double> next;  // loss and norm of the step after
+    };
     const auto saved = [&](const Grouping& g, const std::string& name, bool resume) {
         o.output_dir = dir() + "/" + name, o.resume = resume;
         std::filesystem::create_directories(o.output_dir);
-        on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
+        const auto next = on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
             if (resume && !run.restore()) throw Error("nothing to restore");
             while (run.step < kSteps) run.train_step();
             run.save();
             run.train_step();
             const uint64_t mine = checksum64(model.params.base, model.params.bytes);
-            for (uint64_t of_rank : job.all_gather(mine))
-                if (of_rank != mine) throw Error("ranks go on with other parameters");
-            const size_t losses = model.num_losses();
-            next->norm[0] = model.stats()[losses];
-            next->val_last = std::accumulate(model.stats(), model.stats() + losses, 0.) / losses;
+            for (uint64_t of_rank : job.all_gather(mine)) CHECK(of_rank == mine);
+            const float *losses = model.stats(), *norm = losses + model.num_losses();
+            return std::vector<double>{std::accumulate(losses, norm, 0.) / model.num_losses(), *norm};
         });
-        return std::pair{read_file(state_path(o.output_dir, kSteps)), read_file(model_path(o.output_dir, kSteps))};
+        return Saved{read_file(state_path(o.output_dir, kSteps)), read_file(model_path(o.output_dir, kSteps)), next};
     };
-    const size_t n = kConfig.num_parameters();
-    const auto optimizer = [&](const std::string& state) {  // m and v, the file's last section
-        std::vector<float> adam(2 * n);
-        std::memcpy(adam.data(), state.data() + state.size() - adam.size() * sizeof(float), adam.size() * sizeof(float));
-        return adam;
-    };
-    const std::vector<float> one = optimizer(saved(kOne, "one", false).first);
-    const double loss = next->val_last, norm = next->norm[0];
-    const auto goes_on_as_one = [&](const Grouping& g) {
-        if (!(std::fabs(next->val_last - loss) <= 1e-5 * loss && std::fabs(next->norm[0] - norm) <= 1e-4 * norm))
-            test::report(__FILE__, __LINE__,
-                         format("%s: goes on with loss %g and norm %g, one rank with %g and %g", g.name().c_str(),
-                                next->val_last, next->norm[0], loss, norm));
+    const Saved one = saved(kOne, "one", false);
+    const auto check_next = [&](const Grouping& g, const Saved& several) {
+        check_as_one(g, several.next, one.next,
+                     {{"next loss", 1, 1e-5 * one.next.at(0)}, {"next norm", 1, 1e-4 * one.next.at(1)}});
     };
     const Grouping most = {4, 2, true, true};
-    const auto files = saved(most, "most", false);
-    goes_on_as_one(most);
-    const std::vector<float> several = optimizer(files.first);
-    for (size_t array = 0; array < 2; array++) {
-        double error = 0, norm = 0;
-        for (size_t i = array * n; i < (array + 1) * n; i++)
-            error += std::pow(double(several[i]) - one[i], 2), norm += std::pow(double(one[i]), 2);
-        CHECK_NEAR(std::sqrt(error / norm), 0, 1e-4);
+    const Saved several = saved(most, "most", false);
+    check_next(most, several);
+    const size_t n = kConfig.num_parameters();
+    for (size_t array : {2, 1}) {  // m and v are the file's end
+        std::vector<float> a(n), b(n);
+        std::memcpy(a.data(), several.state.data() + several.state.size() - array * n * sizeof(float),
+                    n * sizeof(float));
+        std::memcpy(b.data(), one.state.data() + one.state.size() - array * n * sizeof(float), n * sizeof(float));
+        double error = 0, square = 0;
+        for (size_t i = 0; i < n; i++) error += std::pow(double(a[i]) - b[i], 2), square += std::pow(double(b[i]), 2);
+        CHECK_NEAR(std::sqrt(error / square), 0, 1e-4);
     }
     for (const Grouping& g : {kOne, Grouping{2, 1, false, false}, {2, 1, true, false}, {4, 1, true, true}, most}) {
-        CHECK(saved(g, "most", true) == files);
-        goes_on_as_one(g);
+        const Saved again = saved(g, "most", true);
+        CHECK(again.state == several.state && again.model == several.model);
+        check_next(g, again);
     }
 }
 
@@ -196,6 +191,7 @@ TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
                             ? "first tensor that is not finite: "
                             : "finite: ln2w of layer 1 (parameters, 1 of 32 elements) on rank 1; nothing");
             CHECK(job.rank == 1 || std::memcmp(before.data(), model.params.base, before.size()) == 0);
+            return std::vector<double>();
         });
 }
 
@@ -217,9 +213,8 @@ TEST(ranks_that_start_differently_are_refused) {
             init_random(model, o.seed);
             if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;
             agree_on_start(model, run, job);
-            return 0;
         });
-        check_ended(processes, {1, 1}, {std::string(what) + ": rank 1"});
+        processes.check({1, 1}, {std::string(what) + ": rank 1"});
     }
 }
 

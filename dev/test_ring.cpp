@@ -16,17 +16,15 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Runs the check on every rank of a job.
+// The check on every rank of a job.
 template <class X>
 void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
-    ForkedRanks job(ranks, [=](Job& job) {
+    run_ranks(ranks, [=](Job& job) {
         const Cpu cpu(1);
         CpuComm comm(cpu, job);
         check_ring<X>(cpu, comm, job, s, q_sigma);
         job.leave();
-        return 0;
     });
-    check_ended_well(job);
 }
 
 }  // namespace
@@ -35,40 +33,32 @@ TEST(zigzag_divides_the_sequence) {
     for (int N : {1, 2, 3, 4, 8, 16}) {
         const Zigzag zigzag{N};
         std::set<int> chunks;
-        for (int r = 0; r < N; r++)
-            for (int half = 0; half < 2; half++) {
-                chunks.insert(zigzag.chunk(r, half));
-                CHECK(zigzag.owner(zigzag.chunk(r, half)) == r);
-            }
-        CHECK(chunks.size() == size_t(2 * N) && *chunks.begin() == 0 && *chunks.rbegin() == 2 * N - 1);
-
-        size_t pairs = 0;
+        std::set<std::pair<int, int>> met;  // ranks and whose keys they had
+        int pairs = 0;
         for (int r = 0; r < N; r++) {
-            std::set<int> sources;
+            for (int half : {0, 1}) {
+                const int chunk = zigzag.chunk(r, half);
+                CHECK(zigzag.owner(chunk) == r && chunk >= 0 && chunk < 2 * N && chunks.insert(chunk).second);
+            }
+            int added = 1;  // chunks of rank r's keys that have gradients yet, on their way to ranks r + 1, r + 2, …
             for (int step = 0; step < N; step++) {
-                const int source = zigzag.source(r, step);
-                sources.insert(source);
+                const int source = zigzag.source(r, step), at = (r + step) % N;
+                CHECK(source >= 0 && source < N && met.insert({r, source}).second && (step > 0 || source == r));
                 // The keys that a rank has at a step are those that the rank before it had one step earlier.
                 if (step > 0) CHECK(zigzag.source((r + N - 1) % N, step - 1) == source);
-                int work = 0;
-                for (int q : {0, 1})
-                    for (int k : {0, 1}) work += Zigzag::sees(zigzag.chunk(r, q), zigzag.chunk(source, k));
+                int work = 0, seen = 0;
+                for (int k : {0, 1}) {
+                    for (int q : {0, 1}) work += Zigzag::sees(zigzag.chunk(r, q), zigzag.chunk(source, k));
+                    seen += Zigzag::sees(std::max(zigzag.chunk(at, 0), zigzag.chunk(at, 1)), zigzag.chunk(r, k));
+                }
                 CHECK(work == (step == 0 ? 3 : 2));  // the same on every rank. Two of the three are half masked
                 pairs += work;
-            }
-            CHECK(sources.size() == size_t(N) && zigzag.source(r, 0) == r);
-            int added = 1;  // to this many chunks of its gradients, on their way to ranks r + 1, r + 2, …
-            for (int step = 1; step < N; step++) {
-                const int at = (r + step) % N;
-                int seen = 0;
-                for (int k : {0, 1})
-                    seen += Zigzag::sees(zigzag.chunk(at, 0), zigzag.chunk(r, k)) ||
-                            Zigzag::sees(zigzag.chunk(at, 1), zigzag.chunk(r, k));
+                if (step == 0) continue;
                 added = std::max(added, seen);
                 CHECK(zigzag.seen(at, step) == seen && seen == added);
             }
         }
-        CHECK(pairs == size_t(2 * N) * (2 * N + 1) / 2);  // all that a causal mask leaves, once
+        CHECK(pairs == N * (2 * N + 1));  // all that a causal mask leaves, once
     }
 }
 
@@ -119,73 +109,40 @@ TEST(merge_of_partial_results) {
     }
 }
 
-// Chunks of queries against chunks of keys, later keys first. The mask hides some of the blocks whole.
+// Blocks of queries, or all at once, against blocks of keys, later keys first. The mask hides some of them whole.
 TEST(blocks_make_the_whole) {
-    const int B = 2, T = 37, NH = 3, HS = 16, C = NH * HS;
-    const float scale = 0.3f;
-    const Whole<double> whole({B, T, NH, HS, true, scale}, 4);
+    const int B = 2, T = 37, NH = 3, HS = 16, C = NH * HS, n = B * T * C;
+    const long long far = 1LL << 40;
+    const Whole<double> whole({B, T, NH, HS, true, 0.3f}, 4);
+    const Written& want = whole.want;
     const Cpu cpu(1);
-    const std::vector<int> cuts = {0, 5, 6, 20, T};
-    const double* qkv = whole.qkv.data();
-    const auto heads = [&](const double* x, int begin, int part, int parts) {
-        return Heads<const double>{x + size_t(begin) * parts * C + part * C, size_t(T) * parts * C, size_t(parts) * C};
+    const auto heads = [&](const std::vector<double>& x, int begin, int part, int parts) {
+        return Heads<const double>{&x[(begin * parts + part) * C], size_t(T) * parts * C, size_t(parts) * C};
     };
-    std::vector<double> D(size_t(B) * NH * T), dqkv(whole.want.dqkv.size()), dq_sum(whole.want.out.size());
-    attention_D(cpu, D.data(), whole.dout.data(), whole.want.out.data(), B, T, NH, HS);
-    for (size_t i = 0; i + 1 < cuts.size(); i++) {
-        const int q0 = cuts[i], Tq = cuts[i + 1] - q0;
-        const PartialShape clear = {B, Tq, 1, NH, HS};
-        std::vector<double> o(size_t(B) * Tq * C, NAN), lse(size_t(B) * NH * Tq, NAN), dq(o.size()), rows_lse, rows_D;
-        attention_clear_state(cpu, o.data(), lse.data(), clear);
-        for (size_t j = cuts.size() - 1; j-- > 0;) {
-            const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
-            attention_forward_partial<double>(cpu, o.data(), lse.data(), heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
-                                              heads(qkv, k0, 2, 3),
-                                              {B, Tq, Tk, NH, HS, q0 + (1LL << 40), k0 + (1LL << 40), true, scale});
-            if (j > i) CHECK(lse[0] == -kInf && o[0] == 0);  // nothing seen yet
-        }
-        for (int row = 0; row < B * NH; row++)
-            for (int t = 0; t < Tq; t++) {
-                rows_lse.push_back(whole.want.lse[row * T + q0 + t]);
-                rows_D.push_back(D[row * T + q0 + t]);
+    const std::vector<int> cuts = {0, 5, 6, 20, T};
+    for (const std::vector<int>& q_cuts : {cuts, {0, T}}) {
+        std::vector<double> out(n, NAN), lse(n / HS, NAN), D(n / HS, NAN), dq_sum(n), dk(n), dv(n), dqkv(3 * n, NAN);
+        attention_clear_state(cpu, out.data(), lse.data(), {B, T, 1, NH, HS});
+        attention_D(cpu, D.data(), whole.dout.data(), want.out.data(), B, T, NH, HS);
+        for (size_t i = 0; i + 1 < q_cuts.size(); i++)
+            for (size_t j = cuts.size() - 1; j-- > 0;) {
+                const int q0 = q_cuts[i], Tq = q_cuts[i + 1] - q0, k0 = cuts[j], Tk = cuts[j + 1] - k0;
+                PartialShape s{B, Tq, Tk, NH, HS, q0 + far, k0 + far, true, 0.3f, Tq == T ? 0 : T, T};
+                const auto q = heads(whole.qkv, q0, 0, 3), k = heads(whole.qkv, k0, 1, 3),
+                           v = heads(whole.qkv, k0, 2, 3), dout = heads(whole.dout, q0, 0, 1);
+                attention_forward_partial<double>(cpu, &out[q0 * C], &lse[q0], q, k, v, s);
+                if (k0 >= q0 + Tq) CHECK(lse[q0] == -kInf && out[q0 * C] == 0);  // nothing seen yet
+                s.q_begin = q0;
+                attention_backward_partial<double>(cpu, dq_sum.data(), &dk[k0 * C], &dv[k0 * C], nullptr, q, k, v, dout,
+                                                   &want.lse[q0], &D[q0], s);
             }
-        check_close("lse", lse, rows_lse, 1e-14);
-        for (size_t j = 0; j + 1 < cuts.size(); j++) {
-            const int k0 = cuts[j], Tk = cuts[j + 1] - k0;
-            std::vector<double> dk(size_t(B) * Tk * C), dv(dk.size());
-            PartialShape shape{B, Tq, Tk, NH, HS, q0, k0, true, scale};
-            attention_backward_partial<double>(
-                cpu, dq.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3), heads(qkv, k0, 1, 3),
-                heads(qkv, k0, 2, 3), heads(whole.dout.data(), q0, 0, 1), rows_lse.data(), rows_D.data(), shape);
-            shape.q_rows = T, shape.q_begin = q0;  // the same into a sum of all queries
-            std::fill(dk.begin(), dk.end(), 0), std::fill(dv.begin(), dv.end(), 0);
-            attention_backward_partial<double>(cpu, dq_sum.data(), dk.data(), dv.data(), nullptr, heads(qkv, q0, 0, 3),
-                                               heads(qkv, k0, 1, 3), heads(qkv, k0, 2, 3),
-                                               heads(whole.dout.data(), q0, 0, 1), whole.want.lse.data() + q0,
-                                               D.data() + q0, shape);
-            for (int b = 0; b < B; b++)
-                for (int t = 0; t < Tk; t++)
-                    for (int c = 0; c < C; c++) {
-                        dqkv[((size_t(b) * T + k0 + t) * 3 + 1) * C + c] += dk[(size_t(b) * Tk + t) * C + c];
-                        dqkv[((size_t(b) * T + k0 + t) * 3 + 2) * C + c] += dv[(size_t(b) * Tk + t) * C + c];
-                    }
-        }
-        std::vector<double> want;
-        for (int b = 0; b < B; b++)
-            for (int t = 0; t < Tq; t++)
-                for (int c = 0; c < C; c++) {
-                    want.push_back(whole.want.out[(size_t(b) * T + q0 + t) * C + c]);
-                    dqkv[(size_t(b) * T + q0 + t) * 3 * C + c] = dq[(size_t(b) * Tq + t) * C + c];
-                }
-        check_close("out", o, want, 1e-14);
+        attention_write_dq<double>(cpu, {dqkv.data(), size_t(T) * 3 * C, 3 * C}, dq_sum.data(), {B, T, T, NH, HS});
+        copy_rows(cpu, &dqkv[C], 3 * C, dk.data(), C, C, B * T);
+        copy_rows(cpu, &dqkv[2 * C], 3 * C, dv.data(), C, C, B * T);
+        check_close("lse", lse, want.lse, 5e-15);
+        check_close("out", out, want.out, 5e-15);
+        check_close("dqkv", dqkv, want.dqkv, 1e-13);
     }
-    check_close("dqkv", dqkv, whole.want.dqkv, 1e-13);
-    PartialShape all{B, T, T, NH, HS, 0, 0, true, scale};
-    std::vector<double> written = dqkv;
-    for (size_t i = 0; i < written.size(); i++)
-        if (i / C % 3 == 0) written[i] = NAN;
-    attention_write_dq<double>(cpu, {written.data(), size_t(T) * 3 * C, size_t(3) * C}, dq_sum.data(), all);
-    check_close("written dq", written, whole.want.dqkv, 1e-13);
 }
 
 TEST(too_large_a_head_is_refused) {

@@ -28,11 +28,12 @@
 
 namespace {
 
+constexpr uint32_t kNoGpu = UINT32_MAX;
 struct Event {
     std::string name;
     const char* kind;
     uint64_t start, end;   // ns
-    uint32_t gpu, stream;  // a range has -1 and its thread
+    uint32_t gpu, stream;  // a range has kNoGpu and its thread
     uint32_t correlation;  // ties it to the call that launched it
 };
 struct Call {
@@ -66,29 +67,25 @@ std::string short_name(const char* mangled) {
     return name.substr(0, name.find('('));
 }
 
-template <class Record>
-void add(const Record* r, const std::string& name, const char* kind) {
-    events.push_back({name, kind, r->start, r->end, r->deviceId, r->streamId, r->correlationId});
+// Work on the GPU, whose name is name_of(record).
+template <class Record, class Name>
+void add(const CUpti_Activity* record, const char* kind, Name name_of) {
+    const Record& r = *reinterpret_cast<const Record*>(record);
+    events.push_back({name_of(r), kind, r.start, r.end, r.deviceId, r.streamId, r.correlationId});
 }
 
 void read(CUpti_Activity* record) {
+    const auto bytes = [](auto& r) { return std::to_string(r.bytes) + " bytes"; };
     switch (record->kind) {
-        case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
-            const auto* r = reinterpret_cast<CUpti_ActivityKernel10*>(record);
-            return add(r, short_name(r->name), "kernel");
-        }
-        case CUPTI_ACTIVITY_KIND_MEMCPY: {
-            const auto* r = reinterpret_cast<CUpti_ActivityMemcpy6*>(record);
-            return add(r, "copy " + std::to_string(r->bytes) + " bytes", "copy");
-        }
-        case CUPTI_ACTIVITY_KIND_MEMCPY2: {
-            const auto* r = reinterpret_cast<CUpti_ActivityMemcpyPtoP4*>(record);
-            return add(r, "copy " + std::to_string(r->bytes) + " bytes to another GPU", "copy");
-        }
-        case CUPTI_ACTIVITY_KIND_MEMSET: {
-            const auto* r = reinterpret_cast<CUpti_ActivityMemset4*>(record);
-            return add(r, "set " + std::to_string(r->bytes) + " bytes", "set");
-        }
+        case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL:
+            return add<CUpti_ActivityKernel10>(record, "kernel", [](auto& r) { return short_name(r.name); });
+        case CUPTI_ACTIVITY_KIND_MEMCPY:
+            return add<CUpti_ActivityMemcpy6>(record, "copy", [&](auto& r) { return "copy " + bytes(r); });
+        case CUPTI_ACTIVITY_KIND_MEMCPY2:
+            return add<CUpti_ActivityMemcpyPtoP4>(record, "copy",
+                                                  [&](auto& r) { return "copy " + bytes(r) + " to another GPU"; });
+        case CUPTI_ACTIVITY_KIND_MEMSET:
+            return add<CUpti_ActivityMemset4>(record, "set", [&](auto& r) { return "set " + bytes(r); });
         case CUPTI_ACTIVITY_KIND_RUNTIME:
         case CUPTI_ACTIVITY_KIND_DRIVER: {
             const auto* r = reinterpret_cast<CUpti_ActivityAPI*>(record);
@@ -98,7 +95,7 @@ void read(CUpti_Activity* record) {
         case CUPTI_ACTIVITY_KIND_MARKER: {
             const auto* r = reinterpret_cast<CUpti_ActivityMarker2*>(record);
             if (r->flags & CUPTI_ACTIVITY_FLAG_MARKER_START) {
-                open_ranges[r->id] = {r->name ? r->name : "?", "range", r->timestamp, 0, UINT32_MAX,
+                open_ranges[r->id] = {r->name ? r->name : "?", "range", r->timestamp, 0, kNoGpu,
                                       r->objectId.pt.threadId, 0};
             } else if (const auto range = open_ranges.find(r->id);
                        (r->flags & CUPTI_ACTIVITY_FLAG_MARKER_END) && range != open_ranges.end()) {
@@ -169,30 +166,27 @@ void write_trace() {
     std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) {
         return a.start != b.start ? a.start < b.start : a.end > b.end;  // an outer range comes first
     });
-    std::vector<const Event*> ranges;
-    for (const Event& event : events)
-        if (std::string(event.kind) == "range") ranges.push_back(&event);
-
     const char* prefix = std::getenv("TRACE");
     const std::string path = std::string(prefix ? prefix : "trace") + "." + std::to_string(getpid()) + ".json";
     std::FILE* file = std::fopen(path.c_str(), "w");
     if (!file) return std::perror(path.c_str());
     std::fprintf(file, "{\"traceEvents\": [");
     const char* separator = "\n";
+    std::vector<const Event*> ranges;
+    for (const Event& event : events)
+        if (event.gpu == kNoGpu) ranges.push_back(&event);
     std::map<std::pair<uint32_t, uint32_t>, std::vector<uint64_t>> ends;  // of (gpu, stream)'s lines
     constexpr uint64_t kOrigin = 1'000'000'000'000'000;                   // beyond this a double loses the ns
     for (const Event& event : events) {
-        const bool range = event.gpu == UINT32_MAX;
+        const bool range = event.gpu == kNoGpu;
         std::string line = (range ? "thread " : "stream ") + std::to_string(event.stream);
         if (!range) {
             std::vector<uint64_t>& lines = ends[{event.gpu, event.stream}];
-            const auto place =
-                std::find_if(lines.begin(), lines.end(), [&](uint64_t end) { return end <= event.start; });
-            if (place != lines.begin()) line += ", " + std::to_string(place - lines.begin() + 1);
-            if (place == lines.end())
-                lines.push_back(event.end);
-            else
-                *place = event.end;
+            size_t place = 0;
+            while (place < lines.size() && lines[place] > event.start) place++;
+            if (place > 0) line += ", " + std::to_string(place + 1);
+            lines.resize(std::max(lines.size(), place + 1));
+            lines[place] = event.end;
         }
         std::fprintf(file,
                      "%s{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": \"%s\", \"ts\": %.3f, "
