@@ -62,9 +62,16 @@ train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 $(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o: train_gpt2.cu  # they include the program itself
-benches: $(BENCHES)
+# The Hopper kernels with clock stamps at their waits, for dev/timeline alone.
+STAMPED   := flash_bf16_sm90 flash_bf16_sm90_backward
+dev/timeline: build/dev/timeline.o $(STAMPED:%=build/timeline/%.o) $(filter-out $(STAMPED:%=build/attention/%.o),$(OBJECTS))
+	$(NVCC) -o $@ $^ $(LDLIBS)
+build/timeline/%.o: attention/%.cu build/nvcc.flags
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(GENCODE) -DTIMELINE=timeline_of_$* -include dev/timeline.cuh -c -o $@ $<
+benches: $(BENCHES) dev/timeline
 # Which sources a benchmark was built from, for its rows.
-$(BENCHES): build/tree.o
+$(BENCHES) dev/timeline: build/tree.o
 build/tree.o: build/tree.cpp
 	$(CXX) -c -o $@ $<
 build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh)";
@@ -126,7 +133,7 @@ have-nsys:
 	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
 
 clean:
-	rm -rf build train_gpt2cu dev/trace.so $(TESTS) $(BENCHES) $(TOOLS)
+	rm -rf build train_gpt2cu dev/trace.so dev/timeline $(TESTS) $(BENCHES) $(TOOLS)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 

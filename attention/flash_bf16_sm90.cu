@@ -315,8 +315,7 @@ struct Consumer {
     template <int N>
     __device__ __forceinline__ void first(float (&s)[N][4], int j) {
         multiply_qk(s);
-        wgmma_wait<0>();
-        wgmma_hold(s);
+        wgmma_wait<0>(s);
         release(shared.k_empty(at.stage));
         softmax<true>(s, j);
         pack(s);
@@ -331,12 +330,10 @@ struct Consumer {
         bool out_of_range = false;
         if constexpr (Masked) {
             multiply_pv<Keys>(previous, [](int) {});
-            wgmma_wait<1>();
-            wgmma_hold(s);
+            wgmma_wait<1>(s);
             softmax<true>(s, j);
         } else {
-            wgmma_wait<0>();
-            wgmma_hold(s);
+            wgmma_wait<0>(s);
             for (float& x : l_tile[0]) x = 0.f;
             const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
             multiply_pv<Keys>(previous, [&](int kk) {
@@ -351,8 +348,7 @@ struct Consumer {
         // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past the wait
         // below: they are to run beside O += P V.
         mbarrier_wait(shared.v_full(at.stage), at.phase);
-        wgmma_wait<0>();
-        wgmma_hold(o);
+        wgmma_wait<0>(o);
         if (out_of_range) {
             multiply_qk_alone();
             softmax<false>(s, j);
@@ -402,8 +398,7 @@ struct Consumer {
         for (; j >= 0; j--) step<false>(j);
         mbarrier_arrive(shared.q_empty(slot, wg));
         multiply_pv<Bc>(at.stage, [](int) {});
-        wgmma_wait<0>();
-        wgmma_hold(o);
+        wgmma_wait<0>(o);
         release(shared.v_empty(at.stage));
         at.advance();
     }
