@@ -5,8 +5,10 @@
 // the registers that a product writes. attention/README.md shows the picture.
 //
 // Run: ./dev/timeline --help
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,7 +22,7 @@ void* timeline_of_flash_bf16_sm90_backward();
 
 struct Options {
     std::string hs = "64", out;
-    int T = 16384, from = 60'000, clocks = 8'000;
+    int T = 8192, from = 60'000, clocks = 8'000;
     bool json = false;
 };
 
@@ -44,12 +46,18 @@ static void report(const Cuda& dev, const Options& o, const char* pass, const st
     for (std::string line; std::getline(source, line);) lines.push_back(line);
     const auto timeline = std::make_unique<Timeline>();
     dev.download(timeline.get(), address, sizeof(Timeline));
-    const unsigned begin = timeline->waits[warps[0]][0].begin + o.from;
+    const auto kept = [&](int warp) {  // in their order
+        std::vector<Timeline::Wait> waits;
+        for (const Timeline::Wait& wait : timeline->waits[warp])
+            if (wait.line) waits.push_back(wait);
+        std::sort(waits.begin(), waits.end(), [](auto& a, auto& b) { return static_cast<int>(a.begin - b.begin) < 0; });
+        return waits;
+    };
+    const unsigned begin = kept(warps[0]).at(0).begin + o.from;
     for (const int warp : warps) {
         std::string waits;
         int stall = 0;
-        for (int i = 0; i < timeline->count[warp]; i++) {
-            const Timeline::Wait& wait = timeline->waits[warp][i];
+        for (const Timeline::Wait& wait : kept(warp)) {
             const int from = static_cast<int>(wait.begin - begin), to = static_cast<int>(wait.end - begin);
             if (to < 0 || from > o.clocks) continue;
             waits += format("%s%s %d %d", waits.empty() ? "" : ", ", what_waits(lines, wait.line).c_str(), from, to);
