@@ -1,9 +1,9 @@
 // Tests every layer but attention against the fp64 reference, for float and bf16, and the device itself.
 //
-// A test describes a call once, and check() makes it on both backends. Inputs are random and rounded to X first, so that
-// both compute from the same numbers. What a layer writes starts as NaN, and so does scratch. What it adds into starts as
-// random values on both sides. Each call runs twice on the GPU and must give the same bits. Whatever it reads arrives
-// late (dev/late.h).
+// A test describes a call once, and check() makes it on both backends. Inputs are random and rounded to X first, so
+// that both compute from the same numbers. What a layer writes starts as NaN, and so does scratch. What it adds into
+// starts as random values on both sides. Each call runs twice on the GPU and must give the same bits. Whatever it reads
+// arrives late (dev/late.h).
 #include <deque>
 #include <limits>
 #include <numeric>
