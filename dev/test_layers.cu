@@ -654,8 +654,8 @@ void check_classifier(size_t N, int V, int Vp, double scale, size_t offset = 0) 
 }
 
 TEST_OF_X(classifier) {
-    // The third has no whole vector. With 1000 rows a block has several, and with 265 two, or once three. Two rows of the
-    // last fit no SM.
+    // The third has no whole vector. With 1000 rows a block has several, and with 265 two, or once three. Two rows of
+    // the last fit no SM.
     const int shapes[][3] = {{1, 1, 1},       {3, 5, 7},          {3, 5, 8},           {127, 263, 264},
                              {300, 260, 384}, {127, 257, 384},    {3, 384, 384},       {1000, 257, 384},
                              {265, 257, 384}, {37, 50257, 50304}, {300, 50257, 50304}, {3, 60001, 60032}};
