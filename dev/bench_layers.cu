@@ -27,7 +27,7 @@ struct Options {
 
 // One tensor of a call. It has `columns` elements for each row, or `columns` in all.
 struct Tensor {
-    enum Kind { X, A, Tokens, Plan } kind;  // X, A = Acc<X>, token ids below `columns`, or the encoder's plan for them
+    enum Kind { X, A, Tokens } kind;  // X, A = Acc<X>, or a token id for each row, and the encoder's plan behind them
     bool per_row;
     size_t columns;
     double scale = 1;  // standard deviation of its values; 0 marks an output, which is NaN before the call
@@ -46,26 +46,15 @@ struct Memory {
 
     X* x(int i) const { return static_cast<X*>(tensors[i]); }
     Acc<X>* a(int i) const { return static_cast<Acc<X>*>(tensors[i]); }
-    int* ints(int i) const { return static_cast<int*>(tensors[i]); }
+    int* tokens(int i) const { return static_cast<int*>(tensors[i]); }
+    int* plan(int i) const { return tokens(i) + N; }
 
     Memory(const Dev& dev, size_t N, const std::vector<Tensor>& specs, size_t scratch_bytes) : dev(dev), N(N) {
-        std::vector<int> tokens;
         for (const Tensor& t : specs) {
-            size_t size = t.columns * (t.per_row ? N : 1);
-            if (t.kind == Tensor::Tokens) {
-                tokens.resize(size = N);
-                for (size_t i = 0; i < N; i++) tokens[i] = static_cast<int>(mix64(i * kGolden) % t.columns);
-                tensors.push_back(upload(tokens));
-            } else if (t.kind == Tensor::Plan) {
-                std::vector<int> plan(size = encoder_plan_ints(dev, N));
-                encoder_plan(dev, plan.data(), tokens.data(), N);
-                tensors.push_back(upload(plan));
-            } else if (t.kind == Tensor::X) {
-                tensors.push_back(normal<X>(size, t));
-            } else {
-                tensors.push_back(normal<Acc<X>>(size, t));
-            }
-            sizes.push_back(size);
+            sizes.push_back(t.columns * (t.per_row ? N : 1));
+            tensors.push_back(t.kind == Tensor::Tokens ? token_ids(t)
+                              : t.kind == Tensor::X    ? normal<X>(t)
+                                                       : normal<Acc<X>>(t));
         }
         scratch = poisoned(std::max<size_t>(scratch_bytes, 16));
     }
@@ -79,9 +68,7 @@ struct Memory {
     std::vector<double> values(int i) const {
         std::vector<Y> raw(sizes[i]);
         dev.download(raw.data(), tensors[i], raw.size() * sizeof(Y));
-        std::vector<double> values(raw.size());
-        for (size_t k = 0; k < raw.size(); k++) values[k] = static_cast<double>(static_cast<Acc<Y>>(raw[k]));
-        return values;
+        return {raw.begin(), raw.end()};
     }
 
   private:
@@ -93,14 +80,18 @@ struct Memory {
             CUDA_CHECK(cudaMemsetAsync(p, 0xFF, bytes, dev.stream));
         return p;
     }
-    void* upload(const std::vector<int>& host) const {
-        void* p = dev.alloc(host.size() * sizeof(int));
-        dev.upload(p, host.data(), host.size() * sizeof(int));
+    void* token_ids(const Tensor& t) const {
+        std::vector<int> ids(N + encoder_plan_ints(dev, N));
+        for (size_t i = 0; i < N; i++) ids[i] = static_cast<int>(mix64(i * kGolden) % t.columns);
+        encoder_plan(dev, ids.data() + N, ids.data(), N);
+        void* p = dev.alloc(ids.size() * sizeof(int));
+        dev.upload(p, ids.data(), ids.size() * sizeof(int));
         dev.sync();
         return p;
     }
     template <class Y>
-    void* normal(size_t size, const Tensor& t) {
+    void* normal(const Tensor& t) const {
+        const size_t size = sizes.back();
         Y* p = static_cast<Y*>(poisoned(size * sizeof(Y)));
         if constexpr (!std::is_same_v<Dev, Cpu>)
             if (t.scale != 0) fill_normal(dev, p, size, std::min(tensors.size(), t.same_as) + 1, t.scale, t.shift);
@@ -138,14 +129,13 @@ class Bench {
         Row row = result_row(dev_, "layers").add("layer", name).add("dtype", o_.dtype).add("rows", (long long)N);
         row.add("C", o_.C).add("ms", ms.cool).add("ms_sustained", ms.sustained);
         std::printf("%-40s | ", name.c_str());
-        const auto cells = [&](const char* suffix, double ms, double copy, double gemm) {
+        const auto cells = [&](const std::string& suffix, double ms, double copy, double gemm) {
             const double tb_s = bytes / ms * 1e-9, tflops = flops / ms * 1e-9;
             std::printf("%8.4f %6.2f %6.1f ", ms, tb_s, 1e14 * tb_s / copy);
             const std::string of_gemm = flops > 0 ? format("%7.0f %6.1f", tflops, 100 * tflops / gemm) : "";
             std::printf("%14s | ", of_gemm.c_str());
-            row.add(("tb_s" + std::string(suffix)).c_str(), tb_s)
-                .add(("copy_tb_s" + std::string(suffix)).c_str(), copy * 1e-12);
-            if (flops > 0) row.add(("tflops" + std::string(suffix)).c_str(), tflops);
+            row.add(("tb_s" + suffix).c_str(), tb_s).add(("copy_tb_s" + suffix).c_str(), copy * 1e-12);
+            if (flops > 0) row.add(("tflops" + suffix).c_str(), tflops);
         };
         cells("", ms.cool, copy_.cool, gemm_.cool);
         if (!o_.quick) cells("_sustained", ms.sustained, copy_.sustained, gemm_.sustained);
@@ -183,17 +173,17 @@ class Bench {
         const auto on_gpu = [&](size_t i) {
             return tensors[i].kind == Tensor::X ? gpu.template values<X>(i) : gpu.template values<Acc<X>>(i);
         };
-        const auto is_numbers = [&](size_t i) { return tensors[i].kind == Tensor::X || tensors[i].kind == Tensor::A; };
+        std::vector<size_t> numbers;
         for (size_t i = 0; i < tensors.size(); i++)
-            if (is_numbers(i)) {
-                const std::vector<double> values = on_gpu(i);
-                std::copy(values.begin(), values.end(), cpu.x(i));
-            }
+            if (tensors[i].kind != Tensor::Tokens) numbers.push_back(i);
+        for (size_t i : numbers) {
+            const std::vector<double> values = on_gpu(i);
+            std::copy(values.begin(), values.end(), cpu.x(i));
+        }
         call(gpu);
         call(cpu);
         double worst = 0;
-        for (size_t i = 0; i < tensors.size(); i++) {
-            if (!is_numbers(i)) continue;
+        for (size_t i : numbers) {
             const std::vector<double> got = on_gpu(i);
             double error2 = 0, value2 = 0;
             for (size_t k = 0; k < got.size(); k++) {
@@ -226,7 +216,7 @@ int run(Cuda& dev, const Options& o) {
     const auto w_ = [](size_t size, double scale = 1) { return Tensor{Tensor::X, false, size, scale}; };
     const auto A_ = [](size_t columns, double scale = 1) { return Tensor{Tensor::A, true, columns, scale}; };
     const auto g_ = [](size_t size, double scale = 1) { return Tensor{Tensor::A, false, size, scale}; };
-    const Tensor tokens = {Tensor::Tokens, true, V}, plan = {Tensor::Plan, true, 1};
+    const Tensor tokens = {Tensor::Tokens, true, V};
     const Tensor rstd = {Tensor::A, true, 1, 0.1, 1};
     constexpr double kOut = 0;
     const auto no = [](auto* p) { return static_cast<decltype(p)>(nullptr); };  // an argument not wanted or not needed
@@ -234,12 +224,12 @@ int run(Cuda& dev, const Options& o) {
     b.layer("encoder forward", {X_(C, kOut), tokens, w_(size_t(V) * C), w_(size_t(o.T) * C)}, {2 * x * C},
             [&](const auto& m) {
                 const int T = static_cast<int>(std::min<size_t>(m.N, o.T));
-                encoder_forward(m.dev, m.x(0), m.ints(1), m.x(2), m.x(3), static_cast<int>(m.N / T), T, C);
+                encoder_forward(m.dev, m.x(0), m.tokens(1), m.x(2), m.x(3), static_cast<int>(m.N / T), T, C);
             });
-    b.layer("encoder backward", {g_(size_t(V) * C), g_(size_t(o.T) * C), X_(C), tokens, plan}, {2 * x * C},
+    b.layer("encoder backward", {g_(size_t(V) * C), g_(size_t(o.T) * C), X_(C), tokens}, {2 * x * C},
             [&](const auto& m) {
                 const int T = static_cast<int>(std::min<size_t>(m.N, o.T));
-                encoder_backward(m.dev, m.a(0), m.a(1), m.scratch, m.x(2), m.ints(4), static_cast<int>(m.N / T), T, C);
+                encoder_backward(m.dev, m.a(0), m.a(1), m.scratch, m.x(2), m.plan(3), static_cast<int>(m.N / T), T, C);
             });
     b.layer("layernorm forward", {X_(C, kOut), A_(1, kOut), A_(1, kOut), X_(C), w_(C), w_(C)}, {2 * x * C},
             [&](const auto& m) { layernorm_forward(m.dev, m.x(0), m.a(1), m.a(2), m.x(3), m.x(4), m.x(5), m.N, C); });
@@ -261,7 +251,7 @@ int run(Cuda& dev, const Options& o) {
         [&](const auto& m) { gelu_backward(m.dev, m.x(0), m.a(1), m.x(2), m.scratch, m.x(3), m.x(4), m.N, 4 * C); });
     b.layer(
         "classifier", {X_(Vp), A_(1, kOut), tokens}, {2 * x * Vp},
-        [&](const auto& m) { classifier(m.dev, m.x(0), m.a(1), m.ints(2), 1e-4f, m.N, V, Vp); }, kChunk);
+        [&](const auto& m) { classifier(m.dev, m.x(0), m.a(1), m.tokens(2), 1e-4f, m.N, V, Vp); }, kChunk);
     const size_t parameters = size_t(124) << 20;
     b.layer(
         "gradient norm", {g_(1, kOut), A_(1)}, {f},

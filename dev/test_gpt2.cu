@@ -4,12 +4,17 @@
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
-
+#include "dev/finite_difference.h"
 #include "dev/program.h"
 
 namespace {
 
 const Config kSmall = {80, 250, 256, 2, 2, 128};  // HS = 64, the least that flash runs
+Config preset(const char* name) {
+    Config config;
+    if (!find_config(name, &config)) throw Error(format("no preset %s", name));
+    return config;
+}
 
 // Tokens with structure, so that training has something to learn. Each is mostly a function of the one before.
 std::vector<int> make_tokens(size_t n, int V, uint64_t seed) {
@@ -37,11 +42,15 @@ void upload_batches(GPT2<Dev, X>& model, const std::vector<int>& stream, size_t 
     model.dev.sync();
 }
 
-template <class Dev, class X>
-std::vector<Acc<X>> download(GPT2<Dev, X>& model, const void* from, size_t n) {
-    std::vector<Acc<X>> host(n);
-    model.dev.download(host.data(), from, n * sizeof host[0]);
+template <class T, class Dev, class X>
+std::vector<T> download(const GPT2<Dev, X>& model, const void* from, size_t n) {
+    std::vector<T> host(n);
+    model.dev.download(host.data(), from, n * sizeof(T));
     return host;
+}
+template <class Dev, class X>
+std::vector<char> parameters_of(const GPT2<Dev, X>& model) {
+    return download<char>(model, model.params.base, model.params.bytes);
 }
 
 void poison(const Cpu&, const Arena& a) {
@@ -57,7 +66,7 @@ double loss_and_gradient(GPT2<Dev, X>& model) {
     poison(model.dev, model.grads);
     model.train_micro_batches();
     double sum = 0;
-    for (Acc<X> v : download(model, model.stats(), model.micro_steps)) sum += v;
+    for (Acc<X> loss : download<Acc<X>>(model, model.stats(), model.micro_steps)) sum += loss;
     return sum / model.micro_steps;
 }
 
@@ -77,11 +86,11 @@ AdamW hyper(double lr, int step) {
     return {static_cast<float>(lr), 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, step, 1};
 }
 
-// Losses of `steps` steps from the same init. If wanted, `bytes` gets the parameters' bytes at the end.
+// Losses of `steps` steps from the same init, and the parameters at the end.
 template <class X>
-std::vector<double> train(const Cuda& dev, const Config& config, Attention attention, int B, int T, int steps,
-                          const std::vector<int>& stream, double lr, std::vector<char>* bytes = nullptr) {
-    GPT2<Cuda, X> model(dev, config, attention, B, T, 1, true);
+auto train(const Cuda& dev, const Config& config, Attention attention, int T, int steps, const std::vector<int>& stream,
+           double lr) {
+    GPT2<Cuda, X> model(dev, config, attention, 4, T, 1, true);
     model.allocate();
     init_random(model, 42);
     std::vector<double> losses;
@@ -90,24 +99,14 @@ std::vector<double> train(const Cuda& dev, const Config& config, Attention atten
         losses.push_back(loss_and_gradient(model));
         model.update(hyper(lr * std::min(1.0, (step + 1) / 20.0), step + 1));
     }
-    if (bytes) {
-        bytes->resize(model.params.bytes);
-        dev.download(bytes->data(), model.params.base, bytes->size());
-    }
-    return losses;
+    return std::pair(losses, parameters_of(model));
 }
 
-Cuda& gpu() {
+Cuda& gpu(bool tf32 = true) {
     std::string why;
     if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
     static Cuda dev(0);
-    dev.tf32 = true;
-    return dev;
-}
-const Cuda& strict_gpu() {
-    gpu();
-    static Cuda dev(0);
-    dev.tf32 = false;
+    dev.tf32 = tf32;
     return dev;
 }
 
@@ -119,10 +118,8 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
     GPT2<Cuda, X> model(dev, kSmall, attention, B, T, 2, true, recompute);
     reference.allocate(), model.allocate();
     init_random(model, 7);
-    std::vector<X> weights(model.num_parameters);
-    dev.download(weights.data(), model.params.base, model.params.bytes);
-    for (size_t i = 0; i < weights.size(); i++)
-        static_cast<double*>(reference.params.at(0))[i] = static_cast<float>(weights[i]);
+    const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
+    std::copy(weights.begin(), weights.end(), reference.weights().wte);
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
     poison(dev, model.acts);  // nothing may be read that this step did not write
     upload_batches(reference, stream, 0), upload_batches(model, stream, 0);
@@ -130,7 +127,7 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
     CHECK_NEAR(got, want, bound * want);
     for (size_t i = 0; i < model.grads.tensors.size(); i++) {
         const TensorSpec& t = model.grads.tensors[i];
-        const std::vector<float> g = download(model, model.grads.at(i), t.elements());
+        const std::vector<float> g = download<float>(model, model.grads.at(i), t.elements());
         const double* r = static_cast<double*>(reference.grads.at(i));
         double error = 0, norm = 0;
         for (size_t k = 0; k < g.size(); k++) error += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
@@ -147,14 +144,13 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
 
 TEST(parameter_count_of_presets) {
     Config c;
-    CHECK(find_config("d12", &c) && c.num_parameters() == 124475904);
     CHECK(!find_config("d13", &c));
-    const std::pair<const char*, size_t> published[] = {  // GPT-2's, whose vocabulary has no padding
-        {"d12", 124439808}, {"d24", 354823168}, {"d36", 774030080}, {"d48", 1557611200}};
-    for (const auto& [name, parameters] : published)
-        CHECK(find_config(name, &c) && c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
-    for (const char* name : {"d12", "d24", "d36", "d48", "tiny"}) {
-        CHECK(find_config(name, &c));
+    // GPT-2's published sizes, without padding of the vocabulary.
+    const std::pair<const char*, size_t> presets[] = {
+        {"d12", 124439808}, {"d24", 354823168}, {"d36", 774030080}, {"d48", 1557611200}, {"tiny", 0}};
+    for (const auto& [name, parameters] : presets) {
+        c = preset(name);
+        CHECK(!parameters || c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
         CHECK(c.num_parameters() == c.header(DType::f32).num_parameters());
         CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C == 64 * c.NH);
     }
@@ -178,14 +174,16 @@ TEST(shares_divide_the_parameters) {
                 for_each_piece(share, n, ranks, 3, [&](size_t at, size_t state, size_t size) {
                     if (at + size > 3 * n || state + size > 3 * own) throw Error("outside");
                     if (ranks > 1 && (at % 4 || state % 4 || size % 4)) throw Error("off a vector");
-                    for (size_t k = 0; k < size; k++) whole[at + k] = r * 3 * own + state + k;
+                    for (size_t k = 0; k < size; k++) {
+                        if ((state + k) / own != (at + k) / n) throw Error("of another array");  // m stays m
+                        whole[at + k] = r * 3 * own + state + k;
+                    }
                 });
             }
             std::vector<bool> seen(3 * n);
-            for (size_t i = 0; i < 3 * n; i++) {
-                if (whole[i] >= 3 * n || seen[whole[i]]) throw Error("not every element once");
-                seen[whole[i]] = true;
-                if (whole[i] % (3 * own) / own != i / n) throw Error("of another array");  // m stays m
+            for (size_t from : whole) {
+                if (from >= 3 * n || seen[from]) throw Error("not every element once");
+                seen[from] = true;
             }
             for (size_t t = 0; t < params.tensors.size(); t++) {  // each tensor, or each of its layers, has equal parts
                 const TensorSpec& tensor = params.tensors[t];
@@ -202,8 +200,7 @@ TEST(shares_divide_the_parameters) {
 TEST(shares_of_the_optimizer_are_packed) {
     for (const char* name : {"tiny", "d12", "d36", "d48"})
         for (int ranks : {1, 2, 4, 8}) {
-            Config config{};
-            CHECK(find_config(name, &config));
+            const Config config = preset(name);
             if (!can_shard(config.C, ranks)) continue;
             Ranks<Cpu> of;
             of.size = ranks, of.sharded = true;
@@ -229,7 +226,7 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
         for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
         model.update(hyper(1e-3, 1));
         CHECK(std::isfinite(model.stats()[model.num_losses()]));
-        return std::vector<char>(model.params.base, model.params.base + model.params.bytes);
+        return parameters_of(model);
     };
     CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
 }
@@ -251,13 +248,12 @@ TEST(defaults) {
         bool on_cpu;
         int ranks, B, T, tokens_per_step, zero;
         float lr;
-    } sizes[] = {{"d12", false, 1, 8, 1024, 8192, 0, 3e-4f},   {"d48", false, 3, 8, 1024, 24576, 0, 3e-4f},
-                 {"d12", true, 1, 4, 64, 256, 0, 3e-4f},       {"tiny", false, 2, 8, 256, 4096, 1, 2e-3f},
-                 {"d12", false, 8, 8, 1024, 65536, 1, 3e-4f},  {"tiny", true, 3, 4, 64, 768, 0, 2e-3f}};
+    } sizes[] = {{"d12", false, 1, 8, 1024, 8192, 0, 3e-4f},  {"d48", false, 3, 8, 1024, 24576, 0, 3e-4f},
+                 {"d12", true, 1, 4, 64, 256, 0, 3e-4f},      {"tiny", false, 2, 8, 256, 4096, 1, 2e-3f},
+                 {"d12", false, 8, 8, 1024, 65536, 1, 3e-4f}, {"tiny", true, 3, 4, 64, 768, 0, 2e-3f}};
     for (const auto& c : sizes) {
-        Config config;
+        const Config config = preset(c.model);
         Options o;
-        CHECK(find_config(c.model, &config));
         resolve_sizes(o, config.max_T, config.C, c.on_cpu, c.ranks);
         CHECK(o.sample_length == 700);  // dev/test_recipe has the others that depend on no size
         CHECK(o.B == c.B && o.T == c.T && o.tokens_per_step == c.tokens_per_step && o.zero == c.zero && o.lr == c.lr);
@@ -283,19 +279,20 @@ TEST(defaults) {
 
 // An int must be able to count a step's tokens, and a quarter of its range a micro-batch's.
 TEST(tokens_beyond_an_int_are_refused) {
+    const char* const micro_batch = "too many tokens for a micro-batch";
     const struct {
         int B, T, ranks;
-        const char* error;
+        std::string error;
     } cases[] = {{65535, 8192, 4, ""},
                  {65535, 8192, 5, "too many tokens for a step"},
-                 {65536, 8192, 1, "too many tokens for a micro-batch"},
-                 {65536, 4194304, 1, "too many tokens for a micro-batch"}};
+                 {65536, 8192, 1, micro_batch},
+                 {65536, 4194304, 1, micro_batch}};
     for (const auto& c : cases) {
         Options o;
         o.B = c.B, o.T = c.T;
         const std::string error = test::error_of([&] { resolve_sizes(o, kSmall.max_T, kSmall.C, false, c.ranks); });
-        CHECK(*c.error ? error.find(c.error) != error.npos : error.empty());
-        CHECK(*c.error || o.tokens_per_step == c.B * c.T * c.ranks);
+        CHECK(error.empty() == c.error.empty() && contains(error, c.error));
+        CHECK(!c.error.empty() || o.tokens_per_step == c.B * c.T * c.ranks);
     }
 }
 
@@ -303,15 +300,15 @@ TEST(tokens_beyond_an_int_are_refused) {
 TEST(schedules_of_the_shortest_runs) {
     Options o;
     o.lr = 1.f, o.final_lr = 0.1f;
-    for (const char* kind : {"cosine", "linear", "constant", "wsd"}) {
-        o.schedule = kind;
-        o.warmup = 0, o.max_steps = 1;
-        CHECK_NEAR(o.learning_rate(0), 1.0, 1e-6);
-        o.warmup = 4, o.max_steps = 3;
-        CHECK_NEAR(o.learning_rate(2), 0.75, 1e-6);
-        o.warmup = 2;
-        CHECK_NEAR(o.learning_rate(2), 1.0, 1e-6);
-    }
+    const struct {
+        int warmup, steps, step;
+        double rate;
+    } cases[] = {{0, 1, 0, 1.0}, {4, 3, 2, 0.75}, {2, 3, 2, 1.0}};
+    for (const char* kind : {"cosine", "linear", "constant", "wsd"})
+        for (const auto& c : cases) {
+            o.schedule = kind, o.warmup = c.warmup, o.max_steps = c.steps;
+            CHECK_NEAR(o.learning_rate(c.step), c.rate, 1e-6);
+        }
 }
 
 // Evenly spaced random numbers choose each token exactly as often as it is likely.
@@ -321,11 +318,16 @@ TEST(sampling_follows_the_distribution) {
     const struct {
         Sampling sampling;
         double p[4];
-    } cases[] = {{{1.f, 0}, {1 / 8., 2 / 8., 5 / 8., 0}},    {{1.f, 4}, {1 / 8., 2 / 8., 5 / 8., 0}},
-                 {{1.f, 9}, {1 / 8., 2 / 8., 5 / 8., 0}},    {{1.f, 3}, {1 / 8., 2 / 8., 5 / 8., 0}},
-                 {{1.f, 2}, {0, 2 / 7., 5 / 7., 0}},         {{1.f, 1}, {0, 0, 1, 0}},
-                 {{0.f, 0}, {0, 0, 1, 0}},                   {{0.f, 2}, {0, 0, 1, 0}},
-                 {{.5f, 0}, {1 / 30., 4 / 30., 25 / 30., 0}}, {{.5f, 2}, {0, 4 / 29., 25 / 29., 0}},
+    } cases[] = {{{1.f, 0}, {1 / 8., 2 / 8., 5 / 8., 0}},
+                 {{1.f, 4}, {1 / 8., 2 / 8., 5 / 8., 0}},
+                 {{1.f, 9}, {1 / 8., 2 / 8., 5 / 8., 0}},
+                 {{1.f, 3}, {1 / 8., 2 / 8., 5 / 8., 0}},
+                 {{1.f, 2}, {0, 2 / 7., 5 / 7., 0}},
+                 {{1.f, 1}, {0, 0, 1, 0}},
+                 {{0.f, 0}, {0, 0, 1, 0}},
+                 {{0.f, 2}, {0, 0, 1, 0}},
+                 {{.5f, 0}, {1 / 30., 4 / 30., 25 / 30., 0}},
+                 {{.5f, 2}, {0, 4 / 29., 25 / 29., 0}},
                  {{2.f, 0}, {1 / all, r2 / all, r5 / all, 0}}};
     constexpr int n = 1000;
     for (const auto& c : cases) {
@@ -339,8 +341,7 @@ TEST(sampling_follows_the_distribution) {
 // N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
 // FLOPs.
 TEST(mfu_by_hand) {
-    Config config;
-    CHECK(find_config("d12", &config));
+    const Config config = preset("d12");
     CHECK(config.flops_per_token(1024) == 803478528 && config.flops_per_token(512) == 775166976);
     CHECK_NEAR(mfu_percent(config.flops_per_token(1024), 1e5, 2, 989), 8034.78528 / 1978, 1e-12);
     CHECK(std::isnan(mfu_percent(config.flops_per_token(1024), 1e5, 1, 0)));
@@ -373,17 +374,16 @@ TEST(a_run_logs_its_mfu) {
 TEST(recompute_changes_memory_not_gradients) {
     const int B = 2, T = 20;
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
-    std::vector<double> kept;
+    std::vector<char> kept;
     size_t bytes = 0;
     for (int level : {0, 1, 2}) {
         Ready<double> model(kSmall, B, T, 2, true, level);
         poison(cpu, model.acts);
         upload_batches(model, stream, 0);
         loss_and_gradient(model);
-        const double* g = static_cast<double*>(model.grads.at(0));
-        const std::vector<double> gradients(g, g + model.num_parameters);
+        const std::vector<char> gradients = download<char>(model, model.grads.base, model.grads.bytes);
         if (level == 0) kept = gradients;
-        CHECK(std::memcmp(kept.data(), gradients.data(), kept.size() * sizeof(double)) == 0);
+        CHECK(kept == gradients);
         const size_t channels[] = {0, 4, 2};  // of a token in a layer, in C: GELU's output, the layer norms'
         const size_t saved = size_t(kSmall.L - 1) * B * T * kSmall.C * sizeof(double) * channels[level];
         if (level) CHECK(model.acts.bytes + saved <= bytes + 4096 && model.acts.bytes + saved + 4096 >= bytes);
@@ -393,37 +393,28 @@ TEST(recompute_changes_memory_not_gradients) {
 
 TEST(reference_model_gradient_by_finite_differences) {
     const Config config = {9, 30, 32, 2, 2, 8};
+    const size_t C = config.C;
     Ready<double> model(config, 2, 9);
-    double* w = static_cast<double*>(model.params.at(0));
+    double* w = model.weights().wte;
     for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
     upload_batches(model, make_tokens(2 * 9 + 1, config.V, 5), 0);
     loss_and_gradient(model);
-    const std::vector<double> gradient = download(model, model.grads.at(0), model.num_parameters);
-    auto loss = [&] {
-        model.evaluate_micro_batch(0);
-        return model.stats()[0];
-    };
-    // In each tensor the gradient is checked along a random direction and along three of its elements.
-    for (size_t i = 0; i < model.params.tensors.size(); i++) {
-        const size_t begin = model.params.offsets[i] / sizeof(double), n = model.params.tensors[i].elements();
-        const double h = 1e-5;
-        const std::vector<double> saved(w + begin, w + begin + n);
-        for (const size_t element : {n, size_t{0}, n / 3, n - 1}) {  // n stands for all of them
-            const auto direction = [&](size_t k) {
-                return element == n ? normal(13, begin + k) : double(k == element);
-            };
-            double slope = 0, value[2];
-            for (size_t k = 0; k < n; k++) slope += gradient[begin + k] * direction(k);
-            for (int side = 0; side < 2; side++) {
-                for (size_t k = 0; k < n; k++) w[begin + k] = saved[k] + (side ? h : -h) * direction(k);
-                value[side] = loss();
-            }
-            std::copy(saved.begin(), saved.end(), w + begin);
-            if (!(std::fabs((value[1] - value[0]) / (2 * h) - slope) <= 1e-6 * std::max(1.0, std::fabs(slope))))
-                test::report(__FILE__, __LINE__,
-                             format("%s, element %zu of %zu: slope %.9g, gradient says %.9g",
-                                    model.params.tensors[i].name, element, n, (value[1] - value[0]) / (2 * h), slope));
+    for (int l = 0; l < config.L; l++) {  // what the GPU computes instead of two thirds of the sums
+        const Parameters<double> g = model.gradients(l);
+        for (size_t c = 0; c < C; c++) {
+            double v = 0;
+            for (size_t r = 0; r < C; r++) v += g.attprojb[r] * model.weights(l).attprojw[r * C + c];
+            CHECK_NEAR(g.qkvb[C + c], 0, 1e-12);
+            CHECK_NEAR(g.qkvb[2 * C + c], v, 1e-12);
         }
+    }
+    for (size_t i = 0; i < model.params.tensors.size(); i++) {
+        const TensorSpec& t = model.params.tensors[i];
+        const double* gradient = static_cast<double*>(model.grads.at(i));
+        check_gradient(t.name, static_cast<double*>(model.params.at(i)), {gradient, gradient + t.elements()}, [&] {
+            model.evaluate_micro_batch(0);
+            return model.stats()[0];
+        });
     }
 }
 
@@ -437,8 +428,8 @@ TEST(accumulated_micro_batches_equal_one_batch) {
         CHECK(std::string(logits.name) == "logits" && logits.size == size_t(std::min(4 * T, 512)) * config.Vp);
         upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
         CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
-        for (size_t i = 0; i < whole.num_parameters; i++)
-            CHECK_NEAR(static_cast<double*>(parts.grads.at(0))[i], static_cast<double*>(whole.grads.at(0))[i], 1e-13);
+        const double *got = parts.gradients().wte, *want = whole.gradients().wte;
+        for (size_t i = 0; i < whole.num_parameters; i++) CHECK_NEAR(got[i], want[i], 1e-13);
     }
 }
 
@@ -465,24 +456,31 @@ TEST(the_first_tensor_that_is_not_finite_is_named) {
     }
 }
 
-TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
-    const Config config = {16, 30, 32, 3, 2, 8};
-    Ready<float> model(config, 2, 16, 2);
-    upload_batches(model, make_tokens(4 * 16 + 1, config.V, 5), 0);
-    model.weights(1).ln2w[3] = NAN;
-    const std::vector<float> before = download(model, model.params.at(0), model.num_parameters);
+// Nothing is updated with a loss that is infinite although the gradient is not, nor with a NaN in a tensor of layer 1,
+// which is named.
+template <class Dev, class X>
+void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says) {
+    const auto update_stops = [&] {
+        const std::vector<char> before = parameters_of(model);
+        model.update(hyper(1e-3, 1));
+        const Acc<X> norm = download<Acc<X>>(model, model.stats() + model.num_losses(), 1)[0];
+        return !std::isfinite(norm) && parameters_of(model) == before;
+    };
+    upload_batches(model, make_tokens(model.micro_steps * model.B * model.T + 1, model.config.V, 5), 0);
+    CHECK(std::isfinite(loss_and_gradient(model)));
+    const Acc<X> infinite = INFINITY;
+    model.dev.upload(model.stats() + model.num_losses() - 1, &infinite, sizeof infinite);
+    CHECK(update_stops());
+
+    const X nan = NAN;
+    model.dev.upload(element, &nan, sizeof nan);
     CHECK(!(loss_and_gradient(model) <= 1e30));
-    model.update(hyper(1e-3, 1));
-    CHECK(!std::isfinite(model.stats()[2]));
-    CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
-    CHECK(first_nonfinite(model).find("ln2w of layer 1 (parameters, 1 of 8") == 0);
-    model.weights(1).ln2w[3] = 1.f;
-    loss_and_gradient(model);
-    model.stats()[1] = INFINITY;  // a loss that is not finite although the gradient is
-    model.update(hyper(1e-3, 1));
-    CHECK(!std::isfinite(model.stats()[2]));
-    model.weights(1).ln2w[3] = NAN;
-    CHECK(std::memcmp(before.data(), model.params.base, model.params.bytes) == 0);
+    CHECK(update_stops());
+    CHECK(first_nonfinite(model).find(says) == 0);
+}
+TEST(a_tensor_that_is_not_finite_is_named_and_nothing_is_updated) {
+    Ready<float> model({16, 30, 32, 3, 2, 8}, 2, 16, 2);
+    check_nothing_is_updated(model, model.weights(1).ln2w + 3, "ln2w of layer 1 (parameters, 1 of 8");
 }
 
 // On a machine with exactly as much memory as some batch takes, that batch fits, and no larger one.
@@ -490,8 +488,10 @@ TEST(out_of_memory_says_what_fits) {
     Cpu small(1);
     const auto with_batch = [&](int B) { return GPT2<Cpu, float>(small, kSmall, Attention::flash, B, 80, 1, true); };
     const size_t three = with_batch(3).total_bytes(), one = with_batch(1).total_bytes();
-    for (const auto& [memory, says] : {std::pair{three, "-b 3 would fit"}, {three - 1, "-b 2 would fit"},
-                                       {one, "-b 1 would fit"}, {one - 1, "not even -b 1 fits"}}) {
+    for (const auto& [memory, says] : {std::pair{three, "-b 3 would fit"},
+                                       {three - 1, "-b 2 would fit"},
+                                       {one, "-b 1 would fit"},
+                                       {one - 1, "not even -b 1 fits"}}) {
         small.total_bytes = memory;
         GPT2<Cpu, float> model = with_batch(9);
         CHECK_ERROR(allocate_or_explain(model), says);
@@ -504,8 +504,7 @@ TEST(out_of_memory_says_what_fits) {
 // Nothing is of size T².
 template <class X, class Dev>
 void check_memory_is_linear_in_T(const Dev& dev) {
-    Config config;
-    find_config("d12", &config);
+    Config config = preset("d12");
     config.max_T = 1 << 20;
     const auto bytes = [&](int T) {
         const GPT2<Dev, X> model(dev, config, Attention::flash, 1, T, 1, true);
@@ -562,8 +561,8 @@ TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
 // With a GPU
 
 TEST(gpu_gradients_fp32_strict) {
-    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(strict_gpu(), a, 3, 65, 2e-5);
-    check_gradients<float>(strict_gpu(), Attention::flash, 1, 1, 2e-5);
+    for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(gpu(false), a, 3, 65, 2e-5);
+    check_gradients<float>(gpu(false), Attention::flash, 1, 1, 2e-5);
 }
 TEST(gpu_gradients_fp32_tf32) {
     for (Attention a : {Attention::flash, Attention::naive}) check_gradients<float>(gpu(), a, 2, 80, 5e-3);
@@ -574,12 +573,13 @@ TEST(gpu_gradients_bf16) {
 }
 
 TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
-    Config config;
-    find_config("d12", &config);
+    Config config = preset("d12");
     config.L = 4, config.max_T = 256;
     const std::vector<int> stream = make_tokens(400 * 4 * 256 + 1, config.V, 9);
-    const std::vector<double> flash = train<float>(strict_gpu(), config, Attention::flash, 4, 256, 400, stream, 3e-4);
-    const std::vector<double> naive = train<float>(strict_gpu(), config, Attention::naive, 4, 256, 400, stream, 3e-4);
+    const auto losses = [&](Attention attention) {
+        return train<float>(gpu(false), config, attention, 256, 400, stream, 3e-4).first;
+    };
+    const std::vector<double> flash = losses(Attention::flash), naive = losses(Attention::naive);
     double worst = 0;
     for (size_t i = 0; i < flash.size(); i++) worst = std::max(worst, std::fabs(flash[i] - naive[i]));
     std::printf("  loss %.4f -> %.4f, largest difference %.2g\n", flash.front(), flash.back(), worst);
@@ -589,17 +589,14 @@ TEST(gpu_flash_equals_naive_over_400_steps_fp32) {
 
 template <class X>
 void check_determinism() {
-    Config config;
-    find_config("d12", &config);
+    Config config = preset("d12");
     config.L = 3;
     const std::vector<int> stream = make_tokens(20 * 4 * 1024 + 1, config.V, 9);
-    std::vector<char> first, second;
-    const std::vector<double> a = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &first);
+    const auto run = [&] { return train<X>(gpu(), config, Attention::flash, 1024, 20, stream, 6e-4); };
+    const auto first = run();
     for (bool graphs : {true, false}) {
         gpu().graphs = graphs;
-        const std::vector<double> b = train<X>(gpu(), config, Attention::flash, 4, 1024, 20, stream, 6e-4, &second);
-        CHECK(a == b);
-        CHECK(first == second);
+        CHECK(run() == first);
     }
     gpu().graphs = true;
 }
@@ -613,10 +610,8 @@ TEST(gpu_two_runs_are_bit_equal_fp32) {
 // --memory prints what is allocated.
 TEST(gpu_memory_is_what_the_table_says) {
     const Cuda& dev = gpu();
-    Config config;
-    find_config("d12", &config);
     for (int recompute : {0, 1, 2}) {
-        GPT2<Cuda, bf16> model(dev, config, Attention::flash, 4, 1024, 1, true, recompute);
+        GPT2<Cuda, bf16> model(dev, preset("d12"), Attention::flash, 4, 1024, 1, true, recompute);
         size_t bytes = 0, tensors = 0;
         for (const Arena* a : model.arenas()) {
             for (const TensorSpec& t : a->tensors) bytes += t.elements() * size_of(t.dtype), tensors++;
@@ -629,27 +624,14 @@ TEST(gpu_memory_is_what_the_table_says) {
 }
 
 TEST(gpu_update_stops_at_nan) {
-    const Cuda& dev = gpu();
-    GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 2, 64, 1, true);
+    GPT2<Cuda, bf16> model(gpu(), kSmall, Attention::flash, 2, 64, 1, true);
     model.allocate();
     init_random(model, 3);
-    upload_batches(model, make_tokens(2 * 64 + 1, kSmall.V, 5), 0);
-    const bf16 nan = NAN;
-    dev.upload(model.weights(1).qkvw + 17, &nan, sizeof nan);
-    dev.sync();
-    std::vector<char> before(model.params.bytes), after(model.params.bytes);
-    dev.download(before.data(), model.params.base, before.size());
-    loss_and_gradient(model);
-    model.update(hyper(1e-3, 1));
-    CHECK(!std::isfinite(download(model, model.stats() + 1, 1)[0]));
-    dev.download(after.data(), model.params.base, after.size());
-    CHECK(before == after);
-    CHECK(first_nonfinite(model).find("qkvw of layer 1 (parameters, 1 of") == 0);
+    check_nothing_is_updated(model, model.weights(1).qkvw + 17, "qkvw of layer 1 (parameters, 1 of");
 }
 
 TEST(gpu_generates_without_training) {
-    const Cuda& dev = gpu();
-    GPT2<Cuda, bf16> model(dev, kSmall, Attention::flash, 1, 80, 1, false);
+    GPT2<Cuda, bf16> model(gpu(), kSmall, Attention::flash, 1, 80, 1, false);
     model.allocate();
     init_random(model, 3);
     CHECK(model.optimizer().master == nullptr);
@@ -658,10 +640,7 @@ TEST(gpu_generates_without_training) {
 }
 
 TEST(gpu_out_of_memory_says_what_fits) {
-    const Cuda& dev = gpu();
-    Config config;
-    find_config("d48", &config);
-    GPT2<Cuda, bf16> model(dev, config, Attention::flash, 4096, 1024, 1, true);
+    GPT2<Cuda, bf16> model(gpu(), preset("d48"), Attention::flash, 4096, 1024, 1, true);
     CHECK_ERROR(allocate_or_explain(model), "would fit");
     CHECK_ERROR(allocate_or_explain(model), "activations");
 }

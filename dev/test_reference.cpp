@@ -12,6 +12,7 @@
 #include <numeric>
 #include <random>
 
+#include "dev/finite_difference.h"
 #include "dev/test.h"
 #include "layers/cpu/reference.h"
 
@@ -42,9 +43,6 @@ static std::vector<int> random_tokens(size_t n, int V) {
 static double dot(const Vec& a, const Vec& b) {
     return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
 }
-static double norm(const Vec& a) {
-    return std::sqrt(dot(a, a));
-}
 static Vec operator-(Vec a, const Vec& b) {
     for (size_t i = 0; i < a.size(); i++) a[i] -= b[i];
     return a;
@@ -65,31 +63,6 @@ static void check_close(const std::string& what, const std::vector<X>& got, cons
     }
     if (got.size() != want.size() || !(worst <= tol * scale))
         test::report(__FILE__, __LINE__, format("%s: off by %.3g of %.3g", what.c_str(), worst, scale));
-}
-
-// Checks that grad is dloss/dx. It moves x, in place and back, along a few random directions and a few single elements.
-static void check_gradient(const std::string& what, Vec& x, const Vec& grad, const std::function<double()>& loss) {
-    const Vec start = x;
-    const double h = 1e-5, round_off = 1e-9 * (1 + std::fabs(loss()));
-    for (int trial = 0; trial < 8; trial++) {
-        Vec direction(x.size(), 0.0);
-        if (trial < 3)
-            direction = randn(x.size());
-        else
-            direction[trial == 3 ? 0 : trial == 4 ? x.size() - 1 : rng() % x.size()] = 1;
-        double sides[2];
-        for (int side = 0; side < 2; side++) {
-            for (size_t i = 0; i < x.size(); i++) x[i] = start[i] + (side ? h : -h) * direction[i];
-            sides[side] = loss();
-        }
-        x = start;
-        const double measured = (sides[1] - sides[0]) / (2 * h), claimed = dot(grad, direction);
-        const double tol = 1e-7 * norm(grad) * norm(direction) / std::sqrt(double(x.size())) + round_off;
-        if (!(std::fabs(measured - claimed) <= tol))
-            test::report(__FILE__, __LINE__,
-                         format("%s, %s %d: gradient %.12g, finite difference %.12g (tolerance %.2g)", what.c_str(),
-                                trial < 3 ? "direction" : "element", trial, claimed, measured, tol));
-    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -149,27 +122,26 @@ struct Layer {
     void run() { forward(), backward(); }
 };
 
-// Runs a layer and checks its results against their formula.
+// Runs a layer and checks its results against their formula. The gradients of a layer in double are also checked
+// against finite differences.
 template <class X>
-static void check_run(Layer<X>&& l) {
+static void check(Layer<X> l, bool gradients = true) {
     const auto before = l.inputs;
     l.run();
     l.formula(l);
     for (size_t i = 0; i < before.size(); i++) CHECK(same_bits(l.inputs[i].x, before[i].x));
-}
-// Also checks its gradients against finite differences.
-static void check(Layer<double>&& l) {
-    check_run(std::move(l));
-    const auto loss = [&] {
-        l.forward();
-        double sum = 0;
-        for (const auto& t : l.inputs)
-            if (t.name[0] == 'd') sum += dot(t.x, l[t.name.substr(1)].x);
-        return sum;
-    };
-    for (const auto& t : l.results)
-        if (t.name[0] == 'd') check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x, t.x - t.start, loss);
-    l.forward();  // leaves the results of the unperturbed inputs
+    if constexpr (std::is_same_v<X, double>) {
+        const auto loss = [&] {
+            l.forward();
+            double sum = 0;
+            for (const auto& t : l.inputs)
+                if (t.name[0] == 'd') sum += dot(t.x, l[t.name.substr(1)].x);
+            return sum;
+        };
+        for (const auto& t : l.results)
+            if (gradients && t.name[0] == 'd')
+                check_gradient(l.what + " " + t.name, l[t.name.substr(1)].x.data(), t.x - t.start, loss);
+    }
 }
 
 // Checks that the layer has added the sums of x's columns into `sums`.
@@ -183,19 +155,22 @@ static void check_column_sums(const Tensor& sums, const Tensor& t) {
 }
 
 template <class X>
-static Layer<X> encoder_layer(int B, int T, int C, int V) {
+static Layer<X> encoder_layer(int B, int T, int C, int V, const Positions& at = {}) {
     Layer<X> l(format("encoder B=%d T=%d C=%d", B, T, C));
-    const int N = B * T;
+    const int N = B * T, positions = at.late + T;
     const std::vector<int> tokens = random_tokens(N, V);
     std::vector<int> plan(encoder_plan_ints(dev, N));
     encoder_plan(dev, plan.data(), tokens.data(), N);
     CHECK(plan == tokens);
-    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", T * C), *dout = l.input("dout", N * C);
-    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C), *dwpe = l.added("dwpe", T * C);
-    l.forward = [=] { encoder_forward(dev, out, tokens.data(), wte, wpe, B, T, C); };
-    l.backward = [=] { encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C); };
+    X *wte = l.input("wte", V * C), *wpe = l.input("wpe", positions * C), *dout = l.input("dout", N * C);
+    X *out = l.written("out", N * C), *dwte = l.added("dwte", V * C), *dwpe = l.added("dwpe", positions * C);
+    l.forward = [=] { encoder_forward(dev, out, tokens.data(), wte, wpe, B, T, C, at); };
+    l.backward = [=] { encoder_backward(dev, dwte, dwpe, nullptr, dout, plan.data(), B, T, C, at); };
     l.formula = [=](Layer<X>&) {
-        for (int i = 0; i < N * C; i++) CHECK(out[i] == wte[tokens[i / C] * C + i % C] + wpe[i / C % T * C + i % C]);
+        for (int n = 0; n < N; n++) {
+            const int t = n % T, position = t < at.chunk ? at.early + t : at.late + t - at.chunk;
+            for (int c = 0; c < C; c++) CHECK(out[n * C + c] == wte[tokens[n] * C + c] + wpe[position * C + c]);
+        }
     };
     return l;
 }
@@ -235,6 +210,12 @@ static Layer<X> residual_layernorm_layer(int N, int C) {
         layernorm_backward<X>(dev, da_.data(), dweight_.data(), dbias_.data(), nullptr, nullptr, dout, residual, weight,
                               mean, rstd, N, C);
         CHECK(same_bits(l["da"].x, da_));
+        for (const bool over_a : {true, false}) {  // in place
+            std::vector<X> a_ = l["a"].x, b_ = l["b"].x, &sum = over_a ? a_ : b_;
+            residual_layernorm_forward(dev, sum.data(), out_.data(), mean_.data(), rstd_.data(), a_.data(), b_.data(),
+                                       weight, bias, N, C);
+            CHECK(same_bits(l["residual"].x, sum) && same_bits(l["out"].x, out_));
+        }
     };
     return l;
 }
@@ -289,34 +270,23 @@ static Layer<X> gelu_layer(int N, int C) {
             CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
         }
         check_column_sums(l["sum of dinp"], l["dinp"]);
+        std::vector<X> in_place = l["dout"].x, sum_ = l["sum of dinp"].start, again = poison<X>(N * C);
+        gelu_backward(dev, in_place.data(), sum_.data(), again.data(), nullptr, inp, in_place.data(), N, C);
+        CHECK(same_bits(in_place, l["dinp"].x) && same_bits(sum_, l["sum of dinp"].x) && same_bits(again, l["out"].x));
     };
     return l;
 }
 
-// Attention as a layer has it, which is causal with scale 1/√HS, or with a mask and scale of its own.
-struct Mask {
-    bool causal;
-    double scale;
-};
 template <class X>
-static Layer<X> attention_layer(int B, int T, int NH, int HS, Attention kind, const Mask* own = nullptr) {
-    const Mask mask = own ? *own : Mask{true, 1 / std::sqrt(double(HS))};
-    Layer<X> l(format("attention T=%d HS=%d causal=%d scale=%.3g", T, HS, mask.causal, mask.scale));
+static Layer<X> attention_layer(int B, int T, int NH, int HS, bool causal, double scale) {
+    Layer<X> l(format("attention T=%d HS=%d causal=%d scale=%.3g", T, HS, causal, scale));
     const size_t n = size_t(B) * T * NH * HS;
     X *qkv = l.input("qkv", 3 * n, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
     X *lse = l.written("lse", B * NH * T), *dqkv = l.written("dqkv", 3 * n),
       *bias = l.added("sum of dqkv", 3 * NH * HS);
-    l.forward = [=, layer = !own] {
-        if (layer)
-            attention_forward<X>(dev, kind, out, lse, nullptr, nullptr, qkv, B, T, NH, HS);
-        else
-            attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, mask.causal, mask.scale);
-    };
-    l.backward = [=, layer = !own] {
-        if (layer)
-            attention_backward<X>(dev, kind, dqkv, nullptr, dout, out, lse, nullptr, qkv, B, T, NH, HS);
-        else
-            attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, mask.causal, mask.scale);
+    l.forward = [=] { attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, causal, scale); };
+    l.backward = [=] {
+        attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, causal, scale);
         qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * T, NH * HS);
     };
     l.formula = [=](Layer<X>& l) {  // with the (T,T) matrix written out
@@ -328,8 +298,8 @@ static Layer<X> attention_layer(int B, int T, int NH, int HS, Attention kind, co
                         return qkv + ((size_t(b * T + t) * 3 + which) * NH + h) * HS;
                     };
                     Vec S(T, -inf);
-                    for (int j = 0; j < (mask.causal ? i + 1 : T); j++)
-                        S[j] = mask.scale * std::inner_product(row(i, 0), row(i, 0) + HS, row(j, 1), 0.0);
+                    for (int j = 0; j < (causal ? i + 1 : T); j++)
+                        S[j] = scale * std::inner_product(row(i, 0), row(i, 0) + HS, row(j, 1), 0.0);
                     double sum = 0;
                     for (double s : S) sum += std::exp(s);
                     lse_[(b * NH + h) * T + i] = std::log(sum);
@@ -342,52 +312,12 @@ static Layer<X> attention_layer(int B, int T, int NH, int HS, Attention kind, co
         check_close(l.what + " out", l["out"].x, out_, 1e-14);
         check_close(l.what + " lse", l["lse"].x, lse_, 1e-14);
         check_column_sums(l["sum of dqkv"], l["dqkv"]);
-    };
-    return l;
-}
-
-// The gradient of a matmul's bias comes from another layer's backward. Here the layers are as in the trainer: q, k, v's
-// product, attention, its projection, the residual's layer norm and the first half of the MLP.
-static Layer<double> block_layer(int B, int T, int NH, int HS) {
-    Layer<double> l("block");
-    const int C = NH * HS, N = B * T;
-    double *inp = l.input("inp", N * C), *qkvw = l.input("qkvw", 3 * C * C, 0.3), *qkvb = l.input("qkvb", 3 * C);
-    double *projw = l.input("projw", C * C, 0.3), *projb = l.input("projb", C);
-    double *lnw = l.input("lnw", C, 1, 1), *lnb = l.input("lnb", C);
-    double *fcw = l.input("fcw", 4 * C * C, 0.3), *fcb = l.input("fcb", 4 * C);
-    double *fcprojw = l.input("fcprojw", C * 4 * C, 0.3), *dout = l.input("dout", N * C);
-    double *qkv = l.written("qkv", N * 3 * C), *atty = l.written("atty", N * C), *lse = l.written("lse", B * NH * T);
-    double *proj = l.written("proj", N * C), *residual = l.written("residual", N * C), *ln = l.written("ln", N * C);
-    double *mean = l.written("mean", N), *rstd = l.written("rstd", N), *out = l.written("out", N * C);
-    double *fch = l.written("fch", N * 4 * C), *gelu = l.written("gelu", N * 4 * C);
-    double *dqkvb = l.added("dqkvb", 3 * C), *dprojb = l.added("dprojb", C), *dfcb = l.added("dfcb", 4 * C);
-    l.forward = [=] {
-        matmul_forward(dev, qkv, inp, qkvw, qkvb, N, C, 3 * C);
-        attention_forward<double>(dev, Attention::flash, atty, lse, nullptr, nullptr, qkv, B, T, NH, HS);
-        matmul_forward(dev, proj, atty, projw, projb, N, C, C);
-        residual_layernorm_forward(dev, residual, ln, mean, rstd, inp, proj, lnw, lnb, N, C);
-        matmul_gelu_forward(dev, gelu, fch, ln, fcw, fcb, N, C, 4 * C);
-        matmul_forward<double>(dev, out, gelu, fcprojw, nullptr, N, 4 * C, C);
-    };
-    l.backward = [=] {
-        Vec fc = poison(N * 4 * C), dln = poison(N * C), dresidual(N * C), datty = poison(N * C);
-        Vec dqkv = poison(N * 3 * C), dlnw(C), dlnb(C);
-        matmul_gelu_backward<double>(dev, fc.data(), dfcb, nullptr, nullptr, dout, fcprojw, fch, N, 4 * C, C);
-        matmul_backward<double>(dev, dln.data(), nullptr, fc.data(), nullptr, fcw, N, C, 4 * C);
-        layernorm_backward<double>(dev, dresidual.data(), dlnw.data(), dlnb.data(), dprojb, nullptr, dln.data(),
-                                   residual, lnw, mean, rstd, N, C);
-        matmul_backward<double>(dev, datty.data(), nullptr, dresidual.data(), nullptr, projw, N, C, C);
-        attention_backward<double>(dev, Attention::flash, dqkv.data(), nullptr, datty.data(), atty, lse, nullptr, qkv,
-                                   B, T, NH, HS);
-        qkv_bias_backward<double>(dev, dqkvb, nullptr, dqkv.data(), nullptr, nullptr, N, C);
-    };
-    l.formula = [=](Layer<double>& l) {  // what the GPU computes instead of two thirds of the sums
-        const Vec added = l["dqkvb"].x - l["dqkvb"].start, dproj = l["dprojb"].x - l["dprojb"].start;
-        for (int c = 0; c < C; c++) {
-            double v = 0;
-            for (int r = 0; r < C; r++) v += dproj[r] * projw[r * C + c];
-            CHECK_NEAR(added[C + c], 0, 1e-12);
-            CHECK_NEAR(added[2 * C + c], v, 1e-12);
+        if (!causal || scale != 1 / std::sqrt(double(HS))) return;
+        for (Attention kind : {Attention::flash, Attention::naive}) {  // as a layer calls it
+            std::vector<X> out_ = poison<X>(n), lse_ = poison<X>(B * NH * T), dqkv_ = poison<X>(3 * n);
+            attention_forward<X>(dev, kind, out_.data(), lse_.data(), nullptr, nullptr, qkv, B, T, NH, HS);
+            attention_backward<X>(dev, kind, dqkv_.data(), nullptr, dout, out, lse, nullptr, qkv, B, T, NH, HS);
+            CHECK(same_bits(out_, l["out"].x) && same_bits(lse_, l["lse"].x) && same_bits(dqkv_, l["dqkv"].x));
         }
     };
     return l;
@@ -440,29 +370,12 @@ static Layer<X> update_layer(int n) {
 
 TEST(encoder) {
     for (auto [B, T, C] : {std::array{1, 1, 1}, {2, 5, 3}, {3, 17, 130}}) check(encoder_layer<double>(B, T, C, 7));
-    // In a rank's two chunks of a sequence rows 0 and 1 are at positions 2 and 3, rows 2 and 3 at 6 and 7.
-    const Vec wte = {0}, wpe = {0, 1, 2, 3, 4, 5, 6, 7};
-    const std::vector<int> tokens(8, 0);
-    Vec out = poison(8), dwte(1), dwpe(8);
-    encoder_forward(dev, out.data(), tokens.data(), wte.data(), wpe.data(), 2, 4, 1, {2, 2, 6});
-    CHECK((out == Vec{2, 3, 6, 7, 2, 3, 6, 7}));
-    encoder_backward(dev, dwte.data(), dwpe.data(), nullptr, out.data(), tokens.data(), 2, 4, 1, {2, 2, 6});
-    CHECK((dwpe == Vec{0, 0, 4, 6, 0, 0, 12, 14}));
+    check(encoder_layer<double>(2, 4, 3, 7, {2, 2, 6}));  // a rank's two chunks of a sequence
 }
 
 TEST(layernorm) {
-    for (auto [N, C] : {std::array{1, 1}, {3, 5}, {4, 64}, {33, 100}, {2, 333}})
+    for (auto [N, C] : {std::array{1, 1}, {3, 5}, {4, 64}, {9, 37}, {33, 100}, {2, 333}})
         check(residual_layernorm_layer<double>(N, C));
-    const int N = 9, C = 37;
-    Layer<double> l = residual_layernorm_layer<double>(N, C);
-    check(std::move(l));
-    for (const char* in_place : {"a", "b"}) {
-        Vec a = l["a"].x, b = l["b"].x, out = poison(N * C), mean(N), rstd(N);
-        Vec& residual = in_place[0] == 'a' ? a : b;
-        residual_layernorm_forward(dev, residual.data(), out.data(), mean.data(), rstd.data(), a.data(), b.data(),
-                                   l["weight"].x.data(), l["bias"].x.data(), N, C);
-        CHECK(same_bits(residual, l["residual"].x) && same_bits(out, l["out"].x));
-    }
 }
 
 // The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
@@ -471,20 +384,14 @@ TEST(matmul) {
                                         {24, 255, 15}, {25, 600, 33}, {130, 24, 65}, {515, 9, 48},
                                         {3, 2, 1025},  {2, 2049, 3},  {1, 3, 2060}};
     for (auto [N, C, OC] : sizes) {
-        check_run(matmul_layer<double>(N, C, OC));
-        check_run(matmul_layer<float>(N, C, OC, false));
+        check(matmul_layer<double>(N, C, OC), false);
+        check(matmul_layer<float>(N, C, OC, false));
     }
     for (auto [N, C, OC] : {std::array{1, 1, 1}, {5, 7, 11}, {33, 20, 26}}) check(matmul_layer<double>(N, C, OC));
 }
 
 TEST(gelu) {
-    const int N = 17, C = 59;
-    Layer<double> l = gelu_layer<double>(N, C);
-    check(std::move(l));
-    Vec in_place = l["dout"].x, sum = l["sum of dinp"].start, again = poison(N * C);
-    gelu_backward(dev, in_place.data(), sum.data(), again.data(), nullptr, l["inp"].x.data(), in_place.data(), N, C);
-    CHECK(same_bits(in_place, l["dinp"].x) && same_bits(sum, l["sum of dinp"].x) && same_bits(again, l["out"].x));
-
+    check(gelu_layer<double>(17, 59));
     const std::vector<float> far = {-1e4f, -100, -20, 0, 20, 100, 1e4f}, ones(far.size(), 1);
     std::vector<float> y = poison<float>(far.size()), dy = y, ignored(far.size());
     gelu_forward(dev, y.data(), far.data(), far.size());
@@ -499,22 +406,16 @@ TEST(attention) {
     for (int T : {1, 2, 17})
         for (int HS : {4, 32, 64})
             for (bool causal : {true, false})
-                for (double scale : {1 / std::sqrt(double(HS)), 0.3}) {
-                    const Mask mask = {causal, scale};
-                    check(attention_layer<double>(2, T, 3, HS, Attention::flash, &mask));
-                }
-    for (Attention kind : {Attention::flash, Attention::naive}) check(attention_layer<double>(2, 19, 2, 12, kind));
-    CHECK_ERROR(attention_layer<double>(1, 1, 1, 257, Attention::flash).run(), "head size 257");
-}
-
-TEST(bias_gradients) {
-    check(block_layer(2, 9, 2, 5));
+                for (double scale : {1 / std::sqrt(double(HS)), 0.3})
+                    check(attention_layer<double>(2, T, 3, HS, causal, scale));
+    check(attention_layer<double>(2, 19, 2, 12, true, 1 / std::sqrt(12.0)));
+    CHECK_ERROR(attention_layer<double>(1, 1, 1, 257, true, 1).run(), "head size 257");
 }
 
 TEST(attention_large_scores) {
     const int T = 65, NH = 2, HS = 64;
     for (float sharpen : {5.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
-        Layer<float> l = attention_layer<float>(1, T, NH, HS, Attention::flash);
+        Layer<float> l = attention_layer<float>(1, T, NH, HS, true, 1 / std::sqrt(double(HS)));
         std::vector<float>& qkv = l["qkv"].x;
         float largest = 0;  // out is an average of v
         for (size_t i = 0; i < qkv.size(); i++) {
@@ -592,60 +493,36 @@ static void check_adamw(float max_norm, double tol) {
     const std::vector<ParamRange> ranges = {{2, 30, true}, {32, 5, false}, {40, 60, true}};  // 0, 1, 37…39 are in none
     const size_t n = 103;
     std::vector<X> params = randn<X>(n), m(n), v(n);
-    const std::vector<X> start = params;
     std::vector<ScalarAdamW> scalars;
     for (X p : params) scalars.push_back({double(p)});
 
     AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, max_norm, 0, 0};
+    const auto update = [&](const std::vector<X>& grads, X norm) {
+        adamw_update<X>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &norm, ranges.data(), 3, hyper);
+    };
     for (hyper.step = 1; hyper.step <= 6; hyper.step++) {
         const std::vector<X> grads = randn<X>(n, std::pow(10.0, hyper.step - 4));  // norms from 0.01 to 1000
-        X grad_norm;
-        global_norm(dev, &grad_norm, nullptr, grads.data(), n);
+        X norm;
+        global_norm(dev, &norm, nullptr, grads.data(), n);
         hyper.lr *= 0.9f;
-        adamw_update<X>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &grad_norm, ranges.data(), 3,
-                        hyper);
-        const double clip = max_norm > 0 && grad_norm > max_norm ? max_norm / double(grad_norm) : 1;
+        update(grads, norm);
+        const double clip = max_norm > 0 && norm > max_norm ? max_norm / double(norm) : 1;
         for (const ParamRange& range : ranges)
             for (size_t i = range.begin; i < range.begin + range.size; i++)
                 scalars[i].step(clip * grads[i], hyper, range.decay);
     }
-    Vec p_(n), m_(n), v_(n);
-    for (size_t i = 0; i < n; i++) p_[i] = scalars[i].p, m_[i] = scalars[i].m, v_[i] = scalars[i].v;
+    Vec p_, m_, v_;
+    for (const ScalarAdamW& s : scalars) p_.push_back(s.p), m_.push_back(s.m), v_.push_back(s.v);
     check_close("adamw params", params, p_, tol);
     check_close("adamw m", m, m_, tol);
     check_close("adamw v", v, v_, tol);
-    for (size_t i : {0, 1, 37, 39, 100, 102}) CHECK(params[i] == start[i] && m[i] == 0 && v[i] == 0);
+    for (size_t i : {0, 1, 37, 39, 100, 102}) CHECK(params[i] == p_[i] && m[i] == 0 && v[i] == 0);
 
     for (X bad : {std::numeric_limits<X>::quiet_NaN(), std::numeric_limits<X>::infinity()}) {
-        const std::vector<X> params0 = params, m0 = m, v0 = v, grads = randn<X>(n);
-        adamw_update<X>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &bad, ranges.data(), 3, hyper);
+        const std::vector<X> params0 = params, m0 = m, v0 = v;
+        update(randn<X>(n), bad);
         CHECK(same_bits(params, params0) && same_bits(m, m0) && same_bits(v, v0));
     }
-}
-
-// Updating shares of a tensor in three pieces and of one in one, each with its own state, equals one update of
-// everything.
-TEST(adamw_shares) {
-    const size_t n = 3 * 40 + 24, ranks = 4;
-    const AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, 1.f, 3, 0};
-    const Vec start = randn(n), grads = randn(n);
-    const double norm = ::norm(grads);
-    Vec params = start, m(n, 0.5), v(n, 0.25), shared = start;
-    const ParamRange all[] = {{0, 120, true}, {120, 24, false}};
-    adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &norm, all, 2, hyper);
-    for (size_t r = 0; r < ranks; r++) {
-        const ParamRange own[] = {{r * 10, 10, true, 3, 40, r * 10}, {120 + r * 6, 6, false, 1, 24, 90 + r * 6}};
-        Vec own_grads(36), own_m(36, 0.5), own_v(36, 0.25);
-        for (const ParamRange& range : own)
-            for (size_t p = 0; p < range.pieces; p++)
-                std::copy_n(&grads[range.piece(p)], range.size, &own_grads[range.state(p)]);
-        adamw_update<double>(dev, shared.data(), nullptr, own_m.data(), own_v.data(), own_grads.data(), &norm, own, 2,
-                             hyper);
-        for (const ParamRange& range : own)
-            for (size_t p = 0; p < range.pieces; p++)
-                CHECK(std::equal(&m[range.piece(p)], &m[range.piece(p)] + range.size, &own_m[range.state(p)]));
-    }
-    CHECK(same_bits(shared, params));
 }
 
 TEST(adamw) {
@@ -655,51 +532,71 @@ TEST(adamw) {
     }
 }
 
+// Updating shares of a tensor in three pieces and of one in one, each with its own state, equals one update of
+// everything.
+TEST(adamw_shares) {
+    const Vec start = randn(144), grads = randn(144);
+    const double norm = std::sqrt(dot(grads, grads));
+    const auto update = [&](Vec& params, const Vec& grads, Vec& m, Vec& v, const ParamRange(&ranges)[2]) {
+        const AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, 1.f, 3, 0};
+        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &norm, ranges, 2, hyper);
+    };
+    Vec params = start, m(144, 0.5), v(144, 0.25), shared = start;
+    update(params, grads, m, v, {{0, 120, true}, {120, 24, false}});
+    for (size_t r = 0; r < 4; r++) {
+        const ParamRange own[] = {{r * 10, 10, true, 3, 40, r * 10}, {120 + r * 6, 6, false, 1, 24, 90 + r * 6}};
+        std::vector<size_t> from(36);  // element i of the state is that of from[i]
+        for (const ParamRange& range : own)
+            for (size_t p = 0; p < range.pieces; p++)
+                std::iota(&from[range.state(p)], &from[range.state(p)] + range.size, range.piece(p));
+        Vec own_grads, own_m(36, 0.5), own_v(36, 0.25);
+        for (size_t i : from) own_grads.push_back(grads[i]);
+        update(shared, own_grads, own_m, own_v, own);
+        for (size_t i = 0; i < 36; i++) CHECK(own_m[i] == m[from[i]] && own_v[i] == v[from[i]]);
+    }
+    CHECK(same_bits(shared, params));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Runs every layer once, with inputs from one seed.
+// Runs every layer once, with inputs from one seed, and returns all results.
 template <class X>
-static std::vector<Layer<X>> every_layer(int B, int T, int NH, int HS, int V) {
+static auto every_result(int B, int T, int NH, int HS, int V) {
     rng.seed(7);
     const int C = NH * HS, N = B * T, Vp = (V + 127) / 128 * 128;
-    std::vector<Layer<X>> all;
-    all.push_back(encoder_layer<X>(B, T, C, V));
-    all.push_back(residual_layernorm_layer<X>(N, C));
-    all.push_back(matmul_layer<X>(N, C, 3 * C));
-    all.push_back(gelu_layer<X>(N, C));
-    all.push_back(attention_layer<X>(B, T, NH, HS, Attention::flash));
-    all.push_back(classifier_layer<X>(N, V, Vp));
-    all.push_back(update_layer<X>(N * C));
-    for (Layer<X>& l : all) l.run();
-    return all;
+    std::vector<typename Layer<X>::Tensor> results;
+    const auto run = [&](Layer<X> l) {
+        l.run();
+        for (auto& t : l.results) results.push_back({l.what + " " + t.name, t.x, {}});
+    };
+    run(encoder_layer<X>(B, T, C, V));
+    run(residual_layernorm_layer<X>(N, C));
+    run(matmul_layer<X>(N, C, 3 * C));
+    run(gelu_layer<X>(N, C));
+    run(attention_layer<X>(B, T, NH, HS, true, 1 / std::sqrt(double(HS))));
+    run(classifier_layer<X>(N, V, Vp));
+    run(update_layer<X>(N * C));
+    return results;
 }
 
 TEST(float_agrees_with_double) {
     for (auto [B, T, NH, HS, V] : {std::array{1, 1, 1, 3, 2}, {3, 37, 2, 32, 100}, {2, 129, 3, 20, 300}}) {
-        const auto single = every_layer<float>(B, T, NH, HS, V);
-        const auto dbl = every_layer<double>(B, T, NH, HS, V);
-        for (size_t i = 0; i < dbl.size(); i++)
-            for (size_t k = 0; k < dbl[i].results.size(); k++)
-                check_close(dbl[i].what + " " + dbl[i].results[k].name, single[i].results[k].x, dbl[i].results[k].x,
-                            2e-6);
+        const auto single = every_result<float>(B, T, NH, HS, V);
+        const auto dbl = every_result<double>(B, T, NH, HS, V);
+        for (size_t i = 0; i < dbl.size(); i++) check_close(dbl[i].name, single[i].x, dbl[i].x, 2e-6);
     }
 }
 
 template <class X>
 static void check_threads(const std::vector<int>& numbers, int B, int T, int NH, int HS, int V) {
-    const auto with = [&](int threads) {
-        const Cpu so_many(threads);
-        return every_layer<X>(B, T, NH, HS, V);
-    };
-    const auto one = with(1);
+    const Cpu one_thread(1);
+    const auto one = every_result<X>(B, T, NH, HS, V);
     for (int threads : numbers) {
-        const auto several = with(threads);
+        const Cpu so_many(threads);
+        const auto several = every_result<X>(B, T, NH, HS, V);
         for (size_t i = 0; i < one.size(); i++)
-            for (size_t k = 0; k < one[i].results.size(); k++)
-                if (!same_bits(one[i].results[k].x, several[i].results[k].x))
-                    test::report(__FILE__, __LINE__,
-                                 format("%s: another %s with %d threads", one[i].what.c_str(),
-                                        one[i].results[k].name.c_str(), threads));
+            if (!same_bits(one[i].x, several[i].x))
+                test::report(__FILE__, __LINE__, format("another %s with %d threads", one[i].name.c_str(), threads));
     }
     const Cpu restore_all_threads;
 }
