@@ -230,7 +230,7 @@ static double l2_norm(const std::vector<double>& x) {
 template <class X>
 void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     const AttentionShape& s = p.c.shape;
-    const bool constant = p.c.input == Input::constant;
+    const bool constant = p.c.input == Input::constant, mixed = p.c.input == Input::mixed;
     const float a = std::sqrt(std::fabs(p.c.logit) / (s.resolved_scale() * static_cast<float>(s.HS)));
     const float steps = static_cast<float>(std::max(2, s.T / 16) - 1);  // of a ramp
     std::normal_distribution<float> normal;
@@ -241,14 +241,18 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     for (size_t row = 0; row < p.qkv.size() / s.HS; row++) {  // of (B, T, 3, NH)
         const int h = row % s.NH, part = row / s.NH % 3, t = row / s.NH / 3 % s.T;
         if (part == 2) continue;
-        const bool of_q = part == 0;
+        const bool key = part == 1;
         float x = uniform(rng);
         if (constant)
-            x = !of_q && p.c.logit < 0.f ? -1.f : 1.f;
-        else if (p.c.input == Input::mixed)
-            x = !of_q ? 0.75f + 0.25f * x : t == s.T - 1 ? -1.f : x;
+            x = key && p.c.logit < 0.f ? -1.f : 1.f;
+        else if (mixed && key)
+            x = 0.75f + 0.25f * x;
+        else if (mixed)
+            x = t == s.T - 1 ? -1.f : x;
+        else if (key)
+            x = std::min(static_cast<float>(t / 16) / steps, 1.f) * 2.f - 1.f;
         else
-            x = !of_q ? std::min(static_cast<float>(t / 16) / steps, 1.f) * 2.f - 1.f : x < 0.f ? -1.f : 1.f;
+            x = x < 0.f ? -1.f : 1.f;
         for (int d = 0; d < s.HS; d++) {
             const float noise = constant ? 0.f : 0.1f * normal(rng);
             p.qkv[row * s.HS + d] = static_cast<X>(a * (x * w[h * s.HS + d] + noise));
@@ -276,33 +280,23 @@ Problem<X> inputs_of(const Case& c) {
     return p;
 }
 
-// The largest absolute value and the largest norm of a head's row, in part `first` of `parts`.
+// The largest absolute value and the largest norm of a row in a tensor (…, HS).
 struct Largest {
     double value = 0, norm = 0;
-};
-template <class X>
-Largest largest(const std::vector<X>& x, const AttentionShape& s, int parts, int first) {
-    Largest m;
-    for (size_t row = 0; row < x.size() / s.HS; row++) {
-        if (static_cast<int>(row / s.NH % parts) != first) continue;
-        double sum = 0;
-        for (int d = 0; d < s.HS; d++) {
-            const double v = static_cast<float>(x[row * s.HS + d]);
-            m.value = std::max(m.value, std::fabs(v));
-            sum += v * v;
-        }
-        m.norm = std::max(m.norm, std::sqrt(sum));
+    Largest(const std::vector<double>& x, int HS) : value(max_abs(x)) {
+        for (size_t row = 0; row < x.size(); row += HS)
+            norm = std::max(norm, l2_norm({x.begin() + row, x.begin() + row + HS}));
     }
-    return m;
-}
+};
 
 // Errors that another good kernel may make though a lucky naive one does not. The fp32 rounding error of a dot product
 // a·b is about u|a||b|.
 template <class X>
 Errors tiny_errors(const Problem<X>& p) {
     const AttentionShape& s = p.c.shape;
-    const Largest q = largest(p.qkv, s, 3, 0), k = largest(p.qkv, s, 3, 1), v = largest(p.qkv, s, 3, 2);
-    const Largest d_o = largest(p.dout, s, 1, 0);
+    Result parts;
+    split(parts, as_double(p.qkv), s);
+    const Largest q(parts[Dq], s.HS), k(parts[Dk], s.HS), v(parts[Dv], s.HS), d_o(as_double(p.dout), s.HS);
     const double scale = s.resolved_scale(), dP = d_o.norm * v.norm, S = scale * q.norm * k.norm;
     constexpr double u = 0x1p-24;
     Errors tiny;
@@ -630,15 +624,13 @@ void check_blocks(const AttentionKernel<X>& kernel, const Case& c, const Cut& cu
     const Buffer<float> unrounded("o_fp32", std::vector<float>(got[Out].begin(), got[Out].end()));
     attention_round<X>(gpu(), out, unrounded, got[Out].size());
     const std::vector<X> rounded = out.host();
-    for (size_t i = 0; i < rounded.size(); i++)
-        CHECK(static_cast<float>(rounded[i]) == static_cast<float>(static_cast<X>(static_cast<float>(got[Out][i]))));
+    for (size_t i = 0; i < rounded.size(); i++) CHECK(float(rounded[i]) == float(X(float(got[Out][i]))));
 
     // Backward, with pairs of chunks in shuffled order, each with the global lse and D of its queries.
     const Buffer<float> D("D", heads * s.T);
     check_D(D, out, dout, s);
     copy_rows<float, float>(gpu(), partial.D, rows, D, s.T, s.T, heads);
-    for (int tensor : {Dk, Dv}) {
-        if (cut.prefill == 0.f) continue;
+    for (int tensor = Dk; tensor <= Dv && cut.prefill != 0.f; tensor++) {
         std::vector<float> start(partial.n_keys);
         for (float& x : start) x = cut.prefill * normal(rng);
         (tensor == Dk ? partial.dk : partial.dv).upload(start);
