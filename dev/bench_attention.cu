@@ -13,108 +13,48 @@
 //
 // Run: ./dev/bench_attention --help
 #include <cstdio>
-#include <cstdlib>
 #include <list>
 #include <map>
 #include <string>
 #include <vector>
 
-#include "attention/attention.h"
-#include "dev/bench.h"
-#include "dev/oracle.cuh"
-#include "run/options.h"
-
-struct Options {
-    std::string kernel = "all", shapes, dtype = "all", hs = "64", out;
-    int heads = 12;
-    bool no_causal = false, quick = false, json = false, help = false;
-};
-
-static Options parse(int argc, char** argv) {
-    Options o;
-    std::vector<Option> table = {
-        {"--kernel", "", Option::String, &o.kernel, "naive, naive_tf32, flash_fp32, … or all", ""},
-        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,… (default: by precision, 4x1024 to 2x16384)", ""},
-        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
-        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
-        {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key", ""},
-        {"--quick", "", Option::Flag, &o.quick, "skip the sustained protocol", ""},
-        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/attention.jsonl", ""},
-        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-    };
-    if (parse_options(argc, argv, table)) {
-        std::fputs(options_help("bench_attention", "Validates and times the attention kernels.", table).c_str(),
-                   stdout);
-        o.help = true;
-        return o;
-    }
-    if (!o.shapes.empty()) parse_shapes(o.shapes);
-
-    check_kernel_name(o.kernel);
-    return o;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The buffers of one run
+#include "dev/attention_bench.cuh"
 
 template <class X>
 struct Buffers {
-    size_t n, rows;  // elements of out, of lse
-    DeviceMemory memory[7];
-    X *qkv, *dout, *out, *att, *dqkv;
-    float* lse;
-    void* scratch;
+    Poisoned<X> qkv, dout;
+    KernelRun<X> run;
 
+    Buffers(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s)
+        : qkv(dev, 3 * elements(s)), dout(dev, elements(s)), run(dev, kernel, s) {
+        fill_normal(dev, +qkv, 3 * elements(s), 1);
+        fill_normal(dev, +dout, elements(s), 2);
+    }
+    void forward(const Cuda& dev) const { run.forward(dev, qkv); }
+    void backward(const Cuda& dev) const { run.backward(dev, qkv, dout); }
     static size_t elements(const AttentionShape& s) { return size_t(s.B) * s.T * s.NH * s.HS; }
     static size_t bytes(const AttentionKernel<X>& kernel, const AttentionShape& s) {
         return 8 * elements(s) * sizeof(X) + size_t(s.B) * s.NH * s.T * sizeof(float) + kernel.saved_bytes(s) +
                kernel.scratch_bytes(s);
     }
-
-    Buffers(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s)
-        : n(elements(s)), rows(size_t(s.B) * s.NH * s.T) {
-        int count = 0;
-        const auto poisoned = [&](size_t size) {
-            memory[count] = device_memory(dev, std::max<size_t>(size, 16));
-            CUDA_CHECK(cudaMemsetAsync(memory[count].get(), 0xFF, size, dev.stream));
-            return memory[count++].get();
-        };
-        qkv = static_cast<X*>(poisoned(3 * n * sizeof(X)));
-        dout = static_cast<X*>(poisoned(n * sizeof(X)));
-        out = static_cast<X*>(poisoned(n * sizeof(X)));
-        dqkv = static_cast<X*>(poisoned(3 * n * sizeof(X)));
-        lse = static_cast<float*>(poisoned(rows * sizeof(float)));
-        att = static_cast<X*>(poisoned(kernel.saved_bytes(s)));
-        scratch = poisoned(kernel.scratch_bytes(s));
-        fill_normal(dev, qkv, 3 * n, 1);
-        fill_normal(dev, dout, n, 2);
-    }
-    void forward(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s) const {
-        kernel.forward(dev, out, lse, att, scratch, qkv, s);
-    }
-    void backward(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s) const {
-        if (kernel.backward) kernel.backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
-    }
 };
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Validation
 
 // The largest relative L2 error among out, lse, dq, dk, dv against fp64. NaN if one of them is NaN.
 template <class X>
-double relative_error(const Cuda& dev, const Buffers<X>& run, const AttentionShape& s, bool has_backward) {
+double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
+    const KernelRun<X>& run = buffers.run;
+    const AttentionShape& s = run.s;
     Oracle oracle(dev, s.T, s.HS);
     Errors errors(dev, s);
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < s.NH; h++) {
-            gather(dev, oracle, run.qkv, run.dout, s, b, h);
+            gather<X>(dev, oracle, buffers.qkv, buffers.dout, s, b, h);
             oracle.run(s.causal, s.resolved_scale());
-            errors.add(oracle, run.out, run.lse, run.dqkv, b, h);
+            errors.add<X>(oracle, run.out, run.lse, run.dqkv, b, h);
         }
     errors.fetch();
     double worst = 0;
-    for (int tensor = 0; tensor < (has_backward ? kTensors : Dq); tensor++) keep_worst(worst, errors.l2(tensor));
+    for (int tensor = 0; tensor < (run.kernel.backward ? kTensors : Dq); tensor++) keep_worst(worst, errors.l2(tensor));
     return worst;
 }
 
@@ -125,30 +65,16 @@ struct Measured {
     Figures ms[2];  // forward, backward
 };
 
-static void print_head() {
-    std::printf("%-17s %-5s %-4s %4s %6s %3s %4s | %9s %6s %5s %6s | %9s %6s %5s %6s | error\n", "kernel", "dtype",
-                "pass", "B", "T", "NH", "HS", "cool ms", "TF/s", "%GEMM", "xnaive", "sust. ms", "TF/s", "%GEMM",
-                "xnaive");
-}
-
 static std::string cells(double ms, double rate, double gemm, double naive_ms) {
     if (std::isnan(ms)) return format("%9s %6s %5s %6s", "-", "-", "-", "-");
     const std::string speedup = std::isnan(naive_ms) ? "-" : format("%.2f", naive_ms / ms);
     return format("%9.4f %6.1f %5.1f %6s", ms, rate, 100 * rate / gemm, speedup.c_str());
 }
 
-// A kernel of the table, or naive with TF32 products.
-template <class X>
-struct Subject {
-    const char* name;
-    const AttentionKernel<X>* kernel;
-    bool tf32;
-};
-
 // False if the kernel gave a wrong result.
 template <class X>
-bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const Options& options,
-           const Figures& gemm, std::map<std::string, Measured>& naive_ms, Log& log) {
+bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, bool quick, const Figures& gemm,
+           std::map<std::string, Measured>& naive_ms, Log& log) {
     const AttentionKernel<X>& kernel = *subject.kernel;
     const char* dtype = name_of(dtype_of<X>());
     const std::string shape = format("%4d %6d %3d %4d", s.B, s.T, s.NH, s.HS);
@@ -175,15 +101,14 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     std::list<Buffers<X>> buffers;
     std::vector<const Buffers<X>*> runs;
     for (size_t i = 0; i < sets; i++) {
-        buffers.emplace_back(dev, kernel, s);
-        runs.push_back(&buffers.back());
-        runs[i]->forward(dev, kernel, s);
-        runs[i]->backward(dev, kernel, s);
+        runs.push_back(&buffers.emplace_back(dev, kernel, s));
+        runs[i]->forward(dev);
+        runs[i]->backward(dev);
     }
 
     // naive in bf16 stores S, P, dP and dS in bf16 and is off by 4e-3. TF32 has 10 bits and is off by 1e-3. fp32 is off
     // by 3e-6 at T = 16384.
-    const double error = relative_error(dev, *runs[0], s, kernel.backward);
+    const double error = relative_error(dev, *runs[0]);
     const double limit = std::is_same_v<X, bf16> ? 1e-2 : subject.tf32 ? 5e-3 : 1e-5;
     if (!(error <= limit)) {
         std::printf("%-17s %-5s %-4s %s | WRONG: relative L2 error %.2g > %.2g, not timed\n", subject.name, dtype, "",
@@ -193,13 +118,13 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
 
     Measured measured;
     measured.ms[0] = measure_ms(
-        dev, [&](int i) { runs[i % sets]->forward(dev, kernel, s); }, options.quick);
+        dev, [&](int i) { runs[i % sets]->forward(dev); }, quick);
     if (kernel.backward)
         measured.ms[1] = measure_ms(
-            dev, [&](int i) { runs[i % sets]->backward(dev, kernel, s); }, options.quick);
+            dev, [&](int i) { runs[i % sets]->backward(dev); }, quick);
     else
         std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
-    if (!kernel.flash && !subject.tf32) naive_ms[shape] = measured;
+    if (subject.is_naive()) naive_ms[shape] = measured;
     const auto naive = naive_ms.find(shape);
     const double forward_flops = 4. * s.B * s.NH * s.T * s.T * s.HS * (s.causal ? 0.5 : 1.);
     for (int pass = 0; pass < (kernel.backward ? 2 : 1); pass++) {
@@ -221,19 +146,11 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
 
 // Returns how many kernels were wrong.
 template <class X>
-int bench_all(Cuda& dev, const Options& options, const std::string& default_shapes, Log& log) {
-    const char* dtype = name_of(dtype_of<X>());
-    if (options.dtype != "all" && options.dtype != dtype) return 0;
+int bench_all(Cuda& dev, const AttentionOptions& options, const std::string& default_shapes, Log& log) {
+    if (!options.has<X>()) return 0;
     std::vector<Subject<X>> subjects;
-    const auto consider = [&](const char* name, const AttentionKernel<X>& kernel, bool tf32) {
-        if (kernel.runs_on(dev) && (options.kernel == "all" || options.kernel == name))
-            subjects.push_back({name, &kernel, tf32});
-    };
-    const AttentionKernels<X> all = attention_kernels<X>();
-    for (const AttentionKernel<X>* kernel = all.begin; kernel != all.begin + all.count; kernel++) {
-        consider(kernel->name, *kernel, false);
-        if (!kernel->flash && std::is_same_v<X, float>) consider(kNaiveTf32, *kernel, true);
-    }
+    for (const Subject<X>& subject : subjects_on<X>(dev))
+        if (options.kernel == "all" || options.kernel == subject.name) subjects.push_back(subject);
     if (subjects.empty()) return 0;
 
     Figures gemm[2];  // without TF32, with it
@@ -242,37 +159,35 @@ int bench_all(Cuda& dev, const Options& options, const std::string& default_shap
         if (!std::isnan(rate.cool)) continue;
         dev.tf32 = subject.tf32;
         rate = gemm_tflops<X>(dev, options.quick);
-        std::printf("\n%s GEMM: %.0f TFLOP/s cool", subject.tf32 ? "tf32" : dtype, rate.cool);
+        std::printf("\n%s GEMM: %.0f TFLOP/s cool", subject.tf32 ? "tf32" : name_of(dtype_of<X>()), rate.cool);
         if (!options.quick) std::printf(", %.0f sustained", rate.sustained);
     }
-    std::printf("\n");
-    print_head();
+    std::printf("\n%-17s %-5s %-4s %4s %6s %3s %4s | %9s %6s %5s %6s | %9s %6s %5s %6s | error\n", "kernel", "dtype",
+                "pass", "B", "T", "NH", "HS", "cool ms", "TF/s", "%GEMM", "xnaive", "sust. ms", "TF/s", "%GEMM",
+                "xnaive");
     int wrong = 0;
     std::map<std::string, Measured> naive_ms;
     for (const auto& [B, T] : parse_shapes(options.shapes.empty() ? default_shapes : options.shapes))
         for (const Subject<X>& subject : subjects) {
-            const AttentionShape shape{B, T, options.heads, std::atoi(options.hs.c_str()), !options.no_causal};
             dev.tf32 = subject.tf32;
-            wrong += !bench(dev, subject, shape, options, gemm[subject.tf32], naive_ms, log);
+            wrong += !bench(dev, subject, options.shape(B, T), options.quick, gemm[subject.tf32], naive_ms, log);
         }
     return wrong;
 }
 
-static int run(const Options& options) {
-    std::string why;
-    if (Cuda::count(&why) == 0) throw Error("bench_attention needs a GPU: " + why);
-    Cuda dev;
-    Log log = results_log(dev, "attention", options.out, options.json);
-    std::printf("%s, %s\n", dev.name.c_str(), options.no_causal ? "not causal" : "causal");
-    int wrong = bench_all<float>(dev, options, "4x1024,32x1024,4x4096,2x16384", log);
-    wrong += bench_all<bf16>(dev, options, "4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384", log);
-    if (wrong) std::fprintf(stderr, "bench_attention: %d wrong results\n", wrong);
-    return wrong ? 1 : 0;
-}
-
 int main(int argc, char** argv) {
-    return run_program("bench_attention", [&] {
-        const Options options = parse(argc, argv);
-        return options.help ? 0 : run(options);
+    AttentionOptions options;
+    const AttentionProgram program{"bench_attention",
+                                   "Validates and times the attention kernels.",
+                                   "attention",
+                                   "naive, naive_tf32, flash_fp32, … or all",
+                                   "by precision, 4x1024 to 2x16384",
+                                   "skip the sustained protocol"};
+    return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {
+        std::printf("%s, %s\n", dev.name.c_str(), options.no_causal ? "not causal" : "causal");
+        int wrong = bench_all<float>(dev, options, "4x1024,32x1024,4x4096,2x16384", log);
+        wrong += bench_all<bf16>(dev, options, "4x1024,32x1024,64x1024,4x2048,4x4096,4x8192,2x16384", log);
+        if (wrong) std::fprintf(stderr, "bench_attention: %d wrong results\n", wrong);
+        return wrong ? 1 : 0;
     });
 }

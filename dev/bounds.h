@@ -68,7 +68,7 @@ double roundoff(const ErrorBound& k, int tensor, double naive_max, double larges
 
 // bf16's lse has its own rule, because naive's comes from an S rounded to bf16 and flash's never leaves fp32. The bound
 // is 8 times the largest error of a bf16 flash kernel on test_attention's accuracy cases, in units of max(1, |lse|).
-// That error is 2.63e-7 on an H100, for both kernels. ACCURACY=1 makes test_attention print it.
+// That error is 2.63e-7 on an H100, for both kernels. ACCURACY=1 makes test_attention print its share of the bound.
 constexpr double kBf16LseError = 2.63e-7;
 inline double bf16_lse_bound(double largest) {
     return 8 * kBf16LseError * std::max(1., largest);
