@@ -137,14 +137,14 @@ struct Settings {
     bool shuffle = true, overfit = false;
     std::vector<Option> table() {
         return {{"--batch", "-b", Option::Int, &batch, "sequences a batch", "1..1024", "Data"},
-                {"--data", "-i", Option::String, &data, "training data: file or pattern", "", "Data"},
-                {"--shuffle", "", Option::Flag, &shuffle, "shuffle windows", "", "Data"},
-                {"--overfit", "-a", Option::Flag, &overfit, "train on one batch", "", "Data"},
+                {"--data", "-i", Option::String, &data, "training data: file or pattern", ""},
+                {"--shuffle", "", Option::Flag, &shuffle, "shuffle windows", ""},
+                {"--overfit", "-a", Option::Flag, &overfit, "train on one batch", ""},
                 {"--learning-rate", "-l", Option::Float, &lr, "peak learning rate", "0..1", "Optimizer"},
-                {"--weight-decay", "-c", Option::Float, &decay, "weight decay", "0..", "Optimizer"},
+                {"--weight-decay", "-c", Option::Float, &decay, "weight decay", "0.."},
                 {"--device", "", Option::Choice, &device, "where to run", "cuda|cpu", "Run"},
-                {"--keep", "-nk", Option::Int, &keep, "checkpoints to keep", "0..", "Run"},
-                {"--any", "-n", Option::Int, &any, "any integer", "", "Run"}};
+                {"--keep", "-nk", Option::Int, &keep, "checkpoints to keep", "0.."},
+                {"--any", "-n", Option::Int, &any, "any integer", ""}};
     }
     bool parse(std::vector<const char*> arguments) {
         arguments.insert(arguments.begin(), "program");

@@ -108,7 +108,9 @@ def test_options_of_measuring_programs_exist():
         at = 0 if words[0] != "ncu" else next(i for i, word in enumerate(words) if word.startswith("./"))
         program, *given = words[at:]
         if re.match(r"\./dev/(bench_|accuracy|study_)", program):
-            known = re.findall(r'\{"(--[a-z0-9-]+)", "', (ROOT / f"{program}.cu").read_text())
+            source = (ROOT / f"{program}.cu").read_text()
+            headers = [(ROOT / header).read_text() for header in re.findall(r'#include "(dev/.*)"', source)]
+            known = re.findall(r'\{"(--[a-z0-9-]+)", "', "".join([source, *headers]))
             used = {word for word in given if word.startswith("--")}
             assert used <= set(known), f"{words}: no {used - set(known)}"
             compared += len(used)

@@ -11,7 +11,7 @@ struct Option {
     void* value;  // int*, float*, std::string*, std::string* (Choice), bool*
     const char* help;
     const char* range = "";  // Int/Float: "1..1024", "0.." or ""; Choice: "bf16|fp32"
-    const char* group = "";  // heading above it in --help
+    const char* group = "";  // heading above it in --help, which those after it share
 };
 
 // Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws UsageError that names
