@@ -322,7 +322,7 @@ Errors tiny_errors(const Problem<X>& p) {
 
 // Each case is computed once, because the fp64 result is most of this program's time.
 template <class X>
-const Problem<X>& problem(const Case& c) {
+const Problem<X>& problem(Case c) {  // by value, because g++ 13 takes a reference for one into the argument
     static std::map<std::string, Problem<X>> cache;
     const auto found = cache.find(c.text());
     if (found != cache.end()) return found->second;

@@ -257,12 +257,14 @@ TEST(device) {
 TEST(another_stream_is_noticed) {
     const Tensor<float> from({1.0, 2.0}), to({3.0, 4.0});
     for (const bool other : {true, false}) {
-        const Cuda& dev = Late();
+        const Late late;
+        const Cuda& dev = late;
         CUDA_CHECK(cudaMemcpyAsync(to, from, 2 * sizeof(float), cudaMemcpyDeviceToDevice, other ? 0 : dev.stream));
         CHECK(same_bits(to.values(), other ? Values{3.0, 4.0} : Values{1.0, 2.0}));
         CHECK(same_bits(from.values(), {1.0, 2.0}));
     }
-    const Cuda& dev = Late();  // work that reads too early sees NaN
+    const Late late;
+    const Cuda& dev = late;  // work that reads too early sees NaN
     float early[2];
     CUDA_CHECK(cudaMemcpy(early, from, sizeof early, cudaMemcpyDeviceToHost));
     CHECK(std::isnan(early[0]) && std::isnan(early[1]));
