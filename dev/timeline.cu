@@ -1,8 +1,8 @@
 // Who waits for what, and when, in one block of flash_bf16_sm90: the picture of its pipeline, measured.
 //
 // The kernels are compiled once more with clock stamps at each wait (dev/timeline.cuh). The trainer has none. What lies
-// between two waits of a warp is work. Each wait is named by what its line of the kernel's file waits for: a barrier, or
-// the registers that a product writes. attention/README.md shows the picture.
+// between two waits of a warp is work. A wait has the name of what its line of the kernel's file waits for. That is a
+// barrier, or the registers that a product writes.
 //
 // Run: ./dev/timeline --help
 #include <algorithm>
