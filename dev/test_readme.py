@@ -126,10 +126,11 @@ def test_files_that_are_linked_exist():
 
 def test_pictures_of_the_tutorial():
     """They are what their script draws. Each stands in the text, with words for those who cannot see it."""
-    done = run(["python3", "scripts/pictures.py", "--check"])
+    done = run("python3", "scripts/pictures.py", "--check")
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"!\[([^]]*)\]\(pictures/([^)]+)\)", texts()["./attention/README.md"])
-    assert sorted(name for _, name in found) == sorted(os.listdir(os.path.join(ROOT, "attention", "pictures"))), found
+    text = (ROOT / "attention" / "README.md").read_text()
+    found = re.findall(r"!\[([^]]*)\]\(\.\./dev/results/pictures/([^)]+)\)", text)
+    assert {name for _, name in found} == {path.name for path in (ROOT / "dev/results/pictures").iterdir()}, found
     for alt, name in found:
         assert len(alt) >= 30, f"{name}: {alt}"
 

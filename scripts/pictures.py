@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the pictures of attention/README.md, attention/pictures/*.svg. Sizes and orders are those of the kernels.
+"""Draws the pictures of attention/README.md, dev/results/pictures/*.svg. Sizes and orders are those of the kernels.
 
     python3 scripts/pictures.py            writes them all
     python3 scripts/pictures.py --check    exit code 1 if one is not what it would write
@@ -315,7 +315,7 @@ def main():
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a picture is out of date")
     check, stale = arg.parse_args().check, []
     for draw in (causal, online, fragments, swizzle, descriptor, products, turns, roles):
-        path, picture = ROOT / "attention" / "pictures" / f"{draw.__name__}.svg", Picture()
+        path, picture = ROOT / "dev" / "results" / "pictures" / f"{draw.__name__}.svg", Picture()
         draw(picture)
         svg = picture.svg(draw.__doc__)
         if not check:
