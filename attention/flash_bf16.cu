@@ -239,12 +239,14 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
                 }
         }
         softmax.raise_m(p.scale_log2, s, o);
+        // [quote]
         for (int kk = 0; kk < Bc / 16; kk++) {  // a k-step's MMAs of P·V run beside the next one's exponentials
             softmax.exponentials(p.scale_log2, s, kk);
             uint32_t a[M][4];
             to_a(a, s, kk);
             mma_ab<HS>(o, a, v_tile, 16 * kk);
         }
+        // [end]
     };
 
     for (int j = k_tiles - 1; j >= 0; j--) {
@@ -329,7 +331,7 @@ __device__ __forceinline__ void make_lse_D(const BackwardArgs& args, const Work&
         lse_D.y = lse_D_smem[row].y;
         __syncwarp();
     }
-    lse_D.x = lse_D.x == -INFINITY ? INFINITY : lse_D.x * static_cast<float>(M_LOG2E);
+    lse_D.x = lse_D.x == -INFINITY ? INFINITY : lse_D.x * kLog2e;
     lse_D_smem[row] = lse_D;
     if (t < p.Tq) args.lse_D[at] = lse_D;
     __syncwarp();

@@ -335,6 +335,7 @@ struct Consumer {
         } else {
             wgmma_wait<0>(s);
             for (float& x : l_tile[0]) x = 0.f;
+            // [quote]
             const float m_log2[2] = {m[0] * p.scale_log2, m[1] * p.scale_log2};
             multiply_pv<Keys>(previous, [&](int kk) {
                 constexpr int N = 2 * Bc / Keys;  // of 8 columns
@@ -344,6 +345,7 @@ struct Consumer {
             wgmma_hold(l_tile);
             // A row outgrew m, or m is still −∞, for then every exponent is +∞; true for NaN.
             out_of_range = __any_sync(~0u, !(l_tile[0][0] + l_tile[0][1] + l_tile[0][2] + l_tile[0][3] <= 0x1p60f));
+            // [end]
         }
         // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past the wait
         // below: they are to run beside O += P V.

@@ -89,7 +89,7 @@ __global__ __launch_bounds__(1024) void prepare_kernel(const __grid_constant__ I
     if (lane > 0) return;
     const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
     const bool exists = t >= 0 && t < args.Tq - args.before;
-    if (exists && in.lse[at] != -INFINITY) lse = in.lse[at] * static_cast<float>(M_LOG2E);
+    if (exists && in.lse[at] != -INFINITY) lse = in.lse[at] * kLog2e;
     if (in.D || !exists) D = exists ? in.D[at] : 0.f;
     float* lse_D = args.lse_D + (static_cast<size_t>(bh) * args.q_tiles + tile) * 2 * Br + row;
     lse_D[0] = lse, lse_D[Br] = D;
@@ -422,6 +422,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
                 stmatrix_x4((ds_block ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128, ds[kk]);
             fence_proxy_async();
             mbarrier_arrive(control.ds_full(n));
+            // [quote]
             wgmma_wait<0>(dv);
             clear(s);
             clear(dq);
@@ -434,6 +435,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             wgmma_commit();
 
             wgmma_wait<1>(dk, dq);  // the next Sᵀ runs on
+            // [end]
             mbarrier_arrive(control.q_empty(n));
             if (n > first) {
                 mbarrier_arrive(control.ds_empty(n - 1));

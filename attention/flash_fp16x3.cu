@@ -81,7 +81,6 @@ struct DkdvTiles {
 // Forward
 
 constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
-constexpr float kLog2e = static_cast<float>(M_LOG2E);
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 
 struct ForwardArgs {

@@ -28,7 +28,7 @@
 #include "attention/launch.h"
 #include "attention/merge.cuh"
 #include "attention/partial.h"
-#include "layers/gpu/ptx_sm80.cuh"  // exp2_approx
+#include "layers/gpu/ptx_sm80.cuh"  // exp2_approx, kLog2e
 
 namespace {
 
@@ -37,7 +37,6 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;  // a warp for each scheduler of an SM
 constexpr int kLaneRows = 4, kLaneCols = 8;        // a warp's lanes as a grid
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kTerms = 16;  // terms of a dot product that are summed in one go, as in attention_D
 
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one computes while the other
@@ -149,6 +148,7 @@ __device__ void matmul_nt(float (&acc)[M][N], const float* a, int a_row, const f
 }
 
 // acc += A B over K columns of A, rows of B.
+// [quote]
 template <int K, int M, int N>
 __device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const float* b, int b_row) {
 #pragma unroll 1  // more would spill on sm_80
@@ -163,6 +163,7 @@ __device__ void matmul_nn(float (&acc)[M][N], const float* a, int a_row, const f
         }
     }
 }
+// [end]
 
 // acc += Aᵀ B over K rows.
 template <int K, int M, int N>
@@ -555,8 +556,7 @@ bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
     if (kSmem > dev.block_smem) return false;
     const auto kernel = args.lse_rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
-    const dim3 grid(B * args.NH, ceil_div(args.Tq, Tile::Br));
-    kernel<<<grid, kThreads, kSmem, dev.stream>>>(args);
+    kernel<<<dim3(B * args.NH, ceil_div(args.Tq, Tile::Br)), kThreads, kSmem, dev.stream>>>(args);
     LAUNCH_CHECK("flash_fp32 forward_kernel or lse_rest_kernel");
     return true;
 }

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Args args) {
 
         // O += P V. Two tiles of the accumulator of S, 16×8 each, are one A operand of 16×16. V's rows are the rows of
         // a B operand, so ldmatrix transposes: keys kk … kk+7 and kk+8 … kk+15 of columns n … n+7, then of n+8 … n+15.
+        // [quote]
         for (int kk = 0; kk < Bc; kk += 16) {
             const float(&left)[4] = s[kk / 8], (&right)[4] = s[kk / 8 + 1];
             const uint32_t p_regs[4] = {pack_bf16(left[0], left[1]), pack_bf16(left[2], left[3]),
@@ -143,6 +144,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Args args) {
                 mma_m16n8k16_bf16(o[n / 8 + 1], p_regs, b_regs[2], b_regs[3]);
             }
         }
+        // [end]
     }
 
     for (int r = 0; r < 2; r++) {

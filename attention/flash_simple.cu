@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(Args args) {
         load_tile<HS>(k_smem, k, 3 * w.C, kv0, args.T);
         load_tile<HS>(v_smem, v, 3 * w.C, kv0, args.T);
         __syncthreads();  // the tile is there
+        // [quote]
         float s[Bc], m_new = m, l_tile = 0.f;
         dot_rows<HS>(s, q_smem[threadIdx.x], k_smem[w.line]);
         for (int j = 0; j < Bc; j++) {
@@ -127,6 +128,7 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(Args args) {
         for (float& x : o) x *= correction;
         l = l * correction + l_tile, m = m_new;
         add_rows<HS>(o, s, v_smem[w.line]);
+        // [end]
     }
     if (w.row >= args.T) return;
     args.lse[w.stat + w.row] = m + logf(static_cast<float>(l));

@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     const int kv_end = args.causal ? min(args.T, q0 + Br) : args.T, tiles = (kv_end + Bc - 1) / Bc;
     for (int j = 0; j < tiles; j++) {
         const int kv0 = j * Bc;
+        // [quote]
         // S = Q Kᵀ
         mbarrier_wait(k_full, parity(j));
         wgmma_hold(s);
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(kThreads)
         wgmma_hold(s);
         __syncthreads();  // all warps are done with K, because wgmma_wait covers only this one
         if (leader && j + 1 < tiles) load_tile<Bc, HS>(k_smem, k_map, k_full, kv0 + Bc, h, b);
+        // [end]
 
         if (kv0 + Bc > args.T || (args.causal && kv0 + Bc > q0)) {  // the last keys, and the diagonal
             for (int n = 0; n < Bc / 8; n++)

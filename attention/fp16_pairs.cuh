@@ -182,6 +182,7 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
         float c[M][Slice][4] = {};
         uint32_t b_hi[K / 16][Slice / 2][4], b[4];
+        // [quote]
         for (int kk = 0; kk < K / 16; kk++)
             for (int n = 0; n < Slice; n += 2) {
                 ldmatrix_x4_trans(b_hi[kk][n / 2], block16<HS>(tile, 16 * kk, 8 * (n0 + n)));
@@ -191,6 +192,7 @@ __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const
             }
         for (int kk = 0; kk < K / 16; kk++)
             for (int n = 0; n < Slice; n += 2) mma(c, n, hi[kk], b_hi[kk][n / 2]);
+        // [end]
         for (int m = 0; m < M; m++)
             for (int n = 0; n < Slice; n++)
                 for (int e = 0; e < 4; e++) sum[m][n0 + n][e] = fmaf(c[m][n][e], unit, sum[m][n0 + n][e]);

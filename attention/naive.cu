@@ -229,6 +229,7 @@ void forward(const Cuda& dev, X* out, float* lse, X* att, void* scratch, const X
                                kCount};
     const Products<X> products(dev, pointers_in<X>(scratch, s), operands, s);
 
+    // [quote]
     products.multiply(P, s.resolved_scale(), Q, false, K, true, s.T, s.T, s.HS);
     for_rows<X>(s, [&](auto threads, auto causal, unsigned blocks) {
         softmax_forward_kernel<X, threads, causal>
@@ -236,6 +237,7 @@ void forward(const Cuda& dev, X* out, float* lse, X* att, void* scratch, const X
         LAUNCH_CHECK("softmax_forward_kernel");
     });
     products.multiply(Out, 1.f, P, false, V, false, s.T, s.HS, s.T);
+    // [end]
 }
 
 template <class X>

@@ -653,8 +653,18 @@ def test_tables_of_bad_rows(tmp):
         path = written(tmp / "dev" / "results" / "A" / "train.jsonl", jsonl([train_row()]) + bad)
         script("readme_tables.py", "--root", tmp, code=1, says=[f"{path}:2: "])
     written(path, "")
-    written(tmp / "README.md", "<!-- table: nonsense -->\n<!-- end -->\n\n<!-- end -->\n")
-    script("readme_tables.py", "--root", tmp, code=1, says=["nonsense", "attention bf16"])
+    for name, says in ("nonsense", "nonsense"), ("quote no.cu", "attention/no.cu: no lines between // [quote]"):
+        written(tmp / "README.md", f"<!-- table: {name} -->\n<!-- end -->\n\n<!-- end -->\n")
+        script("readme_tables.py", "--root", tmp, code=1, says=[says])
+
+
+def test_quotes(tmp):
+    """The lines between a kernel's markers, moved to the left."""
+    written(tmp / "attention" / "k.cu", "a\n    // [quote]\n    for (;;)\n        b;\n    // [end]\nc\n")
+    readme = written(tmp / "README.md", "<!-- table: quote k.cu -->\nold\n<!-- end -->\n")
+    script("readme_tables.py", "--root", tmp, "--check", code=1, says=["README.md"])
+    script("readme_tables.py", "--root", tmp)
+    assert "-->\n```cpp\nfor (;;)\n    b;\n```\n<!--" in readme.read_text()
 
 
 def test_tables_are_those_of_dev_results():

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 // m and l of the columns that one of `threads` threads sees. m and the exponents are in units of log 2, so that an
 // exponential is one fma and one ex2. m is rounded, but every exponent and the loss use the same rounded number, so the

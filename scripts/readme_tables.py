@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the tables and plots of every README from dev/results, between their markers:
+"""Writes the tables and plots of every README from dev/results, and what it quotes of kernels, between markers:
 
     <!-- table: attention bf16 --> … <!-- end -->        also: see TABLES
+    <!-- table: quote flash_simple.cu --> … <!-- end -->     attention/'s file, from // [quote] to // [end]
 
     python3 scripts/readme_tables.py            rewrites both
     python3 scripts/readme_tables.py --check    exit code 1 if they are not what it would write
@@ -97,6 +98,31 @@ def attention(rows):
     same, varying = shared(rows, ["NH", "HS"])
     title = f"Attention, {rows[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
     return table(title, rows, *crossed(rows, ["B, T", *varying, "pass"], "kernel", kernels, cell))
+
+
+def ladder(rows):
+    """A line for each rung: its size, and how fast it is beside the GEMM rate and the best library's kernel."""
+    rows = matching(rows, HS=64, B=4, T=4096)
+    lines = []
+    for name, (dtype, new) in RUNGS.items():
+        files = [ROOT / "attention" / f"{name}{half}.cu" for half in ("", "_backward")]
+        cells = [f"[{name}]({files[0].name})", new, sum(len(f.read_text().splitlines()) for f in files if f.exists())]
+        bar = ""
+        for passed in "fwd", "bwd":
+            alike = {r["kernel"]: r for r in matching(rows, dtype=dtype, **{"pass": passed})}
+            if name not in alike or not alike[name].get("tflops"):
+                cells.append("–")
+                continue
+            rate, gemm = alike[name]["tflops"], alike[name]["gemm_tflops"]
+            best = max((r["tflops"] or 0 for kernel, r in alike.items() if not kernel.startswith(("naive", "flash"))),
+                       default=0)
+            of_best = f", {rate / best:.0%}" if best else ""
+            cells.append(f"{rate:.0f}: {rate / gemm:.0%}{of_best}")
+            bar = bar or "█" * round(20 * min(1, rate / gemm))
+        lines.append(" | ".join(map(str, [*cells, bar])))
+    title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal. Behind TFLOP/s stands the share of the GEMM rate in
+        that precision, which the bar shows for forward, and the share of the fastest library's kernel"""
+    return table(title, rows, "rung | new | lines | forward | backward | ", lines)
 
 
 def accuracy(rows):
@@ -306,11 +332,22 @@ def default_run(rows):
     return "\n\n".join(parts)
 
 
+RUNGS = {
+    "naive": ("fp32", "the formula, by cuBLAS"),
+    "flash_simple": ("fp32", "S and P stay on the SM"),
+    "flash_fp32": ("fp32", "a thread owns a piece of a tile"),
+    "flash_fp16x3": ("fp32", "an fp32 is two fp16, for tensor cores"),
+    "flash_mma": ("bf16", "mma.sync and fragments"),
+    "flash_bf16": ("bf16", "copies and exponentials beside products"),
+    "flash_wgmma": ("bf16", "wgmma and TMA"),
+    "flash_bf16_sm90": ("bf16", "roles; a deterministic backward"),
+}
 # What stands between the markers: the text made of a GPU's rows, their file, what read_rows() is asked for, and the
 # part of scripts/measure.sh that measures them.
 TABLES = {
     "attention bf16": (attention, "attention", {"dtype": "bf16", "causal": True}, "bf16"),
     "attention fp32": (attention, "attention", {"dtype": "fp32", "causal": True}, "fp32"),
+    "ladder": (ladder, "attention", {"apart": ["dtype"], "causal": True}, "bf16"),
     "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
     "losses": (losses, "losses", {"apart": LOSSES}, "losses"),
     "train": (train, "train", {"apart": TRAIN}, "train"),
@@ -339,6 +376,13 @@ def make(name, document, root):
     elif plot != name and plot in PLOTS:
         part, paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
         texts = [f"![{plot}]({os.path.relpath(path, document.parent)})" for path in paths]
+    elif plot.startswith("quote "):
+        path = root / "attention" / plot.removeprefix("quote ")
+        found = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text() if path.exists() else "",
+                          flags=re.S | re.M)
+        if not found:
+            fail(f"{path.relative_to(root)}: no lines between // [quote] and // [end]")
+        return f"```cpp\n{textwrap.dedent(found[1])}```"
     else:
         known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
         fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
