@@ -235,7 +235,8 @@ double rate(const Options& o, int step) {
     const double low = o.lr * o.final_lr;
     if (o.schedule == "cosine") return low + (o.lr - low) * std::pow(std::cos(M_PI / 2 * x), 2);
     if (o.schedule == "linear") return low * x + o.lr * (1 - x);
-    if (o.schedule == "wsd") return x < 0.8 ? o.lr : low + (o.lr - low) * 5 * (1 - x);
+    // llm.c's wsd falls from step 19 of 24 on, because 19 is the whole part of 0.8·24.
+    if (o.schedule == "wsd" && step > 19) return low + (o.lr - low) * (1 - std::sqrt((step - 19) / 5.0));
     return o.lr;
 }
 

@@ -50,7 +50,8 @@ std::vector<Option> Options::table() {
         {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
         {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
-        {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
+        {"--schedule", "-k", O::Choice, &schedule,
+         "after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt, as in llm.c",
          "cosine|linear|constant|wsd"},
         {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0.."},
         {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
@@ -82,17 +83,19 @@ std::vector<Option> Options::table() {
 }
 
 // Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
-// step.
+// step. The curve of wsd is llm.c's, which gets there one step later.
 double Options::learning_rate(int step) const {
     if (step < warmup) return lr * (step + 1.0) / warmup;
-    const double left = max_steps - warmup, at = left > 1 ? (step - warmup) / (left - 1) : 0;  // 0..1
+    const bool wsd = schedule == "wsd";
+    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup, end = wsd ? max_steps : max_steps - 1;
+    const double at = std::clamp((step - start) / std::max<double>(end - start, 1), 0.0, 1.0);  // 0 before it falls
     double factor = 1;
     if (schedule == "cosine")
-        factor = 0.5 * (1 + std::cos(M_PI * std::min(at, 1.0)));
+        factor = 0.5 * (1 + std::cos(M_PI * at));
     else if (schedule == "linear")
-        factor = 1 - std::min(at, 1.0);
-    else if (schedule == "wsd")
-        factor = at < 0.8 ? 1 : std::max(0.0, (1 - at) / 0.2);
+        factor = 1 - at;
+    else if (wsd)
+        factor = 1 - std::sqrt(at);
     return lr * (final_lr + (1 - final_lr) * factor);
 }
 
