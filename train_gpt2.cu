@@ -704,8 +704,8 @@ int main(int argc, char** argv) {
             std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
             return 0;
         }
-        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep))
-            throw UsageError("--resume, --checkpoint-every and --keep need a directory: give it with -o");
+        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
+            throw UsageError("--resume, --checkpoint-every, --keep and --keep-every need a directory: give it with -o");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         const Place place = place_from_environment();

@@ -72,6 +72,8 @@ std::vector<Option> Options::table() {
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
          "steps between checkpoints; 0: only at the end and when interrupted", "0.."},
         {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; 0: all", "0.."},
+        {"--keep-every", "-nm", O::Int, &keep_every,
+         "with --keep, never remove checkpoints of every so many steps; 0: do", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
         {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file, to print samples of BPE models"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
