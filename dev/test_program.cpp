@@ -221,6 +221,21 @@ TEST(other_errors_exit_with_1) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
+// What llm.c's trainer leaves in its directory.
+TEST(an_llm_c_directory_is_left_alone) {
+    const std::string out = dir() + "/llm_c", state(1024, '\0');
+    std::filesystem::create_directory(out);
+    for (const char* step : {"00000010", "00000020"}) {
+        write_file(out + "/DONE_" + step, "");
+        write_file(out + "/state_" + step + "_00000.bin", bytes_of(std::vector<int>{20240527, 1}) + state);
+        std::filesystem::copy_file(model(), out + "/model_" + step + ".bin");
+    }
+    for (const char* resume : {"-y 1", "-y 0"})
+        check_commands({{1, tiny() + "-x 1 -o " + out + " " + resume, "-e " + model_path(out, 20)}});
+    CHECK(!exists(out + "/log.jsonl") && newest_checkpoint(out) == -1);
+    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "/ours -e " + model_path(out, 20)), 0, "checkpoint");
+}
+
 TEST(a_sample_needs_only_its_own_positions) {
     const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model(), text = run(greedy).out;
     CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);

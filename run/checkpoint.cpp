@@ -333,6 +333,18 @@ int newest_checkpoint(const std::string& dir) {
     return newest;
 }
 
+int newest_llm_c_checkpoint(const std::string& dir) {
+    static const std::regex pattern("(DONE|state)_([0-9]{8})(_[0-9]{5}[.]bin)?");
+    int newest = -1;
+    std::error_code no_directory;
+    for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
+        const std::string name = entry.path().filename();
+        std::smatch part;
+        if (std::regex_match(name, part, pattern)) newest = std::max(newest, std::stoi(part[2]));
+    }
+    return newest;
+}
+
 void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     std::vector<int> steps;
     for (const CheckpointFile& f : list_checkpoints(dir)) {

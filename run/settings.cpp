@@ -142,6 +142,11 @@ void prepare_output_dir(const Options& o) {
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     const int old = newest_checkpoint(o.output_dir);
+    if (const int theirs = newest_llm_c_checkpoint(o.output_dir); old < 0 && theirs >= 0)
+        throw Error(
+            format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
+                   "for its weights",
+                   o.output_dir.c_str(), theirs, model_path(o.output_dir, theirs).c_str()));
     const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
     struct stat log;
     if (!o.resume && (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))

@@ -38,7 +38,7 @@ struct Options {
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
 
-// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed.
+// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed, and one of llm.c's.
 void prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.
