@@ -113,7 +113,7 @@ TEST(every_option_sets_what_it_names) {
         {"--max-norm", "", " X", "(0..; default 1)", "0.61", "0.62", "0.63"},
         {"--seed", "", " N", "(0..; default 1)", "71", "72", "2147483647"},
         {"--val-every", "-v", " N", "(-1..; default -1)", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "(0..; default 0)", "7", "8", "9"},
+        {"--val-batches", "-m", " N", "(-1..; default 0)", "7", "8", "9"},
         {"--hellaswag", "", " TEXT", "", "", "", ""},
         {"--eval-only", "", "", "", "0", "", "0"},
         {"--sample-every", "-s", " N", "(-1..; default -1)", "91", "92", "93"},
