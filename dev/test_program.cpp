@@ -95,7 +95,7 @@ TEST(every_option_sets_what_it_names) {
         {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
         {"--no-tf32", "", "", "", "0", "1", "0"},
         {"--gpus", "", " N", "(0..1024; default 0)", "1", "0", "0"},
-        {"--zero", "", " N", "(-1..1; default -1)", "0", "1", "0"},
+        {"--zero", "-z", " N", "(-1..1; default -1)", "0", "1", "0"},
         {"--overlap", "", " N", "(-1..1; default -1)", "0", "0", "1"},
         {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
         {"--batch", "-b", " N", "(0..65536; default 0)", "3", "4", "5"},
@@ -167,6 +167,22 @@ TEST(every_option_sets_what_it_names) {
 
 // dev/test_data has the other errors of parsing, and --help above has each option's range.
 TEST(usage_errors_exit_with_2) {
+    const char* ranks = " is an option of llm.c, not of this program: use --gpus";
+    for (const char* option : {"-pn 8", "-pr 0", "-pg 8", "-pi mpi", "-pm mpi", "-ps 10.0.0.1", "-pf /tmp", "-pp /tmp"})
+        check_commands({{2, tiny() + option, "train_gpt2cu: " + std::string(option, 3) + ranks}});
+    check_commands({
+        {0, "-h", "usage: train_gpt2cu"},
+        {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: use --hellaswag FILE"},
+        {2, "-e d12 -h 0 -b 64", "--hellaswag FILE"},
+        {2, "-f 0", "train_gpt2cu: -f is an option of llm.c, not of this program: use --no-tf32"},
+        {2, "-w 1", "train_gpt2cu: -w is"},
+        {2, "-ge 1", "train_gpt2cu: -ge is"},
+        {2, "-sl 7.0", "train_gpt2cu: -sl is"},
+        {2, "-sg 7.0", "train_gpt2cu: -sg is"},
+        {2, "-lg 10", "train_gpt2cu: -lg is"},
+        {2, "-z 2", "--zero (-z): \"2\" is out of range -1..1"},
+        {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
+    });
     check_commands({
         {2, "--btach 4", "train_gpt2cu: unknown option --btach (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
@@ -255,7 +271,7 @@ TEST(memory_table_and_profile) {
     const int floats[3] = {fixed + L * 2 * C + L * 4 * C, fixed + L * 2 * C + 4 * C, fixed + 2 * C + 4 * C};
     for (int recompute = 0; recompute <= 2; recompute++) {
         const char* qkvw = "parameters   qkvw       fp32      12       21233664        81.00 ";  // 3C·C·L
-        CHECK_RUN(run(format("--device cpu -e d12 --memory -r %d", recompute)), 0, qkvw,
+        CHECK_RUN(run(format("--device cpu -e %sd12 --memory -r %d", recompute ? "gpt2:" : "", recompute)), 0, qkvw,
                   format(" %d.0\n", 4 * floats[recompute]));
     }
     // What is listed adds up to the total (every element has 4 bytes here), and a run reports the same total.

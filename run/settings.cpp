@@ -18,8 +18,8 @@ std::vector<Option> Options::table() {
         {"--train-data", "-i", O::String, &train_data,
          "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
-        {"--init", "-e", O::String, &init, "d12, d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)",
-         "", "model"},
+        {"--init", "-e", O::String, &init,
+         "d12 (or gpt2:d12), d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)", "", "model"},
         {"--precision", "", O::Choice, &precision, "auto: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
          attention_names()},
@@ -32,7 +32,7 @@ std::vector<Option> Options::table() {
          "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); 0: one, or as "
          "torchrun, srun or mpirun started us",
          "0..1024", "several GPUs"},
-        {"--zero", "", O::Int, &zero,
+        {"--zero", "-z", O::Int, &zero,
          "1: divide the optimizer's state and its work among the ranks; 0: don't; -1: where channels divide", "-1..1"},
         {"--overlap", "", O::Int, &overlap,
          "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1"},
@@ -83,6 +83,16 @@ std::vector<Option> Options::table() {
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
         {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; 0: all", "0.."},
     };
+}
+
+std::vector<Foreign> llm_c_options() {
+    return {{"-h", "use --hellaswag FILE with a file from data/hellaswag.py (-h alone is help)"},
+            {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
+            {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
+            {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
+            {"-lg", "leave it out, and watch the GPUs with nvidia-smi"},
+            {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
+            {"-pn -pr -pg -pi -pm -ps -pf -pp", "use --gpus N on one machine, or start with torchrun, srun or mpirun"}};
 }
 
 // Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last

@@ -33,6 +33,9 @@ struct Options {
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
 
+// llm.c's options that we do not have by their letters, each with what to do here.
+std::vector<Foreign> llm_c_options();
+
 // The defaults that depend on the device, the model and the ranks. resolve_steps has those that need the size of the
 // data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
