@@ -593,7 +593,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
 }
 
 // "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute, on single
-// bytes.
+// bytes. llm.c also writes "gpt2:d12".
 static bool find_config(const std::string& name, Config* config) {
     struct Preset {
         const char* name;
@@ -605,7 +605,7 @@ static bool find_config(const std::string& name, Config* config) {
         {"d48", {1024, 50257, 50304, 48, 25, 1600}},
     };
     for (const Preset& p : presets)
-        if (name == p.name) return *config = p.config, true;
+        if (name == p.name || name == std::string("gpt2:") + p.name) return *config = p.config, true;
     return false;
 }
 
@@ -698,14 +698,14 @@ int main(int argc, char** argv) {
     return run_program("train_gpt2cu", [&] {
         Options o;
         std::vector<Option> table = o.table();
-        const bool help = parse_options(argc, argv, table);
+        const bool help = parse_options(argc, argv, table, llm_c_options());
         if (help) {
             const char* about = "Trains GPT-2. Without options: 124M parameters on the built-in corpus.";
             std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
             return 0;
         }
-        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep))
-            throw UsageError("--resume, --checkpoint-every and --keep need a directory: give it with -o");
+        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
+            throw UsageError("--resume, --checkpoint-every, --keep and --keep-every need a directory: give it with -o");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         const Place place = place_from_environment();

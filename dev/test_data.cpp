@@ -706,21 +706,23 @@ TEST(checkpoint_directory) {
     left.insert({"model_123456789.bin", "model_00000200.bin", "state_00000200.bin", "model_00000300.bin",
                  "state_00000300.bin"});
     for (int i = 0; i < 2; i++) {
-        prune_checkpoints(here, 2);
+        prune_checkpoints(here, 2, 0);
         CHECK(names_in(here) == left);
     }
+    prune_checkpoints(here, 1, 200);  // at 200, so it stays
+    CHECK(names_in(here) == left);
     fs::remove(model_path(here, 200));  // a prune that was interrupted
-    prune_checkpoints(here, 1);
+    prune_checkpoints(here, 1, 0);
     left.erase("model_00000200.bin"), left.erase("state_00000200.bin");
     CHECK(names_in(here) == left);
     // A model that cannot be removed (here a directory) is an error. Its state is gone, so the step does not count.
     write_file(state_path(here, 100), "x");
     fs::create_directory(model_path(here, 100));
-    CHECK_LINE(prune_checkpoints(here, 1), model_path(here, 100) + ": cannot remove");
+    CHECK_LINE(prune_checkpoints(here, 1, 0), model_path(here, 100) + ": cannot remove");
     CHECK(!exists(state_path(here, 100)) && newest_checkpoint(here) == 300);
-    prune_checkpoints(here, 0);
+    prune_checkpoints(here, 0, 0);
     CHECK(newest_checkpoint(here) == -1);
-    prune_checkpoints(here + "/none", 1);
+    prune_checkpoints(here + "/none", 1, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

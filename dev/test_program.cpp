@@ -95,7 +95,7 @@ TEST(every_option_sets_what_it_names) {
         {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
         {"--no-tf32", "", "", "", "0", "1", "0"},
         {"--gpus", "", " N", "(0..1024; default 0)", "1", "0", "0"},
-        {"--zero", "", " N", "(-1..1; default -1)", "0", "1", "0"},
+        {"--zero", "-z", " N", "(-1..1; default -1)", "0", "1", "0"},
         {"--overlap", "", " N", "(-1..1; default -1)", "0", "0", "1"},
         {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
         {"--batch", "-b", " N", "(0..65536; default 0)", "3", "4", "5"},
@@ -113,7 +113,7 @@ TEST(every_option_sets_what_it_names) {
         {"--max-norm", "", " X", "(0..; default 1)", "0.61", "0.62", "0.63"},
         {"--seed", "", " N", "(0..; default 1)", "71", "72", "2147483647"},
         {"--val-every", "-v", " N", "(-1..; default -1)", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "(0..; default 0)", "7", "8", "9"},
+        {"--val-batches", "-m", " N", "(-1..; default 0)", "7", "8", "9"},
         {"--hellaswag", "", " TEXT", "", "", "", ""},
         {"--eval-only", "", "", "", "0", "", "0"},
         {"--sample-every", "-s", " N", "(-1..; default -1)", "91", "92", "93"},
@@ -123,6 +123,7 @@ TEST(every_option_sets_what_it_names) {
         {"--output-dir", "-o", " TEXT", "", out + "/a", out + "/b", out + "/c"},
         {"--checkpoint-every", "-n", " N", "(0..; default 0)", "31", "32", "33"},
         {"--keep", "-nk", " N", "(0..; default 0)", "41", "42", "43"},
+        {"--keep-every", "-nm", " N", "(0..; default 0)", "44", "45", "46"},
         {"--resume", "-y", "", "", "0", "1", "1"},
         {"--tokenizer", "", " TEXT", "", "", "", ""},
         {"--generate", "", " N", "(0..; default 0)", "0", "", "0"},
@@ -166,6 +167,22 @@ TEST(every_option_sets_what_it_names) {
 
 // dev/test_data has the other errors of parsing, and --help above has each option's range.
 TEST(usage_errors_exit_with_2) {
+    const char* ranks = " is an option of llm.c, not of this program: use --gpus";
+    for (const char* option : {"-pn 8", "-pr 0", "-pg 8", "-pi mpi", "-pm mpi", "-ps 10.0.0.1", "-pf /tmp", "-pp /tmp"})
+        check_commands({{2, tiny() + option, "train_gpt2cu: " + std::string(option, 3) + ranks}});
+    check_commands({
+        {0, "-h", "usage: train_gpt2cu"},
+        {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: use --hellaswag FILE"},
+        {2, "-e d12 -h 0 -b 64", "--hellaswag FILE"},
+        {2, "-f 0", "train_gpt2cu: -f is an option of llm.c, not of this program: use --no-tf32"},
+        {2, "-w 1", "train_gpt2cu: -w is"},
+        {2, "-ge 1", "train_gpt2cu: -ge is"},
+        {2, "-sl 7.0", "train_gpt2cu: -sl is"},
+        {2, "-sg 7.0", "train_gpt2cu: -sg is"},
+        {2, "-lg 10", "train_gpt2cu: -lg is"},
+        {2, "-z 2", "--zero (-z): \"2\" is out of range -1..1"},
+        {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
+    });
     check_commands({
         {2, "--btach 4", "train_gpt2cu: unknown option --btach (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
@@ -178,6 +195,7 @@ TEST(usage_errors_exit_with_2) {
         {2, tiny() + "-y 1", "need a directory: give it with -o"},
         {2, tiny() + "-n 5", "need a directory: give it with -o"},
         {2, tiny() + "-nk 5", "need a directory: give it with -o"},
+        {2, tiny() + "-nm 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
         {2, tiny() + "-d 100", "not a multiple"},
         {2, "--device cpu -e tiny -b 65536 -t 65536 --memory", "too many tokens"},
@@ -219,6 +237,21 @@ TEST(other_errors_exit_with_1) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
+// What llm.c's trainer leaves in its directory.
+TEST(an_llm_c_directory_is_left_alone) {
+    const std::string out = dir() + "/llm_c", state(1024, '\0');
+    std::filesystem::create_directory(out);
+    for (const char* step : {"00000010", "00000020"}) {
+        write_file(out + "/DONE_" + step, "");
+        write_file(out + "/state_" + step + "_00000.bin", bytes_of(std::vector<int>{20240527, 1}) + state);
+        std::filesystem::copy_file(model(), out + "/model_" + step + ".bin");
+    }
+    for (const char* resume : {"-y 1", "-y 0"})
+        check_commands({{1, tiny() + "-x 1 -o " + out + " " + resume, "-e " + model_path(out, 20)}});
+    CHECK(!exists(out + "/log.jsonl") && newest_checkpoint(out) == -1);
+    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "/ours -e " + model_path(out, 20)), 0, "checkpoint");
+}
+
 TEST(a_sample_needs_only_its_own_positions) {
     const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model(), text = run(greedy).out;
     CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);
@@ -238,7 +271,7 @@ TEST(memory_table_and_profile) {
     const int floats[3] = {fixed + L * 2 * C + L * 4 * C, fixed + L * 2 * C + 4 * C, fixed + 2 * C + 4 * C};
     for (int recompute = 0; recompute <= 2; recompute++) {
         const char* qkvw = "parameters   qkvw       fp32      12       21233664        81.00 ";  // 3C·C·L
-        CHECK_RUN(run(format("--device cpu -e d12 --memory -r %d", recompute)), 0, qkvw,
+        CHECK_RUN(run(format("--device cpu -e %sd12 --memory -r %d", recompute ? "gpt2:" : "", recompute)), 0, qkvw,
                   format(" %d.0\n", 4 * floats[recompute]));
     }
     // What is listed adds up to the total (every element has 4 bytes here), and a run reports the same total.

@@ -313,6 +313,7 @@ TEST(which_checkpoints_are_written_and_kept) {
                  {"-x 9 -n 2 -nk 2", 5, {8, 9}},
                  {"-x 8 -n 2 -nk 3", 4, {4, 6, 8}},
                  {"-x 3 -n 1 -nk 1", 3, {3}},
+                 {"-x 11 -n 2 -nk 1 -nm 4", 6, {4, 8, 11}},
                  {"-x 2 -n 5 -nk 4", 1, {2}}};
     for (const auto& c : cases) {
         const std::string out = dir() + "/kept" + c.options;

@@ -333,7 +333,19 @@ int newest_checkpoint(const std::string& dir) {
     return newest;
 }
 
-void prune_checkpoints(const std::string& dir, int keep) {
+int newest_llm_c_checkpoint(const std::string& dir) {
+    static const std::regex pattern("(DONE|state)_([0-9]{8})(_[0-9]{5}[.]bin)?");
+    int newest = -1;
+    std::error_code no_directory;
+    for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
+        const std::string name = entry.path().filename();
+        std::smatch part;
+        if (std::regex_match(name, part, pattern)) newest = std::max(newest, std::stoi(part[2]));
+    }
+    return newest;
+}
+
+void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     std::vector<int> steps;
     for (const CheckpointFile& f : list_checkpoints(dir)) {
         if (f.temporary)
@@ -343,6 +355,7 @@ void prune_checkpoints(const std::string& dir, int keep) {
     }
     std::sort(steps.rbegin(), steps.rend());
     for (size_t i = static_cast<size_t>(std::max(keep, 0)); i < steps.size(); i++) {
+        if (keep_every > 0 && steps[i] % keep_every == 0) continue;
         // The state goes first, because without it the step no longer counts as complete if we stop before the model.
         for (const std::string& path : {state_path(dir, steps[i]), model_path(dir, steps[i])})
             if (unlink(path.c_str()) && errno != ENOENT) throw file_error(path, "remove", errno);

@@ -43,6 +43,8 @@ void read_state(const std::string& path, const Identity&, const std::vector<Sect
 // last, so a step is complete when its state is there.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-int newest_checkpoint(const std::string& dir);  // step, or -1
-// Removes all complete checkpoints but the newest `keep`, and stale temporaries.
-void prune_checkpoints(const std::string& dir, int keep);
+int newest_checkpoint(const std::string& dir);        // step, or -1
+int newest_llm_c_checkpoint(const std::string& dir);  // the same of llm.c's, whose states have a rank in their names
+// Removes all complete checkpoints but the newest `keep` and, unless it is 0, every `keep_every`-th step's, and stale
+// temporaries.
+void prune_checkpoints(const std::string& dir, int keep, int keep_every);

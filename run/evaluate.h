@@ -14,17 +14,17 @@ struct Validation {
     uint64_t batches;
 };
 
-// Mean loss over the loader's first `batches` batches, or over all whole ones if it is 0 or too large. Each rank
-// evaluates its share of them. Their losses are summed in the order of the batches, so that the sum does not depend on
-// the number of ranks. Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
+// Mean loss over the loader's first `at_most` batches, or over all whole ones if it is not positive or too large. Each
+// rank evaluates its share of them. Their losses are summed in the order of the batches, so that the sum does not depend
+// on the number of ranks. Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
 template <class Model>
-Validation validate(Model& model, Loader& loader, uint64_t batches, Job& job) {
+Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
     const auto& ranks = model.ranks;
     Range range("validate");
     loader.reset();
     std::vector<int> host(model.batch_ints());
     const uint64_t all = loader.batches_per_epoch();
-    if (batches == 0 || batches > all) batches = all;
+    const uint64_t batches = at_most > 0 ? std::min<uint64_t>(at_most, all) : all;
     std::vector<double> losses(batches);
     for (uint64_t i = 0; i < batches; i++) {
         if (i % ranks.groups() != uint64_t(ranks.group())) {

@@ -135,11 +135,24 @@ void set_value(const Option& option, const std::string& text) {
 
 }  // namespace
 
-bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
+bool parse_options(int argc, const char* const* argv, std::vector<Option>& table, const std::vector<Foreign>& llm_c) {
+    const auto is_flag_value = [](const char* next) {
+        return next && (!std::strcmp(next, "0") || !std::strcmp(next, "1"));
+    };
+    const auto refuse_foreign = [&](const std::string& name) {
+        for (const Foreign& f : llm_c)
+            for (const std::string& letter : split(f.letters, ' '))
+                if (name == letter)
+                    throw UsageError(
+                        format("%s is an option of llm.c, not of this program: %s", letter.c_str(), f.instead));
+    };
     // Help comes before any value is set, because it prints the current values as defaults.
     for (int i = 1; i < argc; i++)
         for (const char* help : kHelpNames)
-            if (!std::strcmp(argv[i], help)) return true;
+            if (!std::strcmp(argv[i], help)) {
+                if (i + 1 < argc && is_flag_value(argv[i + 1])) refuse_foreign(help);
+                return true;
+            }
 
     for (int i = 1; i < argc; i++) {
         std::string name = argv[i], value;
@@ -151,6 +164,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         if (!option) {
             if (name[0] != '-' || name == "-")
                 throw UsageError(format("unexpected argument \"%s\"; options start with -, see --help", name.c_str()));
+            refuse_foreign(name);
             std::vector<std::string> names;
             for (const Option& o : table) names.push_back(o.name);
             throw UsageError(format("unknown option %s%s; see --help", name.c_str(), suggestion(name, names).c_str()));
@@ -158,8 +172,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         if (!attached) {
             const char* next = i + 1 < argc ? argv[i + 1] : nullptr;
             if (option->kind == Option::Flag) {
-                const bool given = next && (!std::strcmp(next, "0") || !std::strcmp(next, "1"));
-                value = given ? argv[++i] : "1";
+                value = is_flag_value(next) ? argv[++i] : "1";
             } else {
                 // "-1" is a value, but the name of another option means that this one's value was forgotten.
                 if (!next || find_option(table, std::string(next).substr(0, std::string(next).find('='))))

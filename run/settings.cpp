@@ -18,8 +18,8 @@ std::vector<Option> Options::table() {
         {"--train-data", "-i", O::String, &train_data,
          "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
-        {"--init", "-e", O::String, &init, "d12, d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)",
-         "", "model"},
+        {"--init", "-e", O::String, &init,
+         "d12 (or gpt2:d12), d24, d36, d48, tiny, or an llm.c checkpoint; auto: d12 (CPU: tiny)", "", "model"},
         {"--precision", "", O::Choice, &precision, "auto: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
          attention_names()},
@@ -32,7 +32,7 @@ std::vector<Option> Options::table() {
          "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); 0: one, or as "
          "torchrun, srun or mpirun started us",
          "0..1024", "several GPUs"},
-        {"--zero", "", O::Int, &zero,
+        {"--zero", "-z", O::Int, &zero,
          "1: divide the optimizer's state and its work among the ranks; 0: don't; -1: where channels divide", "-1..1"},
         {"--overlap", "", O::Int, &overlap,
          "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1"},
@@ -50,7 +50,8 @@ std::vector<Option> Options::table() {
         {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
         {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
-        {"--schedule", "-k", O::Choice, &schedule, "wsd: constant, then linear over the last fifth",
+        {"--schedule", "-k", O::Choice, &schedule,
+         "after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt, as in llm.c",
          "cosine|linear|constant|wsd"},
         {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0.."},
         {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
@@ -58,7 +59,8 @@ std::vector<Option> Options::table() {
         {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0.."},
         {"--val-every", "-v", O::Int, &val_every, "steps between validations; 0: never, -1: ten in the run", "-1..",
          "watching"},
-        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation; 0: 20 (--eval-only: all)", "0.."},
+        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation; -1: all, 0: 20 (--eval-only: all)",
+         "-1.."},
         {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file"},
         {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit"},
         {"--sample-every", "-s", O::Int, &sample_every, "steps between samples; 0: never, -1: five in the run", "-1.."},
@@ -71,6 +73,8 @@ std::vector<Option> Options::table() {
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
          "steps between checkpoints; 0: only at the end and when interrupted", "0.."},
         {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; 0: all", "0.."},
+        {"--keep-every", "-nm", O::Int, &keep_every,
+         "with --keep, never remove checkpoints of every so many steps; 0: do", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
         {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file, to print samples of BPE models"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
@@ -81,18 +85,30 @@ std::vector<Option> Options::table() {
     };
 }
 
+std::vector<Foreign> llm_c_options() {
+    return {{"-h", "use --hellaswag FILE with a file from data/hellaswag.py (-h alone is help)"},
+            {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
+            {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
+            {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
+            {"-lg", "leave it out, and watch the GPUs with nvidia-smi"},
+            {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
+            {"-pn -pr -pg -pi -pm -ps -pf -pp", "use --gpus N on one machine, or start with torchrun, srun or mpirun"}};
+}
+
 // Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
-// step.
+// step. The curve of wsd is llm.c's, which gets there one step later.
 double Options::learning_rate(int step) const {
     if (step < warmup) return lr * (step + 1.0) / warmup;
-    const double left = max_steps - warmup, at = left > 1 ? (step - warmup) / (left - 1) : 0;  // 0..1
+    const bool wsd = schedule == "wsd";
+    const int start = wsd ? static_cast<int>(max_steps * 4LL / 5) : warmup, end = wsd ? max_steps : max_steps - 1;
+    const double at = std::clamp((step - start) / std::max<double>(end - start, 1), 0.0, 1.0);  // 0 before it falls
     double factor = 1;
     if (schedule == "cosine")
-        factor = 0.5 * (1 + std::cos(M_PI * std::min(at, 1.0)));
+        factor = 0.5 * (1 + std::cos(M_PI * at));
     else if (schedule == "linear")
-        factor = 1 - std::min(at, 1.0);
-    else if (schedule == "wsd")
-        factor = at < 0.8 ? 1 : std::max(0.0, (1 - at) / 0.2);
+        factor = 1 - at;
+    else if (wsd)
+        factor = 1 - std::sqrt(at);
     return lr * (final_lr + (1 - final_lr) * factor);
 }
 
@@ -137,6 +153,11 @@ void prepare_output_dir(const Options& o) {
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     const int old = newest_checkpoint(o.output_dir);
+    if (const int theirs = newest_llm_c_checkpoint(o.output_dir); old < 0 && theirs >= 0)
+        throw Error(
+            format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
+                   "for its weights",
+                   o.output_dir.c_str(), theirs, model_path(o.output_dir, theirs).c_str()));
     const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
     struct stat log;
     if (!o.resume && (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))

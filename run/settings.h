@@ -18,7 +18,7 @@ struct Options {
     int val_every = -1, val_batches = 0, sample_every = -1, sample_length = 700;
     std::string hellaswag;
     bool eval_only = false;
-    int checkpoint_every = 0, keep = 0;
+    int checkpoint_every = 0, keep = 0, keep_every = 0;
     bool resume = false, overfit = false, no_tf32 = false, no_graph = false, no_shuffle = false, memory = false;
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
@@ -33,12 +33,15 @@ struct Options {
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
 
+// llm.c's options that we do not have by their letters, each with what to do here.
+std::vector<Foreign> llm_c_options();
+
 // The defaults that depend on the device, the model and the ranks. resolve_steps has those that need the size of the
 // data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
 
-// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed.
+// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed, and one of llm.c's.
 void prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.

@@ -333,7 +333,7 @@ void Run<Model>::save() {
     write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), params.data());
     write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
     std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
-    if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep);
+    if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep, o.keep_every);
 }
 
 // Rank 0 reads and sends, because the directory need not exist on other machines.
