@@ -685,6 +685,7 @@ static int run_on_device(Options& o, Job& job, int gpus) {
     Cuda dev(device);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.no_graph && !o.profile;
+    if (job.rank == 0) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     if (o.init == "auto") o.init = "d12";
     if (o.precision == "bf16" && dev.sm < 80)
         throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",

@@ -213,7 +213,10 @@ TEST(other_errors_exit_with_1) {
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
         {1, tiny() + "-x 1 -o " + logged, "a log of an earlier run"},
     });
-    if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", "; use --device cpu"}});
+    const std::string why = exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
+    if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
+    CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
+          !*missing_kernels(80, false));
     CHECK(read_file(logged + "/log.jsonl") == "{}\n");
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");

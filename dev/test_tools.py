@@ -324,11 +324,11 @@ def test_tensorboard_files_hold_the_log(tmp):
 # What programs need, and what they refuse
 
 def test_benchmarks_say_what_is_wrong():
-    for name in "bench_attention", "bench_train", "bench_layers":
+    for name in "bench_attention", "bench_train", "bench_layers", "study_ring", "study_accumulation", "timeline":
         program = built(f"dev/{name}")
         check_in_order(run(program, "--help").stdout.lower(), [f"usage: {name}", "--json"])
         run(program, "--jsom", code=2, says=["--json"])
-        run(program, CUDA_VISIBLE_DEVICES="", code=1, says=["GPU"])
+        assert run(program, CUDA_VISIBLE_DEVICES="", code=1, says=["GPU"]).stderr.count(name) == 1
 
 
 def test_what_scripts_need_is_named(tmp):
