@@ -620,6 +620,9 @@ int run_with(const Dev& dev, Options& o, Job& job) {
     if (!preset) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
+        const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init) : 0;
+        if (newest < 0) throw UsageError(format("--init %s: no checkpoint is in this directory", o.init.c_str()));
+        if (newest > 0) o.init = model_path(o.init, newest);
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
         config = config_of(read_model_header(o.init));
     }

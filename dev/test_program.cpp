@@ -170,6 +170,7 @@ TEST(usage_errors_exit_with_2) {
         {2, "--btach 4", "train_gpt2cu: unknown option --btach (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
         {2, "--device cpu -e d13", "--init d13: neither d12"},
+        {2, "--device cpu -e run", "no checkpoint is in this directory"},
         {2, "--device cpu --precision bf16", "--precision bf16 needs a GPU"},
         {2, "--device cpu --generate 5", "--generate needs a trained model"},
         {2, "--device cpu --generate 5 -e x --gpus 2", "--generate"},
@@ -201,6 +202,7 @@ TEST(other_errors_exit_with_1) {
     std::filesystem::create_directory(logged);
     write_file(logged + "/log.jsonl", "{}\n");
     check_commands({
+        {0, "--device cpu --generate 2 -e " + dir() + "/model", ""},  // the newest checkpoint there
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
         {1, "--device cpu -i '" + dir() + "/none_*.bin'", "none_*.bin"},
