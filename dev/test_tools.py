@@ -988,7 +988,7 @@ ranks = option.get("--gpus", "1") + "_" + option.get("--zero", "0")
 run = option["--attention"] + "_" + option["--seed"] if "--attention" in option else "ranks_" + ranks
 loss = float(os.environ.get(run, 2))
 rate = os.environ.get("rate_on_" + gpu, os.environ.get("rate_" + ranks))
-print("device             GPU A, 1 GiB\\n  total   %d.0 MiB" % (2048 if ranks.endswith("1") else 4096))
+print("device             GPU A, 1 GiB\\nmemory             %d.0 MiB: parameters 1.0" % (2048 if ranks.endswith("1") else 4096))
 rows = [{"kind": "run", "device": "GPU A", "tokens_per_step": 1}]
 for i in range(1, int(option["-x"]) + 1):
     print("step %d/9 | %s tok/s" % (i, rate if i > 10 else "1"))
