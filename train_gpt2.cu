@@ -582,10 +582,9 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
             if (o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
         }
         if (o.profile) dev.profile(false);
-        if (run.interrupted())
-            std::printf("interrupted at step %d%s\n", run.step,
-                        o.output_dir.empty() ? ": no -o, so nothing is saved" : "");
+        if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
         if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
+        run.conclude();
         model.leave_ring();
         job.leave();
     });
@@ -621,6 +620,9 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
+        const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init) : 0;
+        if (newest < 0) throw UsageError(format("--init %s: no checkpoint is in this directory", o.init.c_str()));
+        if (newest > 0) o.init = model_path(o.init, newest);
         config = config_of(read_model_header(o.init));
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
@@ -683,6 +685,7 @@ static int run_on_device(Options& o, Job& job, int gpus) {
         throw Error(format("rank %d is number %d on this machine, which has %d %s: start fewer ranks", job.rank,
                            job.local_rank, gpus, gpus == 1 ? "GPU" : "GPUs"));
     Cuda dev(device);
+    if (job.rank == 0) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.no_graph && !o.profile;
     if (o.init == "auto") o.init = "d12";

@@ -51,8 +51,6 @@ int attention_main(int argc, char** argv, const AttentionProgram& program, Atten
         }
         if (!o.shapes.empty()) parse_shapes(o.shapes);
         check_kernel_name(o.kernel);
-        std::string why;
-        if (Cuda::count(&why) == 0) throw Error(std::string(program.name) + " needs a GPU: " + why);
         Cuda dev;
         Log log = results_log(dev, program.results, o.out, o.json);
         return run(dev, log);

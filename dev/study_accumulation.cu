@@ -843,8 +843,6 @@ int study_accumulation(int argc, char** argv) {
     if (!validates) throw UsageError(format("--lengths: no T = %d, at which variants are validated", kValidated));
     if (!o.shapes.empty()) parse_shapes(o.shapes);
 
-    std::string why;
-    if (Cuda::count(&why) == 0) throw Error("study_accumulation needs a GPU: " + why);
     Cuda dev;
     Log log = results_log(dev, "accumulation", o.out, o.json);
     std::printf("%s: fp16 in flash attention's forward, causal, HS %d\n", dev.name.c_str(), HS);
@@ -853,7 +851,7 @@ int study_accumulation(int argc, char** argv) {
     int wrong = fp16.run();
     wrong += bf16s.run();
     if (fp16.subjects.empty() && bf16s.subjects.empty())
-        throw Error("study_accumulation: nothing to run: no such --variant, or none for this GPU");
+        throw Error("nothing to run: no such --variant, or none for this GPU");
     if (wrong == 0) return 0;
     std::fprintf(stderr, "study_accumulation: %d variants with more than %g times naive's error\n", wrong, kAllowed);
     return 1;

@@ -10,6 +10,7 @@
 #include "dev/program.h"
 #include "layers/gpu/cuda.h"
 #include "run/checkpoint.h"
+#include "run/pace.h"
 
 namespace {
 
@@ -75,7 +76,7 @@ std::string as_rank(int rank, int size, int port) {
 }  // namespace
 
 // Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
-// run must show these as its settings. No two options have the same three, so none can stand for another.
+// run must log these as its settings. No two options have the same three, so none can stand for another.
 TEST(every_option_sets_what_it_names) {
     struct Row {
         const char *name, *letter, *value;
@@ -153,14 +154,13 @@ TEST(every_option_sets_what_it_names) {
             const std::string name = member == &Row::b && *r.letter ? r.letter : r.name;
             if (!(r.*member).empty()) command += name + (member == &Row::c ? "=" : " ") + r.*member + " ";
         }
-        const Result r = run(command);
-        CHECK_RUN(r, 0, "step 1/");
+        CHECK_RUN(run(command), 0, "step 1/");
+        const std::string log = read_file(command.substr(command.find(out), out.size() + 2) + "/log.jsonl");
         for (const Row& row : rows) {
             const std::string& value = row.*member;
             const std::string shown = *row.value ? value : value == "1" ? "on" : "off";
-            if (!value.empty() && !contains("\n" + r.out, format("\n%-18s  %s\n", row.name, shown.c_str())))
-                test::report(__FILE__, __LINE__,
-                             format("%s: expected %s in %s", row.name, shown.c_str(), r.out.substr(0, 1500).c_str()));
+            if (!value.empty() && !contains(log, format("%-18s  %s\\n", row.name, shown.c_str())))
+                test::report(__FILE__, __LINE__, format("%s: expected %s in %s", row.name, shown.c_str(), log.c_str()));
         }
     }
 }
@@ -187,6 +187,7 @@ TEST(usage_errors_exit_with_2) {
         {2, "--btach 4", "train_gpt2cu: unknown option --btach (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
         {2, "--device cpu -e d13", "--init d13: neither d12"},
+        {2, "--device cpu -e run", "no checkpoint is in this directory"},
         {2, "--device cpu --precision bf16", "--precision bf16 needs a GPU"},
         {2, "--device cpu --generate 5", "--generate needs a trained model"},
         {2, "--device cpu --generate 5 -e x --gpus 2", "--generate"},
@@ -219,6 +220,7 @@ TEST(other_errors_exit_with_1) {
     std::filesystem::create_directory(logged);
     write_file(logged + "/log.jsonl", "{}\n");
     check_commands({
+        {0, "--device cpu --generate 2 -e " + dir() + "/model", ""},  // the newest checkpoint there
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
         {1, "--device cpu -i '" + dir() + "/none_*.bin'", "none_*.bin"},
@@ -231,7 +233,10 @@ TEST(other_errors_exit_with_1) {
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
         {1, tiny() + "-x 1 -o " + logged, "a log of an earlier run"},
     });
-    if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", "; use --device cpu"}});
+    const std::string why = exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
+    if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
+    CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
+          !*missing_kernels(80, false));
     CHECK(read_file(logged + "/log.jsonl") == "{}\n");
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
@@ -287,8 +292,45 @@ TEST(memory_table_and_profile) {
     }
     CHECK(listed.size() == 6 && listed["total"] > 10);
     CHECK_NEAR(number_after(table, "total, and activations per token "), listed["total"], 0.02);
-    for (const auto& [name, size] : listed) CHECK_NEAR(number_after(described, "\n  " + name + " "), size, 0.06);
+    for (const auto& [name, size] : listed)
+        CHECK_NEAR(number_after(described, name == "total" ? "\nmemory " : name + " "), size, 0.06);
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
+}
+
+// What was given or derived, and at the end what was kept and a command that works. A terminal gets four steps a second,
+// and the log all of them.
+TEST(a_run_says_what_it_does_and_what_is_next) {
+    const std::string out = dir() + "/says", terminal = "python3 -c 'import pty, sys; pty.spawn(sys.argv[1:])' ";
+    CHECK_RUN(
+        run(tiny() + "-x 3 -a"), 0,
+        "--init tiny  --device cpu\nbatch              --batch 2  --tokens 64  --tokens-per-step 128  --max-steps 3"
+        "  --overfit\noptimizer          --lr 0.002  --warmup 1\nwatching           --val-every 0  --val-batches 20"
+        "  --sample-every 0\ndevice             CPU, ",
+        "attention by plain loops\n", "\n3 steps in 0:0", " tok/s\nnothing was kept: -o DIR keeps");
+    const std::string options = tiny() + "-x 40 -v 2 -m 1 -c 0 --prompt x -j " + text_file() + " -o " + out;
+    const double begin = test::now();
+    std::string said = shell(terminal + "./train_gpt2cu " + options + " </dev/null | tr -d '\\r'").out;
+    int lines[2] = {};  // of validations and of steps
+    for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
+    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] < 40 && lines[1] <= 1 + 4 * (test::now() - begin));
+    CHECK(rows(out, "train").size() == 40);
+    CHECK(std::count(said.begin(), said.begin() + said.find("step 0/"), '\n') <= 15);
+    CHECK(contains(said, "the model is " + model_path(out, 40) + "\n"));
+    CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
+}
+
+// A run of two minutes whose first steps are slow. The first sample is after step 1300.
+TEST(the_time_left_is_right_from_the_tenth_step_on) {
+    Options o;
+    o.max_steps = 6500, o.val_every = 650, o.sample_every = 1300;
+    Pace pace;
+    pace.val = 0.2;
+    for (int step = 1; step <= o.max_steps; step++) {
+        if (step > 1300) pace.sample = 1.5;
+        pace.add_step(step == 1 ? 20 : step == 2 ? 1 : 0.018);
+        const double left = (6500 - step) * 0.018 + (10 - (step - 1) / 650) * 0.2 + (5 - (step - 1) / 1300) * 1.5;
+        if (step >= 10) CHECK_NEAR(pace.left(step, o, 8), left, step <= 1300 ? 0.05 * left : 1e-6);
+    }
 }
 
 // On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
@@ -532,7 +574,7 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
     const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
     CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens\nvalidation data    text file, 100318 tokens\n",
               "step 0/0 | val loss 5.");
-    CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens\nmemory\n");
+    CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens\nmemory  ");
     CHECK(!contains(val_only.out, "floor") && !contains(train_only.out, "val loss"));
 }
 

@@ -184,11 +184,10 @@ struct SampleCheck {
     }
 };
 
-// Checks the lines that a run prints, word by word, against the rows of its log.
+// Checks the lines that a run prints, word by word, against the rows of its log. dev/test_program has the time left.
 void check_lines(const std::string& text, const std::string& out, int steps, int tokens_per_step) {
-    double mean_ms = 0;
     const auto expect = [&](const std::string& line) {
-        if (!contains(text, line + "\n"))
+        if (!contains(text, line))
             test::report(__FILE__, __LINE__, format("%s: not printed: %s", out.c_str(), line.c_str()));
     };
     for (const std::string& row : rows(out, "train")) {
@@ -196,19 +195,17 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
         const double ms = value(row, "step_ms"), rate = value(row, "tokens_per_s");
         CHECK_NEAR(rate, tokens_per_step / (ms / 1000), 1e-9 * rate);
         CHECK(contains(row, "\"mfu_percent\": null"));
-        mean_ms = step == 1 ? ms : mean_ms + (ms - mean_ms) / 20;
-        const int eta = static_cast<int>((steps - step) * mean_ms / 1000);
-        expect(format("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA %d:%02d",
-                      step, steps, value(row, "loss_nats"), value(row, "grad_norm"), value(row, "lr"), ms, rate,
-                      eta / 60, eta % 60));
+        expect(format("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA ", step,
+                      steps, value(row, "loss_nats"), value(row, "grad_norm"), value(row, "lr"), ms, rate));
     }
     for (const std::string& row : rows(out, "val"))
-        expect(format("step %.0f/%d | val loss %.4f", value(row, "step"), steps, value(row, "loss_nats")));
+        expect(format("step %.0f/%d | val loss %.4f\n", value(row, "step"), steps, value(row, "loss_nats")));
     for (const std::string& row : rows(out, "hellaswag"))
-        expect(format("step %.0f/%d | hellaswag %.0f of %.0f, %.2f%%", value(row, "step"), steps, value(row, "correct"),
-                      value(row, "examples"), 100 * value(row, "correct") / value(row, "examples")));
+        expect(format("step %.0f/%d | hellaswag %.0f of %.0f, %.2f%%\n", value(row, "step"), steps,
+                      value(row, "correct"), value(row, "examples"),
+                      100 * value(row, "correct") / value(row, "examples")));
     for (const std::string& row : rows(out, "sample"))
-        expect(format("step %.0f/%d | sample\n---\n%s\n---", value(row, "step"), steps, text_of(row).c_str()));
+        expect(format("step %.0f/%d | sample\n---\n%s\n---\n", value(row, "step"), steps, text_of(row).c_str()));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

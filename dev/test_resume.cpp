@@ -124,7 +124,7 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     CHECK(log.find("{\"kind\": \"run\", \"device\": \"CPU, ") == 0);
     CHECK(contains(log, format(", \"precision\": \"fp32\", \"attention\": \"flash\", \"parameters\": %zu, \"B\": 2, "
                                "\"T\": 16, \"tokens_per_step\": 64, \"steps\": 18, \"seed\": 5, \"gpus\": 1, "
-                               "\"context_parallel\": 1, \"floor_nats\": null}\n",
+                               "\"context_parallel\": 1, \"settings\": \"--train-data  ",
                                kParameters)));
     // A state begins with what must be the same to go on, each name and value after its length.
     std::string identity;

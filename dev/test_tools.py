@@ -167,7 +167,8 @@ def test_plot_of_runs(tmp):
 
     def plot(path, *arguments):
         result = script("plot.py", *arguments)
-        assert result.stdout == f"{path}\n" and path.read_text() == "drawn", result
+        check_in_order(result.stdout, [f"{path} next: python3 scripts/tensorboard.py {arguments[0]}"])
+        assert path.read_text() == "drawn", result
         return result.drawn
     drawn = plot(one / "plot.png", one, two / "log.jsonl", "--title", "Two")
     (steps, losses), (_, smoothed), validations = drawn("loss.plot")[:3]
@@ -293,7 +294,8 @@ def test_tensorboard_events(tmp, real=False):
     log, other = write_log(tmp / "a"), write_log(tmp / "none", mfu=None, floor=None)
     written(log / "tensorboard" / "events.out.tfevents.1.earlier.1", "")  # is replaced
     result = convert(log, other / "log.jsonl")
-    assert result.stdout == f"{log / 'tensorboard'}\n{other / 'tensorboard'}\n"
+    a, none = log / "tensorboard", other / "tensorboard"
+    assert result.stdout == f"{a}\n{none}\nnext: tensorboard --logdir_spec a:{a},none:{none}\n"
     found, times = events_of(log / "tensorboard", real)
     steps, text = range(1, 101), "    Once\n    upon a time"
     expected = {"loss/train": [(step, 2 + 9 * math.exp(-step / 10)) for step in steps],
@@ -310,7 +312,8 @@ def test_tensorboard_events(tmp, real=False):
     assert abs(times[-1] - times[0] - 99 * 0.020) < 1e-3 and abs(times[-1] - os.path.getmtime(log / "log.jsonl")) < 1e-3
     tags = events_of(other / "tensorboard", real)[0]
     assert "loss/val" in tags and not {"loss/floor", "speed/mfu_percent"} & set(tags)
-    convert(f"{log}/tensorboard/..", "-o", tmp / "out")  # named as its folder is
+    named = convert(f"{log}/tensorboard/..", "-o", tmp / "out")  # as its folder is
+    assert named.stdout == f"{tmp / 'out' / 'a'}\nnext: tensorboard --logdir {tmp / 'out'}\n"
     assert len(list((tmp / "out" / "a").iterdir())) == 1
     convert(log, write_log(tmp / "c" / "a"), "-o", tmp / "out", code=1, says=["one folder"])
 
@@ -324,11 +327,11 @@ def test_tensorboard_files_hold_the_log(tmp):
 # What programs need, and what they refuse
 
 def test_benchmarks_say_what_is_wrong():
-    for name in "bench_attention", "bench_train", "bench_layers":
+    for name in "bench_attention", "bench_train", "bench_layers", "study_ring", "study_accumulation", "timeline":
         program = built(f"dev/{name}")
         check_in_order(run(program, "--help").stdout.lower(), [f"usage: {name}", "--json"])
         run(program, "--jsom", code=2, says=["--json"])
-        run(program, CUDA_VISIBLE_DEVICES="", code=1, says=["GPU"])
+        assert run(program, CUDA_VISIBLE_DEVICES="", code=1, says=["GPU"]).stderr.count(name) == 1
 
 
 def test_what_scripts_need_is_named(tmp):
@@ -680,9 +683,10 @@ def test_rows_of_the_default_run(tmp):
     assert [(r["step"], r["val_loss_nats"]) for r in rows] == [(50, 2.5), (100, 2.25)], rows
     assert (rows[0]["commit"], rows[0]["text"], rows[0]["dtype"]) == ("abc", "Once\nupon a time", "bf16")
     executable(tmp / "scripts" / "tree.sh", "echo abc clean")
-    written(tmp / "scripts" / "plot.py", "import sys\nprint(*sys.argv[2:])\nopen(sys.argv[1] + '/log.jsonl')\n")
+    written(tmp / "scripts" / "plot.py",
+            "import sys\nsys.stderr.write(str(sys.argv[2:]))\nopen(sys.argv[1] + '/log.jsonl')\n")
     plot = at / "default_run.png"  # where readme_tables.py looks for it
-    assert default_run().stdout == f"-o {plot} --title The default run\n"
+    assert default_run().stderr == str(["-o", str(plot), "--title", "The default run"])
     executable(tmp / "train_gpt2cu", "exit 1")
     default_run(code=1, says=["default_run.py: ./train_gpt2cu failed"])
 
@@ -998,7 +1002,7 @@ ranks = option.get("--gpus", "1") + "_" + option.get("--zero", "0")
 run = option["--attention"] + "_" + option["--seed"] if "--attention" in option else "ranks_" + ranks
 loss = float(os.environ.get(run, 2))
 rate = os.environ.get("rate_on_" + gpu, os.environ.get("rate_" + ranks))
-print("device             GPU A, 1 GiB\\n  total   %d.0 MiB" % (2048 if ranks.endswith("1") else 4096))
+print("device             GPU A, 1 GiB\\nmemory             %d.0 MiB" % (2048 if ranks.endswith("1") else 4096))
 rows = [{"kind": "run", "device": "GPU A", "tokens_per_step": 1}]
 for i in range(1, int(option["-x"]) + 1):
     print("step %d/9 | %s tok/s" % (i, rate if i > 10 else "1"))

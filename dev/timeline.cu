@@ -78,12 +78,10 @@ static void report(const Cuda& dev, const Options& o, const char* pass, const st
 }
 
 static int run(const Options& o) {
-    std::string why;
-    if (Cuda::count(&why) == 0) throw Error("timeline needs a GPU: " + why);
     Cuda dev;
     const AttentionShape s{2, o.T, 12, std::atoi(o.hs.c_str()), true};
     const AttentionKernel<bf16>& kernel = flash_bf16_sm90;
-    if (!kernel.runs_on(dev)) throw Error("timeline: flash_bf16_sm90 does not run on a " + dev.name);
+    if (!kernel.runs_on(dev)) throw Error("flash_bf16_sm90 does not run on a " + dev.name);
     const size_t n = size_t(s.B) * s.T * s.NH * s.HS;
     const DeviceMemory memory = device_memory(dev, 8 * n * sizeof(bf16)),
                        lse = device_memory(dev, n / s.HS * sizeof(float)),

@@ -231,3 +231,16 @@ std::string options_settings(const std::vector<Option>& table) {
             text += format("%-*s  %s\n", static_cast<int>(width), option.name, value.c_str());
     return text;
 }
+
+std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults) {
+    std::string text, group;
+    for (size_t i = 0; i < table.size(); i++) {
+        if (*table[i].group) group = table[i].group;
+        const std::string value = value_text(table[i]);
+        if (value == value_text(defaults[i])) continue;
+        if (!group.empty()) text += format("%s%-17s", text.empty() ? "" : "\n", group.c_str());
+        group.clear();
+        text += format("  %s", table[i].name) + (table[i].kind == Option::Flag ? "" : " " + value);
+    }
+    return text + "\n";
+}

@@ -25,4 +25,6 @@ struct Foreign {
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table,
                    const std::vector<Foreign>& llm_c = {});
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
+// Those whose value is not the one in `defaults`, a line for each group.
+std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults);
 std::string options_settings(const std::vector<Option>& table);  // name and current value of each option that has one

@@ -1,7 +1,8 @@
 // A training run: the model and all that accompanies it from step to step. Batches are prepared while the GPU works,
 // losses checked and logged, the model validated and sampled, checkpoints written and read.
 #pragma once
-#include <chrono>
+#include <unistd.h>
+
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include "run/log.h"
 #include "run/memory.h"
 #include "run/nonfinite.h"
+#include "run/pace.h"
 #include "run/peak.h"
 #include "run/ranks.h"
 #include "run/sample.h"
@@ -60,9 +62,10 @@ class Run {
     void describe() const;
     void open_log();
     void train_step();
-    void watch();    // validation and samples, if they are due after this step
-    void save();     // a checkpoint of this step
-    bool restore();  // the newest checkpoint, false if there is none
+    void watch();           // validation and samples, if they are due after this step
+    void save();            // a checkpoint of this step
+    bool restore();         // the newest checkpoint, false if there is none
+    void conclude() const;  // how it went, what is kept, what to do next
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     uint64_t train_tokens() const { return train.num_tokens(); }
@@ -83,7 +86,11 @@ class Run {
     Identity identity;
     std::unique_ptr<Log> log = std::make_unique<Log>();
     int last_checkpoint = -1, signal = 0;
-    double mean_ms = 0;
+    const bool terminal = isatty(STDOUT_FILENO);
+    const double begin = now();
+    double shown = -1;  // when a terminal got the last step's line
+    Pace pace;
+    double loss = NAN, val_loss = NAN;  // the last ones
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
     // `position` after the first of them.
@@ -148,24 +155,26 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
 template <class Model>
 void Run<Model>::describe() const {
     const auto& c = model.config;
-    Options settings = o;
-    std::printf("%s", options_settings(settings.table()).c_str());
-    std::printf("device             %s, %s%s\n", dev.name.c_str(), name_of(dtype_of<X>()),
-                dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "");
+    Options settings = o, defaults;
+    defaults.zero = o.zero, defaults.overlap = o.overlap;  // which the line of ranks has in words
+    std::string attention = "plain loops", memory;
+    if constexpr (!std::is_same_v<Dev, Cpu>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
+    for (const Arena* a : model.arenas())
+        if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
+    std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
+    std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
+                dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "", attention.c_str());
     if (job.size > 1)
         std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n",
                     job.size, job.local_size, model.ranks.sharded ? "divided among them" : "on each",
                     model.ranks.overlap ? "beside" : "after",
                     model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
-    std::printf("model              %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n", c.L,
-                c.NH, c.C, c.max_T, c.V, c.Vp);
-    std::printf("parameters         %.1f M\n", model.num_parameters / 1e6);
+    std::printf(
+        "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n",
+        model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
     std::printf("train data         %s\n", train.description().c_str());
     if (val) std::printf("validation data    %s\n", val->description().c_str());
-    std::printf("memory\n");
-    for (const Arena* a : model.arenas())
-        if (a->bytes) std::printf("  %-16s %9.1f MiB\n", a->name, a->bytes / kMiB);
-    std::printf("  %-16s %9.1f MiB\n", "total", model.total_bytes() / kMiB);
+    std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
 }
 
 // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
@@ -176,22 +185,23 @@ void Run<Model>::open_log() {
     if (step > 0) Log::truncate_after(path, step);
     log = std::make_unique<Log>(path, step > 0);
     Row row("run");
+    Options settings = o;
     row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
     row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
     row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed).add("gpus", job.size);
-    row.add("context_parallel", model.ranks.context);
+    row.add("context_parallel", model.ranks.context).add("settings", options_settings(settings.table()));
     log->write(row.add("floor_nats", data.floor));
 }
 
 template <class Model>
 void Run<Model>::train_step() {
     Range range("step", step);
-    const auto start = std::chrono::steady_clock::now();
+    const double start = now();
     if (late_error) std::rethrow_exception(late_error);
     if (!prepared) prepare(batch);
     prepared = true;
     const bool usual = step > first_step + 1;  // the first steps make plans and connections
-    job.expect_progress(usual ? std::max(kStallSeconds, 5 * mean_ms / 1e3) : kLongStallSeconds);
+    job.expect_progress(usual ? std::max(kStallSeconds, 5 * pace.step) : kLongStallSeconds);
     model.upload(batch, model.micro_steps);
     model.train_micro_batches();
     const double lr = o.learning_rate(step);
@@ -213,7 +223,7 @@ void Run<Model>::train_step() {
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
     job.expect_progress(kLongStallSeconds);
-    double loss = 0;  // in the order of the data, whichever rank had it
+    loss = 0;  // in the order of the data, whichever rank had it
     for (int i = 0; i < model.micro_steps; i++)
         for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
     loss /= model.num_losses();
@@ -228,14 +238,16 @@ void Run<Model>::train_step() {
     if (another) std::swap(batch, next);
     step++;
 
-    const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-    mean_ms = mean_ms == 0 ? ms : 0.95 * mean_ms + 0.05 * ms;
+    const double ms = 1e3 * (now() - start);
+    pace.add_step(ms / 1e3);
     const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
     const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
-    const int eta = static_cast<int>((o.max_steps - step) * mean_ms / 1e3);
-    std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %d:%02d\n", step,
-                o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a", eta / 60,
-                eta % 60);
+    if (!terminal || start - shown >= 0.25) {
+        shown = start;
+        std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
+                    o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
+                    minutes(pace.left(step, o, model.B * model.micro_steps)).c_str());
+    }
     Row row("train");
     row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
     log->write(row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu));
@@ -244,11 +256,12 @@ void Run<Model>::train_step() {
 template <class Model>
 void Run<Model>::watch() {
     auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
+    double start = now();
     if (val && due(o.val_every)) {
-        const double loss = validate(model, *val, o.val_batches, job).loss;
+        val_loss = validate(model, *val, o.val_batches, job).loss;
         const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
-        std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, loss, floor.c_str());
-        log->write(Row("val").add("step", step).add("loss_nats", loss).add("floor_nats", data.floor));
+        std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
+        log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
     }
     if (!choices.empty() && due(o.val_every)) {
         const int correct = count_correct(ending_losses(model, choices, job), choices);
@@ -257,12 +270,31 @@ void Run<Model>::watch() {
         Row row("hellaswag");
         log->write(row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size())));
     }
+    if (due(o.val_every)) pace.val = now() - start;
+    start = now();
     if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
         const Sampling sampling = {o.temperature, o.top_k};
         const std::string text = generate(model, tokenizer, o.prompt, o.sample_length, sampling, mix(o.seed, step));
         std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
         log->write(Row("sample").add("step", step).add("text", text));
+        pace.sample = now() - start;
     }
+}
+
+template <class Model>
+void Run<Model>::conclude() const {
+    if (step == first_step || o.profile) return;
+    const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
+    const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
+    std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
+                loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
+    if (o.output_dir.empty())
+        return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
+    std::string next = "the same command with -y 1, which goes on";
+    if (!interrupted() && can_generate(model.config.V))
+        next = "./train_gpt2cu -e " + o.output_dir + " --generate 500 --prompt Once" +
+               (o.tokenizer.empty() ? "" : " --tokenizer " + o.tokenizer);
+    std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
 }
 
 // Copies rank r's share of the optimizer's state from or to its places in the whole.
@@ -322,6 +354,7 @@ std::string Run<Model>::first_nonfinite() {
 template <class Model>
 void Run<Model>::save() {
     Range range("checkpoint");
+    const double start = now();
     job.expect_progress(0);  // a disk may take its time
     last_checkpoint = step;
     if (job.rank > 0 && !model.ranks.sharded) return;
@@ -334,6 +367,7 @@ void Run<Model>::save() {
     write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
     std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
     if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep, o.keep_every);
+    pace.save = now() - start;
 }
 
 // Rank 0 reads and sends, because the directory need not exist on other machines.

@@ -27,7 +27,7 @@ def main():
         if row["dirty"]:
             print("default_run.py: no plot, because the sources differ from the commit")
         elif subprocess.run([sys.executable, results.ROOT / "scripts" / "plot.py", run, "-o", path.with_suffix(".png"),
-                             "--title", "The default run"]).returncode:
+                             "--title", "The default run"], stdout=subprocess.DEVNULL).returncode:
             results.fail("no plot; the rows are written")
 
 

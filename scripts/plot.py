@@ -129,7 +129,7 @@ def main():
     if out.suffix not in (".png", ".svg", ".pdf"):
         results.fail(f"--out {out}: expected a name that ends in .png, .svg or .pdf")
     plot(runs, [folder.resolve().name for folder in folders], out, a.smooth, a.title)
-    print(out)
+    print(f"{out}\nnext: python3 scripts/tensorboard.py {' '.join(map(str, a.runs))}")
 
 
 if __name__ == "__main__":

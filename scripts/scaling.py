@@ -100,7 +100,7 @@ def main():
         alone = side_by_side(a, n, [*ranks(1, 0), *timed]) if n > 1 else None
         for zero in (0, 1) if n > 1 else (0,):
             text, _ = results.run_trainer(*ranks(n, zero), *timed)
-            gib = float(re.search(r"^  total +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
+            gib = float(re.search(r"^memory +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
             ms = usual_ms(a, n, text)
             tok_s = n * a.batch * a.tokens / ms * 1e3
             single = single or tok_s

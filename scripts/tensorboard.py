@@ -73,6 +73,9 @@ def main():
         for run, folder in zip(a.runs, folders):
             write(run, folder)
             print(folder)
+        spec = ",".join(f"{home.resolve().name}:{folder}" for home, folder in zip(homes, folders))
+        one = a.out or len(folders) == 1
+        print("next: tensorboard", f"--logdir {a.out or folders[0]}" if one else f"--logdir_spec {spec}")
     except ImportError as e:
         results.fail(f"needs the tensorboard package ({e}): pip install -r scripts/requirements.txt")
     except OSError as e:

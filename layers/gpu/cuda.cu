@@ -48,14 +48,16 @@ int Cuda::count(std::string* why) {
         cudaGetLastError();
         n = 0;
     }
-    if (why) *why = status != cudaSuccess ? cudaGetErrorString(status) : n == 0 ? "no CUDA device" : "";
+    int driver = 0;  // its version, which stays 0 where there is none
+    cudaDriverGetVersion(&driver);
+    if (why) *why = !driver ? "no NVIDIA driver was found" : n == 0 ? cudaGetErrorString(status) : "";
     return n;
 }
 
 Cuda::Cuda(int device) : device(device) {
     std::string why;
     const int n = count(&why);
-    if (n == 0) throw Error("no usable GPU: " + why);
+    if (n == 0) throw Error("no usable GPU (" + why + ")");
     if (device < 0 || device >= n) throw Error(format("no GPU %d: this machine has %d, numbered from 0", device, n));
 
     CUDA_CHECK(cudaSetDevice(device));

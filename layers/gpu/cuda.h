@@ -63,6 +63,13 @@ struct Cuda {
     static constexpr size_t kWorkspaceBytes = 64 << 20;
 };
 
+// A warning, if a GPU of compute capability sm/10 has kernels of its own and the program was built without them.
+inline const char* missing_kernels(int sm, bool sm90a) {
+    return sm == 90 && !sm90a ? "warning: the kernels for this GPU are missing, because the program was built without "
+                                "a GPU in sight: make clean, then make ARCH=90a\n"
+                              : "";
+}
+
 // Work that is enqueued again and again in the same form. The first run is an ordinary one, because it may still make
 // plans. The second is recorded as a CUDA graph. From then on the graph is replayed, so that the GPU does not wait for
 // the host between kernels. The work may depend only on memory whose addresses stay.
