@@ -19,7 +19,7 @@ Story write_story(uint64_t seed, uint64_t index);
 struct Corpus {
     std::string train_path, val_path;  // llm.c shards of byte tokens, each document after <|endoftext|>
     uint64_t train_tokens, val_tokens;
-    double train_nats, val_nats;  // entropy floor, nats per token, over each split
+    double train_nats, val_nats;       // entropy floor, nats per token, over each split
 };
 // The corpus in `dir`, generated there (in seconds, with a line of progress) unless it is there already and whole.
 // Train and validation stories have disjoint indices. Throws Error if dir cannot be written.

@@ -643,13 +643,15 @@ static std::string write_pairs(const Strings& merges) {
 
 // dev/test_prepare.py compares with tiktoken.
 TEST(tokenizer_encodes_pairs) {
-    const std::string path = write_pairs({"bc", "ab", "cd", "abcd", "aa", "n'",  "'t",   "'tt", "re", "'re", " a", "a1",
-                                          "1a", "11", "!!", "a!",   "  ", " \n", "\n\n", "é",   "<|", "|>",  ""});
+    const std::string path =
+        write_pairs({"bc", "ab", "cd", "abcd", "aa", "n'",  "'t",   "'tt", "re", "'re", " a",   "a1",
+                     "1a", "11", "!!", "a!",   "  ", " \n", "\n\n", "é",   "<|", "|>",  "aare", ""});
     const Tokenizer tokenizer(path);
     const Strings cases[] = {
         {"abc", "|a|bc"},       // the merge that was learnt first, not the first in the text
         {"abcd", "|abcd"},      // a word that is a token is that token, even if no merges make it
         {"aaaaa", "|aa|aa|a"},  // the leftmost of equals
+        {"aareb", "|aare|b"},   // the right part comes last
         {"n'tt 'treb'RE're", "|n|'t|t| |'|t|re|b|'|R|E|'re"},
         {"a a  a\n a \n\n a  ", "|a| a| | a|\n| a| \n|\n| a|  "},
         {"a11a!!a a!", "|a|11|a|!!|a| a|!"},
