@@ -1,4 +1,4 @@
-// Prints the ids of a text, which dev/test_prepare.py compares with tiktoken's: ./dev/encode gpt2_tokenizer.bin book.txt
+// Prints a text's ids, which dev/test_prepare.py compares with tiktoken's: ./dev/encode gpt2_tokenizer.bin book.txt
 #include "data/file.h"
 #include "data/tokenizer.h"
 

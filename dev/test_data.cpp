@@ -630,7 +630,7 @@ TEST(tokenizer_files) {
     file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
 }
 
-// All single bytes and then these tokens, as GPT-2 numbers them. Each token's id is the rank of the merge that makes it.
+// All single bytes and then these tokens, as GPT-2 numbers them. A token's id is the rank of the merge that makes it.
 static std::string write_pairs(const Strings& merges) {
     Strings pieces(256);
     for (int byte = 0; byte < 256; byte++) pieces[byte_to_token(byte)] = std::string(1, static_cast<char>(byte));
