@@ -51,7 +51,7 @@ OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
-TOOLS     := dev/dump_gradients
+TOOLS     := dev/dump_gradients dev/encode
 JOBS      ?= $(shell nproc)
 
 .PHONY: all test archs benches profile have-nsys clean help FORCE

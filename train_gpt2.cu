@@ -561,6 +561,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (!can_generate(config.V)) o.sample_every = 0;
     resolve_steps(o, on_cpu, run.train_tokens());
     run.describe();
+    if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     start_weights(model, o, from_file);
     if (o.resume) {

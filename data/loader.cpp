@@ -11,7 +11,6 @@
 #include <climits>
 
 #include "data/random.h"
-#include "data/tokenizer.h"
 
 namespace {
 
@@ -72,8 +71,8 @@ std::vector<std::string> matching_files(const std::string& pattern) {
 
 }  // namespace
 
-// Checks the header of a shard, or finds that it is a text file, whose tokens are <|endoftext|> and then its bytes.
-Loader::Shard Loader::inspect(const std::string& path, bool only_file) {
+// Checks the header of a shard, or finds that it is a text file, whose tokens are <|endoftext|> and then its own.
+Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer) {
     const InputFile file(path);
     int32_t header[3] = {};  // magic, version, count
     file.read(0, header, std::min<uint64_t>(sizeof header, file.size));
@@ -87,7 +86,12 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file) {
                                    ? "give llm.c token shards, or rename a text file so that it does not end in .bin"
                                    : "a pattern takes token shards only, a text file has to be given alone"));
         is_text_ = true;
-        return {path, file.size + 1, file.size};
+        if (!tokenizer.has_pairs_for(vocab_)) return {path, file.size + 1, file.size};
+        std::string text(file.size, '\0');
+        file.read(0, text.data(), text.size());
+        encoded_ = tokenizer.encode(text, vocab_, path);
+        encoded_.insert(encoded_.begin(), end_of_text_);
+        return {path, encoded_.size(), file.size};
     }
     if (file.size < kHeaderBytes)
         throw Error(format("%s: truncated: expected a header of %zu bytes, found a file of %zu; get the file again",
@@ -108,14 +112,15 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file) {
     return {path, tokens, file.size};
 }
 
-Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed)
+Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed,
+               const Tokenizer& tokenizer)
     : B_(B), T_(T), seed_(seed), vocab_(vocab), shuffle_(shuffle) {
     if (B < 1 || T < 1)
         throw Error(format("%s: cannot make batches of B=%d, T=%d; both start at 1", pattern.c_str(), B, T));
     end_of_text_ = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
     const std::vector<std::string> paths = matching_files(pattern);
     for (const std::string& path : paths) {
-        shards_.push_back(inspect(path, paths.size() == 1));
+        shards_.push_back(inspect(path, paths.size() == 1, tokenizer));
         tokens_ += shards_.back().tokens;
         windows_ += windows_in(shards_.back());
     }
@@ -131,7 +136,7 @@ Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle
                    "shards",
                    pattern.c_str(), kByteVocab, kEndOfText + 1, vocab));
     description_ = (is_text_ ? "text file" : format("%zu %s", paths.size(), one ? "shard" : "shards")) + ", " +
-                   human(tokens_) + " tokens";
+                   human(tokens_) + (encoded_.empty() ? " tokens" : " BPE tokens");
     begin_epoch();
 }
 
@@ -156,9 +161,9 @@ std::vector<int> Loader::read_window() {
     const Shard& shard = shards_[index];
     uint64_t local = state_.window - first_window_[place];
     if (shuffle_) local = permute(local, windows_in(shard), key(state_.epoch, index));
-    if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
-
     const uint64_t begin = local * T_;  // token of the shard
+    if (!encoded_.empty()) return {&encoded_[begin], &encoded_[begin] + T_ + 1};
+    if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
     std::vector<int> window(T_ + 1);
     if (is_text_) {
         const bool first = begin == 0;  // token 0 is <|endoftext|>, token i is byte i-1
@@ -215,12 +220,13 @@ void Loader::restore(const LoaderState& state) {
 
 // Hashes blocks of 4 KiB spread over each file, its first and its last among them. They are about 256 in all and at
 // least three a file. A file no larger than its share is hashed whole. Names do not count, because moved data is the
-// same data.
+// same data. The tokens of an encoded text do, because another tokenizer makes other data of it.
 uint64_t Loader::identity() const {
     constexpr uint64_t kBlockBytes = 4096, kBlocks = 256;
     const uint64_t blocks = std::max<uint64_t>(3, kBlocks / shards_.size());
     std::vector<char> block(kBlockBytes);
     uint64_t hash = shards_.size();
+    if (!encoded_.empty()) hash = checksum64(encoded_.data(), encoded_.size() * sizeof(int), hash);
     for (const Shard& shard : shards_) {
         const InputFile input(shard.path);
         hash = checksum64(&shard.file_bytes, sizeof shard.file_bytes, hash);

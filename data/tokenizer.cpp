@@ -1,9 +1,15 @@
-// GPT-2's byte tokens and llm.c's tokenizer file.
+// GPT-2's byte tokens, llm.c's tokenizer file, and byte pair encoding with it.
 #include "data/tokenizer.h"
 
 #include <array>
+#include <cstdlib>
+#include <numeric>
+#include <queue>
+#include <string_view>
+#include <tuple>
 
 #include "data/file.h"
+#include "data/unicode_kinds.h"
 
 namespace {
 
@@ -32,6 +38,48 @@ constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 constexpr uint32_t kMagic = 20240328;
 constexpr size_t kHeaderBytes = 256 * sizeof(uint32_t);
 
+// The character of UTF-8 that begins at `at`: how many bytes it has, 0 if they are invalid, and its kind: L, N, S or O.
+struct Character {
+    size_t bytes;
+    char kind;
+};
+Character character(const std::string& text, size_t at) {
+    static const std::string kinds = [] {
+        std::string kinds;
+        for (const char* run = kUnicodeKinds; *run;) {
+            const char kind = *run++;
+            kinds.append(std::max(1L, std::strtol(run, const_cast<char**>(&run), 10)), kind);
+        }
+        return kinds;
+    }();
+    constexpr size_t bytes_of[] = {1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 3, 4};  // by the first four bits
+    constexpr uint32_t least_of[] = {0, 0, 0x80, 0x800, 0x10000};                    // by the number of bytes
+    const unsigned char first = text[at];
+    const size_t bytes = bytes_of[first >> 4];
+    uint32_t code = first & (0xFF >> bytes);
+    for (size_t i = at + 1; i < at + bytes; i++) {
+        if (i == text.size() || (text[i] & 0xC0) != 0x80) return {0, 0};
+        code = code << 6 | (text[i] & 0x3F);
+    }
+    if (code < least_of[bytes] || code >= kinds.size() || (code >= 0xD800 && code < 0xE000)) return {0, 0};
+    return {bytes, kinds[code]};
+}
+
+// The end of the word that begins at `at`. GPT-2's pattern for words is
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+size_t end_of_word(const std::string& text, size_t at) {
+    if (text[at] == '\'')
+        for (const std::string_view ending : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
+            if (text.compare(at, ending.size(), ending) == 0) return at + ending.size();
+    size_t begin = at, last = at;  // of the last character
+    if (text[at] == ' ' && at + 1 < text.size() && character(text, at + 1).kind != 'S') begin++;
+    const char kind = character(text, begin).kind;
+    size_t end = begin;
+    for (Character c; end < text.size() && (c = character(text, end)).kind == kind; end += c.bytes) last = end;
+    // White space leaves its last character to the next word, but not its only one.
+    return kind == 'S' && end < text.size() && last > at ? last : end;
+}
+
 }  // namespace
 
 int byte_to_token(unsigned char byte) {
@@ -50,7 +98,8 @@ std::vector<int> encode_bytes(const std::string& text) {
 
 // The header is magic, version, number of tokens and, in version 2, the id of <|endoftext|>. Then each token follows as
 // a byte of length and as many bytes of text.
-Tokenizer::Tokenizer(const std::string& path) {
+Tokenizer::Tokenizer(const std::string& path) : path_(path) {
+    if (path.empty()) return;
     const InputFile file(path);
     const char* name = path.c_str();
     uint32_t header[kHeaderBytes / sizeof(uint32_t)];
@@ -82,6 +131,7 @@ Tokenizer::Tokenizer(const std::string& path) {
                 "%s: truncated in token %u of %u at offset %zu: expected %zu bytes, found %zu; get the file again",
                 name, token, count, kHeaderBytes + at, 1 + length, text.size() - at));
         pieces_.push_back(text.substr(at + 1, length));
+        if (length) ids_.emplace(pieces_.back(), static_cast<int>(token));
         at += 1 + length;
     }
     if (at != text.size())
@@ -97,4 +147,58 @@ std::string Tokenizer::decode(int token) const {
         if (token == kEndOfText) return kEndOfTextPiece;
     }
     return format("<%d>", token);
+}
+
+// Joins the two neighbouring parts that make the token of the lowest id, the leftmost of equals, until none do. A merge
+// that was learnt earlier made a lower id, so ids are GPT-2's ranks of merges.
+void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) const {
+    const auto find = [&](size_t begin, size_t end) {
+        const auto found = ids_.find(word.substr(begin, end - begin));
+        return found == ids_.end() ? -1 : found->second;
+    };
+    const size_t n = word.size();
+    if (const int whole = find(0, n); whole >= 0) return tokens.push_back(whole);
+    using Pair = std::tuple<int, size_t, size_t>;      // token, begin, end
+    std::vector<size_t> next(n + 1), previous(n + 1);  // where the parts beside the part at i begin
+    std::iota(next.begin(), next.end(), 1);
+    std::iota(previous.begin(), previous.end(), -1);
+    std::priority_queue<Pair, std::vector<Pair>, std::greater<>> pairs;
+    const auto add_pair_at = [&](size_t begin) {
+        if (next[begin] == n) return;
+        const size_t end = next[next[begin]];
+        if (const int token = find(begin, end); token >= 0) pairs.push({token, begin, end});
+    };
+    for (size_t i = 0; i < n; i++) add_pair_at(i);
+    while (!pairs.empty()) {
+        const auto [token, begin, end] = pairs.top();
+        pairs.pop();
+        const size_t middle = next[begin];
+        if (next[middle] != end) continue;                           // one of its parts has joined another
+        next[begin] = end, previous[end] = begin, next[middle] = n;  // so that no pair begins in the middle
+        add_pair_at(begin);
+        if (begin > 0) add_pair_at(previous[begin]);
+    }
+    for (size_t begin = 0; begin < n; begin = next[begin]) {
+        tokens.push_back(find(begin, next[begin]));
+        if (tokens.back() < 0)
+            throw Error(format("%s: no token for byte 0x%02x; give GPT-2's tokenizer file", path_.c_str(),
+                               static_cast<unsigned char>(word[begin])));
+    }
+}
+
+std::vector<int> Tokenizer::encode(const std::string& text, int vocab, const std::string& name) const {
+    if (!has_pairs_for(vocab)) return encode_bytes(text);
+    if (pieces_.size() > static_cast<size_t>(vocab))
+        throw Error(format("%s: %zu tokens, but the model's vocabulary is %d; give the tokenizer of this model",
+                           path_.c_str(), pieces_.size(), vocab));
+    for (size_t at = 0, bytes; at < text.size(); at += bytes)
+        if (bytes = character(text, at).bytes; bytes == 0)
+            throw Error(format("%s: invalid UTF-8 at offset %zu: found byte 0x%02x; convert it to UTF-8", name.c_str(),
+                               at, static_cast<unsigned char>(text[at])));
+    std::vector<int> tokens;
+    for (size_t at = 0, end; at < text.size(); at = end) {
+        end = end_of_word(text, at);
+        encode_word(text.substr(at, end - at), tokens);
+    }
+    return tokens;
 }

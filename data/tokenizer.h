@@ -4,26 +4,36 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
-constexpr int kEndOfText = 50256;      // in GPT-2's vocabulary
-constexpr int kByteEndOfText = 256;    // in a byte vocabulary
+constexpr int kEndOfText = 50256;    // in GPT-2's vocabulary
+constexpr int kByteEndOfText = 256;  // in a byte vocabulary
 constexpr int kByteVocab = 257;
 
-int byte_to_token(unsigned char byte);   // 0..255
-int token_to_byte(int token);            // -1 if the token is not a single byte
+int byte_to_token(unsigned char byte);  // 0..255
+int token_to_byte(int token);           // -1 if the token is not a single byte
 
-// Encodes UTF-8 text byte by byte.
+// Encodes text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
 
-// Decodes ids to text. With llm.c's tokenizer file (magic 20240328, versions 1 and 2) it decodes every id. Without one,
-// byte tokens become bytes, 50256 becomes "<|endoftext|>" and other ids become "<id>".
+// Text to ids and back, with llm.c's tokenizer file (magic 20240328, versions 1 and 2). Without one, byte tokens become
+// bytes, 50256 becomes "<|endoftext|>" and other ids become "<id>".
 class Tokenizer {
   public:
     Tokenizer() = default;
-    explicit Tokenizer(const std::string& path);  // throws Error: file, offset, expected, found
+    explicit Tokenizer(const std::string& path);  // "" is none. Throws Error: file, offset, expected, found
     std::string decode(int token) const;
 
+    // Byte by byte without a file, or for a vocabulary smaller than GPT-2's. Else as tiktoken's encode_ordinary does,
+    // whose ids data/prepare.py writes: "<|endoftext|>" is a text like any other. Invalid UTF-8 is an Error, as it is
+    // there. `name` says in it where the text comes from. Takes n·log n for n bytes, whatever they are.
+    std::vector<int> encode(const std::string& text, int vocab, const std::string& name) const;
+    bool has_pairs_for(int vocab) const { return vocab > kEndOfText && !pieces_.empty(); }
+
   private:
+    std::string path_;
     std::vector<std::string> pieces_;
+    std::unordered_map<std::string, int> ids_;  // of the pieces
+    void encode_word(const std::string& word, std::vector<int>& tokens) const;
 };

@@ -630,6 +630,53 @@ TEST(tokenizer_files) {
     file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
 }
 
+// All single bytes and then these tokens, as GPT-2 numbers them. A token's id is the rank of the merge that makes it.
+static std::string write_pairs(const Strings& merges) {
+    Strings pieces(256);
+    for (int byte = 0; byte < 256; byte++) pieces[byte_to_token(byte)] = std::string(1, static_cast<char>(byte));
+    pieces.insert(pieces.end(), merges.begin(), merges.end());
+    pieces.push_back("<|endoftext|>");
+    const std::string path = folder() + "/pairs.bin";
+    write_file(path, tokenizer_file(2, pieces));
+    return path;
+}
+
+// dev/test_prepare.py compares with tiktoken.
+TEST(tokenizer_encodes_pairs) {
+    const std::string path =
+        write_pairs({"bc", "ab", "cd", "abcd", "aa", "n'",  "'t",   "'tt", "re", "'re", " a",   "a1",
+                     "1a", "11", "!!", "a!",   "  ", " \n", "\n\n", "é",   "<|", "|>",  "aare", ""});
+    const Tokenizer tokenizer(path);
+    const Strings cases[] = {
+        {"abc", "|a|bc"},       // the merge that was learnt first, not the first in the text
+        {"abcd", "|abcd"},      // a word that is a token is that token, even if no merges make it
+        {"aaaaa", "|aa|aa|a"},  // the leftmost of equals
+        {"aareb", "|aare|b"},   // the right part comes last
+        {"n'tt 'treb'RE're", "|n|'t|t| |'|t|re|b|'|R|E|'re"},
+        {"a a  a\n a \n\n a  ", "|a| a| | a|\n| a| \n|\n| a|  "},
+        {"a11a!!a a!", "|a|11|a|!!|a| a|!"},
+        {"éa\u0301a", "|é|a|\xCC|\x81|a"},
+        {"<|a|>", "|<||a||>"},
+    };
+    for (const Strings& c : cases) {
+        std::string tokens;
+        for (const int token : tokenizer.encode(c[0], 50257, "")) tokens += "|" + tokenizer.decode(token);
+        if (tokens != c[1]) test::report(__FILE__, __LINE__, c[1] + " expected, found " + tokens);
+        for (const int vocab : {kByteVocab, 50256}) CHECK(tokenizer.encode(c[0], vocab, "") == encode_bytes(c[0]));
+    }
+    for (const char c : {'a', '\n'})  // in square time this would take hours
+        CHECK(tokenizer.encode(std::string(4000000, c), 50257, "").size() == 2000000);
+    for (const char* bad : {"\x80", "\xC1\xBF", "\xC3!", "\xE0\x9F\xBF", "\xE2\x82", "\xED\xA0\x80", "\xF0\x8F\xBF\xBF",
+                            "\xF0\x9F\x99", "\xF4\x90\x80\x80", "\xF8\x88\x80\x80\x80", "\xFF"})
+        CHECK_LINE(tokenizer.encode("é " + std::string(bad), 50257, "book.txt"),
+                   format("book.txt: invalid UTF-8 at offset 3: found byte 0x%02x; convert it to UTF-8", *bad & 0xFF));
+    write_file(path, tokenizer_file(2, {"a", "bc", ""}));
+    CHECK_LINE(Tokenizer(path).encode("a b", 50257, ""), path + ": no token for byte 0x20; give GPT-2's");
+    write_file(path, tokenizer_file(2, Strings(50258, "a")));
+    CHECK_LINE(Tokenizer(path).encode("a", 50257, ""),
+               path + ": 50258 tokens, but the model's vocabulary is 50257; give");
+}
+
 TEST(choices) {
     const std::string path = folder() + "/choices.bin";
     const std::vector<Choice> written = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
@@ -738,8 +785,9 @@ Tokens counting(size_t n, int first = 0) {
 }
 struct TestLoader : Loader {
     size_t B, T;
-    TestLoader(const std::string& pattern, int B, int T, int vocab = 50257, bool shuffle = false, uint64_t seed = 0)
-        : Loader(pattern, B, T, vocab, shuffle, seed), B(B), T(T) {}
+    TestLoader(const std::string& pattern, int B, int T, int vocab = 50257, bool shuffle = false, uint64_t seed = 0,
+               const Tokenizer& tokenizer = {})
+        : Loader(pattern, B, T, vocab, shuffle, seed, tokenizer), B(B), T(T) {}
     // The next B windows of T + 1 tokens. The targets are the inputs shifted by one.
     std::vector<Tokens> batch() {
         Tokens inputs(B * T, -7), targets(B * T, -7);
@@ -781,17 +829,24 @@ TEST(loader_reads_each_window_from_any_point) {
         document.insert(document.end(), encoded.begin(), encoded.end());
         return std::vector<Tokens>{document};
     };
+    const std::string book = folder() + "/book.txt";
+    write_file(book, "It rained. It rained on.\n\nIt");
+    const Tokenizer none, pairs(write_pairs({"It", " r", "ai", " rai", "ne"}));
+    Tokens in_pairs = pairs.encode(read_file(book), 50257, "");
+    in_pairs.insert(in_pairs.begin(), 50256);
     const std::vector<Tokens> documents = {{50256, 1, 2, 255, 50256, 3, 4, 50256, 9}};
     const struct {
         std::string pattern, description;
         int vocab;
         std::vector<Tokens> shards;
+        bool paired = false;
     } cases[] = {{write_shards(kShards), "5 shards, 136 tokens", 50257, kShards},
                  {write_shards(documents), "1 shard, 9 tokens", 50257, documents},
                  {write_shards(documents), "1 shard, 9 tokens", kByteVocab, {{256, 1, 2, 255, 256, 3, 4, 256, 9}}},
                  {text, "text file, 284 tokens", kByteVocab, after(256)},
                  {text, "text file, 284 tokens", 50257, after(50256)},
-                 {text, "text file, 284 tokens", 50304, after(50256)}};
+                 {text, "text file, 284 tokens", 50304, after(50256)},
+                 {book, format("text file, %zu BPE tokens", in_pairs.size()), 50257, {in_pairs}, true}};
     for (const auto& c : cases)
         for (const bool shuffle : {false, true}) {
             size_t tokens = 0;
@@ -801,7 +856,7 @@ TEST(loader_reads_each_window_from_any_point) {
                 for (size_t at = 0; at + 4 < shard.size(); at += 4) windows.emplace_back(&shard[at], &shard[at] + 5);
             }
             const size_t n = windows.size(), B = std::min<size_t>(n, 4), batches = (3 * n + B - 1) / B;
-            TestLoader loader(c.pattern, B, 4, c.vocab, shuffle, 3);
+            TestLoader loader(c.pattern, B, 4, c.vocab, shuffle, 3, c.paired ? pairs : none);
             CHECK(loader.num_tokens() == tokens && loader.batches_per_epoch() == n / B);
             CHECK(loader.description() == c.description);
             std::vector<std::vector<Tokens>> stream;
@@ -819,7 +874,7 @@ TEST(loader_reads_each_window_from_any_point) {
             }
             for (size_t i = 0; i < batches; i++) {
                 const LoaderState from = {B * i / n, B * i % n, i};
-                TestLoader resumed(c.pattern, B, 4, c.vocab, shuffle, 3);
+                TestLoader resumed(c.pattern, B, 4, c.vocab, shuffle, 3, c.paired ? pairs : none);
                 resumed.restore(from);
                 for (size_t k = i; k < batches; k++) {
                     CHECK(resumed.batch() == stream[k]);
@@ -833,6 +888,8 @@ TEST(loader_reads_each_window_from_any_point) {
             CHECK_LINE(loader.restore({0, n, 0}),
                        format("cannot go on at window %zu: an epoch has %zu; resume with", n, n));
         }
+    CHECK(TestLoader(book, 1, 4, 50257, true, 3, pairs).identity() !=
+          TestLoader(book, 1, 4, 50257, true, 3).identity());
 }
 
 // Every seed and epoch has its own order of the windows, and its first shard is any that has a window.

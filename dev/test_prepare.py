@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from harness import ROOT, Skip, main, need, new_folder, run_program, written
+from harness import ROOT, Skip, built, main, need, new_folder, run_program, written
 from stand_ins import stand_in
 
 SEED = int(os.environ.get("SEED", 1))
@@ -51,7 +51,7 @@ MERGED = [merge.replace(" ", "").replace("Ġ", " ").encode() for merge in MERGES
 RANKS = {token: rank for rank, token in enumerate([bytes([byte]) for byte in BYTES] + MERGED)}
 
 # In an empty folder stands a copy of the scripts, so that what they write by default goes there as well.
-stand_in("tiktoken", "tqdm")
+MISSING = stand_in("tiktoken", "tqdm")
 new_folder()
 for script in ROOT.glob("data/*.py"):
     written(f"data/{script.name}", script.read_bytes())
@@ -91,9 +91,9 @@ fails = functools.partial(run, code=1)
 hellaswag = functools.partial(run, script="hellaswag")
 
 
-def oracle():
+def oracle(ranks=RANKS):
     import tiktoken
-    return tiktoken.Encoding("oracle", pat_str=PUBLISHED_PATTERN, mergeable_ranks=RANKS, special_tokens={})
+    return tiktoken.Encoding("oracle", pat_str=PUBLISHED_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
 def expected_tokens(documents):
@@ -598,6 +598,36 @@ def test_trainer_reads_shards_and_tokenizer():
         assert text == re.sub(r"<(\d+)>", lambda found: pieces.get(int(found[1]), ""), ids), (ids, text)
     tokens = sum(len(read_shard(path)) for path in Path("trainer").glob("train_*.bin"))
     assert f"{tokens} tokens" in logs[0] and "1 shard" in logs[0], logs[0]
+    # Text, in bytes and in tokens. A model's file does not say which it knows.
+    book, warning = written("book.txt", LETTERS), "small.bin: text goes to this model byte by byte"
+    tokens = 1 + len(oracle().encode_ordinary(LETTERS))
+    for command, says in ((["-i", book, "-t", 8, "-x", 0], f"text file, {tokens} BPE tokens"),
+                          (["-j", book, "-t", 8, "--eval-only"], "val loss"), (["--generate", 1, "--prompt", "A"], "A"),
+                          ([*training, "--prompt", "A\udcff"], "--prompt: invalid UTF-8 at offset 1: found byte 0xff")):
+        for more, expected in ([], warning), (["--tokenizer", "trainer/gpt2_tokenizer.bin"], says):
+            words = [built(), "--device", "cpu", "-e", model, "-b", 1, *command, *more]
+            done = subprocess.run(list(map(str, words)), capture_output=True, text=True, errors="replace")
+            assert expected in done.stdout + done.stderr and (warning in done.stderr) == (not more), (words, done)
+            assert done.returncode == ("invalid" in expected), (words, done)
+
+
+def test_trainer_encodes_as_tiktoken():
+    """Every character among others, then nasty text, with random merges that would cross from one word to another."""
+    if "tiktoken" in MISSING:
+        raise Skip("needs tiktoken (scripts/requirements.txt)")
+    import prepare_common
+    chance = random.Random(SEED)
+    single = [bytes([byte]) for byte in BYTES]
+    pairs = chance.sample([a + b for a in single for b in single], 30000)
+    fours = {chance.choice(pairs) + chance.choice(pairs) for _ in range(19000)}
+    ranks = {token: rank for rank, token in enumerate(single + pairs + sorted(fours))}
+    prepare_common.write_tokenizer(Path("pairs.bin"), ranks)
+    characters = [chr(c) for c in (*range(0xD800), *range(0xE000, 0x33500), *range(0xE0000, 0xE0200), 0x10FFFF)]
+    text = "".join(f"{c}a {c}1{c}! {c}{c}\n" for c in characters)
+    text += "".join(chance.choice(NASTY if chance.random() < 0.7 else characters) for _ in range(100000))
+    found = run_program("dev/encode", "pairs.bin", written("nasty.txt", text)).split()
+    for i, (id, expected) in enumerate(zip(map(int, found), oracle(ranks).encode_ordinary(text), strict=True)):
+        assert id == expected, f"seed {SEED}, token {i}: {id}, tiktoken has {expected}"
 
 
 if __name__ == "__main__":

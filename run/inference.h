@@ -25,7 +25,8 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     if (choices.empty() || !o.val_data.empty()) {
         const Data data = o.val_data.empty() ? find_data_together(o, job) : Data{"", o.val_data};
         if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
-        val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0);
+        val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0, Tokenizer(o.tokenizer));
+        if (val->is_text_in_bytes() && from_file && job.rank == 0) warn_of_bytes(o, config.V);
         floor = data.floor;
     }
     allocate_or_explain(model);
@@ -54,10 +55,11 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
 template <class Model, class Config>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
+    const Tokenizer tokenizer(o.tokenizer);
+    if (!o.prompt.empty()) warn_of_bytes(o, config.V);
     Model model(dev, config, o.kernel(), 1, T, 1, false);
     allocate_or_explain(model);
     load(model, o.init);
-    const Tokenizer tokenizer = o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer);
     const std::string text = generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed);
     std::printf("%s\n", for_terminal(text).c_str());
     return 0;

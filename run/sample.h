@@ -71,7 +71,7 @@ std::string generate(Model& model, const Tokenizer& tokenizer, const std::string
             format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at least %d tokens",
                    model.config.V, kByteVocab, kEndOfText + 1));
     std::vector<int> context = {end};
-    for (int token : encode_bytes(prompt)) context.push_back(token);
+    for (int token : tokenizer.encode(prompt, model.config.V, "--prompt")) context.push_back(token);
     std::string text = prompt;
     for (int i = 0; i < n; i++) {
         const int token = sample_token(logits_of_last(model, context), s, uniform(seed, i));

@@ -8,6 +8,7 @@
 
 #include "attention/attention.h"
 #include "data/corpus.h"
+#include "data/tokenizer.h"
 #include "layers/gpu/error.h"
 #include "run/checkpoint.h"
 #include "run/ranks.h"
@@ -77,7 +78,8 @@ std::vector<Option> Options::table() {
         {"--keep-every", "-nm", O::Int, &keep_every,
          "with --keep, never remove checkpoints of every so many steps; 0: do", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
-        {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file, to print samples of BPE models"},
+        {"--tokenizer", "", O::String, &tokenizer,
+         "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
          "generating"},
         {"--prompt", "", O::String, &prompt, "text to continue"},
@@ -146,6 +148,12 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
     if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
+}
+
+void warn_of_bytes(const Options& o, int vocab) {
+    const char* const why = "text goes to this model byte by byte, which suits only one trained on bytes";
+    const char* const advice = "for GPT-2's tokens give --tokenizer, the file that data/prepare.py writes";
+    if (vocab != kByteVocab && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
 }
 
 void prepare_output_dir(const Options& o) {

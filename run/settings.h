@@ -41,6 +41,9 @@ std::vector<Foreign> llm_c_options();
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
 
+// Warns of text in single bytes for a model from a file, which does not say whether it was trained on bytes.
+void warn_of_bytes(const Options& o, int vocab);
+
 // Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed, and one of llm.c's.
 void prepare_output_dir(const Options& o);
 

@@ -71,6 +71,9 @@ class Run {
     uint64_t train_tokens() const { return train.num_tokens(); }
     uint64_t val_identity() const { return val ? val->identity() : 0; }
     const Identity& run_identity() const { return identity; }
+    bool has_text_in_bytes() const {
+        return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
+    }
     int step = 0;  // steps done
 
   private:
@@ -79,9 +82,9 @@ class Run {
     Model& model;
     const Data data;
     Job& job;
+    const Tokenizer tokenizer;
     Loader train;
     std::unique_ptr<Loader> val;
-    const Tokenizer tokenizer;
     std::vector<Choice> choices;
     Identity identity;
     std::unique_ptr<Log> log = std::make_unique<Log>();
@@ -129,10 +132,11 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
       model(model),
       data(data),
       job(job),
-      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed),
-      tokenizer(o.tokenizer.empty() ? Tokenizer() : Tokenizer(o.tokenizer)) {
+      tokenizer(o.tokenizer),
+      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
     const auto& c = model.config;
-    if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0);
+    if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
+    if (o.sample_every) tokenizer.encode(o.prompt, c.V, "--prompt");  // an error comes before the first step
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
     const size_t ints = size_t(model.micro_steps) * model.batch_ints();
     host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));

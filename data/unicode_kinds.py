@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Writes data/unicode_kinds.h. tiktoken has Unicode 16.0, as Python 3.14 has."""
+import itertools
+import textwrap
+import unicodedata
+
+
+def kind(c):
+    space = chr(c).isspace() and not 0x1C <= c <= 0x1F  # those four are white space to Python, not to Unicode
+    return "S" if space else {"L": "L", "N": "N"}.get(unicodedata.category(chr(c))[0], "O")
+
+
+runs = ((kind, len(list(run))) for kind, run in itertools.groupby(map(kind, range(0x110000))))
+text = "".join(kind + str(length) * (length > 1) for kind, length in runs)
+print(f"""\
+// The kinds of all code points, in order, as runs: L letters, N numbers, S white space, O others. Behind a kind stands
+// its run's length, unless that is 1. Unicode {unicodedata.unidata_version}, written by data/unicode_kinds.py.
+#pragma once
+constexpr char kUnicodeKinds[] =""", *(f'    "{line}"' for line in textwrap.wrap(text, 114)), sep="\n", end=";\n")
