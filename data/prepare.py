@@ -348,7 +348,8 @@ def main():
   python3 data/prepare.py book.txt --ranks vocab.bpe                without network
 
 Interrupted? The same command goes on. In a .txt file <|endoftext|> separates documents. HF_ENDPOINT names a mirror of
-the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
+the Hugging Face hub. Needs: pip install -r scripts/requirements.txt
+.parquet needs: pip install -c scripts/requirements-more.txt pyarrow""",
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files")

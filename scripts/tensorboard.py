@@ -74,7 +74,7 @@ def main():
             write(run, folder)
             print(folder)
     except ImportError as e:
-        results.fail(f"needs the tensorboard package ({e}): pip install -r scripts/requirements.txt")
+        results.fail(f"needs the tensorboard package ({e}): pip install -c scripts/requirements-more.txt tensorboard")
     except OSError as e:
         results.fail(e)
 
