@@ -10,7 +10,6 @@
 # WERROR=1        warnings are errors, as in make test        -j1       one job at a time, default all cores
 # TEST_PATIENCE=3 three times the time limits of make test, on a slow machine
 # NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
-
 TOOLKITS := $(CUDA_HOME) /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
 NVCC  := $(or $(NVCC),$(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc)))
 CXX   ?= g++
@@ -90,11 +89,11 @@ build/timeline/%.o: attention/%.cu build/nvcc.flags
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(STRICT) $(GENCODE) -DTIMELINE=timeline_of_$* -include dev/timeline.cuh -c -o $@ $<
 benches: $(BENCHES) dev/timeline
-# Which sources a benchmark was built from, for its rows.
-$(BENCHES) dev/timeline: build/tree.o
+# Which sources a program was built from, for --version and for a benchmark's rows.
+train_gpt2cu $(BENCHES) dev/timeline: build/tree.o
 build/tree.o: build/tree.cpp
 	$(CXX) -c -o $@ $<
-build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh)";
+build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh 2>/dev/null)";
 build/tree.cpp: FORCE
 	@mkdir -p $(@D)
 	@echo '$(TREE_IS)' | cmp -s - $@ || echo '$(TREE_IS)' >$@
