@@ -348,8 +348,7 @@ def main():
   python3 data/prepare.py book.txt --ranks vocab.bpe                without network
 
 Interrupted? The same command goes on. In a .txt file <|endoftext|> separates documents. HF_ENDPOINT names a mirror of
-the Hugging Face hub. Needs: pip install -r scripts/requirements.txt
-.parquet needs: pip install -c scripts/requirements-more.txt pyarrow""",
+the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files")

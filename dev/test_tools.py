@@ -337,12 +337,11 @@ def test_what_scripts_need_is_named(tmp):
     for module, name, *arguments in (("matplotlib", "plot.py", log), ("matplotlib", "plot_results.py"),
                                      ("tensorboard.compat.proto.event_pb2", "tensorboard.py", log)):
         script(name, *arguments, modules={module: None}, code=1, says=[f"{name}: needs", module, "pip install"])
-    packages = [re.findall(r"^(\w+)==", (SCRIPTS / name).read_text(), re.M)
-                for name in ("requirements.txt", "requirements-more.txt")]
-    assert packages[0] and "torch" in packages[1] and not set(packages[0]) & set(packages[1])
+    more, most = [re.findall(r"^(\w+)==", path.read_text(), re.M) for path in sorted(SCRIPTS.glob("requirements*.txt"))]
+    assert most and "torch" in more and not set(most) & set(more)
     texts = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("*/*.py")])
     named = re.findall(r"-c scripts/requirements-more.txt ([a-z_]+)", texts)
-    assert set(named) <= set(packages[1]) and len(set(named)) >= 4, named
+    assert set(named) <= set(more) and len(set(named)) >= 4, named
     for name in "default_run.py", "compare_losses.py", "scaling.py", "trace_ring.py":
         copied(tmp, name)(code=1, says=[f"{name}: there is no ./train_gpt2cu: make"])
     no_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
