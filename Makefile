@@ -5,12 +5,23 @@
 # make archs          every kernel for every architecture (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
-# NVCC=…  CXX=…   compilers                  MARCH=…        host instruction set, default native
+# NVCC=…  CXX=…   compilers; nvcc is found on the PATH, in CUDA_HOME, /usr/local/cuda* or /opt/cuda; CXX is a g++
+# MARCH=…         host instruction set, default native
+# WERROR=1        warnings are errors, as in make test        -j1       one job at a time, default all cores
 # TEST_PATIENCE=3 three times the time limits of make test, on a slow machine
 # NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
-NVCC  ?= nvcc
+TOOLKITS := $(CUDA_HOME) /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
+NVCC  := $(or $(NVCC),$(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc)))
 CXX   ?= g++
 MARCH ?= native
+ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
+$(error $(CXX) is clang, which ignores what makes the CPU backend fast: leave out CXX, or name a g++)
+endif
+
+# All cores. A -j of the command line wins, even where Make 4.3 hides it here. Nothing may run beside clean.
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS)),0)
+MAKEFLAGS += -j$(shell nproc)
+endif
 
 gencode = $(foreach a,$(1),-gencode arch=compute_$(a),code=sm_$(a))
 
@@ -25,12 +36,16 @@ endif
 
 # nvcc's -O is the host compiler's; kernels are always at -O3. Host code does with less (-Og compiles fastest), except the
 # CPU's own layers.
-WARN      := -Wall -Wextra -Werror
-CXXFLAGS  := -std=c++17 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. $(WARN) -MMD -MP $(EXTRA)
-NVCCFLAGS := -std=c++17 -O0 -I. -Werror all-warnings -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
+CXXFLAGS  := -std=c++17 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra -MMD -MP $(EXTRA)
+CCBIN     := $(if $(filter-out g++,$(lastword $(CXX))),-ccbin $(lastword $(CXX)))
+NVCCFLAGS := -std=c++17 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
+# These are not among the flags whose change compiles all anew. make test keeps what make train_gpt2cu has compiled, and
+# is strict with the rest. In a fresh checkout that is everything.
+STRICT     = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
+CXXSTRICT  = $(if $(filter 1,$(WERROR)),-Werror)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
 CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
-LDLIBS    := -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
+LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
 # NCCL, for several GPUs: there if a program that includes nccl.h can be linked.
 NCCL_HOME ?= $(CUDA_HOME)
@@ -44,6 +59,11 @@ LDLIBS    += $(NCCL_LIBS)
 endif
 endif
 
+ifeq ($(shell command -v $(NVCC)),)
+MISSING := $(NVCC)
+override NVCC = $(error there is no $(MISSING): install the CUDA Toolkit 12 or 13, or name its nvcc with NVCC=…)
+endif
+
 ROOMS     := attention attention/ring layers layers/gpu layers/sm90 layers/comm data run
 SOURCES   := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))  # what takes long first
 KERNELS   := $(filter %.cu,$(SOURCES))
@@ -52,9 +72,8 @@ TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
 TOOLS     := dev/dump_gradients dev/encode
-JOBS      ?= $(shell nproc)
 
-.PHONY: all test archs benches profile have-nsys clean help FORCE
+.PHONY: all test archs benches profile clean help FORCE
 all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
@@ -68,23 +87,23 @@ dev/timeline: build/dev/timeline.o $(STAMPED:%=build/timeline/%.o) $(filter-out 
 	$(NVCC) -o $@ $^ $(LDLIBS)
 build/timeline/%.o: attention/%.cu build/nvcc.flags
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(GENCODE) -DTIMELINE=timeline_of_$* -include dev/timeline.cuh -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(GENCODE) -DTIMELINE=timeline_of_$* -include dev/timeline.cuh -c -o $@ $<
 benches: $(BENCHES) dev/timeline
-# Which sources a benchmark was built from, for its rows.
-$(BENCHES) dev/timeline: build/tree.o
+# Which sources a program was built from, for --version and for a benchmark's rows.
+train_gpt2cu $(BENCHES) dev/timeline: build/tree.o
 build/tree.o: build/tree.cpp
 	$(CXX) -c -o $@ $<
-build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh)";
+build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh 2>/dev/null)";
 build/tree.cpp: FORCE
 	@mkdir -p $(@D)
 	@echo '$(TREE_IS)' | cmp -s - $@ || echo '$(TREE_IS)' >$@
 
 build/%.o: %.cu build/nvcc.flags
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(GENCODE) $(LANGUAGE) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(GENCODE) $(LANGUAGE) -c -o $@ $<
 build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -c -o $@ $<
+	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
 build/train_gpt2.o build/layers/comm/comm.o build/layers/comm/peer_copy.o build/dev/test_gpt2.o \
 build/dev/dump_gradients.o: LANGUAGE := -x c++
@@ -103,34 +122,36 @@ build/%.flags: FORCE
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
 FORCE:
 
-# Builds with all cores, runs every test program, and ends in one line "N passed, N failed, N skipped".
+# Builds, runs every test program, and ends in one line "N passed, N failed, N skipped".
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) train_gpt2cu $(TESTS) $(TOOLS)
-	@dev/run_tests.sh "$(MAKE) --no-print-directory -j$(JOBS) archs" $(TESTS) $(PYTESTS)
+	@$(MAKE) --no-print-directory WERROR=1 train_gpt2cu $(TESTS) $(TOOLS)
+	@dev/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
 
 # Every kernel for every architecture that this nvcc knows (sm_100 and sm_120 came with 12.8), warnings as errors; a register
 # spill in an attention kernel is one on sm_80 and sm_90a.
 KNOWN = $(shell $(NVCC) --list-gpu-code | tr -d sm_) 90a
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
+build/archs/%.o: WERROR := 1
 build/archs/attention/%.o: attention/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(call gencode,80 90a) -Xptxas -warn-spills -c -o build/archs/attention/$*.spills.o $<
-	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 86 89 100 120)) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,80 90a) -Xptxas -warn-spills -c -o build/archs/attention/$*.spills.o $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,$(filter $(KNOWN),75 86 89 100 120)) -c -o $@ $<
 build/archs/layers/%.o: layers/%.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
 
 # The timeline of three steps with its NVTX ranges (dev/README.md: how to open it, and ncu for one kernel's counters).
 profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
-profile: have-nsys train_gpt2cu
+profile: train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
 # Where there is no Nsight Systems: CUDA_INJECTION64_PATH=dev/trace.so ./train_gpt2cu --profile 3 -v 0 -s 0
 dev/trace.so: dev/trace.cpp build/cxx.flags
 	$(CXX) $(filter-out -M%,$(CXXFLAGS)) -shared -fPIC -I$(CUDA_HOME)/extras/CUPTI/include -o $@ $< \
 	    $(foreach d,extras/CUPTI/lib64 lib64 lib,-L$(CUDA_HOME)/$d -Wl,-rpath,$(CUDA_HOME)/$d) -lcupti
-have-nsys:
-	@command -v nsys >/dev/null || { echo "make profile needs nsys (Nsight Systems) on the PATH" >&2; exit 1; }
+ifeq ($(filter profile,$(MAKECMDGOALS))$(shell command -v nsys),profile)
+$(error make profile needs nsys (Nsight Systems) on the PATH)
+endif
 
 clean:
 	rm -rf build train_gpt2cu dev/trace.so dev/timeline $(TESTS) $(BENCHES) $(TOOLS)

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <climits>
 #include <csignal>
 #include <cstdio>
@@ -647,6 +648,8 @@ int run_with(const Dev& dev, Options& o, Job& job) {
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
+extern const char built_from[];  // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
+
 // Threads that spin while they wait for each other are fast on an idle machine. If another program has one of the cores
 // they are four times slower than sleeping ones. OpenMP reads the choice before main, so the program starts once more
 // with it made.
@@ -700,11 +703,18 @@ static int run_on_device(Options& o, Job& job, int gpus) {
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
     return run_program("train_gpt2cu", [&] {
+        if (argc == 2 && std::string(argv[1]) == "--version") {
+            const bool known = std::isxdigit(static_cast<unsigned char>(built_from[0]));
+            std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "", known ? built_from : "");
+            return 0;
+        }
         Options o;
         std::vector<Option> table = o.table();
         const bool help = parse_options(argc, argv, table, llm_c_options());
         if (help) {
-            const char* about = "Trains GPT-2. Without options: 124M parameters on the built-in corpus.";
+            const char* about =
+                "Trains GPT-2. Without options: 124M parameters on the built-in corpus.\n"
+                "--version prints the version.";
             std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
             return 0;
         }

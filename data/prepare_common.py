@@ -38,7 +38,8 @@ def need(module):
         return importlib.import_module(module)
     except ImportError:
         name = module.split(".")[0]
-        raise Fail(f"the Python library {name} is not installed; pip install -r scripts/requirements.txt") from None
+        which = "-c scripts/requirements-more.txt pyarrow" if name == "pyarrow" else "-r scripts/requirements.txt"
+        raise Fail(f"the Python library {name} is not installed; pip install {which}") from None
 
 
 def progress(**options):

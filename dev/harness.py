@@ -33,7 +33,7 @@ def need(*modules):
         try:
             __import__(module)
         except ImportError:
-            raise Skip(f"needs {module} (scripts/requirements.txt)") from None
+            raise Skip(f"needs {module} (scripts/requirements*.txt)") from None
 
 
 def built(program="train_gpt2cu"):

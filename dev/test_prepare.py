@@ -554,7 +554,7 @@ def test_missing_library():
         written(f"without_{module}/{module}.py", "raise ImportError")
         path = f"without_{module}{os.pathsep}{os.environ['PYTHONPATH']}"
         with mock.patch.dict(os.environ, PYTHONPATH=path):
-            fails(written(source, LETTERS), says=[f"library {module} is not installed; pip install -r"])
+            fails(written(source, LETTERS), says=[f"library {module} is not installed; pip install -{'c' if module == 'pyarrow' else 'r'}"])
 
 
 def test_usage():

@@ -165,6 +165,13 @@ TEST(every_option_sets_what_it_names) {
     }
 }
 
+TEST(version) {
+    const std::string newest = shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1").out;
+    const Result r = run("--version");
+    CHECK(r.code == 0 && r.out.substr(0, r.out.find_first_of(",\n")) + "\n" == "train_gpt2cu " + newest);
+    if (shell("git rev-parse").code == 0) CHECK(contains(r.out, ", commit "));
+}
+
 // dev/test_data has the other errors of parsing, and --help above has each option's range.
 TEST(usage_errors_exit_with_2) {
     const char* ranks = " is an option of llm.c, not of this program: use --gpus";

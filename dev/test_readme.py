@@ -6,7 +6,7 @@ import shlex
 import struct
 import subprocess
 
-from harness import ROOT, built, main, write_launcher, written
+from harness import ROOT, Skip, built, main, write_launcher, written
 
 
 def run(*command, **variables):
@@ -77,6 +77,14 @@ def test_trainers_commands(tmp):
         assert words[0] != "torchrun" or "ranks              2" in done.stdout, f"{command}\n{done.stdout}"
         found.append(command[0])
     assert found.count("./train_gpt2cu") >= 8 and set(found) == {"./train_gpt2cu", "torchrun", "ncu"}, found
+
+
+def test_what_commands_write_is_ignored():
+    paths = ["run1/log.jsonl", "run2/model_00000500.bin", "run1.svg", "gpt2.bin", "my-gpt2/config.json", "build/tree.cpp",
+             "data/cache/train.bin", "log_gpt2_124M/log.jsonl", "profile.nsys-rep", "dev/trace.so"]
+    if run("git", "rev-parse").returncode:
+        raise Skip("no git")
+    assert run("git", "check-ignore", "--no-index", *paths).stdout.split() == paths
 
 
 def test_make_targets_exist():

@@ -339,7 +339,12 @@ def test_what_scripts_need_is_named(tmp):
     log = write_log(tmp / "run")
     for module, name, *arguments in (("matplotlib", "plot.py", log), ("matplotlib", "plot_results.py"),
                                      ("tensorboard.compat.proto.event_pb2", "tensorboard.py", log)):
-        script(name, *arguments, modules={module: None}, code=1, says=[f"{name}: needs", module, "requirements.txt"])
+        script(name, *arguments, modules={module: None}, code=1, says=[f"{name}: needs", module, "pip install"])
+    more, most = [re.findall(r"^(\w+)==", path.read_text(), re.M) for path in sorted(SCRIPTS.glob("requirements*.txt"))]
+    assert most and "torch" in more and not set(most) & set(more)
+    texts = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("*/*.py")])
+    named = re.findall(r"-c scripts/requirements-more.txt ([a-z_]+)", texts)
+    assert set(named) <= set(more) and len(set(named)) >= 4, named
     for name in "default_run.py", "compare_losses.py", "scaling.py", "trace_ring.py":
         copied(tmp, name)(code=1, says=[f"{name}: there is no ./train_gpt2cu: make"])
     no_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
@@ -834,9 +839,10 @@ def arch(*names):
     return " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in names)
 
 
-def variable(name, *arguments, **variables):
+def variable(name, *arguments, cwd=ROOT, **variables):
     """The value that the Makefile gives a variable; None if it gives none."""
-    found = re.search(rf"^{name} :?= *(.*)$", run("make", "-pn", "help", *arguments, **variables).stdout, re.M)
+    printed = run("make", "-pn", "help", *arguments, cwd=cwd, **variables).stdout
+    found = re.search(rf"^{name} :?= *(.*)$", printed, re.M)
     return found and found[1].strip()
 
 
@@ -871,20 +877,58 @@ def test_probe_of_nccl(tmp):
     assert probed(tmp)[0] == flags
 
 
+def test_nvcc_is_found(tmp):
+    """On the PATH or where toolkits are, the newest first. If it is nowhere, a build says so in one line."""
+    text = (ROOT / "Makefile").read_text()
+    written(tmp / "Makefile", text.replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt"))
+    written(tmp / "train_gpt2.cu", "")
+    tools = only(tmp / "tools", "make", "sh", "grep", "tr", "sort", "find", "nproc", "sed", "ls", "mkdir")
+    options = {"cwd": tmp, "CUDA_HOME": str(tmp / "home"), **tools}
+    run("make", code=2, says=["there is no nvcc: install the CUDA Toolkit", "NVCC=", "Stop."], **options)
+    run("make", "NVCC=/no/nvcc", code=2, says=["there is no /no/nvcc"], **options)
+    for place in "opt/cuda", "local/cuda-9.2", "local/cuda-12.8", "local/cuda-13.0", "local/cuda", "home":
+        nvcc = str(executable(tmp / place / "bin" / "nvcc", ""))
+        assert variable("NVCC", **options) == nvcc and variable("NVCC", "NVCC=sh", **options) == "sh"
+    assert variable("NVCC", **{**options, "PATH": f"{options['PATH']}:{tmp}/opt/cuda/bin"}) == "nvcc"
+
+
+def test_host_compilers(tmp):
+    """nvcc takes the same one as the Makefile does, and neither takes clang."""
+    for cxx, ccbin in ("g++", ""), ("ccache g++", ""), ("g++-12", "-ccbin g++-12"):
+        assert variable("CCBIN", f"CXX={cxx}", "NCCL_HOME=none") == ccbin, cxx
+    clang = executable(tmp / "c++", "echo Debian clang version 14.0.6")
+    run("make", f"CXX={clang}", code=2, says=[f"{clang} is clang", "name a g++"])
+
+
+def test_all_cores_at_work():
+    cores = run("nproc").stdout.strip()
+    for arguments, jobs in ([], [f"-j{cores}"]), (["-j1"], ["-j1"]), (["-sj7"], ["-j7"]), (["clean", "all"], []):
+        assert re.findall(r"-j\d+", variable("MAKEFLAGS", *arguments)) == jobs, arguments
+
+
 def test_other_flags_compile_anew(tmp):
     """By a copy of the Makefile, few sources, and a stand-in for both compilers. `make archs` and `make clean`, too."""
     make = functools.partial(run, "make", cwd=tmp)
     shutil.copy(ROOT / "Makefile", tmp)
-    for name in "data/a.cpp", "layers/b.cu", "attention/c.cu", "dev/test_d.cpp", "dev/test_d":
+    for name in ("data/a.cpp", "layers/b.cu", "attention/c.cu", "dev/test_d.cpp", "dev/test_d", "train_gpt2.cu",
+                 "dev/dump_gradients.cu"):
         written(tmp / name, "")
-    cc = executable(tmp / "cc", '[ "$1" != --list-gpu-code ] || echo sm_75 sm_80 sm_90\n'
-                    'while [ "$1" != -o ]; do shift || exit; done\ntouch "$2"; echo "$2"')
+    cc = executable(tmp / "cc", '[ "$1" != --list-gpu-code ] || echo sm_75 sm_80 sm_90\nall="$*"\n'
+                    'while [ "$1" != -o ]; do shift || exit; done\ntouch "$2"\n'
+                    'case $all in *-Werror*) echo "$2:strict" ;; *) echo "$2" ;; esac')
+    executable(tmp / "dev" / "run_tests.sh", "exec $1")
     objects = a, b = ["build/data/a.o", "build/layers/b.o"]
     for flags, expected in ([], objects), ([], []), (["EXTRA=-DX"], objects), (["EXTRA=-DX"], []), (
             ["EXTRA=-DX", "MARCH=x86-64"], [a]), (["EXTRA=-DX", "MARCH=x86-64", "ARCH=75"], [b]):
-        result = make("-s", f"CXX={cc}", f"NVCC={cc}", "NCCL_HOME=none", *objects, *flags)
+        result = make("-sj1", f"CXX={cc}", f"NVCC={cc}", "NCCL_HOME=none", *objects, *flags)
         assert result.stdout.split() == expected, (flags, result)
-    archs = make("-n", "archs", f"NVCC={cc}").stdout.replace("\\\n", "").splitlines()
+    # make train_gpt2cu, then make test: each object is made once, in make test with warnings as errors.
+    for target, strict in (["train_gpt2cu"], []), (["test"], ["dev/test_d", "dev/dump_gradients", "archs/"]):
+        made = make("-s", f"CXX={cc}", f"NVCC={cc}", "NCCL_HOME=none", *target).stdout.split()
+        for name in made:
+            assert name.endswith(":strict") == (".o" in name and any(part in name for part in strict)), made
+        assert len(made) >= 4 and (b in made) == (target == ["train_gpt2cu"]), made
+    archs = make("-nB", "archs", f"NVCC={cc}").stdout.replace("\\\n", "").splitlines()
     lines = {re.search(r"-o (\S+)", line)[1]: line for line in archs if " -o " in line}
     assert {name: re.findall(r"code=sm_(\w+)", line) for name, line in lines.items()} == {
         "build/archs/attention/c.spills.o": ["80", "90a"], "build/archs/attention/c.o": ["75"],

@@ -152,7 +152,7 @@ def main():
     arg.add_argument("--json", action="store_true", help="append the result to dev/results/<gpu>/torch.jsonl")
     a = arg.parse_args()
     if missing:
-        results.fail(f"needs PyTorch and numpy: {missing}")
+        results.fail(f"needs PyTorch and numpy ({missing}): pip install -c scripts/requirements-more.txt torch numpy")
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(1)

@@ -136,7 +136,7 @@ def find_folder(source):
         from huggingface_hub import snapshot_download
     except ImportError as e:
         raise Error(f"{source}: no such folder, and a name on the hub needs huggingface_hub ({e}); "
-                    "pip install -r scripts/requirements.txt") from None
+                    "pip install -c scripts/requirements-more.txt huggingface_hub") from None
     try:
         patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
         return snapshot_download(source, allow_patterns=patterns)

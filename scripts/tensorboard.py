@@ -77,7 +77,7 @@ def main():
         one = a.out or len(folders) == 1
         print("next: tensorboard", f"--logdir {a.out or folders[0]}" if one else f"--logdir_spec {spec}")
     except ImportError as e:
-        results.fail(f"needs the tensorboard package ({e}): pip install -r scripts/requirements.txt")
+        results.fail(f"needs the tensorboard package ({e}): pip install -c scripts/requirements-more.txt tensorboard")
     except OSError as e:
         results.fail(e)
 
