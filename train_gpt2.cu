@@ -710,8 +710,7 @@ int main(int argc, char** argv) {
         }
         Options o;
         std::vector<Option> table = o.table();
-        const bool help = parse_options(argc, argv, table, llm_c_options());
-        if (help) {
+        if (parse_options(argc, argv, table, llm_c_options())) {
             const char* about =
                 "Trains GPT-2. Without options: 124M parameters on the built-in corpus.\n"
                 "--version prints the version.";

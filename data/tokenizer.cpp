@@ -100,6 +100,8 @@ std::vector<int> encode_bytes(const std::string& text) {
 // a byte of length and as many bytes of text.
 Tokenizer::Tokenizer(const std::string& path) : path_(path) {
     if (path.empty()) return;
+    if (access(path.c_str(), F_OK) < 0)
+        throw Error(path + ": cannot open: " + std::strerror(errno) + "; data/prepare.py writes GPT-2's");
     const InputFile file(path);
     const char* name = path.c_str();
     uint32_t header[kHeaderBytes / sizeof(uint32_t)];

@@ -911,7 +911,7 @@ def test_other_flags_compile_anew(tmp):
     make = functools.partial(run, "make", cwd=tmp)
     shutil.copy(ROOT / "Makefile", tmp)
     for name in ("data/a.cpp", "layers/b.cu", "attention/c.cu", "dev/test_d.cpp", "dev/test_d", "train_gpt2.cu",
-                 "dev/dump_gradients.cu"):
+                 "dev/dump_gradients.cu", "dev/encode.cpp"):
         written(tmp / name, "")
     cc = executable(tmp / "cc", '[ "$1" != --list-gpu-code ] || echo sm_75 sm_80 sm_90\nall="$*"\n'
                     'while [ "$1" != -o ]; do shift || exit; done\ntouch "$2"\n'
