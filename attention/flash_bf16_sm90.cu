@@ -9,9 +9,9 @@
 // mbarriers say when a tile has landed and when it may be overwritten.
 //
 // Any m gives the same out and lse as long as nothing overflows. The maximum of the first tile (the diagonal one) is
-// nearly always good enough for the whole row, because P and l may grow to 2^60 before a warp notices by its sums that
-// it needs a new m. It then computes S again, by itself, and goes the textbook's way for that tile. So 64 maxima, 4
-// shuffles and the rescaling of O are gone from the loop.
+// nearly always good enough for the whole row. P and l may grow to 2^60 before their sums tell a warp that it needs a
+// new m. It then computes S again, by itself, and goes the textbook's way for that tile. So 64 maxima, 4 shuffles and
+// the rescaling of O are gone from the loop.
 //
 // A warpgroup's step j, while the tensor cores also serve the other warpgroups:
 //

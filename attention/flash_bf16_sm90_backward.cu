@@ -20,7 +20,7 @@
 // A block stays on its SM and takes items until there are none, in the order of sm90_backward_work.cuh, by which dQ's
 // sum is deterministic. In the block's first warpgroup four threads have a job each:
 //   loader   takes tickets, and loads the next item's K and V and the next tile's Q, dO, lse and D
-//   senders  one for each consumer. It waits for the turn, sends dQ out of shared memory and passes the turn on
+//   senders  one for each consumer, which waits for the turn, sends dQ out of shared memory and passes the turn on
 //   storer   writes dK out of K's place in shared memory and dV out of dS's
 // The other two warpgroups are the consumers. Who waits for whom at an mbarrier, [2] by stage or consumer:
 //   k_full[2]     all others  ← loader: K is there, and which item it is
@@ -41,7 +41,8 @@
 // block's: rows of zeros.
 //
 // Writes: dqkv (every element).  Partial form: adds into dq_sum, and adds into or writes dk, dv. write_dq writes dq.
-// Scratch: log2(e)·lse, D, turns, ticket, whole form: dQ's sum, fp32. All of it is written before it is read.
+// Scratch: log2(e)·lse, D, turns, the ticket, and in the whole form dQ's sum in fp32. The kernels write all of it before
+// they read it.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <climits>
 #include <cmath>

@@ -32,7 +32,7 @@ struct Tiles {
 
 struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
-    float *dk_acc, *dv_acc;                 // partial form: added into, or written; null otherwise
+    float *dk_acc, *dv_acc;                 // partial form: added into or written
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
     int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see PartialShape
     bool write_dkv;
@@ -42,7 +42,7 @@ struct Args {
     bool masked;              // some query does not see some key
     int sum_heads;            // heads that dq_sum has room for, in the partial form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
-    float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse, or +inf for a row that sees no key; D
+    float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for a row that sees no key) and D
     float* dq_sum;            // (sum_heads, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
     int sum_tiles;            // query tiles of a head in dq_sum, which points to the first of the block's
     int* turn;                // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
@@ -54,7 +54,7 @@ struct Args {
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
     return args.masked && bh >= args.group;
 }
-// The item of a ticket, {key tile, head}; {−1, −1}: there are no more.
+// The item of a ticket, {key tile, head}, or {−1, −1} if there are no more.
 __device__ __forceinline__ int2 item_of(const Args& args, int ticket) {
     const int left = args.heads * args.k_tiles - 1 - ticket;  // tickets after this one
     if (left < 0) return {-1, -1};

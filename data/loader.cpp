@@ -102,8 +102,7 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
                    header[1]));
     if (header[2] < 0)
         throw Error(
-            format("%s: damaged header: number of tokens at offset 8: expected 0..%d, found %d; get the file "
-                   "again",
+            format("%s: damaged header: number of tokens at offset 8: expected 0..%d, found %d; get the file again",
                    name, INT_MAX, header[2]));
     const uint64_t tokens = static_cast<uint64_t>(header[2]), expected = kHeaderBytes + tokens * sizeof(uint16_t);
     if (file.size != expected)
@@ -127,13 +126,12 @@ Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle
     const bool one = paths.size() == 1;
     if (windows_ < B_)
         throw Error(
-            format("%s: too little data: expected B·T + 1 = %zu tokens, or %d windows of %d, found %zu tokens in "
-                   "%zu %s, %zu windows; choose a smaller B or T",
+            format("%s: too little data: expected B·T + 1 = %zu tokens, or %d windows of %d, found %zu tokens in %zu "
+                   "%s, %zu windows; choose a smaller B or T",
                    pattern.c_str(), B_ * T_ + 1, B, T, tokens_, paths.size(), one ? "file" : "files", windows_));
     if (is_text_ && end_of_text_ >= vocab)
         throw Error(
-            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token "
-                   "shards",
+            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token shards",
                    pattern.c_str(), kByteVocab, kEndOfText + 1, vocab));
     description_ = (is_text_ ? "text file" : format("%zu %s", paths.size(), one ? "shard" : "shards")) + ", " +
                    human(tokens_) + (encoded_.empty() ? " tokens" : " BPE tokens");
@@ -179,8 +177,8 @@ std::vector<int> Loader::read_window() {
         window[i] = tokens[i] == kEndOfText ? end_of_text_ : tokens[i];
         if (window[i] >= vocab_)
             throw Error(
-                format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a "
-                       "model with a larger vocabulary on this data",
+                format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a model with "
+                       "a larger vocabulary on this data",
                        shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), vocab_, window[i]));
     }
     return window;
@@ -211,8 +209,7 @@ void Loader::skip(uint64_t batches) {
 void Loader::restore(const LoaderState& state) {
     if (state.window >= windows_)
         throw Error(
-            format("%s: cannot go on at window %zu: an epoch has %zu; resume with the data the checkpoint was "
-                   "made on",
+            format("%s: cannot go on at window %zu: an epoch has %zu; resume with the data the checkpoint was made on",
                    description_.c_str(), state.window, windows_));
     state_ = state;
     begin_epoch();

@@ -38,11 +38,11 @@ constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 constexpr uint32_t kMagic = 20240328;
 constexpr size_t kHeaderBytes = 256 * sizeof(uint32_t);
 
-// The character of UTF-8 that begins at `at`: how many bytes it has, 0 if they are invalid, and its kind: L, N, S or O.
 struct Character {
-    size_t bytes;
-    char kind;
+    size_t bytes;  // 0: they are no UTF-8
+    char kind;     // L, N, S or O, for a letter, a number, white space or another
 };
+// The character that begins at `at`.
 Character character(const std::string& text, size_t at) {
     static const std::string kinds = [] {
         std::string kinds;

@@ -8,7 +8,7 @@ constexpr int kWaits = 1 << 16, kWarps = 16;
 struct Timeline {  // of block 0. A wait goes to slot (begin / 32) % kWaits, because a counter would cost 250 clocks
     struct Wait {
         unsigned begin, end;  // the SM's clock
-        int line;             // of the kernel's file, where the wait stands; 0: the slot is free
+        int line;             // of the kernel's file, where the wait stands, or 0 in a slot that is free
     } waits[kWarps][kWaits];
 };
 
