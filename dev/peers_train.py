@@ -12,19 +12,25 @@ Each backend of attention (FlashAttention 2 and cuDNN's) trains in a process of 
 Before it is timed the loss must start at ln V and fall over 20 steps on one batch. "GiB" is the device memory in use
 after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
 "ours/peer" is how many times as fast ours is: above 1, ours wins.
+
+--llmc FOLDER names the sources of llm.c, whose program it builds (with cuDNN: see its README) and runs on random tokens
+at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds are those that it prints, and memory what it says it uses.
 """
 import argparse
+import array
 import concurrent.futures
 import json
 import math
 import multiprocessing
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from operator import itemgetter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -151,6 +157,36 @@ def measure(size, backend, B, T):
             "mem_gib": (total - free) / 2**30, "loss": losses[-1]}
 
 
+def llmc_figures(folder, model, ge, B, T):
+    """What llm.c prints of its steps: 3 s to warm up, then the mean of the next 5 s."""
+    with tempfile.TemporaryDirectory() as shards:
+        tokens = array.array("H", random.Random(1).choices(range(V), k=20 * B * T + 1))
+        for name in "train.bin", "val.bin":
+            header = array.array("i", [20240520, 1, len(tokens)] + 253 * [0])
+            pathlib.Path(shards, name).write_bytes(header.tobytes() + tokens.tobytes())
+        options = f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} -x 100000 -r 0"
+        command = ["./train_gpt2cu", *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split()]
+        run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        text, warm, ms = "", 0, []
+        for line in run.stdout:
+            step = re.search(r"^step .* \| loss ([\d.]+) .*\| ([\d.]+) ms \|", line)
+            if not step:
+                text += line
+            elif warm < 3000:
+                warm += float(step[2])
+            elif sum(ms) < 5000:
+                ms.append(float(step[2]))
+            else:
+                break
+        run.kill()
+        run.wait()
+    if not ms:
+        return "out of memory" if "out of memory" in text else f"llm.c says {text[-100:]!r}"
+    used = re.search(r"device memory usage: (\d+) MiB", text)
+    mean = sum(ms) / len(ms)
+    return {"ms": mean, "tok_s": B * T / mean * 1e3, "mem_gib": int(used[1]) / 1024, "loss": float(step[1])}
+
+
 def figures_or_reason(*arguments):
     """What measure() gives, or in a word why it cannot: not every exception of PyTorch's passes between processes."""
     try:
@@ -170,13 +206,11 @@ def in_a_fresh_process(function, *arguments):
             return str(e)
 
 
-def peer_row(torch, model, B, T, backend, ours, figures):
+def peer_row(kernel, model, B, T, backend, ours, gpu, cuda, **figures):
     # The same model on the same GPU: MFU goes with tokens per second.
     mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
-    figures = dict(figures)
-    return results.row("train", figures.pop("gpu"), torch.version.cuda, torch=torch.__version__, kernel="torch_compile",
-                       model=model, dtype="bf16", B=B, T=T, gpus=1, attention="sdpa", sdpa=backend,
-                       deterministic=False, mfu=mfu, **figures)
+    return results.row("train", gpu, cuda, kernel=kernel, model=model, dtype="bf16", B=B, T=T, gpus=1,
+                       attention="sdpa", sdpa=backend, deterministic=False, mfu=mfu, **figures)
 
 
 def line(row, ours=None):
@@ -197,8 +231,13 @@ def main():
     arg.add_argument("--model", default="d12", choices=SIZES)
     arg.add_argument("--shapes", default="64x1024,16x1024,4x1024", type=shapes_of,
                      help="BxT,BxT,… (default: %(default)s)")
+    arg.add_argument("--llmc", type=pathlib.Path, metavar="FOLDER", default=os.environ.get("LLMC"),
+                     help="the sources of llm.c (default: $LLMC; without them it is left out)")
     a = arg.parse_args()
     torch = results.torch_with_gpu("peers_train.py")
+    build = ["make", "train_gpt2cu", "USE_CUDNN=1"]
+    if a.llmc and subprocess.run(build, cwd=a.llmc, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(f"peers_train.py: {a.llmc}: llm.c does not build: see its README for cuDNN and its frontend")
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
     print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
@@ -216,9 +255,20 @@ def main():
             if isinstance(figures, str):
                 print(f"{'torch_compile':13} {backend:12} {B:4} {T:6} | skipped: {figures}", flush=True)
                 continue
-            found.append(peer_row(torch, a.model, B, T, backend, ours, figures))
+            found.append(peer_row("torch_compile", a.model, B, T, backend, ours, cuda=torch.version.cuda,
+                                  torch=torch.__version__, **figures))
             print(line(found[-1], ours), flush=True)
-        rows = ([ours] if ours else []) + sorted(found, key=lambda r: r["ms"])[:1]
+        rows = ([ours] if ours else []) + sorted(found, key=itemgetter("ms"))[:1]
+        found = []
+        for ge in range(3) if a.llmc and rows else ():
+            figures = llmc_figures(a.llmc, a.model, ge, B, T)
+            if isinstance(figures, str):
+                print(f"{'llm.c':13} {f'-ge {ge}':12} {B:4} {T:6} | skipped: {figures}", flush=True)
+                continue
+            found.append(peer_row("llm.c", a.model, B, T, f"cudnn, -ge {ge}", ours, rows[0]["gpu"], rows[0]["cuda"],
+                                  **figures))
+            print(line(found[-1], ours), flush=True)
+        rows += sorted(found, key=itemgetter("ms"))[:1]
         if rows and (a.json or a.out):  # what came before a shape that fails, or is ended, stays
             path = results.append(rows, "train", a.out)
     if path:

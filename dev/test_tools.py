@@ -952,9 +952,10 @@ def test_profile_without_nsys_builds_nothing(tmp):
 # Comparisons with PyTorch, between kinds of attention, and between numbers of GPUs
 
 def test_peers_of_training_side_by_side(tmp):
-    """A pretended ./dev/bench_train and pretended figures of the peer: two backends, and memory that ends."""
+    """A pretended ./dev/bench_train, pretended figures of PyTorch with two backends, a pretended llm.c, and memory that
+    ends."""
     import peers_train
-    ours = {"kernel": "train_gpt2cu", "gpu": "GPU A", "attention": "flash", "B": 4, "T": 1024, "ms": 8.0,
+    ours = {"kernel": "train_gpt2cu", "gpu": "GPU A", "cuda": "13", "attention": "flash", "B": 4, "T": 1024, "ms": 8.0,
             "tok_s": 5e5, "mfu": 40.0, "mem_gib": 3.5}
     peer = {"gpu": "GPU A", "ms": 10.0, "tok_s": 4e5, "mem_gib": 5.0, "loss": 9.0}
     figures = {("torch_flash", 4): peer, ("torch_cudnn", 4): {**peer, "ms": 16.0, "tok_s": 2.5e5},
@@ -965,16 +966,28 @@ def test_peers_of_training_side_by_side(tmp):
         4x1024) echo '{json.dumps(ours)}' >"$8" ;;
         *) echo "the model needs 200 GiB" >&2; exit 1 ;;
     esac""")
+    written(tmp / "llm.c" / "Makefile", "train_gpt2cu:\n\ttest $(USE_CUDNN) = 1\n")
+    step = "step 1/9 | loss 9.5 (+nanz)| norm 1 (+nanz)| lr 1e-04 | {}.00 ms | 9.0% bf16 MFU | 9 tok/s"
+    executable(tmp / "llm.c" / "train_gpt2cu", f"""echo 'device memory usage: 2048 MiB / 9999 MiB'
+    case "${{18}}" in
+        0) yes '{step.format(4000)}' ;;
+        1) echo 'cuda: out of memory'; exit 1 ;;
+        2) yes '{step.format(2000)}' ;;
+    esac""")
     out, pretended = tmp / "rows.jsonl", lambda _, size, sdpa, B, T: figures[sdpa, B]
     with mock.patch.multiple(peers_train, ROOT=tmp, in_a_fresh_process=pretended):
-        printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--out", out, function=peers_train.main,
-                         modules={"torch": torch}).stdout
+        printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--llmc", tmp / "llm.c", "--out", out,
+                         function=peers_train.main, modules={"torch": torch}).stdout
     lines = [line.split() for line in printed.splitlines()[2:]]
+    llmc = [line for line in lines if line[0] == "llm.c"]
+    assert llmc[1][-4:] == "skipped: out of memory".split() and len(llmc) == 6
+    lines = [line for line in lines if line not in llmc]
     assert [words[0] for words in lines] == 2 * ["train_gpt2cu", "torch_compile", "torch_compile"] + [str(out)]
     assert lines[1][1:4] == ["torch_flash", "4", "1024"] and [words[-1] for words in lines[1:3]] == ["1.25", "2.00"]
     assert lines[3][-4:] == lines[4][-4:] == "skipped: out of memory".split() and lines[5][-2:] == ["n/a", "5.00"]
-    first, faster, long = rows_of(out)
+    first, faster, plain, long, _ = rows_of(out)
     assert first == ours and [r["sdpa"] for r in (faster, long)] == ["torch_flash", "torch_cudnn"]
+    assert tuple(plain[field] for field in ("kernel", "sdpa", "ms", "mem_gib")) == ("llm.c", "cudnn, -ge 2", 2000, 2)
     assert [faster[field] for field in ("kind", "kernel", "dtype", "mfu")] == ["train", "torch_compile", "bf16", 32.0]
     assert long["mfu"] is None and long["B"] == 64
 
