@@ -5,6 +5,7 @@ import re
 import shlex
 import struct
 import subprocess
+import sys
 
 from harness import ROOT, Skip, built, main, write_launcher, written
 
@@ -130,6 +131,16 @@ def test_files_that_are_linked_exist():
     for path, text in texts().items():
         for target in re.findall(r"\]\(([^)#]+)\)", re.sub("```.*?```", "", text, flags=re.S)):  # a lambda looks like a link
             assert "://" in target or (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_exercises_fit_the_kernels():
+    """What each changes is there, and each has a measured answer."""
+    sys.path.append(str(ROOT / "scripts"))
+    from exercises import EXERCISES
+    answers = (ROOT / "attention" / "EXPERIMENTS.md").read_text()
+    for number, (_, kernel, _, file, edits, asks, because) in enumerate(EXERCISES, 1):
+        assert all(old in (ROOT / file).read_text() for old in edits), asks
+        assert f"| {number}, {kernel} |" in answers and because in answers, asks
 
 
 def test_pictures_of_the_tutorial():

@@ -14,57 +14,53 @@ import tempfile
 import results
 from results import ROOT
 
-# Where the tutorial asks (the file that it quotes there), kernel, and "B x T"; the file to change, and what becomes
-# what; the question, and what explains the answer.
+# The file that the tutorial quotes where it asks; kernel, and "B x T"; the file to change, and what becomes what; the
+# question; and what explains the measured answer.
 EXERCISES = [
     ("naive.cu", "naive", "4x4096", "attention/naive.cu", {"kShortRowBytes = 2048": "kShortRowBytes = 1 << 20"},
      "Give every row of S to a warp: `kShortRowBytes = 1 << 20`. What does T = 4096 lose?",
-     ""),
+     "Nothing forward. Backward reads two rows twice, and so many are in flight that they leave the cache between."),
     ("flash_simple.cu", "flash_simple", "4x4096", "attention/flash_simple.cu", {"kOwn + 4": "kOwn"},
      "Take the padding away: write `kOwn` for `kOwn + 4`. Which reads collide then, and do they count?",
-     ""),
+     "A thread's reads of its own row do: eight rows of 256 bytes begin in one bank. Passing rows are one address."),
     ("flash_simple.cu", "flash_simple", "4x4096", "attention/flash_simple.cu", {"kPassing = 16": "kPassing = 8"},
      "Halve the tile that passes by: `kPassing = 8`. Twice the barriers, half the registers: what wins?",
-     ""),
+     "The barriers win, and each tile reads the thread's own row again, for half as many keys."),
     ("flash_fp32.cu", "flash_fp32", "4x4096", "attention/flash_fp32.cu",
      {"(threadIdx.x & 1) | (threadIdx.x >> 3 & 2)": "threadIdx.x >> 3 & 3", "threadIdx.x >> 1 & 7": "threadIdx.x & 7",
       "int bit = 2; bit <= 8": "int bit = 1; bit <= 4"},
      "Number the lane grid plainly: row `threadIdx.x >> 3 & 3`, column `threadIdx.x & 7`, and bits 1 to 4 in row_max and "
      "row_sum. How many passes does a 16-byte load take now?",
-     ""),
-    ("fp16_pairs.cuh", "flash_fp16x3", "4x4096", "attention/fp16_pairs.cuh",
-     {"mma(c, n, hi[kk], b);": ""},
-     "Leave out one of the three products, hi · lo: delete `mma(c, n, hi[kk], b);` above. How large is the error of out, "
-     "if fp16 has 11 bits?",
-     ""),
+     "Four, not two. Forward hides most of them behind FMAs. Backward has smaller sub-tiles, so more loads an FMA."),
     ("flash_mma.cu", "flash_mma", "4x4096", "attention/flash_mma.cu", {"bf16[Bc][HS + 8]": "bf16[Bc][HS]"},
      "Take the padding away: `bf16[Bc][HS]`. How many passes does ldmatrix take, and what share of the time was it?",
-     ""),
+     "Eight, not one, because rows of 128 bytes repeat the banks. The time says that it was a third before."),
     ("flash_bf16.cu", "flash_bf16", "4x4096", "attention/flash_bf16.cu",
      {"softmax.exponentials(p.scale_log2, s, kk);":
       "if (kk == 0) for (int k = 0; k < Bc / 16; k++) softmax.exponentials(p.scale_log2, s, k);"},
      "Take all exponentials of a tile before its first product: `if (kk == 0) for (int k = 0; k < Bc / 16; k++) "
      "softmax.exponentials(p.scale_log2, s, k);`. Are 512 of 1536 clk lost?",
-     ""),
+     "Hardly any. Eight warps share the SM, and while one takes exponentials another multiplies."),
+    ("fp16_pairs.cuh", "flash_fp16x3", "4x4096", "attention/fp16_pairs.cuh",
+     {"mma(c, n, hi[kk], b);": ""},
+     "Leave out one of the three products, hi · lo: delete `mma(c, n, hi[kk], b);` above. How large is the error of out, "
+     "if fp16 has 11 bits?",
+     "About 2⁻¹², as if that operand were a plain fp16. The bench calls it wrong and times nothing."),
     ("flash_wgmma.cu", "flash_wgmma", "4x4096", "attention/flash_wgmma.cu", {"Bc = 128;": "Bc = 64;"},
      "Halve the tile of keys: `Bc = 64`. More blocks share an SM, and each waits twice as often. What wins?",
-     ""),
+     "The blocks do, barely: without roles only other blocks fill a wait."),
     ("flash_bf16_sm90.cu", "flash_bf16_sm90", "4x4096", "attention/flash_bf16_sm90.cu",
      {"Stages = HS == 64 ? 4 : 2": "Stages = 2"},
      "Give K and V two stages instead of four: `Stages = 2`. Does the producer still keep ahead?",
-     ""),
-    ("flash_bf16_sm90.cu", "flash_bf16_sm90", "2x16384", "attention/flash_bf16_sm90.cu",
-     {"kGroupBytes = 32 << 20": "kGroupBytes = 1 << 30"},
-     "Let all heads go side by side: `kGroupBytes = 1 << 30`. How much of K and V comes from memory at T = 16384?",
-     ""),
+     "Nearly. A copy has one tile's time to arrive, and three warpgroups seldom finish a tile together."),
     ("flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
      {"return args.masked && bh >= args.group;": "return false;"},
      "Let all heads walk back: `walks_forward` returns false. What do the turns cost?",
-     ""),
+     "Key tiles that begin together at the last query wait for each other's sums."),
     ("flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
      {"return args.masked && bh >= args.group;": "return args.masked;"},
      "Then let all of them walk forward: it returns `args.masked`. What does the end of the kernel cost?",
-     ""),
+     "The longest items begin last, and most SMs wait for them."),
 ]
 
 
@@ -78,13 +74,13 @@ def changed(copy, file, edits):
     path.write_text(text)
 
 
-def build(copy, number):
-    """The bench with exercise `number` done, in a copy of the sources and of what is built."""
+def build(copy, exercise):
+    """The bench with an exercise done, in a copy of the sources and of what is built."""
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results"))
-    changed(copy, *EXERCISES[number][3:5])
+    changed(copy, *exercise[3:5])
     done = subprocess.run(["make", "dev/bench_attention"], cwd=copy, capture_output=True, text=True)
     if done.returncode:
-        results.fail(f"exercise {number + 1}: {done.stderr[-1000:]}")
+        results.fail(f"{exercise[1]}: {done.stderr[-1000:]}")
 
 
 def figures(folder, kernel, shape):
@@ -95,19 +91,21 @@ def figures(folder, kernel, shape):
     wrong = re.search(r"WRONG: relative L2 error (\S+)", text)
     if not rows and not wrong:
         results.fail(f"{' '.join(command)}: no figures in {text!r}")
-    error = float(wrong[1] if wrong else rows[0][2])
+    error = float(wrong[1] if wrong else rows[-1][2])
     return {**{name: float(rate) for name, rate, _ in rows}, "error": error}, text.split(",")[0].strip()
 
 
 def main():
     arg = results.arguments(__doc__, "exercises")
+    arg.add_argument("--kernel", default="", help="only those of this kernel")
     a = arg.parse_args()
+    todo = [exercise for exercise in EXERCISES if a.kernel in exercise[1]]
     results.need("dev/bench_attention")
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count() // 2) as pool:
-        copies = [pathlib.Path(folder) / str(number) for number in range(len(EXERCISES))]
-        list(pool.map(build, copies, range(len(EXERCISES))))
+        copies = [pathlib.Path(folder) / str(number) for number in range(len(todo))]
+        list(pool.map(build, copies, todo))
         rows = []
-        for copy, (_, kernel, shape, _, _, asks, _) in zip(copies, EXERCISES):
+        for copy, (_, kernel, shape, _, _, asks, _) in zip(copies, todo):
             (before, gpu), (after, _) = figures(ROOT, kernel, shape), figures(copy, kernel, shape)
             B, T = map(int, shape.split("x"))
             rows.append(results.row("exercise", gpu, results.toolkit(), kernel=kernel, B=B, T=T, what=asks,

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from operator import itemgetter
 
+from exercises import EXERCISES
 from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, matching, read_rows, shared, values
 
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
@@ -332,6 +333,21 @@ def default_run(rows):
     return "\n\n".join(parts)
 
 
+def exercises(rows):
+    """The answers: what the bench said before and after a change."""
+    found, lines = {r["what"]: r for r in rows}, []
+    for number, (_, kernel, shape, _, _, asks, because) in enumerate(EXERCISES, 1):
+        if asks not in found:
+            continue
+        before, after = found[asks]["before"], found[asks]["after"]
+        cells = [f"{before[name]} → {after[name]}" if name in after else "–" for name in ("fwd", "bwd")]
+        if len(after) == 1:
+            cells[0] = f"error {before['error']:g} → {after['error']:g}"
+        lines.append(" | ".join([f"{number}, {kernel}", *cells, because]))
+    title = "TFLOP/s at (B, T) = (4, 4096), 12 heads of 64, causal, before and after the change, naive in bf16"
+    return table(title, rows, "exercise | forward | backward | why", lines)
+
+
 RUNGS = {
     "naive": ("fp32", "the formula, by cuBLAS"),
     "flash_simple": ("fp32", "S and P stay on the SM"),
@@ -359,6 +375,7 @@ TABLES = {
     "accumulation errors": (accumulation_errors, "accumulation", {}, "study"),
     "ring chunks": (ring_chunks, "ring", {}, "ring"),
     "ring errors": (ring_errors, "ring", {}, "ring"),
+    "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),
 }
 # Plots, <name>.svg beside the rows, are shown as they are.
@@ -382,7 +399,9 @@ def make(name, document, root):
                           flags=re.S | re.M)
         if not found:
             fail(f"{path.relative_to(root)}: no lines between // [quote] and // [end]")
-        return f"```cpp\n{textwrap.dedent(found[1])}```"
+        asked = [paragraph(f"*Try it, {number}.* {exercise[5]}")
+                 for number, exercise in enumerate(EXERCISES, 1) if exercise[0] == path.name]
+        return "\n\n".join([f"```cpp\n{textwrap.dedent(found[1])}```", *asked])
     else:
         known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
         fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
