@@ -209,6 +209,20 @@ def train(rows):
     return table(title, rows, f"model | dtype | attention | {level}B | T | tok/s | ms | MFU | GiB in use", lines)
 
 
+def step(rows):
+    """Ours beside the peers on the same shapes: tokens a second, how many times a peer's rate, and memory."""
+    rows = matching(rows, model="d12", dtype="bf16", T=1024)
+    ours = {r["B"]: r for r in matching(rows, kernel="train_gpt2cu", attention="flash", recompute=1)}
+    peers = [r for r in rows if r["kernel"] != "train_gpt2cu" and r["B"] in ours]
+    names = dict.fromkeys(["train_gpt2cu", *(r["kernel"] for r in peers)])
+    title = """The whole step of GPT-2 124M in bf16 at T = 1024, sustained: tokens a second, how many times as fast
+        train_gpt2cu is, GiB of memory. torch.compile has fused AdamW and its faster attention, llm.c cuDNN and its
+        fastest options"""
+    return table(title, rows, *crossed([*ours.values(), *peers], ["B"], "kernel", list(names), lambda r: " ".join(
+        [f"{r['tok_s'] / 1e3:.0f}k"] + [f"· {ours[r['B']]['tok_s'] / r['tok_s']:.2f}×"] * (r is not ours[r["B"]])
+        + [f"· {r['mem_gib']:.1f}"])))
+
+
 def scaling(rows):
     """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
     apart = {values(r, ["model", "gpus", "zero"]): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
@@ -319,7 +333,7 @@ def torch(rows):
 
 
 def default_run(rows):
-    """The plot of the newest default run, and the beginnings of its samples."""
+    """The plot of the newest default run, and the beginnings of its first and last samples."""
     rows.sort(key=itemgetter("step"))
     caption = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no model can pass the
         floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}."""
@@ -327,7 +341,7 @@ def default_run(rows):
     plot = folder_of_gpu(rows[0]["gpu"]) / "default_run.png"
     if plot.exists():
         parts.append(f"![loss, gradient norm, learning rate and speed]({plot.relative_to(ROOT)})")
-    for r in rows:
+    for r in rows[:1] + rows[1:][-1:]:
         text = textwrap.shorten(r["text"], 300, placeholder=" …")
         parts.append(paragraph(f"*Step {r['step']}, validation loss {r['val_loss_nats']:.3f}:* {text}"))
     return "\n\n".join(parts)
@@ -352,9 +366,9 @@ RUNGS = {
     "naive": ("fp32", "the formula, by cuBLAS"),
     "flash_simple": ("fp32", "S and P stay on the SM"),
     "flash_fp32": ("fp32", "a thread owns a piece of a tile"),
-    "flash_fp16x3": ("fp32", "an fp32 is two fp16, for tensor cores"),
     "flash_mma": ("bf16", "mma.sync and fragments"),
     "flash_bf16": ("bf16", "copies and exponentials beside products"),
+    "flash_fp16x3": ("fp32", "an fp32 is two fp16, for tensor cores"),
     "flash_wgmma": ("bf16", "wgmma and TMA"),
     "flash_bf16_sm90": ("bf16", "roles; a deterministic backward"),
 }
@@ -367,6 +381,7 @@ TABLES = {
     "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
     "losses": (losses, "losses", {"apart": LOSSES}, "losses"),
     "train": (train, "train", {"apart": TRAIN}, "train"),
+    "step": (step, "train", {"apart": TRAIN}, "train"),
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
     "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),
@@ -390,6 +405,9 @@ def make(name, document, root):
         text_of, bench, query, part = TABLES[name]
         found = [read_rows(path, **query) for path in sorted(results.glob(f"*/{bench}.jsonl"))]
         texts = [text_of(rows) for rows in found if rows]
+        here = os.path.relpath(root / "attention", document.parent)
+        if name == "ladder" and here != ".":
+            texts = [text.replace("](", f"]({here}/") for text in texts]
     elif plot != name and plot in PLOTS:
         part, paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
         texts = [f"![{plot}]({os.path.relpath(path, document.parent)})" for path in paths]
