@@ -313,17 +313,14 @@ TEST(without_the_key_nobody_is_a_rank) {
         std::fprintf(stderr, "met\n");
         _exit(0);  // there is no rank 1 to leave
     });
-    const auto hello_by = [](const std::string& name) {
-        const std::string body = name + "\n1 2 1 1 here";
-        return format("gpt2job1%08zx", body.size()) + body;
-    };
+    const auto hello_by = [](const std::string& name) { return "gpt2job1 \"" + name + "\" 1 2 1 1 here there\n"; };
     const int hello = connect_and_say(port, hello_by("j"));
-    std::string answer(8 + 8 + 4 + 16, '\0');  // magic, length, "yes" and the key
+    std::string answer(10 + 16, '\0');  // the protocol, a quote and the key
     if (recv(hello, answer.data(), answer.size(), MSG_WAITALL) != ssize_t(answer.size())) throw Error("no answer");
     const int wrong = connect_and_say(port, hello_by(std::string(16, '0')));
     sleep_for(0.5);
     CHECK(!contains(first.text(), "met"));
-    const int right = connect_and_say(port, hello_by(answer.substr(20)));
+    const int right = connect_and_say(port, hello_by(answer.substr(10)));
     first.check({0}, {"met"});
     for (int fd : {hello, wrong, right}) close(fd);
 }

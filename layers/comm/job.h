@@ -50,13 +50,16 @@ struct Patience {
     double silence = 20;  // without a beat
 };
 
-// What to send to a rank and to receive from it.
+// Bytes that go to a rank or come from it.
 struct Transfer {
     int peer;
-    const void* send;
-    size_t send_bytes;
-    void* recv;
-    size_t recv_bytes;
+    bool sends;
+    char* at;
+    size_t bytes;
+    static Transfer to(int peer, const void* data, size_t bytes) {
+        return {peer, true, static_cast<char*>(const_cast<void*>(data)), bytes};
+    }
+    static Transfer from(int peer, void* data, size_t bytes) { return {peer, false, static_cast<char*>(data), bytes}; }
 };
 
 class Job {
@@ -71,9 +74,9 @@ class Job {
     int rank = 0, size = 1;
     int local_rank = 0, local_size = 1;  // among the ranks of this machine
 
-    // Runs all transfers at once, at most one for each peer, and returns when all are done. One with this rank itself
-    // does nothing. Every rank must make the matching call.
-    void exchange(const std::vector<Transfer>& transfers);
+    // Runs all transfers at once, at most one each way with each peer, and returns when all are done. One with this
+    // rank itself does nothing. Every rank must make the matching call.
+    void exchange(std::vector<Transfer> transfers);
 
     // Collectives on the host for small data. Every rank calls them in the same order.
     std::vector<std::string> all_gather(const std::string& mine);
@@ -81,7 +84,7 @@ class Job {
     std::vector<T> all_gather(const T& mine) {
         static_assert(std::is_trivially_copyable_v<T>);
         std::vector<T> all(size, mine);
-        gather_bytes(all.data(), sizeof(T));
+        gather_bytes(all.data(), sizeof(T), 0, size);
         return all;
     }
     template <class T>
@@ -90,16 +93,15 @@ class Job {
     }
     void sum(std::vector<double>& x);  // sums the ranks' x in the order of ranks
     void barrier() { all_gather(0); }
+    // Among `count` ranks from `first` on. Each finds its own part in `all` and gets the others'.
+    void gather_bytes(void* all, size_t bytes, int first, int count);
 
     // Throws Error on every rank if a field of one rank differs from rank 0's. The message names the field and who has
     // what.
     void agree(const std::vector<std::pair<std::string, std::string>>& fields);
 
     // From here on the main thread must call progress()++ at least once in this many seconds. 0 ends that duty.
-    void expect_progress(double seconds) {
-        began_ = progress().load();
-        expected_ = seconds;
-    }
+    void expect_progress(double seconds);
     static std::atomic<uint64_t>& progress();
     // The watching thread calls `check` every second. It returns what is wrong, or "".
     void also_watch(std::function<std::string()> check);
@@ -110,22 +112,16 @@ class Job {
     auto guard(F body) {
         try {
             return body();
-        } catch (const UsageError& e) {
-            if (size > 1) fail(e.what(), 2);
-            throw;
         } catch (const std::exception& e) {
-            if (size > 1) fail(e.what(), 1);
+            if (size > 1) fail(e);
             throw;
         }
     }
-    [[noreturn]] void fail(const std::string& what, int code);
     void leave();  // ends a job that went well: waits for all ranks, then stops watching
 
   private:
     struct Impl;
     std::unique_ptr<Impl> impl_;
-    std::atomic<double> expected_{0};
-    std::atomic<uint64_t> began_{0};  // progress() when expect_progress() was called
-    void gather_bytes(void* all, size_t bytes);
     void broadcast_bytes(void* data, size_t bytes);
+    [[noreturn]] void fail(const std::exception& e);
 };
