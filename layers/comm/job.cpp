@@ -156,8 +156,6 @@ std::string random_name() {
     return format("%08x%08x", random(), random());
 }
 
-// =====================================================================================================================
-
 struct Job::Impl {
     const Place place;
     const Patience patience;
@@ -172,7 +170,10 @@ struct Job::Impl {
     std::thread watcher;
 
     Impl(const Place& place, const Patience& patience) : place(place), patience(patience), ranks(place.size) {}
-    ~Impl() { stop_watching(); }
+    ~Impl() {
+        leaving = true;
+        if (watcher.joinable()) watcher.join();
+    }
 
     // -----------------------------------------------------------------------------------------------------------------
     // Meeting
@@ -212,24 +213,23 @@ struct Job::Impl {
     // Receives a hello and keeps the connection, or refuses it with the reason. If the refused rank means this very
     // job, the job fails as well.
     void welcome(Socket connection) {
-        std::string text, refusal;
+        std::string line;
         Rank guest;
-        if (!connection.recv_line(text) || !guest.read_hello(text)) return;  // not one of us
+        if (!connection.recv_line(line) || !guest.read_hello(line)) return;  // not one of us
         if (guest.name != me.name && guest.name == place.job) return;        // all have come already
+        const auto refuse = [&](const std::string& why) {
+            connection.send_line("no " + why);
+            if (guest.name == me.name) throw Error(why);
+        };
         if (guest.name != me.name)
-            refusal = format("port %d is that of another job (\"%s\", this one is \"%s\"): set another MASTER_PORT",
-                             place.port, place.job.c_str(), guest.name.c_str());
-        else if (guest.size != place.size)
-            refusal = format("%s was started as one of %d ranks, rank 0 as one of %d: start all with the same number",
-                             guest.title().c_str(), guest.size, place.size);
-        else if (guest.rank <= place.rank || ranks[guest.rank].data)
-            refusal = format("%s has come already, now %s: two processes have the same rank, or an earlier job waits",
-                             ranks[guest.rank].title().c_str(), guest.title().c_str());
-        if (!refusal.empty()) {
-            connection.send_line("no " + refusal);
-            if (guest.name != me.name) return;
-            throw Error(refusal);
-        }
+            return refuse(format("port %d is that of another job (\"%s\", this one is \"%s\"): set another MASTER_PORT",
+                                 place.port, place.job.c_str(), guest.name.c_str()));
+        if (guest.size != place.size)
+            refuse(format("%s was started as one of %d ranks, rank 0 as one of %d: start all with the same number",
+                          guest.title().c_str(), guest.size, place.size));
+        if (guest.rank <= place.rank || ranks[guest.rank].data)
+            refuse(format("%s has come already, now %s: two processes have the same rank, or an earlier job waits",
+                          ranks[guest.rank].title().c_str(), guest.title().c_str()));
         guest.address = inet_ntoa(end_of(connection.fd, getpeername).sin_addr);
         guest.data = std::move(connection);
         guest.watched = std::move(ranks[guest.rank].watched);
@@ -310,24 +310,24 @@ struct Job::Impl {
         _exit(code);
     }
     // The main thread waits here. The watching thread will learn why the job ends, or that rank 0 is gone, and end us.
-    void await_end() const { sleep_for(leaving ? 0 : patience.silence + 5); }
+    void await_end() const { sleep_for(patience.silence + 5); }
 
     // Waits a moment for lines, takes one from each rank that has sent any, and returns whether one is watched.
     bool hear_all() {
         std::vector<pollfd> polls;
         for (const Rank& r : ranks) polls.push_back({r.watched.fd, POLLIN, 0});  // -1 is skipped
         poll(polls.data(), polls.size(), 20);
-        bool any = false;
         for (int r = 0; r < place.size; r++) {
-            std::string line = "goodbye";
-            if (polls[r].revents && !ranks[r].watched.recv_line(line)) {
-                if (!leaving) end(1, ranks[r].title() + " died: its connection closed; the job ends");
-                line = "goodbye";
-            }
-            if (polls[r].revents) hear(ranks[r], line);
-            any |= bool(ranks[r].watched);
+            std::string line;
+            if (!polls[r].revents) continue;
+            if (ranks[r].watched.recv_line(line))
+                hear(ranks[r], line);
+            else if (leaving)
+                ranks[r].watched = Socket();
+            else
+                end(1, ranks[r].title() + " died: its connection closed; the job ends");
         }
-        return any;
+        return std::any_of(ranks.begin(), ranks.end(), [](const Rank& r) { return bool(r.watched); });
     }
 
     // Rank 0 looks for a rank that runs without progress while it does not wait for others on the host. Others may
@@ -367,10 +367,6 @@ struct Job::Impl {
         // If we closed a connection to which bytes still come, the other side might not get our goodbye.
         for (const double give_up = now() + 5; hear_all() && now() < give_up;) {}
     }
-    void stop_watching() {
-        leaving = true;
-        if (watcher.joinable()) watcher.join();
-    }
 };
 
 Job::Job() = default;
@@ -384,12 +380,12 @@ Job::Job(const Place& place, const Patience& patience) : rank(place.rank), size(
     for (const Rank& r : impl_->ranks)
         if (r.host == impl_->me.host) local_size++, local_rank += r.rank < rank;
     if (place.local_rank >= 0) local_rank = place.local_rank;
-    impl_->watcher = std::thread([this] { impl_->watch(); });
+    impl_->watcher = std::thread([impl = impl_.get()] { impl->watch(); });
 }
 
 void Job::leave() {
     barrier();
-    if (impl_) impl_->stop_watching();
+    impl_.reset();
 }
 
 void Job::fail(const std::exception& e) {
@@ -422,7 +418,7 @@ void Job::also_watch(std::function<std::string()> check) {
 
 void Job::exchange(std::vector<Transfer> transfers) {
     if (size == 1) return;
-    if (impl_->leaving) throw Error("a rank has left its job: it cannot meet the others any more");
+    if (!impl_) throw Error("a rank has left its job: it cannot meet the others any more");
     impl_->waiting = true;
     for (std::vector<pollfd> polls;; polls.clear()) {
         const auto is_done = [&](const Transfer& t) { return t.bytes == 0 || t.peer == rank; };

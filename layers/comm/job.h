@@ -69,7 +69,6 @@ class Job {
     explicit Job(const Place& place, const Patience& patience = {});
     ~Job();
     Job(const Job&) = delete;
-    Job& operator=(const Job&) = delete;
 
     int rank = 0, size = 1;
     int local_rank = 0, local_size = 1;  // among the ranks of this machine
@@ -107,13 +106,13 @@ class Job {
     void also_watch(std::function<std::string()> check);
 
     // Runs `body`. If it throws, the whole job ends with that message. Nothing outside `body` is unwound, because
-    // destructors there might wait for ranks that are gone. In a job of one rank the exception passes through.
+    // destructors there might wait for ranks that are gone. In a job of one rank, and after leave(), it passes through.
     template <class F>
     auto guard(F body) {
         try {
             return body();
         } catch (const std::exception& e) {
-            if (size > 1) fail(e);
+            if (impl_) fail(e);
             throw;
         }
     }
