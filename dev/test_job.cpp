@@ -290,9 +290,10 @@ TEST(strangers_at_the_port) {
     ranks.start_rank(local_place(0, 2, port));
     close(connect_and_say(port, ""));
     const int web = connect_and_say(port, "GET / HTTP/1.1\r\n\r\n");
+    const int old = connect_and_say(port, "gpt2job0 \"\" 1 2 1 1 here there\n");  // speaks another protocol
     ranks.start_rank(local_place(1, 2, port));
     ranks.check();
-    close(web);
+    close(web), close(old);
 
     const int fd = listen_at("127.0.0.1", 0);  // something else listens where rank 0 should be
     lost.start([=] {
@@ -409,6 +410,7 @@ TEST(launchers_variables) {
         {slurm + "SLURM_STEP_NUM_TASKS=4", "set MASTER_ADDR"},
         {"RANK=4 WORLD_SIZE=4", "RANK: \"4\""},
         {"RANK=x WORLD_SIZE=4", "RANK: \"x\""},
+        {"RANK=3x WORLD_SIZE=4", "RANK: \"3x\""},
         {"RANK=0 WORLD_SIZE=1", "rank 0 of 1,"},
     };
     for (const auto& [environment, says] : cases) {
