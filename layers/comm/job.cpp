@@ -62,9 +62,12 @@ struct Socket {
         const std::string bytes = line + "\n";
         return send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
     }
-    bool recv_line(std::string& line) const {
+    // A stranger who sends a byte now and then gets no more than twice this time.
+    bool recv_line(std::string& line, double seconds = 5) const {
         char c;
-        for (line.clear(); line.size() < 1 << 20; line += c) {
+        set_timeout(seconds);
+        const double give_up = now() + seconds;
+        for (line.clear(); line.size() < 1 << 20 && now() < give_up; line += c) {
             ssize_t n;
             while ((n = recv(fd, &c, 1, 0)) < 0 && errno == EINTR) {}  // we were stopped and go on
             if (n <= 0 || c == '\n') return n > 0;
@@ -236,7 +239,7 @@ struct Job::Impl {
         ranks[guest.rank] = std::move(guest);
     }
 
-    // On rank 0, which sends all the table of all.
+    // On rank 0, which sends everybody's hello to all.
     void gather_ranks(const Socket& listener) {
         accept_ranks(listener);
         const std::string key = random_name();
@@ -249,11 +252,10 @@ struct Job::Impl {
     void come_to_first() {
         const std::string where = format("%s port %d", place.address.c_str(), place.port);
         Socket s = connect_to(place.address, place.port, now() + patience.meet, "rank 0");
-        s.set_timeout(patience.meet + 5);  // so that rank 0, which waits for `meet`, can still say what is wrong
         s.send_line(me.hello());
         for (Rank& r : ranks) {
             std::string answer;
-            const bool came = s.recv_line(answer);
+            const bool came = s.recv_line(answer, patience.meet + 5);  // so long, because rank 0 waits for `meet`
             if (came && answer.compare(0, 3, "no ") == 0)
                 throw Error(where + ": refused by rank 0: " + answer.substr(3));
             if (!came || !r.read_hello(answer))
@@ -264,7 +266,6 @@ struct Job::Impl {
             if (r.address.compare(0, 4, "127.") == 0) r.address = place.address;
         }
         ranks[0].watched = std::move(s);
-        ranks[0].watched.set_timeout(5);
     }
 
     // -----------------------------------------------------------------------------------------------------------------
