@@ -29,9 +29,6 @@
 
 namespace {
 
-double now() {  // in seconds
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 void sleep_for(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
@@ -153,6 +150,9 @@ int listen_at(const std::string& address, int port) {
 }
 int port_of(int fd) {
     return ntohs(end_of(fd, getsockname).sin_port);
+}
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 std::string random_name() {
     std::random_device random;

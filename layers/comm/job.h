@@ -43,6 +43,7 @@ int launch_ranks(int count, char** argv);
 int listen_at(const std::string& address, int port);
 int port_of(int fd);
 std::string random_name();  // that nobody can guess
+double now();               // in seconds
 
 // How long a rank waits for others, in seconds.
 struct Patience {
