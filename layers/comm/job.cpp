@@ -9,7 +9,6 @@
 // progress by, "failed <exit code> <why>", or "goodbye". All that ranks say to each other is lines of text.
 #include "layers/comm/job.h"
 
-#include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -36,67 +35,82 @@ void append(std::string& list, const std::string& item, const char* separator = 
     list += (list.empty() ? "" : separator) + item;
 }
 
-// A connection, or none if fd is -1. A call on it blocks for at most its timeout.
+// What others have sent, fit to be printed.
+std::string printable(std::string text) {
+    std::replace_if(
+        text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    return text;
+}
+
+// A connection, or none if fd is -1. Connecting and sending block for at most 5 s.
 struct Socket {
     int fd = -1;
+    std::string part;  // of a line that is coming
     Socket() = default;
     explicit Socket(int fd) : fd(fd) {
         const int on = 1;
+        const timeval limit = {5, 0};
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        set_timeout(5);
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
     }
-    Socket(Socket&& other) noexcept : fd(std::exchange(other.fd, -1)) {}
-    Socket& operator=(Socket&& other) noexcept { return std::swap(fd, other.fd), *this; }
+    Socket(Socket&& other) noexcept : fd(std::exchange(other.fd, -1)), part(std::move(other.part)) {}
+    Socket& operator=(Socket&& other) noexcept { return std::swap(fd, other.fd), std::swap(part, other.part), *this; }
     ~Socket() { close(fd); }
     explicit operator bool() const { return fd >= 0; }
 
-    void set_timeout(double seconds) const {
-        const long us = std::max(1L, static_cast<long>(seconds * 1e6));  // 0 would be forever
-        const timeval t = {us / 1000000, us % 1000000};
-        for (int which : {SO_RCVTIMEO, SO_SNDTIMEO}) setsockopt(fd, SOL_SOCKET, which, &t, sizeof t);
-    }
     bool send_line(const std::string& line) const {
         const std::string bytes = line + "\n";
         return send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
     }
-    // A stranger who sends a byte now and then gets no more than twice this time.
-    bool recv_line(std::string& line, double seconds = 5) const {
-        char c;
-        set_timeout(seconds);
-        const double give_up = now() + seconds;
-        for (line.clear(); line.size() < 1 << 20 && now() < give_up; line += c) {
-            ssize_t n;
-            while ((n = recv(fd, &c, 1, 0)) < 0 && errno == EINTR) {}  // we were stopped and go on
-            if (n <= 0 || c == '\n') return n > 0;
-        }
-        return false;
+    // Takes what has come of a line, without waiting, and returns whether that is the whole line. What follows the line
+    // stays for others to read. If the connection was closed, or the line is too long, there is none afterwards.
+    bool recv_line(std::string& line) {
+        char bytes[4096];
+        const ssize_t n = recv(fd, bytes, sizeof bytes, MSG_PEEK | MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+        if (n <= 0 || part.size() > 1 << 20) return *this = Socket(), false;
+        char* const end = std::find(bytes, bytes + n, '\n');
+        const bool whole = end < bytes + n;
+        part.append(bytes, end);
+        recv(fd, bytes, end - bytes + whole, 0);
+        if (whole) line = std::exchange(part, "");
+        return whole;
     }
 };
 
-// One end of a connection, which `get` says: getsockname or getpeername.
-sockaddr_in end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
-    sockaddr_in a = {};
+// The address and port of one end of a connection, which `get` says: getsockname or getpeername.
+std::pair<std::string, std::string> end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
+    sockaddr_storage a = {};
     socklen_t length = sizeof a;
+    char host[NI_MAXHOST] = "", port[NI_MAXSERV] = "";
     get(fd, reinterpret_cast<sockaddr*>(&a), &length);
-    return a;
+    getnameinfo(reinterpret_cast<sockaddr*>(&a), length, host, sizeof host, port, sizeof port,
+                NI_NUMERICHOST | NI_NUMERICSERV);
+    return {host, port};
+}
+bool is_loopback(const std::string& address) {
+    return address.compare(0, 4, "127.") == 0 || address == "::1";
+}
+// Where a host's port may be. localhost is one address, so that rank 0 and the others mean the same.
+std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, int port, int flags) {
+    addrinfo hints = {}, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM, hints.ai_flags = flags;
+    getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(), std::to_string(port).c_str(), &hints, &found);
+    return {found, freeaddrinfo};
 }
 
 // Tries again until the deadline, because the other rank may start later than we.
 Socket connect_to(const std::string& host, int port, double deadline, const std::string& whom) {
-    int error = 0;
+    int error = EADDRNOTAVAIL;
     for (; now() < deadline; sleep_for(0.05)) {
-        addrinfo hints = {}, *found = nullptr;
-        hints.ai_family = AF_INET, hints.ai_socktype = SOCK_STREAM;
-        if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) error = EADDRNOTAVAIL;
-        const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
-        for (const addrinfo* a = found; a; a = a->ai_next) {
-            Socket s(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        const auto found = look_up(host, port, 0);
+        for (const addrinfo* a = found.get(); a; a = a->ai_next) {
+            Socket s(socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
             error = connect(s.fd, a->ai_addr, a->ai_addrlen) ? errno : 0;
             if (error == EINPROGRESS) error = ETIMEDOUT;
             // While nobody listens on the port, this socket may connect to itself. It would then hold the port that
             // rank 0 wants to listen on.
-            const sockaddr_in here = end_of(s.fd, getsockname), there = end_of(s.fd, getpeername);
-            if (error == 0 && std::memcmp(&here, &there, sizeof here) == 0) error = ECONNREFUSED;
+            if (error == 0 && end_of(s.fd, getsockname) == end_of(s.fd, getpeername)) error = ECONNREFUSED;
             if (error == 0) return s;
         }
     }
@@ -127,6 +141,7 @@ struct Rank {
         std::istringstream in(line);
         std::string protocol;
         in >> protocol >> std::quoted(name) >> rank >> size >> pid >> port >> host >> address;
+        host = printable(host), address = printable(address);
         return in && protocol == "gpt2job1" && rank >= 0 && rank < size;
     }
     bool stalled(double share) const { return expected > 0 && now() - moved > share * expected; }
@@ -135,21 +150,19 @@ struct Rank {
 }  // namespace
 
 int listen_at(const std::string& address, int port) {
-    const bool loopback = address == "localhost" || address == "127.0.0.1";
-    Socket s(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    auto found = look_up(address, port, AI_NUMERICHOST);
+    if (!found) found = look_up("0.0.0.0", port, AI_NUMERICHOST);
+    Socket s(socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const int on = 1;  // lets us take a port whose last connections have only just closed
     setsockopt(s.fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    sockaddr_in a = {};
-    a.sin_family = AF_INET;
-    a.sin_port = htons(static_cast<uint16_t>(port));
-    a.sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY);
-    if (bind(s.fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || listen(s.fd, 1024))
-        throw Error(format("cannot listen on port %d: %s%s", port, std::strerror(errno),
-                           port ? "; another job or program may have it: set another MASTER_PORT" : ""));
+    if (bind(s.fd, found->ai_addr, found->ai_addrlen) || listen(s.fd, 1024))
+        throw Error(
+            format("cannot listen on port %d of %s: %s%s", port, address.c_str(), std::strerror(errno),
+                   port ? "; set MASTER_ADDR to an address of rank 0's machine and MASTER_PORT to a free port" : ""));
     return std::exchange(s.fd, -1);
 }
 int port_of(int fd) {
-    return ntohs(end_of(fd, getsockname).sin_port);
+    return std::stoi(end_of(fd, getsockname).second);
 }
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -164,6 +177,7 @@ struct Job::Impl {
     const Patience patience;
     std::vector<Rank> ranks;
     Rank& me = ranks[place.rank];
+    std::string refused;  // why the last one was that is of this job
     std::atomic<bool> waiting{false}, leaving{false};
     std::atomic<double> expected{0};
     std::atomic<uint64_t> began{0};                    // progress() when expect_progress() was called
@@ -182,13 +196,11 @@ struct Job::Impl {
     // Meeting
 
     void meet() {
-        const Socket listener(place.listen_fd >= 0 ? place.listen_fd
-                                                   : listen_at(place.address, place.rank == 0 ? place.port : 0));
         char host[256] = "";
         gethostname(host, sizeof host - 1);
-        me.name = place.job, me.host = host, me.address = "127.0.0.1", me.port = port_of(listener.fd);
+        me.name = place.job, me.host = host, me.address = "127.0.0.1";
         me.rank = place.rank, me.size = place.size, me.pid = static_cast<int>(getpid());
-        place.rank > 0 ? come_to_first() : gather_ranks(listener);
+        const Socket listener = place.rank > 0 ? come_to_first() : gather_ranks();
         const double deadline = now() + patience.meet;
         for (int r = 0; r < place.rank; r++) {
             ranks[r].data = connect_to(ranks[r].address, ranks[r].port, deadline, ranks[r].title());
@@ -197,75 +209,93 @@ struct Job::Impl {
         accept_ranks(listener);
     }
 
-    // Waits until all ranks above this one have connected.
+    // Waits until all ranks above this one have said hello. Others may connect too, and say nothing or anything.
     void accept_ranks(const Socket& listener) {
+        std::vector<Socket> guests;
+        std::string line;
         for (const double deadline = now() + patience.meet;;) {
             std::string missing;
             for (int r = place.rank + 1; r < place.size; r++)
                 if (!ranks[r].data) append(missing, std::to_string(r));
             if (missing.empty()) return;
             if (now() >= deadline)
-                throw Error(format("of %d ranks these did not come to port %d in %.0f s: %s; look at their output",
-                                   place.size, me.port, patience.meet, missing.c_str()));
-            listener.set_timeout(deadline - now());
-            const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
-            if (fd >= 0) welcome(Socket(fd));
+                throw Error(format("of %d ranks these did not come to port %d in %.0f s: %s; look at their output%s",
+                                   place.size, me.port, patience.meet, missing.c_str(), refused.c_str()));
+            std::vector<pollfd> polls = {{listener.fd, POLLIN, 0}};
+            for (const Socket& guest : guests) polls.push_back({guest.fd, POLLIN, 0});
+            poll(polls.data(), polls.size(), 100);
+            for (Socket& guest : guests)
+                if (guest.recv_line(line)) welcome(std::move(guest), line);
+            const auto is_gone = [](const Socket& guest) { return !guest; };
+            guests.erase(std::remove_if(guests.begin(), guests.end(), is_gone), guests.end());
+            if (polls[0].revents) guests.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
+            if (guests.size() > ranks.size() + 256 || (!guests.empty() && !guests.back())) guests.erase(guests.begin());
+            // A rank that goes before all are there may come again.
+            for (Rank& r : ranks)
+                if (r.data && me.name == place.job) r.data.recv_line(line);
         }
     }
 
-    // Receives a hello and keeps the connection, or refuses it with the reason. If the refused rank means this very
-    // job, the job fails as well.
-    void welcome(Socket connection) {
-        std::string line;
+    // Keeps the connection of a rank that has said hello, or refuses it. The reason tells nothing that lets others in.
+    void welcome(Socket connection, const std::string& line) {
         Rank guest;
-        if (!connection.recv_line(line) || !guest.read_hello(line)) return;  // not one of us
-        if (guest.name != me.name && guest.name == place.job) return;        // all have come already
-        const auto refuse = [&](const std::string& why) {
-            connection.send_line("no " + why);
-            if (guest.name == me.name) throw Error(why);
-        };
+        std::string why;
+        if (!guest.read_hello(line)) return;  // not one of us
         if (guest.name != me.name)
-            return refuse(format("port %d is that of another job (\"%s\", this one is \"%s\"): set another MASTER_PORT",
-                                 place.port, place.job.c_str(), guest.name.c_str()));
-        if (guest.size != place.size)
-            refuse(format("%s was started as one of %d ranks, rank 0 as one of %d: start all with the same number",
-                          guest.title().c_str(), guest.size, place.size));
-        if (guest.rank <= place.rank || ranks[guest.rank].data)
-            refuse(format("%s has come already, now %s: two processes have the same rank, or an earlier job waits",
-                          ranks[guest.rank].title().c_str(), guest.title().c_str()));
-        guest.address = inet_ntoa(end_of(connection.fd, getpeername).sin_addr);
+            why = "this rank is not of the job that meets here; set another MASTER_PORT, or one GPT2_JOB for all ranks";
+        else if (guest.size != place.size)
+            why = format("%s was started as one of %d ranks, rank 0 as one of %d; start all with the same number",
+                         guest.title().c_str(), guest.size, place.size);
+        else if (guest.rank <= place.rank || ranks[guest.rank].data)
+            why = format("%s has come already, now %s; two processes have the same rank, or an earlier job waits",
+                         ranks[guest.rank].title().c_str(), guest.title().c_str());
+        if (!why.empty()) {
+            if (guest.name == me.name) refused = ", and refused: " + why;
+            connection.send_line("no " + why);
+            return;
+        }
+        guest.address = end_of(connection.fd, getpeername).first;
         guest.data = std::move(connection);
         guest.watched = std::move(ranks[guest.rank].watched);
         ranks[guest.rank] = std::move(guest);
     }
 
     // On rank 0, which sends everybody's hello to all.
-    void gather_ranks(const Socket& listener) {
+    Socket gather_ranks() {
+        Socket listener(place.listen_fd >= 0 ? place.listen_fd : listen_at(place.address, place.port));
+        me.port = port_of(listener.fd);
         accept_ranks(listener);
         const std::string key = random_name();
         std::string table;
         for (Rank& r : ranks) r.name = key, append(table, r.hello(), "\n");
         for (Rank& r : ranks) r.data.send_line(table), r.watched = std::move(r.data);
+        return listener;
     }
 
     // On the others.
-    void come_to_first() {
+    Socket come_to_first() {
         const std::string where = format("%s port %d", place.address.c_str(), place.port);
         Socket s = connect_to(place.address, place.port, now() + patience.meet, "rank 0");
+        // Others reach this rank as rank 0 does. A loopback address is that of rank 0's machine, which they reach by
+        // MASTER_ADDR.
+        const std::string here = end_of(s.fd, getsockname).first;
+        Socket listener(listen_at(is_loopback(here) ? place.address : here, 0));
+        me.port = port_of(listener.fd);
         s.send_line(me.hello());
+        const double give_up = now() + patience.meet + 5;  // so late, because rank 0 waits for `meet`
         for (Rank& r : ranks) {
             std::string answer;
-            const bool came = s.recv_line(answer, patience.meet + 5);  // so long, because rank 0 waits for `meet`
-            if (came && answer.compare(0, 3, "no ") == 0)
-                throw Error(where + ": refused by rank 0: " + answer.substr(3));
-            if (!came || !r.read_hello(answer))
+            for (pollfd p = {s.fd, POLLIN, 0}; s && !s.recv_line(answer) && now() < give_up;) poll(&p, 1, 100);
+            if (answer.compare(0, 3, "no ") == 0)
+                throw Error(where + ": refused by rank 0: " + printable(answer.substr(3)));
+            if (!r.read_hello(answer))
                 throw Error(where +
                             ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, " +
                             "or set another MASTER_PORT");
-            // A loopback address is that of rank 0's machine, which others reach by MASTER_ADDR.
-            if (r.address.compare(0, 4, "127.") == 0) r.address = place.address;
+            if (is_loopback(r.address)) r.address = place.address;
         }
         ranks[0].watched = std::move(s);
+        return listener;
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -282,8 +312,8 @@ struct Job::Impl {
         const std::string wrong = check ? check() : "";
         if (failure) return *failure;
         if (!wrong.empty()) return failed(1, wrong);
-        const uintmax_t at_begin = began, now = progress();
-        return format("alive %g %ju %ju", waiting || leaving ? 0 : expected.load(), now - at_begin, now);
+        const uintmax_t at_begin = began, so_far = progress();
+        return format("alive %g %ju %ju", waiting || leaving ? 0 : expected.load(), so_far - at_begin, so_far);
     }
     // If this fails the connection broke, which the next poll will show.
     void tell_all(const std::string& line) const {
@@ -318,15 +348,13 @@ struct Job::Impl {
         std::vector<pollfd> polls;
         for (const Rank& r : ranks) polls.push_back({r.watched.fd, POLLIN, 0});  // -1 is skipped
         poll(polls.data(), polls.size(), 20);
-        for (int r = 0; r < place.size; r++) {
+        for (Rank& r : ranks) {
             std::string line;
-            if (!polls[r].revents) continue;
-            if (ranks[r].watched.recv_line(line))
-                hear(ranks[r], line);
-            else if (leaving)
-                ranks[r].watched = Socket();
-            else
-                end(1, ranks[r].title() + " died: its connection closed; the job ends");
+            if (!r.watched) continue;
+            if (r.watched.recv_line(line))
+                hear(r, line);
+            else if (!r.watched && !leaving)
+                end(1, r.title() + " died: its connection closed; the job ends");
         }
         return std::any_of(ranks.begin(), ranks.end(), [](const Rank& r) { return bool(r.watched); });
     }

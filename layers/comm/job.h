@@ -39,7 +39,8 @@ Place place_from_environment();
 // the first rank that a signal killed, or if there is none, of the first that failed.
 int launch_ranks(int count, char** argv);
 
-// Listens for IPv4, on the loopback interface alone if the others will connect over that. Port 0 means any free one.
+// Listens at this address alone, of IPv4 or IPv6. A host's name may mean another address to others than to this machine,
+// so it means all of this machine's IPv4 addresses. Port 0 means any free one.
 int listen_at(const std::string& address, int port);
 int port_of(int fd);
 std::string random_name();  // that nobody can guess

@@ -47,22 +47,20 @@ Place place_from_environment() {
         break;
     }
     if (place.size == 1) return {};
-    place.address = variable("MASTER_ADDR"), place.job = variable("GPT2_JOB");
+    place.address = variable("MASTER_ADDR");
     if (place.address.empty() || variable("MASTER_PORT").empty())
         throw UsageError(
             format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and "
                    "MASTER_PORT to a free port there",
                    place.rank, place.size));
     place.port = number_of("MASTER_PORT", 1, 65535);
-    if (!place.job.empty()) {  // our own parent
-        if (place.rank == 0 && !variable("GPT2_LISTEN_FD").empty())
-            place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
-        return place;
-    }
-    for (const char* name :
-         {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID"})
+    for (const char* name : {"GPT2_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE",
+                             "SLURM_JOB_ID", "SLURM_STEP_ID"})
         if (!variable(name).empty()) place.job += (place.job.empty() ? "" : ".") + variable(name);
-    if (!variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;  // torchrun listens on MASTER_PORT itself
+    const bool from_gpus = !variable("GPT2_LISTEN_FD").empty();
+    if (from_gpus && place.rank == 0) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
+    // torchrun listens on MASTER_PORT itself
+    if (!from_gpus && !variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;
     return place;
 }
 
