@@ -2,6 +2,7 @@
 // a rank can be missing, wrong, dead or stuck. Ranks are forked children, and what they write to stderr is read back.
 //
 // Run: ./dev/test_job [part of a test's name]
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -26,10 +27,14 @@ int connect_and_say(int port, const std::string& text) {
     for (int i = 0; i < 1000; i++, sleep_for(0.01)) {
         const int fd = socket(AF_INET, SOCK_STREAM, 0);
         if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) == 0)
-            if (send(fd, text.data(), text.size(), MSG_NOSIGNAL) == ssize_t(text.size())) return fd;
+            return send(fd, text.data(), text.size(), MSG_NOSIGNAL), fd;
         close(fd);
     }
     throw Error("nobody listens");
+}
+
+std::string hello_by(const std::string& name, int rank, int size, const std::string& host = "here") {
+    return format("gpt2job1 \"%s\" %d %d 1 1 %s there\n", name.c_str(), rank, size, host.c_str());
 }
 
 void wait_for_text(Processes& ranks, const std::string& text) {
@@ -216,41 +221,48 @@ TEST(missing_and_wrong_ranks_are_named) {
         std::vector<std::pair<int, int>> ranks;
         std::vector<std::string> says;
     } cases[] = {{{{0, 4}, {2, 4}}, {"of 4 ranks these did not come to port", ": 1, 3;"}},
-                 {{{0, 2}, {2, 3}}, {"as one of 3 ranks"}},
+                 {{{0, 2}, {2, 3}}, {"and refused: rank 2", "as one of 3 ranks"}},
                  {{{0, 2}, {1, 5}}, {"as one of 5 ranks"}},
                  {{{0, 3}, {1, 3}, {1, 3}}, {"two processes have the same rank"}}};
-    for (const auto& c : cases) {
-        Processes ranks;
+    Processes ranks[std::size(cases)];
+    for (size_t i = 0; i < std::size(cases); i++) {
         const int port = free_port();
-        for (const auto& [rank, size] : c.ranks) ranks.start_rank(local_place(rank, size, port), {2, 1});
-        ranks.check(std::vector<int>(c.ranks.size(), 1), c.says);
+        for (const auto& [rank, size] : cases[i].ranks) ranks[i].start_rank(local_place(rank, size, port), {2, 1});
     }
+    for (size_t i = 0; i < std::size(cases); i++)
+        ranks[i].check(std::vector<int>(cases[i].ranks.size(), 1), cases[i].says);
 }
 
-// If the address is this machine's alone, ranks listen only for this machine. Each looks at its own sockets.
-TEST(nobody_listens_to_other_machines_without_need) {
+// Ranks listen only at the address that they are given. Each looks at its own sockets.
+TEST(nobody_listens_at_other_addresses) {
     const auto print_listeners = [] {
         sleep_for(0.7);
         for (int fd = 3; fd < 100; fd++) {
             int listens = 0;
-            sockaddr_in a = {};
+            sockaddr_storage a = {};
             socklen_t length = sizeof listens, address_length = sizeof a;
             if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) || !listens) continue;
+            char host[64] = "";
             getsockname(fd, reinterpret_cast<sockaddr*>(&a), &address_length);
-            std::fprintf(stderr, "listens at %d %08x\n", a.sin_family, ntohl(a.sin_addr.s_addr));
+            getnameinfo(reinterpret_cast<sockaddr*>(&a), address_length, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
+            std::fprintf(stderr, "listens at %s\n", host);
         }
     };
-    for (const char* address : {"127.0.0.1", "localhost"}) {
+    const bool no_ipv6 = access("/proc/net/if_inet6", F_OK);
+    const std::string addresses[] = {"127.0.0.1", "localhost", "127.1.2.3", no_ipv6 ? "127.0.0.1" : "::1"};
+    Processes ranks[4];
+    for (int i = 0; i < 4; i++) {
         const int port = free_port();
-        Processes ranks;
         for (int rank : {0, 1})
-            ranks.start([=] {
+            ranks[i].start([&, place = Place{rank, 3, -1, addresses[i], port, "", -1}] {
                 std::thread(print_listeners).detach();
-                return Job({rank, 3, -1, address, port, "", -1}, {1.5, 1}), 0;
+                return Job(place, {1.5, 1}), 0;
             });
-        ranks.check({1, 1});
-        const std::string text = ranks.text();
-        CHECK(count_of(text, "listens at ") == 2 && count_of(text, format("listens at %d 7f000001\n", AF_INET)) == 2);
+    }
+    for (int i = 0; i < 4; i++) {
+        ranks[i].check({1, 1});
+        const std::string own = addresses[i] == "localhost" ? "127.0.0.1" : addresses[i], text = ranks[i].text();
+        CHECK(count_of(text, "listens at ") == 2 && count_of(text, "listens at " + own + "\n") == 2);
     }
 }
 
@@ -262,7 +274,7 @@ TEST(an_old_job_is_never_joined) {
     close(connect_and_say(port, ""));
     for (int rank : {1, 0}) young.start_rank(local_place(rank, 2, port, "young"));
     young.check({1, 1},
-                {"is that of another job (\"old\", this one is \"young\")", "cannot listen on port", "MASTER_PORT"});
+                {"refused by rank 0: this rank is not of the job that meets", "cannot listen on port", "MASTER_PORT"});
     old.start_rank(local_place(1, 2, port, "old"));
     old.check();
 }
@@ -284,24 +296,67 @@ TEST(a_running_job_cannot_be_joined) {
     ranks.check();
 }
 
+// Strangers stay or go while rank 0 waits. They are silent, say a part of a hello, or anything. None of them learns the
+// job's name, and a wrong hello of the job's own ranks is refused without ending it.
 TEST(strangers_at_the_port) {
     const int port = free_port();
-    Processes ranks, lost;
-    ranks.start_rank(local_place(0, 2, port));
-    close(connect_and_say(port, ""));
-    const int web = connect_and_say(port, "GET / HTTP/1.1\r\n\r\n");
-    ranks.start_rank(local_place(1, 2, port));
+    Processes ranks;
+    ranks.start_rank(local_place(0, 2, port, "secret"));
+    const std::string wrong = hello_by("Secret", 1, 2);
+    std::vector<std::string> say = {"GET / HTTP/1.1\r\n\r\n",  "gpt2job0" + hello_by("secret", 1, 2).substr(8),
+                                    hello_by("secret", 1, 3),  hello_by("secret", 0, 2),
+                                    hello_by("secret", -1, 2), std::string(3 << 20, 'x')};
+    for (size_t n = 0; n <= wrong.size(); n++) say.push_back(wrong.substr(0, n));
+    srand(1);
+    for (int i = 0; i < 200; i++) {
+        say.push_back(wrong);
+        for (int n = rand() % 5; n >= 0; n--) say.back()[rand() % wrong.size()] = static_cast<char>(rand());
+    }
+    std::vector<int> stay(50);
+    for (int& fd : stay) fd = connect_and_say(port, "");
+    for (const std::string& text : say) {
+        close(connect_and_say(port, text));
+        stay.push_back(connect_and_say(port, text));
+    }
+    ranks.start_rank(local_place(1, 2, port, "secret"));
     ranks.check();
-    close(web);
+    int refusals = 0;
+    for (int fd : stay) {
+        std::string answer(1000, '\0');
+        answer.resize(std::max<ssize_t>(0, recv(fd, answer.data(), answer.size(), MSG_DONTWAIT)));
+        CHECK(!contains(answer, "secret"));
+        refusals += contains(answer, "no ");
+        close(fd);
+    }
+    CHECK(refusals >= 3);
+}
 
-    const int fd = listen_at("127.0.0.1", 0);  // something else listens where rank 0 should be
-    lost.start([=] {
-        const int taken = accept(fd, nullptr, nullptr);
-        return send(taken, "220 mail.example.com ESMTP ready\r\n", 34, MSG_NOSIGNAL) < 0;
-    });
-    lost.start_rank(local_place(1, 2, port_of(fd)), {1, 1});
-    lost.check({0, 1}, {"is not rank 0 of this job"});
-    close(fd);
+TEST(a_rank_that_dies_while_ranks_meet_may_come_again) {
+    const int port = free_port();
+    Processes ranks;
+    for (int rank : {0, 1}) ranks.start_rank(local_place(rank, 3, port));
+    sleep_for(0.3);
+    kill(ranks.pids[1], SIGKILL);
+    for (int rank : {1, 2}) ranks.start_rank(local_place(rank, 3, port));
+    ranks.check({0, 137, 0, 0});
+}
+
+TEST(strangers_may_not_print_control_characters) {
+    for (const auto& [answer, says] :
+         {std::pair<std::string, std::string>{"220 mail ready\r\n", "is not rank 0 of this job"},
+          {"no \x1b[2J\xc2\x9bgo\n", "refused by rank 0: ?[2J??go\n"}}) {
+        const int fd = listen_at("127.0.0.1", 0);
+        Processes lost;
+        lost.start([&] { return send(accept(fd, nullptr, nullptr), answer.data(), answer.size(), MSG_NOSIGNAL) < 0; });
+        lost.start_rank(local_place(1, 2, port_of(fd)), {1, 1});
+        lost.check({0, 1}, {says});
+        close(fd);
+    }
+    const int port = free_port();
+    Processes first;
+    first.start_rank(local_place(0, 2, port), {0.5, 1});
+    close(connect_and_say(port, hello_by("", 1, 3, "\x1b[2J")));
+    first.check({1}, {"and refused: rank 1 (pid 1 on ?[2J) was started"});
 }
 
 // A rank's second connection must say the key that rank 0 has sent it. Otherwise it is nobody's.
@@ -313,17 +368,13 @@ TEST(without_the_key_nobody_is_a_rank) {
         std::fprintf(stderr, "met\n");
         _exit(0);  // there is no rank 1 to leave
     });
-    const auto hello_by = [](const std::string& name) {
-        const std::string body = name + "\n1 2 1 1 here";
-        return format("gpt2job1%08zx", body.size()) + body;
-    };
-    const int hello = connect_and_say(port, hello_by("j"));
-    std::string answer(8 + 8 + 4 + 16, '\0');  // magic, length, "yes" and the key
+    const int hello = connect_and_say(port, hello_by("j", 1, 2));
+    std::string answer(10 + 16, '\0');  // the protocol, a quote and the key
     if (recv(hello, answer.data(), answer.size(), MSG_WAITALL) != ssize_t(answer.size())) throw Error("no answer");
-    const int wrong = connect_and_say(port, hello_by(std::string(16, '0')));
+    const int wrong = connect_and_say(port, hello_by(std::string(16, '0'), 1, 2));
     sleep_for(0.5);
     CHECK(!contains(first.text(), "met"));
-    const int right = connect_and_say(port, hello_by(answer.substr(20)));
+    const int right = connect_and_say(port, hello_by(answer.substr(10), 1, 2));
     first.check({0}, {"met"});
     for (int fd : {hello, wrong, right}) close(fd);
 }
@@ -399,7 +450,9 @@ TEST(launchers_variables) {
     const std::pair<std::string, const char*> cases[] = {
         {"", "rank 0 of 1, -1 here"},
         {torchrun, "rank 3 of 8, 1 here, at n1 29501, job x.2, fd -1"},  // torchrun itself listens on 29500
-        {torchrun + "GPT2_JOB=g GPT2_LISTEN_FD=7", "rank 3 of 8, 1 here, at n1 29500, job g, fd -1"},
+        {torchrun + "GPT2_JOB=g GPT2_LISTEN_FD=7", "rank 3 of 8, 1 here, at n1 29500, job g.x.2, fd -1"},
+        {torchrun + "GPT2_JOB=secret", "at n1 29501, job secret.x.2, fd -1"},
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "at n1 1, job g, fd -1"},
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g GPT2_LISTEN_FD=7",
          "rank 0 of 2, -1 here, at n1 1, job g, fd 7"},
         {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 PMIX_NAMESPACE=p7 "
@@ -412,6 +465,7 @@ TEST(launchers_variables) {
         {slurm + "SLURM_STEP_NUM_TASKS=4", "set MASTER_ADDR"},
         {"RANK=4 WORLD_SIZE=4", "RANK: \"4\""},
         {"RANK=x WORLD_SIZE=4", "RANK: \"x\""},
+        {"RANK=3x WORLD_SIZE=4", "RANK: \"3x\""},
         {"RANK=0 WORLD_SIZE=1", "rank 0 of 1,"},
     };
     for (const auto& [environment, says] : cases) {

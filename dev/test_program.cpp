@@ -473,14 +473,14 @@ TEST(a_job_ends_as_a_whole) {
         {"-n 1 -nk 3", "victim=$(ranks | tail -n 1); kill -STOP $victim", 1, "silent for 20 s"},
         {"", "kill -s TERM $pid", 143, "\ncheckpoint "},
         {"", "kill -s TERM $(ranks | tail -n 1)", 143, "\ncheckpoint "},
-        // The ranks have their own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone
+        // Each rank has its own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone
         // soon, or a zombie that waits for a parent to take note.
         {"-n 1 -nk 3",
          "all=$(ranks); for p in $pid $all; do ps -o pgid= -p $p; done | sort -u | echo groups $(wc -l); kill -9 $pid; "
          "for i in $(seq 100); do living=$(for p in $all; do grep -s '^State:.[RSDT]' /proc/$p/status; done); "
          "[ \"$living\" ] || break; sleep 0.1; done; [ -z \"$living\" ] || kill -9 $all; "
          "echo $(echo $all | wc -w) ranks, living: $living.",
-         137, "groups 2\n2 ranks, living: .\n"}};
+         137, "groups 3\n2 ranks, living: .\n"}};
     struct Started {
         std::string out, options;
         int ranks;

@@ -1,13 +1,9 @@
 // How fast a run goes, and when it will end. Times are in seconds.
 #pragma once
 #include <algorithm>
-#include <chrono>
 
 #include "run/settings.h"
 
-inline double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 inline std::string minutes(double seconds) {  // 83 → "1:23"
     return format("%d:%02d", static_cast<int>(seconds / 60), static_cast<int>(seconds) % 60);
 }

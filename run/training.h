@@ -318,10 +318,10 @@ std::vector<char> Run<Model>::gather_optimizer() {
     std::vector<char> own(model.adam.bytes);
     dev.download(own.data(), model.adam.base, own.size());
     if (!model.ranks.sharded) return own;
-    if (job.rank > 0) return job.exchange({{0, own.data(), own.size(), nullptr, 0}}), std::vector<char>();
+    if (job.rank > 0) return job.exchange({Transfer::to(0, own.data(), own.size())}), std::vector<char>();
     std::vector<char> whole(own.size() * job.size);
     for (int r = 0; r < job.size; r++) {
-        if (r > 0) job.exchange({{r, nullptr, 0, own.data(), own.size()}});
+        if (r > 0) job.exchange({Transfer::from(r, own.data(), own.size())});
         copy_share(r, whole, own, true);
     }
     return whole;
@@ -336,11 +336,11 @@ void Run<Model>::scatter_optimizer(std::vector<char>& whole) {
         own.resize(model.adam.bytes);
         job.broadcast(own.data(), own.size());
     } else if (job.rank > 0) {
-        job.exchange({{0, nullptr, 0, own.data(), own.size()}});
+        job.exchange({Transfer::from(0, own.data(), own.size())});
     } else {
         for (int r = job.size - 1; r >= 0; r--) {  // our own comes last, because it stays in `own`
             copy_share(r, whole, own, false);
-            if (r > 0) job.exchange({{r, own.data(), own.size(), nullptr, 0}});
+            if (r > 0) job.exchange({Transfer::to(r, own.data(), own.size())});
         }
     }
     dev.upload(model.adam.base, own.data(), own.size());

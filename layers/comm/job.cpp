@@ -1,9 +1,12 @@
 // How the ranks of a job meet, exchange and watch each other (see job.h).
 //
-// Every connection begins with a hello. It has a name, and the rank, job size, pid, port and host of the rank that
-// connects. Rank r > 0 first says hello to rank 0 by the job's name. Rank 0 answers "no" and why. Or, when all are
-// there, it answers "yes", a random key and the table of all ranks. These connections carry the beats from then on. For
-// exchange() every rank connects to the ranks below it and says hello by the key, so that nothing else gets in.
+// Every connection begins with a hello, in which a rank says who it is. Rank r > 0 first says hello to rank 0 by the
+// job's name. Rank 0 answers "no" and why. Or, when all are there, it answers with the hellos of all ranks, which now
+// have a random key for a name. These connections carry the beats from then on. For exchange() every rank connects to
+// the ranks below it and says hello by the key, so that nothing else gets in.
+//
+// After the meeting only the watching thread uses the connections for beats. A beat is "alive …" with what rank 0 judges
+// progress by, "failed <exit code> <why>", or "goodbye". All that ranks say to each other is lines of text.
 #include "layers/comm/job.h"
 
 #include <netdb.h>
@@ -17,6 +20,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <iomanip>
 #include <mutex>
 #include <random>
 #include <sstream>
@@ -24,9 +28,6 @@
 
 namespace {
 
-double now() {  // in seconds
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 void sleep_for(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
@@ -34,46 +35,50 @@ void append(std::string& list, const std::string& item, const char* separator = 
     list += (list.empty() ? "" : separator) + item;
 }
 
-// A connection, or none if fd is -1. A call on it blocks for at most its timeout.
+// What others have sent, fit to be printed.
+std::string printable(std::string text) {
+    std::replace_if(
+        text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    return text;
+}
+
+// A connection, or none if fd is -1. Connecting and sending block for at most 5 s.
 struct Socket {
     int fd = -1;
+    std::string part;  // of a line that is coming
     Socket() = default;
     explicit Socket(int fd) : fd(fd) {
         const int on = 1;
+        const timeval limit = {5, 0};
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        set_timeout(5);
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
     }
-    Socket(Socket&& other) noexcept : fd(std::exchange(other.fd, -1)) {}
-    Socket& operator=(Socket&& other) noexcept { return std::swap(fd, other.fd), *this; }
+    Socket(Socket&& other) noexcept : fd(std::exchange(other.fd, -1)), part(std::move(other.part)) {}
+    Socket& operator=(Socket&& other) noexcept { return std::swap(fd, other.fd), std::swap(part, other.part), *this; }
     ~Socket() { close(fd); }
     explicit operator bool() const { return fd >= 0; }
 
-    void set_timeout(double seconds) const {
-        const long us = std::max(1L, static_cast<long>(seconds * 1e6));  // 0 would be forever
-        const timeval t = {us / 1000000, us % 1000000};
-        for (int which : {SO_RCVTIMEO, SO_SNDTIMEO}) setsockopt(fd, SOL_SOCKET, which, &t, sizeof t);
+    bool send_line(const std::string& line) const {
+        const std::string bytes = line + "\n";
+        return send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
+    }
+    // Takes what has come of a line, without waiting, and returns whether that is the whole line. What follows the line
+    // stays for others to read. If the connection was closed, or the line is too long, there is none afterwards.
+    bool recv_line(std::string& line) {
+        char bytes[4096];
+        const ssize_t n = recv(fd, bytes, sizeof bytes, MSG_PEEK | MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+        if (n <= 0 || part.size() > 1 << 20) return *this = Socket(), false;
+        char* const end = std::find(bytes, bytes + n, '\n');
+        const bool whole = end < bytes + n;
+        part.append(bytes, end);
+        recv(fd, bytes, end - bytes + whole, 0);
+        if (whole) line = std::exchange(part, "");
+        return whole;
     }
 };
 
-// A message is text behind a magic and a length.
-bool send_message(const Socket& s, const std::string& text) {
-    const std::string all = format("gpt2job1%08zx", text.size()) + text;
-    return send(s.fd, all.data(), all.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(all.size());
-}
-bool recv_all(const Socket& s, void* data, size_t bytes) {
-    ssize_t n;
-    while ((n = recv(s.fd, data, bytes, MSG_WAITALL)) < 0 && errno == EINTR) {}  // we were stopped and go on
-    return n == static_cast<ssize_t>(bytes);
-}
-bool recv_message(const Socket& s, std::string& text) {
-    char header[17] = "";
-    unsigned bytes = 0;
-    if (!recv_all(s, header, 16) || std::sscanf(header, "gpt2job1%8x", &bytes) != 1 || bytes > 1 << 20) return false;
-    text.resize(bytes);
-    return recv_all(s, text.data(), bytes);
-}
-
-// The address and port of an end of a connection, which `get` says: getsockname or getpeername.
+// The address and port of one end of a connection, which `get` says: getsockname or getpeername.
 std::pair<std::string, std::string> end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
     sockaddr_storage a = {};
     socklen_t length = sizeof a;
@@ -83,16 +88,23 @@ std::pair<std::string, std::string> end_of(int fd, int (*get)(int, sockaddr*, so
                 NI_NUMERICHOST | NI_NUMERICSERV);
     return {host, port};
 }
+bool is_loopback(const std::string& address) {
+    return address.compare(0, 4, "127.") == 0 || address == "::1";
+}
+// Where a host's port may be. localhost is one address, so that rank 0 and the others mean the same.
+std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, int port, int flags) {
+    addrinfo hints = {}, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM, hints.ai_flags = flags;
+    getaddrinfo(host == "localhost" ? "127.0.0.1" : host.c_str(), std::to_string(port).c_str(), &hints, &found);
+    return {found, freeaddrinfo};
+}
 
 // Tries again until the deadline, because the other rank may start later than we.
 Socket connect_to(const std::string& host, int port, double deadline, const std::string& whom) {
-    int error = 0;
+    int error = EADDRNOTAVAIL;
     for (; now() < deadline; sleep_for(0.05)) {
-        addrinfo hints = {}, *found = nullptr;
-        hints.ai_socktype = SOCK_STREAM;
-        if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) error = EADDRNOTAVAIL;
-        const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
-        for (const addrinfo* a = found; a; a = a->ai_next) {
+        const auto found = look_up(host, port, 0);
+        for (const addrinfo* a = found.get(); a; a = a->ai_next) {
             Socket s(socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
             error = connect(s.fd, a->ai_addr, a->ai_addrlen) ? errno : 0;
             if (error == EINPROGRESS) error = ETIMEDOUT;
@@ -106,238 +118,244 @@ Socket connect_to(const std::string& host, int port, double deadline, const std:
                        whom.c_str(), host.c_str(), port, std::strerror(error)));
 }
 
-// What the watching threads send each other, as a message. The text of a failure follows it.
-struct Beat {
-    enum Kind : int32_t { kAlive, kFailed, kGoodbye } kind;
-    int32_t code;       // exit code of a failure
-    double expected;    // the main thread must make progress in this many seconds; 0 if it need not or waits for others
-    uint64_t progress;  // of this process
-    uint64_t come;      // progress since the last expect_progress()
-};
-
-// What this rank knows of a rank. Rank 0 watches all, itself too but without a connection. The others watch rank 0.
+// What a rank says of itself, and what this rank knows of it besides. Rank 0 watches all, itself too but without a
+// connection. The others watch rank 0.
 struct Rank {
-    std::string host, address;
-    int pid = 0, port = 0;
+    std::string name, host, address;  // the job's name, later the key
+    int rank = 0, size = 0, pid = 0, port = 0;
     Socket data;                  // for exchange()
     Socket watched;               // for beats, until the other says goodbye
     double heard = 0, moved = 0;  // when
-    Beat last = {};
+    std::string beat;             // the last
+    double expected = 0;          // it must make progress in this many seconds; 0 if it need not or waits for others
+    uintmax_t come = 0;           // its progress since the last expect_progress()
 
-    void hear(const Beat& beat) {
-        heard = now();
-        if (beat.expected == 0 || beat.expected != last.expected || beat.progress != last.progress) moved = heard;
-        last = beat;
+    std::string title() const { return format("rank %d (pid %d on %s)", rank, pid, host.c_str()); }
+    std::string hello() const {
+        std::ostringstream out;
+        out << "gpt2job1 " << std::quoted(name) << ' ' << rank << ' ' << size << ' ' << pid << ' ' << port << ' '
+            << host << ' ' << address;
+        return out.str();
     }
-    bool stalled(double share) const { return last.expected > 0 && now() - moved > share * last.expected; }
+    bool read_hello(const std::string& line) {
+        std::istringstream in(line);
+        std::string protocol;
+        in >> protocol >> std::quoted(name) >> rank >> size >> pid >> port >> host >> address;
+        host = printable(host), address = printable(address);
+        return in && protocol == "gpt2job1" && rank >= 0 && rank < size;
+    }
+    bool stalled(double share) const { return expected > 0 && now() - moved > share * expected; }
 };
 
 }  // namespace
 
 int listen_at(const std::string& address, int port) {
-    const bool loopback = address == "localhost" || address == "127.0.0.1";
-    Socket s(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    auto found = look_up(address, port, AI_NUMERICHOST);
+    if (!found) found = look_up("0.0.0.0", port, AI_NUMERICHOST);
+    Socket s(socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const int on = 1;  // lets us take a port whose last connections have only just closed
     setsockopt(s.fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    sockaddr_in a = {};
-    a.sin_family = AF_INET;
-    a.sin_port = htons(static_cast<uint16_t>(port));
-    a.sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY);
-    if (bind(s.fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || listen(s.fd, 1024))
-        throw Error(format("cannot listen on port %d: %s%s", port, std::strerror(errno),
-                           port ? "; another job or program may have it: set another MASTER_PORT" : ""));
+    if (bind(s.fd, found->ai_addr, found->ai_addrlen) || listen(s.fd, 1024))
+        throw Error(
+            format("cannot listen on port %d of %s: %s%s", port, address.c_str(), std::strerror(errno),
+                   port ? "; set MASTER_ADDR to an address of rank 0's machine and MASTER_PORT to a free port" : ""));
     return std::exchange(s.fd, -1);
 }
 int port_of(int fd) {
     return std::stoi(end_of(fd, getsockname).second);
+}
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 std::string random_name() {
     std::random_device random;
     return format("%08x%08x", random(), random());
 }
 
-// =====================================================================================================================
-
 struct Job::Impl {
-    Job& job;
     const Place place;
     const Patience patience;
     std::vector<Rank> ranks;
+    Rank& me = ranks[place.rank];
+    std::string refused;  // why the last one was that is of this job
     std::atomic<bool> waiting{false}, leaving{false};
-    std::mutex sending, checking;
+    std::atomic<double> expected{0};
+    std::atomic<uint64_t> began{0};                    // progress() when expect_progress() was called
+    std::atomic<const std::string*> failure{nullptr};  // a beat that says why this rank fails
+    std::mutex checking;
     std::function<std::string()> check;
     std::thread watcher;
 
-    Impl(Job& job, const Place& place, const Patience& patience)
-        : job(job), place(place), patience(patience), ranks(job.size) {}
-    ~Impl() { stop_watching(); }
-
-    std::string title(int rank) const {
-        return format("rank %d (pid %d on %s)", rank, ranks[rank].pid, ranks[rank].host.c_str());
+    Impl(const Place& place, const Patience& patience) : place(place), patience(patience), ranks(place.size) {}
+    ~Impl() {
+        leaving = true;
+        if (watcher.joinable()) watcher.join();
     }
 
     // -----------------------------------------------------------------------------------------------------------------
     // Meeting
 
     void meet() {
-        const bool first = job.rank == 0;
-        const Socket listener(place.listen_fd >= 0 ? place.listen_fd
-                                                   : listen_at(place.address, first ? place.port : 0));
-        Rank& me = ranks[job.rank];
         char host[256] = "";
         gethostname(host, sizeof host - 1);
-        me.host = host, me.address = "127.0.0.1", me.pid = static_cast<int>(getpid()), me.port = port_of(listener.fd);
-        const std::string key = first ? gather_ranks(listener) : come_to_first();
-
+        me.name = place.job, me.host = host, me.address = "127.0.0.1";
+        me.rank = place.rank, me.size = place.size, me.pid = static_cast<int>(getpid());
+        const Socket listener = place.rank > 0 ? come_to_first() : gather_ranks();
         const double deadline = now() + patience.meet;
-        for (int r = 0; r < job.rank; r++) {
-            ranks[r].data = connect_to(ranks[r].address, ranks[r].port, deadline, title(r));
-            send_message(ranks[r].data, hello(key));
+        for (int r = 0; r < place.rank; r++) {
+            ranks[r].data = connect_to(ranks[r].address, ranks[r].port, deadline, ranks[r].title());
+            ranks[r].data.send_line(me.hello());
         }
-        accept_ranks(listener, job.rank + 1, key);
+        accept_ranks(listener);
     }
 
-    std::string hello(const std::string& name) const {
-        const Rank& me = ranks[job.rank];
-        return format("%s\n%d %d %d %d %s", name.c_str(), job.rank, job.size, me.pid, me.port, me.host.c_str());
-    }
-
-    // Waits until the ranks from `begin` on have connected.
-    void accept_ranks(const Socket& listener, int begin, const std::string& name) {
+    // Waits until all ranks above this one have said hello. Others may connect too, and say nothing or anything.
+    void accept_ranks(const Socket& listener) {
+        std::vector<Socket> guests;
+        std::string line;
         for (const double deadline = now() + patience.meet;;) {
             std::string missing;
-            for (int r = begin; r < job.size; r++)
+            for (int r = place.rank + 1; r < place.size; r++)
                 if (!ranks[r].data) append(missing, std::to_string(r));
             if (missing.empty()) return;
             if (now() >= deadline)
-                throw Error(format("of %d ranks these did not come to port %d in %.0f s: %s; look at their output",
-                                   job.size, ranks[job.rank].port, patience.meet, missing.c_str()));
-            listener.set_timeout(deadline - now());
-            const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
-            if (fd >= 0) welcome(Socket(fd), begin, name);
+                throw Error(format("of %d ranks these did not come to port %d in %.0f s: %s; look at their output%s",
+                                   place.size, me.port, patience.meet, missing.c_str(), refused.c_str()));
+            std::vector<pollfd> polls = {{listener.fd, POLLIN, 0}};
+            for (const Socket& guest : guests) polls.push_back({guest.fd, POLLIN, 0});
+            poll(polls.data(), polls.size(), 100);
+            for (Socket& guest : guests)
+                if (guest.recv_line(line)) welcome(std::move(guest), line);
+            const auto is_gone = [](const Socket& guest) { return !guest; };
+            guests.erase(std::remove_if(guests.begin(), guests.end(), is_gone), guests.end());
+            if (polls[0].revents) guests.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
+            if (guests.size() > ranks.size() + 256 || (!guests.empty() && !guests.back())) guests.erase(guests.begin());
+            // A rank that goes before all are there may come again.
+            for (Rank& r : ranks)
+                if (r.data && me.name == place.job) r.data.recv_line(line);
         }
     }
 
-    // Receives a hello and keeps the connection, or refuses it with the reason. If the refused rank means this very
-    // job, the job fails as well.
-    void welcome(Socket connection, int begin, const std::string& name) {
-        std::string text, named, host, refusal;
-        int r = 0, n = 0, pid = 0, port = 0;
-        if (!recv_message(connection, text)) return;  // not one of us
-        std::istringstream in(text);
-        if (!std::getline(in, named) || !(in >> r >> n >> pid >> port >> host)) return;
-        if (named != name && named == place.job) return;  // all have come already
-        const std::string who = format("rank %d (pid %d on %s)", r, pid, host.c_str());
-        if (named != name)
-            refusal = format("port %d is that of another job (\"%s\", this one is \"%s\"): set another MASTER_PORT",
-                             place.port, place.job.c_str(), named.c_str());
-        else if (n != job.size)
-            refusal = format("%s was started as one of %d ranks, rank 0 as one of %d: start all with the same number",
-                             who.c_str(), n, job.size);
-        else if (r < begin || r >= n || ranks[r].data)
-            refusal = format("%s has come already, now %s: two processes have the same rank, or an earlier job waits",
-                             title(r >= 0 && r < n ? r : 0).c_str(), who.c_str());
-        if (!refusal.empty()) {
-            send_message(connection, "no " + refusal);
-            if (named != name) return;
-            throw Error(refusal);
+    // Keeps the connection of a rank that has said hello, or refuses it. The reason tells nothing that lets others in.
+    void welcome(Socket connection, const std::string& line) {
+        Rank guest;
+        std::string why;
+        if (!guest.read_hello(line)) return;  // not one of us
+        if (guest.name != me.name)
+            why = "this rank is not of the job that meets here; set another MASTER_PORT, or one GPT2_JOB for all ranks";
+        else if (guest.size != place.size)
+            why = format("%s was started as one of %d ranks, rank 0 as one of %d; start all with the same number",
+                         guest.title().c_str(), guest.size, place.size);
+        else if (guest.rank <= place.rank || ranks[guest.rank].data)
+            why = format("%s has come already, now %s; two processes have the same rank, or an earlier job waits",
+                         ranks[guest.rank].title().c_str(), guest.title().c_str());
+        if (!why.empty()) {
+            if (guest.name == me.name) refused = ", and refused: " + why;
+            connection.send_line("no " + why);
+            return;
         }
-        Rank& rank = ranks[r];
-        rank.host = host, rank.pid = pid, rank.port = port;
-        rank.address = end_of(connection.fd, getpeername).first;
-        rank.data = std::move(connection);
+        guest.address = end_of(connection.fd, getpeername).first;
+        guest.data = std::move(connection);
+        guest.watched = std::move(ranks[guest.rank].watched);
+        ranks[guest.rank] = std::move(guest);
     }
 
-    // On rank 0. Like come_to_first() it returns the key.
-    std::string gather_ranks(const Socket& listener) {
-        accept_ranks(listener, 1, place.job);
+    // On rank 0, which sends everybody's hello to all.
+    Socket gather_ranks() {
+        Socket listener(place.listen_fd >= 0 ? place.listen_fd : listen_at(place.address, place.port));
+        me.port = port_of(listener.fd);
+        accept_ranks(listener);
         const std::string key = random_name();
-        std::string table = "yes " + key;
-        for (const Rank& r : ranks) table += format("\n%s %s %d %d", r.host.c_str(), r.address.c_str(), r.pid, r.port);
-        for (Rank& r : ranks) {
-            send_message(r.data, table);
-            r.watched = std::move(r.data);
-        }
-        return key;
+        std::string table;
+        for (Rank& r : ranks) r.name = key, append(table, r.hello(), "\n");
+        for (Rank& r : ranks) r.data.send_line(table), r.watched = std::move(r.data);
+        return listener;
     }
 
-    std::string come_to_first() {
+    // On the others.
+    Socket come_to_first() {
         const std::string where = format("%s port %d", place.address.c_str(), place.port);
         Socket s = connect_to(place.address, place.port, now() + patience.meet, "rank 0");
-        s.set_timeout(patience.meet + 5);  // so that rank 0, which waits for `meet`, can still say what is wrong
-        std::string answer, verdict, key;
-        if (!send_message(s, hello(place.job)) || !recv_message(s, answer))
-            throw Error(where + ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, or " +
-                        "set another MASTER_PORT");
-        std::istringstream in(answer);
-        in >> verdict >> key;
-        if (verdict == "no") throw Error(where + ": refused by rank 0:" + answer.substr(2));
+        // Others reach this rank as rank 0 does. A loopback address is that of rank 0's machine, which they reach by
+        // MASTER_ADDR.
+        const std::string here = end_of(s.fd, getsockname).first;
+        Socket listener(listen_at(is_loopback(here) ? place.address : here, 0));
+        me.port = port_of(listener.fd);
+        s.send_line(me.hello());
+        const double give_up = now() + patience.meet + 5;  // so late, because rank 0 waits for `meet`
         for (Rank& r : ranks) {
-            in >> r.host >> r.address >> r.pid >> r.port;
-            // A loopback address is that of rank 0's machine, which others reach by MASTER_ADDR.
-            if (r.address.compare(0, 4, "127.") == 0 || r.address == "::1") r.address = place.address;
+            std::string answer;
+            for (pollfd p = {s.fd, POLLIN, 0}; s && !s.recv_line(answer) && now() < give_up;) poll(&p, 1, 100);
+            if (answer.compare(0, 3, "no ") == 0)
+                throw Error(where + ": refused by rank 0: " + printable(answer.substr(3)));
+            if (!r.read_hello(answer))
+                throw Error(where +
+                            ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, " +
+                            "or set another MASTER_PORT");
+            if (is_loopback(r.address)) r.address = place.address;
         }
-        if (verdict != "yes" || !in) throw Error(where + ": an answer that makes no sense");
         ranks[0].watched = std::move(s);
-        return key;
+        return listener;
     }
 
     // -----------------------------------------------------------------------------------------------------------------
-    // Watching and ending
+    // Watching and ending, by the watching thread
 
-    Beat beat_of(Beat::Kind kind, int code = 0) const {
-        const uint64_t began = job.began_, so_far = progress();
-        return {kind, code, waiting || leaving ? 0 : job.expected_.load(), so_far, so_far - began};
+    std::string failed(int code, const std::string& what) const {
+        std::string line = format("failed %d %s: %s", code, me.title().c_str(), what.c_str());
+        std::replace(line.begin(), line.end(), '\n', ' ');
+        return line;
     }
-    // If this fails the connection broke, which the watching thread's next poll will show.
-    void send_beat(const Rank& to, Beat::Kind kind, int code = 0, const std::string& text = "") {
-        const Beat beat = beat_of(kind, code);
-        const std::lock_guard<std::mutex> lock(sending);
-        if (to.watched) send_message(to.watched, std::string(reinterpret_cast<const char*>(&beat), sizeof beat) + text);
+    // One like the last shows no progress.
+    std::string beat() {
+        const std::lock_guard<std::mutex> lock(checking);
+        const std::string wrong = check ? check() : "";
+        if (failure) return *failure;
+        if (!wrong.empty()) return failed(1, wrong);
+        const uintmax_t at_begin = began, so_far = progress();
+        return format("alive %g %ju %ju", waiting || leaving ? 0 : expected.load(), so_far - at_begin, so_far);
+    }
+    // If this fails the connection broke, which the next poll will show.
+    void tell_all(const std::string& line) const {
+        for (const Rank& r : ranks)
+            if (r.watched) r.watched.send_line(line);
+    }
+    void hear(Rank& from, const std::string& line) {
+        int code = 1, length = 0;
+        if (std::sscanf(line.c_str(), "failed %d %n", &code, &length) > 0) {
+            if (place.rank > 0) _exit(code);  // rank 0 has printed why
+            end(code, line.substr(length));
+        }
+        from.heard = now(), from.expected = 0;
+        std::sscanf(line.c_str(), "alive %lf %ju", &from.expected, &from.come);
+        if (from.expected == 0 || line != from.beat) from.moved = from.heard;
+        from.beat = line;
+        if (line == "goodbye") from.watched = Socket();
     }
 
     // Prints why and leaves, whatever the main thread and the GPU are doing. A process that ends also ends its kernels.
     // Rank 0 tells the others, who then leave without printing. No temporary file is made final on the way.
-    [[noreturn]] void end(int code, const std::string& text) {
-        static std::mutex once;
-        once.lock();  // never unlocked, so that only one thread ends the process
-        if (job.rank == 0)
-            for (const Rank& r : ranks) send_beat(r, Beat::kFailed, code, text);
-        std::fprintf(stderr, "train_gpt2cu: %s\n", text.c_str());
+    [[noreturn]] void end(int code, const std::string& why) const {
+        if (place.rank == 0) tell_all(format("failed %d", code));
+        std::fprintf(stderr, "train_gpt2cu: %s\n", why.c_str());
         _exit(code);
-    }
-    // Has rank 0 print what is wrong and end all ranks, including this one.
-    void report(const std::string& what, int code) {
-        const std::string text = title(job.rank) + ": " + what;
-        if (job.rank == 0) end(code, text);
-        send_beat(ranks[0], Beat::kFailed, code, text);
     }
     // The main thread waits here. The watching thread will learn why the job ends, or that rank 0 is gone, and end us.
     void await_end() const { sleep_for(patience.silence + 5); }
 
-    void receive(int from) {
-        Rank& rank = ranks[from];
-        std::string text;
-        Beat beat = {};
-        if (recv_message(rank.watched, text) && text.size() >= sizeof beat)
-            std::memcpy(&beat, text.data(), sizeof beat);
-        else if (leaving)
-            beat.kind = Beat::kGoodbye;
-        else
-            end(1, title(from) + " died: its connection closed; the job ends");
-        if (beat.kind == Beat::kFailed && job.rank == 0) end(beat.code, text.substr(sizeof beat));
-        if (beat.kind == Beat::kFailed) _exit(beat.code);  // rank 0 has printed why
-        rank.hear(beat);
-        const std::lock_guard<std::mutex> lock(sending);
-        if (beat.kind == Beat::kGoodbye) rank.watched = Socket();
-    }
-    // Waits so long for messages, receives one from each rank that has sent any, and returns whether one is watched.
-    bool receive_from_all(int milliseconds) {
+    // Waits a moment for lines, takes one from each rank that has sent any, and returns whether one is watched.
+    bool hear_all() {
         std::vector<pollfd> polls;
         for (const Rank& r : ranks) polls.push_back({r.watched.fd, POLLIN, 0});  // -1 is skipped
-        poll(polls.data(), polls.size(), milliseconds);
-        for (int r = 0; r < job.size; r++)
-            if (polls[r].revents) receive(r);
+        poll(polls.data(), polls.size(), 20);
+        for (Rank& r : ranks) {
+            std::string line;
+            if (!r.watched) continue;
+            if (r.watched.recv_line(line))
+                hear(r, line);
+            else if (!r.watched && !leaving)
+                end(1, r.title() + " died: its connection closed; the job ends");
+        }
         return std::any_of(ranks.begin(), ranks.end(), [](const Rank& r) { return bool(r.watched); });
     }
 
@@ -346,47 +364,37 @@ struct Job::Impl {
     // blame.
     void look_for_stalls() {
         bool found = false;
-        uint64_t least = UINT64_MAX;
+        uintmax_t least = UINTMAX_MAX;
         for (const Rank& r : ranks) {
             found |= r.stalled(1);
-            if (r.stalled(0.8)) least = std::min(least, r.last.come);
+            if (r.stalled(0.8)) least = std::min(least, r.come);
         }
         if (!found) return;
         std::string who;
         double seconds = 0;
-        for (int r = 0; r < job.size; r++)
-            if (ranks[r].stalled(0.8) && ranks[r].last.come == least)
-                append(who, title(r)), seconds = ranks[r].last.expected;
+        for (const Rank& r : ranks)
+            if (r.stalled(0.8) && r.come == least) append(who, r.title()), seconds = r.expected;
         end(1, format("no progress for %.0f s: %s; the job ends", seconds, who.c_str()));
     }
 
     void watch() {
-        for (Rank& r : ranks) r.heard = r.moved = now(), r.watched.set_timeout(5);
+        for (Rank& r : ranks) r.heard = r.moved = now();
         for (double next_beat = now(); !leaving;) {
-            receive_from_all(50);
-            for (int r = 0; r < job.size; r++)
-                if (ranks[r].watched && now() - ranks[r].heard > patience.silence)
-                    end(1, format("%s hangs or cannot be reached: silent for %.0f s; the job ends", title(r).c_str(),
+            hear_all();
+            for (const Rank& r : ranks)
+                if (r.watched && now() - r.heard > patience.silence)
+                    end(1, format("%s hangs or cannot be reached: silent for %.0f s; the job ends", r.title().c_str(),
                                   patience.silence));
-            if (now() < next_beat) continue;
+            if (now() < next_beat && !failure) continue;
             next_beat = now() + std::min(1.0, patience.silence / 4);
-            for (const Rank& r : ranks) send_beat(r, Beat::kAlive);
-            if (job.rank == 0) ranks[0].hear(beat_of(Beat::kAlive)), look_for_stalls();
-            std::unique_lock<std::mutex> lock(checking);
-            const std::string wrong = check ? check() : "";
-            lock.unlock();
-            if (!wrong.empty()) report(wrong, 1);
+            const std::string mine = beat();
+            tell_all(mine);
+            if (place.rank == 0) hear(me, mine), look_for_stalls();
         }
-        for (const Rank& r : ranks) {
-            send_beat(r, Beat::kGoodbye);
-            shutdown(r.watched.fd, SHUT_WR);
-        }
+        tell_all("goodbye");
+        for (const Rank& r : ranks) shutdown(r.watched.fd, SHUT_WR);
         // If we closed a connection to which bytes still come, the other side might not get our goodbye.
-        for (const double give_up = now() + 5; receive_from_all(20) && now() < give_up;) {}
-    }
-    void stop_watching() {
-        leaving = true;
-        if (watcher.joinable()) watcher.join();
+        for (const double give_up = now() + 5; hear_all() && now() < give_up;) {}
     }
 };
 
@@ -395,24 +403,32 @@ Job::~Job() = default;
 
 Job::Job(const Place& place, const Patience& patience) : rank(place.rank), size(place.size) {
     if (size == 1) return;
-    impl_ = std::make_unique<Impl>(*this, place, patience);
+    impl_ = std::make_unique<Impl>(place, patience);
     impl_->meet();
     local_rank = local_size = 0;
-    for (int r = 0; r < size; r++)
-        if (impl_->ranks[r].host == impl_->ranks[rank].host) local_size++, local_rank += r < rank;
+    for (const Rank& r : impl_->ranks)
+        if (r.host == impl_->me.host) local_size++, local_rank += r.rank < rank;
     if (place.local_rank >= 0) local_rank = place.local_rank;
-    impl_->watcher = std::thread([this] { impl_->watch(); });
+    impl_->watcher = std::thread([impl = impl_.get()] { impl->watch(); });
 }
 
 void Job::leave() {
     barrier();
-    if (impl_) impl_->stop_watching();
+    impl_.reset();
 }
 
-void Job::fail(const std::string& what, int code) {
-    impl_->report(what, code);
+void Job::fail(const std::exception& e) {
+    const int code = dynamic_cast<const UsageError*>(&e) ? 2 : 1;
+    const std::string line = impl_->failed(code, e.what());
+    impl_->failure = &line;
     impl_->await_end();
-    impl_->end(code, impl_->title(rank) + ": " + what);
+    impl_->end(code, impl_->me.title() + ": " + e.what());
+}
+
+void Job::expect_progress(double seconds) {
+    if (!impl_) return;
+    impl_->began = progress().load();
+    impl_->expected = seconds;
 }
 
 std::atomic<uint64_t>& Job::progress() {
@@ -429,39 +445,28 @@ void Job::also_watch(std::function<std::string()> check) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Exchanging
 
-void Job::exchange(const std::vector<Transfer>& transfers) {
+void Job::exchange(std::vector<Transfer> transfers) {
     if (size == 1) return;
-    if (impl_->leaving) throw Error("a rank has left its job: it cannot meet the others any more");
-    struct Half {  // of a transfer
-        int peer;
-        short event;  // POLLOUT sends, POLLIN receives
-        char* at;
-        size_t left;
-    };
-    std::vector<Half> halves;
-    for (const Transfer& t : transfers) {
-        if (t.peer == rank) continue;
-        halves.push_back({t.peer, POLLOUT, const_cast<char*>(static_cast<const char*>(t.send)), t.send_bytes});
-        halves.push_back({t.peer, POLLIN, static_cast<char*>(t.recv), t.recv_bytes});
-    }
+    if (!impl_) throw Error("a rank has left its job: it cannot meet the others any more");
     impl_->waiting = true;
     for (std::vector<pollfd> polls;; polls.clear()) {
-        const auto is_done = [](const Half& h) { return h.left == 0; };
-        halves.erase(std::remove_if(halves.begin(), halves.end(), is_done), halves.end());
-        if (halves.empty()) break;
-        for (const Half& h : halves) polls.push_back({impl_->ranks[h.peer].data.fd, h.event, 0});
+        const auto is_done = [&](const Transfer& t) { return t.bytes == 0 || t.peer == rank; };
+        transfers.erase(std::remove_if(transfers.begin(), transfers.end(), is_done), transfers.end());
+        if (transfers.empty()) break;
+        for (const Transfer& t : transfers)
+            polls.push_back({impl_->ranks[t.peer].data.fd, short(t.sends ? POLLOUT : POLLIN), 0});
         if (poll(polls.data(), polls.size(), -1) < 0 && errno != EINTR)
             throw Error("poll: " + std::string(std::strerror(errno)));
-        for (size_t i = 0; i < halves.size(); i++) {
+        for (size_t i = 0; i < transfers.size(); i++) {
             if (!polls[i].revents) continue;
-            Half& h = halves[i];
-            const ssize_t n = h.event == POLLOUT ? send(polls[i].fd, h.at, h.left, MSG_NOSIGNAL | MSG_DONTWAIT)
-                                                 : recv(polls[i].fd, h.at, h.left, MSG_DONTWAIT);
+            Transfer& t = transfers[i];
+            const ssize_t n = t.sends ? send(polls[i].fd, t.at, t.bytes, MSG_NOSIGNAL | MSG_DONTWAIT)
+                                      : recv(polls[i].fd, t.at, t.bytes, MSG_DONTWAIT);
             if (n > 0) {
-                h.at += n, h.left -= static_cast<size_t>(n);
+                t.at += n, t.bytes -= static_cast<size_t>(n);
             } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
                 impl_->await_end();
-                throw Error("lost the connection to " + impl_->title(h.peer));
+                throw Error("lost the connection to " + impl_->ranks[t.peer].title());
             }
         }
     }
@@ -469,17 +474,20 @@ void Job::exchange(const std::vector<Transfer>& transfers) {
     progress()++;
 }
 
-void Job::gather_bytes(void* all, size_t bytes) {
-    char* base = static_cast<char*>(all);
+void Job::gather_bytes(void* all, size_t bytes, int first, int count) {
+    char* const base = static_cast<char*>(all);
     std::vector<Transfer> transfers;
-    for (int r = 0; r < size; r++) transfers.push_back({r, base + rank * bytes, bytes, base + r * bytes, bytes});
+    for (int r = 0; r < count; r++) {
+        transfers.push_back(Transfer::to(first + r, base + (rank - first) * bytes, bytes));
+        transfers.push_back(Transfer::from(first + r, base + r * bytes, bytes));
+    }
     exchange(transfers);
 }
 
 void Job::broadcast_bytes(void* data, size_t bytes) {
     std::vector<Transfer> transfers;
-    if (rank != 0) transfers.push_back({0, nullptr, 0, data, bytes});
-    for (int r = 1; rank == 0 && r < size; r++) transfers.push_back({r, data, bytes, nullptr, 0});
+    for (int r = 1; rank == 0 && r < size; r++) transfers.push_back(Transfer::to(r, data, bytes));
+    if (rank > 0) transfers.push_back(Transfer::from(0, data, bytes));
     exchange(transfers);
 }
 
@@ -487,9 +495,9 @@ void Job::sum(std::vector<double>& x) {
     const size_t n = x.size();
     std::vector<double> all(size * n);
     std::copy_n(x.data(), n, all.data() + rank * n);
-    gather_bytes(all.data(), n * sizeof(double));
-    std::copy_n(all.data(), n, x.data());
-    for (int r = 1; r < size; r++)
+    gather_bytes(all.data(), n * sizeof(double), 0, size);
+    x.assign(n, 0);
+    for (int r = 0; r < size; r++)
         for (size_t i = 0; i < n; i++) x[i] += all[r * n + i];
 }
 
@@ -499,28 +507,24 @@ std::vector<std::string> Job::all_gather(const std::string& mine) {
     std::vector<Transfer> transfers;
     for (int r = 0; r < size; r++) {
         all[r].resize(lengths[r]);
-        transfers.push_back({r, mine.data(), mine.size(), all[r].data(), all[r].size()});
+        transfers.push_back(Transfer::to(r, mine.data(), mine.size()));
+        transfers.push_back(Transfer::from(r, all[r].data(), all[r].size()));
     }
     exchange(transfers);
     return all;
 }
 
 void Job::agree(const std::vector<std::pair<std::string, std::string>>& fields) {
-    std::string text;
-    for (const auto& [name, value] : fields) text += name + '\0' + value + '\0';
-    const std::vector<std::string> all = all_gather(text);
-    if (std::count(all.begin(), all.end(), all[0]) == size) return;
-
     const std::vector<size_t> numbers = all_gather(fields.size());
     for (int r = 1; r < size; r++)
-        if (numbers[r] != numbers[0]) throw Error(impl_->title(r) + " is another program than rank 0");
+        if (numbers[r] != numbers[0]) throw Error(impl_->ranks[r].title() + " is another program than rank 0");
     std::string differences;
     for (const auto& [name, value] : fields) {
         const std::vector<std::string> names = all_gather(name), values = all_gather(value);
         for (int r = 1; r < size; r++)
             if (names[r] != names[0] || values[r] != values[0])
                 append(differences,
-                       format("%s: %s has \"%s\", rank 0 has \"%s\"", names[r].c_str(), impl_->title(r).c_str(),
+                       format("%s: %s has \"%s\", rank 0 has \"%s\"", names[r].c_str(), impl_->ranks[r].title().c_str(),
                               values[r].c_str(), values[0].c_str()),
                        "; ");
     }

@@ -39,10 +39,12 @@ Place place_from_environment();
 // the first rank that a signal killed, or if there is none, of the first that failed.
 int launch_ranks(int count, char** argv);
 
-// Listens for IPv4, on the loopback interface alone if the others will connect over that. Port 0 means any free one.
+// Listens at this address alone, of IPv4 or IPv6. A host's name may mean another address to others than to this machine,
+// so it means all of this machine's IPv4 addresses. Port 0 means any free one.
 int listen_at(const std::string& address, int port);
 int port_of(int fd);
 std::string random_name();  // that nobody can guess
+double now();               // in seconds
 
 // How long a rank waits for others, in seconds.
 struct Patience {
@@ -50,13 +52,16 @@ struct Patience {
     double silence = 20;  // without a beat
 };
 
-// What to send to a rank and to receive from it.
+// Bytes that go to a rank or come from it.
 struct Transfer {
     int peer;
-    const void* send;
-    size_t send_bytes;
-    void* recv;
-    size_t recv_bytes;
+    bool sends;
+    char* at;
+    size_t bytes;
+    static Transfer to(int peer, const void* data, size_t bytes) {
+        return {peer, true, static_cast<char*>(const_cast<void*>(data)), bytes};
+    }
+    static Transfer from(int peer, void* data, size_t bytes) { return {peer, false, static_cast<char*>(data), bytes}; }
 };
 
 class Job {
@@ -66,14 +71,13 @@ class Job {
     explicit Job(const Place& place, const Patience& patience = {});
     ~Job();
     Job(const Job&) = delete;
-    Job& operator=(const Job&) = delete;
 
     int rank = 0, size = 1;
     int local_rank = 0, local_size = 1;  // among the ranks of this machine
 
-    // Runs all transfers at once, at most one for each peer, and returns when all are done. One with this rank itself
-    // does nothing. Every rank must make the matching call.
-    void exchange(const std::vector<Transfer>& transfers);
+    // Runs all transfers at once, at most one each way with each peer, and returns when all are done. One with this
+    // rank itself does nothing. Every rank must make the matching call.
+    void exchange(std::vector<Transfer> transfers);
 
     // Collectives on the host for small data. Every rank calls them in the same order.
     std::vector<std::string> all_gather(const std::string& mine);
@@ -81,7 +85,7 @@ class Job {
     std::vector<T> all_gather(const T& mine) {
         static_assert(std::is_trivially_copyable_v<T>);
         std::vector<T> all(size, mine);
-        gather_bytes(all.data(), sizeof(T));
+        gather_bytes(all.data(), sizeof(T), 0, size);
         return all;
     }
     template <class T>
@@ -90,42 +94,35 @@ class Job {
     }
     void sum(std::vector<double>& x);  // sums the ranks' x in the order of ranks
     void barrier() { all_gather(0); }
+    // Among `count` ranks from `first` on. Each finds its own part in `all` and gets the others'.
+    void gather_bytes(void* all, size_t bytes, int first, int count);
 
     // Throws Error on every rank if a field of one rank differs from rank 0's. The message names the field and who has
     // what.
     void agree(const std::vector<std::pair<std::string, std::string>>& fields);
 
     // From here on the main thread must call progress()++ at least once in this many seconds. 0 ends that duty.
-    void expect_progress(double seconds) {
-        began_ = progress().load();
-        expected_ = seconds;
-    }
+    void expect_progress(double seconds);
     static std::atomic<uint64_t>& progress();
     // The watching thread calls `check` every second. It returns what is wrong, or "".
     void also_watch(std::function<std::string()> check);
 
     // Runs `body`. If it throws, the whole job ends with that message. Nothing outside `body` is unwound, because
-    // destructors there might wait for ranks that are gone. In a job of one rank the exception passes through.
+    // destructors there might wait for ranks that are gone. In a job of one rank, and after leave(), it passes through.
     template <class F>
     auto guard(F body) {
         try {
             return body();
-        } catch (const UsageError& e) {
-            if (size > 1) fail(e.what(), 2);
-            throw;
         } catch (const std::exception& e) {
-            if (size > 1) fail(e.what(), 1);
+            if (impl_) fail(e);
             throw;
         }
     }
-    [[noreturn]] void fail(const std::string& what, int code);
     void leave();  // ends a job that went well: waits for all ranks, then stops watching
 
   private:
     struct Impl;
     std::unique_ptr<Impl> impl_;
-    std::atomic<double> expected_{0};
-    std::atomic<uint64_t> began_{0};  // progress() when expect_progress() was called
-    void gather_bytes(void* all, size_t bytes);
     void broadcast_bytes(void* data, size_t bytes);
+    [[noreturn]] void fail(const std::exception& e);
 };

@@ -2,16 +2,15 @@
 //
 // With --gpus one parent starts, signals and awaits the ranks of a job on this machine. It gives the job a random name.
 // It opens the port where the ranks meet and hands the listening socket to rank 0, so that no other program can take
-// the port in between. The ranks have their own process group, so Ctrl-C reaches only the parent, which passes it on
+// the port in between. Each rank has its own process group, so Ctrl-C reaches only the parent, which passes it on
 // once. If the parent is killed the ranks die with it.
 #include <fcntl.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <chrono>
+#include <charconv>
 #include <climits>
 #include <csignal>
 #include <cstdlib>
@@ -19,24 +18,19 @@
 
 #include "layers/comm/job.h"
 
-namespace {
-
 // A variable of the environment, "" if it is not set.
-std::string variable(const char* name) {
+static std::string variable(const char* name) {
     const char* value = std::getenv(name);
     return value ? value : "";
 }
-int number_of(const char* name, int low, int high) {
+static int number_of(const char* name, int low, int high) {
     const std::string text = variable(name);
-    char* end = nullptr;
-    const long value = std::strtol(text.c_str(), &end, 10);
-    if (text.empty() || *end || value < low || value > high)
-        throw UsageError(
-            format("environment variable %s: \"%s\" is not a number from %d to %d", name, text.c_str(), low, high));
-    return static_cast<int>(value);
+    int value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error == std::errc() && *end == '\0' && value >= low && value <= high) return value;
+    throw UsageError(
+        format("environment variable %s: \"%s\" is not a number from %d to %d", name, text.c_str(), low, high));
 }
-
-}  // namespace
 
 Place place_from_environment() {
     constexpr const char* launchers[][3] = {
@@ -53,29 +47,24 @@ Place place_from_environment() {
         break;
     }
     if (place.size == 1) return {};
-    place.address = variable("MASTER_ADDR"), place.job = variable("GPT2_JOB");
+    place.address = variable("MASTER_ADDR");
     if (place.address.empty() || variable("MASTER_PORT").empty())
         throw UsageError(
             format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and "
                    "MASTER_PORT to a free port there",
                    place.rank, place.size));
     place.port = number_of("MASTER_PORT", 1, 65535);
-    if (!place.job.empty()) {  // our own parent
-        if (place.rank == 0 && !variable("GPT2_LISTEN_FD").empty())
-            place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
-        return place;
-    }
-    for (const char* name :
-         {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID"})
+    for (const char* name : {"GPT2_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE",
+                             "SLURM_JOB_ID", "SLURM_STEP_ID"})
         if (!variable(name).empty()) place.job += (place.job.empty() ? "" : ".") + variable(name);
-    if (!variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;  // torchrun listens on MASTER_PORT itself
+    const bool from_gpus = !variable("GPT2_LISTEN_FD").empty();
+    if (from_gpus && place.rank == 0) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
+    // torchrun listens on MASTER_PORT itself
+    if (!from_gpus && !variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;
     return place;
 }
 
 int launch_ranks(int count, char** argv) {
-    using Clock = std::chrono::steady_clock;
-    constexpr std::chrono::seconds grace(5);  // for the others, once a rank has failed
-
     const int fd = listen_at("127.0.0.1", 0);
     const auto set = [](const char* name, const std::string& value) { setenv(name, value.c_str(), 1); };
     set("WORLD_SIZE", std::to_string(count));
@@ -84,10 +73,10 @@ int launch_ranks(int count, char** argv) {
     set("GPT2_JOB", random_name());
     set("GPT2_LISTEN_FD", std::to_string(fd));
 
-    // Signals wait until sigtimedwait takes them, so there are no handlers and no races.
+    // Signals wait until sigwait takes them, so there are no handlers and no races.
     sigset_t taken, before;
     sigemptyset(&taken);
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&taken, signal);
+    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGALRM}) sigaddset(&taken, signal);
     sigprocmask(SIG_BLOCK, &taken, &before);
     std::signal(SIGCHLD, SIG_DFL);  // if we inherited SIG_IGN, children would vanish without a status
 
@@ -98,12 +87,11 @@ int launch_ranks(int count, char** argv) {
             if (pid) kill(pid, signal);
     };
     for (int rank = 0; rank < count; rank++) {
-        const pid_t group = running.empty() ? 0 : running[0];
         const pid_t pid = fork();
         if (pid == 0) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             if (getppid() != parent) _exit(1);
-            setpgid(0, group);
+            setpgid(0, 0);
             set("RANK", std::to_string(rank));
             set("LOCAL_RANK", std::to_string(rank));
             if (rank == 0) fcntl(fd, F_SETFD, 0);  // outlives exec
@@ -116,17 +104,17 @@ int launch_ranks(int count, char** argv) {
             signal_all(SIGKILL);
             throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
         }
-        setpgid(pid, group ? group : pid);  // parent and child both do this, because either may come first
         running.push_back(pid);
     }
     close(fd);
 
     int code = 0, left = count;
     bool ended = false;  // by us
-    for (auto deadline = Clock::time_point::max(); left > 0;) {
-        const timespec second = {1, 0};
-        const int signal = sigtimedwait(&taken, nullptr, &second);
-        if (signal > 0 && signal != SIGCHLD) signal_all(signal);
+    while (left > 0) {
+        int signal = 0;
+        sigwait(&taken, &signal);
+        if (signal == SIGALRM) ended = true;
+        if (signal != SIGCHLD) signal_all(ended ? SIGKILL : signal);
         for (int rank = 0; rank < count; rank++) {
             int status = 0;
             const pid_t pid = running[rank];
@@ -135,14 +123,13 @@ int launch_ranks(int count, char** argv) {
             const bool killed = WIFSIGNALED(status);
             const int result = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
             if (result == 0 || ended) continue;
+            if (code == 0) alarm(5);  // until then the others may end by themselves
             // The connections of a killed process close before it is dead, so others may notice and exit first.
             if (code == 0 || (killed && code < 128)) code = result;
             if (killed)
                 std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) was killed by signal %d (%s)\n", rank,
                              static_cast<int>(pid), WTERMSIG(status), strsignal(WTERMSIG(status)));
-            deadline = std::min(deadline, Clock::now() + grace);
         }
-        if (Clock::now() > deadline) signal_all(SIGKILL), ended = true;
     }
     return code;
 }

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <vector>
 
 #include "layers/comm/job.h"
 #include "layers/cpu/reference.h"
@@ -45,17 +46,40 @@ class CpuComm : public CallsInOrder {
         job_.barrier();
         CallsInOrder::share(memory, bytes);
     }
+    // All parts have the same length, rounded up, so the end of x may not fill the last one.
     template <class A>
-    void all_reduce(A* x, size_t n);
+    void all_reduce(A* x, size_t n) {
+        const size_t part = (n + size - 1) / size;
+        std::vector<A> padded(part * size);
+        std::copy_n(x, n, padded.data());
+        reduce_scatter(padded.data() + rank * part, padded.data(), part);
+        all_gather(padded.data(), part);
+        std::copy_n(padded.data(), n, x);
+    }
+    // Every rank sends part r of its x to rank r. Then it adds up the copies of its own part in the order of ranks.
     template <class A>
-    void reduce_scatter(A* out, const A* x, size_t n);
+    void reduce_scatter(A* out, const A* x, size_t n) {
+        std::vector<A> parts(size * n);
+        std::copy_n(x + rank * n, n, parts.data() + rank * n);
+        std::vector<Transfer> transfers;
+        for (int r = 0; r < size; r++) {
+            transfers.push_back(Transfer::to(first_ + r, x + r * n, n * sizeof(A)));
+            transfers.push_back(Transfer::from(first_ + r, parts.data() + r * n, n * sizeof(A)));
+        }
+        job_.exchange(transfers);
+        std::copy_n(parts.data(), n, out);
+        for (int r = 1; r < size; r++)
+            for (size_t i = 0; i < n; i++) out[i] += parts[r * n + i];
+    }
     template <class X>
     void all_gather(X* x, size_t n) {
-        all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
+        job_.gather_bytes(x, n * sizeof(X), first_, size);
     }
     template <class X>
     void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
-        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
+        if (to == rank) std::copy_n(send, n, recv);
+        job_.exchange(
+            {Transfer::to(first_ + to, send, n * sizeof(X)), Transfer::from(first_ + from, recv, m * sizeof(X))});
     }
     template <class X>
     void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
@@ -66,6 +90,4 @@ class CpuComm : public CallsInOrder {
   private:
     Job& job_;
     const int first_ = 0;  // our rank 0's number in the job
-    void all_gather_bytes(char* x, size_t bytes);
-    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
 };
