@@ -87,13 +87,13 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
         for (int i = 0; i < o.samples && !g_signal; i++) {
             if (i > 0) std::puts("---");
             write(prompt);
-            generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, o.seed + i, count);
+            generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, count);
             std::puts(for_terminal(rest).c_str()), rest.clear();
         }
         seconds += now() - start;
         for (int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);  // while it waits for a prompt
     } while (asks && !g_signal);
-    std::fprintf(stderr, "%s%d tokens in %.1f s: %.0f tokens/s\n", asks && !g_signal ? "\n" : "", tokens, seconds,
-                 tokens / seconds);
+    if (asks && !g_signal) std::fputs("\n", stderr);
+    if (tokens > 0) std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
     return g_signal ? 128 + g_signal : 0;
 }

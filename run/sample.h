@@ -10,7 +10,6 @@
 #include "data/tokenizer.h"
 #include "layers/gpu/error.h"
 #include "layers/layers.h"
-#include "run/range.h"
 
 struct Sampling {
     float temperature = 1.f;
@@ -77,7 +76,6 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
 template <class Model>
 std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> context, int n, const Sampling& s,
                      uint64_t seed, const std::function<bool(const std::string&)>& see = nullptr) {
-    Range range("sample");
     std::string text;
     for (int i = 0; i < n; i++) {
         const int token = sample_token(logits_of_last(model, context, i > 0), s, uniform(seed, i));

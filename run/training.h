@@ -261,6 +261,7 @@ void Run<Model>::watch() {
     if (due(o.val_every)) pace.val = now() - start;
     start = now();
     if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
+        Range range("sample");
         const Sampling sampling = {o.temperature, o.top_k};
         const std::string text =
             o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
