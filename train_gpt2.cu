@@ -88,7 +88,7 @@ struct Activations : Tensors {
     X* ln1 = each<X>("ln1", NC, s.kept(2));        // (N, C)
     A* ln1_mean = each<A>("ln1_mean", N, L);       // (N)
     A* ln1_rstd = each<A>("ln1_rstd", N, L);       // (N)
-    X* qkv = each<X>("qkv", 3 * NC, L);            // (N, 3, NH, HS)
+    X* qkv = each<X>("qkv", 3 * NC, s.cached());   // (N, 3, NH, HS), also the cache of samples
     X* atty = each<X>("atty", NC, L);              // (N, NH, HS)
     A* lse = each<A>("lse", s.NH* N, L);           // (B, NH, T)
     X* att = each<X>("att", s.att, L);             // (B, NH, T, T), naive attention only
@@ -129,9 +129,9 @@ struct GPT2 {
 
     // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
     // needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer norms', and backward computes them
-    // again. micro_steps is this rank's number.
+    // again. micro_steps is this rank's number. Without training only a model with a cache can generate.
     GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
-         int recompute = 0, const Ranks<Dev>& ranks = {});
+         int recompute = 0, const Ranks<Dev>& ranks = {}, bool cache = false);
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);
     }
@@ -148,9 +148,10 @@ struct GPT2 {
     size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }  // of one micro-batch
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
-    // Device tokens (b, t) → acts.lnf. alone means that the tokens are a whole sequence and no other rank takes part.
-    void forward(const int* tokens, int b, int t, bool alone = false);
-    void attend(const Activations<X>& a, int b, int t, bool alone);
+    // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence. Or they are
+    // the one token that follows `past` others, whose rows of qkv are there from earlier calls.
+    void forward(const int* tokens, int b, int t, bool alone = false, int past = 0);
+    void attend(const Activations<X>& a, int b, int t, bool alone, int past);
     // Adds to the weight gradients if accumulate is true, and overwrites them otherwise.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
     void backward(const int* plan, bool accumulate, bool sum_over_ranks);
@@ -194,22 +195,23 @@ struct GPT2 {
 // A layer norm that reads the residual stream also adds to it what the layer before has left. Nothing is there yet
 // before layer 0.
 template <class Dev, class X>
-void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
+void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone, int past) {
     Range range("forward");
     const size_t N = size_t(b) * t;
     const int C = config.C;
     const Activations<X> whole = activations();
     const Parameters<X> table = weights();
 
-    encoder_forward(dev, whole.encoded, tokens, table.wte, table.wpe, b, t, C, alone ? Positions{} : positions());
+    encoder_forward(dev, whole.encoded, tokens, table.wte, table.wpe, b, t, C,
+                    alone ? Positions{INT_MAX, past} : positions());
     X *residual = whole.encoded, *added = nullptr;
     for (int l = 0; l < config.L; l++) {
         Range range("layer", l);
         const Activations<X> a = activations(l);
         const Parameters<X> w = weights(l);
         residual_layernorm_forward(dev, residual, a.ln1, a.ln1_mean, a.ln1_rstd, added, residual, w.ln1w, w.ln1b, N, C);
-        matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        attend(a, b, t, alone);
+        matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
+        attend(a, b, t, alone, past);
         matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C);
         residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.residual2, w.ln2w,
                                    w.ln2b, N, C);
@@ -221,9 +223,10 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
                                table.lnfb, N, C);
 }
 
-// atty and lse from qkv: by the kernel that --attention names, or around the ring.
+// atty and lse from qkv: by the kernel that --attention names, around the ring, or for a single row.
 template <class Dev, class X>
-void GPT2<Dev, X>::attend(const Activations<X>& a, int b, int t, bool alone) {
+void GPT2<Dev, X>::attend(const Activations<X>& a, int b, int t, bool alone, int past) {
+    if (past) return attention_last_row(dev, a.atty, a.qkv, past + 1, config.NH, config.HS());
     if (ring && !alone)
         ring->forward(a.atty, a.lse, a.qkv);
     else
@@ -466,7 +469,7 @@ static size_t classifier_chunk(size_t rows, int Vp, DType t) {
 
 template <class Dev, class X>
 GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps,
-                   bool training, int recompute, const Ranks<Dev>& ranks)
+                   bool training, int recompute, const Ranks<Dev>& ranks, bool cache)
     : dev(dev),
       config(config),
       attention(attention),
@@ -493,7 +496,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
             std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
 
     sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.NH = NH, sizes.Vp = config.Vp;
-    sizes.training = training, sizes.recompute = recompute;
+    sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
     sizes.att = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
     sizes.chunk = classifier_chunk(N, config.Vp, dtype_of<X>());
     sizes.stats = num_losses() + 1 + ranks.size;
@@ -557,9 +560,9 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
     const Data data = find_data_together(o, job);
+    if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data, job);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
-    if (!can_generate(config.V)) o.sample_every = 0;
     resolve_steps(o, on_cpu, run.train_tokens());
     run.describe();
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);

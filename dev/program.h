@@ -47,10 +47,10 @@ inline void write_file(const std::string& path, const std::string& text) {
     std::ofstream(path, std::ios::binary) << text;
 }
 
-// Runs a command. `see`, if given, sees each line as it comes.
+// Runs a command without a terminal. `see`, if given, sees each line as it comes.
 inline Result shell(const std::string& command, const std::function<void(const std::string& line)>& see = nullptr) {
     Result r{-1, ""};
-    FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
+    FILE* pipe = popen(("{ " + command + "; } 2>&1 </dev/null").c_str(), "r");
     char* line = nullptr;
     size_t room = 0;
     for (ssize_t n; (n = getline(&line, &room, pipe)) > 0;) {

@@ -1107,6 +1107,33 @@ static const test::Register layer_tests[] = {
     {"layer_flash_bf16", check_layer<bf16, true>},
 };
 
+// The last row of a sequence, which serves all kernels. What lies around qkv is NaN.
+template <class X>
+void last_row() {
+    const std::pair<Input, float> inputs[] = {
+        {Input::normal, 0.f}, {Input::large_q, 0.f}, {Input::mixed, 200.f}, {Input::ramp, 200.f}};
+    for (int T : {1, 2, 63, 64, 65, 1000, 1023, 1024, 1025, 2500})
+        for (const auto& [NH, HS] : {std::pair{12, 64}, {1, 128}, {3, 80}, {25, 8}})
+            for (const auto& [input, logit] : inputs) {
+                const Problem<X> p = inputs_of<X>({{1, T, NH, HS}, input, logit});
+                const size_t C = NH * HS;
+                std::vector<double> want(C);
+                attention_last_row<double>(Cpu(), want.data(), as_double(p.qkv).data(), T, NH, HS);
+                Run<X> naive(attention_kernel<X>(gpu(), Attention::naive, HS), p);
+                naive.forward();
+                const double error = max_error(as_double(naive.out.host((T - 1) * C, C)), want),
+                             bound = 2 * error + 4 * one_rounding<X>(Out, max_abs(want));
+                Buffer<X> out("out", C), again("out again", C);
+                attention_last_row<X>(gpu(), out, naive.qkv, T, NH, HS);
+                attention_last_row<X>(gpu(), again, naive.qkv, T, NH, HS);
+                const std::vector<double> got = as_double(out.host());
+                CHECK(got == as_double(again.host()));
+                check_error("last row of " + p.c.text(), Out, got, want, {bound, INFINITY, "2·naive"});
+            }
+    CHECK_ERROR(attention_last_row<X>(gpu(), nullptr, nullptr, 1, 1, 18), "head size 18");
+}
+static const test::Register last_row_tests[] = {{"last_row_fp32", last_row<float>}, {"last_row_bf16", last_row<bf16>}};
+
 // What --attention accepts, and what a model is refused.
 TEST(names) {
     const Cuda& dev = gpu();

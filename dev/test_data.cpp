@@ -287,6 +287,14 @@ TEST(text_for_a_terminal) {
     CHECK(for_terminal("\x1b[2J\x07\x0e\r\x7f") == bad + "[2J" + bad + bad + bad + bad);
     CHECK(for_terminal("\xC2\x9B\x32J\xC2\xA0") == bad + "2J\xC2\xA0");  // U+009B is ESC [ too
     CHECK(for_terminal("\x80z\xE2\x82") == bad + "z" + bad + bad);
+    for (const std::string text : {"“ran” é😀", "\xF0\x9F\xE2\x82z\x80\xC2", "\x80\xED\xA0\x80\xE2\x82\xFF"}) {
+        std::string rest, shown;  // byte by byte
+        for (const char byte : text) {
+            shown += take_for_terminal(rest += byte);
+            CHECK(for_terminal(text).compare(0, shown.size(), shown) == 0 && rest.size() <= 3);
+        }
+        CHECK(shown + for_terminal(rest) == for_terminal(text));
+    }
 }
 
 TEST(log_append_truncate) {

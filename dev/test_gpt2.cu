@@ -75,8 +75,8 @@ const Cpu cpu;
 template <class X>
 struct Ready : GPT2<Cpu, X> {
     Ready(const Config& config, int B, int T, int micro_steps = 1, bool training = true, int recompute = 0,
-          const Ranks<Cpu>& ranks = {})
-        : GPT2<Cpu, X>(cpu, config, Attention::flash, B, T, micro_steps, training, recompute, ranks) {
+          const Ranks<Cpu>& ranks = {}, bool cache = false)
+        : GPT2<Cpu, X>(cpu, config, Attention::flash, B, T, micro_steps, training, recompute, ranks, cache) {
         this->allocate();
         init_random(*this, 3);
     }
@@ -335,7 +335,7 @@ TEST(sampling_follows_the_distribution) {
         for (int i = 0; i < n; i++) counts[sample_token(logits, c.sampling, (i + 0.5) / n)]++;
         for (int v = 0; v < 4; v++) CHECK_NEAR(counts[v], n * c.p[v], c.p[v] > 0 && c.p[v] < 1);
     }
-    CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
+    CHECK(sample_token<float>({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
 }
 
 // N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
@@ -541,20 +541,25 @@ TEST(an_arena_has_no_tensor_that_is_not_in_it) {
     CHECK(Arena("empty", {{"none", DType::f32, 0}}).at(0) == nullptr);
 }
 
-// dev/test_recipe has what samples and answers are. Their tokens are padded to 64, or to T.
-TEST(sampling_pads_without_being_seen) {
-    const std::vector<int> context = {5, 6, 7};
-    Ready<double> bare(kSmall, 1, 3, 1, false), to_T(kSmall, 1, 40, 1, false), to_64(kSmall, 1, 80, 1, false);
-    const std::vector<float> wanted = logits_of_last(bare, context);
-    for (Ready<double>* model : {&to_T, &to_64}) {
-        const std::vector<float> logits = logits_of_last(*model, context);
-        for (int v = 0; v < kSmall.V; v++) CHECK_NEAR(logits[v], wanted[v], 1e-6);
-    }
+TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
+    CHECK_ERROR(start_of_text(Tokenizer(), "", 250, 80), "vocabulary of 250");
 }
 
-TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
-    Ready<double> model(kSmall, 1, 80, 1, false);
-    CHECK_ERROR(generate(model, Tokenizer(), "", 3, {}, 1), "vocabulary of 250");
+// dev/test_recipe has what samples are. Their tokens are padded to 64, or to T, and beyond T the window moves. A model
+// that trains on several sequences has the cache too.
+TEST(cached_logits_are_the_same) {
+    for (int T : {1, 2, 7, 80}) {
+        Ready<float> whole(kSmall, 1, T, 1, false), trains(kSmall, 3, T);
+        Ready<float> cached(kSmall, 1, T, 1, false, 0, {}, true);
+        poison(cpu, trains.acts), poison(cpu, cached.acts);
+        for (int n = 1, seen = 0; n <= 2 * T + 5; n++) {
+            const std::vector<int> text = make_tokens(n, kSmall.V, 3);
+            const std::vector<float> wanted = logits_of_last(whole, text);
+            CHECK(logits_of_last(cached, text, n > 1) == wanted && logits_of_last(trains, text, n > 1) == wanted);
+            seen = seen < T ? seen + 1 : (T + 1) / 2;
+            CHECK(window_begin(n, T) == n - seen);
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -630,13 +635,60 @@ TEST(gpu_update_stops_at_nan) {
     check_nothing_is_updated(model, model.weights(1).qkvw + 17, "qkvw of layer 1 (parameters, 1 of");
 }
 
-TEST(gpu_generates_without_training) {
-    GPT2<Cuda, bf16> model(gpu(), kSmall, Attention::flash, 1, 80, 1, false);
+// The cache against fp64, beside the way without it. The text outgrows T.
+template <class X>
+void check_cached_logits(const Cuda& dev, Attention attention) {
+    const Config config = {200, 250, 256, 4, 4, 256};
+    Ready<double> exact(config, 1, 200, 1, false, 0, {}, true);
+    GPT2<Cuda, X> model(dev, config, attention, 1, 200, 1, false, 0, {}, true);
+    model.allocate();
+    init_random(model, 3), poison(dev, model.acts);
+    CHECK(model.optimizer().master == nullptr);
+    const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
+    std::copy(weights.begin(), weights.end(), exact.weights().wte);
+    double l2[2][321] = {}, largest[321] = {}, worst = 0;  // without and with the cache, and without it
+    for (bool cached : {false, true})
+        for (int n = 1; n <= 320; n++) {
+            const std::vector<int> text = make_tokens(n, config.V, 5);
+            const std::vector<double> want = logits_of_last(exact, text, n > 1);
+            const std::vector<X> got = logits_of_last(model, text, cached && n > 1);
+            for (int v = 0; v < config.V; v++) {
+                const double error = std::fabs(static_cast<float>(got[v]) - want[v]);
+                l2[cached][n] = std::hypot(l2[cached][n], error);
+                if (!cached) largest[n] = std::max(largest[n], error);
+            }
+            l2[cached][0] = std::hypot(l2[cached][0], l2[cached][n]);  // of all
+            worst = std::max(worst, l2[true][n] / l2[false][n]);
+            const Sampling greedy = {0.f, 0};
+            CHECK(want[sample_token(want, greedy, 0)] - want[sample_token(got, greedy, 0)] <= 2 * largest[n]);
+        }
+    const double all = l2[true][0] / l2[false][0];
+    std::printf("  L2 error with the cache: %.3f of that without it, and %.3f at one position\n", all, worst);
+    CHECK(all <= 1.1);
+}
+TEST(gpu_cached_logits_fp32) {
+    for (Attention a : {Attention::flash, Attention::naive}) check_cached_logits<float>(gpu(false), a);
+}
+TEST(gpu_cached_logits_bf16) {
+    for (Attention a : {Attention::flash, Attention::naive}) check_cached_logits<bf16>(gpu(), a);
+}
+
+TEST(gpu_a_late_token_takes_hardly_longer) {
+    GPT2<Cuda, bf16> model(gpu(), preset("d12"), Attention::flash, 1, 1024, 1, false, 0, {}, true);
     model.allocate();
     init_random(model, 3);
-    CHECK(model.optimizer().master == nullptr);
-    const std::vector<float> logits = logits_of_last(model, {5, 6, 7});
-    for (float x : logits) CHECK(std::isfinite(x));
+    const auto best_ms = [&](int n) {
+        double best = INFINITY;
+        for (int i = 0; i < 20; i++) {
+            const double begin = now();
+            logits_of_last(model, std::vector<int>(n + i, 7), i > 0);
+            best = std::min(best, 1e3 * (now() - begin));
+        }
+        return best;
+    };
+    const double early = best_ms(10), late = best_ms(1000);
+    std::printf("  %.3f ms at position 10, %.3f ms at position 1000\n", early, late);
+    CHECK(late <= 1.5 * early);
 }
 
 TEST(gpu_out_of_memory_says_what_fits) {

@@ -128,6 +128,7 @@ TEST(every_option_sets_what_it_names) {
         {"--resume", "-y", "", "", "0", "1", "1"},
         {"--tokenizer", "", " TEXT", "", "", "", ""},
         {"--generate", "", " N", "(0..; default 0)", "0", "", "0"},
+        {"--samples", "", " N", "(1..; default 1)", "61", "62", "63"},
         {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
         {"--temperature", "", " X", "(0..; default 1)", "0.71", "0.72", "0.73"},
         {"--top-k", "", " N", "(0..; default 0)", "51", "52", "53"}};
@@ -265,8 +266,33 @@ TEST(an_llm_c_directory_is_left_alone) {
 }
 
 TEST(a_sample_needs_only_its_own_positions) {
-    const std::string greedy = "--device cpu --generate 5 --temperature 0 -e " + model(), text = run(greedy).out;
+    const std::string greedy = "2>/dev/null --device cpu --generate 5 --temperature 0 -e " + model();
+    const std::string text = run(greedy).out;
     CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);
+}
+
+TEST(texts_are_streamed) {
+    const std::string generate = "--device cpu -e " + model() + " --generate 50 --prompt 'Twelve chars' ";
+    const auto text = [&](const std::string& options) { return run(generate + "2>/dev/null " + options).out; };
+    CHECK(text("--seed 3 --samples 2") == text("--seed 3") + "---\n" + text("--seed 4"));
+    CHECK_RUN(run(generate + "-t 8"), 0, "--prompt: 12 tokens do not fit 8 positions, so the first 4 are dropped\n",
+              "Twelve chars", " tokens in ", " tokens/s\n");
+    CHECK_RUN(run(tiny() + "-t 8 -x 1 -s 1 -g 1 --prompt 'Twelve chars'"), 0, "the first 4 are dropped");
+    CHECK_RUN(run(generate + "--memory"), 0, "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
+    // Texts without an end: Ctrl-C, a reader that has enough, and a full disk.
+    const std::string endless = generate + "--samples 1000000 ";
+    const Result stopped = run_and_act(endless, "---", "kill -s INT $pid");
+    CHECK_RUN(stopped, 130, "\n---\n", " tokens/s\n");
+    CHECK(stopped.out.rfind('\n', stopped.out.rfind(" tokens in ")) + 9 > stopped.out.rfind(" tokens in "));
+    const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
+    CHECK_RUN(closed, 0, "Twelve chars", "code 141\n");
+    CHECK(closed.out.size() == 13 + 9);
+    CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
+    // On a terminal it asks for prompts.
+    CHECK_RUN(shell("printf 'Once\\nFox\\n\\004' | python3 -c 'import pty, sys; pty.spawn(sys.argv[1:])' "
+                    "./train_gpt2cu --device cpu --generate 9 -e " +
+                    model()),
+              0, "> Once", "> Fox", "\n18 tokens in ");
 }
 
 // Without -x a run takes one pass over the text. 1000 bytes and the token before them are 15 steps of 64 and a rest.

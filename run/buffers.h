@@ -13,10 +13,11 @@ constexpr size_t kGate = 4;
 struct Sizes {
     int L;
     size_t N, C, NH, Vp, att, chunk, stats, scratch, batch, parameters, share;
-    bool training;
+    bool training, cache;
     int recompute;
     // The layers for which a tensor is kept that backward computes again from this level of --recompute on.
     int kept(int level) const { return training && recompute < level ? L : TensorSpec::kShared; }
+    int cached() const { return training || cache ? L : TensorSpec::kShared; }
 };
 
 // This rank's share. The arrays lie back to back for any number of shards, because a checkpoint is put together from

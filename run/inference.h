@@ -1,15 +1,21 @@
 // What a model is made for if not for training: --eval-only and --generate.
 #pragma once
+#include <unistd.h>
+
 #include <cmath>
 #include <cstdio>
+#include <iostream>
 #include <memory>
 #include <vector>
 
+#include "data/file.h"
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
+#include "run/pace.h"
 #include "run/sample.h"
 #include "run/settings.h"
+#include "run/signals.h"
 #include "run/weights.h"
 
 // --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by one.
@@ -52,15 +58,42 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     return 0;
 }
 
+// --generate streams the texts that follow --prompt. Without one it asks for prompts on a terminal until they end.
 template <class Model, class Config>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
-    if (!o.prompt.empty()) warn_of_bytes(o, config.V);
-    Model model(dev, config, o.kernel(), 1, T, 1, false);
+    const bool asks = o.prompt.empty() && isatty(STDIN_FILENO);
+    if (asks || !o.prompt.empty()) warn_of_bytes(o, config.V);
+    Model model(dev, config, o.kernel(), 1, T, 1, false, 0, {}, true);
+    if (o.memory) return print_memory_table(model), 0;
+    std::string prompt = o.prompt, rest;  // bytes that do not make a character yet
+    std::vector<int> context = start_of_text(tokenizer, prompt, config.V, T);
     allocate_or_explain(model);
     load(model, o.init);
-    const std::string text = generate(model, tokenizer, o.prompt, o.generate, {o.temperature, o.top_k}, o.seed);
-    std::printf("%s\n", for_terminal(text).c_str());
-    return 0;
+    int tokens = 0;
+    double seconds = 0;
+    const auto write = [&](const std::string& text) {
+        std::fputs(take_for_terminal(rest += text).c_str(), stdout);
+        if (std::fflush(stdout)) throw file_error("the text", "write", errno);
+        return !g_signal;
+    };
+    const auto count = [&](const std::string& token) { return tokens++, write(token); };
+    do {
+        if (asks && (std::fputs("> ", stderr), !std::getline(std::cin, prompt))) break;
+        if (asks) context = start_of_text(tokenizer, prompt, config.V, T);
+        for (int signal : {SIGINT, SIGTERM}) std::signal(signal, on_signal);
+        const double start = now();
+        for (int i = 0; i < o.samples && !g_signal; i++) {
+            if (i > 0) std::puts("---");
+            write(prompt);
+            generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, count);
+            std::puts(for_terminal(rest).c_str()), rest.clear();
+        }
+        seconds += now() - start;
+        for (int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);  // while it waits for a prompt
+    } while (asks && !g_signal);
+    if (asks && !g_signal) std::fputs("\n", stderr);
+    if (tokens > 0) std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
+    return g_signal ? 128 + g_signal : 0;
 }

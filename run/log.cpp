@@ -72,6 +72,15 @@ std::string for_terminal(const std::string& text) {
     return out;
 }
 
+std::string take_for_terminal(std::string& text) {
+    size_t end = text.size();
+    while (end > 0 && text.size() - end < 3 && (text[end - 1] & 0xC0) == 0x80) end--;
+    const bool begun = end > 0 && (text[end - 1] & 0xC0) == 0xC0 && utf8_length(text, end - 1) == 0;
+    const std::string whole = for_terminal(text.substr(0, begun ? end - 1 : text.size()));
+    text.erase(0, begun ? end - 1 : text.size());
+    return whole;
+}
+
 Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}
 
 Row& Row::put(const char* key, const std::string& json) {

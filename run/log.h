@@ -7,6 +7,8 @@
 // Makes text safe for a terminal. Bytes that are not UTF-8, and control characters except newline and tab, become
 // U+FFFD.
 std::string for_terminal(const std::string& text);
+// The same of a text that comes in pieces. Leaves the first bytes of a character in `text` until the others are there.
+std::string take_for_terminal(std::string& text);
 
 // Builds a line, for example Row("train").add("step", 3).add("loss", 2.5).text()
 class Row {

@@ -1,83 +1,88 @@
 // Text from a model, a token at a time.
 #pragma once
 #include <algorithm>
-#include <cmath>
-#include <numeric>
+#include <cstdio>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "data/random.h"
 #include "data/tokenizer.h"
 #include "layers/gpu/error.h"
-#include "run/range.h"
+#include "layers/layers.h"
 
 struct Sampling {
     float temperature = 1.f;
     int top_k = 0;  // 0: all
 };
 
-// Logits of the token after `context`, whose last T tokens the model sees.
-template <class Model>
-std::vector<float> logits_of_last(Model& model, const std::vector<int>& context) {
-    using X = typename Model::X;
-    const auto& config = model.config;
-    const int used = static_cast<int>(std::min<size_t>(context.size(), model.T));
-    // Rounds t up so that matmul plans are reused from token to token. The last token cannot see what follows it.
-    const int t = std::min((used + 63) / 64 * 64, model.T);
-    std::vector<int> padded(t, 0);
-    std::copy(context.end() - used, context.end(), padded.begin());
-    const auto buffers = model.workspace();
-    model.dev.upload(buffers.batch, padded.data(), padded.size() * sizeof(int));
-    model.forward(buffers.batch, 1, t, true);
-    matmul_forward<X>(model.dev, buffers.logits, model.activations().lnf + size_t(used - 1) * config.C,
-                      model.weights().wte, nullptr, 1, config.C, config.Vp);
-    std::vector<X> row(config.Vp);
-    model.dev.download(row.data(), buffers.logits, row.size() * sizeof(X));
-    std::vector<float> logits(config.V);
-    for (int v = 0; v < config.V; v++) logits[v] = static_cast<float>(row[v]);
-    return logits;
-}
-
 // Draws a token from softmax(logits / temperature) over the top_k largest, with the uniform number u. Temperature 0
 // takes the largest.
-inline int sample_token(const std::vector<float>& logits, const Sampling& s, double u) {
-    std::vector<int> order(logits.size());
-    std::iota(order.begin(), order.end(), 0);
-    const size_t k = s.top_k > 0 ? std::min<size_t>(s.top_k, order.size()) : order.size();
-    auto larger = [&](int x, int y) { return logits[x] != logits[y] ? logits[x] > logits[y] : x < y; };
-    if (s.temperature <= 0) return *std::min_element(order.begin(), order.end(), larger);
-    if (k < order.size()) std::partial_sort(order.begin(), order.begin() + k, order.end(), larger);
-    order.resize(k);
-    const float top = logits[*std::min_element(order.begin(), order.end(), larger)];
-    std::vector<double> cumulative;
-    double sum = 0;
-    for (int v : order) cumulative.push_back(sum += std::exp((static_cast<double>(logits[v]) - top) / s.temperature));
-    const size_t i = std::lower_bound(cumulative.begin(), cumulative.end(), u * sum) - cumulative.begin();
-    return order[std::min(i, k - 1)];
+template <class X>
+int sample_token(const std::vector<X>& logits, const Sampling& s, double u);
+
+// The first of n tokens that a model with T positions sees. A text that outgrows them goes on from their last half.
+inline int window_begin(int n, int T) {
+    const int step = T - (T + 1) / 2 + 1;
+    return n <= T ? 0 : (n - T + step - 1) / step * step;
+}
+
+// Logits of the token after `context`. Every layer's qkv is the cache: its rows are those of the window's tokens. If
+// the last call was for the same context without its last token (`grown`), only that token's row is computed.
+template <class Model>
+std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<int>& context, bool grown = false) {
+    using X = typename Model::X;
+    const auto& config = model.config;
+    const int n = static_cast<int>(context.size()), begin = window_begin(n, model.T), used = n - begin;
+    const int past = grown && begin == window_begin(n - 1, model.T) ? used - 1 : 0;
+    // Rounds t up so that matmul plans are reused from text to text. The last token cannot see what follows it.
+    const int t = past ? 1 : std::min((used + 63) / 64 * 64, model.T);
+    std::vector<int> tokens(context.begin() + begin + past, context.end());
+    tokens.resize(t);
+    const auto buffers = model.workspace();
+    model.dev.upload(buffers.batch, tokens.data(), tokens.size() * sizeof(int));
+    model.forward(buffers.batch, 1, t, true, past);
+    matmul_forward<X>(model.dev, buffers.logits, model.activations().lnf + size_t(used - past - 1) * config.C,
+                      model.weights().wte, nullptr, 1, config.C, config.Vp);
+    std::vector<X> logits(config.V);
+    model.dev.download(logits.data(), buffers.logits, logits.size() * sizeof(X));
+    return logits;
 }
 
 inline bool can_generate(int V) {
     return V == kByteVocab || V > kEndOfText;
 }
+inline int end_of_text(int V) {
+    return V == kByteVocab ? kByteEndOfText : kEndOfText;
+}
 
-// Continues `prompt` (which <|endoftext|> precedes) by up to n tokens, ending at the next <|endoftext|>.
-template <class Model>
-std::string generate(Model& model, const Tokenizer& tokenizer, const std::string& prompt, int n, const Sampling& s,
-                     uint64_t seed) {
-    Range range("sample");
-    const int end = model.config.V == kByteVocab ? kByteEndOfText : kEndOfText;
-    if (!can_generate(model.config.V))
+// What a model with V tokens and T positions continues: <|endoftext|> and the prompt. Says what does not fit.
+inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::string& prompt, int V, int T) {
+    if (!can_generate(V))
         throw Error(
-            format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at least %d tokens",
-                   model.config.V, kByteVocab, kEndOfText + 1));
-    std::vector<int> context = {end};
-    for (int token : tokenizer.encode(prompt, model.config.V, "--prompt")) context.push_back(token);
-    std::string text = prompt;
+            format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at least %d tokens", V,
+                   kByteVocab, kEndOfText + 1));
+    std::vector<int> context = tokenizer.encode(prompt, V, "--prompt");
+    context.insert(context.begin(), end_of_text(V));
+    const int dropped = window_begin(static_cast<int>(context.size()), T) - 1;
+    if (dropped > 0)
+        std::fprintf(stderr, "--prompt: %zu tokens do not fit %d positions, so the first %d are dropped\n",
+                     context.size() - 1, T, dropped);
+    return context;
+}
+
+// Continues `context` by up to n tokens, ending at the next <|endoftext|>, and returns their text. `see` gets the text
+// of each as it comes, and ends the text too by returning false.
+template <class Model>
+std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> context, int n, const Sampling& s,
+                     uint64_t seed, const std::function<bool(const std::string&)>& see = nullptr) {
+    std::string text;
     for (int i = 0; i < n; i++) {
-        const int token = sample_token(logits_of_last(model, context), s, uniform(seed, i));
-        if (token == end) break;
+        const int token = sample_token(logits_of_last(model, context, i > 0), s, uniform(seed, i));
+        if (token == end_of_text(model.config.V)) break;
         context.push_back(token);
         text += tokenizer.decode(token);
+        if (see && !see(tokenizer.decode(token))) break;
     }
     return text;
 }

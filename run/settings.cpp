@@ -82,7 +82,8 @@ std::vector<Option> Options::table() {
          "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
          "generating"},
-        {"--prompt", "", O::String, &prompt, "text to continue"},
+        {"--samples", "", O::Int, &samples, "so many texts from each prompt, with the seeds from --seed on", "1.."},
+        {"--prompt", "", O::String, &prompt, "text to continue; without it --generate asks on a terminal"},
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
         {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; 0: all", "0.."},
     };

@@ -4,9 +4,7 @@
 #include <unistd.h>
 
 #include <cmath>
-#include <csignal>
 #include <cstring>
-#include <ctime>
 #include <exception>
 #include <memory>
 #include <string>
@@ -23,22 +21,7 @@
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
-
-// SIGINT and SIGTERM finish the step, write a checkpoint and leave. A second one ends the program at once if it comes
-// more than a second later. Within a second it counts as the same signal, because many programs that pass signals on
-// send them to a process and to its group.
-inline volatile std::sig_atomic_t g_signal = 0;
-inline timespec g_signal_time;
-inline void on_signal(int signal) {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    if (!g_signal) {
-        g_signal_time = now, g_signal = signal;
-    } else if (now.tv_sec - g_signal_time.tv_sec + (now.tv_nsec - g_signal_time.tv_nsec) * 1e-9 > 1) {
-        std::signal(signal, SIG_DFL);
-        raise(signal);
-    }
-}
+#include "run/signals.h"
 
 // A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
 constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
@@ -83,6 +66,7 @@ class Run {
     const Data data;
     Job& job;
     const Tokenizer tokenizer;
+    std::vector<int> prompt;  // of samples
     Loader train;
     std::unique_ptr<Loader> val;
     std::vector<Choice> choices;
@@ -136,7 +120,7 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
       train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
     const auto& c = model.config;
     if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
-    if (o.sample_every) tokenizer.encode(o.prompt, c.V, "--prompt");  // an error comes before the first step
+    if (o.sample_every && job.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
     const size_t ints = size_t(model.micro_steps) * model.batch_ints();
     host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
@@ -277,8 +261,10 @@ void Run<Model>::watch() {
     if (due(o.val_every)) pace.val = now() - start;
     start = now();
     if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
+        Range range("sample");
         const Sampling sampling = {o.temperature, o.top_k};
-        const std::string text = generate(model, tokenizer, o.prompt, o.sample_length, sampling, mix(o.seed, step));
+        const std::string text =
+            o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
         std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
         log->write(Row("sample").add("step", step).add("text", text));
         pace.sample = now() - start;

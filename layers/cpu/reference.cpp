@@ -362,7 +362,7 @@ static void with_head_size(int HS, F f) {
 
 template <class X>
 void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
-                       Acc<X> scale) {
+                       Acc<X> scale, int first) {
     const size_t C = size_t(NH) * HS, token = 3 * C;  // the rows of a head's q, k or v lie 3C apart
     with_head_size(HS, [=](auto HS) {
 #pragma omp parallel for collapse(2)
@@ -370,14 +370,14 @@ void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int
             for (int h = 0; h < NH; h++) {
                 const X *q = qkv + b * T * token + h * HS, *k = q + C, *v = k + C;
                 std::vector<X> p(T);
-                for (int i = 0; i < T; i++) {
-                    const int keys = causal ? i + 1 : T;
+                for (int i = first; i < T; i++) {
+                    const int keys = causal ? i + 1 : T, row = i - first, rows = T - first;
                     X max = -std::numeric_limits<X>::infinity(), sum = 0, o[kMaxHeadSize] = {};
                     for (int j = 0; j < keys; j++) p[j] = scale * dot(q + i * token, k + j * token, HS);
                     exponentials(p.data(), keys, max, sum);
                     for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v + j * token, HS);
-                    for (int d = 0; d < HS; d++) out[(size_t(b) * T + i) * C + h * HS + d] = o[d] / sum;
-                    lse[(size_t(b) * NH + h) * T + i] = max + std::log(sum);
+                    for (int d = 0; d < HS; d++) out[(size_t(b) * rows + row) * C + h * HS + d] = o[d] / sum;
+                    lse[(size_t(b) * NH + h) * rows + row] = max + std::log(sum);
                 }
             }
     });
@@ -649,7 +649,7 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void attention_forward(const Cpu&, Attention, X*, X*, X*, void*, const X*, int, int, int, int);           \
     template void attention_backward(const Cpu&, Attention, X*, void*, const X*, const X*, const X*, const X*,         \
                                      const X*, int, int, int, int);                                                    \
-    template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X);                        \
+    template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X, int);                   \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
     template void attention_forward_partial(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,   \

@@ -8,6 +8,7 @@
 // double or float. Scratch arguments exist only to match the GPU's signatures and are not read.
 #pragma once
 #include <string>
+#include <vector>
 
 #include "layers/gpu/error.h"
 #include "layers/gpu/types.h"
@@ -135,10 +136,16 @@ void check_attention(const Cpu&, Attention kind, int, bool, bool context_paralle
         throw UsageError("--context-parallel needs --attention flash: naive has no partial form");
 }
 
-// The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies.
+// The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies. out and lse have
+// the rows from `first` on.
 template <class X>
 void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
-                       Acc<X> scale);
+                       Acc<X> scale, int first = 0);
+template <class X>
+void attention_last_row(const Cpu& dev, X* out, const X* qkv, int T, int NH, int HS) {
+    std::vector<Acc<X>> lse(NH);
+    attention_forward<X>(dev, out, lse.data(), qkv, 1, T, NH, HS, true, 1 / std::sqrt(X(HS)), T - 1);
+}
 template <class X>
 void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
                         int NH, int HS, bool causal, Acc<X> scale);

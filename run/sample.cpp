@@ -1,0 +1,35 @@
+// The choice of a token. It is compiled for speed, because the GPU waits for it.
+#include "run/sample.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "layers/gpu/types.h"
+
+template <class X>
+int sample_token(const std::vector<X>& logits, const Sampling& s, double u) {
+    std::vector<float> p(logits.begin(), logits.end());
+    std::vector<int> order;  // of the top_k, the largest and the first of equals first
+    if (s.temperature <= 0) return static_cast<int>(std::max_element(p.begin(), p.end()) - p.begin());
+    if (s.top_k > 0 && static_cast<size_t>(s.top_k) < p.size()) {
+        order.resize(p.size());
+        std::iota(order.begin(), order.end(), 0);
+        std::partial_sort(order.begin(), order.begin() + s.top_k, order.end(),
+                          [&](int x, int y) { return p[x] != p[y] ? p[x] > p[y] : x < y; });
+        order.resize(s.top_k);
+        std::vector<float> kept;
+        for (int v : order) kept.push_back(p[v]);
+        p = kept;
+    }
+    float top = p[0];
+#pragma omp simd reduction(max : top)
+    for (size_t i = 0; i < p.size(); i++) top = std::max(top, p[i]);
+    double sum = 0, seen = 0;
+    for (float& x : p) sum += x = std::exp((x - top) / s.temperature);
+    size_t i = 0;
+    while ((seen += p[i]) <= u * sum && i + 1 < p.size()) i++;
+    return order.empty() ? static_cast<int>(i) : order[i];
+}
+template int sample_token(const std::vector<float>&, const Sampling&, double);
+template int sample_token(const std::vector<double>&, const Sampling&, double);
+template int sample_token(const std::vector<bf16>&, const Sampling&, double);
