@@ -770,6 +770,23 @@ def test_plots_of_results(tmp):
     assert some.stderr.count("no rows") == 4 and some.stdout.count(".svg") == 3, some
 
 
+def test_timelines_show_their_rows(tmp):
+    """A lane has its row's waits and their share. A picture of other rows is out of date."""
+    pictures, path = copied(tmp, "pictures.py"), tmp / "dev" / "results" / "pictures" / "timeline_forward.svg"
+    path.parent.mkdir(parents=True)
+    for end, wide, share in (600, 61.6, 20), (700, 123.2, 30):
+        write_rows(tmp, "timeline", [
+            row(HS=HS, clocks=1000, warp=warp, waits=f"s -50 100, k_full 500 {end}", **way)
+            for way in ({}, BWD) for HS in (64, 128) for warp in (0, 1, 2, 3, 4, 8, 12)])
+        pictures("--check", code=1, says=[f"{path.name}, dev/results/pictures/timeline_backward.svg: not what"])
+        pictures()
+        pictures("--check")
+        svg = path.read_text()
+        assert svg.count(f">{share}%</text>") == 4 and f"HS 128: producer {share}%" in svg, svg  # of 4 lanes
+        for shown in 'width="246.4" height="32" fill="#E69F00"', f'width="{wide}" height="20" fill="#009E73"':
+            assert svg.count(shown) == 4, (shown, svg)
+
+
 def trace_of_a_gpu(gpu):
     """As dev/trace.so writes it: a layer's attention, both ways, a copy half behind each. GPU 1 starts later."""
     def event(kind, name, start, duration, ranges):
