@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the pictures of attention/README.md, dev/results/pictures/*.svg. Sizes and orders are those of the kernels. The
-timelines are the newest rows of dev/timeline.
+"""Draws the pictures of attention/README.md, dev/results/pictures/*.svg. Sizes and orders are those of the kernels.
 
     python3 scripts/pictures.py            writes them all
     python3 scripts/pictures.py --check    exit code 1 if one is not what it would write
@@ -335,7 +334,7 @@ def timeline(row):
 
 
 def lanes(p, way, roles, product, *notes):
-    """A lane for each role by the number of its warp. `product` begins beside a consumer's exponentials."""
+    """The newest rows of dev/timeline, a lane for each role, by its warp. `product` begins beside exponentials."""
     rows = read_rows(sorted(ROOT.glob("dev/results/*/timeline.jsonl"))[-1], apart=["HS"], **{"pass": way})
     shares = {(r["HS"], r["warp"]): sum(end - begin for begin, end, name, _ in timeline(r) if name) / r["clocks"]
               for r in rows}
@@ -351,10 +350,9 @@ def lanes(p, way, roles, product, *notes):
         p.text(12, y + 21, role, bold=True)
         p.text(788, y + 21, f"{shares[64, warp]:.0%}", at="end")
         for begin, end, name, before in timeline(row_of[warp]):
-            label = name or (f"exp, {product}" if before == "s" else WORK.get(before, ""))
+            label, wide = name or {**WORK, "s": f"exp, {product}"}.get(before, ""), 616 * (end - begin) / clocks
             work = ORANGE if before == "s" else PALE if label in ("S", "dP", "dK", "dQ") else LIGHT
             fill = WAITS.get(name, PINK) if name else work
-            wide = 616 * (end - begin) / clocks
             p.box(116 + 616 * begin / clocks, y + 6 * bool(name), wide, 20 if name else 32,
                   label if 7.5 * len(label) + 2 < wide else "", fill=fill, stroke="none")
             spent[fill] += (end - begin) / clocks / len(consumers) * (warp in consumers)
@@ -364,23 +362,22 @@ def lanes(p, way, roles, product, *notes):
         for i, fill in enumerate(fill for fill in kinds if fill in spent):
             p.box(x, y + 24 + 26 * i - high / 2, 30, high, fill=fill, stroke="none")
             p.text(x + 40, y + 29 + 26 * i, f"{spent[fill]:.0%} {'waits for ' * (x > 12)}{kinds[fill].format(product)}")
-    at_128 = ", ".join(f"{role} {shares[128, warp]:.0%}" for warp, role in roles.items() if (128, warp) in shares)
-    p.text(12, p.bottom + 24, *notes, f"Waiting at HS 128: {at_128}.")
+    wider = [f"{role} {shares[128, warp]:.0%}" for warp, role in roles.items() if (128, warp) in shares]
+    p.text(12, p.bottom + 24, *notes, f"Waiting at HS 128: {', '.join(wider)}.")
 
 
 def timeline_forward(p):
-    """Who waits in a block of the forward, measured by clock stamps. A lane for the producer and each consumer. High
-    boxes are work, low ones waits. The producer mostly waits for room, the consumers mostly take exponentials."""
+    """Who waits in a block of the forward, by clock stamps. A lane for the producer and each consumer, high where it
+    works and low where it waits. The producer mostly waits for room, the consumers mostly take exponentials."""
     lanes(p, "fwd", {0: "producer", 4: "consumer 1", 8: "consumer 2", 12: "consumer 3"}, "O += P V",
           "K, V: begins a load. P: O of the step before is there, and this step's P becomes bf16.")
 
 
 def timeline_backward(p):
-    """Who waits in a block of the backward, measured by clock stamps. A lane for the loader, the senders, the storer
-    and each consumer. High boxes are work, low ones waits. The loader mostly waits for room, the storer for the end of
-    the item. The consumers begin one product after the other, with exponentials and dS between."""
-    roles = {0: "loader", 1: "sender 1", 2: "sender 2", 3: "storer", 4: "consumer 1", 8: "consumer 2"}
-    lanes(p, "bwd", roles, "dV", "Q, dO: begins loads. dS: computes it, and stores it for both consumers' dQ.",
+    """Who waits in a block of the backward, by clock stamps. A lane for the loader, each sender, the storer and each
+    consumer, high where it works and low where it waits. The consumers begin product after product."""
+    lanes(p, "bwd", {0: "loader", 1: "sender 1", 2: "sender 2", 3: "storer", 4: "consumer 1", 8: "consumer 2"}, "dV",
+          "Q, dO: begins loads. dS: computes it, and stores it for both consumers' dQ.",
           "A sender's polling has no stamps, so it counts as work.")
 
 
