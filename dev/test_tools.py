@@ -223,7 +223,7 @@ def test_plots_by_matplotlib(tmp):
         paths = script("plot_results.py", "--root", tmp, real=True).stdout.splitlines()
         assert [os.path.basename(path) for path in paths] == ["attention_bf16.svg", "accuracy.svg"]
         found.append([pathlib.Path(path).read_bytes() for path in paths])
-    assert found[0] == found[1] and all(svg.startswith(b"<?xml") for svg in found[0])
+    assert found[0] == found[1] and all(svg.startswith(b"<?xml") and b">flash_bf16</text>" in svg for svg in found[0])
 
 
 def test_full_disk_leaves_what_was_there(tmp):
@@ -585,7 +585,7 @@ TABLES = {
             accuracy_row(tensor=tensor, B=2, T=256, NH=2, causal=False) for tensor in TENSORS]},
         ["accuracy", "plot accuracy"],
         ["| bf16 | flash_bf16 | 1.50 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / NaN |",
-         f"| flash_bf16 |{' 1.0e-03, 54 |' * 5}", "![accuracy](../dev/results/A/accuracy.svg)"], []),
+         f"| flash_bf16 |{' 1.0e-03, 54 |' * 5}", "![L2 errors by T", "bf16](../dev/results/A/accuracy.svg)"], []),
     "losses": (
         {"A/losses": [losses_row(attention="flash", ms=20.0), losses_row(attention="naive", ms=20.7)]}, ["losses"],
         ["steps 400, seeds 3", "| d12 | tf32 | 4 | 1024 | naive | 20.70 | 2.5000 | 2.4000 – 2.6000 |",
@@ -616,7 +616,7 @@ TABLES = {
         ["| dtype | variant | mma.sync 4, 1024 | mma.sync 4, 4096 | wgmma 4, 1024 | wgmma 4, 4096 |",
          "| fp16 | pv16 | ≈1324 | ≈4396 | ≈1324 | ≈4396 |", "| bf16 | trainer | ≈1424 | ≈4496 | ≈1424 | ≈4496 |",
          "wgmma, NH 2, HS 64", "| fp16 | pv16+shift | 1.0e-03 (1.5×) | 4.0e-03 (1.5×) | – | – | – | 25 % ∞ | – |",
-         "![accumulation](../dev/results/A/accumulation.svg)"], ["pv16+shift | ≈1324"]),
+         "forward](../dev/results/A/accumulation.svg)"], ["pv16+shift | ≈1324"]),
     "ring": ({"A/ring": ring_rows(), "A/ring_speed": [row(
         **{"pass": "forward"}, gpus=4, tokens_per_gpu=16384, single_ms=3.0, single_ms_sustained=3.3, ms=3.2,
         ms_sustained=3.4, still_ms=3.1, still_ms_sustained=3.35, hop_ms=0.2, hop_ms_sustained=0.2)]},
@@ -624,7 +624,7 @@ TABLES = {
         ["| bf16 | 1 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 | 0.40 | 0.30 | 0.20 | 4.50 |",
          "| bf16 | floor | – |", "| bf16 | bf16 | 2 | 7.20e-05 (1.20), 1.2e-02 (2.40) |",
          "| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / ≈97.1 % | 96.8 / ≈98.5 % | 0.20 |",
-         "![ring](../dev/results/A/ring.svg)"], [])}
+         "bf16](../dev/results/A/ring.svg)"], [])}
 
 
 def check_documents(root, tables, parts, absent=()):
@@ -707,47 +707,56 @@ def test_plots_of_results(tmp):
         return result.drawn
 
     rates = [attention_row(kernel=kernel, T=T, B=B, HS=HS, tflops=x + T + HS + B, tflops_sustained=x / 2, **way)
-             for kernel, x in (("naive", 100.0), ("torch_flash", 200.0), ("flash_bf16", 300.0))
+             for kernel, x in (("naive", 100.0), ("flash_of_others", 200.0), ("flash_bf16", 300.0))
              for T, B in ((2048, 1), (1024, 4), (1024, 32)) for HS in (64, 128) for way in ({}, BWD)]
     rates += [attention_row(causal=False, T=64), attention_row(dtype="fp32", T=64), attention_row(ms=None, T=64)]
-    lines = {HS: [[[1024, 2048], ys] for x in (300, 200, 100)
-                  for ys in ([x + 1024 + HS + 32, x + 2048 + HS + 1], [x / 2, x / 2])] for HS in (64, 128)}
-    plot("attention_bf16", "attention", rates, {
-        "00.plot": lines[64], "00.plot ls": ["-", "none", "--", "none", "-", "none"], "00.set_ylim bottom": [0],
+    lines = {HS: [[[1024 * right, 2048 * right], [x + 1024 + HS + 32, x + 2048 + HS + 1]] for x, right in
+                  ((300, 2 ** (-1 / 32)), (200, 1), (100, 2 ** (1 / 32)))] for HS in (64, 128)}  # side by side
+    drawn = plot("attention_bf16", "attention", rates, {
+        "00.plot": lines[64], "00.plot ls": ["-", (0, (4, 4)), "-"], "00.set_ylim bottom": [0],
         "00.set_title": [["bf16 forward, head size 64"]], "11.plot": lines[128], "11.set_ylim bottom": [0],
-        "11.set_title": [["bf16 backward, head size 128"]]})
-    plot("attention_fp32", "attention", rates, {"00.plot": [[[64], [100]], [[64], [90]]]})
+        "11.set_title": [["bf16 backward, head size 128"]],
+        "plt.Line2D label": ["flash_bf16", "flash_of_others", "naive"]})
+    for line, x, down in zip(lines[64], (300, 200, 100), drawn("00.vlines"), strict=True):
+        assert down[:3] == [line[0], [x / 2, x / 2], line[1]], down  # to sustained
+    plot("attention_fp32", "attention", rates, {"00.plot": [[[64], [100]]]})
 
     errors = [accuracy_row(tensor=t, T=T, HS=HS, ratio_l2=n + max(T, HS) / min(T, HS), input=name) for name in
               ("normal", "shifted") for n, t in enumerate(TENSORS) for T in (255, 64) for HS in (64, 128)]
     errors += [accuracy_row(kernel="naive"), accuracy_row(causal=False), accuracy_row(ratio_l2=None)]
     worst = [[64, 255], [2 + 128 / 64, 2 + 255 / 64]]  # the larger of both head sizes
-    plot("accuracy", "accuracy", errors, {
-        "02.plot": [worst, [[], []], worst], **{f"0{n}.set_title": [[f"bf16 {t}"]] for n, t in enumerate(TENSORS)}})
+    plot("accuracy", "accuracy", [*errors, *({**r, "kernel": "flash_bf16_sm90"} for r in errors)], {
+        "02.plot": 2 * [worst, [[], []], worst], "02.plot ms": [7, 7, 7, 3, 3, 3],  # the same points: rings around dots
+        **{f"0{n}.set_title": [[f"bf16 {t}"]] for n, t in enumerate(TENSORS)}})
 
     # A shifted variant stands at the speed of the kernel that it is; hollow says that something was not finite.
     sums = [{**r, "not_finite": 0} if r["kernel"] == "wgmma" and "input" in r else r for r in accumulation_rows()]
     drawn = plot("accumulation", "accumulation", sums, {"00.plot mfc": ["white"] * 4})
-    assert "white" not in drawn("01.plot mfc")
-    for place, title in ("00", "mma.sync"), ("01", "wgmma"):
+    assert "white" not in drawn("10.plot mfc")
+    for place, title in ("00", "mma.sync"), ("10", "wgmma"):
         assert drawn(f"{place}.plot") == [[4396, 4e-4 * n, "o"] for n in (4, 4, 4, 10)]
-        assert [at[0] for at in drawn(f"{place}.annotate")] == ["base", "base, pv16", "pv16+shift"]
+        assert [[at[0], at[2][1]] for at in drawn(f"{place}.annotate")] == [
+            ["base", 1 / 6], ["base, pv16", 3 / 6], ["pv16+shift", 5 / 6]]  # one below another
         assert drawn(f"{place}.set_title") == [[title]] and drawn(f"{place}.set_yscale") == [["log"]]
 
     memory = functools.partial(train_row, dtype="bf16", B=1, recompute=1)
     lengths = [memory(dtype="fp32", T=T, mem_gib=gib) for T, gib in ((8192, 6.5), (4096, 4.0), (16384, 10.0))]
     others = [memory(B=4, mem_gib=99.0), memory(kernel="torch_compile", mem_gib=99.0)]
-    plot("memory", "train", [*lengths, memory(T=65536, mem_gib=17.0), *others], {  # a single length has no line
-        "00.plot": [[[65536], [17]], [[4096, 16384], [4, 10]], [[4096, 8192, 16384], [4, 6.5, 10]]],
-        "00.plot label": ["bf16", "fp32: 0.50 GiB per 1024 tokens"], "00.set_xlim left": [0], "00.set_ylim bottom": [0],
-        "00.set_title": [["Training with B 1, model d12, attention flash, recompute 1, GPU A"]]})
+    drawn = plot("memory", "train", [*lengths, memory(T=65536, mem_gib=17.0), *others], {
+        "00.plot label": ["naive fp32, computed: flash and the T×T matrices", "flash fp32: 0.50 GiB per 1024 tokens",
+                          "flash bf16"], "00.set ylim": [(0, 51)],
+        "00.set_title": [["Training with B 1, model d12, recompute 1, GPU A"]]})
+    line, (Ts, naive), *points = drawn("00.plot")
+    assert line == [[4096, 16384], [4, 10]]
+    assert points == [[[4096, 8192, 16384], [4, 6.5, 10], "o"], [[65536], [17], "o"]]
+    assert Ts[0] == 1024 and naive[0] == 4 - 1.5 + 13 * 12 * 1024**2 * 4 / 2**30 and naive[-1] < 51, naive
 
     other = row(study="ring", carry="fp32", ranks=1, tensor="out", mean_error=9, max_error=9, dtype="fp32")
     drawn = plot("ring", "ring", [*ring_rows(), other], {
-        "01.axhline": [], "figure.suptitle": [["Ring attention, T 1024, bf16, GPU A: flat is better"]]})
-    for (xs, ys, _), expected in zip(drawn("00.plot"), ([1, 1], [1, 1.2])):  # carried in fp32, in bf16
+        "10.axhline": [], "figure.suptitle": [["Ring attention, T 1024, bf16, GPU A: flat is better"]]})
+    for (xs, ys), expected in zip(drawn("03.plot"), ([1, 1.2], [1, 1]), strict=True):  # carried in bf16, in fp32
         assert xs == [0, 1] and [round(y, 6) for y in ys] == expected
-    assert [round(y, 6) for y, in drawn("00.axhline")] == [0.6] * 4
+    assert [round(y, 6) for y, in drawn("03.axhline")] == [0.6]
 
     events = [{"what": "kernel", "name": "forward_kernel<64, true>", "start_ms": 0.5, "ms": 1.5},
               {"what": "kernel", "name": "merge", "start_ms": 2.0, "ms": 0.25},
@@ -768,6 +777,31 @@ def test_plots_of_results(tmp):
     script("plot_results.py", "--root", tmp / "none", code=1, says=["no rows", "bench_attention"])
     some = script("plot_results.py", "--root", tmp)
     assert some.stderr.count("no rows") == 4 and some.stdout.count(".svg") == 3, some
+
+
+def test_timelines_show_their_rows(tmp):
+    """A lane has its row's waits and their share. A picture of other rows is out of date."""
+    pictures, path = copied(tmp, "pictures.py"), tmp / "dev" / "results" / "pictures" / "timeline_forward.svg"
+    path.parent.mkdir(parents=True)
+    for end, wide, share in (600, 61.6, 20), (700, 123.2, 30):
+        write_rows(tmp, "timeline", [row(HS=HS, clocks=1000, warp=warp, waits=f"s -50 100, k_full 500 {end}", **way)
+                                     for way in ({}, BWD) for HS in (64, 128) for warp in (0, 1, 2, 3, 4, 8, 12)])
+        pictures("--check", code=1, says=[f"{path.name}, dev/results/pictures/timeline_backward.svg: not what"])
+        pictures()
+        for shown in f">{share}%</text>", '246.4" height="32" fill="#E69F00"', f'{wide}" height="20" fill="#009E73"':
+            assert path.read_text().count(shown) == 4, (shown, path.read_text())  # of 4 lanes
+
+
+def test_memory_of_naive():
+    """What the plot computes is what was measured, within 2 %."""
+    from plot_results import SQUARES
+    from results import matching, read_rows
+    shape = ["model", "dtype", "B", "T"]
+    rows = read_rows(ROOT / "dev" / "results" / "NVIDIA-H200" / "train.jsonl", shape, kernel="train_gpt2cu")
+    for naive in matching(rows, attention="naive"):
+        flash, = matching(rows, attention="flash", **{field: naive[field] for field in shape})
+        more = SQUARES[naive["model"]] * naive["B"] * naive["T"]**2 * {"bf16": 2, "fp32": 4}[naive["dtype"]] / 2**30
+        assert abs((naive["mem_gib"] - flash["mem_gib"]) / more - 1) < 0.02, naive
 
 
 def trace_of_a_gpu(gpu):

@@ -10,14 +10,14 @@ import pathlib
 
 import results
 
-# Okabe and Ito's palette: distinct for colour-blind eyes too.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+# Okabe and Ito's palette, then three of Tol's: distinct for colour-blind eyes too.
+COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #882255 #999933 #332288".split()
 INK, GREY, GRID = "#222222", "#777777", "#e4e4e4"
 STYLE = {"font.size": 9, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK, "xtick.color": GREY,
          "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
          "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.xmargin": 0.01,
-         "svg.hashsalt": "plot"}
+         "svg.hashsalt": "plot", "svg.fonttype": "none"}  # none: text stays text
 PANELS = {"loss": ("loss_nats", "Loss"), "norm": ("grad_norm", "Gradient norm"), "lr": ("lr", "Learning rate"),
           "speed": ("tokens_per_s", "Tokens per second"), "mfu": ("mfu_percent", "MFU, %")}
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plots what was measured, beside the rows it was measured in, dev/results/<gpu>/:
 
-    attention_bf16.svg, attention_fp32.svg   TFLOP/s by T, forward and backward, ours and every peer
+    attention_bf16.svg, attention_fp32.svg   TFLOP/s by T, forward and backward, ours and every peer, cool and sustained
     accuracy.svg       attention's L2 error against fp64, as a multiple of naive's, by T
     accumulation.svg   what fp16 inside attention's forward buys and costs, a panel for each kernel of
                        dev/study_accumulation: TFLOP/s against L2 error, a point a variant. Speed and errors on N(0,1)
@@ -10,9 +10,8 @@
     ring.svg           bf16: mean and largest error of out, dq, dk, dv against fp64 by number of ranks, as multiples of
                        one rank's: partial results carried in fp32, in bf16, and fp64's result rounded once
     ring_timeline.svg  one layer's attention on each GPU: the blocks, and what travels meanwhile (trace_ring.py)
-    memory.svg         GiB in use when training one sequence, by its length T. Each dashed line goes through the first
-                       and the last point. Where memory is linear in T every point lies on its line. A T×T matrix
-                       anywhere would lift the last one far above.
+    memory.svg         GiB in use when training one sequence, by its length T. Each straight line goes through the first
+                       and the last point. If memory is linear in T, every point lies on its line. Dotted: naive, computed
 
     python3 scripts/plot_results.py              # all that there are rows for, of every GPU
     python3 scripts/plot_results.py ring memory  # only those; then scripts/readme_tables.py shows them in README
@@ -26,34 +25,34 @@ from operator import itemgetter
 import results
 from plot import COLOURS, GREY, INK, pyplot
 from readme_tables import TENSORS, VEHICLES
-from results import matching, values
+from results import kind_of, matching, values
 
 INPUTS = {"normal": ("N(0,1)", "-"), "large_q": ("q ×5", "--"), "shifted": ("mean +0.5", ":")}
 DTYPES = dict(zip(("fp16", "bf16"), COLOURS))
-COOL = {"marker": "o", "ms": 4, "mec": "white", "mew": 0.6}
-SETTINGS = ["model", "dtype", "attention", "recompute"]
+SETTINGS = ["attention", "dtype", "model", "recompute"]
+SQUARES = {"d12": 13 * 12, "d24": 25 * 16, "d36": 37 * 20, "d48": 49 * 25}  # T×T of naive: P by layer and head, and dP
 
 
 def panels_of(plt, rows, columns, width, height, **options):
     return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
 
 
-def finish(figure, title, handles, columns):
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+def finish(figure, title, handles, columns, place="lower center"):
+    figure.legend(handles=handles, loc=f"outside {place}", ncols=columns, frameon=False)
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
 def looks(rows):
-    """Kernel → line: naive grey, peers dashed, ours solid and thick."""
-    found, colours = {}, iter(COLOURS * len(rows))
+    """Kernel → line: naive grey, ours solid and thick, peers dashed, with marks and gaps of their own."""
+    found, colours, marks = {}, iter(COLOURS * len(rows)), iter("sD^vPX" * len(rows))
     for kernel in results.kernels_of(rows)[::-1]:
-        if kernel.startswith("naive"):
-            found[kernel] = {"color": GREY, "lw": 1.3, "ls": ":" if kernel == "naive_tf32" else "-"}
-        elif kernel.startswith("flash"):
-            found[kernel] = {"color": next(colours), "lw": 2.4, "ls": "-"}
-        else:
-            found[kernel] = {"color": next(colours), "lw": 1.3, "ls": "--"}
+        kind = kind_of(kernel)
+        found[kernel] = {"color": GREY if kind == "naive" else next(colours), "lw": 2.4 if kind == "ours" else 1.3,
+                         "ls": ":" if kernel == "naive_tf32" else "-", "marker": "o", "ms": 5, "mec": "white",
+                         "mew": 0.6}
+        if kind == "peer":  # where it lies on another it shows between its dashes
+            found[kernel] |= {"marker": next(marks), "mew": 0, "ls": (4 * (len(found) % 2), (4, 4))}
     return found
 
 
@@ -70,32 +69,38 @@ def plot_attention(plt, rows):
     if not rows:
         return None
     figure, panels = panels_of(plt, len(sizes), 2, 10, 0.6 + 3.4 * len(sizes))
+    last = {r["kernel"]: r["tflops"] for r in matching(rows, HS=sizes[0], **{"pass": "fwd"})}
+    style = dict(sorted(style.items(), key=lambda kernel: -last.get(kernel[0], 0)))  # as curves end in the first panel
     for line, HS in zip(panels, sizes):
         batch = {r["T"]: r["B"] for r in matching(rows, HS=HS)}  # the largest comes last
         for axes, way, text in zip(line, ("fwd", "bwd"), ("forward", "backward")):
-            for kernel, look in style.items():
+            for i, (kernel, look) in enumerate(style.items()):
                 points = [r for r in matching(rows, HS=HS, kernel=kernel, **{"pass": way}) if r["B"] == batch[r["T"]]]
-                if points:
-                    lengths, sustained = [r["T"] for r in points], [r["tflops_sustained"] or math.nan for r in points]
-                    axes.plot(lengths, [r["tflops"] for r in points], **COOL, **look)
-                    axes.plot(lengths, sustained, ls="none", marker="_", ms=8, color=look["color"])
+                lengths = [r["T"] * 2 ** ((i - len(style) // 2) / 32) for r in points]  # side by side at a T
+                cool, sustained = ([r[rate] or math.nan for r in points] for rate in ("tflops", "tflops_sustained"))
+                axes.plot(lengths, cool, **look)
+                axes.vlines(lengths, sustained, cool, look["color"])
             axis_of_lengths(axes, list(batch), [f"{T}\nB {B}" for T, B in batch.items()])
             axes.set_title(f"{rows[0]['dtype']} {text}, head size {HS}")
             axes.set_ylim(bottom=0)
             axes.set(xlabel="T", ylabel="TFLOP/s")
-    marks = [plt.Line2D([], [], label=kernel, **COOL, **look) for kernel, look in style.items()]
-    return finish(figure, f"Causal attention, {rows[0]['gpu']}: cool (lines) and sustained (dashes)", marks, 4)
+    marks = [plt.Line2D([], [], label=kernel, **look) for kernel, look in style.items()]
+    title = f"Causal attention, {rows[0]['gpu']}: cool at the marks, sustained where a line down from them ends"
+    return finish(figure, title, marks, 1, "right upper")
 
 
 def plot_accuracy(plt, rows):
     from matplotlib.ticker import LogLocator
-    rows = sorted((r for r in rows if r["causal"] and r["kernel"].startswith("flash") and r["ratio_l2"]),
-                  key=itemgetter("T"))
+    rows = [r for r in rows if r["causal"] and kind_of(r["kernel"]) == "ours" and r["ratio_l2"]]
+    rows.sort(key=itemgetter("T"))
     dtypes, style = sorted({r["dtype"] for r in rows}, reverse=True), looks(rows)
+    for dtype in dtypes:  # of points that coincide the first kernel's is the ring around the others'
+        for i, look in enumerate(look for kernel, look in style.items() if matching(rows, dtype=dtype, kernel=kernel)):
+            look |= {"lw": 1.4, "mec": look["color"], "ms": 3 if i else 7, "mfc": look["color"] if i else "white"}
     lengths = sorted({r["T"] for r in rows})
     if not rows:
         return None
-    figure, panels = panels_of(plt, len(dtypes), len(TENSORS), 12, 0.6 + 2.6 * len(dtypes), sharex=True)
+    figure, panels = panels_of(plt, len(dtypes), len(TENSORS), 10, 0.6 + 2.6 * len(dtypes), sharex=True)
     for line, dtype in zip(panels, dtypes):
         for axes, tensor in zip(line, TENSORS):
             for kernel, look in style.items():
@@ -103,18 +108,17 @@ def plot_accuracy(plt, rows):
                     worst = {}  # of the head sizes
                     for r in matching(rows, dtype=dtype, tensor=tensor, kernel=kernel, input=name):
                         worst[r["T"]] = max(worst.get(r["T"], 0), r["ratio_l2"])
-                    axes.plot(list(worst), list(worst.values()), marker="o", ms=3, color=look["color"], ls=ls, lw=1.4)
+                    axes.plot(list(worst), list(worst.values()), **{**look, "ls": ls})
             axes.axhline(1, color=INK, lw=0.8)
             axes.set_yscale("log")
             low, high = axes.get_ylim()
             axes.set_ylim(min(low, 0.4), max(high, 2.5))
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if low > 0.01 else (1,)))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-            axis_of_lengths(axes, lengths, lengths)
-            axes.tick_params(axis="x", rotation=60)
+            axis_of_lengths(axes, lengths, [f"{T // 1024}k" if T % 1024 == 0 else T for T in lengths])
             axes.set_title(f"{dtype} {tensor}")
         line[0].set_ylabel("multiple of naive's L2 error")
-    marks = [plt.Line2D([], [], color=look["color"], lw=3, label=kernel) for kernel, look in style.items()]
+    marks = [plt.Line2D([], [], label=kernel, **look) for kernel, look in style.items()]
     marks += [plt.Line2D([], [], color=GREY, ls=ls, label=text) for text, ls in INPUTS.values()]
     return finish(figure, f"Error against fp64 by T, {rows[0]['gpu']}", marks, len(marks))
 
@@ -129,30 +133,25 @@ def plot_accumulation(plt, rows):
         return None
     T = max(lengths)
     vehicles = [v for v in VEHICLES if any(kernel == v for kernel, *_ in speed)]
-    figure, panels = panels_of(plt, 1, len(vehicles), 6 * len(vehicles), 5.5, sharey=True)
-    for axes, vehicle in zip(panels[0], vehicles):
+    figure, panels = panels_of(plt, len(vehicles), 1, 10, 4.4 * len(vehicles))
+    for (axes,), vehicle in zip(panels, vehicles):
         points = [r for r in matching(errors, kernel=vehicle, input="normal", T=T)
                   if r["relative_l2"] and values(r, case) in speed]
         points.sort(key=lambda r: (r["relative_l2"], speed[values(r, case)], r["dtype"], r["variant"]))
-        left, label = False, []
-        for r, following in zip(points, [*points[1:], None]):
+        names = {}  # by point, in the order of errors
+        for r in points:
             x, y, colour = speed[values(r, case)], r["relative_l2"], DTYPES[r["dtype"]]
-            inputs = matching(errors, kernel=vehicle, dtype=r["dtype"], variant=r["variant"])
-            overflown = any(e["not_finite"] for e in inputs)
-            axes.plot(x, y, "o", ms=6, color=colour, mfc="white" if overflown else colour)
-            label.append(r["variant"])
-            if following and (speed[values(following, case)], following["dtype"]) == (x, r["dtype"]) and \
-                    following["relative_l2"] < 1.01 * y:
-                continue  # the same point: one label
-            left = not left  # neighbours' labels go to different sides
-            axes.annotate(", ".join(label), (x, y), (-6 if left else 6, -2), textcoords="offset points", fontsize=7,
-                          color=colour, ha="right" if left else "left")
-            label = []
+            alike = matching(errors, kernel=vehicle, dtype=r["dtype"], variant=r["variant"])
+            axes.plot(x, y, "o", ms=6, color=colour, mfc="white" if any(e["not_finite"] for e in alike) else colour)
+            same = next((at for at in names if at[0] == x and at[2] == colour and y < 1.01 * at[1]), (x, y, colour))
+            names.setdefault(same, []).append(r["variant"])
+        for i, ((x, y, colour), variants) in enumerate(names.items()):  # one below another, beside the panel
+            line = {"arrowstyle": "-", "color": colour, "lw": 0.4, "relpos": (0, 0.5)}
+            axes.annotate(", ".join(variants), (x, y), (1.02, (i + 0.5) / len(names)), textcoords="axes fraction",
+                          color=colour, va="center", arrowprops=line)
         axes.set_yscale("log")
-        axes.margins(x=0.3)
-        axes.set(xlabel="TFLOP/s")
+        axes.set(xlabel="TFLOP/s", ylabel="relative L2 error of out")
         axes.set_title(vehicle)
-    panels[0][0].set_ylabel("relative L2 error of out")
     marks = [plt.Line2D([], [], ls="none", marker="o", color=colour, label=dtype) for dtype, colour in DTYPES.items()]
     marks.append(plt.Line2D([], [], ls="none", marker="o", color=GREY, mfc="white", label="not finite for some inputs"))
     return finish(figure, f"fp16 in the forward, T {T}, {rows[0]['gpu']}: right is faster, down is better", marks, 3)
@@ -160,54 +159,59 @@ def plot_accumulation(plt, rows):
 
 def plot_memory(plt, rows):
     rows.sort(key=itemgetter(*SETTINGS, "T"))
-    same, varying = results.shared(rows, SETTINGS)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    lines = dict.fromkeys(values(r, SETTINGS) for r in rows)
-    for settings, colour in zip(lines, COLOURS * len(lines)):
+    same, varying = results.shared(rows, SETTINGS[2:])
+    figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
+    lines, top = dict.fromkeys(values(r, SETTINGS) for r in rows), 3 * max(r["mem_gib"] for r in rows)
+    dotted, measured = [], []  # as the legend shows them
+    for settings, colour in zip([*lines][::-1], COLOURS * len(lines)):
+        attention, dtype, model, _ = settings
         points = [(r["T"], r["mem_gib"]) for r in rows if values(r, SETTINGS) == settings]
         (first, low), (last, high) = points[0], points[-1]
-        name = ", ".join(f"{f} {r}" if f == "recompute" else r for f, r in zip(SETTINGS, settings) if f in varying)
+        name = " ".join([attention, dtype, *(f"{f} {r}" for f, r in zip(SETTINGS, settings) if f in varying)])
         if len(points) > 1:
-            axes.plot([first, last], [low, high], color=colour, lw=1.3, ls="--")
-            name += f"{': ' if name else ''}{(high - low) / (last - first) * 1024:.2f} GiB per 1024 tokens"
-        axes.plot(*zip(*points), ls="none", marker="o", ms=6, mec="white", mew=0.8, color=colour, label=name)
+            slope = (high - low) / (last - first)
+            axes.plot([first, last], [low, high], color=colour, lw=1.3)
+            name += f": {1024 * slope:.2f} GiB per 1024 tokens"
+            if attention == "flash":
+                more = SQUARES[model] * (4 if dtype == "fp32" else 2) / 2**30
+                curve = [(T, low + slope * (T - first) + more * T * T) for T in range(1024, last, 64)]
+                dotted += axes.plot(*zip(*(at for at in curve if at[1] < top)), color=colour, lw=1.8, ls=":",
+                                    label=f"naive {dtype}, computed: flash and the T×T matrices")
+        measured += axes.plot(*zip(*points), "o", ms=6, mec="white", mew=0.8, color=colour, label=name)
     lengths = sorted({r["T"] for r in rows})
-    axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="T", ylabel="GiB in use")
-    axes.legend(loc="lower right", frameon=False)
+    axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else T for T in lengths])
+    axes.set(xlabel="T", ylabel="GiB in use", xlim=(0, None), ylim=(0, top))
+    axes.legend(handles=dotted + measured, loc="upper right", frameon=False)
     axes.set_title(f"Training with B 1, {same + ', ' if same else ''}{rows[0]['gpu']}")
     return figure
 
 
 def plot_ring(plt, rows):
     at = {values(r, ["carry", "ranks", "tensor"]): r for r in rows}
-    ranks = sorted({r["ranks"] for r in matching(rows, carry="fp32")})
-    colours = dict(zip(("out", "dq", "dk", "dv"), COLOURS))
-    figure, (panels,) = panels_of(plt, 1, 2, 11, 4.2)
-    for axes, field, title in zip(panels, ("mean_error", "max_error"), ("mean error", "largest error")):
-        for tensor, colour in colours.items():
+    ranks, tensors = sorted({r["ranks"] for r in matching(rows, carry="fp32")}), ("out", "dq", "dk", "dv")
+    styles = {"bf16": {"color": COLOURS[1], "ls": "--", "marker": "s", "ms": 7, "mfc": "white"},  # seen around a dot
+              "fp32": {"color": COLOURS[0], "ls": "-", "marker": "o", "ms": 4}}
+    figure, panels = panels_of(plt, 2, len(tensors), 10, 5, sharex=True, sharey="row")
+    for line, field, text in zip(panels, ("mean_error", "max_error"), ("mean", "largest")):
+        for axes, tensor in zip(line, tensors):
             one = at["fp32", 1, tensor][field]
-            for carry, style in (("fp32", "o-"), ("bf16", "s--")):
+            for carry, style in styles.items():
                 ys = [at[carry, n, tensor][field] / one for n in ranks if (carry, n, tensor) in at]
-                axes.plot(range(len(ys)), ys, style, ms=4, color=colour)
+                axes.plot(range(len(ys)), ys, **style)
             if field == "mean_error":
-                axes.axhline(at["floor", 1, tensor][field] / one, ls=":", lw=1, color=colour)
-        axes.set_xticks(range(len(ranks)), ranks)
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="ranks")
-        axes.set_title(f"{title}, multiples of one rank's")
-    marks = [plt.Line2D([], [], label=tensor, color=colour) for tensor, colour in colours.items()]
-    marks += [plt.Line2D([], [], color=GREY, ls=ls, marker=m, ms=4, label=label) for ls, m, label in
-              (("-", "o", "carried in fp32"), ("--", "s", "carried in bf16"), (":", "", "fp64, rounded once"))]
-    return finish(figure, f"Ring attention, T {rows[0]['T']}, bf16, {rows[0]['gpu']}: flat is better", marks, 7)
+                axes.axhline(at["floor", 1, tensor][field] / one, ls=":", color=INK)
+            axes.set_xticks(range(len(ranks)), ranks)
+            axes.set(title=f"{tensor}: {text} error", xlabel="ranks" if axes in panels[-1] else "")
+        line[0].set(ylabel="multiple of one rank's", ylim=(0, 1.1 * line[0].get_ylim()[1]))
+    marks = [plt.Line2D([], [], label=f"carried in {carry}", **style) for carry, style in styles.items()]
+    marks.append(plt.Line2D([], [], color=INK, ls=":", label="fp64, rounded once"))
+    return finish(figure, f"Ring attention, T {rows[0]['T']}, bf16, {rows[0]['gpu']}: flat is better", marks, 3)
 
 
 def plot_timeline(plt, rows):
     most = max(r["gpus"] for r in rows)
     rows = matching(rows, gpus=most)
-    figure, panels = panels_of(plt, 2, 1, 11, 1.6 + 1.1 * most)
+    figure, panels = panels_of(plt, 2, 1, 10, 1.6 + 1.1 * most)
     for (axes,), way in zip(panels, ("forward", "backward")):
         for r in matching(rows, **{"pass": way}):
             for e in r["events"]:

@@ -16,7 +16,7 @@ import textwrap
 from operator import itemgetter
 
 from exercises import EXERCISES
-from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, matching, read_rows, shared, values
+from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows, shared, values
 
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
 VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
@@ -115,8 +115,7 @@ def ladder(rows):
                 cells.append("–")
                 continue
             rate, gemm = alike[name]["tflops"], alike[name]["gemm_tflops"]
-            best = max((r["tflops"] or 0 for kernel, r in alike.items() if not kernel.startswith(("naive", "flash"))),
-                       default=0)
+            best = max((r["tflops"] or 0 for kernel, r in alike.items() if kind_of(kernel) == "peer"), default=0)
             of_best = f", {rate / best:.0%}" if best else ""
             cells.append(f"{rate:.0f}: {rate / gemm:.0%}{of_best}")
             bar = bar or "█" * round(20 * min(1, rate / gemm))
@@ -393,9 +392,15 @@ TABLES = {
     "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),
 }
-# Plots, <name>.svg beside the rows, are shown as they are.
-PLOTS = {"accumulation": "study", "attention bf16": "bf16", "attention fp32": "fp32", "accuracy": "accuracy",
-         "ring": "ring", "ring timeline": "ring", "memory": "memory"}
+# Plots, <name>.svg beside the rows, are shown as they are: what measures them, and words for those who cannot see them.
+PLOTS = {
+    "accumulation": ("study", "TFLOP/s against L2 error, a point for each variant of fp16 in forward"),
+    "attention bf16": ("bf16", "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),
+    "attention fp32": ("fp32", "TFLOP/s by T of the fp32 kernels, ours thick, peers dashed"),
+    "accuracy": ("accuracy", "L2 errors by T as multiples of naive's, a panel for each tensor in fp32 and in bf16"),
+    "ring": ("ring", "Errors by number of ranks, flat with partial results in fp32 and mostly larger in bf16"),
+    "ring timeline": ("ring", "Bars in time for each GPU, its blocks of attention and the copies beside them"),
+    "memory": ("memory", "GiB by T, straight lines with flash, parabolas with naive")}
 
 
 def make(name, document, root):
@@ -409,8 +414,9 @@ def make(name, document, root):
         if name == "ladder" and here != ".":
             texts = [text.replace("](", f"]({here}/") for text in texts]
     elif plot != name and plot in PLOTS:
-        part, paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
-        texts = [f"![{plot}]({os.path.relpath(path, document.parent)})" for path in paths]
+        (part, about), paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
+        texts = [textwrap.fill(f"![{about}]({os.path.relpath(path, document.parent)})", 120, break_on_hyphens=False)
+                 for path in paths]
     elif plot.startswith("quote "):
         path = root / "attention" / plot.removeprefix("quote ")
         found = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text() if path.exists() else "",

@@ -15,8 +15,8 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry", "ranks",
-        "chunk", "tokens_per_gpu", "rank", "step"]
+        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
+        "ranks", "chunk", "tokens_per_gpu", "rank", "step", "warp"]
 SOURCES = ["commit", "gpu", "driver", "cuda"]
 DEFAULTS = {"recompute": 0}  # rows from before there was a choice do not say it
 # Of a run's log.
@@ -141,10 +141,14 @@ def read_rows(path, apart=(), **where):
     return list(newest.values())
 
 
+def kind_of(kernel):
+    """ "naive", "peer" or "ours". The rows of our kernels have the name of the kernel's file."""
+    return "naive" if kernel.startswith("naive") else "ours" if (ROOT / f"attention/{kernel}.cu").exists() else "peer"
+
+
 def kernels_of(found):
     """naive, then the peers, then ours, each in the order in which they were measured: slowest first."""
-    kernels = dict.fromkeys(r["kernel"] for r in found)
-    return sorted(kernels, key=lambda k: (k.startswith("flash"), not k.startswith("naive")))
+    return sorted(dict.fromkeys(r["kernel"] for r in found), key=lambda k: ["naive", "peer", "ours"].index(kind_of(k)))
 
 
 def shared(rows, fields):
