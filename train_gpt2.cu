@@ -711,10 +711,7 @@ int main(int argc, char** argv) {
         Options o;
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table, llm_c_options())) {
-            const char* about =
-                "Trains GPT-2. Without options: 124M parameters on the built-in corpus.\n"
-                "--version prints the version.";
-            std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
+            std::printf("%s", o.help().c_str());
             return 0;
         }
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))

@@ -241,12 +241,12 @@ Data
 
 Optimizer
   -l,  --learning-rate X  peak learning rate (0..1; default 0.0006)
-  -c,  --weight-decay X   weight decay (0..; default 0)
+  -c,  --weight-decay X   weight decay (default 0)
 
 Run
        --device NAME      where to run (cuda|cpu; default cuda)
   -nk, --keep N           checkpoints to keep, of which each has a model and a state and is complete when both
-                          are there (0..; default 0)
+                          are there (default 0)
 )");
     const std::string first = "--batch          4\n--data           x.bin\n--shuffle        on\n--overfit        off\n";
     CHECK(options_settings(table).find(first) == 0);

@@ -86,51 +86,52 @@ TEST(every_option_sets_what_it_names) {
     const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
     std::filesystem::copy_file(text, copy);
     const std::vector<Row> rows = {
-        {"--train-data", "-i", " TEXT", "", text, copy, text},
-        {"--val-data", "-j", " TEXT", "", copy, text, text},
-        {"--init", "-e", " TEXT", "(default auto)", "tiny", model(), "tiny"},
-        {"--precision", "", " NAME", "(auto|bf16|fp32; default auto)", "fp32", "auto", "fp32"},
+        {"--train-data", "-i", " TEXT", "default: the built-in corpus", text, copy, text},
+        {"--val-data", "-j", " TEXT", "default: none with -i", copy, text, text},
+        {"--init", "-e", " TEXT", "default: d12 (CPU: tiny)", "tiny", model(), "tiny"},
+        {"--precision", "", " NAME", "default: bf16 where the GPU has it, else fp32 (auto|bf16|fp32)", "fp32", "auto",
+         "fp32"},
         {"--attention", "", " NAME", format("(%s; default flash)", attention_names()), "naive", "flash", "flash"},
-        {"--device", "", " NAME", "(auto|cuda|cpu; default auto)", "cpu", "cpu", "cpu"},
+        {"--device", "", " NAME", "default: the GPU if there is one (auto|cuda|cpu)", "cpu", "cpu", "cpu"},
         {"--no-graph", "", "", "", "1", "0", "0"},
         {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
         {"--no-tf32", "", "", "", "0", "1", "0"},
-        {"--gpus", "", " N", "(0..1024; default 0)", "1", "0", "0"},
-        {"--zero", "-z", " N", "(-1..1; default -1)", "0", "1", "0"},
-        {"--overlap", "", " N", "(-1..1; default -1)", "0", "0", "1"},
+        {"--gpus", "", " N", "default: one, or as", "1", "0", "0"},
+        {"--zero", "-z", " N", "default: 1 where channels divide", "0", "1", "0"},
+        {"--overlap", "", " N", "default: 1 between machines", "0", "0", "1"},
         {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
-        {"--batch", "-b", " N", "(0..65536; default 0)", "3", "4", "5"},
-        {"--tokens", "-t", " N", "(0..4194304; default 0)", "16", "12", "8"},
-        {"--tokens-per-step", "-d", " N", "(0..; default 0)", "96", "48", "80"},
-        {"--max-steps", "-x", " N", "(-1..; default -1)", "2", "1", "1"},
+        {"--batch", "-b", " N", "default: 8 (CPU: 4)", "3", "4", "5"},
+        {"--tokens", "-t", " N", "default: the model's positions, but at most 1024", "16", "12", "8"},
+        {"--tokens-per-step", "-d", " N", "default: that", "96", "48", "80"},
+        {"--max-steps", "-x", " N", "default: about two minutes", "2", "1", "1"},
         {"--no-shuffle", "", "", "", "0", "0", "1"},
         {"--overfit", "-a", "", "", "1", "1", "0"},
-        {"--lr", "-l", " X", "(0..; default 0)", "0.0011", "0.0012", "0.0013"},
-        {"--warmup", "-u", " N", "(-1..; default -1)", "21", "22", "23"},
+        {"--lr", "-l", " X", "default: 3e-4 (tiny: 2e-3)", "0.0011", "0.0012", "0.0013"},
+        {"--warmup", "-u", " N", "default: a twentieth of all", "21", "22", "23"},
         {"--final-lr", "-q", " X", "(0..1; default 0.1)", "0.31", "0.32", "0.33"},
         {"--schedule", "-k", " NAME", "(cosine|linear|constant|wsd; default cosine)", "wsd", "linear", "constant"},
-        {"--weight-decay", "-c", " X", "(0..; default 0.1)", "0.41", "0.42", "0.43"},
+        {"--weight-decay", "-c", " X", "(default 0.1)", "0.41", "0.42", "0.43"},
         {"--beta2", "", " X", "(0..0.99999; default 0.95)", "0.51", "0.52", "0.99999"},
-        {"--max-norm", "", " X", "(0..; default 1)", "0.61", "0.62", "0.63"},
-        {"--seed", "", " N", "(0..; default 1)", "71", "72", "2147483647"},
-        {"--val-every", "-v", " N", "(-1..; default -1)", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "(-1..; default 0)", "7", "8", "9"},
+        {"--max-norm", "", " X", "(default 1)", "0.61", "0.62", "0.63"},
+        {"--seed", "", " N", "(default 1)", "71", "72", "2147483647"},
+        {"--val-every", "-v", " N", "default: ten in the run", "81", "82", "83"},
+        {"--val-batches", "-m", " N", "default: 20 (--eval-only: all)", "7", "8", "9"},
         {"--hellaswag", "", " TEXT", "", "", "", ""},
         {"--eval-only", "", "", "", "0", "", "0"},
-        {"--sample-every", "-s", " N", "(-1..; default -1)", "91", "92", "93"},
-        {"--sample-length", "-g", " N", "(1..; default 700)", "10", "6", "3"},
+        {"--sample-every", "-s", " N", "default: five in the run", "91", "92", "93"},
+        {"--sample-length", "-g", " N", "(default 700)", "10", "6", "3"},
         {"--memory", "", "", "", "0", "", "0"},
-        {"--profile", "", " N", "(0..; default 0)", "0", "", "0"},
-        {"--output-dir", "-o", " TEXT", "", out + "/a", out + "/b", out + "/c"},
-        {"--checkpoint-every", "-n", " N", "(0..; default 0)", "31", "32", "33"},
-        {"--keep", "-nk", " N", "(0..; default 0)", "41", "42", "43"},
-        {"--keep-every", "-nm", " N", "(0..; default 0)", "44", "45", "46"},
+        {"--profile", "", " N", "default: train", "0", "", "0"},
+        {"--output-dir", "-o", " TEXT", "default: nothing is written", out + "/a", out + "/b", out + "/c"},
+        {"--checkpoint-every", "-n", " N", "default: only at the end", "31", "32", "33"},
+        {"--keep", "-nk", " N", "default: all", "41", "42", "43"},
+        {"--keep-every", "-nm", " N", "default: do", "44", "45", "46"},
         {"--resume", "-y", "", "", "0", "1", "1"},
         {"--tokenizer", "", " TEXT", "", "", "", ""},
-        {"--generate", "", " N", "(0..; default 0)", "0", "", "0"},
+        {"--generate", "", " N", "default: train", "0", "", "0"},
         {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
-        {"--temperature", "", " X", "(0..; default 1)", "0.71", "0.72", "0.73"},
-        {"--top-k", "", " N", "(0..; default 0)", "51", "52", "53"}};
+        {"--temperature", "", " X", "(default 1)", "0.71", "0.72", "0.73"},
+        {"--top-k", "", " N", "default: all", "51", "52", "53"}};
     const std::string help = run("--help").out;
     std::string flat;
     std::istringstream words(help);
@@ -146,7 +147,9 @@ TEST(every_option_sets_what_it_names) {
             return test::report(__FILE__, __LINE__,
                                 format("no \"%s … %s\" in %s", begin.c_str(), r.help.c_str(), help.c_str()));
     }
-    CHECK(std::count(help.begin(), help.end(), '\n') > 50 && flat.find(" --", at + 8) == std::string::npos);  // no more
+    const size_t examples = flat.find("examples ./train_gpt2cu -i book.txt -o run1 train on");
+    CHECK(examples != std::string::npos && flat.find(" --", at + 8) > examples);  // no more options
+    for (const char* riddle : {"..;", "default 0)", "default -1", "default auto)"}) CHECK(!contains(flat, riddle));
 
     for (const auto member : {&Row::a, &Row::b, &Row::c}) {
         std::string command;

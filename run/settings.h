@@ -29,6 +29,7 @@ struct Options {
     float temperature = 1.f;
 
     std::vector<Option> table();
+    std::string help();  // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
