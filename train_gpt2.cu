@@ -593,8 +593,8 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     return run.interrupted() ? 128 + run.interrupted() : 0;
 }
 
-// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute, on single
-// bytes. llm.c also writes "gpt2:d12".
+// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute. It has
+// the vocabulary of its data, which is single bytes or GPT-2's. llm.c also writes "gpt2:d12".
 static bool find_config(const std::string& name, Config* config) {
     struct Preset {
         const char* name;
@@ -628,6 +628,8 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         config = config_of(read_model_header(o.init));
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
+    if (preset && config.V == kByteVocab && !o.train_data.empty())
+        config.V = vocabulary_of(o.train_data, !o.tokenizer.empty()), config.Vp = (config.V + 127) / 128 * 128;
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);

@@ -6,6 +6,7 @@
 #include <map>
 #include <thread>
 
+#include "data/loader.h"
 #include "dev/bounds.h"
 #include "dev/program.h"
 #include "layers/gpu/cuda.h"
@@ -278,6 +279,17 @@ TEST(trains_for_one_epoch_of_own_data) {
     CHECK_RUN(run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt"), 0, "step 15/15 | loss ");
 }
 
+// The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
+TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
+    const std::string bytes = write_shard(dir() + "/bytes.bin", std::vector<int>(99, 256));
+    for (const auto& [data, vocabulary] :
+         {std::pair{write_shard(dir() + "/gpt2.bin", std::vector<int>(99, 50255)), "vocabulary 50257 (padded 50304)"},
+          {bytes, "vocabulary 257 (padded 384)"}})
+        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -v 1 -m 1 -s 1 -g 1 -i " + data + " -j " + data), 0, vocabulary,
+                  "sample\n", "step 1/1 | val loss ");
+    CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
+}
+
 TEST(memory_table_and_profile) {
     // d12 has C = 768 and L = NH = 12. In a layer a token's floats are qkv (3C), atty, residual2, fch (4C), residual3,
     // two statistics of each layer norm and NH of lse. Outside the layers they are encoded, and lnf with its two. The
@@ -523,7 +535,7 @@ TEST(a_job_ends_as_a_whole) {
 TEST(an_error_in_one_ranks_data_ends_the_job) {
     std::vector<int> tokens(8 * 64 + 1, 7);
     tokens[5 * 64 + 10] = 9999;  // in the sixth window, which is rank 1's third
-    const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
+    const Result r = run("--device cpu -e " + model() + " -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
                          write_shard(dir() + "/late_ranks.bin", tokens));
     // In step 2 rank 1 has an error after it had its sums. Rank 0 may or may not print something before that error ends
     // it.

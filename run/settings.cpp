@@ -102,9 +102,9 @@ std::string Options::help() {
                         table()) +
            R"(
 examples
-  ./train_gpt2cu -i book.txt -o run1                       train on a text, keep model and log in run1/
-  ./train_gpt2cu -i book.txt -o run1 -y                    go on after Ctrl-C
-  ./train_gpt2cu -e run1 --generate 500 --prompt "Once"         write with that model
+  ./train_gpt2cu -i book.txt -o run1                      train on a text, keep model and log in run1/
+  ./train_gpt2cu -i book.txt -o run1 -y                   go on after Ctrl-C
+  ./train_gpt2cu -e run1 --generate 500 --prompt "Once"   write with that model
 )";
 }
 
