@@ -123,6 +123,7 @@ TEST(every_option_sets_what_it_names) {
         {"--sample-length", "-g", " N", "(default 700)", "10", "6", "3"},
         {"--memory", "", "", "", "0", "", "0"},
         {"--profile", "", " N", "default: train", "0", "", "0"},
+        {"--watch-power", "", " N", "default: none", "97", "98", "99"},
         {"--output-dir", "-o", " TEXT", "default: nothing is written", out + "/a", out + "/b", out + "/c"},
         {"--checkpoint-every", "-n", " N", "default: only at the end", "31", "32", "33"},
         {"--keep", "-nk", " N", "default: all", "41", "42", "43"},
@@ -167,6 +168,34 @@ TEST(every_option_sets_what_it_names) {
                 test::report(__FILE__, __LINE__, format("%s: expected %s in %s", row.name, shown.c_str(), log.c_str()));
         }
     }
+}
+
+// A stand-in for the driver's NVML, whose GPU meets its power cap at every second look.
+TEST(power_is_watched) {
+    const std::string out = dir() + "/watched", lib = dir() + "/libnvidia-ml.so.1",
+                      command = "LD_LIBRARY_PATH=" + dir() + ":$LD_LIBRARY_PATH ./train_gpt2cu " + tiny() + "-x 6 ";
+    write_file(dir() + "/nvml.c", R"(
+        int looks;
+        int nvmlInit_v2(void) { return 0; }
+        int nvmlDeviceGetHandleByIndex_v2(unsigned i, void** gpu) { *gpu = &looks; return i; }
+        int nvmlDeviceGetPowerUsage(void* gpu, unsigned* mw) { *mw = 400500 + 1000 * ++looks; return gpu != &looks; }
+        int nvmlDeviceGetClockInfo(void* gpu, int type, unsigned* mhz) { *mhz = 1755; return gpu != &looks || type != 1; }
+        int nvmlDeviceGetTemperature(void* gpu, int sensor, unsigned* c) { *c = 61; return gpu != &looks || sensor; }
+        int nvmlDeviceGetCurrentClocksThrottleReasons(void* gpu, unsigned long long* reasons) {
+            return *reasons = looks % 2 ? 4 | 1 : 0x40 | 2, gpu != &looks;
+        })");
+    CHECK_RUN(shell("gcc -shared -fPIC -o " + lib + " " + dir() + "/nvml.c"), 0, "");
+    CHECK_RUN(shell(command + "--watch-power 2 -o " + out), 0,
+              "GPU power 402 W on average of 3 looks, held back by power in 2 and by heat in 1 of them\n");
+    for (const std::string& row : rows(out, "train")) {
+        const int step = static_cast<int>(value(row, "step"));
+        CHECK(contains(row, "gpu_watts") == (step % 2 == 0));
+        if (step % 2 == 0) CHECK_NEAR(value(row, "gpu_watts"), 400.5 + step / 2, 1e-9);
+        if (step % 2 == 0) CHECK(value(row, "sm_mhz") == 1755 && value(row, "gpu_celsius") == 61);
+    }
+    CHECK(!contains(shell(command).out, "GPU power"));
+    write_file(lib, "no library");
+    CHECK_RUN(shell(command + "--watch-power 1"), 0, "--watch-power: the driver's NVML does not answer", "step 6/6");
 }
 
 TEST(version) {

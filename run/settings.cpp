@@ -77,6 +77,8 @@ std::vector<Option> Options::table() {
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
         {"--profile", "", O::Int, &profile,
          "after five steps, so many inside cudaProfilerStart and Stop, then exit; default: train", "0.."},
+        {"--watch-power", "", O::Int, &watch_power,
+         "steps between looks at the GPU's power, clock and temperature, for the log; default: none", "0.."},
         {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
          "", "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
@@ -113,7 +115,7 @@ std::vector<Foreign> llm_c_options() {
             {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
             {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
             {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
-            {"-lg", "leave it out, and watch the GPUs with nvidia-smi"},
+            {"-lg", "use --watch-power N"},
             {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
             {"-pn -pr -pg -pi -pm -ps -pf -pp", "use --gpus N on one machine, or start with torchrun, srun or mpirun"}};
 }

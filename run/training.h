@@ -20,6 +20,7 @@
 #include "run/nonfinite.h"
 #include "run/pace.h"
 #include "run/peak.h"
+#include "run/power.h"
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
@@ -93,6 +94,7 @@ class Run {
     const double begin = now();
     double shown = -1;  // when a terminal got the last step's line
     Pace pace;
+    PowerWatch power;
     double loss = NAN, val_loss = NAN;  // the last ones
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
@@ -133,7 +135,8 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
       data(data),
       job(job),
       tokenizer(o.tokenizer),
-      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
+      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer),
+      power(job.rank == 0 ? o.watch_power : 0, model.dev) {
     const auto& c = model.config;
     if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
     if (o.sample_every) tokenizer.encode(o.prompt, c.V, "--prompt");  // an error comes before the first step
@@ -223,6 +226,7 @@ void Run<Model>::train_step() {
     // This too runs while the GPU works. A signal to one rank becomes one to all, at the same step.
     if (job.size > 1)
         for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
+    power.look(step + 1);
 
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
@@ -254,7 +258,9 @@ void Run<Model>::train_step() {
     }
     Row row("train");
     row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
-    log->write(row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu));
+    row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
+    power.add_to(row);
+    log->write(row);
 }
 
 template <class Model>
@@ -292,6 +298,7 @@ void Run<Model>::conclude() const {
     const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
     std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
                 loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
+    std::printf("%s", power.summary().c_str());
     if (o.output_dir.empty())
         return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
     std::string next = "the same command with -y 1, which goes on";
