@@ -14,7 +14,6 @@
 #include <array>
 #include <cctype>
 #include <climits>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -572,8 +571,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     }
     agree_on_start(model, run, job);
     run.open_log();
-    std::signal(SIGINT, on_signal);
-    std::signal(SIGTERM, on_signal);
+    catch_signals();
 
     job.guard([&] {
         if (run.step == 0) run.watch();
@@ -703,8 +701,9 @@ static int run_on_device(Options& o, Job& job, int gpus) {
 }
 
 int main(int argc, char** argv) {
+    prepare_process();
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
-    return run_program("train_gpt2cu", [&] {
+    return check_stdout(run_program("train_gpt2cu", [&] {
         if (argc == 2 && std::string(argv[1]) == "--version") {
             const bool known = std::isxdigit(static_cast<unsigned char>(built_from[0]));
             std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "", known ? built_from : "");
@@ -744,6 +743,6 @@ int main(int argc, char** argv) {
             if (job.size > 1) meet(job, o);
             return run_on_device(o, job, gpus);
         });
-    });
+    }));
 }
 #endif

@@ -1,6 +1,8 @@
 // Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
 // checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
 // any machine.
+#include <sys/stat.h>
+
 #include <array>
 #include <future>
 #include <map>
@@ -282,6 +284,49 @@ TEST(other_errors_exit_with_1) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
+// What exists but is no file is refused at once, as an input and in -o. A pipe would never answer, and a device would
+// never end.
+TEST(pipes_devices_and_directories_are_refused) {
+    const std::string pipe = dir() + "/pipe", out = dir() + "/holds_";
+    mkfifo(pipe.c_str(), 0600);
+    for (const std::string& other : {pipe, std::string("/dev/zero")}) {
+        for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
+            CHECK_RUN(shell("timeout -s KILL 10 ./train_gpt2cu " + tiny() + "-x 1 " + option + other), 1,
+                      other + ": not a reg");
+        for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
+            const std::string folder = out + other.substr(1, 3) + name;
+            std::filesystem::create_directory(folder);
+            std::filesystem::create_symlink(other, folder + "/" + name);
+            for (const char* resume : {"", " -y"})
+                CHECK_RUN(shell("timeout -s KILL 10 ./train_gpt2cu " + tiny() + "-x 1 -o " + folder + resume), 1,
+                          folder + "/" + name + ": not a regular file");
+        }
+    }
+    std::filesystem::create_directories(out + "folder/model_00000009.bin");
+    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "folder"), 1, "model_00000009.bin: cannot open: Is a directory");
+}
+
+// A stream that is closed does not become the log, and one that cannot be written does not go unnoticed.
+TEST(standard_streams_may_be_closed_or_full) {
+    const std::string out = dir() + "/closed", command = "./train_gpt2cu " + tiny() + "-x 2 ";
+    CHECK_RUN(shell(command + "-o " + out + " <&- >&- 2>&-"), 0, "");
+    std::istringstream log(read_file(out + "/log.jsonl"));
+    for (std::string line; std::getline(log, line);) CHECK(line.find("{\"kind\": ") == 0);
+    CHECK(rows(out, "train").size() == 2);
+    for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
+        CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
+}
+
+// Three gigabytes are more single tokens than an int counts.
+TEST(numbers_at_the_edge) {
+    const std::string text = dir() + "/large.txt", huge = "--device cpu -e tiny -b 1 -v 0 -s 0 -i " + text;
+    write_file(text, "");
+    std::filesystem::resize_file(text, 3000000000);
+    CHECK_RUN(run_and_act(huge + " -t 1", "step 1/2147483647 |", "kill -s TERM $pid"), 143, "ETA > 99 days\n");
+    CHECK_RUN(run(tiny() + "--profile 2147483647"), 2, "out of range");
+    CHECK(minutes(1e300) == "> 99 days" && minutes(99 * 86400.) == "142560:00");
+}
+
 // What llm.c's trainer leaves in its directory.
 TEST(an_llm_c_directory_is_left_alone) {
     const std::string out = dir() + "/llm_c", state(1024, '\0');
@@ -405,6 +450,7 @@ TEST(resume_is_bit_exact_gpu) {
 // Both interrupts come in the second step, the second one when a second has passed.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second";
+    signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
     const Result r =
         run_and_act("--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
                     "kill -s CONT $pid; sleep 0.1; kill -s INT $pid; sleep 0.01; kill -s STOP $pid; sleep 1.2; "

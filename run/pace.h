@@ -9,6 +9,7 @@ inline double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 inline std::string minutes(double seconds) {  // 83 → "1:23"
+    if (seconds > 99 * 86400.) return "> 99 days";
     return format("%d:%02d", static_cast<int>(seconds / 60), static_cast<int>(seconds) % 60);
 }
 

@@ -1,5 +1,6 @@
 #include "run/settings.h"
 
+#include <sys/file.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -76,7 +77,7 @@ std::vector<Option> Options::table() {
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
         {"--profile", "", O::Int, &profile,
-         "after five steps, so many inside cudaProfilerStart and Stop, then exit; default: train", "0.."},
+         "after five steps, so many inside cudaProfilerStart and Stop, then exit; default: train", "0..1000000"},
         {"--watch-power", "", O::Int, &watch_power,
          "steps between looks at the GPU's power, clock and temperature, for the log; default: none", "0.."},
         {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
@@ -95,6 +96,18 @@ std::vector<Option> Options::table() {
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
         {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; default: all", "0.."},
     };
+}
+
+std::vector<std::pair<std::string, std::string>> Options::recipe() const {
+    const auto text = [](double x) { return format("%g", x); };
+    return {{"-x", std::to_string(max_steps)},
+            {"-l", text(lr)},
+            {"-u", std::to_string(warmup)},
+            {"-q", text(final_lr)},
+            {"-k", schedule},
+            {"-c", text(weight_decay)},
+            {"--beta2", text(beta2)},
+            {"--max-norm", text(max_norm)}};
 }
 
 std::string Options::help() {
@@ -165,7 +178,7 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
 }
 void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
-    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::max<uint64_t>(1, tokens / o.tokens_per_step));
+    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::clamp<uint64_t>(tokens / o.tokens_per_step, 1, INT_MAX));
     if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
@@ -178,11 +191,26 @@ void warn_of_bytes(const Options& o, int vocab) {
     if (vocab != kByteVocab && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
 }
 
+// Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
+static void lock_output_dir(const std::string& path) {
+    check_regular(path);
+    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) throw file_error(path, "create", errno);
+    char text[400] = "", host[256] = "";
+    if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+        throw Error(format("%s: another run writes to this directory%s; wait for its end, or give another -o",
+                           path.c_str(), pread(fd, text, sizeof text - 1, 0) > 0 ? text : ""));
+    gethostname(host, sizeof host - 1);
+    const std::string owner = format(" (process %d on %s)", static_cast<int>(getpid()), host);
+    if (ftruncate(fd, 0) || pwrite(fd, owner.data(), owner.size(), 0) < 0) throw file_error(path, "write", errno);
+}
+
 void prepare_output_dir(const Options& o) {
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
+    lock_output_dir(o.output_dir + "/run.lock");
     const int old = newest_checkpoint(o.output_dir);
     if (const int theirs = newest_llm_c_checkpoint(o.output_dir); old < 0 && theirs >= 0)
         throw Error(

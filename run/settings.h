@@ -29,6 +29,8 @@ struct Options {
     float temperature = 1.f;
 
     std::vector<Option> table();
+    // What a resumed run may change, by option.
+    std::vector<std::pair<std::string, std::string>> recipe() const;
     std::string help();  // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
@@ -45,7 +47,8 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
 // Warns of text in single bytes for a model from a file, which does not say whether it was trained on bytes.
 void warn_of_bytes(const Options& o, int vocab);
 
-// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed, and one of llm.c's.
+// Creates the output directory and locks it. Refuses one in use, one with an earlier run in it unless that is to be
+// resumed, and one of llm.c's.
 void prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.

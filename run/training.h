@@ -4,9 +4,7 @@
 #include <unistd.h>
 
 #include <cmath>
-#include <csignal>
 #include <cstring>
-#include <ctime>
 #include <exception>
 #include <memory>
 #include <string>
@@ -21,25 +19,10 @@
 #include "run/pace.h"
 #include "run/peak.h"
 #include "run/power.h"
+#include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
-
-// SIGINT and SIGTERM finish the step, write a checkpoint and leave. A second one ends the program at once if it comes
-// more than a second later. Within a second it counts as the same signal, because many programs that pass signals on
-// send them to a process and to its group.
-inline volatile std::sig_atomic_t g_signal = 0;
-inline timespec g_signal_time;
-inline void on_signal(int signal) {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    if (!g_signal) {
-        g_signal_time = now, g_signal = signal;
-    } else if (now.tv_sec - g_signal_time.tv_sec + (now.tv_nsec - g_signal_time.tv_nsec) * 1e-9 > 1) {
-        std::signal(signal, SIG_DFL);
-        raise(signal);
-    }
-}
 
 // A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
 constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
@@ -124,6 +107,7 @@ class Run {
     }
     void read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params);
     std::string first_nonfinite();
+    std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
 };
 
@@ -188,6 +172,7 @@ void Run<Model>::describe() const {
 template <class Model>
 void Run<Model>::open_log() {
     if (o.output_dir.empty() || job.rank > 0) return;
+    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     const std::string path = o.output_dir + "/log.jsonl";
     if (step > 0) Log::truncate_after(path, step);
     log = std::make_unique<Log>(path, step > 0);
@@ -237,11 +222,10 @@ void Run<Model>::train_step() {
     loss /= model.num_losses();
     const double norm = stats.back();
     if (!std::isfinite(loss) || !std::isfinite(norm)) {
-        const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
         throw Error(
             format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
                    "good checkpoint: %s; a lower -l or a longer -u may help",
-                   step + 1, loss, norm, first_nonfinite().c_str(), last_good.c_str()));
+                   step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
     }
     if (another) std::swap(batch, next);
     step++;
@@ -366,7 +350,13 @@ template <class Model>
 void Run<Model>::save() {
     Range range("checkpoint");
     const double start = now();
-    job.expect_progress(0);  // a disk may take its time
+    job.expect_progress(0);                                           // a disk may take its time
+    const std::string bad = first_nonfinite_in(model, model.params);  // the same on all ranks
+    if (!bad.empty())
+        throw Error(
+            format("step %d: after it %s is not finite; no checkpoint is written; last good checkpoint: %s; a "
+                   "lower -l or a longer -u may help",
+                   step, bad.c_str(), last_good().c_str()));
     last_checkpoint = step;
     if (job.rank > 0 && !model.ranks.sharded) return;
     std::vector<char> adam = gather_optimizer();
@@ -375,9 +365,10 @@ void Run<Model>::save() {
     dev.download(params.data(), model.params.base, params.size());
     Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), position};
     write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), params.data());
+    identity.recipe = o.recipe();
     write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
     std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
-    if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep, o.keep_every);
+    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     pace.save = now() - start;
 }
 
@@ -404,7 +395,15 @@ template <class Model>
 void Run<Model>::read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params) {
     const std::string path = model_path(o.output_dir, newest);
     adam.resize(model.adam.bytes * model.shards());
-    read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
+    const std::string state = state_path(o.output_dir, newest);
+    identity.recipe = o.recipe();
+    const std::string changes = read_state(state, identity, sections(counters, adam));
+    if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
+    if (counters.step != uint64_t(newest))
+        throw Error(
+            format("%s: it was renamed, because it is of step %llu by its content; give it and the model their "
+                   "names back, or remove both to resume from the checkpoint before",
+                   state.c_str(), static_cast<unsigned long long>(counters.step)));
     const ModelHeader header = read_model_header(path), mine = model.config.header(dtype_of<X>());
     if (std::memcmp(&header, &mine, sizeof header))
         throw Error(format(

@@ -7,6 +7,7 @@
 
 #include "data/random.h"
 #include "run/checkpoint.h"
+#include "run/nonfinite.h"
 #include "run/ranks.h"
 #include "run/settings.h"
 #include "run/tensors.h"
@@ -76,6 +77,8 @@ void load(Model& model, const std::string& path) {
     else
         read_as(float{});
     set_parameters(model, values);
+    if (const std::string bad = first_nonfinite_in(model, model.params); !bad.empty())
+        throw Error(path + ": not finite: " + bad + "; give an earlier checkpoint");
 }
 
 template <class Model>
