@@ -15,30 +15,14 @@
 
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
-    const char* advice = "";
-    switch (error) {
-        case ENOSPC:
-        case EDQUOT:
-            advice = "; free some space or choose another directory";
-            break;
-        case EFBIG:
-            advice = "; the file would pass a limit of this system or user (ulimit -f)";
-            break;
-        case EACCES:
-        case EPERM:
-        case EROFS:
-            advice = "; check the permissions or choose another path";
-            break;
-        case ENOENT:
-            advice = "; check the path";
-            break;
-        case ENOTDIR:
-            advice = "; a file stands where the path needs a directory";
-            break;
-        case EISDIR:
-            advice = "; give the path of a file";
-            break;
-    }
+    const char* const advice = error == ENOSPC || error == EDQUOT ? "; free some space or choose another directory"
+                               : error == EFBIG ? "; the file would pass a limit of this system or user (ulimit -f)"
+                               : error == EACCES || error == EPERM || error == EROFS
+                                   ? "; check the permissions or choose another path"
+                               : error == ENOENT  ? "; check the path"
+                               : error == ENOTDIR ? "; a file stands where the path needs a directory"
+                               : error == EISDIR  ? "; give the path of a file"
+                                                  : "";
     return Error(format("%s: cannot %s: %s%s", path.c_str(), action, std::strerror(error), advice));
 }
 

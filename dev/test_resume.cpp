@@ -241,29 +241,24 @@ TEST(a_second_run_in_a_directory_is_refused) {
     const Result r = run_and_act(command, "step 7/100 |", "./train_gpt2cu " + command + "; echo code $?");
     CHECK_RUN(r, 0, "step 100/100", out + "/run.lock: another run writes to this directory (process ", "code 1\n");
     check_same("log", log_of(out, true), expected_log(100, 3, 5));
-    CHECK(files_of(out).size() == 5);
 }
 
 // Of a run that was killed. What another program wrote there stays, and so does a model before the newest state.
 TEST(what_killed_runs_left_goes_at_the_start) {
     const std::string out = dir() + "/left_over";
     for (const int step : {2, 3, 4}) copy_checkpoint(straight_run(), out, step);
-    const std::set<std::string> others = {"model_00000001.bin", "notes.tmp.7", "x_log.jsonl.tmp.7"};
-    for (const std::string& name : others) write_file(out + "/" + name, "x");
-    for (const char* name : {"model_00000009.bin", "state_00000005.bin.tmp.7", "log.jsonl.tmp.7"})
-        write_file(out + "/" + name, "x");
+    std::set<std::string> left = {"model_00000001.bin", "notes.tmp.7", "x_log.jsonl.tmp.7"}, all = left;
+    all.insert({"model_00000009.bin", "state_00000005.bin.tmp.7", "log.jsonl.tmp.7"});
+    for (const std::string& name : all) write_file(out + "/" + name, "x");
     CHECK_RUN(run(options(4) + "-v 0 -s 0 -y 1 -nk 1 -o " + out), 0, "nothing left to do");
-    std::set<std::string> want = {"log.jsonl", "model_00000004.bin", "state_00000004.bin"};
-    want.insert(others.begin(), others.end());
-    CHECK(files_of(out) == want);
+    left.insert({"log.jsonl", "model_00000004.bin", "state_00000004.bin"});
+    CHECK(files_of(out) == left);
 }
 
 TEST(another_recipe_is_said) {
     const std::string out = dir() + "/recipe";
     copy_checkpoint(straight_run(), out, 3);
     const std::string command = options(3) + "-y 1 -o " + out + " ";
-    CHECK_RUN(run(command + "-x 18"), 0, "resumed at step 3\n");
-    copy_checkpoint(straight_run(), out, 4);
     CHECK_RUN(run(command), 0, "changed since the checkpoint: -x from 18 to 3\n");
     CHECK_RUN(
         run(command + "-x 18 -l 1e-4 -u 5 -q 0.2 -k wsd -c 0 --beta2 0.9 --max-norm 0.5"), 0,
@@ -342,7 +337,7 @@ TEST(refuses_damaged_checkpoints) {
     write_file(state_file, state);
     write_file(file, model);
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 4), path(out, 5));
-    CHECK_RUN(run(command), 1, state_path(out, 5) + ": it was renamed, because it is of step 4");
+    CHECK_RUN(run(command), 1, state_path(out, 5) + ": was renamed, by its content it is of step 4");
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 5), path(out, 4));
     std::filesystem::remove(file);
     CHECK_RUN(run(command), 1, file + ": cannot open");

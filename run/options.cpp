@@ -204,8 +204,7 @@ std::string options_help(const std::string& program, const std::string& about, c
         if (*option.group) text += format("\n%s\n", option.group);
         // A default in the help's own words says more than its number, and a range without an end says little.
         const std::string range = option.range;
-        const bool in_words = std::strstr(option.help, "default: ");
-        const bool endless = range.size() > 2 && range.compare(range.size() - 2, 2, "..") == 0;
+        const bool in_words = std::strstr(option.help, "default: "), endless = !range.empty() && range.back() == '.';
         std::string notes = endless || (in_words && option.kind != Option::Choice) ? "" : range;
         std::string value = in_words ? "" : value_text(option);
         if (option.kind == Option::Flag && value == "off") value = "";

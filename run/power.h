@@ -33,7 +33,8 @@ class PowerWatch {
                call("nvmlDeviceGetTemperature", gpu, kGpuSensor, &celsius);
         if (!seen) return;
         unsigned long long reasons = 0;
-        call("nvmlDeviceGetCurrentClocksThrottleReasons", gpu, &reasons);
+        call("nvmlDeviceGetCurrentClocksEventReasons", gpu, &reasons) ||  // of drivers since 535
+            call("nvmlDeviceGetCurrentClocksThrottleReasons", gpu, &reasons);
         looks++, watts += milliwatts / 1e3, by_power += (reasons & kByPower) > 0, by_heat += (reasons & kByHeat) > 0;
     }
     void add_to(Row& row) const {

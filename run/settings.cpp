@@ -21,11 +21,9 @@ std::vector<Option> Options::table() {
          "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
         {"--init", "-e", O::String, &init,
-         "d12 (or gpt2:d12), d24, d36, d48, tiny, an llm.c checkpoint, or a directory of them; default: d12 (CPU: "
-         "tiny)",
+         "d12 (or gpt2:d12), d24, d36, d48, tiny, an llm.c checkpoint or a directory of them; default: d12 (CPU: tiny)",
          "", "model"},
-        {"--precision", "", O::Choice, &precision,
-         "of weights and activations; default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
+        {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
          attention_names()},
         {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one", "auto|cuda|cpu"},
@@ -35,15 +33,12 @@ std::vector<Option> Options::table() {
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
         {"--gpus", "", O::Int, &gpus,
          "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); default: one, "
-         "or "
-         "as torchrun, srun or mpirun started us",
+         "or as torchrun, srun or mpirun started us",
          "0..1024", "several GPUs"},
         {"--zero", "-z", O::Int, &zero,
-         "1: divide the optimizer's state and its work among the ranks; 0: don't; default: 1 where channels divide",
-         "-1..1"},
+         "1: divide the optimizer's state and work among the ranks; 0: don't; default: where channels divide", "-1..1"},
         {"--overlap", "", O::Int, &overlap,
-         "add up gradients 1: a layer at a time beside backward; 0: all after it; default: 1 between machines",
-         "-1..1"},
+         "1: add up gradients layer by layer beside backward; 0: after it; default: 1 between machines", "-1..1"},
         {"--context-parallel", "", O::Int, &context_parallel,
          "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
@@ -56,8 +51,7 @@ std::vector<Option> Options::table() {
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again"},
         {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
-        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; default: a twentieth of all, but 50 of a short run",
-         "-1.."},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; default: a twentieth of all, 50 of a short run", "-1.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
         {"--schedule", "-k", O::Choice, &schedule,
          "after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt, as in llm.c",
@@ -72,8 +66,7 @@ std::vector<Option> Options::table() {
          "micro-batches per validation, -1: all; default: 20 (--eval-only: all)", "-1.."},
         {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file"},
         {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit"},
-        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples, 0: never; default: five in the run",
-         "-1.."},
+        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples, 0: never; default: five", "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
         {"--profile", "", O::Int, &profile,
@@ -99,15 +92,10 @@ std::vector<Option> Options::table() {
 }
 
 std::vector<std::pair<std::string, std::string>> Options::recipe() const {
-    const auto text = [](double x) { return format("%g", x); };
-    return {{"-x", std::to_string(max_steps)},
-            {"-l", text(lr)},
-            {"-u", std::to_string(warmup)},
-            {"-q", text(final_lr)},
-            {"-k", schedule},
-            {"-c", text(weight_decay)},
-            {"--beta2", text(beta2)},
-            {"--max-norm", text(max_norm)}};
+    const auto text = [](double x) { return format("%.7g", x); };
+    return {
+        {"-x", text(max_steps)}, {"-l", text(lr)},           {"-u", text(warmup)},     {"-q", text(final_lr)},
+        {"-k", schedule},        {"-c", text(weight_decay)}, {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
 }
 
 std::string Options::help() {

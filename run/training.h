@@ -350,12 +350,11 @@ template <class Model>
 void Run<Model>::save() {
     Range range("checkpoint");
     const double start = now();
-    job.expect_progress(0);                                           // a disk may take its time
-    const std::string bad = first_nonfinite_in(model, model.params);  // the same on all ranks
-    if (!bad.empty())
+    job.expect_progress(0);                                                             // a disk may take its time
+    if (const std::string bad = first_nonfinite_in(model, model.params); !bad.empty())  // on all ranks alike
         throw Error(
-            format("step %d: after it %s is not finite; no checkpoint is written; last good checkpoint: %s; a "
-                   "lower -l or a longer -u may help",
+            format("step %d: not finite after it: %s; no checkpoint is written; last good checkpoint: %s; a lower "
+                   "-l may help",
                    step, bad.c_str(), last_good().c_str()));
     last_checkpoint = step;
     if (job.rank > 0 && !model.ranks.sharded) return;
@@ -400,10 +399,8 @@ void Run<Model>::read_checkpoint(int newest, Counters& counters, std::vector<cha
     const std::string changes = read_state(state, identity, sections(counters, adam));
     if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
     if (counters.step != uint64_t(newest))
-        throw Error(
-            format("%s: it was renamed, because it is of step %llu by its content; give it and the model their "
-                   "names back, or remove both to resume from the checkpoint before",
-                   state.c_str(), static_cast<unsigned long long>(counters.step)));
+        throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
+                           state.c_str(), static_cast<int>(counters.step)));
     const ModelHeader header = read_model_header(path), mine = model.config.header(dtype_of<X>());
     if (std::memcmp(&header, &mine, sizeof header))
         throw Error(format(
