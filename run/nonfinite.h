@@ -48,6 +48,12 @@ std::string first_nonfinite_in(Model& model, const Arena& arena, bool backwards 
     return "";
 }
 
+template <class Model>
+void check_parameters(Model& model, const std::string& what, const std::string& advice) {
+    const std::string bad = first_nonfinite_in(model, model.params);
+    if (!bad.empty()) throw Error(what + ": not finite: " + bad + "; " + advice);
+}
+
 constexpr char kNoneFound[] = "none on a second run";
 
 template <class Model>

@@ -30,11 +30,8 @@ inline void on_signal(int signal) {
     }
 }
 inline void catch_signals() {
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        struct sigaction before;
-        sigaction(signal, nullptr, &before);
-        if (before.sa_handler != SIG_IGN) std::signal(signal, on_signal);  // nohup and the shell's & ignore some
-    }
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP})  // nohup and the & of a script ignore some
+        if (std::signal(signal, SIG_IGN) != SIG_IGN) std::signal(signal, on_signal);
 }
 
 // The exit code of a program that is not heard is 1.

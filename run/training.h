@@ -350,12 +350,9 @@ template <class Model>
 void Run<Model>::save() {
     Range range("checkpoint");
     const double start = now();
-    job.expect_progress(0);                                                             // a disk may take its time
-    if (const std::string bad = first_nonfinite_in(model, model.params); !bad.empty())  // on all ranks alike
-        throw Error(
-            format("step %d: not finite after it: %s; no checkpoint is written; last good checkpoint: %s; a lower "
-                   "-l may help",
-                   step, bad.c_str(), last_good().c_str()));
+    job.expect_progress(0);  // a disk may take its time
+    check_parameters(model, format("step %d: no checkpoint is written", step),
+                     "last good checkpoint: " + last_good() + "; a lower -l may help");
     last_checkpoint = step;
     if (job.rank > 0 && !model.ranks.sharded) return;
     std::vector<char> adam = gather_optimizer();
@@ -385,6 +382,7 @@ bool Run<Model>::restore() {
     scatter_optimizer(adam);
     dev.upload(model.params.base, params.data(), params.size());
     dev.sync();
+    check_parameters(model, model_path(o.output_dir, newest), "remove it and its state to resume from the one before");
     train.restore(position = counters.train);
     last_checkpoint = step = first_step = newest;
     return true;

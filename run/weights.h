@@ -77,8 +77,7 @@ void load(Model& model, const std::string& path) {
     else
         read_as(float{});
     set_parameters(model, values);
-    if (const std::string bad = first_nonfinite_in(model, model.params); !bad.empty())
-        throw Error(path + ": not finite: " + bad + "; give an earlier checkpoint");
+    check_parameters(model, path, "give an earlier checkpoint");
 }
 
 template <class Model>
