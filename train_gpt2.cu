@@ -14,7 +14,6 @@
 #include <array>
 #include <cctype>
 #include <climits>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -575,8 +574,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     }
     agree_on_start(model, run, job);
     run.open_log();
-    std::signal(SIGINT, on_signal);
-    std::signal(SIGTERM, on_signal);
+    catch_signals();
 
     job.guard([&] {
         if (run.step == 0) run.watch();
@@ -596,8 +594,8 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     return run.interrupted() ? 128 + run.interrupted() : 0;
 }
 
-// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute, on single
-// bytes. llm.c also writes "gpt2:d12".
+// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute. It has
+// the vocabulary of its data, which is single bytes or GPT-2's. llm.c also writes "gpt2:d12".
 static bool find_config(const std::string& name, Config* config) {
     struct Preset {
         const char* name;
@@ -631,6 +629,8 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         config = config_of(read_model_header(o.init));
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
+    if (preset && config.V == kByteVocab && !o.train_data.empty())
+        config.V = vocabulary_of(o.train_data, !o.tokenizer.empty()), config.Vp = (config.V + 127) / 128 * 128;
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);
@@ -704,8 +704,9 @@ static int run_on_device(Options& o, Job& job, int gpus) {
 }
 
 int main(int argc, char** argv) {
+    prepare_process();
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
-    return run_program("train_gpt2cu", [&] {
+    return check_stdout(run_program("train_gpt2cu", [&] {
         if (argc == 2 && std::string(argv[1]) == "--version") {
             const bool known = std::isxdigit(static_cast<unsigned char>(built_from[0]));
             std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "", known ? built_from : "");
@@ -714,10 +715,7 @@ int main(int argc, char** argv) {
         Options o;
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table, llm_c_options())) {
-            const char* about =
-                "Trains GPT-2. Without options: 124M parameters on the built-in corpus.\n"
-                "--version prints the version.";
-            std::printf("%s", options_help("train_gpt2cu", about, table).c_str());
+            std::printf("%s", o.help().c_str());
             return 0;
         }
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
@@ -748,6 +746,6 @@ int main(int argc, char** argv) {
             if (job.size > 1) meet(job, o);
             return run_on_device(o, job, gpus);
         });
-    });
+    }));
 }
 #endif

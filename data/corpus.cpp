@@ -8,6 +8,7 @@
 #include <chrono>
 #include <filesystem>
 #include <memory>
+#include <regex>
 
 #include "data/file.h"
 #include "data/grammar.h"
@@ -126,12 +127,17 @@ Corpus builtin_corpus(const std::string& dir, bool quiet) {
     if (find_corpus(about, train, val)) return corpus();
     bool announced = false;
     try {
+        static const std::regex temporary("(train[.]bin|val[.]bin|corpus[.]txt)[.]tmp[.][0-9]+");
         std::filesystem::create_directories(dir);
+        check_regular(dir + "/corpus.lock");
         // A second process waits here, and then finds the corpus. Where locks do not exist both write the same bytes,
         // each under its own temporary name.
         const std::unique_ptr<FILE, int (*)(FILE*)> lock(std::fopen((dir + "/corpus.lock").c_str(), "ae"), fclose);
-        if (lock) flock(fileno(lock.get()), LOCK_EX);
+        const bool locked = lock && flock(fileno(lock.get()), LOCK_EX) == 0;
         if (find_corpus(about, train, val)) return corpus();
+        if (locked)  // so a temporary is of a process that was killed
+            for (const auto& entry : std::filesystem::directory_iterator(dir))
+                if (std::regex_match(entry.path().filename().string(), temporary)) std::filesystem::remove(entry);
 
         const auto start = std::chrono::steady_clock::now();
         if (!quiet) std::fprintf(stderr, "writing the built-in corpus to %s (30 M tokens) … ", dir.c_str());

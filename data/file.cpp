@@ -41,11 +41,9 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 static constexpr size_t kBufferBytes = 1 << 20;
 
 AtomicFile::AtomicFile(const std::string& path) : path_(path) {
-    // A device or a pipe cannot be replaced. It is written in place without a temporary.
-    struct stat info;
-    const bool in_place = stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode);
-    if (!in_place) tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
-    fd_ = open((in_place ? path_ : tmp_).c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    check_regular(path);
+    tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
+    fd_ = open(tmp_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (fd_ < 0) throw file_error(path_, "create", errno);
     buffer_.reserve(kBufferBytes);
 }
@@ -53,7 +51,7 @@ AtomicFile::AtomicFile(const std::string& path) : path_(path) {
 AtomicFile::~AtomicFile() {
     if (fd_ < 0) return;
     close(fd_);
-    if (!tmp_.empty()) unlink(tmp_.c_str());
+    unlink(tmp_.c_str());
 }
 
 static void write_fully(int fd, const char* data, size_t bytes, const std::string& path) {
@@ -81,12 +79,6 @@ void AtomicFile::write(const void* data, size_t bytes) {
 
 void AtomicFile::commit() {
     flush();
-    if (tmp_.empty()) {
-        const int fd = fd_;
-        fd_ = -1;
-        if (close(fd)) throw file_error(path_, "write", errno);
-        return;
-    }
     // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole file
     // is there.
     if (fsync(fd_)) throw file_error(path_, "write", errno);

@@ -15,45 +15,32 @@
 
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
-    const char* advice = "";
-    switch (error) {
-        case ENOSPC:
-        case EDQUOT:
-            advice = "; free some space or choose another directory";
-            break;
-        case EFBIG:
-            advice = "; the file would pass a limit of this system or user (ulimit -f)";
-            break;
-        case EACCES:
-        case EPERM:
-        case EROFS:
-            advice = "; check the permissions or choose another path";
-            break;
-        case ENOENT:
-            advice = "; check the path";
-            break;
-        case ENOTDIR:
-            advice = "; a file stands where the path needs a directory";
-            break;
-        case EISDIR:
-            advice = "; give the path of a file";
-            break;
-    }
+    const char* const advice = error == ENOSPC || error == EDQUOT ? "; free some space or choose another directory"
+                               : error == EFBIG ? "; the file would pass a limit of this system or user (ulimit -f)"
+                               : error == EACCES || error == EPERM || error == EROFS
+                                   ? "; check the permissions or choose another path"
+                               : error == ENOENT  ? "; check the path"
+                               : error == ENOTDIR ? "; a file stands where the path needs a directory"
+                               : error == EISDIR  ? "; give the path of a file"
+                                                  : "";
     return Error(format("%s: cannot %s: %s%s", path.c_str(), action, std::strerror(error), advice));
+}
+
+// Refuses what exists and is no file before it is opened. Opening a pipe may wait, and a device may have no end.
+inline void check_regular(const std::string& path) {
+    struct stat info;
+    if (stat(path.c_str(), &info) || S_ISREG(info.st_mode)) return;
+    if (S_ISDIR(info.st_mode)) throw file_error(path, "open", EISDIR);
+    throw Error(path + ": not a regular file, but a pipe or a device; give a file");
 }
 
 struct InputFile {
     explicit InputFile(const std::string& path) : path(path) {
+        check_regular(path);
         fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
         if (fd < 0) throw file_error(path, "open", errno);
         struct stat info;
-        const int error = fstat(fd, &info) ? errno : S_ISDIR(info.st_mode) ? EISDIR : 0;
-        if (error || !S_ISREG(info.st_mode)) {
-            close(fd);
-            if (error) throw file_error(path, "read", error);
-            throw Error(path + ": not a regular file; a pipe or a device cannot be read at offsets, save it as a file");
-        }
-        size = static_cast<uint64_t>(info.st_size);
+        size = fstat(fd, &info) ? 0 : static_cast<uint64_t>(info.st_size);
     }
     ~InputFile() { close(fd); }
     InputFile(const InputFile&) = delete;
@@ -77,8 +64,7 @@ struct InputFile {
     int fd;
 };
 
-// Writes a file atomically. On failure it throws Error (path, what, errno in words) and leaves nothing behind. A device
-// or a pipe cannot be replaced, so it is written in place.
+// Writes a file atomically. On failure it throws Error (path, what, errno in words) and leaves nothing behind.
 class AtomicFile {
   public:
     explicit AtomicFile(const std::string& path);

@@ -71,6 +71,17 @@ std::vector<std::string> matching_files(const std::string& pattern) {
 
 }  // namespace
 
+int vocabulary_of(const std::string& pattern, bool encoded) {
+    const InputFile file(matching_files(pattern)[0]);
+    int32_t magic = 0;
+    file.read(0, &magic, std::min<uint64_t>(sizeof magic, file.size));
+    if (magic != kShardMagic) return encoded ? kEndOfText + 1 : kByteVocab;
+    std::vector<uint16_t> tokens(std::min<uint64_t>(4096, (std::max(file.size, kHeaderBytes) - kHeaderBytes) / 2));
+    file.read(kHeaderBytes, tokens.data(), tokens.size() * sizeof(uint16_t));
+    const auto is_byte = [](int token) { return token < kByteEndOfText || token == kEndOfText; };
+    return std::all_of(tokens.begin(), tokens.end(), is_byte) ? kByteVocab : kEndOfText + 1;
+}
+
 // Checks the header of a shard, or finds that it is a text file, whose tokens are <|endoftext|> and then its own.
 Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer) {
     const InputFile file(path);

@@ -14,6 +14,10 @@ struct LoaderState {
     uint64_t batches = 0;            // handed out since the start
 };
 
+// The vocabulary that suits training data, single bytes or GPT-2's. The first tokens of the first shard tell. Text is in
+// bytes unless a tokenizer will have `encoded` it.
+int vocabulary_of(const std::string& pattern, bool encoded);
+
 // Windows of T+1 tokens start every T tokens of each shard, so the last target of one window is the first input of the
 // next. An epoch visits every window once. With shuffle, (seed, epoch) permutes shards and windows anew each epoch. B
 // windows make a batch. If they do not divide an epoch, its last batch takes windows of the next one.

@@ -234,7 +234,9 @@ TEST(corpus_on_disk) {
     };
     spoil(corpus.val_path, val.substr(0, val.size() / 2));
     spoil(corpus.val_path, val.substr(0, val.size() - 1) + "x");
+    write_file(corpus.val_path + ".tmp.9", "of a process that was killed");
     spoil(about, "version 0\n" + text.substr(text.find("seed")));
+    CHECK(!fs::exists(corpus.val_path + ".tmp.9"));
 
     CHECK_ERROR(builtin_corpus(about + "/corpus", true), "corpus: cannot write the built-in corpus");
     CHECK_ERROR(builtin_corpus("/proc/nowhere", true), "your own data");

@@ -1,11 +1,14 @@
 // Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
 // checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
 // any machine.
+#include <sys/stat.h>
+
 #include <array>
 #include <future>
 #include <map>
 #include <thread>
 
+#include "data/loader.h"
 #include "dev/bounds.h"
 #include "dev/program.h"
 #include "layers/gpu/cuda.h"
@@ -86,52 +89,54 @@ TEST(every_option_sets_what_it_names) {
     const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
     std::filesystem::copy_file(text, copy);
     const std::vector<Row> rows = {
-        {"--train-data", "-i", " TEXT", "", text, copy, text},
-        {"--val-data", "-j", " TEXT", "", copy, text, text},
-        {"--init", "-e", " TEXT", "(default auto)", "tiny", model(), "tiny"},
-        {"--precision", "", " NAME", "(auto|bf16|fp32; default auto)", "fp32", "auto", "fp32"},
+        {"--train-data", "-i", " TEXT", "default: the built-in corpus", text, copy, text},
+        {"--val-data", "-j", " TEXT", "default: none with -i", copy, text, text},
+        {"--init", "-e", " TEXT", "default: d12 (CPU: tiny)", "tiny", model(), "tiny"},
+        {"--precision", "", " NAME", "default: bf16 where the GPU has it, else fp32 (auto|bf16|fp32)", "fp32", "auto",
+         "fp32"},
         {"--attention", "", " NAME", format("(%s; default flash)", attention_names()), "naive", "flash", "flash"},
-        {"--device", "", " NAME", "(auto|cuda|cpu; default auto)", "cpu", "cpu", "cpu"},
+        {"--device", "", " NAME", "default: the GPU if there is one (auto|cuda|cpu)", "cpu", "cpu", "cpu"},
         {"--no-graph", "", "", "", "1", "0", "0"},
         {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
         {"--no-tf32", "", "", "", "0", "1", "0"},
-        {"--gpus", "", " N", "(0..1024; default 0)", "1", "0", "0"},
-        {"--zero", "-z", " N", "(-1..1; default -1)", "0", "1", "0"},
-        {"--overlap", "", " N", "(-1..1; default -1)", "0", "0", "1"},
+        {"--gpus", "", " N", "default: one, or as", "1", "0", "0"},
+        {"--zero", "-z", " N", "default: where channels divide", "0", "1", "0"},
+        {"--overlap", "", " N", "default: 1 between machines", "0", "0", "1"},
         {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
-        {"--batch", "-b", " N", "(0..65536; default 0)", "3", "4", "5"},
-        {"--tokens", "-t", " N", "(0..4194304; default 0)", "16", "12", "8"},
-        {"--tokens-per-step", "-d", " N", "(0..; default 0)", "96", "48", "80"},
-        {"--max-steps", "-x", " N", "(-1..; default -1)", "2", "1", "1"},
+        {"--batch", "-b", " N", "default: 8 (CPU: 4)", "3", "4", "5"},
+        {"--tokens", "-t", " N", "default: the model's positions, but at most 1024", "16", "12", "8"},
+        {"--tokens-per-step", "-d", " N", "default: that", "96", "48", "80"},
+        {"--max-steps", "-x", " N", "default: about two minutes", "2", "1", "1"},
         {"--no-shuffle", "", "", "", "0", "0", "1"},
         {"--overfit", "-a", "", "", "1", "1", "0"},
-        {"--lr", "-l", " X", "(0..; default 0)", "0.0011", "0.0012", "0.0013"},
-        {"--warmup", "-u", " N", "(-1..; default -1)", "21", "22", "23"},
+        {"--lr", "-l", " X", "default: 3e-4 (tiny: 2e-3)", "0.0011", "0.0012", "0.0013"},
+        {"--warmup", "-u", " N", "default: a twentieth of all", "21", "22", "23"},
         {"--final-lr", "-q", " X", "(0..1; default 0.1)", "0.31", "0.32", "0.33"},
         {"--schedule", "-k", " NAME", "(cosine|linear|constant|wsd; default cosine)", "wsd", "linear", "constant"},
-        {"--weight-decay", "-c", " X", "(0..; default 0.1)", "0.41", "0.42", "0.43"},
+        {"--weight-decay", "-c", " X", "(default 0.1)", "0.41", "0.42", "0.43"},
         {"--beta2", "", " X", "(0..0.99999; default 0.95)", "0.51", "0.52", "0.99999"},
-        {"--max-norm", "", " X", "(0..; default 1)", "0.61", "0.62", "0.63"},
-        {"--seed", "", " N", "(0..; default 1)", "71", "72", "2147483647"},
-        {"--val-every", "-v", " N", "(-1..; default -1)", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "(-1..; default 0)", "7", "8", "9"},
+        {"--max-norm", "", " X", "(default 1)", "0.61", "0.62", "0.63"},
+        {"--seed", "", " N", "(default 1)", "71", "72", "2147483647"},
+        {"--val-every", "-v", " N", "default: ten in the run", "81", "82", "83"},
+        {"--val-batches", "-m", " N", "default: 20 (--eval-only: all)", "7", "8", "9"},
         {"--hellaswag", "", " TEXT", "", "", "", ""},
         {"--eval-only", "", "", "", "0", "", "0"},
-        {"--sample-every", "-s", " N", "(-1..; default -1)", "91", "92", "93"},
-        {"--sample-length", "-g", " N", "(1..; default 700)", "10", "6", "3"},
+        {"--sample-every", "-s", " N", "default: five", "91", "92", "93"},
+        {"--sample-length", "-g", " N", "(default 700)", "10", "6", "3"},
         {"--memory", "", "", "", "0", "", "0"},
-        {"--profile", "", " N", "(0..; default 0)", "0", "", "0"},
-        {"--output-dir", "-o", " TEXT", "", out + "/a", out + "/b", out + "/c"},
-        {"--checkpoint-every", "-n", " N", "(0..; default 0)", "31", "32", "33"},
-        {"--keep", "-nk", " N", "(0..; default 0)", "41", "42", "43"},
-        {"--keep-every", "-nm", " N", "(0..; default 0)", "44", "45", "46"},
+        {"--profile", "", " N", "default: train", "0", "", "0"},
+        {"--watch-power", "", " N", "default: none", "97", "98", "99"},
+        {"--output-dir", "-o", " TEXT", "default: nothing is written", out + "/a", out + "/b", out + "/c"},
+        {"--checkpoint-every", "-n", " N", "default: only at the end", "31", "32", "33"},
+        {"--keep", "-nk", " N", "default: all", "41", "42", "43"},
+        {"--keep-every", "-nm", " N", "default: do", "44", "45", "46"},
         {"--resume", "-y", "", "", "0", "1", "1"},
         {"--tokenizer", "", " TEXT", "", "", "", ""},
-        {"--generate", "", " N", "(0..; default 0)", "0", "", "0"},
-        {"--samples", "", " N", "(1..; default 1)", "61", "62", "63"},
+        {"--generate", "", " N", "default: train", "0", "", "0"},
+        {"--samples", "", " N", "(default 1)", "61", "62", "63"},
         {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
-        {"--temperature", "", " X", "(0..; default 1)", "0.71", "0.72", "0.73"},
-        {"--top-k", "", " N", "(0..; default 0)", "51", "52", "53"}};
+        {"--temperature", "", " X", "(default 1)", "0.71", "0.72", "0.73"},
+        {"--top-k", "", " N", "default: all", "51", "52", "53"}};
     const std::string help = run("--help").out;
     std::string flat;
     std::istringstream words(help);
@@ -147,7 +152,9 @@ TEST(every_option_sets_what_it_names) {
             return test::report(__FILE__, __LINE__,
                                 format("no \"%s … %s\" in %s", begin.c_str(), r.help.c_str(), help.c_str()));
     }
-    CHECK(std::count(help.begin(), help.end(), '\n') > 50 && flat.find(" --", at + 8) == std::string::npos);  // no more
+    const size_t examples = flat.find("examples ./train_gpt2cu -i book.txt -o run1 train on");
+    CHECK(examples != std::string::npos && flat.find(" --", at + 8) > examples);  // no more options
+    for (const char* riddle : {"..;", "default 0)", "default -1", "default auto)"}) CHECK(!contains(flat, riddle));
 
     for (const auto member : {&Row::a, &Row::b, &Row::c}) {
         std::string command;
@@ -164,6 +171,33 @@ TEST(every_option_sets_what_it_names) {
                 test::report(__FILE__, __LINE__, format("%s: expected %s in %s", row.name, shown.c_str(), log.c_str()));
         }
     }
+}
+
+// A stand-in for the driver's NVML, whose GPU meets its power cap at every second look.
+TEST(power_is_watched) {
+    const std::string out = dir() + "/watched", lib = dir() + "/libnvidia-ml.so.1",
+                      command = "LD_LIBRARY_PATH=" + dir() + ":$LD_LIBRARY_PATH ./train_gpt2cu " + tiny() + "-x 6 ";
+    write_file(dir() + "/nvml.c", R"(
+        int looks;
+        int nvmlInit_v2(void) { return 0; }
+        int nvmlDeviceGetHandleByIndex_v2(unsigned i, void** gpu) { *gpu = &looks; return i; }
+        int nvmlDeviceGetPowerUsage(void* gpu, unsigned* mw) { *mw = 400500 + 1000 * ++looks; return gpu != &looks; }
+        int nvmlDeviceGetClockInfo(void* gpu, int type, unsigned* mhz) { *mhz = 1755; return gpu != &looks || type != 1; }
+        int nvmlDeviceGetTemperature(void* gpu, int sensor, unsigned* c) { *c = 61; return gpu != &looks || sensor; }
+        int nvmlDeviceGetCurrentClocksThrottleReasons(void* gpu, unsigned long long* reasons) {
+            return *reasons = looks % 2 ? 4 | 1 : 0x40 | 2, gpu != &looks;
+        })");
+    CHECK_RUN(shell("gcc -shared -fPIC -o " + lib + " " + dir() + "/nvml.c"), 0, "");
+    CHECK_RUN(shell(command + "--watch-power 2 -o " + out), 0,
+              "GPU power 402 W on average of 3 looks, held back by power in 2 and by heat in 1 of them\n");
+    for (int step = 1; step <= 6; step++) {
+        const std::string row = rows(out, "train").at(step - 1),
+                          want =
+                              format(", \"gpu_watts\": %d.5, \"sm_mhz\": 1755, \"gpu_celsius\": 61}", 400 + step / 2);
+        CHECK(step % 2 ? !contains(row, "gpu_") : contains(row, want));
+    }
+    write_file(lib, "no library");
+    CHECK_RUN(shell(command + "--watch-power 1"), 0, "--watch-power: the driver's NVML does not answer", "step 6/6");
 }
 
 TEST(version) {
@@ -250,6 +284,45 @@ TEST(other_errors_exit_with_1) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
+// As an input and in -o. A pipe would never answer, and a device would never end.
+TEST(pipes_devices_and_directories_are_refused) {
+    const std::string pipe = dir() + "/pipe", out = dir() + "/holds_";
+    mkfifo(pipe.c_str(), 0600);
+    const auto check = [&](const std::string& options, const std::string& refused) {
+        const Result r = shell("timeout -s KILL 10 ./train_gpt2cu " + tiny() + "-x 1 " + options);
+        CHECK_RUN(r, 1, refused + ": not a regular file");
+    };
+    for (const std::string& other : {pipe, std::string("/dev/zero")}) {
+        for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "}) check(option + other, other);
+        for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
+            const std::string folder = out + other.substr(1, 3) + name;
+            std::filesystem::create_directory(folder);
+            std::filesystem::create_symlink(other, folder + "/" + name);
+            for (const char* resume : {"", " -y"}) check("-o " + folder + resume, folder + "/" + name);
+        }
+    }
+    std::filesystem::create_directories(out + "folder/model_00000009.bin");
+    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "folder"), 1, "model_00000009.bin: cannot open: Is a directory");
+}
+
+// A stream that is closed does not become the log, and one that cannot be written does not go unnoticed.
+TEST(standard_streams_may_be_closed_or_full) {
+    const std::string out = dir() + "/closed", command = "./train_gpt2cu " + tiny() + "-x 2 ";
+    CHECK_RUN(shell(command + "-o " + out + " <&- >&- 2>&-"), 0, "");
+    CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
+    for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
+        CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
+}
+
+// Three gigabytes are more single tokens than an int counts.
+TEST(numbers_at_the_edge) {
+    const std::string text = dir() + "/large.txt", huge = "--device cpu -e tiny -b 1 -v 0 -s 0 -i " + text;
+    shell("truncate -s 3000000000 " + text);
+    CHECK_RUN(run_and_act(huge + " -t 1", "step 1/2147483647 |", "kill -s TERM $pid"), 143, "ETA > 99 days\n");
+    CHECK_RUN(run(tiny() + "--profile 2147483647"), 2, "out of range");
+    CHECK(minutes(1e300) == "> 99 days" && minutes(99 * 86400.) == "142560:00");
+}
+
 // What llm.c's trainer leaves in its directory.
 TEST(an_llm_c_directory_is_left_alone) {
     const std::string out = dir() + "/llm_c", state(1024, '\0');
@@ -299,6 +372,16 @@ TEST(texts_are_streamed) {
 TEST(trains_for_one_epoch_of_own_data) {
     write_file(dir() + "/thousand.txt", read_file(text_file()).substr(0, 1000));
     CHECK_RUN(run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt"), 0, "step 15/15 | loss ");
+}
+
+// The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
+TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
+    for (const auto& [token, vocabulary] :
+         {std::pair{50255, "vocabulary 50257 (padded 50304)"}, {256, "vocabulary 257 (padded 384)"}}) {
+        const std::string data = write_shard(dir() + "/shard.bin", std::vector<int>(99, token));
+        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -i " + data + " -j " + data), 0, vocabulary, "sample\n");
+    }
+    CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
 }
 
 TEST(memory_table_and_profile) {
@@ -387,6 +470,7 @@ TEST(resume_is_bit_exact_gpu) {
 // Both interrupts come in the second step, the second one when a second has passed.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second";
+    signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
     const Result r =
         run_and_act("--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
                     "kill -s CONT $pid; sleep 0.1; kill -s INT $pid; sleep 0.01; kill -s STOP $pid; sleep 1.2; "
@@ -546,7 +630,7 @@ TEST(a_job_ends_as_a_whole) {
 TEST(an_error_in_one_ranks_data_ends_the_job) {
     std::vector<int> tokens(8 * 64 + 1, 7);
     tokens[5 * 64 + 10] = 9999;  // in the sixth window, which is rank 1's third
-    const Result r = run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
+    const Result r = run("--device cpu -e " + model() + " -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
                          write_shard(dir() + "/late_ranks.bin", tokens));
     // In step 2 rank 1 has an error after it had its sums. Rank 0 may or may not print something before that error ends
     // it.

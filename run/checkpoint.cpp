@@ -128,8 +128,9 @@ static void put(std::string& to, const std::string& text) {
 
 void write_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
     std::string table;
-    put(table, static_cast<uint32_t>(identity.fields.size()));
-    for (const auto& [name, value] : identity.fields) put(table, name), put(table, value);
+    put(table, static_cast<uint32_t>(identity.fields.size() + identity.recipe.size()));
+    for (const Identity::Fields& fields : {identity.fields, identity.recipe})
+        for (const auto& [name, value] : fields) put(table, name), put(table, value);
     put(table, static_cast<uint32_t>(sections.size()));
     for (const Section& s : sections) {
         put(table, s.name);
@@ -256,9 +257,15 @@ void check_identity(const std::string& path, std::map<std::string, std::string> 
 
 }  // namespace
 
-void read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
+std::string read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
     const InputFile file(path);
     StoredState stored = read_table(file);
+    std::string changes;
+    for (const auto& [name, value] : identity.recipe) {
+        const auto had = stored.identity.extract(name);  // absent from states that older programs wrote
+        if (had && had.mapped() != value)
+            changes += (changes.empty() ? "" : ", ") + name + " from " + had.mapped() + " to " + value;
+    }
     check_identity(path, stored.identity, identity);
 
     // Checks that every section has its counterpart before the first byte is read into the caller's memory.
@@ -288,6 +295,7 @@ void read_state(const std::string& path, const Identity& identity, const std::ve
                 "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
                 path.c_str(), sections[i].name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
     }
+    return changes;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -303,23 +311,25 @@ std::string state_path(const std::string& dir, int step) {
 namespace {
 
 struct CheckpointFile {
-    std::string name;
+    std::string name, kind;  // kind: "model", "state", or "" for the log
     int step;
-    bool state, temporary;  // state or model; finished or left behind by a run that was cut off
+    bool temporary;  // left behind by a run that was cut off
 };
 
-// The files in `dir` that are named like model_path, state_path and their temporaries. None if there is no such
-// directory.
+// The files in `dir` that are named like model_path, state_path, the log and their temporaries. None if there is no such
+// directory. Refuses one that is no file.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
-    static const std::regex pattern("(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin([.]tmp[.][0-9]+)?");
+    static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
     std::vector<CheckpointFile> files;
     std::error_code no_directory;
     for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
         const std::string name = entry.path().filename();
         std::smatch part;
         if (!std::regex_match(name, part, pattern)) continue;
-        const long long step = std::stoll(part[2]);
-        if (step <= INT_MAX) files.push_back({name, static_cast<int>(step), part[1] == "state", part[3].matched});
+        const long long step = part[2].matched ? std::stoll(part[2]) : 0;
+        if (step > INT_MAX) continue;
+        if (!part[3].matched) check_regular(entry.path());
+        files.push_back({name, part[1], static_cast<int>(step), part[3].matched});
     }
     return files;
 }
@@ -329,7 +339,7 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
 int newest_checkpoint(const std::string& dir) {
     int newest = -1;
     for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.state && !f.temporary) newest = std::max(newest, f.step);
+        if (f.kind == "state" && !f.temporary) newest = std::max(newest, f.step);
     return newest;
 }
 
@@ -347,14 +357,15 @@ int newest_llm_c_checkpoint(const std::string& dir) {
 
 void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     std::vector<int> steps;
+    const int newest = newest_checkpoint(dir);
     for (const CheckpointFile& f : list_checkpoints(dir)) {
-        if (f.temporary)
+        if (f.temporary || (f.kind == "model" && newest >= 0 && f.step > newest))
             unlink((dir + "/" + f.name).c_str());
-        else if (f.state)
+        else if (f.kind == "state")
             steps.push_back(f.step);
     }
     std::sort(steps.rbegin(), steps.rend());
-    for (size_t i = static_cast<size_t>(std::max(keep, 0)); i < steps.size(); i++) {
+    for (size_t i = keep > 0 ? keep : steps.size(); i < steps.size(); i++) {
         if (keep_every > 0 && steps[i] % keep_every == 0) continue;
         // The state goes first, because without it the step no longer counts as complete if we stop before the model.
         for (const std::string& path : {state_path(dir, steps[i]), model_path(dir, steps[i])})

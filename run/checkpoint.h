@@ -24,10 +24,12 @@ void read_model_parameters(const std::string& path, const ModelHeader&, void* ou
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
 // ---- Training state (ours): magic, version, identity and sections {name, bytes, checksum}.
-// Identity holds by name what a resumed run must have in common with the one before. The schedule and the optimizer's
-// options are not in it, so that they may be changed on purpose.
+// Identity holds by name what a resumed run must have in common with the one before. The recipe, which is the schedule
+// and the optimizer's options, may be changed on purpose.
 struct Identity {
-    std::vector<std::pair<std::string, std::string>> fields;  // {"B", "4"}, {"precision", "bf16"}, …
+    using Fields = std::vector<std::pair<std::string, std::string>>;
+    Fields fields;       // {"B", "4"}, {"precision", "bf16"}, …
+    Fields recipe = {};  // {"-l", "0.001"}, …
 };
 struct Section {
     std::string name;
@@ -36,8 +38,9 @@ struct Section {
 };
 void write_state(const std::string& path, const Identity&, const std::vector<Section>&);
 // Fills the sections. Throws Error if the magic, the version or a checksum is wrong, the file is truncated, or a
-// section is missing or has another size. Also throws if the identity differs, naming the field and both values.
-void read_state(const std::string& path, const Identity&, const std::vector<Section>&);
+// section is missing or has another size. Also throws if the identity differs, naming the field and both values. Returns
+// in words what differs in the recipe.
+std::string read_state(const std::string& path, const Identity&, const std::vector<Section>&);
 
 // Checkpoints of a run live in its output directory as model_00001000.bin and state_00001000.bin. The state is renamed
 // last, so a step is complete when its state is there.
@@ -45,6 +48,6 @@ std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
 int newest_checkpoint(const std::string& dir);        // step, or -1
 int newest_llm_c_checkpoint(const std::string& dir);  // the same of llm.c's, whose states have a rank in their names
-// Removes all complete checkpoints but the newest `keep` and, unless it is 0, every `keep_every`-th step's, and stale
-// temporaries.
+// Removes what runs that were killed left in the directory: temporaries, and models after the newest state. Removes the
+// complete checkpoints too but the newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
 void prune_checkpoints(const std::string& dir, int keep, int keep_every);

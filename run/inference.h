@@ -13,9 +13,9 @@
 #include "run/log.h"
 #include "run/memory.h"
 #include "run/pace.h"
+#include "run/process.h"
 #include "run/sample.h"
 #include "run/settings.h"
-#include "run/signals.h"
 #include "run/weights.h"
 
 // --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by one.
@@ -82,7 +82,7 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
     do {
         if (asks && (std::fputs("> ", stderr), !std::getline(std::cin, prompt))) break;
         if (asks) context = start_of_text(tokenizer, prompt, config.V, T);
-        for (int signal : {SIGINT, SIGTERM}) std::signal(signal, on_signal);
+        catch_signals();
         const double start = now();
         for (int i = 0; i < o.samples && !g_signal; i++) {
             if (i > 0) std::puts("---");
@@ -91,7 +91,8 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
             std::puts(for_terminal(rest).c_str()), rest.clear();
         }
         seconds += now() - start;
-        for (int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);  // while it waits for a prompt
+        for (int signal : {SIGINT, SIGTERM, SIGHUP})
+            if (asks) std::signal(signal, SIG_DFL);  // while it waits for a prompt
     } while (asks && !g_signal);
     if (asks && !g_signal) std::fputs("\n", stderr);
     if (tokens > 0) std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);

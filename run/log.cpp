@@ -111,8 +111,8 @@ static bool ends_inside_row(const std::string& path) {
 
 Log::Log(const std::string& path, bool append) : path_(path) {
     if (append && ends_inside_row(path)) truncate_after(path, std::numeric_limits<long long>::max());
-    file_ = std::fopen(path.c_str(), append ? "ae" : "we");
-    if (!file_) throw file_error(path, "open", errno);
+    file_ = std::fopen(path.c_str(), "ae");
+    if (!file_ || (!append && ftruncate(fileno(file_), 0))) throw file_error(path, "open", errno);
     std::setvbuf(file_, nullptr, _IONBF, 0);  // each row is one write(2), so that none is left to be written at exit
 }
 

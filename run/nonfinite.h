@@ -24,8 +24,6 @@ std::string count_in(Model& model, const Arena& arena, size_t i, int l) {
     return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
 }
 
-constexpr char kNoneFound[] = "none on a second run";
-
 // An arena's tensors in the order of computation: those before the layers, then layer by layer, then those after them.
 inline std::vector<std::pair<size_t, int>> computation_order(const Arena& arena, int layers) {
     size_t first = 0, last = arena.tensors.size();
@@ -40,24 +38,35 @@ inline std::vector<std::pair<size_t, int>> computation_order(const Arena& arena,
     return order;
 }
 
+// The first tensor of an arena that is not finite, or "".
+template <class Model>
+std::string first_nonfinite_in(Model& model, const Arena& arena, bool backwards = false) {
+    auto order = computation_order(arena, model.config.L);
+    if (backwards) std::reverse(order.begin(), order.end());
+    for (const auto& [i, l] : order)
+        if (const std::string found = count_in(model, arena, i, l); !found.empty()) return found;
+    return "";
+}
+
+template <class Model>
+void check_parameters(Model& model, const std::string& what, const std::string& advice) {
+    const std::string bad = first_nonfinite_in(model, model.params);
+    if (!bad.empty()) throw Error(what + ": not finite: " + bad + "; " + advice);
+}
+
+constexpr char kNoneFound[] = "none on a second run";
+
 template <class Model>
 std::string first_nonfinite(Model& model) {
     const bool ring = model.ranks.context > 1;
-    auto search = [&](const Arena& arena, bool backwards) -> std::string {
-        auto order = computation_order(arena, model.config.L);
-        if (backwards) std::reverse(order.begin(), order.end());
-        for (const auto& [i, l] : order)
-            if (const std::string found = count_in(model, arena, i, l); !found.empty()) return found;
-        return "";
-    };
-    std::string found = search(model.params, false);
+    std::string found = first_nonfinite_in(model, model.params);
     // No rank of a ring may stop before the others do.
     for (int i = 0; i < model.micro_steps && (found.empty() || ring); i++) {
         model.evaluate_micro_batch(i);
-        if (found.empty()) found = search(model.acts, false);
+        if (found.empty()) found = first_nonfinite_in(model, model.acts);
         if (!found.empty() && !ring) break;
         model.train_micro_batch(i);
-        if (found.empty()) found = search(model.grads, true);
+        if (found.empty()) found = first_nonfinite_in(model, model.grads, true);
     }
     return found.empty() ? kNoneFound : found;
 }

@@ -202,7 +202,11 @@ std::string options_help(const std::string& program, const std::string& about, c
     if (!*table[0].group) text += "\n";
     for (const Option& option : table) {
         if (*option.group) text += format("\n%s\n", option.group);
-        std::string notes = option.range, value = value_text(option);
+        // A default in the help's own words says more than its number, and a range without an end says little.
+        const std::string range = option.range;
+        const bool in_words = std::strstr(option.help, "default: "), endless = !range.empty() && range.back() == '.';
+        std::string notes = endless || (in_words && option.kind != Option::Choice) ? "" : range;
+        std::string value = in_words ? "" : value_text(option);
         if (option.kind == Option::Flag && value == "off") value = "";
         if (!value.empty()) notes += (notes.empty() ? "default " : "; default ") + value;
         const std::string help = notes.empty() ? option.help : format("%s (%s)", option.help, notes.c_str());

@@ -5,6 +5,7 @@
 #include "run/settings.h"
 
 inline std::string minutes(double seconds) {  // 83 → "1:23"
+    if (seconds > 99 * 86400.) return "> 99 days";
     return format("%d:%02d", static_cast<int>(seconds / 60), static_cast<int>(seconds) % 60);
 }
 

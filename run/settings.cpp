@@ -1,5 +1,6 @@
 #include "run/settings.h"
 
+#include <sys/file.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -20,37 +21,37 @@ std::vector<Option> Options::table() {
          "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
         {"--init", "-e", O::String, &init,
-         "d12 (or gpt2:d12), d24, d36, d48, tiny, an llm.c checkpoint, or a directory of them; auto: d12 (CPU: tiny)",
+         "d12 (or gpt2:d12), d24, d36, d48, tiny, an llm.c checkpoint or a directory of them; default: d12 (CPU: tiny)",
          "", "model"},
-        {"--precision", "", O::Choice, &precision, "auto: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
+        {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
          attention_names()},
-        {"--device", "", O::Choice, &device, "auto: the GPU if there is one", "auto|cuda|cpu"},
+        {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one", "auto|cuda|cpu"},
         {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)"},
         {"--recompute", "-r", O::Int, &recompute,
          "memory for time: keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
         {"--gpus", "", O::Int, &gpus,
-         "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); 0: one, or as "
-         "torchrun, srun or mpirun started us",
+         "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); default: one, "
+         "or as torchrun, srun or mpirun started us",
          "0..1024", "several GPUs"},
         {"--zero", "-z", O::Int, &zero,
-         "1: divide the optimizer's state and its work among the ranks; 0: don't; -1: where channels divide", "-1..1"},
+         "1: divide the optimizer's state and work among the ranks; 0: don't; default: where channels divide", "-1..1"},
         {"--overlap", "", O::Int, &overlap,
-         "add up gradients 1: a layer at a time beside backward; 0: all after it; -1: 1 between machines", "-1..1"},
+         "1: add up gradients layer by layer beside backward; 0: after it; default: 1 between machines", "-1..1"},
         {"--context-parallel", "", O::Int, &context_parallel,
          "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024"},
-        {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; 0: 8 (CPU: 4)", "0..65536", "batch"},
-        {"--tokens", "-t", O::Int, &T, "tokens per sequence; 0: at most 1024 (CPU: 64) of the model's positions",
-         "0..4194304"},
+        {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
+        {"--tokens", "-t", O::Int, &T,
+         "tokens per sequence; default: the model's positions, but at most 1024 (CPU: 64)", "0..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
-         "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; 0: that", "0.."},
+         "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; default: that", "0.."},
         {"--max-steps", "-x", O::Int, &max_steps,
-         "steps; -1: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1.."},
+         "steps; default: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again"},
-        {"--lr", "-l", O::Float, &lr, "learning rate; 0: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
-        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; -1: a twentieth of all, but 50 of a short run", "-1.."},
+        {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; default: a twentieth of all, 50 of a short run", "-1.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
         {"--schedule", "-k", O::Choice, &schedule,
          "after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt, as in llm.c",
@@ -59,34 +60,56 @@ std::vector<Option> Options::table() {
         {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
         {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0.."},
         {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0.."},
-        {"--val-every", "-v", O::Int, &val_every, "steps between validations; 0: never, -1: ten in the run", "-1..",
-         "watching"},
-        {"--val-batches", "-m", O::Int, &val_batches, "micro-batches per validation; -1: all, 0: 20 (--eval-only: all)",
-         "-1.."},
+        {"--val-every", "-v", O::Int, &val_every, "steps between validations, 0: never; default: ten in the run",
+         "-1..", "watching"},
+        {"--val-batches", "-m", O::Int, &val_batches,
+         "micro-batches per validation, -1: all; default: 20 (--eval-only: all)", "-1.."},
         {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file"},
         {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit"},
-        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples; 0: never, -1: five in the run", "-1.."},
+        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples, 0: never; default: five", "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
-        {"--profile", "", O::Int, &profile, "after five steps, so many inside cudaProfilerStart and Stop, then exit",
-         "0.."},
+        {"--profile", "", O::Int, &profile,
+         "after five steps, so many inside cudaProfilerStart and Stop, then exit; default: train", "0..1000000"},
+        {"--watch-power", "", O::Int, &watch_power,
+         "steps between looks at the GPU's power, clock and temperature, for the log; default: none", "0.."},
         {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
          "", "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
-         "steps between checkpoints; 0: only at the end and when interrupted", "0.."},
-        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; 0: all", "0.."},
+         "steps between checkpoints; default: only at the end and when interrupted", "0.."},
+        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; default: all", "0.."},
         {"--keep-every", "-nm", O::Int, &keep_every,
-         "with --keep, never remove checkpoints of every so many steps; 0: do", "0.."},
+         "with --keep, never remove checkpoints of every so many steps; default: do", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
         {"--tokenizer", "", O::String, &tokenizer,
          "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
-        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit", "0..",
-         "generating"},
+        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
+         "0..", "generating"},
         {"--samples", "", O::Int, &samples, "so many texts from each prompt, with the seeds from --seed on", "1.."},
         {"--prompt", "", O::String, &prompt, "text to continue; without it --generate asks on a terminal"},
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
-        {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; 0: all", "0.."},
+        {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; default: all", "0.."},
     };
+}
+
+std::vector<std::pair<std::string, std::string>> Options::recipe() const {
+    const auto text = [](double x) { return format("%.7g", x); };
+    return {
+        {"-x", text(max_steps)}, {"-l", text(lr)},           {"-u", text(warmup)},     {"-q", text(final_lr)},
+        {"-k", schedule},        {"-c", text(weight_decay)}, {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
+}
+
+std::string Options::help() {
+    return options_help("train_gpt2cu",
+                        "Trains GPT-2. Without options: 124M parameters on the built-in corpus.\n"
+                        "--version prints the version.",
+                        table()) +
+           R"(
+examples
+  ./train_gpt2cu -i book.txt -o run1                      train on a text, keep model and log in run1/
+  ./train_gpt2cu -i book.txt -o run1 -y                   go on after Ctrl-C
+  ./train_gpt2cu -e run1 --generate 500 --prompt "Once"   write with that model
+)";
 }
 
 std::vector<Foreign> llm_c_options() {
@@ -94,7 +117,7 @@ std::vector<Foreign> llm_c_options() {
             {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
             {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
             {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
-            {"-lg", "leave it out, and watch the GPUs with nvidia-smi"},
+            {"-lg", "use --watch-power N"},
             {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
             {"-pn -pr -pg -pi -pm -ps -pf -pp", "use --gpus N on one machine, or start with torchrun, srun or mpirun"}};
 }
@@ -144,7 +167,7 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
 }
 void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
-    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::max<uint64_t>(1, tokens / o.tokens_per_step));
+    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::clamp<uint64_t>(tokens / o.tokens_per_step, 1, INT_MAX));
     if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
@@ -157,11 +180,26 @@ void warn_of_bytes(const Options& o, int vocab) {
     if (vocab != kByteVocab && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
 }
 
+// Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
+static void lock_output_dir(const std::string& path) {
+    check_regular(path);
+    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) throw file_error(path, "create", errno);
+    char text[400] = "", host[256] = "";
+    if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+        throw Error(format("%s: another run writes to this directory%s; wait for its end, or give another -o",
+                           path.c_str(), pread(fd, text, sizeof text - 1, 0) > 0 ? text : ""));
+    gethostname(host, sizeof host - 1);
+    const std::string owner = format(" (process %d on %s)", static_cast<int>(getpid()), host);
+    if (ftruncate(fd, 0) || pwrite(fd, owner.data(), owner.size(), 0) < 0) throw file_error(path, "write", errno);
+}
+
 void prepare_output_dir(const Options& o) {
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
+    lock_output_dir(o.output_dir + "/run.lock");
     const int old = newest_checkpoint(o.output_dir);
     if (const int theirs = newest_llm_c_checkpoint(o.output_dir); old < 0 && theirs >= 0)
         throw Error(

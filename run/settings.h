@@ -20,7 +20,7 @@ struct Options {
     bool eval_only = false;
     int checkpoint_every = 0, keep = 0, keep_every = 0;
     bool resume = false, overfit = false, no_tf32 = false, no_graph = false, no_shuffle = false, memory = false;
-    int profile = 0;
+    int profile = 0, watch_power = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;
     int gpus = 0, zero = -1, overlap = -1, context_parallel = 1;
@@ -29,6 +29,9 @@ struct Options {
     float temperature = 1.f;
 
     std::vector<Option> table();
+    // What a resumed run may change, by option.
+    std::vector<std::pair<std::string, std::string>> recipe() const;
+    std::string help();  // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
@@ -44,7 +47,8 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
 // Warns of text in single bytes for a model from a file, which does not say whether it was trained on bytes.
 void warn_of_bytes(const Options& o, int vocab);
 
-// Creates the output directory. Refuses one with an earlier run in it unless that is to be resumed, and one of llm.c's.
+// Creates the output directory and locks it. Refuses one in use, one with an earlier run in it unless that is to be
+// resumed, and one of llm.c's.
 void prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.

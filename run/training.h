@@ -18,10 +18,11 @@
 #include "run/nonfinite.h"
 #include "run/pace.h"
 #include "run/peak.h"
+#include "run/power.h"
+#include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
-#include "run/signals.h"
 
 // A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
 constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
@@ -77,6 +78,7 @@ class Run {
     const double begin = now();
     double shown = -1;  // when a terminal got the last step's line
     Pace pace;
+    PowerWatch power;
     double loss = NAN, val_loss = NAN;  // the last ones
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
@@ -106,6 +108,7 @@ class Run {
     }
     void read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params);
     std::string first_nonfinite();
+    std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
 };
 
@@ -117,7 +120,8 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
       data(data),
       job(job),
       tokenizer(o.tokenizer),
-      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
+      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer),
+      power(job.rank == 0 ? o.watch_power : 0, model.dev) {
     const auto& c = model.config;
     if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
     if (o.sample_every && job.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
@@ -169,6 +173,7 @@ void Run<Model>::describe() const {
 template <class Model>
 void Run<Model>::open_log() {
     if (o.output_dir.empty() || job.rank > 0) return;
+    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     const std::string path = o.output_dir + "/log.jsonl";
     if (step > 0) Log::truncate_after(path, step);
     log = std::make_unique<Log>(path, step > 0);
@@ -207,6 +212,7 @@ void Run<Model>::train_step() {
     // This too runs while the GPU works. A signal to one rank becomes one to all, at the same step.
     if (job.size > 1)
         for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
+    power.look(step + 1);
 
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
@@ -217,11 +223,10 @@ void Run<Model>::train_step() {
     loss /= model.num_losses();
     const double norm = stats.back();
     if (!std::isfinite(loss) || !std::isfinite(norm)) {
-        const std::string last_good = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
         throw Error(
             format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
                    "good checkpoint: %s; a lower -l or a longer -u may help",
-                   step + 1, loss, norm, first_nonfinite().c_str(), last_good.c_str()));
+                   step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
     }
     if (another) std::swap(batch, next);
     step++;
@@ -238,7 +243,9 @@ void Run<Model>::train_step() {
     }
     Row row("train");
     row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
-    log->write(row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu));
+    row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
+    power.add_to(row);
+    log->write(row);
 }
 
 template <class Model>
@@ -278,6 +285,7 @@ void Run<Model>::conclude() const {
     const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
     std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
                 loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
+    std::printf("%s", power.summary().c_str());
     if (o.output_dir.empty())
         return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
     std::string next = "the same command with -y 1, which goes on";
@@ -346,6 +354,8 @@ void Run<Model>::save() {
     Range range("checkpoint");
     const double start = now();
     job.expect_progress(0);  // a disk may take its time
+    check_parameters(model, format("step %d: no checkpoint is written", step),
+                     "last good checkpoint: " + last_good() + "; a lower -l may help");
     last_checkpoint = step;
     if (job.rank > 0 && !model.ranks.sharded) return;
     std::vector<char> adam = gather_optimizer();
@@ -354,9 +364,10 @@ void Run<Model>::save() {
     dev.download(params.data(), model.params.base, params.size());
     Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), position};
     write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), params.data());
+    identity.recipe = o.recipe();
     write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
     std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
-    if (o.keep > 0) prune_checkpoints(o.output_dir, o.keep, o.keep_every);
+    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     pace.save = now() - start;
 }
 
@@ -374,6 +385,7 @@ bool Run<Model>::restore() {
     scatter_optimizer(adam);
     dev.upload(model.params.base, params.data(), params.size());
     dev.sync();
+    check_parameters(model, model_path(o.output_dir, newest), "remove it and its state to resume from the one before");
     train.restore(position = counters.train);
     last_checkpoint = step = first_step = newest;
     return true;
@@ -383,7 +395,13 @@ template <class Model>
 void Run<Model>::read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params) {
     const std::string path = model_path(o.output_dir, newest);
     adam.resize(model.adam.bytes * model.shards());
-    read_state(state_path(o.output_dir, newest), identity, sections(counters, adam));
+    const std::string state = state_path(o.output_dir, newest);
+    identity.recipe = o.recipe();
+    const std::string changes = read_state(state, identity, sections(counters, adam));
+    if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
+    if (counters.step != uint64_t(newest))
+        throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
+                           state.c_str(), static_cast<int>(counters.step)));
     const ModelHeader header = read_model_header(path), mine = model.config.header(dtype_of<X>());
     if (std::memcmp(&header, &mine, sizeof header))
         throw Error(format(

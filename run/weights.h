@@ -7,6 +7,7 @@
 
 #include "data/random.h"
 #include "run/checkpoint.h"
+#include "run/nonfinite.h"
 #include "run/ranks.h"
 #include "run/settings.h"
 #include "run/tensors.h"
@@ -76,6 +77,7 @@ void load(Model& model, const std::string& path) {
     else
         read_as(float{});
     set_parameters(model, values);
+    check_parameters(model, path, "give an earlier checkpoint");
 }
 
 template <class Model>

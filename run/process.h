@@ -1,0 +1,42 @@
+// The process around a run: its descriptors, the signals that end it, and its exit code.
+#pragma once
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <ctime>
+
+inline void prepare_process() {
+    // A file must not get the number of a stream that is closed, because what is printed would go into it.
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
+}
+
+// SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave, or end the text that is written. A second
+// one ends the program at once if it comes more than a second later. Within a second it counts as the same signal,
+// because many programs that pass signals on send them to a process and to its group.
+inline volatile std::sig_atomic_t g_signal = 0;
+inline timespec g_signal_time;
+inline void on_signal(int signal) {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!g_signal) {
+        g_signal_time = now, g_signal = signal;
+    } else if (now.tv_sec - g_signal_time.tv_sec + (now.tv_nsec - g_signal_time.tv_nsec) * 1e-9 > 1) {
+        std::signal(signal, SIG_DFL);
+        raise(signal);
+    }
+}
+inline void catch_signals() {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP})  // nohup and the & of a script ignore some
+        if (std::signal(signal, SIG_IGN) != SIG_IGN) std::signal(signal, on_signal);
+}
+
+// The exit code of a program that is not heard is 1.
+inline int check_stdout(int code) {
+    if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
+    std::fputs("train_gpt2cu: stdout: a line could not be written; free some space or send it elsewhere\n", stderr);
+    return code ? code : 1;
+}
