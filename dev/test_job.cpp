@@ -336,7 +336,7 @@ TEST(a_rank_that_dies_while_ranks_meet_may_come_again) {
     Processes ranks;
     for (int rank : {0, 1}) ranks.start_rank(local_place(rank, 3, port));
     sleep_for(0.3);
-    kill(ranks.pids[1], SIGKILL);
+    kill(ranks.pids[1], SIGKILL), waitid(P_PID, ranks.pids[1], nullptr, WEXITED | WNOWAIT);
     for (int rank : {1, 2}) ranks.start_rank(local_place(rank, 3, port));
     ranks.check({0, 137, 0, 0});
 }

@@ -37,8 +37,8 @@ void append(std::string& list, const std::string& item, const char* separator = 
 
 // What others have sent, fit to be printed.
 std::string printable(std::string text) {
-    std::replace_if(
-        text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    for (char& c : text)
+        if (c < ' ' || c > '~') c = '?';
     return text;
 }
 
