@@ -20,7 +20,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <iomanip>
 #include <mutex>
 #include <random>
 #include <sstream>
@@ -121,28 +120,28 @@ Socket connect_to(const std::string& host, int port, double deadline, const std:
 // What a rank says of itself, and what this rank knows of it besides. Rank 0 watches all, itself too but without a
 // connection. The others watch rank 0.
 struct Rank {
-    std::string name, host, address;  // the job's name, later the key
     int rank = 0, size = 0, pid = 0, port = 0;
-    Socket data;                  // for exchange()
-    Socket watched;               // for beats, until the other says goodbye
-    double heard = 0, moved = 0;  // when
-    std::string beat;             // the last
-    double expected = 0;          // it must make progress in this many seconds; 0 if it need not or waits for others
-    uintmax_t come = 0;           // its progress since the last expect_progress()
+    std::string host, address, name;  // the job's name, later the key
+    Socket data;                      // for exchange()
+    Socket watched;                   // for beats, until the other says goodbye
+    double heard = 0, moved = 0;      // when
+    std::string beat;                 // the last
+    double expected = 0;  // it must make progress in this many seconds; 0 if it need not or waits for others
+    uintmax_t come = 0;   // its progress since the last expect_progress()
 
     std::string title() const { return format("rank %d (pid %d on %s)", rank, pid, host.c_str()); }
     std::string hello() const {
-        std::ostringstream out;
-        out << "gpt2job1 " << std::quoted(name) << ' ' << rank << ' ' << size << ' ' << pid << ' ' << port << ' '
-            << host << ' ' << address;
-        return out.str();
+        return format("gpt2job2 %d %d %d %d %s %s %s", rank, size, pid, port, host.c_str(), address.c_str(),
+                      name.c_str());
     }
     bool read_hello(const std::string& line) {
         std::istringstream in(line);
         std::string protocol;
-        in >> protocol >> std::quoted(name) >> rank >> size >> pid >> port >> host >> address;
+        in >> protocol >> rank >> size >> pid >> port >> host >> address;
         host = printable(host), address = printable(address);
-        return in && protocol == "gpt2job1" && rank >= 0 && rank < size;
+        const bool ours = in && protocol == "gpt2job2" && rank >= 0 && rank < size;
+        std::getline(in.ignore(), name);
+        return ours;
     }
     bool stalled(double share) const { return expected > 0 && now() - moved > share * expected; }
 };
