@@ -27,9 +27,6 @@
 
 namespace {
 
-void sleep_for(double seconds) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-}
 void append(std::string& list, const std::string& item, const char* separator = ", ") {
     list += (list.empty() ? "" : separator) + item;
 }
@@ -156,8 +153,8 @@ int listen_at(const std::string& address, int port) {
     setsockopt(s.fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (bind(s.fd, found->ai_addr, found->ai_addrlen) || listen(s.fd, 1024))
         throw Error(
-            format("cannot listen on port %d of %s: %s%s", port, address.c_str(), std::strerror(errno),
-                   port ? "; set MASTER_ADDR to an address of rank 0's machine and MASTER_PORT to a free port" : ""));
+            format("cannot listen on port %d of %s: %s; MASTER_ADDR must be rank 0's machine and MASTER_PORT free",
+                   port, address.c_str(), std::strerror(errno)));
     return std::exchange(s.fd, -1);
 }
 int port_of(int fd) {
@@ -165,6 +162,9 @@ int port_of(int fd) {
 }
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+void sleep_for(double seconds) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 std::string random_name() {
     std::random_device random;
@@ -285,12 +285,11 @@ struct Job::Impl {
         for (Rank& r : ranks) {
             std::string answer;
             for (pollfd p = {s.fd, POLLIN, 0}; s && !s.recv_line(answer) && now() < give_up;) poll(&p, 1, 100);
-            if (answer.compare(0, 3, "no ") == 0)
-                throw Error(where + ": refused by rank 0: " + printable(answer.substr(3)));
             if (!r.read_hello(answer))
-                throw Error(where +
-                            ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, " +
-                            "or set another MASTER_PORT");
+                throw Error(where + (answer.compare(0, 3, "no ") == 0
+                                         ? ": refused by rank 0: " + printable(answer.substr(3))
+                                         : ": what answers is not rank 0 of this job, or it has failed; "
+                                           "see rank 0's output, or set another MASTER_PORT"));
             if (is_loopback(r.address)) r.address = place.address;
         }
         ranks[0].watched = std::move(s);
