@@ -176,7 +176,7 @@ struct Job::Impl {
     const Patience patience;
     std::vector<Rank> ranks;
     Rank& me = ranks[place.rank];
-    std::string refused;  // why the last one was that is of this job
+    std::string refused;  // why the last one was
     std::atomic<bool> waiting{false}, leaving{false};
     std::atomic<double> expected{0};
     std::atomic<uint64_t> began{0};                    // progress() when expect_progress() was called
@@ -248,11 +248,7 @@ struct Job::Impl {
         else if (guest.rank <= place.rank || ranks[guest.rank].data)
             why = format("%s has come already, now %s; two processes have the same rank, or an earlier job waits",
                          ranks[guest.rank].title().c_str(), guest.title().c_str());
-        if (!why.empty()) {
-            if (guest.name == me.name) refused = ", and refused: " + why;
-            connection.send_line("no " + why);
-            return;
-        }
+        if (!why.empty()) return refused = ", and refused: " + why, void(connection.send_line("no " + why));
         guest.address = end_of(connection.fd, getpeername).first;
         guest.data = std::move(connection);
         guest.watched = std::move(ranks[guest.rank].watched);
