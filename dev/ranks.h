@@ -13,9 +13,6 @@
 #include "dev/program.h"
 #include "layers/comm/job.h"
 
-inline void sleep_for(double s) {
-    usleep(static_cast<useconds_t>(s * 1e6));
-}
 inline int free_port() {
     const int fd = listen_at("127.0.0.1", 0), port = port_of(fd);
     close(fd);

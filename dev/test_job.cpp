@@ -34,7 +34,7 @@ int connect_and_say(int port, const std::string& text) {
 }
 
 std::string hello_by(const std::string& name, int rank, int size, const std::string& host = "here") {
-    return format("gpt2job1 \"%s\" %d %d 1 1 %s there\n", name.c_str(), rank, size, host.c_str());
+    return format("gpt2job2 %d %d 1 1 %s there %s\n", rank, size, host.c_str(), name.c_str());
 }
 
 void wait_for_text(Processes& ranks, const std::string& text) {
@@ -96,15 +96,7 @@ void check_collectives(Job& job) {
 TEST(alone_every_call_returns) {
     Job job;
     CHECK(job.rank == 0 && job.size == 1);
-    job.barrier();
-    job.agree({{"a", "b"}});
-    std::vector<double> x = {1, 2};
-    job.sum(x);
-    CHECK(x == (std::vector<double>{1, 2}));
-    CHECK(job.all_gather(5) == std::vector<int>{5});
-    CHECK(job.all_gather(std::string("x")) == std::vector<std::string>{"x"});
     CHECK_ERROR(job.guard([]() -> int { throw Error("through"); }), "through");
-    check_collectives<float>(job);
     job.leave();
 }
 
@@ -217,52 +209,48 @@ TEST(many_equal_steps_are_progress) {
 
 // All of these ranks, each (rank, size), end with an error that one of them prints.
 TEST(missing_and_wrong_ranks_are_named) {
-    const struct {
+    struct {
         std::vector<std::pair<int, int>> ranks;
         std::vector<std::string> says;
+        Processes processes = {};
     } cases[] = {{{{0, 4}, {2, 4}}, {"of 4 ranks these did not come to port", ": 1, 3;"}},
                  {{{0, 2}, {2, 3}}, {"and refused: rank 2", "as one of 3 ranks"}},
-                 {{{0, 2}, {1, 5}}, {"as one of 5 ranks"}},
                  {{{0, 3}, {1, 3}, {1, 3}}, {"two processes have the same rank"}}};
-    Processes ranks[std::size(cases)];
-    for (size_t i = 0; i < std::size(cases); i++) {
+    for (auto& c : cases) {
         const int port = free_port();
-        for (const auto& [rank, size] : cases[i].ranks) ranks[i].start_rank(local_place(rank, size, port), {2, 1});
+        for (const auto& [rank, size] : c.ranks) c.processes.start_rank(local_place(rank, size, port), {2, 1});
     }
-    for (size_t i = 0; i < std::size(cases); i++)
-        ranks[i].check(std::vector<int>(cases[i].ranks.size(), 1), cases[i].says);
+    for (auto& c : cases) c.processes.check(std::vector<int>(c.ranks.size(), 1), c.says);
 }
 
-// Ranks listen only at the address that they are given. Each looks at its own sockets.
+// While they meet, ranks listen only at the address that they are given. Each looks at its own sockets.
 TEST(nobody_listens_at_other_addresses) {
     const auto print_listeners = [] {
-        sleep_for(0.7);
+        sleep_for(0.5);
         for (int fd = 3; fd < 100; fd++) {
             int listens = 0;
+            char host[64] = "";
             sockaddr_storage a = {};
             socklen_t length = sizeof listens, address_length = sizeof a;
             if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) || !listens) continue;
-            char host[64] = "";
             getsockname(fd, reinterpret_cast<sockaddr*>(&a), &address_length);
             getnameinfo(reinterpret_cast<sockaddr*>(&a), address_length, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
             std::fprintf(stderr, "listens at %s\n", host);
         }
     };
-    const bool no_ipv6 = access("/proc/net/if_inet6", F_OK);
-    const std::string addresses[] = {"127.0.0.1", "localhost", "127.1.2.3", no_ipv6 ? "127.0.0.1" : "::1"};
-    Processes ranks[4];
-    for (int i = 0; i < 4; i++) {
+    for (const std::string address : {"localhost", "127.1.2.3", "::1"}) {
+        if (address == "::1" && access("/proc/net/if_inet6", F_OK)) continue;
+        Processes ranks;
         const int port = free_port();
-        for (int rank : {0, 1})
-            ranks[i].start([&, place = Place{rank, 3, -1, addresses[i], port, "", -1}] {
-                std::thread(print_listeners).detach();
-                return Job(place, {1.5, 1}), 0;
+        for (int rank : {0, 1, 2})
+            ranks.start([&] {
+                rank < 2 ? std::thread(print_listeners).detach() : sleep_for(1);
+                Job({rank, 3, -1, address, port, "", -1}, kQuick).leave();
+                return 0;
             });
-    }
-    for (int i = 0; i < 4; i++) {
-        ranks[i].check({1, 1});
-        const std::string own = addresses[i] == "localhost" ? "127.0.0.1" : addresses[i], text = ranks[i].text();
-        CHECK(count_of(text, "listens at ") == 2 && count_of(text, "listens at " + own + "\n") == 2);
+        const std::string own = "listens at " + (address == "localhost" ? "127.0.0.1" : address) + "\n";
+        ranks.check();
+        CHECK(count_of(ranks.text(), "listens at ") == 2 && count_of(ranks.text(), own) == 2);
     }
 }
 
@@ -303,7 +291,7 @@ TEST(strangers_at_the_port) {
     Processes ranks;
     ranks.start_rank(local_place(0, 2, port, "secret"));
     const std::string wrong = hello_by("Secret", 1, 2);
-    std::vector<std::string> say = {"GET / HTTP/1.1\r\n\r\n",  "gpt2job0" + hello_by("secret", 1, 2).substr(8),
+    std::vector<std::string> say = {"GET / HTTP/1.1\r\n\r\n",  "old" + hello_by("secret", 1, 2),
                                     hello_by("secret", 1, 3),  hello_by("secret", 0, 2),
                                     hello_by("secret", -1, 2), std::string(3 << 20, 'x')};
     for (size_t n = 0; n <= wrong.size(); n++) say.push_back(wrong.substr(0, n));
@@ -320,15 +308,13 @@ TEST(strangers_at_the_port) {
     }
     ranks.start_rank(local_place(1, 2, port, "secret"));
     ranks.check();
-    int refusals = 0;
+    std::string answers;
     for (int fd : stay) {
-        std::string answer(1000, '\0');
-        answer.resize(std::max<ssize_t>(0, recv(fd, answer.data(), answer.size(), MSG_DONTWAIT)));
-        CHECK(!contains(answer, "secret"));
-        refusals += contains(answer, "no ");
+        char answer[1000];
+        answers.append(answer, std::max<ssize_t>(0, recv(fd, answer, sizeof answer, MSG_DONTWAIT)));
         close(fd);
     }
-    CHECK(refusals >= 3);
+    CHECK(count_of(answers, "no ") >= 3 && !contains(answers, "secret"));
 }
 
 TEST(a_rank_that_dies_while_ranks_meet_may_come_again) {
@@ -336,7 +322,7 @@ TEST(a_rank_that_dies_while_ranks_meet_may_come_again) {
     Processes ranks;
     for (int rank : {0, 1}) ranks.start_rank(local_place(rank, 3, port));
     sleep_for(0.3);
-    kill(ranks.pids[1], SIGKILL);
+    kill(ranks.pids[1], SIGKILL), waitid(P_PID, ranks.pids[1], nullptr, WEXITED | WNOWAIT);
     for (int rank : {1, 2}) ranks.start_rank(local_place(rank, 3, port));
     ranks.check({0, 137, 0, 0});
 }
@@ -347,7 +333,10 @@ TEST(strangers_may_not_print_control_characters) {
           {"no \x1b[2J\xc2\x9bgo\n", "refused by rank 0: ?[2J??go\n"}}) {
         const int fd = listen_at("127.0.0.1", 0);
         Processes lost;
-        lost.start([&] { return send(accept(fd, nullptr, nullptr), answer.data(), answer.size(), MSG_NOSIGNAL) < 0; });
+        lost.start([&] {
+            const ssize_t sent = send(accept(fd, nullptr, nullptr), answer.data(), answer.size(), MSG_NOSIGNAL);
+            return sleep_for(0.2), sent < 0;
+        });
         lost.start_rank(local_place(1, 2, port_of(fd)), {1, 1});
         lost.check({0, 1}, {says});
         close(fd);
@@ -369,12 +358,13 @@ TEST(without_the_key_nobody_is_a_rank) {
         _exit(0);  // there is no rank 1 to leave
     });
     const int hello = connect_and_say(port, hello_by("j", 1, 2));
-    std::string answer(10 + 16, '\0');  // the protocol, a quote and the key
-    if (recv(hello, answer.data(), answer.size(), MSG_WAITALL) != ssize_t(answer.size())) throw Error("no answer");
+    std::string answer(1000, '\0');
+    answer.resize(std::max<ssize_t>(0, recv(hello, answer.data(), answer.size(), 0)));
+    const std::string key = answer.substr(answer.size() - 17, 16);
     const int wrong = connect_and_say(port, hello_by(std::string(16, '0'), 1, 2));
     sleep_for(0.5);
     CHECK(!contains(first.text(), "met"));
-    const int right = connect_and_say(port, hello_by(answer.substr(10), 1, 2));
+    const int right = connect_and_say(port, hello_by(key, 1, 2));
     first.check({0}, {"met"});
     for (int fd : {hello, wrong, right}) close(fd);
 }
@@ -464,7 +454,6 @@ TEST(launchers_variables) {
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
         {slurm + "SLURM_STEP_NUM_TASKS=4", "set MASTER_ADDR"},
         {"RANK=4 WORLD_SIZE=4", "RANK: \"4\""},
-        {"RANK=x WORLD_SIZE=4", "RANK: \"x\""},
         {"RANK=3x WORLD_SIZE=4", "RANK: \"3x\""},
         {"RANK=0 WORLD_SIZE=1", "rank 0 of 1,"},
     };

@@ -26,29 +26,26 @@ NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), 
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
     job.broadcast(&id, 1);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
-    make_stream();
-    job.also_watch([this] { return asynchronous_error(); });
+    begin();
 }
 
 NcclComm::NcclComm(NcclComm& all, int first, int count)
     : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), all_(&all), first_(all.first_ + first) {
     NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
-    make_stream();
-    job_.also_watch([this] {
-        const std::string error = all_->asynchronous_error();
-        return error.empty() ? asynchronous_error() : error;
-    });
+    begin();
 }
 
-void NcclComm::make_stream() {
+void NcclComm::begin() {
     int least = 0, greatest = 0;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
     CUDA_CHECK(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
+    job_.also_watch([this] { return asynchronous_error(); });
 }
 
 std::string NcclComm::asynchronous_error() const {
+    if (const std::string error = all_ ? all_->asynchronous_error() : ""; !error.empty()) return error;
     ncclResult_t error = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
     if (asked != ncclSuccess) error = asked;
@@ -101,10 +98,9 @@ void NcclComm::share(void* memory, size_t bytes) {
     if (memory) copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
 }
 
-void NcclComm::begin_group() {
+void NcclComm::group(const std::function<void()>& calls) {
     NCCL_CHECK(ncclGroupStart());
-}
-void NcclComm::end_group() {
+    calls();
     NCCL_CHECK(ncclGroupEnd());
 }
 
@@ -154,8 +150,7 @@ void NcclComm::fork() {}
 void NcclComm::join() {}
 void NcclComm::head_start() {}
 void NcclComm::share(void*, size_t) {}
-void NcclComm::begin_group() {}
-void NcclComm::end_group() {}
+void NcclComm::group(const std::function<void()>&) {}
 void NcclComm::all_reduce(float*, size_t) {}
 void NcclComm::reduce_scatter(float*, const float*, size_t) {}
 void NcclComm::all_gather_bytes(char*, size_t) {}

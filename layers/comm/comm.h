@@ -43,12 +43,7 @@ class NcclComm {
     void join();
     void head_start();
     void share(void* memory, size_t bytes);
-    template <class Calls>
-    void group(Calls calls) {
-        begin_group();
-        calls();
-        end_group();
-    }
+    void group(const std::function<void()>& calls);
 
     void all_reduce(float* x, size_t n);
     void reduce_scatter(float* out, const float* x, size_t n);
@@ -75,10 +70,8 @@ class NcclComm {
     const int first_ = 0;            // rank 0's number in the job
     std::unique_ptr<PeerCopies> copies_;
 
-    void make_stream();
+    void begin();
     std::string asynchronous_error() const;
-    void begin_group();
-    void end_group();
     void all_gather_bytes(char* x, size_t bytes);
     void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
     void send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,

@@ -20,7 +20,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <iomanip>
 #include <mutex>
 #include <random>
 #include <sstream>
@@ -28,17 +27,14 @@
 
 namespace {
 
-void sleep_for(double seconds) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-}
 void append(std::string& list, const std::string& item, const char* separator = ", ") {
     list += (list.empty() ? "" : separator) + item;
 }
 
 // What others have sent, fit to be printed.
 std::string printable(std::string text) {
-    std::replace_if(
-        text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    for (char& c : text)
+        if (c < ' ' || c > '~') c = '?';
     return text;
 }
 
@@ -121,28 +117,28 @@ Socket connect_to(const std::string& host, int port, double deadline, const std:
 // What a rank says of itself, and what this rank knows of it besides. Rank 0 watches all, itself too but without a
 // connection. The others watch rank 0.
 struct Rank {
-    std::string name, host, address;  // the job's name, later the key
     int rank = 0, size = 0, pid = 0, port = 0;
-    Socket data;                  // for exchange()
-    Socket watched;               // for beats, until the other says goodbye
-    double heard = 0, moved = 0;  // when
-    std::string beat;             // the last
-    double expected = 0;          // it must make progress in this many seconds; 0 if it need not or waits for others
-    uintmax_t come = 0;           // its progress since the last expect_progress()
+    std::string host, address, name;  // the job's name, later the key
+    Socket data;                      // for exchange()
+    Socket watched;                   // for beats, until the other says goodbye
+    double heard = 0, moved = 0;      // when
+    std::string beat;                 // the last
+    double expected = 0;  // it must make progress in this many seconds; 0 if it need not or waits for others
+    uintmax_t come = 0;   // its progress since the last expect_progress()
 
     std::string title() const { return format("rank %d (pid %d on %s)", rank, pid, host.c_str()); }
     std::string hello() const {
-        std::ostringstream out;
-        out << "gpt2job1 " << std::quoted(name) << ' ' << rank << ' ' << size << ' ' << pid << ' ' << port << ' '
-            << host << ' ' << address;
-        return out.str();
+        return format("gpt2job2 %d %d %d %d %s %s %s", rank, size, pid, port, host.c_str(), address.c_str(),
+                      name.c_str());
     }
     bool read_hello(const std::string& line) {
         std::istringstream in(line);
         std::string protocol;
-        in >> protocol >> std::quoted(name) >> rank >> size >> pid >> port >> host >> address;
+        in >> protocol >> rank >> size >> pid >> port >> host >> address;
         host = printable(host), address = printable(address);
-        return in && protocol == "gpt2job1" && rank >= 0 && rank < size;
+        const bool ours = in && protocol == "gpt2job2" && rank >= 0 && rank < size;
+        std::getline(in.ignore(), name);
+        return ours;
     }
     bool stalled(double share) const { return expected > 0 && now() - moved > share * expected; }
 };
@@ -157,8 +153,8 @@ int listen_at(const std::string& address, int port) {
     setsockopt(s.fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (bind(s.fd, found->ai_addr, found->ai_addrlen) || listen(s.fd, 1024))
         throw Error(
-            format("cannot listen on port %d of %s: %s%s", port, address.c_str(), std::strerror(errno),
-                   port ? "; set MASTER_ADDR to an address of rank 0's machine and MASTER_PORT to a free port" : ""));
+            format("cannot listen on port %d of %s: %s; MASTER_ADDR must be rank 0's machine and MASTER_PORT free",
+                   port, address.c_str(), std::strerror(errno)));
     return std::exchange(s.fd, -1);
 }
 int port_of(int fd) {
@@ -166,6 +162,9 @@ int port_of(int fd) {
 }
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+void sleep_for(double seconds) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 std::string random_name() {
     std::random_device random;
@@ -177,7 +176,7 @@ struct Job::Impl {
     const Patience patience;
     std::vector<Rank> ranks;
     Rank& me = ranks[place.rank];
-    std::string refused;  // why the last one was that is of this job
+    std::string refused;  // why the last one was
     std::atomic<bool> waiting{false}, leaving{false};
     std::atomic<double> expected{0};
     std::atomic<uint64_t> began{0};                    // progress() when expect_progress() was called
@@ -249,11 +248,7 @@ struct Job::Impl {
         else if (guest.rank <= place.rank || ranks[guest.rank].data)
             why = format("%s has come already, now %s; two processes have the same rank, or an earlier job waits",
                          ranks[guest.rank].title().c_str(), guest.title().c_str());
-        if (!why.empty()) {
-            if (guest.name == me.name) refused = ", and refused: " + why;
-            connection.send_line("no " + why);
-            return;
-        }
+        if (!why.empty()) return refused = ", and refused: " + why, void(connection.send_line("no " + why));
         guest.address = end_of(connection.fd, getpeername).first;
         guest.data = std::move(connection);
         guest.watched = std::move(ranks[guest.rank].watched);
@@ -286,12 +281,11 @@ struct Job::Impl {
         for (Rank& r : ranks) {
             std::string answer;
             for (pollfd p = {s.fd, POLLIN, 0}; s && !s.recv_line(answer) && now() < give_up;) poll(&p, 1, 100);
-            if (answer.compare(0, 3, "no ") == 0)
-                throw Error(where + ": refused by rank 0: " + printable(answer.substr(3)));
             if (!r.read_hello(answer))
-                throw Error(where +
-                            ": what answers is not rank 0 of this job, or it has failed: see rank 0's output, " +
-                            "or set another MASTER_PORT");
+                throw Error(where + (answer.compare(0, 3, "no ") == 0
+                                         ? ": refused by rank 0: " + printable(answer.substr(3))
+                                         : ": what answers is not rank 0 of this job, or it has failed; "
+                                           "see rank 0's output, or set another MASTER_PORT"));
             if (is_loopback(r.address)) r.address = place.address;
         }
         ranks[0].watched = std::move(s);

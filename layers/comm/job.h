@@ -45,6 +45,7 @@ int listen_at(const std::string& address, int port);
 int port_of(int fd);
 std::string random_name();  // that nobody can guess
 double now();               // in seconds
+void sleep_for(double seconds);
 
 // How long a rank waits for others, in seconds.
 struct Patience {

@@ -59,8 +59,7 @@ Place place_from_environment() {
         if (!variable(name).empty()) place.job += (place.job.empty() ? "" : ".") + variable(name);
     const bool from_gpus = !variable("GPT2_LISTEN_FD").empty();
     if (from_gpus && place.rank == 0) place.listen_fd = number_of("GPT2_LISTEN_FD", 0, INT_MAX);
-    // torchrun listens on MASTER_PORT itself
-    if (!from_gpus && !variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;
+    if (!from_gpus && !variable("TORCHELASTIC_RUN_ID").empty()) place.port += 1;  // torchrun itself has this one
     return place;
 }
 
