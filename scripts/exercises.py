@@ -21,26 +21,26 @@ EXERCISES = [
      "Give every row of S to a warp: `kShortRowBytes = 1 << 20`. What does T = 4096 lose?",
      "Nothing forward. Backward reads two rows twice, and so many are in flight that they leave the cache between."),
     ("flash_simple.cu", "flash_simple", "4x4096", "attention/flash_simple.cu", {"kOwn + 4": "kOwn"},
-     "Take the padding away: write `kOwn` for `kOwn + 4`. Which reads collide then, and do they count?",
-     "A thread's reads of its own row do: eight rows of 256 bytes begin in one bank. Passing rows are one address."),
+     "Take the padding away: write `kOwn` for `kOwn + 4` in all three places. Which reads collide then, and do they count?",
+     "A warp's reads of its own rows do, in 32 passes and not 4: rows of 256 bytes begin in one bank. A passing row is one address."),
     ("flash_simple.cu", "flash_simple", "4x4096", "attention/flash_simple.cu", {"kPassing = 16": "kPassing = 8"},
-     "Halve the tile that passes by: `kPassing = 8`. Twice the barriers, half the registers: what wins?",
-     "The barriers win, and each tile reads the thread's own row again, for half as many keys."),
+     "Halve the tile that passes by: `kPassing = 8`. Twice the barriers: how much slower is forward?",
+     "Each tile reads the thread's own row again, for half as many keys, and loads wait at twice as many barriers."),
     ("flash_fp32.cu", "flash_fp32", "4x4096", "attention/flash_fp32.cu",
      {"(threadIdx.x & 1) | (threadIdx.x >> 3 & 2)": "threadIdx.x >> 3 & 3", "threadIdx.x >> 1 & 7": "threadIdx.x & 7",
       "int bit = 2; bit <= 8": "int bit = 1; bit <= 4"},
      "Number the lane grid plainly: row `threadIdx.x >> 3 & 3`, column `threadIdx.x & 7`, and bits 1 to 4 in row_max and "
      "row_sum. How many passes does a 16-byte load take now?",
-     "Four, not two. Forward hides most of them behind FMAs. Backward has smaller sub-tiles, so more loads an FMA."),
+     "Four, not two, where lanes share a column. Forward hides most of them behind FMAs. Backward has smaller sub-tiles, so more loads an FMA."),
     ("flash_mma.cu", "flash_mma", "4x4096", "attention/flash_mma.cu", {"bf16[Bc][HS + 8]": "bf16[Bc][HS]"},
      "Take the padding away: `bf16[Bc][HS]`. How many passes does ldmatrix take, and what share of the time was it?",
-     "Eight, not one, because rows of 128 bytes repeat the banks. The time says that it was a third before."),
+     "Eight, not one, because rows of 128 bytes repeat the banks: 7·512 clk more a tile. So it was a third before."),
     ("flash_bf16.cu", "flash_bf16", "4x4096", "attention/flash_bf16.cu",
      {"softmax.exponentials(p.scale_log2, s, kk);":
       "if (kk == 0) for (int k = 0; k < Bc / 16; k++) softmax.exponentials(p.scale_log2, s, k);"},
      "Take all exponentials of a tile before its first product: `if (kk == 0) for (int k = 0; k < Bc / 16; k++) "
-     "softmax.exponentials(p.scale_log2, s, k);`. Are 512 of 1536 clk lost?",
-     "Hardly any. Eight warps share the SM, and while one takes exponentials another multiplies."),
+     "softmax.exponentials(p.scale_log2, s, k);` in place of the first line. What is lost?",
+     "Little. Two blocks of four warps share the SM, and while one takes exponentials another multiplies."),
     ("fp16_pairs.cuh", "flash_fp16x3", "4x4096", "attention/fp16_pairs.cuh",
      {"mma(c, n, hi[kk], b);": ""},
      "Leave out one of the three products, hi · lo: delete `mma(c, n, hi[kk], b);` above. How large is the error of out, "
@@ -52,7 +52,7 @@ EXERCISES = [
     ("flash_bf16_sm90.cu", "flash_bf16_sm90", "4x4096", "attention/flash_bf16_sm90.cu",
      {"Stages = HS == 64 ? 4 : 2": "Stages = 2"},
      "Give K and V two stages instead of four: `Stages = 2`. Does the producer still keep ahead?",
-     "Nearly. A copy has one tile's time to arrive, and three warpgroups seldom finish a tile together."),
+     "Nearly. A stage is free once the slowest warpgroup has left it, and then a copy has one tile's time to arrive."),
     ("flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
      {"return args.masked && bh >= args.group;": "return false;"},
      "Let all heads walk back: `walks_forward` returns false. What do the turns cost?",
@@ -62,6 +62,10 @@ EXERCISES = [
      "Then let all of them walk forward: it returns `args.masked`. What does the end of the kernel cost?",
      "The longest items begin last, and most SMs wait for them."),
 ]
+
+
+def name_of(edits):
+    return "; ".join(edits.values())
 
 
 def changed(copy, file, edits):
@@ -105,11 +109,11 @@ def main():
         copies = [pathlib.Path(folder) / str(number) for number in range(len(todo))]
         list(pool.map(build, copies, todo))
         rows = []
-        for copy, (_, kernel, shape, _, _, asks, _) in zip(copies, todo):
+        for copy, (_, kernel, shape, _, edits, asks, _) in zip(copies, todo):
             (before, gpu), (after, _) = figures(ROOT, kernel, shape), figures(copy, kernel, shape)
             B, T = map(int, shape.split("x"))
-            rows.append(results.row("exercise", gpu, results.toolkit(), kernel=kernel, B=B, T=T, what=asks,
-                                    before=before, after=after))
+            rows.append(results.row("exercise", gpu, results.toolkit(), kernel=kernel, B=B, T=T,
+                                    what=name_of(edits), before=before, after=after))
             print(f"{kernel} {shape}: {before} becomes {after}. {asks}")
     if a.json or a.out:
         print(results.append(rows, "exercises", a.out))

@@ -15,7 +15,7 @@ import sys
 import textwrap
 from operator import itemgetter
 
-from exercises import EXERCISES
+from exercises import EXERCISES, name_of
 from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows, shared, values
 
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
@@ -107,7 +107,9 @@ def ladder(rows):
     lines = []
     for name, (dtype, new) in RUNGS.items():
         files = [ROOT / "attention" / f"{name}{half}.cu" for half in ("", "_backward")]
-        cells = [f"[{name}]({files[0].name})", new, sum(len(f.read_text().splitlines()) for f in files if f.exists())]
+        files = [file for file in files if file.exists()]
+        files += {ROOT / path for f in files for path in re.findall(r'#include "(attention/\w+\.cuh)"', f.read_text())}
+        cells = [f"[{name}]({files[0].name})", new, sum(len(f.read_text().splitlines()) for f in files)]
         bar = ""
         for passed in "fwd", "bwd":
             alike = {r["kernel"]: r for r in matching(rows, dtype=dtype, **{"pass": passed})}
@@ -120,9 +122,10 @@ def ladder(rows):
             cells.append(f"{rate:.0f}: {rate / gemm:.0%}{of_best}")
             bar = bar or "█" * round(20 * min(1, rate / gemm))
         lines.append(" | ".join(map(str, [*cells, bar])))
-    title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal. Behind TFLOP/s stands the share of the GEMM rate in
-        that precision, which the bar shows for forward, and the share of the fastest library's kernel"""
-    return table(title, rows, "rung | new | lines | forward | backward | ", lines)
+    title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal: TFLOP/s, % of a large matrix product (GEMM) in that
+        precision, of which fp32 has no tensor cores, and % of the fastest library's kernel. The bar is forward's GEMM
+        share. lines counts a kernel's own headers"""
+    return table(title, rows, "rung | new | lines | forward: GEMM, library | backward: GEMM, library | ", lines)
 
 
 def accuracy(rows):
@@ -349,10 +352,10 @@ def default_run(rows):
 def exercises(rows):
     """The answers: what the bench said before and after a change."""
     found, lines = {r["what"]: r for r in rows}, []
-    for number, (_, kernel, shape, _, _, asks, because) in enumerate(EXERCISES, 1):
-        if asks not in found:
+    for number, (_, kernel, _, _, edits, _, because) in enumerate(EXERCISES, 1):
+        if name_of(edits) not in found:
             continue
-        before, after = found[asks]["before"], found[asks]["after"]
+        before, after = found[name_of(edits)]["before"], found[name_of(edits)]["after"]
         cells = [f"{before[name]} → {after[name]}" if name in after else "–" for name in ("fwd", "bwd")]
         if len(after) == 1:
             cells[0] = f"error {before['error']:g} → {after['error']:g}"
