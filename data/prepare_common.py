@@ -18,6 +18,11 @@ from pathlib import Path
 
 END_OF_TEXT, VOCABULARY = 50256, 50257
 TOKENIZER_MAGIC = 20240328
+# GPT-2's order of the bytes, whose first tokens they are. Its files show each as a visible character, Latin-1's visible
+# ones as themselves and the others from U+0100 on.
+VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
+SHOWN = {byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE)) for i, byte in enumerate(BYTES)}
 # GPT-2's, as tiktoken writes it.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -144,17 +149,14 @@ def json_lines(path, position=0):
 
 def parse_ranks(path, content):
     """{bytes of a token: its id} from vocab.bpe, encoder.json or a .tiktoken file."""
-    # The first two write bytes as visible characters: Latin-1's visible ones as themselves, the others from U+0100 on.
-    visible = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-    order = visible + [byte for byte in range(256) if byte not in visible]
-    byte_of = {chr(byte) if byte in visible else chr(256 + i - len(visible)): byte for i, byte in enumerate(order)}
+    byte_of = {character: byte for byte, character in SHOWN.items()}
     try:
         if content.startswith(b"{"):
             return {bytes(byte_of[c] for c in token): int(rank) for token, rank in json.loads(content).items()
                     if rank != END_OF_TEXT or token != "<|endoftext|>"}
         if content.startswith(b"#version"):
             merges = content.decode().splitlines()[1:]
-            tokens = [bytes([byte]) for byte in order]
+            tokens = [bytes([byte]) for byte in BYTES]
             tokens += [bytes(byte_of[c] for c in merge.replace(" ", "")) for merge in merges if merge]
             return {token: rank for rank, token in enumerate(tokens)}
         pairs = (line.split() for line in content.splitlines() if line)

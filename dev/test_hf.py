@@ -57,6 +57,19 @@ IMPORT, EXPORT = ("import", "hf", "b.bin"), ("export", "a.bin", "hf2")
 TENSORS, CONFIG = "hf/model.safetensors", "hf/config.json"
 
 
+TOKENIZER = ("vocab.json", "merges.txt", "tokenizer_config.json")
+BYTES = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # GPT-2's order: the visible ones
+BYTES += sorted({*range(256)} - {*BYTES})
+
+
+def tokenizer(*longer, magic=20240328):
+    """llm.c's file with the single bytes, then these tokens."""
+    pieces = [bytes([byte]) for byte in BYTES] + list(longer)
+    pieces += [b""] * (50256 - len(pieces)) + [b"<|endoftext|>"]
+    header = struct.pack("<256I", magic, 2, 50257, 50256, *[0] * 252)
+    return header + b"".join(bytes([len(piece)]) + piece for piece in pieces)
+
+
 def read(path):
     return Path(path).read_bytes()
 
@@ -120,7 +133,8 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
     for version, dtype, P, V, end_of_text in ((3, "float32", 10, 257, 256), (5, "bfloat16", 19, 257, 256),
                                               (3, "float32", 109, 256, None), (5, "bfloat16", 1009, 50257, 50256)):
         new_export(version, P, V)
-        assert sorted(os.listdir("hf")) == ["config.json", "generation_config.json", "model.safetensors"]
+        files = {"config.json", "generation_config.json", "model.safetensors"} | (set(TOKENIZER) if V == 257 else set())
+        assert set(os.listdir("hf")) == files, V
         config, generation = (json.loads(read(file)) for file in (CONFIG, "hf/generation_config.json"))
         for ends in config, generation:
             assert ends["bos_token_id"] == ends["eos_token_id"] == end_of_text, (ends, V)
@@ -194,6 +208,35 @@ def test_sharded_safetensors_and_old_names():
     refuses("index.json: damaged", "import", "hf", "c.bin")
 
 
+def test_tokenizer_of_an_export():
+    """The ids are those of the trainer. Its file has no merges, and a token of three parts has one way to be made."""
+    merges = ["Ġ t", "h e", "Ġt he", "i n"]
+    longer = [merge.replace(" ", "").replace("Ġ", " ").encode() for merge in merges]
+    for V, option, end_of_text, merges in ((257, (), 256, []), (50257, ("--tokenizer", "bytes"), 50256, []),
+                                           (50257, ("--tokenizer", "t.bin"), 50256, merges), (50257, (), 50256, None),
+                                           (256, (), None, None)):
+        new_export(V=V)
+        written("t.bin", tokenizer(*longer))
+        converts(*EXPORT, *option)
+        if merges is None:
+            assert not set(os.listdir("hf2")) & set(TOKENIZER), V
+            continue
+        vocabulary, found, config = (read(f"hf2/{name}").decode() for name in TOKENIZER)
+        assert found == "\n".join(["#version: 0.2", *merges, ""]), found
+        assert json.loads(config)["model_max_length"] == P, config
+        vocabulary = json.loads(vocabulary)
+        assert [vocabulary[shown] for shown in ("!", "~", "\u00ff", "\u0100", "Ġ", "<|endoftext|>")] == [
+            0, 93, 187, 188, 220, end_of_text], vocabulary
+        assert list(vocabulary.values())[:-1] == list(range(256 + len(merges))), vocabulary
+    new_export(V=50257)
+    for raw, message in ((b"", "t.bin: expected a tokenizer of 50257 tokens with magic 20240328, found 0 with 0"),
+                         (tokenizer(magic=1), "found 50257 with 1"), (tokenizer() + b"1", "t.bin: expected"),
+                         (tokenizer()[:-1], "t.bin: expected"), (tokenizer(b"the"), "token 256 is not made of two")):
+        refuses(message, *EXPORT, "--tokenizer", written("t.bin", raw).name)
+    new_export()
+    refuses("not the tokenizer of a model with a vocabulary of 257", *EXPORT, "--tokenizer", "t.bin")
+
+
 def test_names_on_the_hub():
     """A stand-in for huggingface_hub takes the place of the network."""
     def snapshot_download(name, allow_patterns):
@@ -213,10 +256,11 @@ def test_names_on_the_hub():
 
 
 def test_as_a_program():
-    new_export()
+    new_export(V=256)
     written("none/numpy.py", "raise ImportError('none here')")
     for command, path, code, says in (("import hf b.bin", "none", 1, "hf.py: needs numpy (none here)"),
-                                      ("--help", "none", 0, "from_pretrained"),
+                                      ("--help", "none", 0, "text-generation"),
+                                      ("export a.bin hf2", None, 0, "hf2: has no tokenizer, because none is known"),
                                       ("export a.bin hf", None, 1, "hf.py: hf: exists already")):
         environment = {**os.environ, "PYTHONPATH": path or os.environ["PYTHONPATH"]}
         done = subprocess.run([sys.executable, HF, *command.split()], capture_output=True, text=True, env=environment)
@@ -371,6 +415,24 @@ def test_transformers_round_trip():
         prompt = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         made = back.eval().generate(**prompt, max_new_tokens=8, do_sample=False)
         assert 3 < made.shape[1] <= 11 and int(made.max()) < V
+
+
+def test_transformers_tokenizer():
+    """An export's text goes in and out. The longest tokens are those that the trainer takes."""
+    need_libraries()
+    from transformers import AutoTokenizer, pipeline
+    option, text = ("--tokenizer", "t.bin"), "in the Zo\u00eb 's  , don 't\n"
+    letters = {letter: BYTES.index(ord(letter)) for letter in "inthe "}
+    for V, option, ids in ((257, (), [letters[letter] for letter in "in the"]), (50257, option, [259, 258])):
+        random_model(V, 16)
+        written("t.bin", tokenizer(b" t", b"he", b" the", b"in"))
+        converts(*EXPORT, *option)
+        found = AutoTokenizer.from_pretrained("hf2")
+        assert found("in the")["input_ids"] == ids and found.decode(found(text)["input_ids"]) == text
+        assert found("a<|endoftext|>")["input_ids"][1] == found.eos_token_id == (256 if V == 257 else 50256)
+        assert found.model_max_length == 48
+        made = pipeline("text-generation", "hf2")(text, max_new_tokens=5)[0]["generated_text"]
+        assert made.startswith(text), made
 
 
 def compare(device, attention, V, C, B=3, T=37, P=48):

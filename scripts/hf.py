@@ -5,7 +5,8 @@
     ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
 
     python3 scripts/hf.py export run1/model_00003000.bin my-gpt2      # a folder for the transformers library:
-    AutoModelForCausalLM.from_pretrained("my-gpt2")                   # (the tokenizer is GPT-2's own)
+    pipeline("text-generation", "my-gpt2")("Once")                    # it has a tokenizer, too, with
+                                                                      # --tokenizer data/cache/…/gpt2_tokenizer.bin
 
 Needs numpy; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
 
@@ -19,8 +20,12 @@ import json
 import math
 import os
 import re
+import struct
 import sys
 import tempfile
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
+from prepare_common import BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC
 
 try:
     import numpy as np
@@ -211,7 +216,7 @@ def read_tensors(folder, config):
     return found
 
 
-def import_model(source, out, want):
+def import_model(source, out, want, _):
     folder = find_folder(source)
     config = read_config(folder)
     found = read_tensors(folder, config)
@@ -255,9 +260,56 @@ def read_model(path):
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
 
 
-def export_model(path, out, want):
+def read_tokenizer(path):
+    """The bytes of each token, from llm.c's file, which data/prepare.py writes and the trainer reads."""
+    with open(path, "rb") as f:
+        header, raw = f.read(1024), f.read()
+    magic, version, count = struct.unpack("<3I", header[:12].ljust(12, b"\0"))
+    pieces, at = [], 0
+    while len(pieces) < count and at < len(raw):
+        pieces.append(raw[at + 1:at + 1 + raw[at]])
+        at += 1 + raw[at]
+    if magic != TOKENIZER_MAGIC or version not in (1, 2) or len(pieces) != END_OF_TEXT + 1 or at != len(raw):
+        raise Error(f"{path}: expected a tokenizer of {END_OF_TEXT + 1} tokens with magic {TOKENIZER_MAGIC}, found "
+                    f"{len(pieces)} with {magic}; give GPT-2's, which data/prepare.py writes")
+    return pieces[:END_OF_TEXT]
+
+
+def tokenizer_files(config, source):
+    """Name and text of each file, or None if it is not known what the tokens mean. The file of merges says which two
+    tokens make each longer one. They are the last two parts when the tokens before it have joined what they can."""
+    vocabulary = config["vocab_size"]
+    end_of_text = end_of(vocabulary)
+    if source not in (None, "bytes") and vocabulary <= END_OF_TEXT or source and end_of_text is None:
+        raise Error(f"{source}: not the tokenizer of a model with a vocabulary of {vocabulary}; leave out --tokenizer")
+    if end_of_text != 256 and not source:
+        return None
+    pieces = read_tokenizer(source) if source not in (None, "bytes") else [bytes([byte]) for byte in BYTES]
+    ids, merges = {piece: id for id, piece in enumerate(pieces) if piece}, []
+    for piece, id in ids.items():
+        parts = [piece[i:i + 1] for i in range(len(piece))]
+        while len(parts) > 2:
+            first, at = min((ids.get(a + b, id), at) for at, (a, b) in enumerate(zip(parts, parts[1:])))
+            if first >= id:
+                raise Error(f"{source}: token {id} is not made of two earlier ones; give GPT-2's tokenizer")
+            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+        merges += [parts] * (len(parts) == 2)
+    shown = lambda piece: "".join(SHOWN[byte] for byte in piece)
+    return {"vocab.json": json.dumps({**{shown(piece): id for piece, id in ids.items()}, "<|endoftext|>": end_of_text}),
+            "merges.txt": "\n".join(["#version: 0.2", *(" ".join(map(shown, pair)) for pair in merges), ""]),
+            "tokenizer_config.json": json.dumps({"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces":
+                                                 False, "model_max_length": config["n_positions"]})}
+
+
+def end_of(vocabulary):
+    """The id of <|endoftext|> in GPT-2's vocabulary and in the one of single bytes. Others are not known."""
+    return END_OF_TEXT if vocabulary > END_OF_TEXT else 256 if vocabulary == 257 else None
+
+
+def export_model(path, out, want, tokenizer):
     config, padding, have, parameters = read_model(path)
     want = want or have
+    files = tokenizer_files(config, tokenizer)
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
         end = position + math.prod(shape) * STORAGE[want].itemsize
@@ -274,18 +326,21 @@ def export_model(path, out, want):
             yield convert(name, parameters[at:at + math.prod(shape)].reshape(shape), have, want)
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
-    # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
-    end_of_text = 50256 if config["vocab_size"] > 50256 else 256 if config["vocab_size"] == 257 else None
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of(config["vocab_size"]))
     model = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **config, "n_inner": None,
              "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "resid_pdrop": 0.0, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want], **ends}
     with whole(out) as tmp:
         os.mkdir(tmp)
-        for name, content in (("config.json", model), ("generation_config.json", ends)):
-            write_file(os.path.join(tmp, name), [json.dumps(content, indent=2).encode() + b"\n"])
+        for name, content in {"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends),
+                              **(files or {})}.items():
+            write_file(os.path.join(tmp, name), [content.encode()])
         write_file(os.path.join(tmp, "model.safetensors"), chunks())
+    if not files:
+        print(f"{out}: has no tokenizer, because " + (
+            "the checkpoint does not say which; export with --tokenizer gpt2_tokenizer.bin, or bytes"
+            if end_of(config["vocab_size"]) else "none is known for this vocabulary"))
     return config, want
 
 
@@ -295,6 +350,8 @@ def main():
     arg.add_argument("source", help="import: folder or name on the hub; export: checkpoint of this program or of llm.c")
     arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
     arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: the source's")
+    arg.add_argument("--tokenizer", metavar="FILE", help="export: put this one in, the trainer's gpt2_tokenizer.bin; "
+                     "'bytes' for a model that was trained without --tokenizer; default: bytes if the vocabulary is 257")
     a = arg.parse_args()
     out = os.path.abspath(a.out)
     try:
@@ -303,7 +360,7 @@ def main():
         if not os.path.isdir(os.path.dirname(out)):
             raise Error(f"{os.path.dirname(out)}: no such folder; create it or choose another path for the output")
         convert_model = import_model if a.command == "import" else export_model
-        config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision))
+        config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision), a.tokenizer)
     except Error as e:
         sys.exit(f"hf.py: {e}")
     except OSError as e:
