@@ -36,6 +36,8 @@ RANKS_SHA256 = {  # three forms of the same list
 
 class Fail(Exception):
     """One line for the user: what, where, expected, found, what to do."""
+    def __str__(self):
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 def need(module):
@@ -54,8 +56,27 @@ def progress(**options):
 # -------------------------------------------------------------------------------------------------- files and downloads
 
 
+def regular(path):
+    """This path, unless no file is there: a pipe would let a reader wait, and some devices have no end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise Fail(f"{path}: expected a file, found a directory, a pipe or a device; give a file")
+    return path
+
+
+@contextlib.contextmanager
+def reading(path, advice="get the file again"):
+    """Whatever its content makes a reader raise is one line about this file."""
+    try:
+        yield regular(path)
+    except Exception as error:
+        if isinstance(error, Fail) or getattr(error, "filename", None):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise Fail(f"{path}: damaged ({advice}): {type(error).__name__}: {reason}") from None
+
+
 def sha256_of(path):
-    with open(path, "rb") as file:
+    with open(regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

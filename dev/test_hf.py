@@ -6,14 +6,17 @@ in for it.
     python3 dev/test_hf.py [part of a test's name]
 """
 import contextlib
+import functools
 import io
 import json
+import math
 import os
 import random
 import re
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -204,6 +207,10 @@ def test_sharded_safetensors_and_old_names():
     assert read("a.bin") == read("b.bin")
     os.unlink("hf/model-1.safetensors")
     refuses("model-1.safetensors: cannot read: No such file", "import", "hf", "c.bin")
+    for name in "../a.bin", os.path.abspath("a.bin"), "", "..", "a\0", "\ud800", 1, None, ["model-0.safetensors"]:
+        written(index, json.dumps({"weight_map": {"wte.weight": name}}))
+        says = "hf/{}: expected a file" if name in ("", "..") else "index.json: weight_map: expected names of files beside"
+        refuses(says.format(name), "import", "hf", "c.bin")
     written(index, '{"weight_map": ["x"]}')
     refuses("index.json: damaged", "import", "hf", "c.bin")
 
@@ -271,7 +278,7 @@ def test_as_a_program():
 
 
 def test_files_that_are_refused():
-    """A case has a file, what stands in it (None: no such file), and what is said."""
+    """A case has a file, what stands in it (None: no such file; a function makes another thing), and what is said."""
     new_export()
     config, tensors, raw, good = json.loads(read(CONFIG)), read_tensors(), read(TENSORS), read("a.bin")
     cases = [(CONFIG, None, "cannot read: No such file"), (TENSORS, None, "hf: no model.safetensors"),
@@ -284,11 +291,16 @@ def test_files_that_are_refused():
               "rotary_pct": 0.25, "rope_scaling": {"factor": 2}, "rope_parameters": {"rope_theta": 1e4},
               "quantization_config": {"bits": 4}}
     changes = [(key, value, f"{CONFIG}: {key}") for key, value in others.items()]
+    changes += [(key, value, f"{CONFIG}: {key}: expected a positive") for key in ("n_embd", "n_layer")
+                for value in (10**4299, math.inf, True, [])]
     changes += [("vocab_size", 258, "tensor wte.weight: expected shape (258, 32)"),
                 ("n_layer", 1, "GPT-2 as config.json describes it has none"),
                 ("n_layer", 10**9, "tensor h.999999999.ln_1.weight is missing")]
     cases += [(CONFIG, json.dumps({**config, key: value}), message) for key, value, message in changes]
-    cases += [(CONFIG, text, f"{CONFIG}: damaged (get the file again): ") for text in ('{"model_type": ', 100000 * "[")]
+    cases += [(CONFIG, text, f"{CONFIG}: damaged (get the file again): ") for text in (
+        '{"model_type": ', 100000 * "[", f'{{"n_embd": {5000 * "9"}}}', '"', "null", "[1]", b"\xff")]
+    nowhere = (os.mkfifo, os.mkdir, functools.partial(os.symlink, "/dev/zero"))
+    cases += [(file, make, f"{file}: expected a file") for file in (CONFIG, TENSORS, "a.bin") for make in nowhere]
 
     name, other = "h.1.mlp.c_fc.weight", "h.2.mlp.c_fc.weight"
     data, _, shape = tensors[name]
@@ -296,7 +308,7 @@ def test_files_that_are_refused():
         ({key.replace(name, other): tensor for key, tensor in tensors.items()}, f"tensor {name} is missing"),
         ({**tensors, name: (data, "I32", shape)}, "expected F32, F16 or BF16, found I32"),
         ({**tensors, name: (data, "F32", shape[::-1])}, "expected shape (32, 128) by config.json, found (128, 32)"),
-        ({**tensors, "score.weight": (bytes(64), "F32", [16])}, "tensor score.weight: GPT-2 as config"),
+        ({**tensors, "a\n\0\ud800": (bytes(64), "F32", [16])}, "tensor a\\n\\x00\\ud800: GPT-2 as config"),
         ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]
 
     end, damaged = 8 + int.from_bytes(raw[:8], "little"), f"{TENSORS}: damaged (get the file again): "
@@ -309,6 +321,7 @@ def test_files_that_are_refused():
         (raw.replace(b"[257, 32]", b"[257,-32]", 1), "header: ValueError"),
         (raw.replace(b"[257, 32]", b"[257,3.2]", 1), "header: ValueError"),
         (raw.replace(b'"dtype"', b'"dtypo"', 1), "header: KeyError"),
+        (raw.replace(b"[257, 32]", b"Infinity ", 1), "header: TypeError"),
         (raw.replace(b"[257, 32]", b"[257, 31]", 1), "transformer.wte.weight: F32"),
         (raw.replace(b"[0, ", b"[4, ", 1), "transformer.wte.weight: expected its data from offset 0, found 4"))]
 
@@ -317,17 +330,21 @@ def test_files_that_are_refused():
         (b"", "expected magic"), (good[:1000], "expected magic"), (good[:-1], damaged), (good + b"1", damaged))]
     for index, value, message in ((0, 20240520, "expected magic"), (1, 4, "expected magic"), (4, 3, damaged),
                                   (3, -1, "damaged header"), (4, 2**31 - 1, "damaged header"),
-                                  (5, 3, "damaged header"), (7, 128, "damaged header")):
+                                  (5, 3, "damaged header"), (7, 128, "damaged header"), (3, 3, "damaged header")):
         wrong = good[:4 * index] + struct.pack("<i", value) + good[4 * index + 4:]
         cases.append(("a.bin", wrong, f"a.bin: {message}"))
 
     for file, wrong, message in cases:
         before = read(file)
-        os.unlink(file)
-        if wrong is not None:
+        os.rename(file, "good")
+        if callable(wrong):
+            wrong(file)
+        elif wrong is not None:
             assert written(file, wrong).read_bytes() != before, message
         refuses(message, *(EXPORT if file == "a.bin" else IMPORT))
-        written(file, before)
+        if os.path.lexists(file):
+            os.rename(file, tempfile.mkdtemp() + "/bad")
+        os.rename("good", file)
     same = {"n_inner": 4 * C, "activation_function": "gelu_pytorch_tanh"}  # by other names
     written(CONFIG, json.dumps({**config, **same}))
     converts(*IMPORT)
