@@ -92,7 +92,7 @@ def commit(file, path):
 
 
 def write_file(path, content):
-    file = open(f"{path}.part", "wb")
+    file = open(regular(f"{path}.part"), "wb")
     file.write(content)
     commit(file, path)
 
@@ -121,12 +121,11 @@ def download(url, path, sha256):
             raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {sha256_of(path)}; delete it to get it again")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(f"{path}.part")
+    part = regular(Path(f"{path}.part"))
     response = fetch(url, part.stat().st_size if part.exists() else 0)
     with open(part, "ab" if response is None or response.status == 206 else "wb") as file:
         if response:
-            length = response.headers.get("Content-Length")
-            total = file.tell() + int(length) if length else None
+            total = file.tell() + response.length if response.length else None
             with response, progress(total=total, initial=file.tell(), unit="B", desc=path.name) as bar:
                 for block in blocks(response):
                     bar.update(file.write(block))
@@ -157,9 +156,9 @@ def json_lines(path, position=0):
                 found = json.loads(line.decode()) if line.strip() else None
             except UnicodeDecodeError as error:
                 raise invalid_utf8(path, position, error) from None
-            except json.JSONDecodeError as error:
-                at = position + error.pos
-                raise Fail(f"{path}: not JSON at offset {at}: {error.msg}; give one object a line") from None
+            except (ValueError, RecursionError) as error:  # those without a position are of too long numbers or too deep
+                at, reason = position + getattr(error, "pos", 0), getattr(error, "msg", error)
+                raise Fail(f"{path}: not JSON at offset {at}: {reason}; give one object a line") from None
             if line.strip():
                 yield position, found
             position += len(line)
@@ -168,22 +167,19 @@ def json_lines(path, position=0):
 # -------------------------------------------------------------------------------------------------------- the tokenizer
 
 
-def parse_ranks(path, content):
+def parse_ranks(content):
     """{bytes of a token: its id} from vocab.bpe, encoder.json or a .tiktoken file."""
     byte_of = {character: byte for byte, character in SHOWN.items()}
-    try:
-        if content.startswith(b"{"):
-            return {bytes(byte_of[c] for c in token): int(rank) for token, rank in json.loads(content).items()
-                    if rank != END_OF_TEXT or token != "<|endoftext|>"}
-        if content.startswith(b"#version"):
-            merges = content.decode().splitlines()[1:]
-            tokens = [bytes([byte]) for byte in BYTES]
-            tokens += [bytes(byte_of[c] for c in merge.replace(" ", "")) for merge in merges if merge]
-            return {token: rank for rank, token in enumerate(tokens)}
-        pairs = (line.split() for line in content.splitlines() if line)
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, KeyError) as error:
-        raise Fail(f"{path}: not a list of ranks ({error}); give GPT-2's vocab.bpe or encoder.json") from None
+    if content.startswith(b"{"):
+        return {bytes(byte_of[c] for c in token): int(rank) for token, rank in json.loads(content).items()
+                if rank != END_OF_TEXT or token != "<|endoftext|>"}
+    if content.startswith(b"#version"):
+        merges = content.decode().splitlines()[1:]
+        tokens = [bytes([byte]) for byte in BYTES]
+        tokens += [bytes(byte_of[c] for c in merge.replace(" ", "")) for merge in merges if merge]
+        return {token: rank for rank, token in enumerate(tokens)}
+    pairs = (line.split() for line in content.splitlines() if line)
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
 
 def load_ranks(paths, extra_sha256):
@@ -199,18 +195,19 @@ def load_ranks(paths, extra_sha256):
     accepted = [*extra_sha256, *RANKS_SHA256.values()]
     found = []
     for path in paths:
-        content = Path(path).read_bytes()
+        content = Path(regular(path)).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in accepted:
             raise Fail(f"{path}: wrong SHA-256: expected one of {', '.join(accepted)}, found {sha256}; get GPT-2's "
                        "file again, or accept another one with --ranks-sha256")
-        found.append(parse_ranks(path, content))
+        with reading(path, "give GPT-2's vocab.bpe or encoder.json"):
+            found.append(parse_ranks(content))
         if found[0] != found[-1]:
             raise Fail(f"{path}: other ranks than in {paths[0]}; give files of the same tokenizer")
     ranks, ids = found[0], set(found[0].values())
-    if max(ids, default=0) >= END_OF_TEXT or len(ids) < len(ranks):
-        raise Fail(f"{paths[0]}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {max(ids)} as the "
-                   f"largest of {len(ids)} for {len(ranks)} tokens; use GPT-2's ranks")
+    if not ids <= set(range(END_OF_TEXT)) or len(ids) < len(ranks):
+        raise Fail(f"{paths[0]}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {len(ids)} from "
+                   f"{min(ids)} to {max(ids)} for {len(ranks)} tokens; use GPT-2's ranks")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise Fail(f"{paths[0]}: a single byte has no token: expected all 256; use GPT-2's ranks")
     return ranks
@@ -219,6 +216,13 @@ def load_ranks(paths, extra_sha256):
 def make_encoding(ranks):
     return need("tiktoken").Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens={"<|endoftext|>": END_OF_TEXT})
+
+
+def encodable(where, text, spaces=400_000):
+    """This text, unless tiktoken could panic, as it does at a million of white spaces in a row."""
+    if any(text[i:i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)):
+        raise Fail(f"{where}: {spaces:,} white spaces in a row, too many for tiktoken; remove some")
+    return text
 
 
 def write_tokenizer(path, ranks):
@@ -246,6 +250,7 @@ def add_ranks_options(parser):
 
 def run(main, args):
     """Runs main(args); what goes wrong is one line on stderr and exit code 1."""
+    sys.stdout.reconfigure(errors="surrogateescape")  # a path need not be UTF-8
     try:
         return main(args)
     except Fail as error:

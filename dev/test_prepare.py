@@ -12,6 +12,7 @@ import hashlib
 import http.server
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -77,7 +78,7 @@ def run(*command, code=0, says=(), script="prepare", ranks=None, meanwhile=lambd
     and if `code` is 1, just one line on stderr. Gives what it prints."""
     command = [sys.executable, f"data/{script}.py", *command, *(ranks_options() if ranks is None else ranks)]
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
+                               errors="surrogateescape", start_new_session=True)
     meanwhile(process)
     out, err = process.communicate(timeout=300)  # returns when its workers are gone as well: they hold the pipes
     assert process.returncode == code, f"expected exit code {code}, found {process.returncode}:\n{out}{err}"
@@ -134,6 +135,10 @@ def some_documents(count=300, seed=SEED):
 
 def json_lines(objects):
     return "".join(json.dumps(one) + "\n" for one in objects)
+
+
+DEEP, LONG = "[" * 100000, "9" * 5000  # more than json's parser and int() take
+NO_FILES = (os.mkfifo, os.mkdir, functools.partial(os.symlink, "/dev/zero"))
 
 
 def write_parquet(path, columns):
@@ -218,13 +223,13 @@ def test_known_ids():
 
 
 def test_hellaswag_file():
-    questions = QUESTIONS + [{"ctx": "", "endings": [""], "label": 0}] * 65529  # as many as 16 bits can number
+    questions = QUESTIONS + [{"ctx": "a", "endings": [""], "label": "0"}] * 65529  # as many as 16 bits can number
     encode, stream, sizes = oracle().encode_ordinary, [], []
     for i, question in enumerate(questions):
         texts = [encode(text) for text in [question["ctx"]] + [" " + ending for ending in question["endings"]]]
         parts = [part for tokens in texts for part in (len(tokens), *tokens)]
         sizes.append(2 * (5 + len(parts)))
-        stream += [65535, sizes[-1], i, question["label"], len(question["endings"]), *parts]
+        stream += [65535, sizes[-1], i, int(question["label"]), len(question["endings"]), *parts]
     header = struct.pack("<256i", 20240522, 1, 65536, max(sizes), *[0] * 252)
     for name in "hellaswag_val", "other":
         hellaswag(written(f"{name}.jsonl", json_lines(questions)), says=["65,536 examples"])
@@ -344,8 +349,6 @@ def test_goes_on_after_any_shard_of_every_format():
     with open(path, "ab") as file:
         file.write(b"\n")
     fails(*options, says=["manifest.json: made with files"])
-    written(manifest, "{")
-    fails(*options, says=["manifest.json: damaged; delete it"])
 
 
 def test_few_batches_are_in_flight():
@@ -451,6 +454,14 @@ def test_listing_of_the_hub():
     names = ["001_00000.parquet", "README.md", "000_00001.parquet", "000_00000.parquet"]  # the hub promises no order
     with hub("a/b", "sample/", {name: name.encode() for name in names}) as url, mock.patch.object(prepare, "HUB", url):
         files = prepare.hub_files("a/b", "sample", None)
+        for wrong in ("", "null", '{"a": 1}', "[1]", '[{"path": 1}]', '[{"path": "a", "size": null}]',
+                      '[{"path": "a", "size": 1, "lfs": null}]', '[{"path": "a", "size": Infinity}]', DEEP):
+            Hub.files["/api/datasets/a/b/tree/main/sample"] = wrong.encode() or b"<html>"
+            try:
+                found = prepare.hub_files("a/b", "sample", None)
+            except prepare.Fail as error:
+                found = str(error)
+            assert "sample: damaged (check HF_ENDPOINT or the network)" in found, (wrong, found)
     assert [file["url"].rsplit("/", 1)[1] for file in files] == sorted(set(names) - {"README.md"}), files
     assert all(file["sha256"] == sha256(Path(file["url"]).name.encode()) for file in files)
     for size in ("10B", "100B"):
@@ -499,6 +510,11 @@ def test_errors_in_text():
             ("type.jsonl", good + '{"text": 1}\n', f"type.jsonl: object at offset {at}: 'text' is int, expected a"),
             ("list.jsonl", "[1]\n", "list.jsonl: object at offset 0 has no field 'text'"),
             ("syntax.jsonl", good + '{"text": \n', f"syntax.jsonl: not JSON at offset {at + 10}"),
+            ("deep.jsonl", good + DEEP, f"deep.jsonl: not JSON at offset {at}"),
+            ("long.jsonl", good + LONG, f"long.jsonl: not JSON at offset {at}"),
+            ("null.jsonl", "null\n", "null.jsonl: object at offset 0 has no"),
+            ("inf.jsonl", '{"text": Infinity}\n', "'text' is float, expected a string"),
+            ("space.txt", "a" + " " * 3000000, "space.txt: 400,000 white spaces in a row"),
             ("tiny.txt", "a", "no tokens left to train on", "--val-tokens"),
             ("empty.txt", "", "no tokens left to train on")):
         fails(written(name, raw), "--val-tokens", 2, "-o", "errors", says=says)
@@ -506,13 +522,38 @@ def test_errors_in_text():
         assert name in ("late.txt", "tiny.txt") or not list(Path("errors").glob("*_0*.bin")), name
         shutil.rmtree("errors", ignore_errors=True)
     fails("none.txt", says=["none.txt: No such file"])
+    for i, make in enumerate(NO_FILES):
+        for name in f"no{i}.txt", f"no{i}.jsonl", f"no{i}.parquet", f"no{i}.ranks":
+            make(name)
+            source = [name] if ".ranks" not in name else ["end.txt", "--ranks", name]
+            fails(*source, "-o", "errors", says=[f"{name}: expected a file"])
+    fails(written("many.txt", LETTERS * 400), "--shard-tokens", 1, says=["--shard-tokens 1: about 11,300 shards"])
+    text = '{"text": "The \\ud800"}\n'
+    run(written("\udcff.jsonl", text), "--val-tokens", 1)  # neither is UTF-8
+    assert all_tokens("\udcff") == expected_tokens(["The \ufffd"])
+
+
+def test_errors_in_a_manifest():
+    path, manifest = written("manifest.txt", LETTERS), Path("data/cache/manifest/manifest.json")
+    run(path)
+    good = json.loads(manifest.read_bytes())
+    shard, place = good["shards"][0], good["shards"][0]["next"]
+    for wrong in (None, [], {}, {**good, "sources": 1}, {**good, "sources": [{}]}, {**good, "settings": [1]},
+                  {**good, "shards": [{**shard, "next": None}]}, {**good, "shards": [{**shard, "tokens": "1"}]},
+                  {**good, "shards": [{**shard, "next": {**place, "position": math.inf}}]}, {**good, "tokens": None},
+                  {**good, "shards": [{**shard, "next": {**place, "skip": -1}}]}, DEEP, LONG):
+        written(manifest, wrong if isinstance(wrong, str) else json.dumps(wrong))
+        fails(path, says=["manifest.json: damaged (delete it to begin anew)"])
 
 
 def test_errors_in_parquet():
     need("pyarrow")
+    page = Path(write_parquet("page.parquet", {"text": some_documents(9)}))
+    page.write_bytes(page.read_bytes()[:4] + bytes(300) + page.read_bytes()[304:])
     for path, *says in ((write_parquet("column.parquet", {"body": ["a"]}), "no column 'text', found body"),
                         (write_parquet("type.parquet", {"text": [1]}), "column 'text' is int64, expected string"),
-                        (written("no.parquet", "PAR1 no"), "cannot read as parquet")):
+                        (written("no.parquet", "PAR1 no"), "no.parquet: damaged (get the file again): "),
+                        (page, "page.parquet: damaged (get the file again): ")):
         fails(path, says=says)
 
 
@@ -521,13 +562,21 @@ def test_errors_in_hellaswag():
     at = len(json_lines([good]))
     second = [({"ctx": "", "endings": ["", ""]}, "bad.jsonl", f"offset {at}: expected ctx", "'label'"),
               ({**good, "label": 4}, f"offset {at}: expected text", "label 4"),
-              ({**good, "label": ""}, "expected ctx, endings and a label"),
-              ({**good, "endings": [1, 2]}, "endings of text"), ({**good, "ctx": "! " * 40000}, "at most 65535 bytes")]
+              *(({**good, "label": label}, "expected ctx, endings and a label") for label in ("", None, math.inf, 1.5)),
+              *(({**good, "endings": endings}, "1 to 64 endings of text")
+                for endings in (None, 5, "abcd", {"a": 1, "b": 2}, [None] * 4, ["a"] * 65)),
+              ({**good, "ctx": ""}, "expected text"), ({**good, "ctx": None}, "expected text"),
+              ({**good, "endings": [1, 2]}, "endings of text"), ({**good, "ctx": " " * 10**6}, "white spaces in a row"),
+              ({**good, "ctx": "! " * 40000}, "at most 65535 bytes")]
     cases = [(json_lines([good, question]), *says) for question, *says in second]
-    cases += [("{\n", "not JSON at offset 2"), (b'{"ctx": "\xff"}', "invalid UTF-8 at offset 9"), ("", "no examples"),
-              ('{"ctx": "", "endings": [""], "label": 0}\n' * 65537, "65536 examples")]
+    cases += [("{\n", "not JSON at offset 2"), (DEEP, "not JSON at offset 0"), (LONG, "not JSON at"), (b'{"ctx": "\xff"}', "invalid UTF-8 at offset 9"), ("", "no examples"),
+              ('{"ctx": "a", "endings": [""], "label": 0}\n' * 65537, "65536 examples")]
     for raw, *says in cases:
         hellaswag(written("bad.jsonl", raw), "-o", "bad.bin", code=1, says=says)
+    for make in NO_FILES:
+        os.rename("bad.jsonl", tempfile.mkdtemp() + "/bad")
+        make("bad.jsonl")
+        hellaswag("bad.jsonl", "-o", "bad.bin", code=1, says=["bad.jsonl: expected a file"])
     hellaswag("none.jsonl", "-o", "bad.bin", code=1, says=["none.jsonl: No such file"])
     assert not Path("bad.bin").exists()
 
@@ -539,7 +588,8 @@ def test_errors_in_ranks():
              ({**RANKS, b"z" * 256: 400}, "token 400 has 256 bytes", "at most 255")]
     cases = [(tiktoken_file(ranks), *says) for ranks, *says in cases]
     cases += [(raw, "bad.tiktoken: ") for raw in (
-        b"?!", b"{", b"\xff\n", b"#version\n\xf0\x9f\x99\x82 a", b'{"a": "b"}', b"{}", b"[]")]
+        b"?!", b"{", b"\xff\n", b"#version\n\xf0\x9f\x99\x82 a", b'{"a": "b"}', b"{}", b"[]",
+        b'{"a": null}', b'{"a": Infinity}', b'{"a": -1}', b'{"a": ' + DEEP.encode(), b'{"a": ' + LONG.encode() + b"}")]
     for raw, *says in cases:
         fails(path, ranks=ranks_options(raw, "bad.tiktoken"), says=says)
     for different in {bytes([b]): i for i, b in enumerate(BYTES)}, {**RANKS, b"a": RANKS[b"b"], b"b": RANKS[b"a"]}:
