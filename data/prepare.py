@@ -38,7 +38,8 @@ BEGIN = {"source": 0, "position": 0, "skip": 0, "documents": 0, "empty": 0}  # w
 
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 # Files of a fixed address, or (repository, folder, files; None: all .parquet) of the Hugging Face hub, whose listing
-# gives their SHA-256. TinyStories' own validation file comes first; it has a little more than the tokens taken.
+# gives their SHA-256. TinyStories' own validation file comes first; it has a little more than the tokens taken. "ready"
+# is a repository whose files are shards, named …_val_000000.bin and …_train_000001.bin on.
 DATASETS = {
     "tinyshakespeare": {
         "files": [{
@@ -52,13 +53,13 @@ DATASETS = {
         "hub": ("roneneldan/TinyStories", "", ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]),
         "val_tokens": 5_000_000,
     },
-    "fineweb10B": {"hub": ("HuggingFaceFW/fineweb", "sample/10BT", None)},
+    "fineweb10B": {"hub": ("HuggingFaceFW/fineweb", "sample/10BT", None), "ready": "kjj0/fineweb10B-gpt2"},
     "fineweb100B": {"hub": ("HuggingFaceFW/fineweb", "sample/100BT", None)},
-    "fineweb-edu": {"hub": ("HuggingFaceFW/fineweb-edu", "sample/10BT", None)},
+    "fineweb-edu": {"hub": ("HuggingFaceFW/fineweb-edu", "sample/10BT", None), "ready": "kjj0/finewebedu10B-gpt2"},
 }
 
 
-def hub_files(repository, folder, names):
+def hub_files(repository, folder, names, ending=".parquet"):
     url = f"{HUB}/api/datasets/{repository}/tree/main/{folder}".rstrip("/")
     with reading(url, "check HF_ENDPOINT or the network"):
         found = {Path(entry["path"]).name: {
@@ -66,9 +67,9 @@ def hub_files(repository, folder, names):
             "bytes": int(entry["size"]),
             "sha256": entry.get("lfs", {}).get("oid"),
         } for entry in json.load(fetch(url))}
-    names = names or sorted(name for name in found if name.endswith(".parquet"))
+    names = names or sorted(name for name in found if name.endswith(ending))
     if not names or not set(names) <= set(found):
-        raise Fail(f"{url}: expected {', '.join(names) or 'parquet files'}, found {', '.join(found) or 'nothing'}")
+        raise Fail(f"{url}: expected {', '.join(names) or ending + ' files'}, found {', '.join(found) or 'nothing'}")
     return [found[name] for name in names]
 
 
@@ -220,7 +221,7 @@ def load_manifest(directory, settings):
     """What an earlier run with the same settings has done, or a new manifest."""
     path = directory / "manifest.json"
     if not path.exists():
-        return {"settings": settings, "sources": settings["files"], "shards": [], "complete": False}
+        return {"settings": settings, "sources": settings.get("files"), "shards": [], "complete": False}
     with reading(path, "delete it to begin anew"):
         manifest = json.loads(path.read_bytes())
         was, shards = manifest["settings"], manifest["shards"]
@@ -257,12 +258,38 @@ def in_order(pool, batches, ahead):
         yield place, future.result()
 
 
+def wrong_shard(path):
+    """What is wrong with the header of a shard of somebody else's, or nothing."""
+    with open(path, "rb") as file:
+        found = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    tokens = (os.path.getsize(path) - 1024) / 2
+    expected = f"magic {SHARD_MAGIC}, version 1 and {tokens:.0f} tokens for its size"
+    return "" if found == (SHARD_MAGIC, 1, tokens) else f"no token shard: expected {expected}, found {found}"
+
+
+def take_ready(args, directory, repository, ranks):
+    """Downloads the shards for validation and at most args.shards others. The list of files is kept, as in prepare."""
+    manifest = load_manifest(directory, {"ready": repository})
+    files = manifest["sources"] = manifest["sources"] or hub_files(repository, "", None, ".bin")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
+    save_manifest(directory, manifest)
+    named = [(re.search(r"(?<=_)(val|train)_\d{6}\.bin$", str(file.get("url"))), file) for file in files]
+    for split, most in (("val", None), ("train", args.shards)):
+        for name, file in [(name[0], file) for name, file in named if name and name[1] == split][:most]:
+            path = download(file["url"], directory / name, file.get("sha256"), wrong_shard)
+            print(f"{path}: {(path.stat().st_size - 1024) // 2:,} tokens", flush=True)
+
+
 def prepare(args):
     dataset = args.sources[0] if args.sources[0] in DATASETS else None
     known = DATASETS.get(dataset, {})
     directory = args.output or Path(__file__).parent / "cache" / (dataset or Path(args.sources[0]).stem)
     need("tqdm")
     ranks = load_ranks(args.ranks, args.ranks_sha256)
+    if args.ready:
+        take_ready(args, directory, known["ready"], ranks)
+        return finish(directory)
     make_encoding(ranks)  # here an error is a line, in a worker a page
 
     local = None if dataset else [(os.path.basename(path), os.stat(regular(path))) for path in args.sources]
@@ -329,18 +356,23 @@ def prepare(args):
         manifest.update(complete=True, tokens=total, documents=end["documents"], empty=end["empty"])
         save_manifest(directory, manifest)
     print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {manifest['empty']:,} empty ones "
-          f"skipped\n./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
+          "skipped")
+    finish(directory)
+
+
+def finish(directory):
+    print(f"./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
           f"--tokenizer {directory}/gpt2_tokenizer.bin")
 
 
 def tokens(text):
-    """An option's number of tokens, 1e8 as well as 100000000."""
+    """An option's number, 1e8 as well as 100000000."""
     try:
         number = float(text)
     except ValueError:
         number = 0
     if not 1 <= number < 1e15:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens from 1, such as 1e8, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number from 1, such as 1e8, found {text}")
     return int(number)
 
 
@@ -350,6 +382,7 @@ def main():
         epilog="""examples:
   python3 data/prepare.py tinyshakespeare                           the smallest: a megabyte
   python3 data/prepare.py fineweb-edu --max-tokens 1e9              as much of a large one as wanted
+  python3 data/prepare.py fineweb10B --ready --shards 10            its tokens as others made them, 200 MB a shard
   python3 data/prepare.py book.txt notes.txt -o data/cache/books    local text
   python3 data/prepare.py crawl_*.jsonl --field content --jobs 8    an object a line, the text under "content"
   python3 data/prepare.py book.txt --ranks vocab.bpe                without network
@@ -364,6 +397,10 @@ the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
     parser.add_argument("--val-tokens", type=tokens, metavar="N",
                         help="the first N tokens are for validation (default: a shard, but about a tenth at most)")
     parser.add_argument("--max-tokens", type=tokens, metavar="N", help="stop after so many (default: all)")
+    ready = {name: known["ready"] for name, known in DATASETS.items() if "ready" in known}
+    parser.add_argument("--ready", action="store_true", help="download shards that others made, on huggingface.co ("
+                        f"{', '.join(f'{name}: {of}' for name, of in ready.items())}; licence of the text: ODC-By 1.0)")
+    parser.add_argument("--shards", type=tokens, metavar="N", help="with --ready: N to train on at most (default: all)")
     parser.add_argument("--field", default="text", help="of .jsonl and .parquet files (default: text)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: every core)")
@@ -374,6 +411,10 @@ the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
             parser.error(f"{source} cannot be mixed with other sources")
         if source not in DATASETS and Path(source).suffix not in (".txt", ".jsonl", ".parquet"):
             parser.error(f"{source}: expected one of {', '.join(DATASETS)}, or a .txt, .jsonl or .parquet file")
+    if args.ready and args.sources[0] not in ready:
+        parser.error(f"{args.sources[0]}: --ready expects one of {', '.join(ready)}")
+    if args.shards and not args.ready or args.ready and (args.val_tokens or args.max_tokens):
+        parser.error("--shards belongs to --ready, --val-tokens and --max-tokens to shards that are made here")
     if args.shard_tokens >= 2**31 or args.jobs < 1:
         parser.error(f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}")
     run(prepare, args)

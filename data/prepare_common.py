@@ -114,11 +114,16 @@ def blocks(response):
         yield from iter(lambda: response.read(1 << 20), b"")
 
 
-def download(url, path, sha256):
-    """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on."""
+def download(url, path, sha256, check=lambda path: ""):
+    """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on. `check` says
+    what else is wrong with it."""
+    def wrong(path):
+        found = sha256 and sha256_of(path)
+        return f"wrong SHA-256: expected {sha256}, found {found}" if found != sha256 else check(path)
+
     if path.exists():
-        if sha256 and sha256_of(path) != sha256:
-            raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {sha256_of(path)}; delete it to get it again")
+        if why := wrong(path):
+            raise Fail(f"{path}: {why}; delete it to get it again")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     part = regular(Path(f"{path}.part"))
@@ -133,10 +138,9 @@ def download(url, path, sha256):
                 raise Fail(f"{url}: download broke off: expected {total} bytes, found {file.tell()}; run again"
                            " to go on")
         file.flush()
-        found = sha256_of(part)
-        if sha256 and found != sha256:
+        if why := wrong(part):
             part.unlink()
-            raise Fail(f"{url}: wrong SHA-256: expected {sha256}, found {found}; deleted, run again")
+            raise Fail(f"{url}: {why}; deleted, run again")
         commit(file, path)
     return path
 

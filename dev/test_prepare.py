@@ -437,6 +437,36 @@ def test_tinystories_from_the_hub():
         run(*options, "data/cache/tinystories")  # complete: asks nobody
 
 
+def test_ready_shards():
+    def shard(tokens, magic=20240520, version=1, count=None):
+        return struct.pack("<256i", magic, version, count or tokens, *[0] * 253) + random.Random(1).randbytes(2 * tokens)
+
+    names = ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(1, 4))]
+    files = {f"fineweb_{name}": shard(1000 + i) for i, name in enumerate(names)}
+    options, out = ["fineweb10B", "--ready"], Path("data/cache/fineweb10B")
+    Hub.ranges.clear()
+    with hub("kjj0/fineweb10B-gpt2", "", {".gitattributes": b"-", **files}):
+        with mock.patch.object(Hub, "breaks", True):
+            fails(*options, says=["fineweb_val_000000.bin: download broke off: expected 3024 bytes, found 1512"])
+        run(*options, "--shards", 2, says=["train_000002.bin: 1,002 tokens", "./train_gpt2cu -i '"])
+        assert Hub.ranges == [0, 1512, 0, 0] and not (out / names[3]).exists(), Hub.ranges
+        run(*options, "--shards", 9)
+        Hub.files = {}
+        run(*options)  # all are there: asks nobody
+        found = content("fineweb10B")
+        assert {name: found[name] for name in names} == {name: files[f"fineweb_{name}"] for name in names}
+        assert "gpt2_tokenizer.bin" in found
+        fails("fineweb10B", says=["manifest.json: made with dataset = None"])  # does not mix
+        (out / names[3]).unlink()
+        fails(*options, says=["train_000003.bin: cannot download: Not Found"])
+        written(out / names[3], shard(7))
+        fails(*options, says=["train_000003.bin: wrong SHA-256: expected", "delete it to get it again"])
+    for i, wrong in enumerate((shard(5, magic=1), shard(5, version=2), shard(5, count=6), shard(5)[:-1], b"", b"<html>")):
+        with hub("kjj0/fineweb10B-gpt2", "", {"fineweb_val_000000.bin": wrong}):
+            fails(*options, "-o", f"ready{i}", says=["val_000000.bin: no token shard: expected magic 20240520, version"])
+            assert sorted(os.listdir(f"ready{i}")) == ["gpt2_tokenizer.bin", "manifest.json"], i
+
+
 def test_fineweb_from_the_hub():
     need("pyarrow")
     import prepare
@@ -489,7 +519,7 @@ def test_no_network():
     nobody = "http://127.0.0.1:1"
     away = {"HF_ENDPOINT": nobody, "no_proxy": "127.0.0.1", "https_proxy": nobody, "HTTPS_PROXY": nobody}
     with mock.patch.dict(os.environ, away, TIKTOKEN_CACHE_DIR="no_cache"):
-        fails("fineweb10B", says=["cannot download", "check the network"])
+        fails("fineweb100B", says=["cannot download", "check the network"])
         fails("tinyshakespeare", "-o", "away", says=["input.txt: cannot download"])
         fails(written("a.txt", "text"), ranks=[], says=["vocab.bpe: cannot download", "--ranks"])
         hellaswag("val", "-o", "away/h.bin", code=1, says=["hellaswag_val.jsonl: cannot download"])
@@ -613,6 +643,9 @@ def test_usage():
                            ("a.txt --shard-tokens 0", "--shard-tokens: expected a number", "found 0"),
                            ("a.txt --max-tokens inf", "--max-tokens"),
                            ("a.txt --val-tokens some", "--val-tokens: expected a number", "found some"),
+                           ("tinystories --ready", "tinystories: --ready expects one of fineweb10B, fineweb-edu"),
+                           ("a.txt --shards 3", "--shards belongs to --ready"),
+                           ("fineweb10B --ready --max-tokens 1e9", "--max-tokens to shards that are made here"),
                            ("a.txt --shard-tokens 3e9", "--shard-tokens below 2^31"),
                            ("a.txt --jobs 0", "--jobs from 1")):
         run(*command.split(), says=says, code=2)
