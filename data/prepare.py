@@ -231,6 +231,7 @@ def load_manifest(directory, settings):
                            "delete it to begin anew")
         numbers = [manifest[key] for key in ("tokens", "documents", "empty") if manifest["complete"]]
         numbers += [source["bytes"] for source in manifest["sources"]] + [shard["tokens"] for shard in shards]
+        numbers += [len(source["url"]) for source in manifest["sources"] if "ready" in settings]
         numbers += [shard["next"][key] for shard in shards for key in BEGIN]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a number is wrong")
@@ -259,12 +260,11 @@ def in_order(pool, batches, ahead):
 
 
 def wrong_shard(path):
-    """What is wrong with the header of a shard of somebody else's, or nothing."""
+    """What is wrong with the header of a shard that others made, or nothing."""
     with open(path, "rb") as file:
         found = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
-    tokens = (os.path.getsize(path) - 1024) / 2
-    expected = f"magic {SHARD_MAGIC}, version 1 and {tokens:.0f} tokens for its size"
-    return "" if found == (SHARD_MAGIC, 1, tokens) else f"no token shard: expected {expected}, found {found}"
+    expected = SHARD_MAGIC, 1, (os.path.getsize(path) - 1024) / 2
+    return found != expected and f"no shard: expected magic, version and, by its size, tokens {expected}, found {found}"
 
 
 def take_ready(args, directory, repository, ranks):
@@ -274,9 +274,9 @@ def take_ready(args, directory, repository, ranks):
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
     save_manifest(directory, manifest)
-    named = [(re.search(r"(?<=_)(val|train)_\d{6}\.bin$", str(file.get("url"))), file) for file in files]
     for split, most in (("val", None), ("train", args.shards)):
-        for name, file in [(name[0], file) for name, file in named if name and name[1] == split][:most]:
+        for file in [file for file in files if f"_{split}_" in file["url"]][:most]:
+            name = Path(file["url"]).name.split("_", 1)[-1]
             path = download(file["url"], directory / name, file.get("sha256"), wrong_shard)
             print(f"{path}: {(path.stat().st_size - 1024) // 2:,} tokens", flush=True)
 
@@ -288,8 +288,7 @@ def prepare(args):
     need("tqdm")
     ranks = load_ranks(args.ranks, args.ranks_sha256)
     if args.ready:
-        take_ready(args, directory, known["ready"], ranks)
-        return finish(directory)
+        return take_ready(args, directory, known["ready"], ranks)
     make_encoding(ranks)  # here an error is a line, in a worker a page
 
     local = None if dataset else [(os.path.basename(path), os.stat(regular(path))) for path in args.sources]
@@ -307,8 +306,7 @@ def prepare(args):
     total_bytes = sum(source["bytes"] for source in sources)
     about = min(total_bytes // 4, args.max_tokens or sys.maxsize)  # tokens, of about four bytes each
     if about > 10000 * args.shard_tokens:  # the manifest is written anew with each
-        raise Fail(f"--shard-tokens {args.shard_tokens}: about {about // args.shard_tokens:,} shards: expected at most "
-                   f"10,000; give at least {about // 10000 + 1}")
+        raise Fail(f"--shard-tokens: expected at most 10,000 shards, found {about // args.shard_tokens:,}; give more")
     tenth = max(1, total_bytes // 40)
     manifest["val_tokens"] = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
     directory.mkdir(parents=True, exist_ok=True)
@@ -356,12 +354,7 @@ def prepare(args):
         manifest.update(complete=True, tokens=total, documents=end["documents"], empty=end["empty"])
         save_manifest(directory, manifest)
     print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {manifest['empty']:,} empty ones "
-          "skipped")
-    finish(directory)
-
-
-def finish(directory):
-    print(f"./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
+          f"skipped\n./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
           f"--tokenizer {directory}/gpt2_tokenizer.bin")
 
 
@@ -411,10 +404,8 @@ the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
             parser.error(f"{source} cannot be mixed with other sources")
         if source not in DATASETS and Path(source).suffix not in (".txt", ".jsonl", ".parquet"):
             parser.error(f"{source}: expected one of {', '.join(DATASETS)}, or a .txt, .jsonl or .parquet file")
-    if args.ready and args.sources[0] not in ready:
-        parser.error(f"{args.sources[0]}: --ready expects one of {', '.join(ready)}")
-    if args.shards and not args.ready or args.ready and (args.val_tokens or args.max_tokens):
-        parser.error("--shards belongs to --ready, --val-tokens and --max-tokens to shards that are made here")
+    if args.sources[0] not in ready or args.val_tokens or args.max_tokens if args.ready else args.shards:
+        parser.error(f"--ready goes with {', '.join(ready)} and --shards alone, and --shards with it")
     if args.shard_tokens >= 2**31 or args.jobs < 1:
         parser.error(f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}")
     run(prepare, args)

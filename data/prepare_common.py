@@ -160,7 +160,7 @@ def json_lines(path, position=0):
                 found = json.loads(line.decode()) if line.strip() else None
             except UnicodeDecodeError as error:
                 raise invalid_utf8(path, position, error) from None
-            except (ValueError, RecursionError) as error:  # those without a position are of too long numbers or too deep
+            except (ValueError, RecursionError) as error:  # too long a number and too deep a list have no position
                 at, reason = position + getattr(error, "pos", 0), getattr(error, "msg", error)
                 raise Fail(f"{path}: not JSON at offset {at}: {reason}; give one object a line") from None
             if line.strip():

@@ -5,8 +5,7 @@
     ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
 
     python3 scripts/hf.py export run1/model_00003000.bin my-gpt2      # a folder for the transformers library:
-    pipeline("text-generation", "my-gpt2")("Once")                    # it has a tokenizer, too, with
-                                                                      # --tokenizer data/cache/…/gpt2_tokenizer.bin
+    pipeline("text-generation", "my-gpt2")("Once")                    # (text needs --tokenizer gpt2_tokenizer.bin)
 
 Needs numpy; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
 
@@ -250,7 +249,8 @@ def read_model(path):
     config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
     padding = int(header[7]) - config["vocab_size"]
     size = os.path.getsize(path)
-    if min(config.values()) < 1 or not 0 <= padding < 128 or config["n_embd"] % config["n_head"] or config["n_layer"] > size:
+    if (min(config.values()) < 1 or not 0 <= padding < 128 or config["n_embd"] % config["n_head"] or
+            config["n_layer"] > size):
         raise Fail(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
     expected = header.nbytes + count * STORAGE[dtype].itemsize
@@ -268,22 +268,19 @@ def read_tokenizer(path):
     while len(pieces) < count and at < len(raw):
         pieces.append(raw[at + 1:at + 1 + raw[at]])
         at += 1 + raw[at]
-    if magic != TOKENIZER_MAGIC or version not in (1, 2) or len(pieces) != END_OF_TEXT + 1 or at != len(raw):
-        raise Fail(f"{path}: expected a tokenizer of {END_OF_TEXT + 1} tokens with magic {TOKENIZER_MAGIC}, found "
-                    f"{len(pieces)} with {magic}; give GPT-2's, which data/prepare.py writes")
+    if ((magic, len(pieces), at) != (TOKENIZER_MAGIC, END_OF_TEXT + 1, len(raw)) or version not in (1, 2) or
+            any(bytes([byte]) not in pieces for byte in BYTES)):
+        raise Fail(f"{path}: expected {END_OF_TEXT + 1} tokens with all bytes, and magic {TOKENIZER_MAGIC}, found "
+                   f"{len(pieces)} and {magic}; give GPT-2's tokenizer, which data/prepare.py writes")
     return pieces[:END_OF_TEXT]
 
 
-def tokenizer_files(config, source):
-    """Name and text of each file, or None if it is not known what the tokens mean. The file of merges says which two
-    tokens make each longer one. They are the last two parts when the tokens before it have joined what they can."""
-    vocabulary = config["vocab_size"]
-    end_of_text = end_of(vocabulary)
-    if source not in (None, "bytes") and vocabulary <= END_OF_TEXT or source and end_of_text is None:
-        raise Fail(f"{source}: not the tokenizer of a model with a vocabulary of {vocabulary}; leave out --tokenizer")
-    if end_of_text != 256 and not source:
-        return None
-    pieces = read_tokenizer(source) if source not in (None, "bytes") else [bytes([byte]) for byte in BYTES]
+def tokenizer_files(config, end_of_text, source):
+    """{name: text}. The file of merges says which two tokens make each longer one. They are the last two parts when
+    the tokens before it have joined what they can."""
+    if end_of_text is None or source != "bytes" and end_of_text != END_OF_TEXT:
+        raise Fail(f"{source}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --tokenizer")
+    pieces = [bytes([byte]) for byte in BYTES] if source == "bytes" else read_tokenizer(source)
     ids, merges = {piece: id for id, piece in enumerate(pieces) if piece}, []
     for piece, id in ids.items():
         parts = [piece[i:i + 1] for i in range(len(piece))]
@@ -300,15 +297,13 @@ def tokenizer_files(config, source):
                                                  False, "model_max_length": config["n_positions"]})}
 
 
-def end_of(vocabulary):
-    """The id of <|endoftext|> in GPT-2's vocabulary and in the one of single bytes. Others are not known."""
-    return END_OF_TEXT if vocabulary > END_OF_TEXT else 256 if vocabulary == 257 else None
-
-
 def export_model(path, out, want, tokenizer):
     config, padding, have, parameters = read_model(path)
     want = want or have
-    files = tokenizer_files(config, tokenizer)
+    # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
+    end_of_text = END_OF_TEXT if config["vocab_size"] > END_OF_TEXT else 256 if config["vocab_size"] == 257 else None
+    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    files = tokenizer_files(config, end_of_text, tokenizer or "bytes") if tokenizer or end_of_text == 256 else {}
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
         end = position + math.prod(shape) * STORAGE[want].itemsize
@@ -325,21 +320,19 @@ def export_model(path, out, want, tokenizer):
             yield convert(name, parameters[at:at + math.prod(shape)].reshape(shape), have, want)
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of(config["vocab_size"]))
     model = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **config, "n_inner": None,
              "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "resid_pdrop": 0.0, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want], **ends}
     with whole(out) as tmp:
         os.mkdir(tmp)
-        for name, content in {"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends),
-                              **(files or {})}.items():
+        files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})
+        for name, content in files.items():
             write_file(os.path.join(tmp, name), [content.encode()])
         write_file(os.path.join(tmp, "model.safetensors"), chunks())
-    if not files:
-        print(f"{out}: has no tokenizer, because " + (
-            "the checkpoint does not say which; export with --tokenizer gpt2_tokenizer.bin, or bytes"
-            if end_of(config["vocab_size"]) else "none is known for this vocabulary"))
+    if "vocab.json" not in files:
+        print(f"{out}: no tokenizer, because the checkpoint does not say which" +
+              ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
     return config, want
 
 
@@ -349,8 +342,8 @@ def main():
     arg.add_argument("source", help="import: folder or name on the hub; export: checkpoint of this program or of llm.c")
     arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
     arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: the source's")
-    arg.add_argument("--tokenizer", metavar="FILE", help="export: put this one in, the trainer's gpt2_tokenizer.bin; "
-                     "'bytes' for a model that was trained without --tokenizer; default: bytes if the vocabulary is 257")
+    arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
+                     "was trained without --tokenizer; default: bytes for a vocabulary of 257, else none")
     a = arg.parse_args()
     out = os.path.abspath(a.out)
     try:
