@@ -115,8 +115,7 @@ def blocks(response):
 
 
 def download(url, path, sha256, check=lambda path: ""):
-    """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on. `check` says
-    what else is wrong with it."""
+    """`path`, downloaded or already there, with this hash (None: unknown) and nothing wrong; a partial one goes on."""
     def wrong(path):
         found = sha256 and sha256_of(path)
         return f"wrong SHA-256: expected {sha256}, found {found}" if found != sha256 else check(path)

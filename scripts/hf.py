@@ -25,7 +25,6 @@ import tempfile
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from prepare_common import BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, regular
-
 try:
     import numpy as np
 except ImportError as e:
@@ -345,6 +344,8 @@ def main():
     arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
                      "was trained without --tokenizer; default: bytes for a vocabulary of 257, else none")
     a = arg.parse_args()
+    if a.tokenizer and a.command == "import":
+        arg.error("--tokenizer belongs to export; an import has the weights alone")
     out = os.path.abspath(a.out)
     try:
         if os.path.lexists(out):
