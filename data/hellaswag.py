@@ -15,8 +15,8 @@ import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (Fail, add_ranks_options, download, json_lines, load_ranks, make_encoding,
-                            progress, run, write_file, write_tokenizer)
+from prepare_common import (Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
+                            progress, regular, run, write_file, write_tokenizer)
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -28,23 +28,24 @@ SHA256 = {  # of the splits whose right endings are public
 
 def read_examples(path):
     """(where, context, endings, label) of each line."""
-    for at, example in json_lines(path):
+    for at, example in json_lines(regular(path)):
         where = f"{path}: example at offset {at}"
         try:
-            context, endings, label = example["ctx"], example["endings"], int(example["label"])
+            context, endings, label = example["ctx"], example["endings"], int(str(example["label"]))
         except (KeyError, TypeError, ValueError) as error:
             raise Fail(f"{where}: expected ctx, endings and a label, found one missing or wrong ({error}); the "
                        "test split has no labels, give val or train") from None
-        if not all(isinstance(text, str) for text in [context, *endings]) or not 0 <= label < len(endings):
-            raise Fail(f"{where}: expected text, endings of text and the index of one, found label {label}; get "
-                       "the file again")
+        if (not context or not isinstance(endings, list) or not 0 <= label < len(endings) <= 64 or
+                not all(isinstance(text, str) for text in [context, *endings])):
+            raise Fail(f"{where}: expected text, 1 to 64 endings of text and the index of one, found label {label}; "
+                       "get the file again")
         yield where, context, endings, label
 
 
 def encode_example(encoding, index, where, context, endings, label):
     stream = [START_EXAMPLE, 0, index, label, len(endings)]
     for text in [context] + [" " + ending for ending in endings]:
-        tokens = encoding.encode_ordinary(text)
+        tokens = encoding.encode_ordinary(encodable(where, text))
         stream += [len(tokens)] + tokens
     stream[1] = 2 * len(stream)
     if stream[1] > 65535 or index > 65535:

@@ -28,15 +28,18 @@ import sys
 import threading
 from pathlib import Path
 
-from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, commit, download, fetch, invalid_utf8, json_lines,
-                            load_ranks, make_encoding, need, progress, run, sha256_of, write_file, write_tokenizer)
+from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, commit, download, encodable, fetch, invalid_utf8,
+                            json_lines, load_ranks, make_encoding, need, progress, reading, regular, run, sha256_of,
+                            write_file, write_tokenizer)
 
 SHARD_MAGIC = 20240520
 BATCH_BYTES = 1 << 20
+BEGIN = {"source": 0, "position": 0, "skip": 0, "documents": 0, "empty": 0}  # where a shard begins; here the first one
 
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 # Files of a fixed address, or (repository, folder, files; None: all .parquet) of the Hugging Face hub, whose listing
-# gives their SHA-256. TinyStories' own validation file comes first; it has a little more than the tokens taken.
+# gives their SHA-256. TinyStories' own validation file comes first; it has a little more than the tokens taken. "ready"
+# is a repository whose files are shards, named …_val_000000.bin and …_train_000001.bin on.
 DATASETS = {
     "tinyshakespeare": {
         "files": [{
@@ -50,26 +53,24 @@ DATASETS = {
         "hub": ("roneneldan/TinyStories", "", ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]),
         "val_tokens": 5_000_000,
     },
-    "fineweb10B": {"hub": ("HuggingFaceFW/fineweb", "sample/10BT", None)},
+    "fineweb10B": {"hub": ("HuggingFaceFW/fineweb", "sample/10BT", None), "ready": "kjj0/fineweb10B-gpt2"},
     "fineweb100B": {"hub": ("HuggingFaceFW/fineweb", "sample/100BT", None)},
-    "fineweb-edu": {"hub": ("HuggingFaceFW/fineweb-edu", "sample/10BT", None)},
+    "fineweb-edu": {"hub": ("HuggingFaceFW/fineweb-edu", "sample/10BT", None), "ready": "kjj0/finewebedu10B-gpt2"},
 }
 
 
-def hub_files(repository, folder, names):
+def hub_files(repository, folder, names, ending=".parquet"):
     url = f"{HUB}/api/datasets/{repository}/tree/main/{folder}".rstrip("/")
-    try:
-        entries = {Path(entry["path"]).name: entry for entry in json.load(fetch(url))}
-    except (ValueError, KeyError, TypeError):
-        raise Fail(f"{url}: expected a list of files, found something else; check HF_ENDPOINT or the network") from None
-    names = names or sorted(name for name in entries if name.endswith(".parquet"))
-    if not names or not set(names) <= set(entries):
-        raise Fail(f"{url}: expected {', '.join(names) or 'parquet files'}, found {', '.join(entries) or 'nothing'}")
-    return [{
-        "url": f"{HUB}/datasets/{repository}/resolve/main/{entries[name]['path']}",
-        "bytes": entries[name]["size"],
-        "sha256": entries[name].get("lfs", {}).get("oid"),
-    } for name in names]
+    with reading(url, "check HF_ENDPOINT or the network"):
+        found = {Path(entry["path"]).name: {
+            "url": f"{HUB}/datasets/{repository}/resolve/main/{entry['path']}",
+            "bytes": int(entry["size"]),
+            "sha256": entry.get("lfs", {}).get("oid"),
+        } for entry in json.load(fetch(url))}
+    names = names or sorted(name for name in found if name.endswith(ending))
+    if not names or not set(names) <= set(found):
+        raise Fail(f"{url}: expected {', '.join(names) or ending + ' files'}, found {', '.join(found) or 'nothing'}")
+    return [found[name] for name in names]
 
 
 # ---------------------------------------------------------------------------------------------------------- the workers
@@ -149,29 +150,29 @@ def read_jsonl(path, field, position):
 def read_parquet(path, field, position):
     """A document a row, its text in the column `field`; positions are row numbers."""
     parquet, arrow = need("pyarrow.parquet"), need("pyarrow")
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow
-            if field not in columns.names:
-                raise Fail(f"{path}: no column {field!r}, found {', '.join(columns.names)}; name it with --field")
-            if columns.field(field).type not in (arrow.string(), arrow.large_string()):
-                raise Fail(f"{path}: column {field!r} is {columns.field(field).type}, expected string; name another")
-            row, size = 0, os.path.getsize(path)
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                if row + len(batch) > position:
-                    begin = max(row, position)
-                    texts = [(True, text or "") for text in batch.column(0)[begin - row:].to_pylist()]
-                    yield begin, size * row // file.metadata.num_rows, texts
-                row += len(batch)
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise Fail(f"{path}: cannot read as parquet: {str(error).splitlines()[0]}; get the file again") from None
+    with parquet.ParquetFile(path) as file:
+        columns = file.schema_arrow
+        if field not in columns.names:
+            raise Fail(f"{path}: no column {field!r}, found {', '.join(columns.names)}; name it with --field")
+        if columns.field(field).type not in (arrow.string(), arrow.large_string()):
+            raise Fail(f"{path}: column {field!r} is {columns.field(field).type}, expected string; name another")
+        row, size = 0, os.path.getsize(path)
+        for batch in file.iter_batches(batch_size=256, columns=[field]):
+            if row + len(batch) > position:
+                begin = max(row, position)
+                texts = [(True, text or "") for text in batch.column(0)[begin - row:].to_pylist()]
+                yield begin, size * row // file.metadata.num_rows, texts
+            row += len(batch)
 
 
 def read(path, field, separator, position):
     suffix = Path(path).suffix
-    if suffix == ".txt":
-        return read_text(path, position, separator)
-    return (read_jsonl if suffix == ".jsonl" else read_parquet)(path, field, position)
+    with reading(path):
+        for batch in (read_text(path, position, separator) if suffix == ".txt" else
+                      (read_jsonl if suffix == ".jsonl" else read_parquet)(path, field, position)):
+            for _, text in batch[2]:
+                encodable(path, text)
+            yield batch
 
 
 # ----------------------------------------------------------------------------------------------------------- the shards
@@ -192,10 +193,10 @@ def write_shards(directory, manifest, batches):
     place, data = next(batches)
     while data and (shard := next_shard(manifest))[1]:
         name, room = shard
-        file, count = open(directory / f"{name}.part", "wb"), 0
+        file, count = open(regular(directory / f"{name}.part"), "wb"), 0
         file.write(bytes(1024))  # the header, once the count is known
         while data and count < room:
-            piece = data[place["skip"] * 2:][:(room - count) * 2]
+            piece = memoryview(data)[place["skip"] * 2:][:(room - count) * 2]
             file.write(piece)
             count += len(piece) // 2
             place["skip"] += len(piece) // 2
@@ -213,26 +214,30 @@ def write_shards(directory, manifest, batches):
 
 
 def save_manifest(directory, manifest):
-    write_file(directory / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
+    write_file(directory / "manifest.json", json.dumps(manifest).encode() + b"\n")
 
 
 def load_manifest(directory, settings):
     """What an earlier run with the same settings has done, or a new manifest."""
     path = directory / "manifest.json"
     if not path.exists():
-        return {"settings": settings, "sources": settings["files"], "shards": [], "complete": False}
-    try:
+        return {"settings": settings, "sources": settings.get("files"), "shards": [], "complete": False}
+    with reading(path, "delete it to begin anew"):
         manifest = json.loads(path.read_bytes())
         was, shards = manifest["settings"], manifest["shards"]
+        for key, value in settings.items():
+            if was.get(key) != value:
+                raise Fail(f"{path}: made with {key} = {was.get(key)}, now it is {value}; choose another --output, or "
+                           "delete it to begin anew")
+        numbers = [manifest[key] for key in ("tokens", "documents", "empty") if manifest["complete"]]
+        numbers += [source["bytes"] for source in manifest["sources"]] + [shard["tokens"] for shard in shards]
+        numbers += [len(source["url"]) for source in manifest["sources"] if "ready" in settings]
+        numbers += [shard["next"][key] for shard in shards for key in BEGIN]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("a number is wrong")
         paths = [directory / shard["name"] for shard in shards]
         broken = next((i for i, shard in enumerate(shards)
                        if not paths[i].exists() or sha256_of(paths[i]) != shard["sha256"]), None)
-    except (ValueError, KeyError, TypeError):
-        raise Fail(f"{path}: damaged; delete it to begin anew") from None
-    for key, value in settings.items():
-        if was.get(key) != value:
-            raise Fail(f"{path}: made with {key} = {was.get(key)}, now it is {value}; choose another --output, or "
-                       "delete it to begin anew")
     if broken is not None:
         print(f"{paths[broken]}: not what was written; shards are made anew from here on")
         manifest.update(shards=shards[:broken], complete=False)
@@ -254,15 +259,39 @@ def in_order(pool, batches, ahead):
         yield place, future.result()
 
 
+def wrong_shard(path):
+    """What is wrong with the header of a shard that others made, or nothing."""
+    with open(path, "rb") as file:
+        found = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    expected = SHARD_MAGIC, 1, (os.path.getsize(path) - 1024) / 2
+    return found != expected and f"no shard: expected magic, version and, by its size, tokens {expected}, found {found}"
+
+
+def take_ready(args, directory, repository, ranks):
+    """Downloads the shards for validation and at most args.shards others. The list of files is kept, as in prepare."""
+    manifest = load_manifest(directory, {"ready": repository})
+    files = manifest["sources"] = manifest["sources"] or hub_files(repository, "", None, ".bin")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
+    save_manifest(directory, manifest)
+    for split, most in (("val", None), ("train", args.shards)):
+        for file in [file for file in files if f"_{split}_" in file["url"]][:most]:
+            name = Path(file["url"]).name.split("_", 1)[-1]
+            path = download(file["url"], directory / name, file.get("sha256"), wrong_shard)
+            print(f"{path}: {(path.stat().st_size - 1024) // 2:,} tokens", flush=True)
+
+
 def prepare(args):
     dataset = args.sources[0] if args.sources[0] in DATASETS else None
     known = DATASETS.get(dataset, {})
     directory = args.output or Path(__file__).parent / "cache" / (dataset or Path(args.sources[0]).stem)
     need("tqdm")
     ranks = load_ranks(args.ranks, args.ranks_sha256)
+    if args.ready:
+        return take_ready(args, directory, known["ready"], ranks)
     make_encoding(ranks)  # here an error is a line, in a worker a page
 
-    local = None if dataset else [(os.path.basename(path), os.stat(path)) for path in args.sources]
+    local = None if dataset else [(os.path.basename(path), os.stat(regular(path))) for path in args.sources]
     manifest = load_manifest(directory, {
         "dataset": dataset,
         "files": local and [{"name": name, "bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for name, s in local],
@@ -275,7 +304,10 @@ def prepare(args):
     # A run that goes on keeps its list of files: the hub is not asked again.
     sources = manifest["sources"] = manifest["sources"] or known.get("files") or hub_files(*known["hub"])
     total_bytes = sum(source["bytes"] for source in sources)
-    tenth = max(1, total_bytes // 40)  # of the tokens, of about four bytes each
+    about = min(total_bytes // 4, args.max_tokens or sys.maxsize)  # tokens, of about four bytes each
+    if about > 10000 * args.shard_tokens:  # the manifest is written anew with each
+        raise Fail(f"--shard-tokens: expected at most 10,000 shards, found {about // args.shard_tokens:,}; give more")
+    tenth = max(1, total_bytes // 40)
     manifest["val_tokens"] = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
@@ -283,7 +315,7 @@ def prepare(args):
     shards = manifest["shards"]
     if shards:
         print(f"{directory}: {len(shards)} finished {'shard' if len(shards) == 1 else 'shards'} kept", flush=True)
-    start = shards[-1]["next"] if shards else {"source": 0, "position": 0, "skip": 0, "documents": 0, "empty": 0}
+    start = shards[-1]["next"] if shards else BEGIN
     separator = SPEECHES if dataset == "tinyshakespeare" else DOCUMENTS  # as llm.c has it
 
     def texts_of_batches():
@@ -327,13 +359,13 @@ def prepare(args):
 
 
 def tokens(text):
-    """An option's number of tokens, 1e8 as well as 100000000."""
+    """An option's number, 1e8 as well as 100000000."""
     try:
         number = float(text)
     except ValueError:
         number = 0
     if not 1 <= number < 1e15:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens from 1, such as 1e8, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number from 1, such as 1e8, found {text}")
     return int(number)
 
 
@@ -343,6 +375,7 @@ def main():
         epilog="""examples:
   python3 data/prepare.py tinyshakespeare                           the smallest: a megabyte
   python3 data/prepare.py fineweb-edu --max-tokens 1e9              as much of a large one as wanted
+  python3 data/prepare.py fineweb10B --ready --shards 10            its tokens as others made them, 200 MB a shard
   python3 data/prepare.py book.txt notes.txt -o data/cache/books    local text
   python3 data/prepare.py crawl_*.jsonl --field content --jobs 8    an object a line, the text under "content"
   python3 data/prepare.py book.txt --ranks vocab.bpe                without network
@@ -357,6 +390,10 @@ the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
     parser.add_argument("--val-tokens", type=tokens, metavar="N",
                         help="the first N tokens are for validation (default: a shard, but about a tenth at most)")
     parser.add_argument("--max-tokens", type=tokens, metavar="N", help="stop after so many (default: all)")
+    ready = {name: known["ready"] for name, known in DATASETS.items() if "ready" in known}
+    parser.add_argument("--ready", action="store_true", help="download shards that others made, on huggingface.co ("
+                        f"{', '.join(f'{name}: {of}' for name, of in ready.items())}; licence of the text: ODC-By 1.0)")
+    parser.add_argument("--shards", type=tokens, metavar="N", help="with --ready: N to train on at most (default: all)")
     parser.add_argument("--field", default="text", help="of .jsonl and .parquet files (default: text)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: every core)")
@@ -367,6 +404,8 @@ the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
             parser.error(f"{source} cannot be mixed with other sources")
         if source not in DATASETS and Path(source).suffix not in (".txt", ".jsonl", ".parquet"):
             parser.error(f"{source}: expected one of {', '.join(DATASETS)}, or a .txt, .jsonl or .parquet file")
+    if args.sources[0] not in ready or args.val_tokens or args.max_tokens if args.ready else args.shards:
+        parser.error(f"--ready goes with {', '.join(ready)} and --shards alone, and --shards with it")
     if args.shard_tokens >= 2**31 or args.jobs < 1:
         parser.error(f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}")
     run(prepare, args)

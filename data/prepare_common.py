@@ -18,6 +18,11 @@ from pathlib import Path
 
 END_OF_TEXT, VOCABULARY = 50256, 50257
 TOKENIZER_MAGIC = 20240328
+# GPT-2's order of the bytes, whose first tokens they are. Its files show each as a visible character, Latin-1's visible
+# ones as themselves and the others from U+0100 on.
+VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
+SHOWN = {byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE)) for i, byte in enumerate(BYTES)}
 # GPT-2's, as tiktoken writes it.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -31,6 +36,8 @@ RANKS_SHA256 = {  # three forms of the same list
 
 class Fail(Exception):
     """One line for the user: what, where, expected, found, what to do."""
+    def __str__(self):
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 def need(module):
@@ -49,8 +56,27 @@ def progress(**options):
 # -------------------------------------------------------------------------------------------------- files and downloads
 
 
+def regular(path):
+    """This path, unless no file is there: a pipe would let a reader wait, and some devices have no end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise Fail(f"{path}: expected a file, found a directory, a pipe or a device; give a file")
+    return path
+
+
+@contextlib.contextmanager
+def reading(path, advice="get the file again"):
+    """Whatever its content makes a reader raise is one line about this file."""
+    try:
+        yield regular(path)
+    except Exception as error:
+        if isinstance(error, Fail) or getattr(error, "filename", None):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise Fail(f"{path}: damaged ({advice}): {type(error).__name__}: {reason}") from None
+
+
 def sha256_of(path):
-    with open(path, "rb") as file:
+    with open(regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -66,7 +92,7 @@ def commit(file, path):
 
 
 def write_file(path, content):
-    file = open(f"{path}.part", "wb")
+    file = open(regular(f"{path}.part"), "wb")
     file.write(content)
     commit(file, path)
 
@@ -88,19 +114,22 @@ def blocks(response):
         yield from iter(lambda: response.read(1 << 20), b"")
 
 
-def download(url, path, sha256):
-    """`path`, downloaded unless it is there, with this hash (None: unknown); a partial download goes on."""
+def download(url, path, sha256, check=lambda path: ""):
+    """`path`, downloaded or already there, with this hash (None: unknown) and nothing wrong; a partial one goes on."""
+    def wrong(path):
+        found = sha256 and sha256_of(path)
+        return f"wrong SHA-256: expected {sha256}, found {found}" if found != sha256 else check(path)
+
     if path.exists():
-        if sha256 and sha256_of(path) != sha256:
-            raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {sha256_of(path)}; delete it to get it again")
+        if why := wrong(path):
+            raise Fail(f"{path}: {why}; delete it to get it again")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(f"{path}.part")
+    part = regular(Path(f"{path}.part"))
     response = fetch(url, part.stat().st_size if part.exists() else 0)
     with open(part, "ab" if response is None or response.status == 206 else "wb") as file:
         if response:
-            length = response.headers.get("Content-Length")
-            total = file.tell() + int(length) if length else None
+            total = file.tell() + response.length if response.length else None
             with response, progress(total=total, initial=file.tell(), unit="B", desc=path.name) as bar:
                 for block in blocks(response):
                     bar.update(file.write(block))
@@ -108,10 +137,9 @@ def download(url, path, sha256):
                 raise Fail(f"{url}: download broke off: expected {total} bytes, found {file.tell()}; run again"
                            " to go on")
         file.flush()
-        found = sha256_of(part)
-        if sha256 and found != sha256:
+        if why := wrong(part):
             part.unlink()
-            raise Fail(f"{url}: wrong SHA-256: expected {sha256}, found {found}; deleted, run again")
+            raise Fail(f"{url}: {why}; deleted, run again")
         commit(file, path)
     return path
 
@@ -131,9 +159,9 @@ def json_lines(path, position=0):
                 found = json.loads(line.decode()) if line.strip() else None
             except UnicodeDecodeError as error:
                 raise invalid_utf8(path, position, error) from None
-            except json.JSONDecodeError as error:
-                at = position + error.pos
-                raise Fail(f"{path}: not JSON at offset {at}: {error.msg}; give one object a line") from None
+            except (ValueError, RecursionError) as error:  # too long a number and too deep a list have no position
+                at, reason = position + getattr(error, "pos", 0), getattr(error, "msg", error)
+                raise Fail(f"{path}: not JSON at offset {at}: {reason}; give one object a line") from None
             if line.strip():
                 yield position, found
             position += len(line)
@@ -142,25 +170,19 @@ def json_lines(path, position=0):
 # -------------------------------------------------------------------------------------------------------- the tokenizer
 
 
-def parse_ranks(path, content):
+def parse_ranks(content):
     """{bytes of a token: its id} from vocab.bpe, encoder.json or a .tiktoken file."""
-    # The first two write bytes as visible characters: Latin-1's visible ones as themselves, the others from U+0100 on.
-    visible = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-    order = visible + [byte for byte in range(256) if byte not in visible]
-    byte_of = {chr(byte) if byte in visible else chr(256 + i - len(visible)): byte for i, byte in enumerate(order)}
-    try:
-        if content.startswith(b"{"):
-            return {bytes(byte_of[c] for c in token): int(rank) for token, rank in json.loads(content).items()
-                    if rank != END_OF_TEXT or token != "<|endoftext|>"}
-        if content.startswith(b"#version"):
-            merges = content.decode().splitlines()[1:]
-            tokens = [bytes([byte]) for byte in order]
-            tokens += [bytes(byte_of[c] for c in merge.replace(" ", "")) for merge in merges if merge]
-            return {token: rank for rank, token in enumerate(tokens)}
-        pairs = (line.split() for line in content.splitlines() if line)
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, KeyError) as error:
-        raise Fail(f"{path}: not a list of ranks ({error}); give GPT-2's vocab.bpe or encoder.json") from None
+    byte_of = {character: byte for byte, character in SHOWN.items()}
+    if content.startswith(b"{"):
+        return {bytes(byte_of[c] for c in token): int(rank) for token, rank in json.loads(content).items()
+                if rank != END_OF_TEXT or token != "<|endoftext|>"}
+    if content.startswith(b"#version"):
+        merges = content.decode().splitlines()[1:]
+        tokens = [bytes([byte]) for byte in BYTES]
+        tokens += [bytes(byte_of[c] for c in merge.replace(" ", "")) for merge in merges if merge]
+        return {token: rank for rank, token in enumerate(tokens)}
+    pairs = (line.split() for line in content.splitlines() if line)
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
 
 def load_ranks(paths, extra_sha256):
@@ -176,18 +198,19 @@ def load_ranks(paths, extra_sha256):
     accepted = [*extra_sha256, *RANKS_SHA256.values()]
     found = []
     for path in paths:
-        content = Path(path).read_bytes()
+        content = Path(regular(path)).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in accepted:
             raise Fail(f"{path}: wrong SHA-256: expected one of {', '.join(accepted)}, found {sha256}; get GPT-2's "
                        "file again, or accept another one with --ranks-sha256")
-        found.append(parse_ranks(path, content))
+        with reading(path, "give GPT-2's vocab.bpe or encoder.json"):
+            found.append(parse_ranks(content))
         if found[0] != found[-1]:
             raise Fail(f"{path}: other ranks than in {paths[0]}; give files of the same tokenizer")
     ranks, ids = found[0], set(found[0].values())
-    if max(ids, default=0) >= END_OF_TEXT or len(ids) < len(ranks):
-        raise Fail(f"{paths[0]}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {max(ids)} as the "
-                   f"largest of {len(ids)} for {len(ranks)} tokens; use GPT-2's ranks")
+    if not ids <= set(range(END_OF_TEXT)) or len(ids) < len(ranks):
+        raise Fail(f"{paths[0]}: expected different ids below {END_OF_TEXT} (<|endoftext|>), found {len(ids)} from "
+                   f"{min(ids)} to {max(ids)} for {len(ranks)} tokens; use GPT-2's ranks")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise Fail(f"{paths[0]}: a single byte has no token: expected all 256; use GPT-2's ranks")
     return ranks
@@ -196,6 +219,13 @@ def load_ranks(paths, extra_sha256):
 def make_encoding(ranks):
     return need("tiktoken").Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens={"<|endoftext|>": END_OF_TEXT})
+
+
+def encodable(where, text, spaces=400_000):
+    """This text, unless tiktoken could panic, as it does at a million of white spaces in a row."""
+    if any(text[i:i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)):
+        raise Fail(f"{where}: {spaces:,} white spaces in a row, too many for tiktoken; remove some")
+    return text
 
 
 def write_tokenizer(path, ranks):
@@ -223,6 +253,7 @@ def add_ranks_options(parser):
 
 def run(main, args):
     """Runs main(args); what goes wrong is one line on stderr and exit code 1."""
+    sys.stdout.reconfigure(errors="surrogateescape")  # a path need not be UTF-8
     try:
         return main(args)
     except Fail as error:

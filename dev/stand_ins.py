@@ -136,6 +136,7 @@ class Encoding:
             parts[at:at + 2] = [parts[at] + parts[at + 1]]
 
     def encode_ordinary(self, text):
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return [token for word in self.pattern.findall(text) for token in self.encode_word(word)]
 
 

@@ -57,6 +57,18 @@ IMPORT, EXPORT = ("import", "hf", "b.bin"), ("export", "a.bin", "hf2")
 TENSORS, CONFIG = "hf/model.safetensors", "hf/config.json"
 
 
+TOKENIZER = ("vocab.json", "merges.txt", "tokenizer_config.json")
+BYTES = sorted(range(256), key=lambda byte: (byte < 33 or 126 < byte < 161 or byte == 173, byte))  # GPT-2's order
+
+
+def tokenizer(*longer, magic=20240328):
+    """llm.c's file with the single bytes, then these tokens."""
+    pieces = [bytes([byte]) for byte in BYTES] + list(longer)
+    pieces += [b""] * (50256 - len(pieces)) + [b"<|endoftext|>"]
+    header = struct.pack("<256I", magic, 2, 50257, 50256, *[0] * 252)
+    return header + b"".join(bytes([len(piece)]) + piece for piece in pieces)
+
+
 def read(path):
     return Path(path).read_bytes()
 
@@ -120,7 +132,8 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
     for version, dtype, P, V, end_of_text in ((3, "float32", 10, 257, 256), (5, "bfloat16", 19, 257, 256),
                                               (3, "float32", 109, 256, None), (5, "bfloat16", 1009, 50257, 50256)):
         new_export(version, P, V)
-        assert sorted(os.listdir("hf")) == ["config.json", "generation_config.json", "model.safetensors"]
+        files = {"config.json", "generation_config.json", "model.safetensors"} | (set(TOKENIZER) if V == 257 else set())
+        assert set(os.listdir("hf")) == files, V
         config, generation = (json.loads(read(file)) for file in (CONFIG, "hf/generation_config.json"))
         for ends in config, generation:
             assert ends["bos_token_id"] == ends["eos_token_id"] == end_of_text, (ends, V)
@@ -190,8 +203,36 @@ def test_sharded_safetensors_and_old_names():
     assert read("a.bin") == read("b.bin")
     os.unlink("hf/model-1.safetensors")
     refuses("model-1.safetensors: cannot read: No such file", "import", "hf", "c.bin")
+    for name in "../a.bin", os.path.abspath("a.bin"), "", "..", "a\0", "\ud800", 1, None, ["model-0.safetensors"]:
+        written(index, json.dumps({"weight_map": {"wte.weight": name}}))
+        says = f"hf/{name}: expected a file" if name in ("", "..") else "weight_map: expected names of files beside it"
+        refuses(says, "import", "hf", "c.bin")
     written(index, '{"weight_map": ["x"]}')
     refuses("index.json: damaged", "import", "hf", "c.bin")
+
+
+def test_tokenizer_of_an_export():
+    """The ids are those of the trainer. Its file has no merges, and a token of three parts has one way to be made."""
+    for V, source, end_of_text, merges in ((257, None, 256, []), (50257, "bytes", 50256, []), (50257, None, 0, None),
+                                           (50257, "t.bin", 50256, ["Ġ t", "h e", "Ġt he", "i n"])):
+        new_export(V=V)
+        written("t.bin", tokenizer(b" t", b"he", b" the", b"in"))
+        converts(*EXPORT, *(["--tokenizer", source] if source else []))
+        assert len(set(os.listdir("hf2")) & set(TOKENIZER)) == (0 if merges is None else 3), V
+        if merges is not None:
+            vocabulary, config = (json.loads(read(f"hf2/{name}")) for name in TOKENIZER[::2])
+            assert read("hf2/merges.txt").decode().splitlines() == ["#version: 0.2", *merges]
+            assert config["model_max_length"] == P
+            found = [vocabulary[shown] for shown in ("!", "~", "\u00ff", "\u0100", "Ġ", "<|endoftext|>")]
+            assert found == [0, 93, 187, 188, 220, end_of_text], found
+            assert list(vocabulary.values())[:-1] == list(range(256 + len(merges))), vocabulary
+    for raw, message in ((b"", "t.bin: expected 50257 tokens with all bytes, and magic 20240328, found 0 and 0"),
+                         (tokenizer(magic=1), "found 50257 and 1"), (tokenizer() + b"1", "t.bin: expected"),
+                         (tokenizer().replace(b"\1z", b"\1y"), "t.bin: expected"),
+                         (tokenizer()[:-1], "t.bin: expected"), (tokenizer(b"the"), "token 256 is not made of two")):
+        refuses(message, "export", "a.bin", "hf3", "--tokenizer", written("t.bin", raw).name)
+    new_export()
+    refuses("t.bin: no tokenizer for a vocabulary of 257", *EXPORT, "--tokenizer", "t.bin")
 
 
 def test_names_on_the_hub():
@@ -213,16 +254,17 @@ def test_names_on_the_hub():
 
 
 def test_as_a_program():
-    new_export()
+    new_export(V=256)
     written("none/numpy.py", "raise ImportError('none here')")
     for command, path, code, says in (("import hf b.bin", "none", 1, "hf.py: needs numpy (none here)"),
-                                      ("--help", "none", 0, "from_pretrained"),
+                                      ("--help", "none", 0, "text-generation"),
+                                      ("export a.bin hf2", None, 0, "hf2: no tokenizer, because the checkpoint"),
                                       ("export a.bin hf", None, 1, "hf.py: hf: exists already")):
         environment = {**os.environ, "PYTHONPATH": path or os.environ["PYTHONPATH"]}
         done = subprocess.run([sys.executable, HF, *command.split()], capture_output=True, text=True, env=environment)
         assert done.returncode == code and says in done.stdout + done.stderr, done
         assert done.stderr.count("\n") == code, done
-    for usage in "", "import", "move a b", "import a b --precision fp8":
+    for usage in "", "import", "move a b", "import a b --precision fp8", "import a b --tokenizer t":
         assert hf(*usage.split()) == 2, usage
 
 
@@ -240,11 +282,14 @@ def test_files_that_are_refused():
               "rotary_pct": 0.25, "rope_scaling": {"factor": 2}, "rope_parameters": {"rope_theta": 1e4},
               "quantization_config": {"bits": 4}}
     changes = [(key, value, f"{CONFIG}: {key}") for key, value in others.items()]
+    changes += [(key, value, f"{CONFIG}: {key}: expected a positive") for key in ("n_embd", "n_layer")
+                for value in (10**4299, float("inf"), True, [])]
     changes += [("vocab_size", 258, "tensor wte.weight: expected shape (258, 32)"),
                 ("n_layer", 1, "GPT-2 as config.json describes it has none"),
                 ("n_layer", 10**9, "tensor h.999999999.ln_1.weight is missing")]
     cases += [(CONFIG, json.dumps({**config, key: value}), message) for key, value, message in changes]
-    cases += [(CONFIG, text, f"{CONFIG}: damaged (get the file again): ") for text in ('{"model_type": ', 100000 * "[")]
+    cases += [(CONFIG, text, f"{CONFIG}: damaged (get the file again): ") for text in (
+        '{"model_type": ', 100000 * "[", f'{{"n_embd": {5000 * "9"}}}', '"', "null", "[1]", b"\xff")]
 
     name, other = "h.1.mlp.c_fc.weight", "h.2.mlp.c_fc.weight"
     data, _, shape = tensors[name]
@@ -252,7 +297,7 @@ def test_files_that_are_refused():
         ({key.replace(name, other): tensor for key, tensor in tensors.items()}, f"tensor {name} is missing"),
         ({**tensors, name: (data, "I32", shape)}, "expected F32, F16 or BF16, found I32"),
         ({**tensors, name: (data, "F32", shape[::-1])}, "expected shape (32, 128) by config.json, found (128, 32)"),
-        ({**tensors, "score.weight": (bytes(64), "F32", [16])}, "tensor score.weight: GPT-2 as config"),
+        ({**tensors, "a\n\0\ud800": (bytes(64), "F32", [16])}, "tensor a\\n\\x00\\ud800: GPT-2 as config"),
         ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]
 
     end, damaged = 8 + int.from_bytes(raw[:8], "little"), f"{TENSORS}: damaged (get the file again): "
@@ -265,6 +310,7 @@ def test_files_that_are_refused():
         (raw.replace(b"[257, 32]", b"[257,-32]", 1), "header: ValueError"),
         (raw.replace(b"[257, 32]", b"[257,3.2]", 1), "header: ValueError"),
         (raw.replace(b'"dtype"', b'"dtypo"', 1), "header: KeyError"),
+        (raw.replace(b"[257, 32]", b"Infinity ", 1), "header: TypeError"),
         (raw.replace(b"[257, 32]", b"[257, 31]", 1), "transformer.wte.weight: F32"),
         (raw.replace(b"[0, ", b"[4, ", 1), "transformer.wte.weight: expected its data from offset 0, found 4"))]
 
@@ -273,7 +319,7 @@ def test_files_that_are_refused():
         (b"", "expected magic"), (good[:1000], "expected magic"), (good[:-1], damaged), (good + b"1", damaged))]
     for index, value, message in ((0, 20240520, "expected magic"), (1, 4, "expected magic"), (4, 3, damaged),
                                   (3, -1, "damaged header"), (4, 2**31 - 1, "damaged header"),
-                                  (5, 3, "damaged header"), (7, 128, "damaged header")):
+                                  (5, 3, "damaged header"), (7, 128, "damaged header"), (3, 3, "damaged header")):
         wrong = good[:4 * index] + struct.pack("<i", value) + good[4 * index + 4:]
         cases.append(("a.bin", wrong, f"a.bin: {message}"))
 
@@ -288,6 +334,14 @@ def test_files_that_are_refused():
     written(CONFIG, json.dumps({**config, **same}))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
+    new_export(V=50257)
+    kinds = (os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (lambda to: os.symlink("/dev/zero", to), os.unlink)
+    for file, *words in ((TENSORS, *IMPORT), (CONFIG, *IMPORT), ("t", *EXPORT, "--tokenizer", "t"), ("a.bin", *EXPORT)):
+        Path(file).unlink(missing_ok=True)
+        for make, remove in kinds:
+            make(file)
+            refuses(f"{file}: expected a file", *words)
+            remove(file)
 
 
 def test_output_that_cannot_be():
@@ -371,6 +425,22 @@ def test_transformers_round_trip():
         prompt = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         made = back.eval().generate(**prompt, max_new_tokens=8, do_sample=False)
         assert 3 < made.shape[1] <= 11 and int(made.max()) < V
+
+
+def test_transformers_tokenizer():
+    """An export's text goes in and out. The longest tokens are those that the trainer takes."""
+    need_libraries()
+    from transformers import AutoTokenizer, pipeline
+    text, letters = "in the Zo\u00eb 's  , don 't\n", [BYTES.index(ord(letter)) for letter in "in the"]
+    for V, option, ids in ((257, (), letters), (50257, ("--tokenizer", "t.bin"), [259, 258])):
+        random_model(V, 16)
+        written("t.bin", tokenizer(b" t", b"he", b" the", b"in"))
+        converts(*EXPORT, *option)
+        found = AutoTokenizer.from_pretrained("hf2")
+        assert found("in the")["input_ids"] == ids and found.decode(found(text)["input_ids"]) == text
+        assert found("<|endoftext|>")["input_ids"] == [found.eos_token_id] == [V - 1] and found.model_max_length == 48
+        made = pipeline("text-generation", "hf2")(text, max_new_tokens=5)[0]["generated_text"]
+        assert made.startswith(text), made
 
 
 def compare(device, attention, V, C, B=3, T=37, P=48):

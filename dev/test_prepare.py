@@ -77,7 +77,7 @@ def run(*command, code=0, says=(), script="prepare", ranks=None, meanwhile=lambd
     and if `code` is 1, just one line on stderr. Gives what it prints."""
     command = [sys.executable, f"data/{script}.py", *command, *(ranks_options() if ranks is None else ranks)]
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)
+                               errors="surrogateescape", start_new_session=True)
     meanwhile(process)
     out, err = process.communicate(timeout=300)  # returns when its workers are gone as well: they hold the pipes
     assert process.returncode == code, f"expected exit code {code}, found {process.returncode}:\n{out}{err}"
@@ -134,6 +134,9 @@ def some_documents(count=300, seed=SEED):
 
 def json_lines(objects):
     return "".join(json.dumps(one) + "\n" for one in objects)
+
+
+DEEP, LONG = "[" * 100000, "9" * 5000  # more than json's parser and int() take
 
 
 def write_parquet(path, columns):
@@ -218,13 +221,13 @@ def test_known_ids():
 
 
 def test_hellaswag_file():
-    questions = QUESTIONS + [{"ctx": "", "endings": [""], "label": 0}] * 65529  # as many as 16 bits can number
+    questions = QUESTIONS + [{"ctx": "a", "endings": [""], "label": "0"}] * 65529  # as many as 16 bits can number
     encode, stream, sizes = oracle().encode_ordinary, [], []
     for i, question in enumerate(questions):
         texts = [encode(text) for text in [question["ctx"]] + [" " + ending for ending in question["endings"]]]
         parts = [part for tokens in texts for part in (len(tokens), *tokens)]
         sizes.append(2 * (5 + len(parts)))
-        stream += [65535, sizes[-1], i, question["label"], len(question["endings"]), *parts]
+        stream += [65535, sizes[-1], i, int(question["label"]), len(question["endings"]), *parts]
     header = struct.pack("<256i", 20240522, 1, 65536, max(sizes), *[0] * 252)
     for name in "hellaswag_val", "other":
         hellaswag(written(f"{name}.jsonl", json_lines(questions)), says=["65,536 examples"])
@@ -344,8 +347,6 @@ def test_goes_on_after_any_shard_of_every_format():
     with open(path, "ab") as file:
         file.write(b"\n")
     fails(*options, says=["manifest.json: made with files"])
-    written(manifest, "{")
-    fails(*options, says=["manifest.json: damaged; delete it"])
 
 
 def test_few_batches_are_in_flight():
@@ -434,6 +435,35 @@ def test_tinystories_from_the_hub():
         run(*options, "data/cache/tinystories")  # complete: asks nobody
 
 
+def test_ready_shards():
+    def shard(tokens, magic=20240520, version=1, count=None):
+        return struct.pack("<256i", magic, version, count or tokens, *[0] * 253) + bytes(range(200)) * (tokens // 100)
+
+    names = ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(1, 4))]
+    files = {f"fineweb_{name}": shard(100 + 100 * i) for i, name in enumerate(names)}
+    options, out = ["fineweb10B", "--ready"], Path("data/cache/fineweb10B")
+    Hub.ranges.clear()
+    with hub("kjj0/fineweb10B-gpt2", "", {".gitattributes": b"-", **files}):
+        with mock.patch.object(Hub, "breaks", True):
+            fails(*options, says=["fineweb_val_000000.bin: download broke off: expected 1224 bytes, found 612"])
+        run(*options, "--shards", 2, says=["train_000002.bin: 300 tokens"])
+        assert Hub.ranges == [0, 612, 0, 0] and not (out / names[3]).exists(), Hub.ranges
+        run(*options, "--shards", 9)
+        Hub.files = {}
+        run(*options)  # all are there: asks nobody
+        found = content("fineweb10B")
+        assert [found[name] for name in names] == list(files.values()) and "gpt2_tokenizer.bin" in found
+        fails("fineweb10B", says=["manifest.json: made with dataset = None"])  # does not mix
+        (out / names[3]).unlink()
+        fails(*options, says=["train_000003.bin: cannot download: Not Found"])
+        written(out / names[3], shard(700))
+        fails(*options, says=["train_000003.bin: wrong SHA-256: expected", "delete it to get it again"])
+    for i, wrong in enumerate((shard(5, 1), shard(0, version=2), shard(100, count=6), shard(100)[:-1], b"", b"<html>")):
+        with hub("kjj0/fineweb10B-gpt2", "", {"fineweb_val_000000.bin": wrong}):
+            fails(*options, "-o", f"ready{i}", says=["val_000000.bin: no shard: expected magic, version"])
+            assert not list(Path(f"ready{i}").glob("*000*")), i
+
+
 def test_fineweb_from_the_hub():
     need("pyarrow")
     import prepare
@@ -451,6 +481,10 @@ def test_listing_of_the_hub():
     names = ["001_00000.parquet", "README.md", "000_00001.parquet", "000_00000.parquet"]  # the hub promises no order
     with hub("a/b", "sample/", {name: name.encode() for name in names}) as url, mock.patch.object(prepare, "HUB", url):
         files = prepare.hub_files("a/b", "sample", None)
+        for wrong in ("<", "null", '{"a": 1}', "[1]", '[{"path": 1}]', '[{"path": "a", "size": null}]',
+                      '[{"path": "a", "size": 1, "lfs": null}]', '[{"path": "a", "size": Infinity}]', DEEP):
+            Hub.files["/api/datasets/HuggingFaceFW/fineweb/tree/main/sample/100BT"] = wrong.encode()
+            fails("fineweb100B", says=["sample/100BT: damaged (check HF_ENDPOINT or the network)"])
     assert [file["url"].rsplit("/", 1)[1] for file in files] == sorted(set(names) - {"README.md"}), files
     assert all(file["sha256"] == sha256(Path(file["url"]).name.encode()) for file in files)
     for size in ("10B", "100B"):
@@ -478,7 +512,7 @@ def test_no_network():
     nobody = "http://127.0.0.1:1"
     away = {"HF_ENDPOINT": nobody, "no_proxy": "127.0.0.1", "https_proxy": nobody, "HTTPS_PROXY": nobody}
     with mock.patch.dict(os.environ, away, TIKTOKEN_CACHE_DIR="no_cache"):
-        fails("fineweb10B", says=["cannot download", "check the network"])
+        fails("fineweb100B", says=["cannot download", "check the network"])
         fails("tinyshakespeare", "-o", "away", says=["input.txt: cannot download"])
         fails(written("a.txt", "text"), ranks=[], says=["vocab.bpe: cannot download", "--ranks"])
         hellaswag("val", "-o", "away/h.bin", code=1, says=["hellaswag_val.jsonl: cannot download"])
@@ -499,6 +533,9 @@ def test_errors_in_text():
             ("type.jsonl", good + '{"text": 1}\n', f"type.jsonl: object at offset {at}: 'text' is int, expected a"),
             ("list.jsonl", "[1]\n", "list.jsonl: object at offset 0 has no field 'text'"),
             ("syntax.jsonl", good + '{"text": \n', f"syntax.jsonl: not JSON at offset {at + 10}"),
+            *((f"{i}.jsonl", good + raw, f"{i}.jsonl: not JSON at offset {at}") for i, raw in enumerate((DEEP, LONG))),
+            ("inf.jsonl", 'null\n{"text": Infinity}', "inf.jsonl: object at offset 0 has no"),
+            ("space.txt", "a" + " " * 3000000, "space.txt: 400,000 white spaces in a row"),
             ("tiny.txt", "a", "no tokens left to train on", "--val-tokens"),
             ("empty.txt", "", "no tokens left to train on")):
         fails(written(name, raw), "--val-tokens", 2, "-o", "errors", says=says)
@@ -506,13 +543,34 @@ def test_errors_in_text():
         assert name in ("late.txt", "tiny.txt") or not list(Path("errors").glob("*_0*.bin")), name
         shutil.rmtree("errors", ignore_errors=True)
     fails("none.txt", says=["none.txt: No such file"])
+    for i, make in enumerate((os.mkfifo, os.mkdir, functools.partial(os.symlink, "/dev/zero"))):
+        make(name := f"no{i}.jsonl")
+        for script, *command in ("prepare", name), ("prepare", "end.txt", "--ranks", name), ("hellaswag", name):
+            fails(*command, script=script, says=[f"{name}: expected a file"])
+    fails(written("many.txt", LETTERS * 400), "--shard-tokens", 1, says=["at most 10,000 shards, found 11,300"])
+    text = '{"text": "The \\ud800"}\n'
+    run(written("\udcff.jsonl", text), "--val-tokens", 1)  # neither is UTF-8
+    assert all_tokens("\udcff") == expected_tokens(["The \ufffd"])
+
+
+def test_errors_in_a_manifest():
+    path, manifest = written("manifest.txt", LETTERS), Path("data/cache/manifest/manifest.json")
+    run(path)
+    good = manifest.read_text()
+    for old, new in (('"skip": 0', '"skip": -1'), ('"tokens": ', '"tokens": 1.5'), ('"next": {', '"next": 0, "a": {'),
+                     ('"position": 0', '"position": Infinity'), ('"settings": {', '"settings": [], "a": {'),
+                     ('"sources": [', '"sources": 1, "a": ['), (good, "null"), (good, "{"), (good, DEEP), (good, LONG)):
+        written(manifest, good.replace(old, new))
+        fails(path, says=["manifest.json: damaged (delete it to begin anew)"])
 
 
 def test_errors_in_parquet():
     need("pyarrow")
+    raw = Path(write_parquet("page.parquet", {"text": some_documents(9)})).read_bytes()
     for path, *says in ((write_parquet("column.parquet", {"body": ["a"]}), "no column 'text', found body"),
                         (write_parquet("type.parquet", {"text": [1]}), "column 'text' is int64, expected string"),
-                        (written("no.parquet", "PAR1 no"), "cannot read as parquet")):
+                        (written("no.parquet", "PAR1 no"), "no.parquet: damaged (get the file again): "),
+                        (written("page.parquet", raw[:4] + bytes(300) + raw[304:]), "page.parquet: damaged (get")):
         fails(path, says=says)
 
 
@@ -521,11 +579,16 @@ def test_errors_in_hellaswag():
     at = len(json_lines([good]))
     second = [({"ctx": "", "endings": ["", ""]}, "bad.jsonl", f"offset {at}: expected ctx", "'label'"),
               ({**good, "label": 4}, f"offset {at}: expected text", "label 4"),
-              ({**good, "label": ""}, "expected ctx, endings and a label"),
-              ({**good, "endings": [1, 2]}, "endings of text"), ({**good, "ctx": "! " * 40000}, "at most 65535 bytes")]
+              *(({**good, "label": label}, "expected ctx, endings") for label in ("", None, float("inf"), 1.5)),
+              *(({**good, "endings": endings}, "1 to 64 endings of text")
+                for endings in (None, 5, "abcd", {"a": 1, "b": 2}, [None] * 4, ["a"] * 65)),
+              ({**good, "ctx": ""}, "expected text"), ({**good, "ctx": None}, "expected text"),
+              ({**good, "endings": [1, 2]}, "endings of text"), ({**good, "ctx": " " * 10**6}, "white spaces in a row"),
+              ({**good, "ctx": "! " * 40000}, "at most 65535 bytes")]
     cases = [(json_lines([good, question]), *says) for question, *says in second]
     cases += [("{\n", "not JSON at offset 2"), (b'{"ctx": "\xff"}', "invalid UTF-8 at offset 9"), ("", "no examples"),
-              ('{"ctx": "", "endings": [""], "label": 0}\n' * 65537, "65536 examples")]
+              (DEEP, "not JSON at offset 0"), (LONG, "not JSON at offset 0"),
+              ('{"ctx": "a", "endings": [""], "label": 0}\n' * 65537, "65536 examples")]
     for raw, *says in cases:
         hellaswag(written("bad.jsonl", raw), "-o", "bad.bin", code=1, says=says)
     hellaswag("none.jsonl", "-o", "bad.bin", code=1, says=["none.jsonl: No such file"])
@@ -539,7 +602,8 @@ def test_errors_in_ranks():
              ({**RANKS, b"z" * 256: 400}, "token 400 has 256 bytes", "at most 255")]
     cases = [(tiktoken_file(ranks), *says) for ranks, *says in cases]
     cases += [(raw, "bad.tiktoken: ") for raw in (
-        b"?!", b"{", b"\xff\n", b"#version\n\xf0\x9f\x99\x82 a", b'{"a": "b"}', b"{}", b"[]")]
+        b"?!", b"{", b"\xff\n", b"#version\n\xf0\x9f\x99\x82 a", b'{"a": "b"}', b"{}", b"[]",
+        b'{"a": null}', b'{"a": Infinity}', b'{"a": -1}', b'{"a": ' + DEEP.encode(), b'{"a": ' + LONG.encode() + b"}")]
     for raw, *says in cases:
         fails(path, ranks=ranks_options(raw, "bad.tiktoken"), says=says)
     for different in {bytes([b]): i for i, b in enumerate(BYTES)}, {**RANKS, b"a": RANKS[b"b"], b"b": RANKS[b"a"]}:
@@ -563,6 +627,8 @@ def test_usage():
                            ("a.txt --shard-tokens 0", "--shard-tokens: expected a number", "found 0"),
                            ("a.txt --max-tokens inf", "--max-tokens"),
                            ("a.txt --val-tokens some", "--val-tokens: expected a number", "found some"),
+                           *((words, "--ready goes with fineweb10B, fineweb-edu and --shards alone") for words in (
+                               "tinystories --ready", "a.txt --shards 3", "fineweb10B --ready --max-tokens 1e9")),
                            ("a.txt --shard-tokens 3e9", "--shard-tokens below 2^31"),
                            ("a.txt --jobs 0", "--jobs from 1")):
         run(*command.split(), says=says, code=2)

@@ -5,7 +5,7 @@
     ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
 
     python3 scripts/hf.py export run1/model_00003000.bin my-gpt2      # a folder for the transformers library:
-    AutoModelForCausalLM.from_pretrained("my-gpt2")                   # (the tokenizer is GPT-2's own)
+    pipeline("text-generation", "my-gpt2")("Once")                    # (text needs --tokenizer gpt2_tokenizer.bin)
 
 Needs numpy; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
 
@@ -19,9 +19,12 @@ import json
 import math
 import os
 import re
+import struct
 import sys
 import tempfile
 
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
+from prepare_common import BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, regular
 try:
     import numpy as np
 except ImportError as e:
@@ -34,10 +37,6 @@ VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the 
 PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in our header from index 2, then padded V
 STORAGE = np and {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # no bf16 there: its bits
-
-
-class Error(Exception):
-    """One line: what, where, expected, found, what to do."""
 
 
 def tensors(c):
@@ -86,7 +85,7 @@ def whole(path):
             os.rename(os.path.join(folder, name), path)
     except OSError as e:
         advice = "; free some space or choose another place" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise Error(f"{path}: cannot write: {e.strerror}{advice}") from None
+        raise Fail(f"{path}: cannot write: {e.strerror}{advice}") from None
 
 
 def write_file(path, chunks):
@@ -102,11 +101,11 @@ def write_file(path, chunks):
 
 def read_safetensors(path):
     """name → (type, shape, bytes). The format: uint64 length, JSON {name: {dtype, shape, data_offsets}}, data."""
-    data = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
+    data = np.memmap(path, np.uint8, "r") if os.path.getsize(regular(path)) else np.empty(0, np.uint8)
     length = int.from_bytes(data[:8].tobytes(), "little")
     damaged = f"{path}: damaged (get the file again): "
     if data.size < 8 or length > data.size - 8:
-        raise Error(f"{damaged}the header claims {length} bytes in a file of {data.size}")
+        raise Fail(f"{damaged}the header claims {length} bytes in a file of {data.size}")
     try:
         header = json.loads(data[8:8 + length].tobytes())
         header.pop("__metadata__", None)
@@ -114,16 +113,16 @@ def read_safetensors(path):
         if not all(type(n) is int and n >= 0 for begin, end, _, _, shape in entries for n in (begin, end, *shape)):
             raise ValueError("a size or an offset is not a natural number")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise Error(f"{damaged}header: {type(e).__name__}: {e}") from None
+        raise Fail(f"{damaged}header: {type(e).__name__}: {e}") from None
     data, position, found = data[8 + length:], 0, {}
     for begin, end, name, dtype, shape in entries:  # back to back from the first byte of the data to the last
         if begin != position or end < begin:
-            raise Error(f"{damaged}{name}: expected its data from offset {position}, found {begin} to {end}")
+            raise Fail(f"{damaged}{name}: expected its data from offset {position}, found {begin} to {end}")
         if dtype in STORAGE and end - begin != math.prod(shape) * STORAGE[dtype].itemsize:
-            raise Error(f"{damaged}{name}: {dtype} {shape} does not take {end - begin} bytes")
+            raise Fail(f"{damaged}{name}: {dtype} {shape} does not take {end - begin} bytes")
         found[name], position = (dtype, shape, data[begin:end]), end
     if position != data.size:
-        raise Error(f"{damaged}expected {position} bytes of data, found {data.size}")
+        raise Fail(f"{damaged}expected {position} bytes of data, found {data.size}")
     return found
 
 
@@ -131,38 +130,38 @@ def find_folder(source):
     if os.path.isdir(source):
         return source
     if os.path.exists(source) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        raise Error(f"{source}: not a folder; give one with config.json and safetensors files, or a name on the hub")
+        raise Fail(f"{source}: not a folder; give one with config.json and safetensors files, or a name on the hub")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as e:
-        raise Error(f"{source}: no such folder, and a name on the hub needs huggingface_hub ({e}); "
+        raise Fail(f"{source}: no such folder, and a name on the hub needs huggingface_hub ({e}); "
                     "pip install -c scripts/requirements-more.txt huggingface_hub") from None
     try:
         patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
         return snapshot_download(source, allow_patterns=patterns)
     except Exception as e:  # the library's own, of what it fetches with, or of the network
         reason = " ".join(str(e).split()) or type(e).__name__
-        raise Error(f"{source}: no such folder, and the hub does not give it: {reason}") from None
+        raise Fail(f"{source}: no such folder, and the hub does not give it: {reason}") from None
 
 
 def read_json(path):
-    with open(path, encoding="utf-8") as f:
+    with open(regular(path), encoding="utf-8") as f:
         try:
             return dict(json.load(f))
         except (ValueError, TypeError, RecursionError) as e:
-            raise Error(f"{path}: damaged (get the file again): {e}") from None
+            raise Fail(f"{path}: damaged (get the file again): {e}") from None
 
 
 def read_config(folder):
     path = os.path.join(folder, "config.json")
     config = read_json(path)
     if config.get("model_type") != "gpt2":
-        raise Error(f"{path}: model_type: expected gpt2, found {config.get('model_type')}; only GPT-2 can be read")
+        raise Fail(f"{path}: model_type: expected gpt2, found {config.get('model_type')}; only GPT-2 can be read")
     for key in SIZES:
-        if type(config.get(key)) is not int or config[key] < 1:
-            raise Error(f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; get the file again")
+        if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
+            raise Fail(f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; get the file again")
     if config["n_embd"] % config["n_head"]:
-        raise Error(f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}")
+        raise Fail(f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}")
     # What would make it another model; a missing key means the library's default, which is the first here.
     allowed = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
                "n_inner": (None, 4 * config["n_embd"]), "tie_word_embeddings": (True,), "add_cross_attention": (False,),
@@ -172,7 +171,7 @@ def read_config(folder):
     allowed.update(dict.fromkeys(other_models, (None,)))
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
-            raise Error(f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read")
+            raise Fail(f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read")
     return config
 
 
@@ -183,35 +182,38 @@ def read_tensors(folder, config):
     if not os.path.exists(path) and os.path.exists(index):  # a large model, in several files
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise Error(f"{index}: damaged (get the file again): no weight_map")
-        files = [os.path.join(folder, file) for file in sorted({str(file) for file in weight_map.values()})]
+            raise Fail(f"{index}: damaged (get the file again): no weight_map")
+        for file in weight_map.values():
+            if not isinstance(file, str) or os.path.basename(file) != file or not file.isprintable():
+                raise Fail(f"{index}: weight_map: expected names of files beside it, found {file!r}; get it again")
+        files = [os.path.join(folder, file) for file in sorted(set(weight_map.values()))]
     elif not os.path.exists(path):
-        raise Error(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, "
+        raise Fail(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, "
                     "and its save_pretrained writes this one")
     found = {name.removeprefix("transformer."): tensor
              for file in files for name, tensor in read_safetensors(file).items()}
     last = f"h.{config['n_layer'] - 1}.ln_1.weight"
     if last not in found:  # said before a list of as many layers as a damaged config.json has
-        raise Error(f"{folder}: tensor {last} is missing")
+        raise Fail(f"{folder}: tensor {last} is missing")
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
         shape = shape[::-1] if is_conv1d(name) else shape
         if name not in found:
-            raise Error(f"{folder}: tensor {name} is missing")
+            raise Fail(f"{folder}: tensor {name} is missing")
         if found[name][1] != shape:
-            raise Error(f"{folder}: tensor {name}: expected shape {shape} by config.json, found {found[name][1]}")
+            raise Fail(f"{folder}: tensor {name}: expected shape {shape} by config.json, found {found[name][1]}")
         if found[name][0] not in STORAGE:
-            raise Error(f"{folder}: tensor {name}: expected F32, F16 or BF16, found {found[name][0]}")
+            raise Fail(f"{folder}: tensor {name}: expected F32, F16 or BF16, found {found[name][0]}")
     for name, tensor in found.items():
         if name == "lm_head.weight":  # of an older library; tied, it is wte
             if tensor[:2] != found["wte.weight"][:2] or not np.array_equal(tensor[2], found["wte.weight"][2]):
-                raise Error(f"{folder}: lm_head.weight is not wte.weight; only tied embeddings can be read")
+                raise Fail(f"{folder}: lm_head.weight is not wte.weight; only tied embeddings can be read")
         elif name not in wanted and not re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):  # those are causal masks
-            raise Error(f"{folder}: tensor {name}: GPT-2 as config.json describes it has none of this name")
+            raise Fail(f"{folder}: tensor {name}: GPT-2 as config.json describes it has none of this name")
     return found
 
 
-def import_model(source, out, want):
+def import_model(source, out, want, _):
     folder = find_folder(source)
     config = read_config(folder)
     found = read_tensors(folder, config)
@@ -239,25 +241,68 @@ def import_model(source, out, want):
 
 def read_model(path):
     """Our checkpoint: sizes, rows of padding, storage type, parameters as one flat array."""
-    header = np.fromfile(path, "<i4", HEADER_INTS)
+    header = np.fromfile(regular(path), "<i4", HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
-        raise Error(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
+        raise Fail(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
                     "give a model checkpoint of this program or of llm.c")
     config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
     padding = int(header[7]) - config["vocab_size"]
     size = os.path.getsize(path)
-    if min(config.values()) < 1 or padding < 0 or config["n_embd"] % config["n_head"] or config["n_layer"] > size:
-        raise Error(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
+    if (min(config.values()) < 1 or not 0 <= padding < 128 or config["n_embd"] % config["n_head"] or
+            config["n_layer"] > size):
+        raise Fail(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
     expected = header.nbytes + count * STORAGE[dtype].itemsize
     if size != expected:
-        raise Error(f"{path}: damaged (get the file again): expected {expected} bytes, found {size}")
+        raise Fail(f"{path}: damaged (get the file again): expected {expected} bytes, found {size}")
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
 
 
-def export_model(path, out, want):
+def read_tokenizer(path):
+    """The bytes of each token, from llm.c's file, which data/prepare.py writes and the trainer reads."""
+    with open(regular(path), "rb") as f:
+        header, raw = f.read(1024), f.read()
+    magic, version, count = struct.unpack("<3I", header[:12].ljust(12, b"\0"))
+    pieces, at = [], 0
+    while len(pieces) < count and at < len(raw):
+        pieces.append(raw[at + 1:at + 1 + raw[at]])
+        at += 1 + raw[at]
+    if ((magic, len(pieces), at) != (TOKENIZER_MAGIC, END_OF_TEXT + 1, len(raw)) or version not in (1, 2) or
+            any(bytes([byte]) not in pieces for byte in BYTES)):
+        raise Fail(f"{path}: expected {END_OF_TEXT + 1} tokens with all bytes, and magic {TOKENIZER_MAGIC}, found "
+                   f"{len(pieces)} and {magic}; give GPT-2's tokenizer, which data/prepare.py writes")
+    return pieces[:END_OF_TEXT]
+
+
+def tokenizer_files(config, end_of_text, source):
+    """{name: text}. The file of merges says which two tokens make each longer one. They are the last two parts when
+    the tokens before it have joined what they can."""
+    if end_of_text is None or source != "bytes" and end_of_text != END_OF_TEXT:
+        raise Fail(f"{source}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --tokenizer")
+    pieces = [bytes([byte]) for byte in BYTES] if source == "bytes" else read_tokenizer(source)
+    ids, merges = {piece: id for id, piece in enumerate(pieces) if piece}, []
+    for piece, id in ids.items():
+        parts = [piece[i:i + 1] for i in range(len(piece))]
+        while len(parts) > 2:
+            first, at = min((ids.get(a + b, id), at) for at, (a, b) in enumerate(zip(parts, parts[1:])))
+            if first >= id:
+                raise Fail(f"{source}: token {id} is not made of two earlier ones; give GPT-2's tokenizer")
+            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+        merges += [parts] * (len(parts) == 2)
+    shown = lambda piece: "".join(SHOWN[byte] for byte in piece)
+    return {"vocab.json": json.dumps({**{shown(piece): id for piece, id in ids.items()}, "<|endoftext|>": end_of_text}),
+            "merges.txt": "\n".join(["#version: 0.2", *(" ".join(map(shown, pair)) for pair in merges), ""]),
+            "tokenizer_config.json": json.dumps({"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces":
+                                                 False, "model_max_length": config["n_positions"]})}
+
+
+def export_model(path, out, want, tokenizer):
     config, padding, have, parameters = read_model(path)
     want = want or have
+    # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
+    end_of_text = END_OF_TEXT if config["vocab_size"] > END_OF_TEXT else 256 if config["vocab_size"] == 257 else None
+    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    files = tokenizer_files(config, end_of_text, tokenizer or "bytes") if tokenizer or end_of_text == 256 else {}
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
         end = position + math.prod(shape) * STORAGE[want].itemsize
@@ -274,18 +319,19 @@ def export_model(path, out, want):
             yield convert(name, parameters[at:at + math.prod(shape)].reshape(shape), have, want)
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
-    # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
-    end_of_text = 50256 if config["vocab_size"] > 50256 else 256 if config["vocab_size"] == 257 else None
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     model = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **config, "n_inner": None,
              "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "resid_pdrop": 0.0, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want], **ends}
     with whole(out) as tmp:
         os.mkdir(tmp)
-        for name, content in (("config.json", model), ("generation_config.json", ends)):
-            write_file(os.path.join(tmp, name), [json.dumps(content, indent=2).encode() + b"\n"])
+        files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})
+        for name, content in files.items():
+            write_file(os.path.join(tmp, name), [content.encode()])
         write_file(os.path.join(tmp, "model.safetensors"), chunks())
+    if "vocab.json" not in files:
+        print(f"{out}: no tokenizer, because the checkpoint does not say which" +
+              ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
     return config, want
 
 
@@ -295,16 +341,20 @@ def main():
     arg.add_argument("source", help="import: folder or name on the hub; export: checkpoint of this program or of llm.c")
     arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
     arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: the source's")
+    arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
+                     "was trained without --tokenizer; default: bytes for a vocabulary of 257, else none")
     a = arg.parse_args()
+    if a.tokenizer and a.command == "import":
+        arg.error("--tokenizer belongs to export; an import has the weights alone")
     out = os.path.abspath(a.out)
     try:
         if os.path.lexists(out):
-            raise Error(f"{a.out}: exists already; remove it or choose another name")
+            raise Fail(f"{a.out}: exists already; remove it or choose another name")
         if not os.path.isdir(os.path.dirname(out)):
-            raise Error(f"{os.path.dirname(out)}: no such folder; create it or choose another path for the output")
+            raise Fail(f"{os.path.dirname(out)}: no such folder; create it or choose another path for the output")
         convert_model = import_model if a.command == "import" else export_model
-        config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision))
-    except Error as e:
+        config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision), a.tokenizer)
+    except Fail as e:
         sys.exit(f"hf.py: {e}")
     except OSError as e:
         sys.exit(f"hf.py: {e.filename or a.source}: cannot read: {e.strerror}; check the path")
