@@ -122,9 +122,8 @@ def ladder(rows):
             cells.append(f"{rate:.0f}: {rate / gemm:.0%}{of_best}")
             bar = bar or "█" * round(20 * min(1, rate / gemm))
         lines.append(" | ".join(map(str, [*cells, bar])))
-    title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal: TFLOP/s, % of a large matrix product (GEMM) in that
-        precision, of which fp32 has no tensor cores, and % of the fastest library's kernel. The bar is forward's GEMM
-        share. lines counts a kernel's own headers"""
+    title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal: TFLOP/s, % of a large matrix product in that
+        precision (GEMM; in fp32 without tensor cores), % of the fastest library's kernel. The bar is forward's % of GEMM"""
     return table(title, rows, "rung | new | lines | forward: GEMM, library | backward: GEMM, library | ", lines)
 
 
