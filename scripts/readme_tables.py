@@ -101,27 +101,32 @@ def attention(rows):
     return table(title, rows, *crossed(rows, ["B, T", *varying, "pass"], "kernel", kernels, cell))
 
 
+def rates_of(rung, rows):
+    """Forward's and backward's "TFLOP/s: % of GEMM, % of the best library's kernel", each with its share of GEMM."""
+    found = []
+    for passed in "fwd", "bwd":
+        alike = {r["kernel"]: r for r in matching(rows, HS=64, B=4, T=4096, dtype=RUNGS[rung][0], **{"pass": passed})}
+        if not alike.get(rung, {}).get("tflops"):
+            found.append(("–", 0))
+            continue
+        share = alike[rung]["tflops"] / alike[rung]["gemm_tflops"]
+        best = max((r["tflops"] or 0 for kernel, r in alike.items() if kind_of(kernel) == "peer"), default=0)
+        of_best = f", {alike[rung]['tflops'] / best:.0%}" if best else ""
+        found.append((f"{alike[rung]['tflops']:.0f}: {share:.0%}{of_best}", share))
+    return found
+
+
 def ladder(rows):
     """A line for each rung: its size, and how fast it is beside the GEMM rate and the best library's kernel."""
-    rows = matching(rows, HS=64, B=4, T=4096)
     lines = []
-    for name, (dtype, new) in RUNGS.items():
+    for name, (_, new) in RUNGS.items():
         files = [ROOT / "attention" / f"{name}{half}.cu" for half in ("", "_backward")]
         files = [file for file in files if file.exists()]
         files += {ROOT / path for f in files for path in re.findall(r'#include "(attention/\w+\.cuh)"', f.read_text())}
-        cells = [f"[{name}]({files[0].name})", new, sum(len(f.read_text().splitlines()) for f in files)]
-        bar = ""
-        for passed in "fwd", "bwd":
-            alike = {r["kernel"]: r for r in matching(rows, dtype=dtype, **{"pass": passed})}
-            if name not in alike or not alike[name].get("tflops"):
-                cells.append("–")
-                continue
-            rate, gemm = alike[name]["tflops"], alike[name]["gemm_tflops"]
-            best = max((r["tflops"] or 0 for kernel, r in alike.items() if kind_of(kernel) == "peer"), default=0)
-            of_best = f", {rate / best:.0%}" if best else ""
-            cells.append(f"{rate:.0f}: {rate / gemm:.0%}{of_best}")
-            bar = bar or "█" * round(20 * min(1, rate / gemm))
-        lines.append(" | ".join(map(str, [*cells, bar])))
+        (forward, share), (backward, _) = rates_of(name, rows)
+        lines.append(f"[{name}]({files[0].name}) | {new} | {sum(len(f.read_text().splitlines()) for f in files)} | "
+                     f"{forward} | {backward} | " + "█" * round(20 * min(1, share)))
+    rows = matching(rows, HS=64, B=4, T=4096)
     title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal: TFLOP/s, % of a large matrix product in that
         precision (GEMM; in fp32 without tensor cores), % of the fastest library's kernel. The bar is forward's % of GEMM"""
     return table(title, rows, "rung | new | lines | forward: GEMM, library | backward: GEMM, library | ", lines)
@@ -425,9 +430,15 @@ def make(name, document, root):
                           flags=re.S | re.M)
         if not found:
             fail(f"{path.relative_to(root)}: no lines between // [quote] and // [end]")
-        asked = [paragraph(f"*Try it, {number}.* {exercise[5]}")
+        rows = [row for rows in results.glob("*/attention.jsonl") for row in read_rows(rows, ["dtype"], causal=True)]
+        rung = {"fp16_pairs": "flash_fp16x3"}.get(path.stem, path.stem.removesuffix("_backward"))
+        passes = {"Forward": 0, "Backward": 1} if "backward" not in path.stem else {"Backward": 1}
+        found_of = rates_of(rung, rows) if rung in RUNGS else 2 * [("–", 0)]
+        number = [re.sub(r"(\d+): (\S+), (\S+)", rf"*{word}* \1 TFLOP/s, \2 of GEMM, \3 of the best library's.",
+                         found_of[at][0]) for word, at in passes.items() if found_of[at][1]]
+        asked = [f"*Try it, {number}.* {exercise[5]}"
                  for number, exercise in enumerate(EXERCISES, 1) if exercise[0] == path.name]
-        return "\n\n".join([f"```cpp\n{textwrap.dedent(found[1])}```", *asked])
+        return f"```cpp\n{textwrap.dedent(found[1])}```\n\n" + paragraph(" ".join([*number, *asked]))
     else:
         known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
         fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
