@@ -35,7 +35,7 @@ GENCODE := $(call gencode,$(ARCH))
 endif
 
 # nvcc's -O is the host compiler's; kernels are always at -O3. Host code does with less (-Og compiles fastest), except the
-# CPU's own layers and the choice of a token.
+# CPU's own layers, the choice of a token and the checksum.
 CXXFLAGS  := -std=c++17 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra -MMD -MP $(EXTRA)
 CCBIN     := $(if $(filter-out g++,$(lastword $(CXX))),-ccbin $(lastword $(CXX)))
 NVCCFLAGS := -std=c++17 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
@@ -109,7 +109,7 @@ build/train_gpt2.o build/layers/comm/comm.o build/layers/comm/peer_copy.o build/
 build/dev/dump_gradients.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
-build/layers/cpu/reference.o build/run/sample.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
+build/layers/cpu/reference.o build/run/sample.o build/data/file.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
 build/nccl.flags: FLAGS = $(NCCLFLAGS)

@@ -1,5 +1,7 @@
 #include "data/file.h"
 
+#include <future>
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each step is a bijection
 // of the lane for a given word, and of the word for a given lane. Any change of one word therefore changes the result.
@@ -36,7 +38,17 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// AtomicFile
+// Pieces, and AtomicFile
+
+void in_pieces(size_t bytes, const std::function<void(size_t begin, size_t end)>& f) {
+    constexpr size_t kThreads = 4, kLeast = 1 << 20;
+    const size_t piece = std::max((bytes + kThreads - 1) / kThreads, kLeast);
+    std::vector<std::future<void>> others;
+    for (size_t at = piece; at < bytes; at += piece)
+        others.push_back(std::async(std::launch::async, f, at, std::min(at + piece, bytes)));
+    f(0, std::min(piece, bytes));
+    for (std::future<void>& other : others) other.get();
+}
 
 static constexpr size_t kBufferBytes = 1 << 20;
 
@@ -54,17 +66,20 @@ AtomicFile::~AtomicFile() {
     unlink(tmp_.c_str());
 }
 
-static void write_fully(int fd, const char* data, size_t bytes, const std::string& path) {
-    while (bytes) {
-        const ssize_t n = ::write(fd, data, bytes);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) throw file_error(path, "write", errno);
-        data += n, bytes -= static_cast<size_t>(n);
-    }
+void AtomicFile::append(const char* data, size_t bytes) {
+    in_pieces(bytes, [&](size_t done, size_t end) {
+        while (done < end) {
+            const ssize_t n = pwrite(fd_, data + done, end - done, static_cast<off_t>(written_ + done));
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0) throw file_error(path_, "write", errno);
+            done += static_cast<size_t>(n);
+        }
+    });
+    written_ += bytes;
 }
 
 void AtomicFile::flush() {
-    write_fully(fd_, buffer_.data(), buffer_.size(), path_);
+    append(buffer_.data(), buffer_.size());
     buffer_.clear();
 }
 
@@ -72,7 +87,7 @@ void AtomicFile::write(const void* data, size_t bytes) {
     const char* p = static_cast<const char*>(data);
     if (buffer_.size() + bytes > kBufferBytes) flush();
     if (bytes > kBufferBytes)
-        write_fully(fd_, p, bytes, path_);  // large blocks are not worth a copy
+        append(p, bytes);  // large blocks are not worth a copy
     else
         buffer_.insert(buffer_.end(), p, p + bytes);
 }

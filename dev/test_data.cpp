@@ -27,8 +27,8 @@ using Names = std::set<std::string>;
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers
 
-// The program calls these instead of the C library's. They note the order of calls. Like write(2), which takes 2 GiB at
-// most, this write takes no more bytes at once than most_at_once.
+// The program calls these instead of the C library's. They note the order of calls. Like pwrite(2), which takes 2 GiB
+// at most, this one takes no more bytes at once than most_at_once.
 static Strings calls;
 static size_t most_at_once = SIZE_MAX;
 extern "C" int fsync(int fd) {
@@ -39,8 +39,8 @@ extern "C" int rename(const char* from, const char* to) noexcept {
     calls.push_back(exists(to) ? "replace" : "rename");
     return renameat(AT_FDCWD, from, AT_FDCWD, to);
 }
-extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
-    return syscall(SYS_write, fd, data, std::min(bytes, most_at_once));
+extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) {
+    return syscall(SYS_pwrite64, fd, data, std::min(bytes, most_at_once), at);
 }
 
 namespace {

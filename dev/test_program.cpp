@@ -408,6 +408,8 @@ TEST(memory_table_and_profile) {
     }
     CHECK(listed.size() == 6 && listed["total"] > 10);
     CHECK_NEAR(number_after(table, "total, and activations per token "), listed["total"], 0.02);
+    CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), listed["parameters"] + listed["optimizer"],
+               0.02);
     for (const auto& [name, size] : listed)
         CHECK_NEAR(number_after(described, name == "total" ? "\nmemory " : name + " "), size, 0.06);
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");

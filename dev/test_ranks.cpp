@@ -4,8 +4,17 @@
 // Run: ./dev/test_ranks [part of a test's name]
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
+#include <sys/syscall.h>
+
 #include "../train_gpt2.cu"
 #include "dev/ranks.h"
+
+// The program's files are written by this instead of the C library's. An error that is not 0 is what comes of it.
+static std::function<int()> before_write = [] { return 0; };
+extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) {
+    if (const int error = before_write()) return errno = error, -1;
+    return syscall(SYS_pwrite64, fd, data, bytes, at);
+}
 
 namespace {
 
@@ -67,6 +76,10 @@ std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
     std::memcpy(numbers.data(), bytes.data(), bytes.size());
     std::filesystem::remove(left);
     return numbers;
+}
+
+size_t count_files(const std::string& folder) {
+    return std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator());
 }
 
 // The losses of all steps' micro-batches, the norms, three validations, and the parameters.
@@ -177,6 +190,98 @@ TEST(ranks_save_and_restore_as_one) {
         CHECK(again.state == several.state && again.model == several.model);
         check_next(g, again);
     }
+}
+
+// The files are those of a run that stops at that step. The next checkpoint and the end wait for the one before.
+TEST(training_goes_on_while_a_checkpoint_is_written) {
+    Options o = options();
+    for (const Grouping& g : {kOne, Grouping{2, 1, false, false}, {4, 2, true, true}}) {
+        std::vector<std::string> files[2];
+        for (const bool goes_on : {false, true}) {
+            o.output_dir = dir() + format("/beside_%d_%d", g.ranks, goes_on);
+            std::filesystem::create_directory(o.output_dir);
+            on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
+                std::promise<void> disk_is_ready;
+                before_write = [ready = disk_is_ready.get_future().share()] {
+                    ready.wait(), sleep_for(0.05);
+                    return 0;
+                };
+                if (!goes_on) disk_is_ready.set_value();
+                run.train_step();
+                run.save();
+                if (!goes_on) run.conclude();
+                run.train_step();
+                run.train_step();
+                CHECK(newest_checkpoint(o.output_dir) == (goes_on ? -1 : 1));
+                job.barrier();
+                if (goes_on) disk_is_ready.set_value();
+                run.save();
+                CHECK(newest_checkpoint(o.output_dir) == 1);
+                job.barrier();
+                model.weights(1).ln2w[3] = NAN;
+                const std::string last = "last good checkpoint: " + state_path(o.output_dir, 3);
+                CHECK_ERROR(run.train_step(), last.c_str());
+                CHECK(newest_checkpoint(o.output_dir) == 3);
+                return std::vector<double>();
+            });
+            for (const int step : {1, 3})
+                for (const auto& path : {model_path, state_path})
+                    files[goes_on].push_back(read_file(path(o.output_dir, step)));
+        }
+        CHECK(files[0] == files[1] && files[0][1].size() > 1000 && files[0][1] != files[0][3]);
+    }
+}
+
+// The error is a later step's, or the end's. The checkpoint before stays, and no file is left in part.
+TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
+    Options o = options();
+    o.output_dir = dir() + "/unwritten", o.max_steps = 1000;
+    std::filesystem::create_directory(o.output_dir);
+    on_ranks<float>(kOne, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>&, Job&) {
+        run.train_step();
+        run.save();
+        run.conclude();
+        before_write = [] { return ENOSPC; };
+        run.train_step();
+        run.save();
+        CHECK_ERROR(while (run.step < o.max_steps) run.train_step(),
+                    "model_00000002.bin: cannot write: No space left on device; free");
+        CHECK(run.step < o.max_steps);
+        run.save();
+        CHECK_ERROR(run.conclude(), format("model_%08d.bin: cannot write", run.step).c_str());
+        return std::vector<double>();
+    });
+    CHECK(newest_checkpoint(o.output_dir) == 1 && count_files(o.output_dir) == 2);
+}
+
+// Ctrl-C in the middle of the first checkpoint. What is there at the end is what a run without it has.
+TEST(an_interrupted_run_waits_for_its_checkpoint) {
+    Options o = options();
+    o.max_steps = 40, o.checkpoint_every = 1, o.val_every = o.sample_every = 0;
+    const auto run = [&](const std::string& name, const std::function<int()>& write) {
+        o.output_dir = dir() + "/" + name;
+        Processes process;
+        process.start([&] {
+            before_write = write;
+            Job alone;
+            return run_train<Cpu, float>(Cpu(1), o, kConfig, false, alone, {});
+        });
+        process.wait();
+        return std::pair(process.ended[0], process.text());
+    };
+    const auto [code, text] = run("interrupted", [] {
+        if (gettid() != getpid() && !g_signal) raise(SIGINT);  // the main thread writes the lock
+        return sleep_for(0.02), 0;
+    });
+    const std::string out = o.output_dir;
+    const int newest = newest_checkpoint(out);
+    const size_t at = text.find("checkpoint " + state_path(out, newest));
+    CHECK(code == 128 + SIGINT && newest > 0 && newest < o.max_steps);
+    CHECK(at < text.find(format("the model is %s\n", model_path(out, newest).c_str())) && at != std::string::npos);
+    CHECK(run("straight", before_write).first == 0);
+    for (const auto& path : {model_path, state_path})
+        CHECK(read_file(path(out, newest)) == read_file(path(o.output_dir, newest)) && exists(path(out, newest)));
+    CHECK(count_files(out) == size_t(2 * newest + 2));  // with the log and the lock
 }
 
 // In a ring what is broken reaches the others at once, and no rank may stop before the others do. If the optimizer is

@@ -391,22 +391,32 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
 }
 
 // A disk that is full in the middle of a checkpoint leaves no file in part. The model is written first, so without a
-// state the step does not count. A limit on file size stands in for the disk, in blocks of 512 bytes.
+// state the step does not count. A limit on file size stands in for the disk, in blocks of 512 bytes. The error shows at
+// a later step, or at the end.
 TEST(a_full_disk_leaves_whole_files) {
     const struct {
-        int blocks;
+        int blocks, steps;
         const char* message;
         std::set<std::string> left;
-    } cases[] = {{100, "model_00000002.bin: cannot write", {"log.jsonl"}},
-                 {400, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};
+    } cases[] = {{100, kSteps, "model_00000002.bin: cannot write", {"log.jsonl"}},
+                 {400, 2, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};
     for (const auto& c : cases) {
         const std::string out = dir() + format("/full_%d", c.blocks);
-        CHECK_RUN(shell(format("ulimit -f %d; ./train_gpt2cu ", c.blocks) + options() + "-v 0 -s 0 -n 2 -o " + out), 1,
-                  c.message);
+        CHECK_RUN(
+            shell(format("ulimit -f %d; ./train_gpt2cu ", c.blocks) + options(c.steps) + "-v 0 -s 0 -n 2 -o " + out), 1,
+            c.message);
         CHECK(files_of(out) == c.left && newest_checkpoint(out) == -1);
-        check_same("log", log_of(out, true), expected_log(2, 0, 0));
+        const size_t steps = rows(out, "train").size();
+        check_same("log", log_of(out, true), expected_log(steps, 0, 0));
+        CHECK(steps >= 2 && steps <= 4);  // the checkpoint of step 4 would wait for the one of step 2
         CHECK(read_file(out + "/log.jsonl").back() == '\n');
     }
+}
+
+TEST(a_directory_that_is_gone_ends_the_run) {
+    const std::string out = dir() + "/gone";
+    CHECK_RUN(run_and_act(options() + "-v 0 -s 0 -n 6 -o " + out, "checkpoint ", "rm -r " + out), 1,
+              "/gone/model_00000012.bin: cannot create: No such file or directory");
 }
 
 // What is read is what is written, header and tensors, in both types of file. The rate is too small to change a weight.

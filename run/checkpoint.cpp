@@ -126,7 +126,8 @@ static void put(std::string& to, const std::string& text) {
     to += text;
 }
 
-void write_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
+void write_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections,
+                 const std::function<void()>& begin) {
     std::string table;
     put(table, static_cast<uint32_t>(identity.fields.size() + identity.recipe.size()));
     for (const Identity::Fields& fields : {identity.fields, identity.recipe})
@@ -143,6 +144,7 @@ void write_state(const std::string& path, const Identity& identity, const std::v
     head += table;
     put(head, checksum64(head.data(), head.size()));
 
+    if (begin) begin();
     AtomicFile file(path);
     file.write(head.data(), head.size());
     for (const Section& s : sections) file.write(s.data, s.bytes);

@@ -36,7 +36,9 @@ struct Section {
     void* data;  // read into / written from
     size_t bytes;
 };
-void write_state(const std::string& path, const Identity&, const std::vector<Section>&);
+// Calls `begin` when the checksums are known and nothing is written yet.
+void write_state(const std::string& path, const Identity&, const std::vector<Section>&,
+                 const std::function<void()>& begin = nullptr);
 // Fills the sections. Throws Error if the magic, the version or a checksum is wrong, the file is truncated, or a
 // section is missing or has another size. Also throws if the identity differs, naming the field and both values. Returns
 // in words what differs in the recipe.

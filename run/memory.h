@@ -8,6 +8,13 @@
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
 
+// Of a checkpoint in host memory, from which it is written while training goes on. Rank 0 has the whole.
+template <class Model>
+size_t snapshot_bytes(const Model& model) {
+    if (model.ranks.rank > 0) return model.ranks.sharded ? model.adam.bytes : 0;
+    return model.params.bytes + model.adam.bytes * model.shards();
+}
+
 // Prints every tensor's size, and for what grows with the batch also the bytes that one token adds.
 template <class Model>
 void print_memory_table(Model& model) {
@@ -24,6 +31,7 @@ void print_memory_table(Model& model) {
         }
     std::printf("%-44s %26.2f %14.1f\n", "total, and activations per token", model.total_bytes() / kMiB,
                 model.acts.bytes / tokens);
+    std::printf("%-44s %26.2f\n", "host memory for checkpoints, with -o", snapshot_bytes(model) / kMiB);
 }
 
 // Says what each arena asked for and the largest -b that would fit in what is free.

@@ -3,9 +3,11 @@
 #pragma once
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,15 +43,18 @@ class Run {
     using X = typename Model::X;
     using A = typename Model::A;
     Run(const Options& o, Model& model, const Data& data, Job& job);
-    ~Run() { dev.free_host(host); }
+    ~Run() {
+        if (written.valid()) written.wait();  // when an Error unwinds
+        dev.free_host(host), dev.free_host(snapshot);
+    }
 
     void describe() const;
     void open_log();
     void train_step();
-    void watch();           // validation and samples, if they are due after this step
-    void save();            // a checkpoint of this step
-    bool restore();         // the newest checkpoint, false if there is none
-    void conclude() const;  // how it went, what is kept, what to do next
+    void watch();     // validation and samples, if they are due after this step
+    void save();      // a checkpoint of this step, which a thread writes
+    bool restore();   // the newest checkpoint, false if there is none
+    void conclude();  // how it went, what is kept, what to do next
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     uint64_t train_tokens() const { return train.num_tokens(); }
@@ -94,19 +99,24 @@ class Run {
             train.skip(model.ranks.groups() - 1 - model.ranks.group());
         }
     }
-    void copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const;
-    std::vector<char> gather_optimizer();
-    void scatter_optimizer(std::vector<char>& whole);
+
+    // The parameters and the optimizer's state, in pinned memory. A rank other than 0 has at most its share of the state.
+    char* snapshot = nullptr;
+    std::future<void> written;  // the last checkpoint, by write_checkpoint()
+    void move_optimizer(char* host, bool to_host);
+    void await_checkpoint();
 
     // The parts of a checkpoint beside the model, for reading and for writing.
     struct Counters {
         uint64_t step, model_checksum;
         LoaderState train;
     };
-    static std::vector<Section> sections(Counters& counters, std::vector<char>& adam) {
-        return {{"counters", &counters, sizeof counters}, {"optimizer", adam.data(), adam.size()}};
+    std::vector<Section> sections(Counters& counters) const {
+        return {{"counters", &counters, sizeof counters},
+                {"optimizer", snapshot + model.params.bytes, model.adam.bytes * model.shards()}};
     }
-    void read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params);
+    void write_checkpoint(Counters counters);
+    void read_checkpoint(int newest, Counters& counters);
     std::string first_nonfinite();
     std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
@@ -129,6 +139,8 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
     const size_t ints = size_t(model.micro_steps) * model.batch_ints();
     host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
     batch = host, next = host + ints;
+    const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
+    if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
     identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
                        {"precision", name_of(dtype_of<X>())},
                        {"device", Dev::kind},
@@ -191,6 +203,7 @@ void Run<Model>::train_step() {
     Range range("step", step);
     const double start = now();
     if (late_error) std::rethrow_exception(late_error);
+    if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
     if (!prepared) prepare(batch);
     prepared = true;
     const bool usual = step > first_step + 1;  // the first steps make plans and connections
@@ -279,7 +292,8 @@ void Run<Model>::watch() {
 }
 
 template <class Model>
-void Run<Model>::conclude() const {
+void Run<Model>::conclude() {
+    await_checkpoint();
     if (step == first_step || o.profile) return;
     const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
     const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
@@ -295,80 +309,87 @@ void Run<Model>::conclude() const {
     std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
 }
 
-// Copies rank r's share of the optimizer's state from or to its places in the whole.
+// Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single rank
+// would have it, which is m, v and master, each in the order of the parameters. So a checkpoint's contents do not depend
+// on the number of ranks. `host` is the snapshot, or on another rank any memory for its own state.
 template <class Model>
-void Run<Model>::copy_share(int r, std::vector<char>& whole, std::vector<char>& share, bool to_whole) const {
-    const size_t arrays = model.has_master ? 3 : 2;
-    for_each_piece(model.share(r), model.num_parameters, job.size, arrays, [&](size_t at, size_t state, size_t n) {
-        char *in_whole = whole.data() + at * sizeof(A), *in_share = share.data() + state * sizeof(A);
-        std::memcpy(to_whole ? in_whole : in_share, to_whole ? in_share : in_whole, n * sizeof(A));
-    });
-}
-
-// Puts the optimizer's state together on rank 0 as a single rank would have it: m, v and master, each in the order of
-// the parameters. So a checkpoint's contents do not depend on the number of ranks.
-template <class Model>
-std::vector<char> Run<Model>::gather_optimizer() {
-    std::vector<char> own(model.adam.bytes);
-    dev.download(own.data(), model.adam.base, own.size());
-    if (!model.ranks.sharded) return own;
-    if (job.rank > 0) return job.exchange({Transfer::to(0, own.data(), own.size())}), std::vector<char>();
-    std::vector<char> whole(own.size() * job.size);
-    for (int r = 0; r < job.size; r++) {
-        if (r > 0) job.exchange({Transfer::from(r, own.data(), own.size())});
-        copy_share(r, whole, own, true);
-    }
-    return whole;
-}
-
-// The other way round, from rank 0 to all.
-template <class Model>
-void Run<Model>::scatter_optimizer(std::vector<char>& whole) {
-    std::vector<char> own(model.adam.bytes);
-    if (!model.ranks.sharded) {
-        own = std::move(whole);
-        own.resize(model.adam.bytes);
-        job.broadcast(own.data(), own.size());
-    } else if (job.rank > 0) {
-        job.exchange({Transfer::from(0, own.data(), own.size())});
+void Run<Model>::move_optimizer(char* host, bool to_host) {
+    const auto copy = [&](char* host, size_t at, size_t bytes) {
+        char* const device = model.adam.base + at;
+        to_host ? dev.download(host, device, bytes) : dev.upload(device, host, bytes);
+    };
+    if (job.rank == 0) host += model.params.bytes;
+    if (job.rank == 0 && model.ranks.sharded) {  // a share is sent in one piece, and its pieces follow each other
+        for (int r = 0; r < job.size; r++)
+            for_each_piece(model.share(r), model.num_parameters, job.size, model.has_master ? 3 : 2,
+                           [&](size_t whole, size_t share, size_t n) {
+                               char* const at = host + whole * sizeof(A);
+                               if (r == 0)
+                                   copy(at, share * sizeof(A), n * sizeof(A));
+                               else
+                                   job.exchange({{r, !to_host, at, n * sizeof(A)}});
+                           });
     } else {
-        for (int r = job.size - 1; r >= 0; r--) {  // our own comes last, because it stays in `own`
-            copy_share(r, whole, own, false);
-            if (r > 0) job.exchange({Transfer::to(r, own.data(), own.size())});
-        }
+        const Transfer share = {0, to_host, host, model.adam.bytes};
+        if (to_host) copy(host, 0, share.bytes);
+        if (model.ranks.sharded)
+            job.exchange({share});
+        else if (!to_host)
+            job.broadcast(host, share.bytes);
+        if (!to_host) copy(host, 0, share.bytes);
     }
-    dev.upload(model.adam.base, own.data(), own.size());
     dev.sync();
 }
 
 template <class Model>
 std::string Run<Model>::first_nonfinite() {
+    await_checkpoint();  // so that the last good one is whole
     const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
     for (int r = 0; r < job.size; r++)
         if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
     return found[0];
 }
 
+// Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
+template <class Model>
+void Run<Model>::await_checkpoint() {
+    job.expect_progress(0);  // a disk may take its time
+    if (written.valid()) written.get();
+    job.barrier();
+    job.expect_progress(kLongStallSeconds);
+}
+
+// Training waits only for the snapshot, and for the checkpoint before if it is still being written.
 template <class Model>
 void Run<Model>::save() {
     Range range("checkpoint");
     const double start = now();
-    job.expect_progress(0);  // a disk may take its time
+    await_checkpoint();
     check_parameters(model, format("step %d: no checkpoint is written", step),
                      "last good checkpoint: " + last_good() + "; a lower -l may help");
     last_checkpoint = step;
-    if (job.rank > 0 && !model.ranks.sharded) return;
-    std::vector<char> adam = gather_optimizer();
+    if (job.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
+    if (job.rank == 0 || model.ranks.sharded) move_optimizer(snapshot, true);
     if (job.rank > 0) return;  // the others wait at the next step
-    std::vector<char> params(model.params.bytes);
-    dev.download(params.data(), model.params.base, params.size());
-    Counters counters = {uint64_t(step), checksum64(params.data(), params.size()), position};
-    write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), params.data());
     identity.recipe = o.recipe();
-    write_state(state_path(o.output_dir, step), identity, sections(counters, adam));
-    std::printf("checkpoint %s (and model_%08d.bin)\n", state_path(o.output_dir, step).c_str(), step);
-    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     pace.save = now() - start;
+    written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
+}
+
+// Runs beside training, and reads nothing that changes until await_checkpoint() returns.
+template <class Model>
+void Run<Model>::write_checkpoint(Counters counters) {
+    const double start = now(), waited = pace.save;
+    const int step = static_cast<int>(counters.step);
+    std::future<void> model_written = std::async(std::launch::async, [&] {
+        write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), snapshot);
+    });
+    counters.model_checksum = checksum64(snapshot, model.params.bytes);
+    const std::string path = state_path(o.output_dir, step);
+    write_state(path, identity, sections(counters), [&] { model_written.get(); });
+    std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(), step,
+                snapshot_bytes(model) / 1e9, now() - start, waited);
+    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
 }
 
 // Rank 0 reads and sends, because the directory need not exist on other machines.
@@ -377,14 +398,15 @@ bool Run<Model>::restore() {
     int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : -1;
     job.broadcast(&newest, 1);
     if (newest < 0) return false;
-    std::vector<char> adam, params(model.params.bytes);
+    std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
+    char* const host = job.rank ? received.data() : snapshot;
     Counters counters{};
-    if (job.rank == 0) read_checkpoint(newest, counters, adam, params);
+    if (job.rank == 0) read_checkpoint(newest, counters);
     job.broadcast(&counters, 1);
-    job.broadcast(params.data(), params.size());
-    scatter_optimizer(adam);
-    dev.upload(model.params.base, params.data(), params.size());
+    job.broadcast(host, model.params.bytes);
+    dev.upload(model.params.base, host, model.params.bytes);
     dev.sync();
+    move_optimizer(host, false);
     check_parameters(model, model_path(o.output_dir, newest), "remove it and its state to resume from the one before");
     train.restore(position = counters.train);
     last_checkpoint = step = first_step = newest;
@@ -392,12 +414,11 @@ bool Run<Model>::restore() {
 }
 
 template <class Model>
-void Run<Model>::read_checkpoint(int newest, Counters& counters, std::vector<char>& adam, std::vector<char>& params) {
+void Run<Model>::read_checkpoint(int newest, Counters& counters) {
     const std::string path = model_path(o.output_dir, newest);
-    adam.resize(model.adam.bytes * model.shards());
     const std::string state = state_path(o.output_dir, newest);
     identity.recipe = o.recipe();
-    const std::string changes = read_state(state, identity, sections(counters, adam));
+    const std::string changes = read_state(state, identity, sections(counters));
     if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
     if (counters.step != uint64_t(newest))
         throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
@@ -409,8 +430,8 @@ void Run<Model>::read_checkpoint(int newest, Counters& counters, std::vector<cha
             "and its state file to resume from the checkpoint before",
             path.c_str(), name_of(header.dtype), header.L, header.NH, header.C, header.V, name_of(mine.dtype), mine.L,
             mine.NH, mine.C, mine.V));
-    read_model_parameters(path, header, params.data());
-    const uint64_t found = checksum64(params.data(), params.size());
+    read_model_parameters(path, header, snapshot);
+    const uint64_t found = checksum64(snapshot, model.params.bytes);
     if (found != counters.model_checksum)
         throw Error(
             format("%s: damaged: its parameters have checksum %016llx, expected %016llx by the state file; remove "

@@ -124,7 +124,10 @@ void* Cuda::alloc_host(size_t bytes) const {
     const cudaError_t status = cudaMallocHost(&p, bytes);
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        throw OutOfMemory(format("out of pinned host memory: asked for %.1f MiB", bytes / double(1 << 20)));
+        throw OutOfMemory(
+            format("out of pinned host memory: asked for %.1f MiB; free some, or leave out -o, because "
+                   "checkpoints need most of it",
+                   bytes / double(1 << 20)));
     }
     CUDA_CHECK(status);
     return p;
