@@ -53,7 +53,8 @@ struct Args {
 // Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile,
 // then all have the next. A head's direction depends on its number in the model alone. Without a mask all walk back.
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
-    return args.masked && bh / args.NH * args.all_heads + args.first_head + bh % args.NH >= args.group;
+    bh = bh / args.NH * args.all_heads + args.first_head + bh % args.NH;  // in the model
+    return args.masked && bh >= args.group;
 }
 // The item of a ticket, {key tile, head}, or {−1, −1} if there are no more.
 __device__ __forceinline__ int2 item_of(const Args& args, int ticket) {

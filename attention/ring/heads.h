@@ -1,25 +1,18 @@
-// Attention by an exchange of heads (Jacobs et al. 2023, "DeepSpeed Ulysses"). N ranks share a sequence, and N divides
-// the number of heads. Heads know nothing of each other, so the ranks trade tokens for heads:
+// Attention by an exchange of heads (Jacobs et al. 2023, "DeepSpeed Ulysses"), for a number of ranks that divides the
+// number of heads. Heads know nothing of each other, so the ranks trade tokens for heads and back:
 //
-//   before   T/N tokens of all heads      as everywhere else in the model
-//   between  all tokens of NH/N heads     the ordinary call of the attention kernel
-//   after    T/N tokens of all heads
-//
+//   T/N tokens of all heads → all tokens of NH/N heads → T/N tokens of all heads
 //   forward:   qkv goes out, out comes back
 //   backward:  qkv, out and dout go out, dqkv comes back. lse stays where its heads are
 //
-// The kernel gets whole heads in the true order of tokens. So the results are one GPU's bit for bit, and no mask, merge
-// or fp32 sum is cut. A rank's chunks are a ring's (context.h), so each pair of ranks trades two pieces of a sequence.
-// A piece is rows of NH/N·HS elements with gaps at the rank of the tokens, and without gaps at the rank of the heads.
-//
-// Between the GPUs of one machine copy engines move the rows straight to their places. They write them into the other
-// ranks' memory, and fetch them from it on the way back. Elsewhere each rank packs, sends, receives and unpacks.
-//
-// Cohorts: a rank may do its heads in several cohorts. One travels while another is at work. That makes rows shorter.
+// In between the attention kernel gets whole sequences in their true order, so the results are one GPU's bit for bit.
+// A rank's chunks are a ring's. Each is rows of NH/N·HS elements, with gaps at the rank of the tokens, and without gaps
+// at the rank of the heads. Copy engines write them there, and fetch them on the way back. Between machines each rank
+// packs, sends, receives and unpacks. A rank may do its heads in cohorts, of which one travels while another is at work.
 //
 // Include the backend's attention before this header.
 //
-// Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring heads
+// Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring exchanged
 #pragma once
 #include <memory>
 #include <vector>
@@ -44,17 +37,20 @@ class HeadExchange : public ContextParallel<Dev, X, Comm> {
     const char* name() const override { return "exchange of heads"; }
 
     void forward(X* out, A* lse, const X* qkv) override {
-        run({coming(qkv, qkv_, dqkv_, 3), leaving(out, out_, qkv_, 1)}, [&](int c) {
-            attention_forward(dev_, attention_, part(out_, c), lse + c * lse_of_cohort(), static_cast<X*>(nullptr),
-                              scratch_, part(qkv_, c, 3), B_, T(), heads_, HS_);
+        run({{true, qkv, qkv_, dqkv_, 3}, {false, out, out_, qkv_, 1}}, [&](int c) {
+            attention_forward(dev_, attention_, of(out_, c, 1), lse + c * rows_of_lse(), static_cast<X*>(nullptr),
+                              scratch_, of(qkv_, c, 3), B_, T(), heads_, HS_);
         });
     }
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) override {
-        run({coming(qkv, qkv_, dqkv_, 3), coming(out, out_, dqkv_ + 3 * elements(), 1),
-             coming(dout, dout_, dqkv_ + 4 * elements(), 1), leaving(dqkv, dqkv_, qkv_, 3)},
+        X* const more = dqkv_ + 3 * elements();
+        run({{true, qkv, qkv_, dqkv_, 3},
+             {true, out, out_, more, 1},
+             {true, dout, dout_, more + elements(), 1},
+             {false, dqkv, dqkv_, qkv_, 3}},
             [&](int c) {
-                attention_backward(dev_, attention_, part(dqkv_, c, 3), scratch_, part(dout_, c), part(out_, c),
-                                   lse + c * lse_of_cohort(), static_cast<const X*>(nullptr), part(qkv_, c, 3), B_, T(),
+                attention_backward(dev_, attention_, of(dqkv_, c, 3), scratch_, of(dout_, c, 1), of(out_, c, 1),
+                                   lse + c * rows_of_lse(), static_cast<const X*>(nullptr), of(qkv_, c, 3), B_, T(),
                                    heads_, HS_, first_head(rank_, c), NH_);
             });
     }
@@ -62,34 +58,27 @@ class HeadExchange : public ContextParallel<Dev, X, Comm> {
   private:
     const int cohorts_, heads_;  // heads of a cohort
     X *qkv_, *out_, *dout_;      // all tokens of this rank's heads: (cohorts, B, T, 3 or 1, heads, HS)
-    X* dqkv_;                    // as qkv_. Before it is written it holds what is packed, and is 5/3 as long for that
+    X* dqkv_;                    // as qkv_; and before that, with 2/3 more, what is packed
     char* scratch_;              // the kernels'
 
     size_t place(void* memory) override {
         typename Base::Taker take{memory};
-        take(qkv_, 3 * elements());
-        take(out_, elements());
-        take(dout_, elements());
-        take(dqkv_, 5 * elements());
+        take(qkv_, 3 * elements()), take(out_, elements()), take(dout_, elements()), take(dqkv_, 5 * elements());
         take(scratch_, std::max<size_t>(16, attention_scratch_bytes<X>(dev_, attention_, B_, T(), heads_, HS_)));
         return take.used;
     }
-
     int T() const { return zigzag_.ranks * 2 * Tc_; }
     int first_head(int rank, int cohort) const { return (rank * cohorts_ + cohort) * heads_; }
-    size_t lse_of_cohort() const { return elements() / HS_ / cohorts_; }
-    X* part(X* x, int cohort, int parts = 1) const { return x + cohort * parts * (elements() / cohorts_); }
+    size_t rows_of_lse() const { return elements() / HS_ / cohorts_; }
+    X* of(X* x, int cohort, int parts) const { return x + cohort * parts * (elements() / cohorts_); }
 
-    // A tensor on its way, with `parts`·NH·HS elements a token.
+    // A tensor that comes to the ranks of its heads, or leaves them. A token has `parts`·NH·HS elements.
     struct Tensor {
-        bool comes;  // to the ranks of its heads, or else leaves them
-        X *tokens, *heads, *staging;
+        bool comes;
+        const X* tokens;  // written if it leaves
+        X *heads, *staging;
         int parts;
     };
-    static Tensor coming(const X* tokens, X* heads, X* staging, int parts) {
-        return {true, const_cast<X*>(tokens), heads, staging, parts};
-    }
-    static Tensor leaving(X* tokens, X* heads, X* staging, int parts) { return {false, tokens, heads, staging, parts}; }
     // One chunk of one sequence, of a cohort's heads.
     struct Piece {
         const Tensor& t;
@@ -97,18 +86,19 @@ class HeadExchange : public ContextParallel<Dev, X, Comm> {
     };
     size_t row() const { return size_t(heads_) * HS_; }
     size_t rows(const Piece& p) const { return size_t(Tc_) * p.t.parts; }
-    // Where its rows are among this rank's tokens, if `peer` has the heads: C() apart.
+    // Where it is among this rank's tokens, in rows C() apart, if `peer` has the heads.
     X* of_tokens(const Piece& p, int peer) const {
-        return p.t.tokens + (2 * p.b + p.half) * rows(p) * C() + size_t(first_head(peer, p.cohort)) * HS_;
+        return const_cast<X*>(p.t.tokens) + (2 * p.b + p.half) * rows(p) * C() + first_head(peer, p.cohort) * HS_;
     }
-    // Where they are among all tokens of this rank's heads, if `owner` has the tokens.
+    // Where it is among this rank's heads, if `owner` has the tokens.
     X* of_heads(const Piece& p, int owner) const {
-        return part(p.t.heads, p.cohort, p.t.parts) +
-               (size_t(p.b) * 2 * zigzag_.ranks + zigzag_.chunk(owner, p.half)) * rows(p) * row();
+        const size_t chunk = size_t(p.b) * 2 * zigzag_.ranks + zigzag_.chunk(owner, p.half);
+        return of(p.t.heads, p.cohort, p.t.parts) + chunk * rows(p) * row();
     }
-    // Where they are packed, on their way from or to `peer`.
+    // Where it is packed, on its way from or to `peer`.
     X* packed(const Piece& p, int peer) const {
-        return part(p.t.staging, p.cohort, p.t.parts) + ((size_t(peer) * B_ + p.b) * 2 + p.half) * rows(p) * row();
+        const size_t chunk = (size_t(peer) * B_ + p.b) * 2 + p.half;
+        return of(p.t.staging, p.cohort, p.t.parts) + chunk * rows(p) * row();
     }
     // Closes the gaps between rows if they come, and opens them again if they leave.
     template <class CopyRows>
@@ -121,6 +111,7 @@ class HeadExchange : public ContextParallel<Dev, X, Comm> {
     void run(const std::vector<Tensor>& tensors, Compute compute) {
         const int ranks = zigzag_.ranks;
         const auto by_device = [&](auto... rows) { copy_rows(dev_, rows...); };
+        const auto by_engine = [&](auto... rows) { comm_->copy_rows(rows...); };
         for (int step = -1; step <= cohorts_; step++) {
             const auto each_piece = [&](auto f) {
                 for (const Tensor& t : tensors)
@@ -128,42 +119,38 @@ class HeadExchange : public ContextParallel<Dev, X, Comm> {
                         for (int b = 0; b < B_; b++)
                             for (int half : {0, 1}) f(Piece{t, c, b, half});
             };
-            const auto pack = [&](bool coming) {
+            const auto pack = [&](bool comes) {
                 each_piece([&](const Piece& p) {
                     for (int peer = 0; peer < ranks; peer++)
-                        if (p.t.comes == coming && peer != rank_)
+                        if (p.t.comes == comes && peer != rank_)
                             move(p, of_tokens(p, peer), packed(p, peer), by_device);
+                });
+            };
+            const auto send = [&] {
+                for (int hop = 1; hop < ranks; hop++)
+                    each_piece([&](const Piece& p) {
+                        const int to = (rank_ + hop) % ranks, from = zigzag_.source(rank_, hop);
+                        const size_t n = rows(p) * row();
+                        comm_->send_recv(to, p.t.comes ? packed(p, to) : of_heads(p, to), n, from,
+                                         p.t.comes ? of_heads(p, from) : packed(p, from), n);
+                    });
+            };
+            const auto visit = [&](int peer) {
+                each_piece([&](const Piece& p) {
+                    move(p, of_tokens(p, peer), comm_->at(peer, of_heads(p, rank_)), by_engine);
                 });
             };
             const bool travels = ranks > 1 && (step + 1 < cohorts_ || step > 0), packs = travels && !comm_->reaches();
             if (packs) pack(true);
             if (travels) comm_->fork();
-            if (packs) {
-                comm_->group([&] { send(each_piece); });
-                comm_->head_start();
-            } else if (travels) {
-                comm_->visit([&](int peer) {
-                    each_piece([&](const Piece& p) {
-                        move(p, of_tokens(p, peer), comm_->at(peer, of_heads(p, rank_)),
-                             [&](auto... rows) { comm_->copy_rows(rows...); });
-                    });
-                });
-            }
+            if (packs)
+                comm_->group(send), comm_->head_start();
+            else if (travels)
+                comm_->visit(visit);
             each_piece([&](const Piece& p) { move(p, of_tokens(p, rank_), of_heads(p, rank_), by_device); });
             if (step >= 0 && step < cohorts_) compute(step);
             if (travels) comm_->join();
             if (packs) pack(false);
-        }
-    }
-    template <class EachPiece>
-    void send(EachPiece each_piece) {
-        for (int hop = 1; hop < zigzag_.ranks; hop++) {
-            const int to = (rank_ + hop) % zigzag_.ranks, from = zigzag_.source(rank_, hop);
-            each_piece([&](const Piece& p) {
-                const size_t n = rows(p) * row();
-                comm_->send_recv(to, p.t.comes ? packed(p, to) : of_heads(p, to), n, from,
-                                 p.t.comes ? of_heads(p, from) : packed(p, from), n);
-            });
         }
     }
 };
