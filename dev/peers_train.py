@@ -13,8 +13,8 @@ Before it is timed the loss must start at ln V and fall over 20 steps on one bat
 after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
 "ours/peer" is how many times as fast ours is: above 1, ours wins.
 
---llmc FOLDER names the sources of llm.c, whose program it builds (with cuDNN: see its README) and runs on random tokens
-at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds are those that it prints, and memory what it says it uses.
+--llmc FOLDER names the sources of llm.c, whose program this builds (with cuDNN: see its README) unless it is there. It
+runs on random tokens at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds and memory are those that it prints.
 """
 import argparse
 import array
@@ -236,7 +236,8 @@ def main():
     a = arg.parse_args()
     torch = results.torch_with_gpu("peers_train.py")
     build = ["make", "train_gpt2cu", "USE_CUDNN=1"]
-    if a.llmc and subprocess.run(build, cwd=a.llmc, stdout=subprocess.DEVNULL).returncode:
+    built = not a.llmc or (a.llmc / "train_gpt2cu").exists()
+    if not built and subprocess.run(build, cwd=a.llmc, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"peers_train.py: {a.llmc}: llm.c does not build: see its README for cuDNN and its frontend")
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
