@@ -24,7 +24,7 @@ extern const char built_from[] = "unknown dirty";
 namespace {
 
 enum Fault { kNone, kDieBefore, kDieAfter, kDieInside, kPowerCut, kShort, kNoSpace, kInputOutput, kFaults };
-const char* const kFaultNames[] = {"none",  "dies before", "dies after",  "dies inside",
+const char* const kFaultNames[] = {"none",  "dies before", "dies after",    "dies inside",
                                    "power", "short",       "no space left", "input/output error"};
 
 std::string folder;  // "" in the test itself
@@ -33,8 +33,8 @@ Fault fault = kNone;
 struct Counted {
     std::atomic<int> operations;
     char names[1000][12];
-}* const counted = static_cast<Counted*>(
-    mmap(nullptr, sizeof(Counted), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+}* const counted =
+    static_cast<Counted*>(mmap(nullptr, sizeof(Counted), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
 
 // What a power cut takes back: the content of files that were not synced, and renames in directories that were not.
 std::mutex guard;
@@ -107,7 +107,8 @@ ssize_t write(int fd, const void* data, size_t bytes) {
 }
 ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) {
     return operation<ssize_t>(
-        "pwrite", path_of(fd), -1, [&](bool half) { return REAL(pwrite)(fd, data, half ? bytes / 2 : bytes, at); }, true);
+        "pwrite", path_of(fd), -1, [&](bool half) { return REAL(pwrite)(fd, data, half ? bytes / 2 : bytes, at); },
+        true);
 }
 size_t fwrite(const void* data, size_t size, size_t n, FILE* file) {
     return operation<size_t>(
@@ -215,7 +216,8 @@ void check_faults(const std::string& command, const std::string& begin = "") {
             if ((kind == kDieInside || kind == kShort) && !contains(name, "write")) continue;
             tried++;
             const Result first = again(at, Fault(kind));
-            const bool died = first.code == 128 + SIGKILL, said = first.code == 1 && contains(first.out, "train_gpt2cu: ");
+            const bool died = first.code == 128 + SIGKILL,
+                       said = first.code == 1 && contains(first.out, "train_gpt2cu: ");
             Result second = first;
             if (first.code) second = train(options(out) + " -y 1");
             // A checkpoint that was announced is never lost.
@@ -226,13 +228,13 @@ void check_faults(const std::string& command, const std::string& begin = "") {
                 said ? refused++ : survived++;
                 continue;
             }
-            test::report(__FILE__, __LINE__,
-                         format("%s in operation %d (%s): exit %d, then %d, %s: %s%s", kFaultNames[kind], at,
-                                name.c_str(), first.code, second.code, same ? "the same" : "lost", first.out.c_str(),
-                                second.out.c_str()));
+            test::report(
+                __FILE__, __LINE__,
+                format("%s in operation %d (%s): exit %d, then %d, %s: %s%s", kFaultNames[kind], at, name.c_str(),
+                       first.code, second.code, same ? "the same" : "lost", first.out.c_str(), second.out.c_str()));
         }
-    std::printf("  %d operations, %d faults tried: %d survived, %d said and resumed, %d lost\n", operations, tried, survived,
-                refused, tried - survived - refused);
+    std::printf("  %d operations, %d faults tried: %d survived, %d said and resumed, %d lost\n", operations, tried,
+                survived, refused, tried - survived - refused);
     CHECK(tried > 100);
 }
 
@@ -251,6 +253,60 @@ TEST(faults_in_a_resumed_run) {
     write_file(state_path(left, 5) + ".tmp.7", "cut off");
     write_file(left + "/log.jsonl", read_file(undisturbed() + "/log.jsonl") + "{\"kind\": \"tr");
     check_faults(" -y 1", left);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The gates of deterministic training
+
+TEST(gate_repeat) {
+    const std::string out = dir() + "/again";
+    CHECK_RUN(train(options(out)), 0, "checkpoint");
+    CHECK(content(out) == content(undisturbed()));
+    for (const char* key : {"loss_nats", "grad_norm", "lr"})
+        CHECK(values(out, "train", key) == values(undisturbed(), "train", key));
+}
+
+// The same training in fp64. dev/test_recipe has every option against it, and dev/test_gpt2 the GPU's kernels.
+template <class X>
+static std::vector<double> losses() {
+    Options o;
+    o.train_data = text_file(), o.B = 2, o.T = T, o.tokens_per_step = 2 * T, o.max_steps = 50, o.lr = 1e-2f,
+    o.warmup = 5;
+    const Cpu cpu(1);
+    GPT2<Cpu, X> model(cpu, {kPositions, V, Vp, L, NH, C}, Attention::flash, o.B, o.T, 1, true);
+    model.allocate();
+    init_random(model, 3);
+    Job alone;
+    Run<GPT2<Cpu, X>> run(o, model, {o.train_data, ""}, alone);
+    std::vector<double> losses;
+    CHECK(quiet_error_of([&] {
+              for (; run.step < o.max_steps; losses.push_back(model.stats()[0])) run.train_step();
+          }) == "");
+    return losses;
+}
+TEST(gate_baseline) {
+    const std::vector<double> got = losses<float>(), wanted = losses<double>();
+    for (size_t i = 0; i < wanted.size(); i++) CHECK_NEAR(got[i], wanted[i], 1e-4);
+    CHECK(wanted.back() < wanted.front() - 1);
+}
+
+TEST(gate_restart_and_replay) {
+    const std::string out = dir() + "/replayed", command = options(out) + " -nk 0 --verify-every 3";
+    CHECK_RUN(train(command, out, 35, kDieBefore), 128 + SIGKILL, "steps 1 to 2 were computed again and have the same");
+    CHECK_RUN(train(command + " -y 1"), 0, "resumed at step ", "to 5 were computed again and have the same bits");
+    CHECK(content(out) == content(undisturbed()));
+    CHECK_RUN(train(options(out) + " --verify 2"), 0, "steps 3 to 4 were computed again and have the same bits");
+    CHECK_RUN(train(options(out) + " --verify 5"), 1, "--verify 5: no checkpoint follows that step in " + out);
+    CHECK_RUN(train(options(out) + " --verify 3"), 1, "state_00000003.bin: cannot open");
+    CHECK_RUN(train(options(out) + " --verify 2 -l 1e-3"), 1, "the run had other options: -l from 0.003 to 0.001;");
+    CHECK(content(out) == content(undisturbed()));
+    // Two ranks round other sums than one. The log of the first run says where that began.
+    const std::string two = dir() + "/two", differ = "steps 3 to 4 computed twice differ, first in ";
+    CHECK_RUN(run(options(two) + " -nk 0 --verify-every 4 --gpus 2"), 0, "steps 1 to 2 were computed again");
+    CHECK_RUN(run(options(two) + " --verify 2 --gpus 2"), 0, "steps 3 to 4 were computed again");
+    CHECK_RUN(run(options(two) + " --verify 2"), 3,
+              differ + "step 3 (gradients: ", "on GPU: unknown; after them in wte (");
+    CHECK_RUN(run(options(out) + " --verify 2 --gpus 2"), 3, "rank 0 ", differ + "step 3 (gradients: ");
 }
 
 int main(int argc, char** argv) {

@@ -102,18 +102,6 @@ auto train(const Cuda& dev, const Config& config, Attention attention, int T, in
     return std::pair(losses, parameters_of(model));
 }
 
-// The message of the Error that `code` throws, or "". What it prints is not seen.
-template <class F>
-std::string quiet_error_of(F code) {
-    std::fflush(stdout);
-    const int screen = dup(1);
-    CHECK(std::freopen("/dev/null", "w", stdout) != nullptr);
-    const std::string error = test::error_of(code);
-    std::fflush(stdout);
-    dup2(screen, 1), close(screen);
-    return error;
-}
-
 Cuda& gpu(bool tf32 = true) {
     std::string why;
     if (Cuda::count(&why) == 0) SKIP("no GPU: %s", why.c_str());
