@@ -1122,4 +1122,92 @@ TEST(loader_identity) {
     CHECK(sampled.size() == std::size(changes));
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Random damage. A reader refuses the file in one line or reads it. `make sanitize` sees what else it does.
+
+namespace {
+
+std::string damaged(std::string bytes, std::mt19937& random) {
+    const int extremes[] = {0, 1, -1, 255, 65535, 1 << 20, INT_MAX, INT_MIN};
+    for (int n = 1 + random() % 3; n > 0 && !bytes.empty(); n--) {
+        const size_t whole = bytes.size(), bounds[] = {40, std::min<size_t>(whole, 1100), whole};
+        const size_t at = random() % std::min(bounds[random() % 3], whole);  // mostly where headers and tables are
+        const size_t length = std::min<size_t>(random() % 16, whole - at), word = at / 4 * 4;
+        switch (random() % 6) {
+            case 0:
+                bytes[at] ^= 1 << random() % 8;
+                break;
+            case 1:
+                bytes[at] = random();
+                break;
+            case 2:
+                bytes.erase(at, length);
+                break;
+            case 3:
+                bytes.insert(at, bytes.substr(random() % whole, length));
+                break;
+            case 4:
+                bytes.resize(at);
+                break;
+            default:
+                if (word + 4 <= whole) std::memcpy(&bytes[word], &extremes[random() % 8], 4);
+        }
+    }
+    return bytes;
+}
+
+// Gives a state's table the checksum that it should have, so that its reader goes on.
+std::string with_checksum(std::string state) {
+    uint32_t table = 0;
+    if (state.size() >= 16) std::memcpy(&table, &state[12], 4);
+    if (state.size() >= 24 && table <= state.size() - 24) {
+        const uint64_t sum = checksum64(state.data(), 16 + table);
+        std::memcpy(&state[16 + table], &sum, sizeof sum);
+    }
+    return state;
+}
+
+}  // namespace
+
+TEST(random_damage) {
+    const std::string here = folder();
+    State state = state_of(30), back = blank(state);
+    write_tiny(here + "/model");
+    write_state(here + "/state", kRun, sections(state));
+    write_shard(here + "/shard", counting(100));
+    write_choices(here + "/choices", {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}}, {8, 0, {1}, {{0}, {250, 3}}}});
+    write_file(here + "/tokenizer", tokenizer_file(2, {"a", "bc", "def", ""}));
+    const auto read_model = [](const std::string& path) {
+        const ModelHeader header = read_model_header(path);
+        read_model_parameters(path, header, std::string(header.num_parameters() * size_of(header.dtype), 0).data());
+    };
+    const auto read_shard = [](const std::string& path) {
+        TestLoader loader(path, 2, 4);
+        for (int i = 0; i < 20; i++) loader.batch();
+    };
+    const auto read_tokenizer = [](const std::string& path) {
+        const Tokenizer tokenizer(path);
+        for (int i = -1; i < 300; i++) tokenizer.decode(i);
+        tokenizer.encode("abc def", 50257, path);
+    };
+    const GoodFile files[] = {
+        {here + "/model", read_model},
+        {here + "/state", [&](const std::string& path) { read_state(path, kRun, sections(back)); }},
+        {here + "/shard", read_shard},
+        {here + "/choices", [](const std::string& path) { read_choices(path, 257, 64); }},
+        {here + "/tokenizer", read_tokenizer}};
+    std::mt19937 random(1);
+    for (const GoodFile& file : files) {
+        int refused = 0;
+        const int times = 600;
+        for (int i = 0; i < times; i++) {
+            const std::string bytes = damaged(file.bytes, random);
+            write_file(file.path, i % 2 && contains(file.path, "state") ? with_checksum(bytes) : bytes);
+            const std::string error = test::error_of([&] { file.read(file.path); });
+            if (!error.empty()) check_error(__LINE__, error, file.path + ": "), refused++;
+        }
+        CHECK(refused > times / 3);
+    }
+}
+
 TEST_MAIN
