@@ -133,7 +133,7 @@ SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test_data $(basename $(wildcar
              run/checkpoint run/choices run/log run/options)
 sanitize: $(SANITIZED)
 	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
-	build/sanitized/test_data
+	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data
 build/sanitized/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(if $(filter dev/%,$<),-O0) -fsanitize=address,undefined -fno-sanitize-recover=all -c -o $@ $<
