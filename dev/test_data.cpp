@@ -1125,49 +1125,20 @@ TEST(loader_identity) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Random damage. A reader refuses the file in one line or reads it. `make sanitize` sees what else it does.
 
-namespace {
-
-std::string damaged(std::string bytes, std::mt19937& random) {
-    const int extremes[] = {0, 1, -1, 255, 65535, 1 << 20, INT_MAX, INT_MIN};
-    for (int n = 1 + random() % 3; n > 0 && !bytes.empty(); n--) {
-        const size_t whole = bytes.size(), bounds[] = {40, std::min<size_t>(whole, 1100), whole};
-        const size_t at = random() % std::min(bounds[random() % 3], whole);  // mostly where headers and tables are
-        const size_t length = std::min<size_t>(random() % 16, whole - at), word = at / 4 * 4;
-        switch (random() % 6) {
-            case 0:
-                bytes[at] ^= 1 << random() % 8;
-                break;
-            case 1:
-                bytes[at] = random();
-                break;
-            case 2:
-                bytes.erase(at, length);
-                break;
-            case 3:
-                bytes.insert(at, bytes.substr(random() % whole, length));
-                break;
-            case 4:
-                bytes.resize(at);
-                break;
-            default:
-                if (word + 4 <= whole) std::memcpy(&bytes[word], &extremes[random() % 8], 4);
-        }
+static std::string damaged(std::string bytes, std::mt19937& random) {
+    const int numbers[] = {0, 1, -1, 255, 65535, 1 << 20, INT_MAX, INT_MIN};
+    for (int n = 1 + random() % 3; n > 0; n--) {
+        const size_t near = random() % 2 ? 40 : 1100;  // mostly where headers and tables are
+        const size_t at = random() % (random() % 3 ? std::min(near, bytes.size()) : bytes.size()),
+                     length = random() % 16;
+        const int kind = random() % 4;
+        if (kind == 0) bytes[at] ^= 1 << random() % 8;
+        if (kind == 1) bytes.replace(at, 4, reinterpret_cast<const char*>(&numbers[random() % 8]), 4);
+        if (kind == 2) bytes.replace(at, random() % 16, bytes.substr(random() % bytes.size(), length));
+        if (kind == 3) bytes.resize(std::max<size_t>(at, 1));
     }
     return bytes;
 }
-
-// Gives a state's table the checksum that it should have, so that its reader goes on.
-std::string with_checksum(std::string state) {
-    uint32_t table = 0;
-    if (state.size() >= 16) std::memcpy(&table, &state[12], 4);
-    if (state.size() >= 24 && table <= state.size() - 24) {
-        const uint64_t sum = checksum64(state.data(), 16 + table);
-        std::memcpy(&state[16 + table], &sum, sizeof sum);
-    }
-    return state;
-}
-
-}  // namespace
 
 TEST(random_damage) {
     const std::string here = folder();
@@ -1181,6 +1152,17 @@ TEST(random_damage) {
         const ModelHeader header = read_model_header(path);
         read_model_parameters(path, header, std::string(header.num_parameters() * size_of(header.dtype), 0).data());
     };
+    // Half of the tables have the checksum that fits the damage, so that the reader goes on.
+    const auto read_state_of_run = [&](const std::string& path) {
+        std::string bytes = read_file(path);
+        uint32_t table = 0;
+        if (bytes.size() >= 16) std::memcpy(&table, &bytes[12], 4);
+        if (bytes.size() % 2 && bytes.size() >= 24 && table <= bytes.size() - 24) {
+            const uint64_t sum = checksum64(bytes.data(), 16 + table);
+            write_file(path, bytes.replace(16 + table, 8, reinterpret_cast<const char*>(&sum), 8));
+        }
+        read_state(path, kRun, sections(back));
+    };
     const auto read_shard = [](const std::string& path) {
         TestLoader loader(path, 2, 4);
         for (int i = 0; i < 20; i++) loader.batch();
@@ -1190,24 +1172,17 @@ TEST(random_damage) {
         for (int i = -1; i < 300; i++) tokenizer.decode(i);
         tokenizer.encode("abc def", 50257, path);
     };
-    const GoodFile files[] = {
-        {here + "/model", read_model},
-        {here + "/state", [&](const std::string& path) { read_state(path, kRun, sections(back)); }},
-        {here + "/shard", read_shard},
-        {here + "/choices", [](const std::string& path) { read_choices(path, 257, 64); }},
-        {here + "/tokenizer", read_tokenizer}};
     std::mt19937 random(1);
-    for (const GoodFile& file : files) {
-        int refused = 0;
-        const int times = 600;
-        for (int i = 0; i < times; i++) {
-            const std::string bytes = damaged(file.bytes, random);
-            write_file(file.path, i % 2 && contains(file.path, "state") ? with_checksum(bytes) : bytes);
+    for (const GoodFile& file :
+         {GoodFile{here + "/model", read_model}, GoodFile{here + "/state", read_state_of_run},
+          GoodFile{here + "/shard", read_shard}, GoodFile{here + "/tokenizer", read_tokenizer},
+          GoodFile{here + "/choices", [](const std::string& path) { read_choices(path, 257, 64); }}})
+        for (int i = 0, refused = 0; i < 600; i++) {
+            write_file(file.path, damaged(file.bytes, random));
             const std::string error = test::error_of([&] { file.read(file.path); });
             if (!error.empty()) check_error(__LINE__, error, file.path + ": "), refused++;
+            CHECK(i < 599 || refused > 200);
         }
-        CHECK(refused > times / 3);
-    }
 }
 
 TEST_MAIN

@@ -229,7 +229,7 @@ TEST(gate_restart_and_replay) {
     CHECK_RUN(train(verify + "2 -l 1e-3"), 1, "the run had other options: -l from 0.003 to 0.001;");
     CHECK(content(out) == content(undisturbed()));
     // Two ranks round other sums than one. The log of the first run says where that began.
-    const std::string two = dir() + "/two", differ = "steps 3 to 4 computed twice differ, first in step 3 (gradients: ";
+    const std::string two = dir() + "/two", differ = "steps 3 to 4 computed twice differ, first in step 3 (dwte, ";
     CHECK_RUN(run(options(two) + "-nk 0 --verify-every 4 --gpus 2"), 0, "steps 1 to 2" + same);
     CHECK_RUN(run(options(two) + "--verify 2 --gpus 2"), 0, "steps 3 to 4" + same);
     CHECK_RUN(run(options(two) + "--verify 2"), 3, differ, "on GPU: unknown; after them in wte (");

@@ -407,12 +407,12 @@ void check_flipped_bits_are_found(const Dev& dev) {
         const char *first, *end;
     } cases[] = {{Flip::none, 0, nullptr, nullptr},
                  {Flip::lost_gradient, 4, nullptr, nullptr},  // rounds away
-                 {Flip::activation, 4, "step 4 (gradients: wte, wpe, ln1w and ", "in wte ("},
-                 {Flip::gradient, 4, "step 4 (gradients: fcw);", "in wte ("},
-                 {Flip::gradient, 6, "step 6 (gradients: fcw);", "m (1 of"},
-                 {Flip::m, 4, "step 4 (optimizer: m);", "in wte ("},
-                 {Flip::m, 6, "step 6 (optimizer: m);", "in m (1 of "},
-                 {Flip::weight, 6, "step 6 (gradients: wte, wpe, ln1w and ", "in wte ("}};
+                 {Flip::activation, 4, "step 4 (dwte, dwpe, dln1w and ", "in wte ("},
+                 {Flip::gradient, 4, "step 4 (dfcw, m", "in wte ("},
+                 {Flip::gradient, 6, "step 6 (dfcw, m", "m (1 of"},
+                 {Flip::m, 4, "step 4 (m);", "in wte ("},
+                 {Flip::m, 6, "step 6 (m);", "in m (1 of "},
+                 {Flip::weight, 6, "step 6 (dwte, dwpe, dln1w and ", "in wte ("}};
     Options o;
     o.train_data = text_file(), o.B = 2, o.T = 64, o.tokens_per_step = 128, o.max_steps = 9, o.lr = 1e-3f, o.warmup = 0;
     o.verify_every = 4;

@@ -201,10 +201,10 @@ TEST(a_rank_whose_bit_flips_is_named) {
     const struct {
         bool sharded, weight;
         const char *first, *rank;
-    } cases[] = {{true, false, "(optimizer: m)", "rank 1"},
-                 {true, true, "(gradients: wte", "rank 1"},
-                 {false, false, "(optimizer: m)", "rank 1"},
-                 {false, true, "(gradients: wte", "unknown"}};
+    } cases[] = {{true, false, "(m)", "rank 1"},
+                 {true, true, "(dwte,", "rank 1"},
+                 {false, false, "(m)", "rank 1"},
+                 {false, true, "(dwte,", "unknown"}};
     Options o = options();
     o.verify_every = kSteps;
     for (const auto& c : cases)

@@ -245,7 +245,7 @@ void Run<Model>::train_step() {
     step++;
     const std::string own_sums = o.verify_every || again ? checksums(model) : "";
     if (again) {
-        if (first_difference.empty()) first_difference = difference(model, step, sums[step], own_sums);
+        if (first_difference.empty()) first_difference = difference(step, sums[step], own_sums);
         return;
     }
     if (o.verify_every) sums[step] = own_sums;
@@ -378,7 +378,9 @@ template <class Model>
 void Run<Model>::verify() {
     if (kept.step == step) return;
     once.take(model, step, position);
-    kept.put_back(model);
+    dev.upload(model.params.base, kept.params.data(), kept.params.size());
+    dev.upload(model.adam.base, kept.adam.data(), kept.adam.size());
+    dev.sync();
     step = kept.step;
     if (!o.overfit) train.restore(position = kept.position), prepared = false, late_error = nullptr;
     compute_again("last good checkpoint: " + last_good() + "; go on from it with -y 1 on another GPU");

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -29,21 +30,14 @@ struct Snapshot {
         model.dev.download(params.data(), model.params.base, params.size());
         model.dev.download(adam.data(), model.adam.base, adam.size());
     }
-    template <class Model>
-    void put_back(const Model& model) const {
-        model.dev.upload(model.params.base, params.data(), params.size());
-        model.dev.upload(model.adam.base, adam.data(), adam.size());
-        model.dev.sync();
-    }
 };
 
 inline uint64_t checksum(const Cpu&, void*, const void* x, size_t bytes) {
     return checksum64(x, bytes);
 }
-constexpr size_t kChecksumText = 17;
 
-// A step's checksums on this rank, in hex. They are of its gradients, not yet summed over the ranks if the optimizer is
-// divided among them, and of its optimizer state.
+// A step's checksums on this rank: "dwte=… dwpe=… … m=… v=…". Gradients are not yet summed over the ranks if the
+// optimizer is divided among them.
 template <class Model>
 std::string checksums(const Model& model) {
     std::string text;
@@ -52,7 +46,7 @@ std::string checksums(const Model& model) {
             const TensorSpec& t = a->tensors[i];
             const size_t bytes = t.elements() * size_of(t.dtype);
             const uint64_t sum = checksum(model.dev, model.workspace().scratch, a->at(i), bytes);
-            text += format("%016llx ", static_cast<unsigned long long>(sum));
+            text += format("%s%s=%016llx ", a == &model.grads ? "d" : "", t.name, static_cast<unsigned long long>(sum));
         }
     return text;
 }
@@ -61,11 +55,9 @@ std::string checksums(const Model& model) {
 inline std::map<int, std::string> logged_checksums(const std::string& path) {
     std::map<int, std::string> sums;
     std::ifstream log(path);
-    const std::string before = "\"checksums\": \"";
     for (std::string line; std::getline(log, line);) {
-        const size_t step = line.find("\"step\": "), begin = line.find(before) + before.size();
-        if (step != std::string::npos && begin >= before.size())
-            sums[std::atoi(line.c_str() + step + 8)] = line.substr(begin, line.rfind('"') - begin);
+        const size_t step = line.find("\"step\": "), begin = line.find("dwte=");
+        if (step < begin && begin < line.size()) sums[std::atoi(&line[step + 8])] = line.substr(begin);
     }
     return sums;
 }
@@ -76,37 +68,37 @@ inline std::string some_of(const std::vector<std::string>& names) {
     return names.size() <= 3 ? text : text + format(" and %zu more", names.size() - 3);
 }
 
-// Where two computations of a step differ first: the step, 0 for its gradients or 1 for the optimizer, and in words.
-constexpr size_t kPlaceText = 11;
-template <class Model>
-std::string difference(const Model& model, int step, const std::string& once, const std::string& twice) {
-    if (once.size() != twice.size()) return "";  // there is no checksum of the first time
-    size_t at = 0;
-    for (const Arena* a : {&model.grads, &model.adam}) {
-        std::vector<std::string> names;
-        for (const TensorSpec& t : a->tensors) {
-            if (once.compare(at, kChecksumText, twice, at, kChecksumText)) names.push_back(t.name);
-            at += kChecksumText;
-        }
-        if (!names.empty())
-            return format("%010d%d step %d (%s: %s)", step, a == &model.adam, step, a->name, some_of(names).c_str());
+// Where the checksums of a step differ: a key that orders such places by step and tensor, and the place in words.
+constexpr size_t kKey = 14;
+inline std::string difference(int step, const std::string& once, const std::string& twice) {
+    std::istringstream a(once), b(twice);
+    std::vector<std::string> names;
+    int at = 0, first = 0;
+    for (std::string x, y; a >> x && b >> y && y.find('=') != y.npos; at++) {
+        if (x.compare(0, y.size(), y) == 0) continue;
+        if (names.empty()) first = at;
+        names.push_back(y.substr(0, y.find('=')));
     }
-    return "";
+    return names.empty() ? "" : format("%010d%03d step %d (%s)", step, first, step, some_of(names).c_str());
 }
 
-// The tensors of an arena in which two copies of it differ, with how many of their elements do.
-inline std::vector<std::string> differences(const Arena& arena, int layers, const std::vector<char>& once,
-                                            const std::vector<char>& twice) {
+// The tensors in which two snapshots differ, with how many of their elements do.
+template <class Model>
+std::vector<std::string> differences(const Model& model, const Snapshot& once, const Snapshot& twice) {
     std::vector<std::string> found;
-    if (once == twice) return found;
-    for (const auto& [i, l] : computation_order(arena, layers)) {
-        const TensorSpec& t = arena.tensors[i];
-        const size_t bytes = size_of(t.dtype), begin = arena.offsets[i] + l * t.size * bytes;
-        size_t n = 0;
-        for (size_t at = begin; at < begin + t.size * bytes; at += bytes)
-            n += std::memcmp(&once[at], &twice[at], bytes) != 0;
-        const std::string layer = t.layers > 0 ? format(" of layer %d", l) : "";
-        if (n) found.push_back(format("%s%s (%zu of %zu elements)", t.name, layer.c_str(), n, t.size));
+    if (once.params == twice.params && once.adam == twice.adam) return found;
+    for (const Arena* a : {&model.params, &model.adam}) {
+        const bool adam = a == &model.adam;
+        const char *x = (adam ? once.adam : once.params).data(), *y = (adam ? twice.adam : twice.params).data();
+        for (const auto& [i, l] : computation_order(*a, model.config.L)) {
+            const TensorSpec& t = a->tensors[i];
+            const size_t bytes = size_of(t.dtype), begin = a->offsets[i] + l * t.size * bytes;
+            size_t n = 0;
+            for (size_t at = begin; at < begin + t.size * bytes; at += bytes)
+                n += std::memcmp(x + at, y + at, bytes) != 0;
+            const std::string layer = t.layers > 0 ? format(" of layer %d", l) : "";
+            if (n) found.push_back(format("%s%s (%zu of %zu elements)", t.name, layer.c_str(), n, t.size));
+        }
     }
     return found;
 }
@@ -116,22 +108,20 @@ inline std::vector<std::string> differences(const Arena& arena, int layers, cons
 template <class Model>
 void throw_if_different(const Model& model, Job& job, const Snapshot& once, const Snapshot& twice,
                         const std::string& first, bool same_gpus, int from, const std::string& advice) {
-    std::vector<std::string> differ = differences(model.params, model.config.L, once.params, twice.params);
-    for (const std::string& d : differences(model.adam, model.config.L, once.adam, twice.adam)) differ.push_back(d);
-    const std::vector<std::string> places = job.all_gather(first), ends = job.all_gather(some_of(differ));
-    std::string earliest, end;
-    int rank = -1;
+    const std::vector<std::string> places = job.all_gather(first),
+                                   ends = job.all_gather(some_of(differences(model, once, twice)));
+    std::string place, end;
+    int rank = -1;  // of the first place, -1 if it is that of several
     for (int r = 0; r < job.size; r++) {
         if (end.empty()) end = ends[r];
-        const int order = earliest.empty() ? -1 : places[r].compare(0, kPlaceText, earliest, 0, kPlaceText);
+        const int order = place.empty() ? -1 : places[r].compare(0, kKey, place, 0, kKey);
         if (places[r].empty() || order > 0) continue;
-        rank = order < 0 ? r : -1;
-        if (order < 0) earliest = places[r];
+        rank = order < 0 ? r : -1, place = places[r];
     }
     if (end.empty()) return;
-    const std::string place = earliest.empty() ? "an unknown step" : earliest.substr(kPlaceText + 1);
     const bool known = rank >= 0 && same_gpus;
     const std::string gpu = !known ? "unknown" : job.size == 1 ? model.dev.name : format("rank %d", rank);
     throw Corruption(format("steps %d to %d computed twice differ, first in %s; on GPU: %s; after them in %s; %s", from,
-                            twice.step, place.c_str(), gpu.c_str(), end.c_str(), advice.c_str()));
+                            twice.step, place.empty() ? "an unknown step" : &place[kKey], gpu.c_str(), end.c_str(),
+                            advice.c_str()));
 }
