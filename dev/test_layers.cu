@@ -734,22 +734,16 @@ TEST_OF_X(count_nonfinite) {
 
 // A changed sign makes another, and so do two words that change places.
 TEST(checksums) {
-    for (size_t n : {1, 1000, 300001}) {
-        Tensor<float> x(randn<float>(n));
-        const Scratch scratch(sizeof(double));
-        CHECK(checksum(Late(), scratch.p, nullptr, 0) == 0);
-        const auto sum = [&] {
-            x.reset();
-            return checksum(Late(), scratch.p, static_cast<float*>(x), n * sizeof(float));
-        };
-        const uint64_t before = sum();
-        CHECK(sum() == before);
-        x.start[n / 2] *= -1;
-        CHECK(sum() != before);
-        x.start[n / 2] *= -1;
-        std::swap(x.start[0], x.start[n / 2]);
-        CHECK((sum() == before) == (n == 1));
-    }
+    Tensor<float> x(randn<float>(300001));
+    const Scratch scratch(sizeof(double));
+    const auto sum = [&] { return x.reset(), checksum(Late(), scratch.p, static_cast<float*>(x), 300001 * sizeof(float)); };
+    const uint64_t before = sum();
+    CHECK(sum() == before && checksum(Late(), scratch.p, nullptr, 0) == 0);
+    x.start[300000] *= -1;
+    CHECK(sum() != before);
+    x.start[300000] *= -1;
+    std::swap(x.start[0], x.start[7]);
+    CHECK(sum() != before);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
