@@ -566,14 +566,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     start_weights(model, o, from_file);
-    if (o.verify) {
-        job.guard([&] {
-            run.verify_checkpoints();
-            model.leave_ring();
-            job.leave();
-        });
-        return 0;
-    }
+    if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_ring(), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
@@ -582,22 +575,17 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     agree_on_start(model, run, job);
     run.open_log();
     catch_signals();
-
     job.guard([&] {
-        const auto verify = [&](bool due) { return due && o.verify_every ? run.verify() : void(); };
-        if (o.verify_every) run.remember();
         if (run.step == 0) run.watch();
         while (run.step < o.max_steps && !run.interrupted()) {
             if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
             run.train_step();
-            const bool save = o.checkpoint_every && run.step % o.checkpoint_every == 0;
-            verify(save || run.step % std::max(1, o.verify_every) == 0);
             run.watch();
-            if (save) run.save();
+            if (o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
         }
         if (o.profile) dev.profile(false);
         if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
-        if (!o.output_dir.empty() && run.step > 0 && !run.saved()) verify(true), run.save();
+        if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
         run.conclude();
         model.leave_ring();
         job.leave();
@@ -730,9 +718,7 @@ int main(int argc, char** argv) {
             return 0;
         }
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every || o.verify))
-            throw UsageError(
-                "--resume, --checkpoint-every, --keep, --keep-every and --verify need a directory: give it with -o");
-        if (o.verify) o.resume = true;  // the directory has checkpoints
+            throw UsageError("-y, -n, -nk, -nm and --verify need a directory: give it with -o");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         const Place place = place_from_environment();

@@ -415,7 +415,7 @@ void check_flipped_bits_are_found(const Dev& dev) {
                  {Flip::weight, 6, "step 6 (dwte, dwpe, dln1w and ", "in wte ("}};
     Options o;
     o.train_data = text_file(), o.B = 2, o.T = 64, o.tokens_per_step = 128, o.max_steps = 9, o.lr = 1e-3f, o.warmup = 0;
-    o.verify_every = 4;
+    o.verify_every = 100;
     for (const auto& c : cases) {
         Faulty<Dev, X> model(dev, {80, kByteVocab, 384, 2, 2, 128}, Attention::flash, o.B, o.T, 1, true);
         model.allocate();

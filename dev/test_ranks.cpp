@@ -206,7 +206,7 @@ TEST(a_rank_whose_bit_flips_is_named) {
                  {false, false, "(m)", "rank 1"},
                  {false, true, "(dwte,", "unknown"}};
     Options o = options();
-    o.verify_every = kSteps;
+    o.verify_every = 100;
     for (const auto& c : cases)
         on_ranks<float>(
             {2, 1, c.sharded, false}, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {

@@ -216,7 +216,8 @@ void prepare_output_dir(const Options& o) {
                    o.output_dir.c_str(), theirs, model_path(o.output_dir, theirs).c_str()));
     const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
     struct stat log;
-    if (!o.resume && (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
+    if (!o.resume && !o.verify &&
+        (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
         throw Error(format("%s has %s: add -y 1 to resume it, or give another -o", o.output_dir.c_str(), what.c_str()));
 }
 

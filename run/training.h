@@ -203,6 +203,7 @@ template <class Model>
 void Run<Model>::train_step() {
     Range range("step", step);
     const double start = now();
+    if (o.verify_every && kept.step < 0) remember();
     if (late_error) std::rethrow_exception(late_error);
     if (!prepared) prepare(batch);
     prepared = true;
@@ -266,6 +267,7 @@ void Run<Model>::train_step() {
     power.add_to(row);
     if (o.verify_every) row.add("checksums", own_sums);
     log->write(row);
+    if (o.verify_every && step % o.verify_every == 0) verify();
 }
 
 template <class Model>
@@ -376,7 +378,7 @@ void Run<Model>::compute_again(const std::string& advice) {
 
 template <class Model>
 void Run<Model>::verify() {
-    if (kept.step == step) return;
+    if (!o.verify_every || kept.step == step) return;
     once.take(model, step, position);
     dev.upload(model.params.base, kept.params.data(), kept.params.size());
     dev.upload(model.adam.base, kept.adam.data(), kept.adam.size());
@@ -398,7 +400,7 @@ void Run<Model>::verify_checkpoints() {
     restore(next);
     once.take(model, step, position);
     restore(o.verify);
-    sums = logged_checksums(o.output_dir + "/log.jsonl");
+    if (job.rank == 0) sums = logged_checksums(o.output_dir + "/log.jsonl");
     compute_again("a GPU erred, unless the program, GPU model, number of GPUs, driver or libraries were others then");
 }
 
@@ -412,6 +414,7 @@ std::string Run<Model>::first_nonfinite() {
 
 template <class Model>
 void Run<Model>::save() {
+    verify();
     Range range("checkpoint");
     const double start = now();
     job.expect_progress(0);  // a disk may take its time
