@@ -1,6 +1,6 @@
-// Faults: whatever operation on a file of a run fails, is cut short or is the last one, the run that is resumed has the
-// same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats itself, and it
-// restarts and replays. (The third, the baseline, is in dev/test_recipe.) Includes the program itself.
+// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is. The run that is then
+// resumed has the same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats
+// itself, and it restarts and replays. (The third, the baseline, is in dev/test_recipe.) Includes the program itself.
 #include <dlfcn.h>
 #include <sys/file.h>
 #include <sys/mman.h>
