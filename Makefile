@@ -2,6 +2,7 @@
 # make test           all tests that this machine can run
 # make benches        dev/bench_*, dev/accuracy, dev/study_*
 # make profile        the timeline of three steps, for Nsight Systems
+# make sanitize       the readers and writers of files under ASan and UBSan
 # make archs          every kernel for every architecture (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
@@ -73,7 +74,7 @@ PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
 TOOLS     := dev/dump_gradients dev/encode
 
-.PHONY: all test archs benches profile clean help FORCE
+.PHONY: all test sanitize archs benches profile clean help FORCE
 all: train_gpt2cu
 
 train_gpt2cu: build/train_gpt2.o $(OBJECTS)
@@ -126,6 +127,16 @@ FORCE:
 test:
 	@$(MAKE) --no-print-directory WERROR=1 train_gpt2cu $(TESTS) $(TOOLS)
 	@dev/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
+
+# The test itself is not optimised, because that compiles fastest.
+SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test_data $(basename $(wildcard data/*.cpp)) \
+             run/checkpoint run/choices run/log run/options)
+sanitize: $(SANITIZED)
+	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
+	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data
+build/sanitized/%.o: %.cpp build/cxx.flags
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) $(if $(filter dev/%,$<),-O0) -fsanitize=address,undefined -fno-sanitize-recover=all -c -o $@ $<
 
 # Every kernel for every architecture that this nvcc knows (sm_100 and sm_120 came with 12.8), warnings as errors; a register
 # spill in an attention kernel is one on sm_80 and sm_90a.

@@ -566,6 +566,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     start_weights(model, o, from_file);
+    if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_ring(), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
@@ -574,7 +575,6 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     agree_on_start(model, run, job);
     run.open_log();
     catch_signals();
-
     job.guard([&] {
         if (run.step == 0) run.watch();
         while (run.step < o.max_steps && !run.interrupted()) {
@@ -717,8 +717,8 @@ int main(int argc, char** argv) {
             std::printf("%s", o.help().c_str());
             return 0;
         }
-        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
-            throw UsageError("--resume, --checkpoint-every, --keep and --keep-every need a directory: give it with -o");
+        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every || o.verify))
+            throw UsageError("-y, -n, -nk, -nm and --verify need a directory: give it with -o");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         const Place place = place_from_environment();

@@ -83,6 +83,18 @@ inline Result run_and_act(const std::string& arguments, const std::string& sign,
     return r;
 }
 
+// The message of the Error that `code` throws, or "". What it prints is not seen.
+template <class F>
+std::string quiet_error_of(F code) {
+    std::fflush(stdout);
+    const int screen = dup(1);
+    CHECK(std::freopen("/dev/null", "w", stdout) != nullptr);
+    const std::string error = test::error_of(code);
+    std::fflush(stdout);
+    dup2(screen, 1), close(screen);
+    return error;
+}
+
 // A small text to train on, so that a run takes a moment.
 inline std::string text_file() {
     static const std::string path = [] {

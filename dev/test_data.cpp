@@ -27,18 +27,9 @@ using Names = std::set<std::string>;
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers
 
-// The program calls these instead of the C library's. They note the order of calls. Like pwrite(2), which takes 2 GiB
-// at most, this one takes no more bytes at once than most_at_once.
-static Strings calls;
+// The program calls this instead of the C library's. Like pwrite(2), which takes 2 GiB at most, it takes no more bytes at
+// once than most_at_once.
 static size_t most_at_once = SIZE_MAX;
-extern "C" int fsync(int fd) {
-    calls.push_back("fsync " + fs::read_symlink(format("/proc/self/fd/%d", fd)).filename().string());
-    return static_cast<int>(syscall(SYS_fsync, fd));
-}
-extern "C" int rename(const char* from, const char* to) noexcept {
-    calls.push_back(exists(to) ? "replace" : "rename");
-    return renameat(AT_FDCWD, from, AT_FDCWD, to);
-}
 extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t at) {
     return syscall(SYS_pwrite64, fd, data, std::min(bytes, most_at_once), at);
 }
@@ -382,11 +373,9 @@ static void write_atomically(const std::string& path, const Strings& pieces) {
     file.commit();
 }
 
-// The file is on disk under its temporary name before it gets the final one, and then the directory is. So a crash
-// leaves a whole file.
+// dev/test_faults has what a crash leaves at every point.
 TEST(atomic_file) {
     const std::string here = folder(), path = here + "/out.bin", temporary = format("out.bin.tmp.%d", getpid());
-    const std::string name = fs::path(here).filename();
     write_file(here + "/" + temporary, std::string(5000, 'x'));  // from a process with the same number
     Strings pieces = {"small", noise(3 << 20), ""};              // the second is more than the buffer
     pieces.resize(300000, "0123456789");
@@ -394,19 +383,15 @@ TEST(atomic_file) {
     for (const std::string& piece : pieces) want += piece;
 
     most_at_once = 70001;
-    calls.clear();
     write_atomically(path, pieces);
     most_at_once = SIZE_MAX;
-    CHECK((calls == Strings{"fsync " + temporary, "rename", "fsync " + name}));
     for (int i = 0; i < 2; i++) {
         CHECK(read_file(path) == want && names_in(here) == Names{"out.bin"});
         AtomicFile(path).write("half", 4);  // not committed, so only the old file stays
     }
     const mode_t mask = umask(022);
-    calls.clear();
     write_atomically(path, {"new"});
     umask(mask);
-    CHECK((calls == Strings{"fsync " + temporary, "replace", "fsync " + name}));  // so that it is never missing
     CHECK(read_file(path) == "new");
     CHECK(static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
 }
@@ -1120,6 +1105,69 @@ TEST(loader_identity) {
         sampled.insert(identity(moved + "/text"));
     }
     CHECK(sampled.size() == std::size(changes));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Random damage. A reader refuses the file in one line or reads it. `make sanitize` sees what else it does.
+
+static std::string damaged(std::string bytes, std::mt19937& random) {
+    const int numbers[] = {0, 1, -1, 255, 65535, 1 << 20, INT_MAX, INT_MIN};
+    for (int n = 1 + random() % 3; n > 0; n--) {
+        const size_t near = random() % 2 ? 40 : 1100;  // mostly where headers and tables are
+        const size_t at = random() % (random() % 3 ? std::min(near, bytes.size()) : bytes.size()),
+                     length = random() % 16;
+        const int kind = random() % 4;
+        if (kind == 0) bytes[at] ^= 1 << random() % 8;
+        if (kind == 1) bytes.replace(at, 4, reinterpret_cast<const char*>(&numbers[random() % 8]), 4);
+        if (kind == 2) bytes.replace(at, random() % 16, bytes.substr(random() % bytes.size(), length));
+        if (kind == 3) bytes.resize(std::max<size_t>(at, 1));
+    }
+    return bytes;
+}
+
+TEST(random_damage) {
+    const std::string here = folder();
+    State state = state_of(30), back = blank(state);
+    write_tiny(here + "/model");
+    write_state(here + "/state", kRun, sections(state));
+    write_shard(here + "/shard", counting(100));
+    write_choices(here + "/choices", {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}}, {8, 0, {1}, {{0}, {250, 3}}}});
+    write_file(here + "/tokenizer", tokenizer_file(2, {"a", "bc", "def", ""}));
+    const auto read_model = [](const std::string& path) {
+        const ModelHeader header = read_model_header(path);
+        read_model_parameters(path, header, std::string(header.num_parameters() * size_of(header.dtype), 0).data());
+    };
+    // Half of the tables have the checksum that fits the damage, so that the reader goes on.
+    const auto read_state_of_run = [&](const std::string& path) {
+        std::string bytes = read_file(path);
+        uint32_t table = 0;
+        if (bytes.size() >= 16) std::memcpy(&table, &bytes[12], 4);
+        if (bytes.size() % 2 && bytes.size() >= 24 && table <= bytes.size() - 24) {
+            const uint64_t sum = checksum64(bytes.data(), 16 + table);
+            write_file(path, bytes.replace(16 + table, 8, reinterpret_cast<const char*>(&sum), 8));
+        }
+        read_state(path, kRun, sections(back));
+    };
+    const auto read_shard = [](const std::string& path) {
+        TestLoader loader(path, 2, 4);
+        for (int i = 0; i < 20; i++) loader.batch();
+    };
+    const auto read_tokenizer = [](const std::string& path) {
+        const Tokenizer tokenizer(path);
+        for (int i = -1; i < 300; i++) tokenizer.decode(i);
+        tokenizer.encode("abc def", 50257, path);
+    };
+    std::mt19937 random(1);
+    for (const GoodFile& file :
+         {GoodFile{here + "/model", read_model}, GoodFile{here + "/state", read_state_of_run},
+          GoodFile{here + "/shard", read_shard}, GoodFile{here + "/tokenizer", read_tokenizer},
+          GoodFile{here + "/choices", [](const std::string& path) { read_choices(path, 257, 64); }}})
+        for (int i = 0, refused = 0; i < 600; i++) {
+            write_file(file.path, damaged(file.bytes, random));
+            const std::string error = test::error_of([&] { file.read(file.path); });
+            if (!error.empty()) check_error(__LINE__, error, file.path + ": "), refused++;
+            CHECK(i < 599 || refused > 200);
+        }
 }
 
 TEST_MAIN

@@ -732,6 +732,20 @@ TEST_OF_X(count_nonfinite) {
     }
 }
 
+// A changed sign makes another, and so do two words that change places.
+TEST(checksums) {
+    Tensor<float> x(randn<float>(300001));
+    const Scratch scratch(sizeof(double));
+    const auto sum = [&] { return x.reset(), checksum(Late(), scratch.p, static_cast<float*>(x), 300001 * sizeof(float)); };
+    const uint64_t before = sum();
+    CHECK(sum() == before && checksum(Late(), scratch.p, nullptr, 0) == 0);
+    x.start[300000] *= -1;
+    CHECK(sum() != before);
+    x.start[300000] *= -1;
+    std::swap(x.start[0], x.start[7]);
+    CHECK(sum() != before);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // AdamW
 

@@ -49,7 +49,7 @@ def inputs(folder):
                  "gpt2_tokenizer.bin": "tokenizer.bin",
                 "hellaswag_val.bin": "questions.bin", "book.txt": "book.txt", "data/train_*.bin": "train_*.bin",
                 "data/val_*.bin": "val_*.bin", "run1": "run1", "run2": "run2",
-                "run3": "run3", "run4": "run4"}
+                "run3": "run3", "run4": "run4", "run5": "run5"}
     return {name: f"{folder}/{path}" for name, path in in_place.items()}
 
 

@@ -345,7 +345,7 @@ void check_recipe(const std::string& options, const std::string& meant, const st
 
 // The first four have no option at its default, and the last has all at their defaults. A largest norm of 2e-5 makes
 // gradients so small that AdamW's ε matters. Samples take the likeliest tokens.
-TEST(training_follows_the_recipe) {
+TEST(gate_baseline_training_follows_the_recipe) {
     const struct {
         int clipped;
         std::string given, meant = "";  // if it is not the same

@@ -1,4 +1,4 @@
-// Reductions over a whole array, to its sum, the global norm of the gradient or a count of broken values.
+// Reductions over a whole array, to its sum, the global norm of the gradient, a count of broken values or a checksum.
 //
 //   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
 //
@@ -8,6 +8,7 @@
 // by memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
+#include "data/random.h"
 #include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
 
@@ -52,6 +53,15 @@ __global__ void __launch_bounds__(kThreads)
     if (found) atomicAdd(count, found);  // these are integers, so any order gives the same count
 }
 
+__global__ void __launch_bounds__(kThreads)
+    checksum_kernel(unsigned long long* sum, const uint32_t* __restrict__ words, size_t n) {
+    unsigned long long part = 0;
+    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
+        part += mix64((i + 1) * kGolden + words[i]);
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) part += __shfl_xor_sync(kFullMask, part, offset);
+    if (threadIdx.x % kWarp == 0) atomicAdd(sum, part);
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -80,15 +90,24 @@ void global_norm(const Cuda& dev, float* out, void* scratch, const float* x, siz
     reduce<true>(dev, out, scratch, x, 1.f, n);
 }
 
+// Launches a kernel that adds to a counter in `scratch`, and returns the count.
+template <class Kernel, class T>
+static unsigned long long count_with(Kernel kernel, const Cuda& dev, void* scratch, const T* x, size_t n) {
+    unsigned long long *counter = static_cast<unsigned long long*>(scratch), count = 0;
+    dev.zero(counter, sizeof *counter);
+    kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(counter, x, n);
+    LAUNCH_CHECK("a kernel that counts");
+    dev.download(&count, counter, sizeof count);
+    return count;
+}
+
 template <class X>
 size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n) {
-    unsigned long long* count = static_cast<unsigned long long*>(scratch);
-    dev.zero(count, sizeof *count);
-    count_nonfinite_kernel<<<reduce_blocks(dev), kThreads, 0, dev.stream>>>(count, x, n);
-    LAUNCH_CHECK("count_nonfinite_kernel");
-    unsigned long long found = 0;
-    dev.download(&found, count, sizeof found);
-    return found;
+    return count_with(count_nonfinite_kernel<X>, dev, scratch, x, n);
+}
+
+uint64_t checksum(const Cuda& dev, void* scratch, const void* x, size_t bytes) {
+    return count_with(checksum_kernel, dev, scratch, static_cast<const uint32_t*>(x), bytes / 4);
 }
 
 template size_t count_nonfinite(const Cuda&, void*, const float*, size_t);

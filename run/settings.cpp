@@ -81,6 +81,14 @@ std::vector<Option> Options::table() {
         {"--keep-every", "-nm", O::Int, &keep_every,
          "with --keep, never remove checkpoints of every so many steps; default: do", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
+        {"--verify", "", O::Int, &verify,
+         "compute again from the checkpoint of this step in -o to the next one, compare, then exit (3 if a bit "
+         "differs); default: train",
+         "0.."},
+        {"--verify-every", "", O::Int, &verify_every,
+         "every so many steps and before a checkpoint compute them again, and exit with 3 if a bit differs; default: "
+         "compute once",
+         "0.."},
         {"--tokenizer", "", O::String, &tokenizer,
          "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
@@ -208,7 +216,8 @@ void prepare_output_dir(const Options& o) {
                    o.output_dir.c_str(), theirs, model_path(o.output_dir, theirs).c_str()));
     const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
     struct stat log;
-    if (!o.resume && (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
+    if (!o.resume && !o.verify &&
+        (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
         throw Error(format("%s has %s: add -y 1 to resume it, or give another -o", o.output_dir.c_str(), what.c_str()));
 }
 

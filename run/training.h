@@ -25,6 +25,7 @@
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
+#include "run/verify.h"
 
 // A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
 constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
@@ -51,10 +52,13 @@ class Run {
     void describe() const;
     void open_log();
     void train_step();
-    void watch();     // validation and samples, if they are due after this step
-    void save();      // a checkpoint of this step, which a thread writes
-    bool restore();   // the newest checkpoint, false if there is none
-    void conclude();  // how it went, what is kept, what to do next
+    void watch();                 // validation and samples, if they are due after this step
+    void save();                  // a checkpoint of this step, which a thread writes
+    bool restore(int from = -1);  // from this step's checkpoint or the newest, false if there is none
+    void remember() { kept.take(model, step, position); }  // where verify() begins
+    void verify();              // computes the steps since remember(), or the last verify(), again and compares
+    void verify_checkpoints();  // the same from --verify's checkpoint to the next
+    void conclude();            // how it went, what is kept, what to do next
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     uint64_t train_tokens() const { return train.num_tokens(); }
@@ -120,6 +124,12 @@ class Run {
     std::string first_nonfinite();
     std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
+
+    Snapshot kept, once;              // before the steps that verify() computes again, and after their first time
+    std::map<int, std::string> sums;  // the checksums of the steps since `kept`, the first time
+    std::string first_difference;     // of the second time's
+    bool again = false;               // it is the second time
+    void compute_again(const std::string& advice);
 };
 
 template <class Model>
@@ -179,6 +189,9 @@ void Run<Model>::describe() const {
     std::printf("train data         %s\n", train.description().c_str());
     if (val) std::printf("validation data    %s\n", val->description().c_str());
     std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
+    if (o.verify_every)
+        std::printf("to verify          %.1f MiB of the host's memory%s\n",
+                    2 * (model.params.bytes + model.adam.bytes) / kMiB, job.size > 1 ? " for each rank" : "");
 }
 
 // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
@@ -202,6 +215,7 @@ template <class Model>
 void Run<Model>::train_step() {
     Range range("step", step);
     const double start = now();
+    if (o.verify_every && kept.step < 0) remember();
     if (late_error) std::rethrow_exception(late_error);
     if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
     if (!prepared) prepare(batch);
@@ -235,7 +249,7 @@ void Run<Model>::train_step() {
         for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
     loss /= model.num_losses();
     const double norm = stats.back();
-    if (!std::isfinite(loss) || !std::isfinite(norm)) {
+    if (!again && (!std::isfinite(loss) || !std::isfinite(norm))) {
         throw Error(
             format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
                    "good checkpoint: %s; a lower -l or a longer -u may help",
@@ -243,6 +257,12 @@ void Run<Model>::train_step() {
     }
     if (another) std::swap(batch, next);
     step++;
+    const std::string own_sums = o.verify_every || again ? checksums(model) : "";
+    if (again) {
+        if (first_difference.empty()) first_difference = difference(step, sums[step], own_sums);
+        return;
+    }
+    if (o.verify_every) sums[step] = own_sums;
 
     const double ms = 1e3 * (now() - start);
     pace.add_step(ms / 1e3);
@@ -258,7 +278,9 @@ void Run<Model>::train_step() {
     row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
     row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
     power.add_to(row);
+    if (o.verify_every) row.add("checksums", own_sums);
     log->write(row);
+    if (o.verify_every && step % o.verify_every == 0) verify();
 }
 
 template <class Model>
@@ -341,6 +363,47 @@ void Run<Model>::move_optimizer(char* host, bool to_host) {
     dev.sync();
 }
 
+// Computes the steps up to `once` again.
+template <class Model>
+void Run<Model>::compute_again(const std::string& advice) {
+    const int from = step + 1;
+    first_difference = "", again = true;
+    while (step < once.step) train_step();
+    again = false;
+    kept.take(model, step, position);
+    throw_if_different(model, job, once, kept, first_difference, o.verify == 0, from, advice);
+    sums.clear();
+    std::printf("steps %d to %d were computed again and have the same bits\n", from, step);
+}
+
+template <class Model>
+void Run<Model>::verify() {
+    if (!o.verify_every || kept.step == step) return;
+    once.take(model, step, position);
+    dev.upload(model.params.base, kept.params.data(), kept.params.size());
+    dev.upload(model.adam.base, kept.adam.data(), kept.adam.size());
+    dev.sync();
+    step = kept.step;
+    if (!o.overfit) train.restore(position = kept.position), prepared = false, late_error = nullptr;
+    compute_again("last good checkpoint: " + last_good() + "; go on from it with -y 1 on another GPU");
+}
+
+template <class Model>
+void Run<Model>::verify_checkpoints() {
+    int next = o.verify + 1;
+    const int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
+    while (next <= newest && access(state_path(o.output_dir, next).c_str(), F_OK)) next++;
+    if (next > newest && job.rank == 0)
+        throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
+                           o.verify, o.output_dir.c_str()));
+    job.broadcast(&next, 1);
+    restore(next);
+    once.take(model, step, position);
+    restore(o.verify);
+    if (job.rank == 0) sums = logged_checksums(o.output_dir + "/log.jsonl");
+    compute_again("a GPU erred, unless the program, GPU model, number of GPUs, driver or libraries were others then");
+}
+
 template <class Model>
 std::string Run<Model>::first_nonfinite() {
     await_checkpoint();  // so that the last good one is whole
@@ -362,6 +425,7 @@ void Run<Model>::await_checkpoint() {
 // Training waits only for the snapshot, and for the checkpoint before if it is still being written.
 template <class Model>
 void Run<Model>::save() {
+    verify();
     Range range("checkpoint");
     const double start = now();
     await_checkpoint();
@@ -394,8 +458,8 @@ void Run<Model>::write_checkpoint(Counters counters) {
 
 // Rank 0 reads and sends, because the directory need not exist on other machines.
 template <class Model>
-bool Run<Model>::restore() {
-    int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : -1;
+bool Run<Model>::restore(int from) {
+    int newest = from >= 0 || job.rank > 0 ? from : newest_checkpoint(o.output_dir);
     job.broadcast(&newest, 1);
     if (newest < 0) return false;
     std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
@@ -419,6 +483,9 @@ void Run<Model>::read_checkpoint(int newest, Counters& counters) {
     const std::string state = state_path(o.output_dir, newest);
     identity.recipe = o.recipe();
     const std::string changes = read_state(state, identity, sections(counters));
+    if (!changes.empty() && o.verify && newest != o.verify)
+        throw Error(
+            format("%s: the run had other options: %s; give --verify the same", state.c_str(), changes.c_str()));
     if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
     if (counters.step != uint64_t(newest))
         throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",

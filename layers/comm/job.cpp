@@ -412,7 +412,7 @@ void Job::leave() {
 }
 
 void Job::fail(const std::exception& e) {
-    const int code = dynamic_cast<const UsageError*>(&e) ? 2 : 1;
+    const int code = exit_code_of(e);
     const std::string line = impl_->failed(code, e.what());
     impl_->failure = &line;
     impl_->await_end();

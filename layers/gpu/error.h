@@ -12,18 +12,21 @@ struct Error : std::runtime_error {  // exit code 1
 struct UsageError : Error {  // exit code 2, for a wrong command line
     using Error::Error;
 };
+struct Corruption : Error {  // exit code 3, for steps that gave other bits when they were computed again
+    using Error::Error;
+};
+inline int exit_code_of(const std::exception& e) {
+    return dynamic_cast<const Corruption*>(&e) ? 3 : dynamic_cast<const UsageError*>(&e) ? 2 : 1;
+}
 
 // Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind the program's name.
 template <class F>
 int run_program(const char* name, F body) {
     try {
         return body();
-    } catch (const UsageError& e) {
-        std::fprintf(stderr, "%s: %s\n", name, e.what());
-        return 2;
     } catch (const std::exception& e) {
         std::fprintf(stderr, "%s: %s\n", name, e.what());
-        return 1;
+        return exit_code_of(e);
     }
 }
 

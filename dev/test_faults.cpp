@@ -1,0 +1,243 @@
+// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is. The run that is then
+// resumed has the same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats
+// itself, and it restarts and replays. (The third, the baseline, is in dev/test_recipe.) Includes the program itself.
+#include <dlfcn.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#define main train_main
+#include "../train_gpt2.cu"
+#undef main
+#include "dev/small_model.h"
+
+extern const char built_from[] = "unknown dirty";
+
+namespace {
+
+enum Fault { kNone, kDiesBefore, kDiesAfter, kDiesInside, kPowerCut, kShort, kNoSpace, kInputOutput, kFaults };
+
+// Operations on files of `folder` are counted, in any thread. It is "" in the test itself.
+std::string folder;
+int fault_at = -1;
+Fault fault = kNone;
+struct Counted {
+    std::atomic<int> operations;
+    const char* names[1000];
+}* const counted =
+    static_cast<Counted*>(mmap(nullptr, sizeof(Counted), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+
+#define REAL(name) reinterpret_cast<decltype(&::name)>(dlsym(RTLD_NEXT, #name))
+
+// What a power cut takes back: what was written to a file and not synced, and a new name in a directory that was not.
+std::mutex guard;
+std::map<ino_t, int> unsynced;               // by inode, a descriptor
+std::map<std::string, std::string> renamed;  // to, from
+std::string path_of(int fd) {
+    char path[PATH_MAX] = "";
+    if (!folder.empty() && readlink(format("/proc/self/fd/%d", fd).c_str(), path, sizeof path - 1) < 0) return "";
+    return path;
+}
+ino_t inode_of(int fd) {
+    struct stat info;
+    return fstat(fd, &info) ? 0 : info.st_ino;
+}
+int written(int fd) {
+    const std::lock_guard<std::mutex> lock(guard);
+    if (contains(path_of(fd), ".bin") && !unsynced.count(inode_of(fd))) unsynced[inode_of(fd)] = dup(fd);
+    return fd;
+}
+int synced(int fd) {
+    const std::lock_guard<std::mutex> lock(guard);
+    unsynced.erase(inode_of(fd));
+    if (path_of(fd) == folder) renamed.clear();
+    return 0;
+}
+const char* named(const char* from, const char* to) {
+    const std::lock_guard<std::mutex> lock(guard);
+    if (!folder.empty() && !exists(to)) renamed[to] = from;  // else there is the old file or the new one
+    return to;
+}
+void cut_power() {
+    const std::lock_guard<std::mutex> lock(guard);
+    for (const auto& [inode, fd] : unsynced)
+        if (REAL(ftruncate)(fd, 0)) _exit(99);
+    for (const auto& [to, from] : renamed) REAL(rename)(to.c_str(), from.c_str());
+}
+void die() {
+    kill(getpid(), SIGKILL);
+    pause();
+}
+
+// `act` does an operation, or half of a write.
+template <class Result, class Act>
+Result operation(const char* name, const std::string& path, Act act) {
+    if (folder.empty() || path.compare(0, folder.size(), folder)) return act(false);
+    const int n = counted->operations++;
+    counted->names[std::min(n, 999)] = name;
+    const Fault now = n == fault_at ? fault : kNone;
+    if (now == kPowerCut) cut_power();
+    if (now == kPowerCut || now == kDiesBefore) die();
+    if (now == kNoSpace || now == kInputOutput) {
+        errno = now == kNoSpace ? ENOSPC : EIO;
+        return std::is_signed_v<Result> ? Result(intptr_t(-1)) : Result(intptr_t(0));
+    }
+    const Result result = act(now == kDiesInside || now == kShort);
+    if (now == kDiesInside || now == kDiesAfter) die();
+    return result;
+}
+
+}  // namespace
+
+// The program calls these instead of the C library's.
+#define COUNTED(Result, name, parameters, path, ...)                                                                \
+    Result name parameters {                                                                                        \
+        return operation<Result>(#name, path, [&]([[maybe_unused]] bool half) { return REAL(name)(__VA_ARGS__); }); \
+    }
+extern "C" {
+int fsync(int fd) {  // of which nothing is left but its mark, because real ones take a minute
+    return operation<int>("fsync", path_of(fd), [&](bool) { return synced(fd); });
+}
+COUNTED(int, open, (const char* path, int flags, ...), path, path, flags, 0666)
+COUNTED(FILE*, fopen, (const char* path, const char* mode), path, path, mode)
+COUNTED(ssize_t, write, (int fd, const void* p, size_t n), path_of(fd), written(fd), p, half ? n / 2 : n)
+COUNTED(ssize_t, pwrite, (int fd, const void* p, size_t n, off_t at), path_of(fd), fd, p, half ? n / 2 : n, at)
+COUNTED(size_t, fwrite, (const void* p, size_t size, size_t n, FILE* f), path_of(fileno(f)), p, size, half ? n / 2 : n,
+        f)
+COUNTED(int, rename, (const char* from, const char* to) noexcept, to, from, named(from, to))
+COUNTED(int, unlink, (const char* path) noexcept, path, path)
+COUNTED(int, close, (int fd), path_of(fd), fd)
+COUNTED(int, ftruncate, (int fd, off_t length) noexcept, path_of(fd), fd, length)
+COUNTED(int, flock, (int fd, int how) noexcept, path_of(fd), fd, how)
+}
+
+namespace {
+
+constexpr int kSteps = 5;  // with a checkpoint of steps 2, 4 and 5, of which one is kept
+std::string options(const std::string& out) {
+    static const std::string shard = write_shard(dir() + "/shard.bin", make_tokens(22 * 16 + 1, 1));
+    return format("--device cpu -e %s -i %s -b 2 -t 16 -d 64 -x %d -n 2 -nk 1 -v 0 -s 0 -u 2 -l 3e-3 --seed 5 -o %s ",
+                  model_file(kEndOften).c_str(), shard.c_str(), kSteps, out.c_str());
+}
+// Runs the program in a process, with a fault in operation `at` on a file below `out`.
+Result train(const std::string& options, const std::string& out = "", int at = -1, Fault kind = kNone) {
+    const std::string printed = dir() + "/printed";
+    std::fflush(stdout);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        alarm(20);
+        std::vector<std::string> words = {"train_gpt2cu"};
+        std::istringstream rest(options);
+        for (std::string word; rest >> word;) words.push_back(word);
+        std::vector<char*> argv;
+        for (std::string& word : words) argv.push_back(word.data());
+        if (!std::freopen(printed.c_str(), "w", stdout) || dup2(1, 2) < 0) _exit(99);
+        counted->operations = 0;
+        folder = out, fault_at = at, fault = kind;
+        const int code = train_main(static_cast<int>(argv.size()), argv.data());
+        std::fflush(stdout);
+        _exit(code);
+    }
+    int status = 0;
+    waitpid(pid, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(printed)};
+}
+
+// What a run leaves: its last model and state, and which step each of its log's rows is of.
+std::string content(const std::string& out) {
+    std::string all = read_file(model_path(out, kSteps)) + "|" + read_file(state_path(out, kSteps)) + "|";
+    for (const double step : values(out, "train", "step")) all += format("%g ", step);
+    return all;
+}
+const std::string& undisturbed() {
+    static const std::string out = dir() + "/undisturbed";
+    if (!exists(out)) CHECK_RUN(train(options(out)), 0, "checkpoint");
+    return out;
+}
+
+// Tries each fault in each operation of a run that begins in a copy of a folder.
+void check_faults(const std::string& begin, const std::string& command) {
+    const std::string out = dir() + "/faulty", wanted = content(undisturbed());
+    const auto again = [&](int at, Fault kind) {
+        std::filesystem::remove_all(out);
+        std::filesystem::copy(begin, out);
+        return train(options(out) + command, out, at, kind);
+    };
+    CHECK_RUN(again(-1, kNone), 0, "checkpoint");
+    CHECK(content(out) == wanted);
+    const int operations = counted->operations;
+    const std::vector<std::string> names(counted->names, counted->names + operations);
+    int tried = 0, survived = 0, refused = 0;
+    for (int at = 0; at < operations; at++)
+        for (int kind = kDiesBefore; kind < kFaults; kind++) {
+            if ((kind == kDiesInside || kind == kShort) && !contains(names[at], "write")) continue;
+            tried++;
+            const Result first = again(at, Fault(kind));
+            const bool said = first.code == 1 && contains(first.out, "train_gpt2cu: ");
+            const Result second = first.code ? train(options(out) + "-y 1") : first;
+            // A checkpoint that was announced is never lost.
+            const double announced = number_after(first.out, "checkpoint " + out + "/state_"),
+                         resumed = number_after(second.out, "resumed at step ");
+            const bool same = content(out) == wanted && (!first.code || std::isnan(announced) || resumed >= announced);
+            if (same && second.code == 0 && (said || first.code == 0 || first.code == 128 + SIGKILL))
+                said ? refused++ : survived++;
+            else
+                test::report(__FILE__, __LINE__,
+                             format("fault %d in operation %d (%s): exit %d, then %d: %s%s", kind, at,
+                                    names[at].c_str(), first.code, second.code, first.out.c_str(), second.out.c_str()));
+        }
+    std::printf("  %d operations, %d faults tried: %d survived, %d refused and resumed, %d lost\n", operations, tried,
+                survived, refused, tried - survived - refused);
+    CHECK(tried > 100);
+}
+
+}  // namespace
+
+TEST(faults_in_a_new_run) {
+    std::filesystem::create_directory(dir() + "/empty");
+    check_faults(dir() + "/empty", "");
+}
+
+// It follows a run that died while it wrote a checkpoint and a row of its log.
+TEST(faults_in_a_resumed_run) {
+    const std::string left = dir() + "/left";
+    CHECK_RUN(train(options(left) + "-nk 0"), 0, "checkpoint");
+    std::filesystem::rename(state_path(left, 5), state_path(left, 5) + ".tmp.7");
+    write_file(left + "/log.jsonl", read_file(left + "/log.jsonl") + "{\"kind\": \"tr");
+    check_faults(left, "-y 1");
+}
+
+TEST(gate_repeat) {
+    const std::string out = dir() + "/again";
+    CHECK_RUN(train(options(out)), 0, "checkpoint");
+    CHECK(content(out) == content(undisturbed()));
+    for (const char* key : {"loss_nats", "grad_norm"})
+        CHECK(values(out, "train", key) == values(undisturbed(), "train", key));
+}
+
+TEST(gate_restart_and_replay) {
+    const std::string out = dir() + "/replayed", same = " were computed again and have the same bits";
+    const std::string command = options(out) + "-nk 0 --verify-every 3 ", verify = options(out) + "--verify ";
+    CHECK_RUN(train(command, out, 35, kDiesBefore), 128 + SIGKILL, "steps 1 to 2" + same);
+    CHECK_RUN(train(command + "-y 1"), 0, "resumed at step ", "to 5" + same);
+    CHECK_RUN(train(verify + "2"), 0, "steps 3 to 4" + same);
+    CHECK_RUN(train(verify + "5"), 1, "--verify 5: no checkpoint follows that step in " + out);
+    CHECK_RUN(train(verify + "3"), 1, "state_00000003.bin: cannot open");
+    CHECK_RUN(train(verify + "2 -l 1e-3"), 1, "the run had other options: -l from 0.003 to 0.001;");
+    CHECK(content(out) == content(undisturbed()));
+    // Two ranks round other sums than one. The log of the first run says where that began.
+    const std::string two = dir() + "/two", differ = "steps 3 to 4 computed twice differ, first in step 3 (dwte, ";
+    CHECK_RUN(run(options(two) + "-nk 0 --verify-every 4 --gpus 2"), 0, "steps 1 to 2" + same);
+    CHECK_RUN(run(options(two) + "--verify 2 --gpus 2"), 0, "steps 3 to 4" + same);
+    CHECK_RUN(run(options(two) + "--verify 2"), 3, differ, "on GPU: unknown; after them in wte (");
+    CHECK_RUN(run(verify + "2 --gpus 2"), 3, differ);
+}
+
+int main(int argc, char** argv) {
+    setenv("OMP_THREAD_LIMIT", "1", 1);
+    wait_passively(argv);  // starts this program once more, because OpenMP has read its variables by now
+    return test::main(argc, argv);
+}
