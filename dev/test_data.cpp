@@ -1112,7 +1112,7 @@ TEST(loader_identity) {
 
 static std::string damaged(std::string bytes, std::mt19937& random) {
     const int numbers[] = {0, 1, -1, 255, 65535, 1 << 20, INT_MAX, INT_MIN};
-    for (int n = 1 + random() % 3; n > 0; n--) {
+    for (int n = 1 + random() % 3; n > 0 && !bytes.empty(); n--) {
         const size_t near = random() % 2 ? 40 : 1100;  // mostly where headers and tables are
         const size_t at = random() % (random() % 3 ? std::min(near, bytes.size()) : bytes.size()),
                      length = random() % 16;
