@@ -139,7 +139,8 @@ def test_exercises_fit_the_kernels():
     sys.path.append(str(ROOT / "scripts"))
     from exercises import EXERCISES
     answers = (ROOT / "attention" / "EXPERIMENTS.md").read_text()
-    for number, (_, kernel, _, file, edits, asks, because) in enumerate(EXERCISES, 1):
+    for number, (name, _, kernel, _, file, edits, asks, because) in enumerate(EXERCISES, 1):
+        assert name in asks, asks
         assert all(old in (ROOT / file).read_text() for old in edits), asks
         assert f"| {number}, {kernel} |" in answers and because in answers, asks
 

@@ -15,7 +15,7 @@ import sys
 import textwrap
 from operator import itemgetter
 
-from exercises import EXERCISES, name_of
+from exercises import EXERCISES
 from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows, shared, values
 
 TENSORS = ["out", "lse", "dq", "dk", "dv"]
@@ -355,12 +355,13 @@ def default_run(rows):
 
 def exercises(rows):
     """The answers: what the bench said before and after a change."""
-    found, lines = {r["what"]: r for r in rows}, []
-    for number, (_, kernel, _, _, edits, _, because) in enumerate(EXERCISES, 1):
-        if name_of(edits) not in found:
+    lines = []
+    for number, (name, _, kernel, *_, because) in enumerate(EXERCISES, 1):
+        found = [r for r in rows if r["kernel"] == kernel and name in r["what"]]
+        if not found:
             continue
-        before, after = found[name_of(edits)]["before"], found[name_of(edits)]["after"]
-        cells = [f"{before[name]} → {after[name]}" if name in after else "–" for name in ("fwd", "bwd")]
+        before, after = found[-1]["before"], found[-1]["after"]
+        cells = [f"{before[at]} → {after[at]}" if at in after else "–" for at in ("fwd", "bwd")]
         if len(after) == 1:
             cells[0] = f"error {before['error']:g} → {after['error']:g}"
         lines.append(" | ".join([f"{number}, {kernel}", *cells, because]))
@@ -436,8 +437,8 @@ def make(name, document, root):
         found_of = rates_of(rung, rows) if rung in RUNGS else 2 * [("–", 0)]
         number = [re.sub(r"(\d+): (\S+), (\S+)", rf"*{word}* \1 TFLOP/s, \2 of GEMM, \3 of the best library's.",
                          found_of[at][0]) for word, at in passes.items() if found_of[at][1]]
-        asked = [f"*Try it, {number}.* {exercise[5]}"
-                 for number, exercise in enumerate(EXERCISES, 1) if exercise[0] == path.name]
+        asked = [f"*Try it, {number}.* {exercise[6]}"
+                 for number, exercise in enumerate(EXERCISES, 1) if exercise[1] == path.name]
         return f"```cpp\n{textwrap.dedent(found[1])}```\n\n" + paragraph(" ".join([*number, *asked]))
     else:
         known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
