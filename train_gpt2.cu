@@ -30,8 +30,8 @@
 #include "run/inference.h"
 #include "run/training.h"
 #include "run/weights.h"
-// This comes last, because it is written over both backends' attention.
-#include "attention/ring/heads.h"
+// This comes last, because it is written over both backends' partial forms.
+#include "attention/ring/ring.h"
 
 // =====================================================================================================================
 // Config
@@ -121,9 +121,9 @@ struct GPT2 {
     const Ranks<Dev> ranks;
     const size_t num_parameters;
     Sizes sizes;
-    Arena params, grads, adam, acts, buffers, context_memory;
-    std::unique_ptr<ContextParallel<Dev, X>> context;  // if several ranks share a sequence
-    typename Dev::Graph graph;                         // of train_micro_batches
+    Arena params, grads, adam, acts, buffers, ring_memory;
+    std::unique_ptr<Ring<Dev, X>> ring;  // if several ranks share a sequence
+    typename Dev::Graph graph;           // of train_micro_batches
 
     // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
     // needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer norms', and backward computes them
@@ -139,7 +139,7 @@ struct GPT2 {
     // The orderly end. All ranks call it together, and afterwards the memory may be freed. Nobody calls it while an
     // Error unwinds, because the others might not come.
     void leave_ring() {
-        if (context) context->stop();
+        if (ring) ring->stop();
     }
 
     // A step uploads all its micro-batches, then calls forward, loss (which starts backward) and backward for each.
@@ -175,7 +175,7 @@ struct GPT2 {
     A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
-    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &context_memory}; }
+    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
@@ -221,12 +221,12 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone, int past
                                table.lnfb, N, C);
 }
 
-// atty and lse from qkv: by the kernel that --attention names, together with other ranks, or for a single row.
+// atty and lse from qkv: by the kernel that --attention names, around the ring, or for a single row.
 template <class Dev, class X>
 void GPT2<Dev, X>::attend(const Activations<X>& a, int b, int t, bool alone, int past) {
     if (past) return attention_last_row(dev, a.atty, a.qkv, past + 1, config.NH, config.HS());
-    if (context && !alone)
-        context->forward(a.atty, a.lse, a.qkv);
+    if (ring && !alone)
+        ring->forward(a.atty, a.lse, a.qkv);
     else
         attention_forward(dev, attention, a.atty, a.lse, a.att, workspace().scratch, a.qkv, b, t, config.NH,
                           config.HS());
@@ -299,8 +299,8 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
                            a.ln2_rstd, N, C);
         X *datty = dln, *dqkv = wide;  // their old contents have been used
         matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
-        if (context)
-            context->backward(dqkv, datty, a.atty, a.lse, a.qkv);
+        if (ring)
+            ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
         else
             attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
@@ -353,7 +353,7 @@ void GPT2<Dev, X>::gather_parameters() {
 
 template <class Dev, class X>
 Positions GPT2<Dev, X>::positions() const {
-    if (!context) return {};
+    if (!ring) return {};
     const Zigzag zigzag{ranks.context};
     const int chunk = T / 2;
     return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
@@ -362,7 +362,7 @@ Positions GPT2<Dev, X>::positions() const {
 // All ranks of a group read the same sequences, and each keeps its own tokens of them.
 template <class Dev, class X>
 void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
-    if (context) {
+    if (ring) {
         const size_t all = size_t(B) * sequence();
         std::vector<int> whole(2 * all);
         loader.next(whole.data(), whole.data() + all);
@@ -490,7 +490,8 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     const size_t N = size_t(B) * T, C = config.C, NH = config.NH;
     const int HS = config.HS();
     if (ranks.context > 1)
-        context = context_parallel<Dev, X>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, attention);
+        ring =
+            std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
 
     sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.NH = NH, sizes.Vp = config.Vp;
     sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
@@ -500,7 +501,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     sizes.parameters = num_parameters / shards();
     sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
     sizes.batch = micro_steps * batch_ints();
-    const int most_alone = context ? 1 : B;  // sequences that attention gets without other ranks, which are samples
+    const int most_alone = ring ? 1 : B;  // sequences that attention gets without the ring, which are samples
     sizes.scratch =
         std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
                   encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C),
@@ -516,14 +517,14 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     acts = Arena("activations", tensors_of<Activations<X>>(sizes));
     buffers = Arena("buffers", tensors_of<Buffers<X>>(sizes));
     // A separate allocation, because other ranks map it and write into it.
-    if (context) context_memory = Arena("context", {{"context", DType::i32, context->bytes() / 4}});
+    if (ring) ring_memory = Arena("ring", {{"ring", DType::i32, ring->bytes() / 4}});
 }
 
 template <class Dev, class X>
 void GPT2<Dev, X>::allocate() {
     for (Arena* a : arenas())
         if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-    if (context) context->start(context_memory.base, ranks.ring);
+    if (ring) ring->start(ring_memory.base, ranks.ring);
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -562,7 +563,6 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
     resolve_steps(o, on_cpu, run.train_tokens());
     run.describe();
-    if (model.context) std::printf("context parallel   %d: %s\n", ranks.context, model.context->name());
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     start_weights(model, o, from_file);

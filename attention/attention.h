@@ -23,12 +23,10 @@ template <class X>
 void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
                        int T, int NH, int HS);
 
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic. A model's heads may be divided
-// among calls. Each then says how many there are in all and which is its first, and no bit changes.
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic.
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head = 0,
-                        int all_heads = 0);
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
 template <class X>
 size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
 // Writes out (C), the last row's attention over all rows of qkv (T,3,NH,HS). Serves every `kind`, and all head sizes
@@ -44,8 +42,7 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int 
 struct AttentionShape {
     int B, T, NH, HS;
     bool causal = true;
-    float scale = 0.f;                  // 0: 1/√HS
-    int first_head = 0, all_heads = 0;  // of the model's heads, which a backward's order may depend on; 0: all are here
+    float scale = 0.f;  // 0: 1/√HS
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
 

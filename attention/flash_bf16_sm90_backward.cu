@@ -575,7 +575,6 @@ void flash_bf16_sm90_backward(const Cuda& dev, bf16* dqkv, void* scratch, const 
     check_aligned(kName, "out", in.out);
     check_aligned(kName, "dqkv", packed(dqkv, s, 0));
     Args args{};
-    args.first_head = s.first_head, args.all_heads = s.all_heads ? s.all_heads : s.NH;
     args.dq = tensor_map("dq", packed(dqkv, s, 0), s.B, s.T, s.NH, s.HS, 64);
     args.dk = tensor_map("dk", packed(dqkv, s, 1), s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
     args.dv = tensor_map("dv", packed(dqkv, s, 2), s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
@@ -589,7 +588,7 @@ void flash_bf16_sm90_backward_partial(const Cuda& dev, float* dq_sum, float* dk,
     check_problem(in, s, scratch);
     for (const auto& [name, x] : {std::pair("dq_sum", dq_sum), {"dk", dk}, {"dv", dv}}) check_aligned(kName, name, x);
     Args args{};
-    args.dq_sum = dq_sum, args.dk_acc = dk, args.dv_acc = dv, args.all_heads = s.NH;
+    args.dq_sum = dq_sum, args.dk_acc = dk, args.dv_acc = dv;
     with_head_size(s.HS, [&](auto HS) { launch<HS, true>(in, args, scratch, s, dev); });
 }
 

@@ -34,7 +34,6 @@ struct Args {
     CUtensorMap q, k, v, dout, dq, dk, dv;  // dq, dk, dv: whole form, written
     float *dk_acc, *dv_acc;                 // partial form: added into or written
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
-    int first_head, all_heads;              // of the model's heads, those here are NH from the first on
     int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see PartialShape
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
     int q_tiles, k_tiles, group;  // a group of heads is worked on together: see item_of
@@ -49,9 +48,8 @@ struct Args {
 };
 
 // Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile,
-// then all have the next. A head's direction depends on its number in the model alone. Without a mask all walk back.
+// then all have the next. A head's direction depends on its number alone. Without a mask all walk back.
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
-    bh = bh / args.NH * args.all_heads + args.first_head + bh % args.NH;  // in the model
     return args.masked && bh >= args.group;
 }
 // The item of a ticket, {key tile, head}, or {−1, −1} if there are no more.

@@ -1,5 +1,4 @@
-// Context parallel attention's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal,
-// B = 1. The ring is measured, or with --cohorts the exchange of heads.
+// Ring attention's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
 //
 //   single     the time of one GPU's kernel for all tokens, divided by N. A ring without any cost would take this long
 //   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
@@ -8,8 +7,7 @@
 //   hop        the largest transfer of a step, timed alone: K and V (forward), and also dK and dV in fp32 (backward)
 //
 // One process a GPU, as in the trainer. Each rank's chunks are validated first, at 2048 tokens a GPU. They are compared
-// with the unchunked kernel of one GPU, relative to the largest value. An exchange of heads must have its bits.
-// --rows only shows how fast copy engines move rows of different lengths. dev/bench.h has the protocols.
+// with the unchunked kernel of one GPU, relative to the largest value. dev/bench.h has the protocols.
 //
 // Run: ./dev/bench_ring --help
 #include <algorithm>
@@ -23,9 +21,9 @@
 #include "run/options.h"
 
 struct Options {
-    int gpus = 0, tokens = 16384, heads = 12, cohorts = 0;
+    int gpus = 0, tokens = 16384, heads = 12;
     std::string hs = "64", out;
-    bool quick = false, blocks = false, rows = false, nccl = false, json = false;
+    bool quick = false, blocks = false, nccl = false, json = false;
 };
 
 // Sends through NCCL even between GPUs that could share memory, as between machines.
@@ -45,14 +43,8 @@ struct NoComm {
     void group(Calls) {}
     template <class X>
     void send_recv(int, const X*, size_t, int, X*, size_t) {}
-    bool reaches() const { return true; }
-    void visit(const std::function<void(int)>&) {}
     template <class X>
-    X* at(int, X* x) const {
-        return x;
-    }
-    template <class X>
-    void copy_rows(X*, size_t, const X*, size_t, size_t, size_t) {}
+    void send_recv_rows(int, X*, const X*, size_t, size_t, size_t, int, X*) {}
 };
 
 template <class Comm>
@@ -99,21 +91,16 @@ struct Bench {
                 dev, [&](int) { launch(); }, ms.cool));
         return ms;
     }
-    // Calls use(ring) with a rank's part for chunks of Tc tokens. Its memory is random, because zeros draw less power.
+    // Calls use(ring) with a rank's ring of chunks of Tc tokens. Its memory is random, because zeros draw less power.
     template <class RingComm, class Use>
     void with_ring(RingComm& through, int Tc, Use use) const {
-        std::unique_ptr<ContextParallel<Cuda, bf16, RingComm>> ring;
-        if (options.cohorts)
-            ring = std::make_unique<HeadExchange<Cuda, bf16, RingComm>>(dev, job.rank, job.size, 1, Tc, NH, HS,
-                                                                        Attention::flash, options.cohorts);
-        else
-            ring = std::make_unique<Ring<Cuda, bf16, RingComm>>(dev, job.rank, job.size, 1, Tc, NH, HS);
-        const DeviceMemory memory = device_memory(dev, ring->bytes());
-        fill_normal(dev, as<bf16>(memory), ring->bytes() / sizeof(bf16), 2);
+        Ring<Cuda, bf16, RingComm> ring(dev, job.rank, job.size, 1, Tc, NH, HS);
+        const DeviceMemory memory = device_memory(dev, ring.bytes());
+        fill_normal(dev, as<bf16>(memory), ring.bytes() / sizeof(bf16), 2);
         dev.sync();  // others write into it from here on
-        ring->start(memory.get(), &through);
-        use(*ring);
-        ring->stop();
+        ring.start(memory.get(), &through);
+        use(ring);
+        ring.stop();
     }
 };
 
@@ -138,7 +125,7 @@ void validate(const Bench<Comm>& b) {
                 keep_worst(worst, std::fabs(double(float(x[i])) - float(y[i])));
                 largest = std::max(largest, std::fabs(double(float(y[i]))));
             }
-            if (!(worst <= (b.options.cohorts ? 0 : 0x1p-7 * largest)))
+            if (!(worst <= 0x1p-7 * largest))
                 throw Error(
                     format("rank %d, half %d: %s differs by %g from the unchunked kernel's, whose largest is %g",
                            b.job.rank, half, name, worst, largest));
@@ -210,36 +197,6 @@ void run_blocks(const Bench<Comm>& b) {
     }
 }
 
-// Moves 48 MiB in rows, with gaps here and without at the next rank, as an exchange of heads does. Compares that with a
-// kernel that only closes the gaps here. A row of all 48 MiB is one copy without gaps.
-template <class Comm>
-void run_rows(const Bench<Comm>& b) {
-    const size_t n = 24 << 20;
-    const DeviceMemory memory = device_memory(b.dev, 3 * n * sizeof(bf16));
-    b.comm.share(memory.get(), 3 * n * sizeof(bf16));
-    if (!b.comm.reaches()) throw Error("the GPUs do not reach each other's memory, which --rows needs");
-    const int next = (b.job.rank + 1) % b.job.size;
-    bf16 *const gaps = as<bf16>(memory), *const here = gaps + 2 * n, *const there = b.comm.at(next, here);
-    const auto rate = [&](auto work) { return n * sizeof(bf16) / b.measure(work).cool * 1e-6; };
-    const auto travels = [&](auto copy) {
-        return rate([&] {
-            b.comm.fork();
-            b.comm.visit([&](int peer) { peer == next ? copy() : void(); });
-            b.comm.join();
-        });
-    };
-    if (b.job.rank == 0)
-        std::printf("%s, GB/s: bytes of a row, written there, fetched, packed here\n", b.dev.name.c_str());
-    for (size_t row : {size_t(64), size_t(96), size_t(128), size_t(192), size_t(256), size_t(384), size_t(768), n}) {
-        const size_t rows = n / row;
-        const double to = travels([&] { b.comm.copy_rows(there, row, gaps, 2 * row, row, rows); }),
-                     from = travels([&] { b.comm.copy_rows(gaps, 2 * row, there, row, row, rows); }),
-                     pack = rate([&] { copy_rows(b.dev, here, row, gaps, 2 * row, row, rows); });
-        if (b.job.rank == 0) std::printf("  %8zu %7.1f %7.1f %7.1f\n", row * sizeof(bf16), to, from, pack);
-    }
-    b.comm.share(nullptr, 0);
-}
-
 template <class Comm>
 void run_bench(const Bench<Comm>& b) {
     const Options& o = b.options;
@@ -281,8 +238,7 @@ void run_bench(const Bench<Comm>& b) {
     b.comm.share(nullptr, 0);
 
     if (b.job.rank > 0) return;
-    const char *const bench = o.cohorts ? "heads_speed" : "ring_speed", *const form = o.cohorts ? "heads" : "ring";
-    Log log = results_log(b.dev, bench, o.out, o.json);
+    Log log = results_log(b.dev, "ring_speed", o.out, o.json);
     const char* passes[] = {"forward", "forward+backward"};
     std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens,
                 b.NH, b.HS);
@@ -293,11 +249,10 @@ void run_bench(const Bench<Comm>& b) {
                         100 * one.sustained / ms.sustained);
         };
         std::printf("  %-16s single/%d %7.3f/%7.3f", passes[pass], N, one.cool, one.sustained);
-        show(form, ring_ms[pass]);
+        show("ring", ring_ms[pass]);
         show("no travel", still[pass]);
         std::printf("  hop %.3f/%.3f\n", hop[pass].cool, hop[pass].sustained);
-        Row row = result_row(b.dev, bench);
-        if (o.cohorts) row.add("cohorts", o.cohorts);
+        Row row = result_row(b.dev, "ring_speed");
         row.add("pass", passes[pass]).add("gpus", N).add("tokens_per_gpu", o.tokens).add("NH", b.NH).add("HS", b.HS);
         row.add("single_ms", one.cool).add("single_ms_sustained", one.sustained);
         row.add("ms", ring_ms[pass].cool).add("ms_sustained", ring_ms[pass].sustained);
@@ -314,17 +269,14 @@ int main(int argc, char** argv) {
             {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
             {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
             {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-            {"--cohorts", "", Option::Int, &o.cohorts, "exchange heads, in so many cohorts a GPU; 0: ring", "0..1024"},
             {"--quick", "", Option::Flag, &o.quick, "cool figures only", ""},
             {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines", ""},
             {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit", ""},
-            {"--rows", "", Option::Flag, &o.rows, "how fast copy engines move rows, then exit", ""},
-            {"--json", "", Option::Flag, &o.json,
-             "append rows to dev/results/<gpu>/ring_speed.jsonl or heads_speed.jsonl", ""},
+            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring_speed.jsonl", ""},
             {"--out", "", Option::String, &o.out, "append rows to this file", ""},
         };
         if (parse_options(argc, argv, table)) {
-            std::fputs(options_help("bench_ring", "Context parallel attention's speed.", table).c_str(), stdout);
+            std::fputs(options_help("bench_ring", "Ring attention's speed.", table).c_str(), stdout);
             return 0;
         }
         const Place place = place_from_environment();
@@ -335,7 +287,7 @@ int main(int argc, char** argv) {
             Cuda dev(job.local_rank);
             const auto with = [&](auto&& comm) {
                 const Bench bench(o, dev, job, comm);
-                o.rows ? run_rows(bench) : o.blocks ? run_blocks(bench) : run_bench(bench);
+                o.blocks ? run_blocks(bench) : run_bench(bench);
                 job.leave();
             };
             o.nccl ? with(ByNccl(dev, job)) : with(NcclComm(dev, job));

@@ -31,11 +31,10 @@ template <class Dev>
 class LocalComm : public CallsInOrder {
   public:
     struct Shared {
-        explicit Shared(int size) : sent(size), memory(size) { pthread_barrier_init(&all_here, nullptr, size); }
+        explicit Shared(int size) : sent(size) { pthread_barrier_init(&all_here, nullptr, size); }
         ~Shared() { pthread_barrier_destroy(&all_here); }
         Shared(const Shared&) = delete;
         std::vector<const void*> sent;
-        std::vector<char*> memory;
         pthread_barrier_t all_here;
     };
     LocalComm(const Dev& dev, Shared& shared, int rank)
@@ -49,26 +48,10 @@ class LocalComm : public CallsInOrder {
         copy_bytes(dev_, recv, shared_.sent[from], m * sizeof(X));
         pthread_barrier_wait(&shared_.all_here);  // now the copies are enqueued too
     }
-    // As copy engines, which reach the others' shared memory.
-    void share(void* memory, size_t bytes) {
-        CallsInOrder::share(memory, bytes);
-        shared_.memory[rank] = static_cast<char*>(memory);
-        pthread_barrier_wait(&shared_.all_here);
-    }
-    bool reaches() const { return true; }
-    template <class Copies>
-    void visit(Copies copies) {
-        pthread_barrier_wait(&shared_.all_here);
-        for (int i = 1; i < size; i++) copies((rank + i) % size);
-        pthread_barrier_wait(&shared_.all_here);
-    }
     template <class X>
-    X* at(int peer, X* x) const {
-        return reinterpret_cast<X*>(shared_.memory[peer] + (reinterpret_cast<char*>(x) - shared_.memory[rank]));
-    }
-    template <class X>
-    void copy_rows(X* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
-        ::copy_rows(dev_, dst, dst_stride, src, src_stride, n, rows);
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+        copy_rows(dev_, packed, n, send, stride, n, rows);
+        send_recv(to, packed, rows * n, from, recv, rows * n);
     }
 
   private:

@@ -13,7 +13,7 @@
 #include "layers/cpu/reference.h"
 // These use both backends' partial forms, so they come after them.
 #include "attention/ring/chunks.h"
-#include "attention/ring/heads.h"
+#include "attention/ring/ring.h"
 #include "dev/local_comm.h"
 #include "dev/test.h"
 
@@ -188,7 +188,7 @@ Written unchunked(const Dev& dev, const Whole<X>& whole) {
                          [&](auto... tensors) { attention<X>(dev, tensors..., whole.s); });
 }
 
-// What Chunks, a Ring or a HeadExchange writes.
+// What Chunks or a Ring writes.
 template <class X, class Dev, class Parts>
 Written written_by_parts(const Dev& dev, Parts& parts, const std::vector<double>& qkv, const std::vector<double>& dout,
                          int HS) {
@@ -198,47 +198,18 @@ Written written_by_parts(const Dev& dev, Parts& parts, const std::vector<double>
     });
 }
 
-// One rank's part of the sequence, by a Ring or a HeadExchange.
-template <class X, class Dev, class Comm>
-Written written_together(const Dev& dev, Comm& comm, ContextParallel<Dev, X, Comm>& parts,
-                         const std::vector<double>& qkv, const std::vector<double>& dout, const AttentionShape& s) {
-    const Zigzag zigzag{comm.size};
-    Tensor<Dev, float> memory(dev, parts.bytes() / sizeof(float));
-    parts.start(memory.ptr, &comm);
-    const Written part = written_by_parts<X>(dev, parts, part_of(qkv, zigzag, comm.rank, s.B),
-                                             part_of(dout, zigzag, comm.rank, s.B), s.HS);
-    parts.stop();
-    return part;
-}
+// One rank's part of the sequence.
 template <class X, class Dev, class Comm>
 Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
     const AttentionShape& s = whole.s;
+    const Zigzag zigzag{comm.size};
     Ring<Dev, X, Comm> ring(dev, comm.rank, comm.size, s.B, s.T / (2 * comm.size), s.NH, s.HS, s.scale);
-    return written_together<X>(dev, comm, ring, whole.qkv, whole.dout, s);
-}
-
-// An exchange of heads gives the unchunked call's bits, and needs no more memory than a ring. Every rank makes this
-// call.
-template <class X, class Dev, class Comm>
-void check_heads(const Dev& dev, Comm& comm, const AttentionShape& s, int cohorts = 1) {
-    const size_t n = size_t(s.B) * s.T * s.NH * s.HS;
-    const std::vector<double> qkv = normal<X>(3 * n, 1), dout = normal<X>(n, 2);
-    const Written one = written_by<X>(dev, qkv, dout, s.HS, [&](auto... tensors) { attention<X>(dev, tensors..., s); });
-    const int Tc = s.T / (2 * comm.size), heads = s.NH / comm.size / cohorts;
-    HeadExchange<Dev, X, Comm> exchange(dev, comm.rank, comm.size, s.B, Tc, s.NH, s.HS, Attention::flash, cohorts);
-    const Ring<Dev, X, Comm> ring(dev, comm.rank, comm.size, s.B, Tc, s.NH, s.HS);
-    CHECK(comm.size == 1 || exchange.bytes() <= ring.bytes());
-    Written want = part_of(one, Zigzag{comm.size}, comm.rank, s);
-    want.lse.clear();  // all tokens of this rank's heads
-    for (int cohort = 0; cohort < cohorts; cohort++)
-        for (int b = 0; b < s.B; b++) {
-            const auto begin = one.lse.begin() + (b * s.NH + (comm.rank * cohorts + cohort) * heads) * s.T;
-            want.lse.insert(want.lse.end(), begin, begin + heads * s.T);
-        }
-    if (!(written_together<X>(dev, comm, exchange, qkv, dout, s) == want))
-        test::report(
-            __FILE__, __LINE__,
-            format("%s, NH %d, %d cohorts: not the whole's bits", ring_name<X>(s, comm.size).c_str(), s.NH, cohorts));
+    Tensor<Dev, float> memory(dev, ring.bytes() / sizeof(float));
+    ring.start(memory.ptr, &comm);
+    const Written part = written_by_parts<X>(dev, ring, part_of(whole.qkv, zigzag, comm.rank, s.B),
+                                             part_of(whole.dout, zigzag, comm.rank, s.B), s.HS);
+    ring.stop();
+    return part;
 }
 
 // Errors of all ranks' parts, and the unchunked call's at the same places. All ranks count together, because few

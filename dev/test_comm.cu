@@ -82,7 +82,8 @@ TEST(nccl_collectives) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
             Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)), own(dev, n);
             Floats all(dev, elements(size * n, [=](size_t i) { return i / n == size_t(rank) ? mine(i) : NAN; }));
-            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1));
+            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)), packed(dev, n / 2),
+                rows(dev, n / 2);
             comm.fork();
             comm.group([&] {
                 comm.all_reduce(reduced.ptr, n);
@@ -91,10 +92,14 @@ TEST(nccl_collectives) {
             });
             comm.send_recv(next, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
             comm.join();
+            comm.fork();
+            comm.send_recv_rows(next, packed.ptr, sent.ptr, 4, 2, n / 4, before, rows.ptr);
+            comm.join();
             CHECK(reduced.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
             CHECK(own.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
             CHECK(all.values() == elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
             CHECK(got.values() == elements(n, [=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
+            CHECK(rows.values() == elements(n / 2, [=](size_t i) { return value(before, i / 2 * 4 + i % 2); }));
         }
     });
 }
@@ -158,19 +163,6 @@ TEST(ring_of_threads) {
             }
     });
 }
-// At 8192 tokens heads of 64 walk back up to number 5 and heads of 128 up to 2, in flash_bf16_sm90's backward.
-template <class Dev, class Comm>
-void check_exchanges(const Dev& dev, Comm& comm) {
-    check_heads<float>(dev, comm, {2, 8 * 33, 8, 64});
-    check_heads<float>(dev, comm, {1, 8 * 33, 8, 128}, 2);
-    check_heads<bf16>(dev, comm, {2, 8192, 4, 64});
-    check_heads<bf16>(dev, comm, {1, 8192, 8, 128}, 2);
-}
-TEST(exchange_of_heads_of_threads) {
-    on_one_gpu([](const Cuda& dev) {
-        for (int ranks : {1, 2, 4}) on_local_ranks(dev, ranks, [&](auto& comm) { check_exchanges(dev, comm); });
-    });
-}
 TEST(ring_errors_do_not_grow_on_a_gpu) {
     on_one_gpu([](const Cuda& dev) {
         check_flat<float>(dev, {1, 2048, 4, 64}, 0);
@@ -199,15 +191,6 @@ TEST(nccl_ring_attention) {
         check_rings(dev, by_nccl, job);
         NcclComm pair(comm, comm.rank / 2 * 2, 2);
         check_rings(dev, pair, job);
-    });
-}
-TEST(nccl_exchange_of_heads) {
-    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
-        check_exchanges(dev, comm);
-        ByNccl by_nccl(comm, 0, comm.size);
-        check_exchanges(dev, by_nccl);
-        NcclComm pair(comm, comm.rank / 2 * 2, 2);
-        check_exchanges(dev, pair);
     });
 }
 

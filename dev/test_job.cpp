@@ -79,9 +79,12 @@ void check_collectives(Job& job) {
         CHECK(all == want);
 
         const auto sent_by = [&](int r) { return n - r % 2 * (n / 2); };
-        std::vector<A> got(sent_by(before), A(NAN));
+        std::vector<A> got(sent_by(before), A(NAN)), packed(2 * n, A(NAN)), rows = packed;
         comm.send_recv(next, one.data(), sent_by(rank), before, got.data(), got.size());
         CHECK(got == values<A>(before, got.size()));
+        const std::vector<A> theirs = values<A>(before, 3 * n);  // two of every three elements are sent
+        comm.send_recv_rows(next, packed.data(), values<A>(rank, 3 * n).data(), 3, 2, n, before, rows.data());
+        for (size_t i = 0; i < rows.size(); i++) CHECK(rows[i] == theirs[i / 2 * 3 + i % 2]);
     }
 }
 

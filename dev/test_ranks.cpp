@@ -143,29 +143,6 @@ TEST(ranks_train_and_validate_as_one) {
                       {"a parameter", kConfig.num_parameters(), 1e-12}});
 }
 
-// An exchange of heads changes no bit of attention. Only losses and gradients are summed in another order.
-TEST(ranks_that_exchange_heads_train_as_one_in_fp32) {
-    Options o = options();
-    o.max_steps = 50, o.lr = 1e-3f;
-    const auto losses = [&](const Grouping& g) {
-        return on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job&) {
-            CHECK(!model.context || model.context->name() == std::string("exchange of heads"));
-            std::vector<double> losses;
-            while (run.step < o.max_steps) {
-                run.train_step();
-                const size_t n = model.num_losses();
-                losses.push_back(std::accumulate(model.stats(), model.stats() + n, 0.) / n);
-            }
-            return losses;
-        });
-    };
-    const Grouping two = {2, 2, false, false};
-    const std::vector<double> several = losses(two), one = losses(kOne);
-    CHECK(several == losses(two) && several.size() == 50 && one[49] < 0.95 * one[0]);
-    CHECK_NEAR(several[0] / one[0], 1, 1e-6);
-    for (size_t i = 0; i < one.size(); i++) CHECK_NEAR(several[i] / one[i], 1, 1e-5);
-}
-
 // The optimizer's state in a checkpoint is what one rank would have. A run that reads it and writes it again writes the
 // same bytes, and continues as one rank does.
 TEST(ranks_save_and_restore_as_one) {

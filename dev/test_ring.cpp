@@ -1,6 +1,6 @@
-// Tests context parallel attention on the CPU: which rank has which part of the sequence, the merge of partial results,
-// and the partial form against the whole. The ring itself runs over processes and is compared with attention that was
-// never split, in fp64. An exchange of heads is compared with it bit by bit.
+// Tests ring attention on the CPU: which rank has which part of the sequence, the merge of partial results, and the
+// partial form against the whole. The ring itself runs over processes and is compared with attention that was never
+// split, in fp64.
 //
 // Run: ./dev/test_ring [part of a test's name]
 #include <algorithm>
@@ -170,30 +170,6 @@ TEST(ring_equals_the_whole) {
     check_job<double>(3, {1, 36, 2, 16});
     check_job<double>(4, {1, 40, 1, 64}, 40);  // one key has nearly all the weight
     check_job<float>(4, {1, 264, 2, 64}, 5);
-}
-
-// Processes send what they pack, and threads copy it to its place, as copy engines do.
-TEST(exchanged_heads_have_the_bits_of_the_whole) {
-    const Cpu cpu(1);
-    for (int ranks : {1, 2, 4})
-        for (int cohorts : {1, 3})
-            for (int NH : {4, 12})
-                for (const auto& [HS, Tc] : {std::pair{64, 1}, {16, 7}, {64, 9}}) {
-                    if (NH % (ranks * cohorts)) continue;
-                    const AttentionShape s{2, 2 * ranks * Tc, NH, HS};
-                    run_ranks(ranks, [&, cohorts = cohorts](Job& job) {
-                        CpuComm comm(cpu, job);
-                        check_heads<float>(cpu, comm, s, cohorts);
-                        job.leave();
-                    });
-                    on_local_ranks(cpu, ranks, [&](auto& comm) { check_heads<float>(cpu, comm, s, cohorts); });
-                }
-    CHECK_ERROR((HeadExchange<Cpu, float>(cpu, 0, 3, 1, 1, 4, 64)), "4 heads cannot be divided among 3 ranks");
-    const auto form = [&](int ranks) {
-        return context_parallel<Cpu, float>(cpu, 0, ranks, 1, 1, 4, 64, Attention::flash)->name();
-    };
-    CHECK(form(2) == std::string("exchange of heads") && form(4) == std::string("exchange of heads"));
-    CHECK(form(3) == std::string("ring") && form(8) == std::string("ring"));
 }
 
 // The ring's studies and its benchmark judge by this.

@@ -848,7 +848,7 @@ def test_timeline_of_a_ring(tmp):
     plot = functools.partial(script, "plot_results.py", "ring_timeline", "--root", tmp)
     plot(code=1, says=["no rows"])  # of sources that nobody knows
     written(path, path.read_text().replace('"dirty": true', '"dirty": false'))
-    assert plot().drawn("figure.suptitle")[0][0].startswith("Ring of 2, 16384 tokens each, one layer of GPT-2 1558M")
+    assert plot().drawn("figure.suptitle")[0][0].startswith("Ring of 2, 16384 tokens each")
 
 
 def test_timeline_of_a_training_step(tmp):

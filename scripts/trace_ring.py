@@ -3,8 +3,8 @@
 
     make train_gpt2cu dev/trace.so && python3 scripts/trace_ring.py --gpus 4 --json   # then scripts/plot_results.py
 
-Trains GPT-2 1558M, whose 25 heads make a ring, for six steps, a sequence over all GPUs, the last step under
-dev/trace.so, and prints how much of the travel is behind kernels. --keep leaves the whole timelines, trace.*.json for https://ui.perfetto.dev.
+Trains GPT-2 124M for six steps, a sequence over all GPUs, the last step under dev/trace.so, and prints how much of the
+travel is behind kernels. --keep leaves the whole timelines, trace.*.json for https://ui.perfetto.dev.
 """
 import json
 import pathlib
@@ -19,8 +19,8 @@ def trace(a):
     results.need("train_gpt2cu", "dev/trace.so")
     with tempfile.TemporaryDirectory() as folder:
         _, said = results.run_trainer(
-            "-e", "d48", "--gpus", a.gpus, "--context-parallel", a.gpus, "-b", 1, "-t", a.tokens * a.gpus, "--profile", 1,
-            "-v", 0, "-s", 0, CUDA_INJECTION64_PATH=str(results.ROOT / "dev" / "trace.so"), TRACE=f"{folder}/trace")
+            "--gpus", a.gpus, "--context-parallel", a.gpus, "-b", 1, "-t", a.tokens * a.gpus, "--profile", 1, "-v", 0,
+            "-s", 0, CUDA_INJECTION64_PATH=str(results.ROOT / "dev" / "trace.so"), TRACE=f"{folder}/trace")
         by_gpu = {}
         for path in pathlib.Path(folder).glob("trace.*.json"):
             if a.keep:
@@ -74,7 +74,7 @@ def main():
             print(f"GPU {gpu}, {way}: {travel * 1e-3:.2f} ms of travel, "
                   f"{100 * hidden / max(travel, 1e-9):.0f} % of it behind kernels")
             rows.append(results.row(
-                "ring_timeline", name, cuda, model="1558M", gpus=a.gpus, tokens_per_gpu=a.tokens, rank=gpu, layer=a.layer,
+                "ring_timeline", name, cuda, gpus=a.gpus, tokens_per_gpu=a.tokens, rank=gpu, layer=a.layer,
                 travel_ms=travel * 1e-3, hidden_ms=hidden * 1e-3, **{"pass": way},
                 events=[{"what": e["cat"], "name": e["name"], "start_ms": round((e["ts"] - first) * 1e-3, 4),
                          "ms": round(e["dur"] * 1e-3, 4)} for e in kernels + copies]))

@@ -17,34 +17,74 @@
 //   keys from a later rank   s > r    its late chunk sees both chunks and its early one neither
 // So these steps need no mask. The first step, with its own keys, has the mask of an ordinary sequence of two chunks.
 //
-// Include the backend's partial form (attention/ring/blocks.h or layers/cpu/reference.h) before this header.
+// Include the backend's partial form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. A rank's
+// tensors hold its 2·Tc tokens in the order (early chunk, late chunk). They are qkv (B, 2Tc, 3, NH, HS), out and dout
+// (B, 2Tc, NH, HS), lse (B, NH, 2Tc), and dqkv as qkv.
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once
-#include "attention/ring/context.h"
+#include <algorithm>
+
+#include "layers/gpu/types.h"
+
+// Which rank has what of the sequence.
+struct Zigzag {
+    int ranks;
+    int chunk(int rank, int half) const { return half == 0 ? rank : 2 * ranks - 1 - rank; }
+    int owner(int chunk) const { return std::min(chunk, 2 * ranks - 1 - chunk); }
+    int source(int rank, int step) const { return (rank - step + ranks) % ranks; }  // of the keys at a step
+    // True if any query of one chunk sees any key of the other. The mask cuts a pair only if both are the same chunk.
+    static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
+    // How many chunks of another rank's keys the queries of `rank` see at a step, which is both or only the early one.
+    // The gradients of those keys reach the ranks that see both last. So until then nobody has added to the late
+    // chunk's, and from then on every rank adds.
+    int seen(int rank, int step) const { return sees(chunk(rank, 1), chunk(source(rank, step), 1)) ? 2 : 1; }
+};
 
 // A rank's part in the ring. It holds keys and values of two ranks, the fp32 state of its own tokens, and four fp32
 // buffers for gradients of keys and values. Comm connects the ranks of one sequence, as in layers/comm/comm.h.
 template <class Dev, class X, class Comm = typename Dev::Comm>
-class Ring : public ContextParallel<Dev, X, Comm> {
-    using Base = ContextParallel<Dev, X, Comm>;
-    using Base::dev_, Base::zigzag_, Base::rank_, Base::B_, Base::Tc_, Base::NH_, Base::HS_, Base::attention_,
-        Base::comm_, Base::C, Base::tokens, Base::elements;
-
+class Ring {
   public:
-    using typename Base::A;
+    using A = Acc<X>;
+    // start() gives it memory of bytes(), which must be one whole allocation, and the communicator. Other ranks map
+    // that memory, so nobody may free it before stop(), which all ranks call together.
     Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0,
          Attention attention = Attention::flash)
-        : Base(dev, rank, ranks, B, Tc, NH, HS, attention), scale_(scale) {
-        this->bytes_ = place(nullptr);
+        : dev_(dev),
+          zigzag_{ranks},
+          rank_(rank),
+          B_(B),
+          Tc_(Tc),
+          NH_(NH),
+          HS_(HS),
+          scale_(scale),
+          attention_(attention) {
+        bytes_ = place(nullptr);
     }
-    const char* name() const override { return "ring"; }
-    void forward(X* out, A* lse, const X* qkv) override;
-    void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) override;
+    size_t bytes() const { return bytes_; }
+    void start(void* memory, Comm* comm) {
+        place(memory);
+        comm_ = comm;
+        if (zigzag_.ranks > 1) comm_->share(memory, bytes_);
+    }
+    void stop() {
+        if (comm_ && zigzag_.ranks > 1) comm_->share(nullptr, 0);
+        comm_ = nullptr;
+    }
+
+    void forward(X* out, A* lse, const X* qkv);
+    void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv);
 
   private:
     enum class Pass { forward, backward };
+    const Dev& dev_;
+    const Zigzag zigzag_;
+    const int rank_, B_, Tc_, NH_, HS_;
     const float scale_;
+    const Attention attention_;
+    size_t bytes_;
+    Comm* comm_ = nullptr;
     X* kv_[2];       // (B, 2Tc, 2, NH, HS), [0] at work and [1] on its way in
     A* dkv_[2];      // (K and V, B, 2Tc, NH, HS), the sum of the ranks so far, [0] at work and [1] on its way in
     A* own_;         // the same shape, this rank's addition to it
@@ -54,8 +94,12 @@ class Ring : public ContextParallel<Dev, X, Comm> {
     double* lse_;    // as D_, the running one
     char* scratch_;  // the kernels'
 
-    size_t place(void* memory) override {
-        typename Base::Taker take{memory};
+    size_t place(void* memory) {
+        size_t used = 0;
+        const auto take = [&](auto*& p, size_t n) {
+            p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(memory) + used);
+            used += (n * sizeof(*p) + 255) / 256 * 256;
+        };
         const size_t of_travel = zigzag_.ranks > 1 ? 2 * elements() : 0;
         for (X*& p : kv_) take(p, of_travel);
         for (A*& p : dkv_) take(p, of_travel);
@@ -65,10 +109,13 @@ class Ring : public ContextParallel<Dev, X, Comm> {
         take(D_, elements() / HS_);
         take(lse_, elements() / HS_);
         take(scratch_, std::max<size_t>(16, attention_partial_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
-        return take.used;
+        return used;
     }
 
     size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, own_keys(0, 2 * Tc_)); }
+    size_t C() const { return size_t(NH_) * HS_; }
+    size_t tokens() const { return size_t(B_) * 2 * Tc_; }
+    size_t elements() const { return tokens() * C(); }
 
     // Queries [q0, q0 + Tq) of this rank against the first q0 + Tq of its own keys. The chunks are neighbours in order,
     // so the mask is an ordinary one of a sequence of 2Tc tokens. Against another rank's keys there is none.
@@ -107,7 +154,12 @@ class Ring : public ContextParallel<Dev, X, Comm> {
     // Elements of one sequence of dk (and of dv) that hold a sum once `rank` has added its part for the keys of `step`.
     size_t summed(int rank, int step) const { return zigzag_.seen(rank, step) * Tc_ * C(); }
     // Buffer [0] goes to the next rank while [1] comes from the one before. Once it has come, arrive() makes it [0].
-    void pass_on_kv() { comm_->send_recv(next(), kv_[0], 2 * elements(), before(), kv_[1], 2 * elements()); }
+    void pass_on_kv(int step, const X* qkv) {
+        if (step == 0)  // its own
+            comm_->send_recv_rows(next(), kv_[0], qkv + C(), 3 * C(), 2 * C(), tokens(), before(), kv_[1]);
+        else
+            comm_->send_recv(next(), kv_[0], 2 * elements(), before(), kv_[1], 2 * elements());
+    }
     void pass_on_dkv(int step) {  // of the keys of the step before
         const size_t sequence = 2 * Tc_ * C();
         for (size_t at = 0; at < 2 * elements(); at += sequence)
@@ -121,14 +173,9 @@ class Ring : public ContextParallel<Dev, X, Comm> {
     void depart(int step, Pass pass, const X* qkv) {
         const bool kv = kv_travels(step), dkv = dkv_travels(step, pass);
         if (!kv && !dkv) return;
-        // NCCL's blocks must not come after those of the device's further work (see NcclComm::head_start), so there
-        // packing the own keys and values is part of the work so far. A copy engine packs meanwhile.
-        const auto pack = [&](auto copy) { copy(kv_[0], 2 * C(), qkv + C(), 3 * C(), 2 * C(), tokens()); };
-        if (step == 0 && !comm_->reaches()) pack([&](auto... rows) { copy_rows(dev_, rows...); });
         comm_->fork();
-        if (step == 0 && comm_->reaches()) pack([&](auto... rows) { comm_->copy_rows(rows...); });
         comm_->group([&] {
-            if (kv) pass_on_kv();
+            if (kv) pass_on_kv(step, qkv);
             if (dkv) pass_on_dkv(step);
         });
         comm_->head_start();

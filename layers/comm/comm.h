@@ -11,15 +11,13 @@
 //   all_gather(x, n)             x has size parts of n elements, and part r ← rank r's part r
 //   send_recv(to, send, n, from, recv, m)
 //                                sends n elements to one rank and receives m from one, the step of a ring
-//   share(memory, bytes)         lets the GPUs' copy engines do a send_recv within `memory`, if the GPUs reach each other
-//                                (peer_copy.h). All ranks have memory of the same size with the same layout. Null ends
-//                                it, and when it returns the memory may be freed
-//   reaches()                    true if they do. Only then there are the calls below
-//   visit(copies)                calls copies(peer) for every other rank, which may then write into that rank's shared
-//                                memory and read it. Its work so far is done, and its further work waits
-//   at(peer, x)                  where the place x of this rank's shared memory is in a peer's
-//   copy_rows(dst, dst_stride, src, src_stride, n, rows)
-//                                copies rows of n elements, by a copy engine
+//   send_recv_rows(to, packed, send, stride, n, rows, from, recv)
+//                                sends rows of n elements, `stride` apart, to one rank, which gets them without gaps,
+//                                and receives as many from one. With NCCL the device first closes the gaps in `packed`
+//                                (rows·n), and the call forks anew
+//   share(memory, bytes)         lets the GPUs' copy engines do a send_recv within `memory` and a send_recv_rows into
+//                                it, if the GPUs reach each other (peer_copy.h). All ranks have memory of the same size
+//                                with the same layout. Null ends it, and when it returns the memory may be freed
 //
 // Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL does this, but
 // its manual does not promise it, so dev/test_comm checks.
@@ -57,16 +55,9 @@ class NcclComm {
     void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
         send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
     }
-    bool reaches() const { return copies_ != nullptr; }
-    void visit(const std::function<void(int peer)>& copies) { copies_->visit(stream_, copies); }
     template <class X>
-    X* at(int peer, X* x) const {
-        return reinterpret_cast<X*>(copies_->at(peer, x));
-    }
-    template <class X>
-    void copy_rows(X* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
-        CUDA_CHECK(cudaMemcpy2DAsync(dst, dst_stride * sizeof(X), src, src_stride * sizeof(X), n * sizeof(X), rows,
-                                     cudaMemcpyDeviceToDevice, stream_));
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+        send_recv_rows_bytes(to, packed, send, stride * sizeof(X), n * sizeof(X), rows, from, recv);
     }
 
   private:
@@ -83,4 +74,6 @@ class NcclComm {
     std::string asynchronous_error() const;
     void all_gather_bytes(char* x, size_t bytes);
     void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
+    void send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
+                              int from, void* recv);
 };

@@ -24,7 +24,7 @@ static void driver_check(CUresult status, const char* what) {
     if (status != CUDA_SUCCESS) throw Error(format("%s failed with error %d", what, int(status)));
 }
 
-enum { kOpen, kDone };
+enum { kFree, kThere };
 
 std::unique_ptr<PeerCopies> PeerCopies::open(const Cuda& dev, Job& job, int first, int size, void* memory,
                                              size_t bytes) {
@@ -97,23 +97,15 @@ void PeerCopies::wait(cudaStream_t stream, int rank, int which) const {
     driver_check(write(stream, flag, 0, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
 }
 
-void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const {
-    say(stream, from, kOpen);
-    wait(stream, to, kOpen);
-    CUDA_CHECK(cudaMemcpyAsync(at(to, recv), send, bytes, cudaMemcpyDeviceToDevice, stream));
-    say(stream, to, kDone);
-    wait(stream, from, kDone);
-}
-
-// Rank r begins with r + 1, so that no two ranks are at the same one.
-void PeerCopies::visit(cudaStream_t stream, const std::function<void(int peer)>& copies) const {
-    std::vector<int> peers;
-    for (int i = 1; i < size_; i++) peers.push_back((rank_ + i) % size_);
-    for (int peer : peers) say(stream, peer, kOpen);
-    for (int peer : peers) {
-        wait(stream, peer, kOpen);
-        copies(peer);
-        say(stream, peer, kDone);
-    }
-    for (int peer : peers) wait(stream, peer, kDone);
+void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows,
+                           int from, void* recv) const {
+    say(stream, from, kFree);
+    wait(stream, to, kFree);
+    char* const target = regions_[to] + (static_cast<char*>(recv) - own_);
+    if (rows == 1)
+        CUDA_CHECK(cudaMemcpyAsync(target, send, bytes, cudaMemcpyDeviceToDevice, stream));
+    else
+        CUDA_CHECK(cudaMemcpy2DAsync(target, bytes, send, stride, bytes, rows, cudaMemcpyDeviceToDevice, stream));
+    say(stream, to, kThere);
+    wait(stream, from, kThere);
 }

@@ -1,17 +1,17 @@
-// What travels between the GPUs of one machine, by their copy engines and without a multiprocessor.
+// The step of a ring between the GPUs of one machine, by their copy engines and without a multiprocessor.
 //
 // NCCL sends and receives with kernels. Beside kernels that fill the GPU, as attention's do, that costs twice. NCCL's
 // blocks take multiprocessors away, and they move a fraction of what the links can. A copy engine takes none and moves
 // all that the links can.
 //
 // Every rank offers a region of its memory and opens the others' regions (CUDA IPC). All regions have the same size and
-// layout. Two flags in device memory order each transfer. A rank's stream says "open" to another rank when that one may
-// write into its region or read it. The other's stream says "done" after its copies. A stream waits for a flag without
-// the host (cuStreamWaitValue32) and then clears it, so that a CUDA graph can be replayed.
+// layout. A transfer writes into the receiver's region, and two flags in device memory order it. The receiver's stream
+// says "free" to the sender when what was there is no longer needed. The sender's stream says "there" after its copy. A
+// stream waits for a flag without the host (cuStreamWaitValue32) and then clears it, so that a CUDA graph can be
+// replayed.
 #pragma once
 #include <cuda.h>
 
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -35,12 +35,11 @@ class PeerCopies {
         const char* x = static_cast<const char*>(p);
         return x >= own_ && x + bytes <= own_ + bytes_;
     }
-    // Enqueues the step of a ring. It sends to one rank and receives what one sends. `recv` is the same place in every
-    // rank's own region. `send` may be anywhere.
-    void send_recv(cudaStream_t stream, int to, const void* send, size_t bytes, int from, void* recv) const;
-    // Enqueues what copies(peer) does for every other rank, while all ranks' regions are open. All ranks call it.
-    void visit(cudaStream_t stream, const std::function<void(int peer)>& copies) const;
-    char* at(int peer, void* x) const { return regions_[peer] + (static_cast<char*>(x) - own_); }
+    // Enqueues a transfer. It sends rows of `bytes` bytes, `stride` bytes apart, to one rank, which gets them without
+    // gaps. It receives what one rank sends. `recv` is the same place in every rank's own region. `send` may be
+    // anywhere.
+    void send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows, int from,
+                   void* recv) const;
 
   private:
     explicit PeerCopies(const Cuda& dev) : dev_(dev) {}
@@ -48,7 +47,7 @@ class PeerCopies {
     int rank_ = 0, size_ = 1;
     char* own_ = nullptr;
     size_t bytes_ = 0;
-    uint32_t* flags_ = nullptr;  // each rank's "open" to this one, then each rank's "done"
+    uint32_t* flags_ = nullptr;  // each rank's "free" to this one, then each rank's "there"
     std::vector<char*> regions_;
     std::vector<uint32_t*> flags_of_;
     unsigned wait_ = 0;  // how a stream waits

@@ -29,16 +29,6 @@ class CallsInOrder {
     void group(Calls calls) {
         calls();
     }
-    // Processes do not reach each other's memory.
-    bool reaches() const { return false; }
-    template <class Copies>
-    void visit(Copies) {}
-    template <class X>
-    X* at(int, X* x) const {
-        return x;
-    }
-    template <class X>
-    void copy_rows(X*, size_t, const X*, size_t, size_t, size_t) {}
 
   private:
     void* shared_ = nullptr;
@@ -90,6 +80,11 @@ class CpuComm : public CallsInOrder {
         if (to == rank) std::copy_n(send, n, recv);
         job_.exchange(
             {Transfer::to(first_ + to, send, n * sizeof(X)), Transfer::from(first_ + from, recv, m * sizeof(X))});
+    }
+    template <class X>
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+        for (size_t r = 0; r < rows; r++) std::copy_n(send + r * stride, n, packed + r * n);
+        send_recv(to, packed, rows * n, from, recv, rows * n);
     }
 
   private:

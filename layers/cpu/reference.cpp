@@ -424,7 +424,7 @@ void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, void*
 }
 template <class X>
 void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
-                        const X*, const X* qkv, int B, int T, int NH, int HS, int, int) {
+                        const X*, const X* qkv, int B, int T, int NH, int HS) {
     attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(Acc<X>(HS)));
 }
 
@@ -648,7 +648,7 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \
     template void attention_forward(const Cpu&, Attention, X*, X*, X*, void*, const X*, int, int, int, int);           \
     template void attention_backward(const Cpu&, Attention, X*, void*, const X*, const X*, const X*, const X*,         \
-                                     const X*, int, int, int, int, int, int);                                          \
+                                     const X*, int, int, int, int);                                                    \
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X, int);                   \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \

@@ -117,8 +117,7 @@ void attention_forward(const Cpu&, Attention kind, X* out, Acc<X>* lse, X* att, 
                        int T, int NH, int HS);
 template <class X>
 void attention_backward(const Cpu&, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const Acc<X>* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head = 0,
-                        int all_heads = 0);
+                        const Acc<X>* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
 template <class X>
 size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) {
     return 0;
