@@ -586,7 +586,9 @@ void flash_bf16_sm90_backward_partial(const Cuda& dev, float* dq_sum, float* dk,
                                       Heads<const bf16> dout, const float* lse, const float* D, const PartialShape& s) {
     const Inputs in{q, k, v, dout, {}, lse, D};
     check_problem(in, s, scratch);
-    for (const auto& [name, x] : {std::pair("dq_sum", dq_sum), {"dk", dk}, {"dv", dv}}) check_aligned(kName, name, x);
+    check_aligned(kName, "dq_sum", dq_sum);
+    check_aligned(kName, "dk", dk);
+    check_aligned(kName, "dv", dv);
     Args args{};
     args.dq_sum = dq_sum, args.dk_acc = dk, args.dv_acc = dv;
     with_head_size(s.HS, [&](auto HS) { launch<HS, true>(in, args, scratch, s, dev); });

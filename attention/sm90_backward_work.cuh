@@ -35,16 +35,18 @@ struct Args {
     float *dk_acc, *dv_acc;                 // partial form: added into or written
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
     int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see PartialShape
+    bool write_dkv;
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
-    int q_tiles, k_tiles, group;  // a group of heads is worked on together: see item_of
-    bool masked, write_dkv;       // masked: some query does not see some key
-    int sum_heads;                // heads that dq_sum has room for, in the partial form all
-    float scale, scale_log2;      // scale_log2 = scale·log2(e): the exponentials are powers of 2
-    float* lse_D;                 // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for a row that sees no key) and D
-    float* dq_sum;  // (sum_heads, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
-    int sum_tiles;  // query tiles of a head in dq_sum, which points to the first of the block's
-    int* turn;      // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
-    int* ticket;    // the next item
+    int q_tiles, k_tiles;
+    int group;                // of heads that are worked on together: see item_of
+    bool masked;              // some query does not see some key
+    int sum_heads;            // heads that dq_sum has room for, in the partial form all
+    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
+    float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for a row that sees no key) and D
+    float* dq_sum;            // (sum_heads, sum_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    int sum_tiles;            // query tiles of a head in dq_sum, which points to the first of the block's
+    int* turn;                // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
+    int* ticket;              // the next item
 };
 
 // Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile,

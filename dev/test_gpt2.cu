@@ -406,7 +406,7 @@ void check_flipped_bits_are_found(const Dev& dev) {
         int step;
         const char *first, *end;
     } cases[] = {{Flip::none, 0, nullptr, nullptr},
-                 {Flip::lost_gradient, 4, nullptr, nullptr},  // rounds away
+                 {Flip::lost_gradient, 4, nullptr, nullptr},      // rounds away
                  {Flip::activation, 4, "step 4 (d", "in wte ("},  // in bf16 only attprojw's gradient differs
                  {Flip::gradient, 4, "step 4 (dfcw, m", "in wte ("},
                  {Flip::gradient, 6, "step 6 (dfcw, m", "m (1 of"},
