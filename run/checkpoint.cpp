@@ -127,7 +127,7 @@ static void put(std::string& to, const std::string& text) {
 }
 
 void write_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections,
-                 const std::function<void()>& begin) {
+                 const std::function<void()>& before_rename) {
     std::string table;
     put(table, static_cast<uint32_t>(identity.fields.size() + identity.recipe.size()));
     for (const Identity::Fields& fields : {identity.fields, identity.recipe})
@@ -144,10 +144,10 @@ void write_state(const std::string& path, const Identity& identity, const std::v
     head += table;
     put(head, checksum64(head.data(), head.size()));
 
-    if (begin) begin();
     AtomicFile file(path);
     file.write(head.data(), head.size());
     for (const Section& s : sections) file.write(s.data, s.bytes);
+    if (before_rename) before_rename();
     file.commit();
 }
 

@@ -36,9 +36,9 @@ struct Section {
     void* data;  // read into / written from
     size_t bytes;
 };
-// Calls `begin` when the checksums are known and nothing is written yet.
+// Calls `before_rename` when all is written, and the file does not have its name yet.
 void write_state(const std::string& path, const Identity&, const std::vector<Section>&,
-                 const std::function<void()>& begin = nullptr);
+                 const std::function<void()>& before_rename = nullptr);
 // Fills the sections. Throws Error if the magic, the version or a checksum is wrong, the file is truncated, or a
 // section is missing or has another size. Also throws if the identity differs, naming the field and both values. Returns
 // in words what differs in the recipe.

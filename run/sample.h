@@ -71,7 +71,7 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
     return context;
 }
 
-// Continues `context` by up to n tokens, ending at the next <|endoftext|>, and returns their text. `see` gets the text
+// Continues `context` by up to n tokens, up to the next <|endoftext|>. Returns their text. `see` gets the text
 // of each as it comes, and ends the text too by returning false.
 template <class Model>
 std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> context, int n, const Sampling& s,

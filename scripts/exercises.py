@@ -14,8 +14,10 @@ import tempfile
 import results
 from results import ROOT
 
-# A name that rows have, because it is part of the question; the file that the tutorial quotes where it asks; kernel, and
-# "B x T"; the file to change, and what becomes what; the question; and what explains the measured answer.
+# The fields of an exercise:
+#   its name, a part of the question, which rows keep     the file to change, and what becomes what
+#   the file that the tutorial quotes where it asks       the question
+#   kernel, and "B x T"                                   what explains the measured answer
 EXERCISES = [
     ("kShortRowBytes", "naive.cu", "naive", "4x4096", "attention/naive.cu", {"kShortRowBytes = 2048": "kShortRowBytes = 1 << 20"},
      "Give every row of S to a warp: `kShortRowBytes = 1 << 20`. What does T = 4096 lose?",

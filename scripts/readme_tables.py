@@ -222,8 +222,10 @@ def step(rows):
     peers = [r for r in rows if r["kernel"] != "train_gpt2cu" and r["B"] in ours]
     names = dict.fromkeys(["train_gpt2cu", *(r["kernel"] for r in peers)])
     title = """The whole step of GPT-2 124M in bf16 at T = 1024, sustained: tokens a second, how many times as fast
-        train_gpt2cu is, GiB of memory. torch.compile has fused AdamW and its faster attention, llm.c cuDNN and its
-        fastest options"""
+        train_gpt2cu is, GiB of memory"""
+    about = {"torch_compile": "torch.compile has fused AdamW and its faster attention",
+             "llm.c": "llm.c has cuDNN and its fastest options"}
+    title += "".join(f". {about[name]}" for name in names if name in about)
     return table(title, rows, *crossed([*ours.values(), *peers], ["B"], "kernel", list(names), lambda r: " ".join(
         [f"{r['tok_s'] / 1e3:.0f}k"] + [f"· {ours[r['B']]['tok_s'] / r['tok_s']:.2f}×"] * (r is not ours[r["B"]])
         + [f"· {r['mem_gib']:.1f}"])))
