@@ -441,7 +441,8 @@ def make(name, document, root):
                          found_of[at][0]) for word, at in passes.items() if found_of[at][1]]
         asked = [f"*Try it, {number}.* {exercise[6]}"
                  for number, exercise in enumerate(EXERCISES, 1) if exercise[1] == path.name]
-        return f"```cpp\n{textwrap.dedent(found[1])}```\n\n" + paragraph(" ".join([*number, *asked]))
+        below = paragraph(" ".join([*number, *asked]))
+        return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
     else:
         known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
         fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
