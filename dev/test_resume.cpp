@@ -417,7 +417,7 @@ TEST(a_full_disk_leaves_whole_files) {
 TEST(a_directory_that_is_gone_ends_the_run) {
     const std::string out = dir() + "/gone";
     CHECK_RUN(run_and_act(options() + "-v 0 -s 0 -n 6 -o " + out, "checkpoint ", "rm -r " + out), 1,
-              "/gone/model_00000012.bin: cannot create: No such file or directory");
+              "/gone/state_00000012.bin: cannot create: No such file or directory");
 }
 
 // What is read is what is written, header and tensors, in both types of file. The rate is too small to change a weight.
