@@ -1411,7 +1411,7 @@ def test_measuring_in_parts(tmp):
     for path in SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh":
         executable(tmp / path.relative_to(ROOT), path.read_text())
     for name in ("accuracy study_accumulation study_ring bench_attention bench_layers bench_ring bench_train "
-                 "test_attention test_layers test_gpt2 ../python3").split():
+                 "test_attention test_layers test_gpt2 timeline ../python3").split():
         executable(tmp / "dev" / name, 'echo "$(basename "$0") $*" >>ran\necho "$RUN" >>runs\n'
                    'case "$(basename "$0") $*" in $BAD) exit 3 ;; $SLOW) sleep 60 & echo $! >pid; wait ;; esac')
     executable(tmp / "make", "")
@@ -1425,12 +1425,12 @@ def test_measuring_in_parts(tmp):
         assert len(set((tmp / "runs").read_text().split())) == 1 or more  # one run: RUN
         return result, ran
     result, ran = measure()
-    end = ["python3 scripts/plot_results.py", "python3 scripts/readme_tables.py"]
+    end = [f"python3 scripts/{name}.py" for name in ("plot_results", "pictures", "readme_tables")]
     assert "one GPU" in result.stdout and ran[:3] == ["test_attention ", "test_layers ", "test_gpt2 "], (result, ran)
     assert [line for line in ran if "compare_torch" in line] == [
         "python3 scripts/compare_torch.py --json", "python3 scripts/compare_torch.py --json --precision bf16"]
-    assert all(re.search("default_run|--json( |$)", line) for line in ran[3:-2]) and len(ran) == 3 + 19 + 2, ran
-    assert ran[-2:] == end
+    assert all(re.search("default_run|--json( |$)", line) for line in ran[3:-3]) and len(ran) == 3 + 22 + 3, ran
+    assert ran[-3:] == end
     _, ran = measure("--no-tests", "ring", "scaling", gpus=4)
     assert ran == ["study_ring --json", "bench_ring --json --gpus 4 --heads 12 --hs 64",
                    "bench_ring --json --gpus 4 --heads 32 --hs 128", "python3 scripts/trace_ring.py --json --gpus 4",

@@ -9,9 +9,9 @@
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         chunks and rings: errors, speed          losses    flash's beside naive's
 #   layers       each other layer alone                   train     tokens/s, memory, where the time goes
-#   scaling      tokens/s and losses of several GPUs
+#   scaling      tokens/s and losses of several GPUs      exercises the tutorial's answers, and its timelines
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study ring layers train memory default torch losses scaling"
+all="bf16 fp32 accuracy study ring layers train memory default torch losses scaling exercises"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
@@ -52,6 +52,10 @@ measure() {  # part
         python3 scripts/compare_torch.py --json --precision bf16 ;;
     scaling) if [ "$gpus" -gt 1 ]; then python3 scripts/scaling.py --json; else echo "one GPU"; fi ;;
     losses) python3 scripts/compare_losses.py --json ;;
+    exercises)
+        python3 scripts/exercises.py --json
+        ./dev/timeline --json
+        ./dev/timeline --json --hs 128 ;;
     esac
 }
 if [ "$1" = --part ]; then  # a part's own process, which ends at the first command that fails
@@ -89,4 +93,5 @@ if [ "$failed" ]; then
     exit 1
 fi
 python3 scripts/plot_results.py || echo "no plots"
+python3 scripts/pictures.py
 python3 scripts/readme_tables.py
