@@ -9,6 +9,11 @@
 // If a loss is not finite, this runs the step again, micro-batch by micro-batch, and names the first tensor in the
 // order of computation.
 
+// "wpe", or "ln1w of layer 3".
+inline std::string place_of(const TensorSpec& t, int l) {
+    return t.name + (t.layers > 0 ? format(" of layer %d", l) : "");
+}
+
 template <class Model>
 std::string count_in(Model& model, const Arena& arena, size_t i, int l) {
     using X = typename Model::X;
@@ -20,8 +25,7 @@ std::string count_in(Model& model, const Arena& arena, size_t i, int l) {
                            ? count_nonfinite(model.dev, scratch, static_cast<const X*>(arena.at(i, l)), t.size)
                            : count_nonfinite(model.dev, scratch, static_cast<const A*>(arena.at(i, l)), t.size);
     if (bad == 0) return "";
-    const std::string layer = t.layers > 0 ? format(" of layer %d", l) : "";
-    return format("%s%s (%s, %zu of %zu elements)", t.name, layer.c_str(), arena.name, bad, t.size);
+    return format("%s (%s, %zu of %zu elements)", place_of(t, l).c_str(), arena.name, bad, t.size);
 }
 
 // An arena's tensors in the order of computation: those before the layers, then layer by layer, then those after them.

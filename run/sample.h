@@ -71,8 +71,8 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
     return context;
 }
 
-// Continues `context` by up to n tokens, up to the next <|endoftext|>. Returns their text. `see` gets the text
-// of each as it comes, and ends the text too by returning false.
+// Continues `context` by up to n tokens, up to the next <|endoftext|>. Returns their text. `see` gets the text of each
+// as it comes, and ends the text too by returning false.
 template <class Model>
 std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> context, int n, const Sampling& s,
                      uint64_t seed, const std::function<bool(const std::string&)>& see = nullptr) {
@@ -81,8 +81,9 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
         const int token = sample_token(logits_of_last(model, context, i > 0), s, uniform(seed, i));
         if (token == end_of_text(model.config.V)) break;
         context.push_back(token);
-        text += tokenizer.decode(token);
-        if (see && !see(tokenizer.decode(token))) break;
+        const std::string piece = tokenizer.decode(token);
+        text += piece;
+        if (see && !see(piece)) break;
     }
     return text;
 }

@@ -36,7 +36,6 @@ inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, doubl
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
 
-// A training run: the model and all that accompanies it from step to step.
 template <class Model>
 class Run {
   public:

@@ -96,8 +96,7 @@ std::vector<std::string> differences(const Model& model, const Snapshot& once, c
             size_t n = 0;
             for (size_t at = begin; at < begin + t.size * bytes; at += bytes)
                 n += std::memcmp(x + at, y + at, bytes) != 0;
-            const std::string layer = t.layers > 0 ? format(" of layer %d", l) : "";
-            if (n) found.push_back(format("%s%s (%zu of %zu elements)", t.name, layer.c_str(), n, t.size));
+            if (n) found.push_back(format("%s (%zu of %zu elements)", place_of(t, l).c_str(), n, t.size));
         }
     }
     return found;
