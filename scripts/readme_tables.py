@@ -102,30 +102,30 @@ def attention(rows):
 
 
 def rates_of(rung, rows):
-    """Forward's and backward's "TFLOP/s: % of GEMM, % of the best library's kernel", each with its share of GEMM."""
+    """Of forward and of backward: TFLOP/s, its share of the GEMM rate, and of the best library's kernel (0 without
+    one). None for a pass that has no figure."""
     found = []
     for passed in "fwd", "bwd":
         alike = {r["kernel"]: r for r in matching(rows, HS=64, B=4, T=4096, dtype=RUNGS[rung][0], **{"pass": passed})}
-        if not alike.get(rung, {}).get("tflops"):
-            found.append(("–", 0))
-            continue
-        share = alike[rung]["tflops"] / alike[rung]["gemm_tflops"]
+        row = alike.get(rung, {})
         best = max((r["tflops"] or 0 for kernel, r in alike.items() if kind_of(kernel) == "peer"), default=0)
-        of_best = f", {alike[rung]['tflops'] / best:.0%}" if best else ""
-        found.append((f"{alike[rung]['tflops']:.0f}: {share:.0%}{of_best}", share))
+        found.append(row.get("tflops") and (row["tflops"], row["tflops"] / row["gemm_tflops"],
+                                            best and row["tflops"] / best))
     return found
 
 
 def ladder(rows):
     """A line for each rung: its size, and how fast it is beside the GEMM rate and the best library's kernel."""
+    def cell(rates):
+        return "{:.0f}: {:.0%}".format(*rates) + (f", {rates[2]:.0%}" if rates[2] else "") if rates else "–"
     lines = []
     for name, (_, new) in RUNGS.items():
         files = [ROOT / "attention" / f"{name}{half}.cu" for half in ("", "_backward")]
         files = [file for file in files if file.exists()]
         files += {ROOT / path for f in files for path in re.findall(r'#include "(attention/\w+\.cuh)"', f.read_text())}
-        (forward, share), (backward, _) = rates_of(name, rows)
+        forward, backward = rates_of(name, rows)
         lines.append(f"[{name}]({files[0].name}) | {new} | {sum(len(f.read_text().splitlines()) for f in files)} | "
-                     f"{forward} | {backward} | " + "█" * round(20 * min(1, share)))
+                     f"{cell(forward)} | {cell(backward)} | " + "█" * round(20 * min(1, forward[1] if forward else 0)))
     rows = matching(rows, HS=64, B=4, T=4096)
     title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal: TFLOP/s, % of a large matrix product in that
         precision (GEMM; in fp32 without tensor cores), % of the fastest library's kernel. The bar is forward's % of GEMM"""
@@ -433,14 +433,13 @@ def make(name, document, root):
                           flags=re.S | re.M)
         if not found:
             fail(f"{path.relative_to(root)}: no lines between // [quote] and // [end]")
-        rows = [row for rows in results.glob("*/attention.jsonl") for row in read_rows(rows, ["dtype"], causal=True)]
+        rows = [row for file in results.glob("*/attention.jsonl") for row in read_rows(file, ["dtype"], causal=True)]
         rung = {"fp16_pairs": "flash_fp16x3"}.get(path.stem, path.stem.removesuffix("_backward"))
-        passes = {"Forward": 0, "Backward": 1} if "backward" not in path.stem else {"Backward": 1}
-        found_of = rates_of(rung, rows) if rung in RUNGS else 2 * [("–", 0)]
-        number = [re.sub(r"(\d+): (\S+), (\S+)", rf"*{word}* \1 TFLOP/s, \2 of GEMM, \3 of the best library's.",
-                         found_of[at][0]) for word, at in passes.items() if found_of[at][1]]
-        asked = [f"*Try it, {number}.* {exercise[6]}"
-                 for number, exercise in enumerate(EXERCISES, 1) if exercise[1] == path.name]
+        rates = zip(("Forward", "Backward"), rates_of(rung, rows) if rung in RUNGS else ())
+        number = ["*{}* {:.0f} TFLOP/s, {:.0%} of GEMM".format(word, *r) +
+                  (f", {r[2]:.0%} of the best library's." if r[2] else ".")
+                  for word, r in rates if r and (word == "Backward" or "backward" not in path.stem)]
+        asked = [f"*Try it, {at}.* {exercise[6]}" for at, exercise in enumerate(EXERCISES, 1) if exercise[1] == path.name]
         below = paragraph(" ".join([*number, *asked]))
         return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
     else:
