@@ -452,7 +452,8 @@ TEST(launchers_variables) {
          "rank 5 of 6, 1 here, at n4 5002, job ,"},  // empty means not set
         {slurm + "SLURM_STEP_NUM_TASKS=4 MASTER_ADDR=n3", "rank 2 of 4, 2 here, at n3 5001, job 77.1,"},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
-        {slurm + "SLURM_STEP_NUM_TASKS=4", "set MASTER_ADDR"},
+        {slurm + "SLURM_STEP_NUM_TASKS=4",
+         "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there; on one"},
         {"RANK=4 WORLD_SIZE=4", "RANK: \"4\""},
         {"RANK=3x WORLD_SIZE=4", "RANK: \"3x\""},
         {"RANK=0 WORLD_SIZE=1", "rank 0 of 1,"},

@@ -216,8 +216,8 @@ TEST(usage_errors_exit_with_2) {
         check_commands({{2, tiny() + option, "train_gpt2cu: " + std::string(option, 3) + ranks}});
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
-        {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: use --hellaswag FILE"},
-        {2, "-e d12 -h 0 -b 64", "--hellaswag FILE"},
+        {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: leave out -h 0"},
+        {2, "-e d12 -h 0 -b 64", "for -h 1 use --hellaswag FILE"},
         {2, "-f 0", "train_gpt2cu: -f is an option of llm.c, not of this program: use --no-tf32"},
         {2, "-w 1", "train_gpt2cu: -w is"},
         {2, "-ge 1", "train_gpt2cu: -ge is"},
@@ -231,7 +231,7 @@ TEST(usage_errors_exit_with_2) {
         {2, "--btach 4", "train_gpt2cu: unknown option --btach (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
         {2, "--device cpu -e d13", "--init d13: neither d12"},
-        {2, "--device cpu -e run", "no checkpoint is in this directory"},
+        {2, "--device cpu -e run", "--init run: holds no run of ours; give a model file"},
         {2, "--device cpu --precision bf16", "--precision bf16 needs a GPU"},
         {2, "--device cpu --generate 5", "--generate needs a trained model"},
         {2, "--device cpu --generate 5 -e x --gpus 2", "--generate"},
@@ -335,10 +335,18 @@ TEST(an_llm_c_directory_is_left_alone) {
         write_file(out + "/state_" + step + "_00000.bin", bytes_of(std::vector<int>{20240527, 1}) + state);
         std::filesystem::copy_file(model(), out + "/model_" + step + ".bin");
     }
-    for (const char* resume : {"-y 1", "-y 0"})
-        check_commands({{1, tiny() + "-x 1 -o " + out + " " + resume, "-e " + model_path(out, 20)}});
-    CHECK(!exists(out + "/log.jsonl") && newest_checkpoint(out) == -1);
-    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "/ours -e " + model_path(out, 20)), 0, "checkpoint");
+    const std::string ours = out + "/ours ", start = tiny() + "-x 1 -o ";
+    const auto refused = [&] {
+        for (const char* resume : {" -y 1", " -y 0"})
+            check_commands({{1, start + out + resume, "-e " + model_path(out, 20)}});
+        CHECK(exists(model_path(out, 20)) && !exists(out + "/log.jsonl"));
+    };
+    refused();
+    CHECK_RUN(run(start + ours + "-e " + model_path(out, 20)), 0, "checkpoint");
+    std::filesystem::copy(model_path(out + "/ours", 1), out), std::filesystem::copy(state_path(out + "/ours", 1), out);
+    refused();  // nor are they left-overs of a run of ours there
+    CHECK_RUN(shell("touch " + out + "/ours/DONE_00000001; ./train_gpt2cu " + start + ours + "-y 1"), 0,
+              "nothing left");
 }
 
 TEST(a_sample_needs_only_its_own_positions) {
@@ -428,6 +436,7 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
         "  --overfit\noptimizer          --lr 0.002  --warmup 1\nwatching           --val-every 0  --val-batches 20"
         "  --sample-every 0\ndevice             CPU, ",
         "attention by plain loops\n", "\n3 steps in 0:0", " tok/s\nnothing was kept: -o DIR keeps");
+    CHECK_RUN(run(tiny() + "-x 1 -l 0"), 0, "--lr 0  --warmup 0\n", " | lr 0.00e+00 | ");
     const std::string options = tiny() + "-x 40 -v 2 -m 1 -c 0 --prompt x -j " + text_file() + " -o " + out;
     const double begin = test::now();
     std::string said = shell(terminal + "./train_gpt2cu " + options + " </dev/null | tr -d '\\r'").out;

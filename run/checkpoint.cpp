@@ -346,13 +346,13 @@ int newest_checkpoint(const std::string& dir) {
 }
 
 int newest_llm_c_checkpoint(const std::string& dir) {
-    static const std::regex pattern("(DONE|state)_([0-9]{8})(_[0-9]{5}[.]bin)?");
+    static const std::regex pattern("state_([0-9]{8})_[0-9]{5}[.]bin");
     int newest = -1;
     std::error_code no_directory;
     for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
         const std::string name = entry.path().filename();
         std::smatch part;
-        if (std::regex_match(name, part, pattern)) newest = std::max(newest, std::stoi(part[2]));
+        if (std::regex_match(name, part, pattern)) newest = std::max(newest, std::stoi(part[1]));
     }
     return newest;
 }

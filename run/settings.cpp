@@ -21,7 +21,8 @@ std::vector<Option> Options::table() {
          "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
         {"--init", "-e", O::String, &init,
-         "d12 (or gpt2:d12), d24, d36, d48, tiny, an llm.c checkpoint or a directory of them; default: d12 (CPU: tiny)",
+         "d12 (or gpt2:d12), d24, d36, d48, tiny, a model file (llm.c's format) or a run's -o; default: d12 (CPU: "
+         "tiny)",
          "", "model"},
         {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
@@ -50,8 +51,9 @@ std::vector<Option> Options::table() {
          "steps; default: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again"},
-        {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "0..", "optimizer"},
-        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; default: a twentieth of all, 50 of a short run", "-1.."},
+        {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "-1..", "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup, "warm-up steps; default: a twentieth of all, but at least 50 or a third",
+         "-1.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
         {"--schedule", "-k", O::Choice, &schedule,
          "after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt, as in llm.c",
@@ -121,13 +123,14 @@ examples
 }
 
 std::vector<Foreign> llm_c_options() {
-    return {{"-h", "use --hellaswag FILE with a file from data/hellaswag.py (-h alone is help)"},
+    return {{"-h", "leave out -h 0, and for -h 1 use --hellaswag FILE (llm.c's file will do; -h alone is help)"},
             {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
             {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
             {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
             {"-lg", "use --watch-power N"},
             {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
-            {"-pn -pr -pg -pi -pm -ps -pf -pp", "use --gpus N on one machine, or start with torchrun, srun or mpirun"}};
+            {"-pn -pr -pg -pi -pm -ps -pf -pp",
+             "use --gpus N on one machine, without mpirun, or start with torchrun, srun or mpirun"}};
 }
 
 // Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
@@ -171,7 +174,7 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
         throw UsageError(format("--tokens-per-step %d is not a multiple of B·T·%s = %d·%d·%d = %lld", o.tokens_per_step,
                                 name, o.B, o.T, ranks, least));
     if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(C, all_ranks);
-    if (o.lr == 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
+    if (o.lr < 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
 }
 void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
@@ -209,7 +212,7 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
     const int old = newest_checkpoint(o.output_dir);
-    if (const int theirs = newest_llm_c_checkpoint(o.output_dir); old < 0 && theirs >= 0)
+    if (const int theirs = newest_llm_c_checkpoint(o.output_dir); theirs >= 0)
         throw Error(
             format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
                    "for its weights",

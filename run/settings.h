@@ -12,7 +12,7 @@
 struct Options {
     std::string train_data, val_data, init = "auto", output_dir, tokenizer;
     int B = 0, T = 0, tokens_per_step = 0, max_steps = -1, seed = 1;
-    float lr = 0, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
+    float lr = -1, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
     int warmup = -1;
     std::string schedule = "cosine";
     int val_every = -1, val_batches = 0, sample_every = -1, sample_length = 700;

@@ -51,7 +51,7 @@ Place place_from_environment() {
     if (place.address.empty() || variable("MASTER_PORT").empty())
         throw UsageError(
             format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and "
-                   "MASTER_PORT to a free port there",
+                   "MASTER_PORT to a free port there; on one machine use --gpus N without a launcher",
                    place.rank, place.size));
     place.port = number_of("MASTER_PORT", 1, 65535);
     for (const char* name : {"GPT2_JOB", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PMIX_NAMESPACE",
