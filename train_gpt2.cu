@@ -706,7 +706,7 @@ int main(int argc, char** argv) {
     prepare_process();
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
     return check_stdout(run_program("train_gpt2cu", [&] {
-        if (argc == 2 && std::string(argv[1]) == "--version") {
+        if (std::find(argv, argv + argc, std::string("--version")) != argv + argc) {
             const bool known = std::string(built_from, 7) != "unknown";
             std::printf("train_gpt2cu 1.0%s%s\n", known ? ", commit " : "", known ? built_from : "");
             return 0;

@@ -50,7 +50,8 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     struct stat info;
     if (stat(pattern.c_str(), &info) == 0) {  // an existing name means that file, even if it has brackets
         if (S_ISDIR(info.st_mode))
-            throw Error(pattern + ": is a directory; give a file or a quoted pattern such as '" + pattern + "/*.bin'");
+            throw Error(pattern + ": is a directory; give a file or a quoted pattern such as '" + pattern +
+                        "/train_*.bin'");
         return {pattern};
     }
     glob_t found;
@@ -137,9 +138,9 @@ Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle
     const bool one = paths.size() == 1;
     if (windows_ < B_)
         throw Error(
-            format("%s: too little data: expected B·T + 1 = %zu tokens, or %d windows of %d, found %zu tokens in %zu "
-                   "%s, %zu windows; choose a smaller B or T",
-                   pattern.c_str(), B_ * T_ + 1, B, T, tokens_, paths.size(), one ? "file" : "files", windows_));
+            format("%s: too little data: %zu tokens in %zu %s make %zu sequences of %d, and a batch needs %d; choose a "
+                   "smaller -b or -t",
+                   pattern.c_str(), tokens_, paths.size(), one ? "file" : "files", windows_, T, B));
     if (is_text_ && end_of_text_ >= vocab)
         throw Error(
             format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token shards",

@@ -182,6 +182,8 @@ TEST(options_errors) {
                                                            {"-batch", "--batch"},
                                                            {"--learn", "--learning-rate"},
                                                            {"--weight_decay", "--weight-decay"},
+                                                           {"--batch-size", "--batch"},
+                                                           {"--rate", "--learning-rate"},
                                                            {"--quite-another", ""},
                                                            {"-z", ""},
                                                            {"--", ""}};
@@ -205,10 +207,11 @@ TEST(options_errors) {
         {"-l", "--learning-rate (-l)", "is not a finite number", {"0,1", "lr"}},
         {"-l", "--learning-rate (-l)", "is out of range 0..1", {"1.0001", "1.00000001"}},  // the float of this is 1
         {"-c", "--weight-decay (-c)", "is out of range 0..", {"-1e-30"}},
-        {"--device", "--device", "is not one of cuda|cpu (did you mean cpu?)", {"gpu"}},
-        {"--device", "--device", "is not one of cuda|cpu", {""}}};
+        {"--device", "--device", "is not one of cuda|cpu (did you mean cuda?)", {"cudo", "cu"}},
+        {"--device", "--device", "is not one of cuda|cpu", {"", "gpu"}}};
     for (const auto& b : bad)
         for (const char* value : b.values) refused({b.option, value}, format("%s: \"%s\" %s", b.title, value, b.why));
+    CHECK(!contains(test::error_of([] { parsed({"--device", "gpu"}); }), "mean"));  // nobody means cpu
     refused({"--overfit=yes"}, "--overfit (-a): \"yes\" is not 0 or 1");
 }
 
@@ -965,7 +968,7 @@ TEST(loader_errors) {
     write_shard(here + "/eight", counting(8));
     write_shard(here + "/nine", counting(9));
     for (const std::string& enough : {path, text, exact, here + "/nine"}) TestLoader(enough, 2, 4);
-    const std::string little = ": too little data: expected B·T + 1 = 9 tokens, or 2 windows of 4, found ";
+    const std::string little = ": too little data: ";
     const std::pair<std::string, std::string> unusable[] = {
         {here + "/missing.bin", ": no such file"},
         {here + "/missing_*.bin", ": no such file, and no file matches it"},
@@ -974,11 +977,11 @@ TEST(loader_errors) {
         {here, ": is a directory"},
         {path + "/x", ": no such file"},
         {"/dev/null", ": not a regular file"},
-        {here + "/eight", little + "8 tokens in 1 file, 1 windows"},
-        {here + "/seven", little + "8 tokens in 1 file, 1 windows"},
-        {here + "/none", little + "0 tokens in 1 file, 0 windows"},
-        {here + "/empty", little + "1 tokens in 1 file, 0 windows"},
-        {small, little + "40 tokens in 10 files, 0 windows"}};  // no shard has a whole window
+        {here + "/eight", little + "8 tokens in 1 file make 1 sequences of 4, and a batch needs 2"},
+        {here + "/seven", little + "8 tokens in 1 file make 1 "},
+        {here + "/none", little + "0 tokens in 1 file make 0 "},
+        {here + "/empty", little + "1 tokens in 1 file make 0 "},
+        {small, little + "40 tokens in 10 files make 0 "}};  // no shard has a whole window
     for (const auto& [pattern, why] : unusable) CHECK_LINE(TestLoader(pattern, 2, 4), pattern + why);
     CHECK_LINE(TestLoader(here + "/[ab].*", 2, 4), text + ": wrong magic at offset 0: expected 20240520, found ");
     CHECK_LINE(TestLoader(here + "/[ab].*", 2, 4),

@@ -276,13 +276,15 @@ TEST(other_errors_exit_with_1) {
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
-        {1, tiny() + "-x 1 -o " + logged, "a log of an earlier run"},
+        {2, tiny() + "--verify 5 -o " + dir() + "/typo", "/typo has no checkpoint of that step"},
+        {1, tiny() + "-x 1 -o " + logged,
+         "has a log but no checkpoint: -y would begin both anew, so rather give another -o"},
     });
     const std::string why = exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
     if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
     CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
           !*missing_kernels(80, false));
-    CHECK(read_file(logged + "/log.jsonl") == "{}\n");
+    CHECK(read_file(logged + "/log.jsonl") == "{}\n" && !exists(dir() + "/typo"));
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }

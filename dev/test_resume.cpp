@@ -317,7 +317,8 @@ TEST(refuses_damaged_checkpoints) {
     for (const int step : {2, 4}) copy_checkpoint(straight_run(), out, step);
     const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_file),
                       model = read_file(file);
-    CHECK_RUN(run(options() + "-o " + out), 1, "has a checkpoint of step 4: add -y 1");  // never over an earlier run
+    CHECK_RUN(run(options() + "-o " + out), 1,
+              "has a checkpoint of step 4: add -y to resume it");  // never over an earlier run
     const auto flipped = [](std::string bytes, size_t at) {
         bytes[at] ^= 4;
         return bytes;

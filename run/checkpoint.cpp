@@ -51,7 +51,7 @@ static ModelHeader read_model_header(const InputFile& file) {
     if (h[0] != kModelMagic)
         throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", path, kModelMagic, h[0],
                            h[0] == kShardMagic ? "this is a token shard, give it as training data"
-                                               : "give a model checkpoint of this program or of llm.c"));
+                                               : "give a model_….bin of this program or of llm.c"));
     if (h[1] != 3 && h[1] != 5)
         throw Error(
             format("%s: wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found %d; write the file anew with a "

@@ -59,17 +59,19 @@ size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// " (did you mean x?)" if a candidate starts with `word` or is a few typing errors away, else "".
+// " (did you mean x?)" if a candidate starts with `word`, one of the two has the other in it, or a few typing errors
+// make one of the other, else "".
 std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {
     const std::string stem = word.substr(std::min(word.find_first_not_of('-'), word.size()));
     if (stem.empty()) return "";
-    size_t best =
-        (stem.size() < 4 ? 1 : std::max<size_t>(2, stem.size() / 3)) + 1;  // the first distance that is too far
+    size_t best = stem.size() < 4 ? 1 : std::max<size_t>(2, stem.size() / 3) + 1;  // the first distance that is too far
     std::string nearest;
     for (const std::string& candidate : candidates) {
         const std::string name = candidate.substr(std::min(candidate.find_first_not_of('-'), candidate.size()));
         const bool prefix = stem.size() >= 2 && name.compare(0, stem.size(), stem) == 0;
-        const size_t distance = prefix ? 0 : edit_distance(stem, name);
+        const bool inside = std::min(stem.size(), name.size()) >= 4 &&
+                            (name.find(stem) != std::string::npos || stem.find(name) != std::string::npos);
+        const size_t distance = prefix || inside ? 0 : edit_distance(stem, name);
         if (distance < best) best = distance, nearest = candidate;
     }
     return nearest.empty() ? "" : " (did you mean " + nearest + "?)";
@@ -163,7 +165,8 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         const Option* option = find_option(table, name);
         if (!option) {
             if (name[0] != '-' || name == "-")
-                throw UsageError(format("unexpected argument \"%s\"; options start with -, see --help", name.c_str()));
+                throw UsageError(
+                    format("unexpected argument \"%s\": options start with -, and patterns need quotes", name.c_str()));
             refuse_foreign(name);
             std::vector<std::string> names;
             for (const Option& o : table) names.push_back(o.name);

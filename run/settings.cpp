@@ -44,7 +44,7 @@ std::vector<Option> Options::table() {
          "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
-         "tokens per sequence; default: the model's positions, but at most 1024 (CPU: 64)", "0..4194304"},
+         "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: 64)", "0..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
          "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; default: that", "0.."},
         {"--max-steps", "-x", O::Int, &max_steps,
@@ -68,7 +68,8 @@ std::vector<Option> Options::table() {
          "micro-batches per validation, -1: all; default: 20 (--eval-only: all)", "-1.."},
         {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file"},
         {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit"},
-        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples, 0: never; default: five", "-1.."},
+        {"--sample-every", "-s", O::Int, &sample_every,
+         "steps between samples, 0: never; default: five, or one in 20 steps", "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
         {"--profile", "", O::Int, &profile,
@@ -93,10 +94,11 @@ std::vector<Option> Options::table() {
          "0.."},
         {"--tokenizer", "", O::String, &tokenizer,
          "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
-        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
-         "0..", "generating"},
+        {"--generate", "", O::Int, &generate,
+         "write at most so many tokens with the model of -e, then exit; default: train", "0..", "generating"},
         {"--samples", "", O::Int, &samples, "so many texts from each prompt, with the seeds from --seed on", "1.."},
-        {"--prompt", "", O::String, &prompt, "text to continue; without it --generate asks on a terminal"},
+        {"--prompt", "", O::String, &prompt,
+         "what samples and --generate continue, after <|endoftext|>; without it --generate asks on a terminal"},
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
         {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; default: all", "0.."},
     };
@@ -153,7 +155,7 @@ double Options::learning_rate(int step) const {
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     const int context = o.context_parallel, ranks = all_ranks / context;  // groups with sequences of their own
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
-    if (o.T == 0) o.T = std::min(max_T, on_cpu ? 64 : 1024);
+    if (o.T == 0) o.T = std::min(max_T, on_cpu && !o.eval_only ? 64 : 1024);
     if (context > 1 && o.T % (2 * context))
         throw UsageError(format("--tokens %d is not a multiple of 2·%d, the chunks of --context-parallel %d: use -t %d",
                                 o.T, context, context, std::max(1, o.T / (2 * context)) * 2 * context));
@@ -182,13 +184,13 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
     if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);
-    if (o.sample_every < 0) o.sample_every = std::max(1, o.max_steps / 5);
+    if (o.sample_every < 0) o.sample_every = std::max(20, o.max_steps / 5);
 }
 
 void warn_of_bytes(const Options& o, int vocab) {
     const char* const why = "text goes to this model byte by byte, which suits only one trained on bytes";
     const char* const advice = "for GPT-2's tokens give --tokenizer, the file that data/prepare.py writes";
-    if (vocab != kByteVocab && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
+    if (vocab > kEndOfText && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
 }
 
 // Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
@@ -206,6 +208,8 @@ static void lock_output_dir(const std::string& path) {
 }
 
 void prepare_output_dir(const Options& o) {
+    if (o.verify && access(state_path(o.output_dir, o.verify).c_str(), F_OK))
+        throw UsageError(format("--verify %d: %s has no checkpoint of that step", o.verify, o.output_dir.c_str()));
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
@@ -217,11 +221,12 @@ void prepare_output_dir(const Options& o) {
             format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
                    "for its weights",
                    o.output_dir.c_str(), theirs, model_path(o.output_dir, theirs).c_str()));
-    const std::string what = old >= 0 ? format("a checkpoint of step %d", old) : "a log of an earlier run";
+    const std::string what = old >= 0 ? format("a checkpoint of step %d: add -y to resume it, or", old)
+                                      : "a log but no checkpoint: -y would begin both anew, so rather";
     struct stat log;
     if (!o.resume && !o.verify &&
         (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
-        throw Error(format("%s has %s: add -y 1 to resume it, or give another -o", o.output_dir.c_str(), what.c_str()));
+        throw Error(format("%s has %s give another -o", o.output_dir.c_str(), what.c_str()));
 }
 
 static Data find_data(const Options& o) {

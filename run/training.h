@@ -323,7 +323,7 @@ void Run<Model>::conclude() {
     std::printf("%s", power.summary().c_str());
     if (o.output_dir.empty())
         return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
-    std::string next = "the same command with -y 1, which goes on";
+    std::string next = "the same command with -y, which goes on";
     if (!interrupted() && can_generate(model.config.V))
         next = "./train_gpt2cu -e " + o.output_dir + " --generate 500 --prompt Once" +
                (o.tokenizer.empty() ? "" : " --tokenizer " + o.tokenizer);
@@ -384,7 +384,7 @@ void Run<Model>::verify() {
     dev.sync();
     step = kept.step;
     if (!o.overfit) train.restore(position = kept.position), prepared = false, late_error = nullptr;
-    compute_again("last good checkpoint: " + last_good() + "; go on from it with -y 1 on another GPU");
+    compute_again("last good checkpoint: " + last_good() + "; go on from it with -y on another GPU");
 }
 
 template <class Model>
