@@ -126,8 +126,8 @@ template <class X, class Y = X>
 void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
     product.in = dtype_of<X>(), product.out = dtype_of<Y>();
-    const PlanKey key = {product,        std::is_same_v<X, float> && dev.tf32, dev.device, alignment(o.a),
-                         alignment(o.b), alignment(o.d)};
+    const PlanKey key = {
+        product, std::is_same_v<X, float> && dev.tf32, dev.device, alignment(o.a), alignment(o.b), alignment(o.d)};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
@@ -212,7 +212,7 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
                          int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>)
-        if (matmul_sm90_takes(dev, C, OC, {out, pre, inp, weight, bias}))
+        if (matmul_sm90_takes(dev, C, OC) && vectorises<X>(OC, out, pre, inp, weight, bias))
             return matmul_sm90_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC);
     if (gelu_in_epilogue(OC, out, pre)) {
         multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, Epilogue::gelu}, {out, weight, inp, bias, pre});
@@ -250,14 +250,14 @@ void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, voi
                           const X* weight, const X* pre, size_t N, int C, int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>)
-        if (matmul_sm90_takes(dev, OC, C, {dpre, out, scratch, dout, weight, pre}))
+        if (matmul_sm90_takes(dev, OC, C) && vectorises<X>(C, dpre, out, scratch, dout, weight, pre))
             return matmul_sm90_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, OC, C);
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
 size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
-    const size_t fused = matmul_sm90_takes(dev, OC, C, {}) ? matmul_sm90_scratch_bytes(N, C) : 0;
+    const size_t fused = matmul_sm90_takes(dev, OC, C) ? matmul_sm90_scratch_bytes(N, C) : 0;
     return std::max(fused, gelu_scratch_bytes(dev, C));
 }
 

@@ -6,6 +6,7 @@
 #include <cuda.h>  // CUtensorMap
 
 #include <cstdint>
+#include <cstring>
 
 #include "layers/gpu/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
 
@@ -185,6 +186,17 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
                  : "memory");
+}
+// Stores 16 bytes if `wanted`. A branch instead would keep the compiler from interleaving what stands around it.
+// #data-movement-and-conversion-instructions-st
+template <class X>
+__device__ __forceinline__ void store_16_if(bool wanted, void* p, const X& x) {
+    static_assert(sizeof x == 16);
+    uint4 w;
+    memcpy(&w, &x, sizeof w);
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(int{wanted}),
+        "l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
