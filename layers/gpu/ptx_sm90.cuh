@@ -115,6 +115,16 @@ __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* ma
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+// The same to every block of the cluster whose bit is set in `blocks`. In each block, box and barrier lie at the same
+// place as here.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, int c3, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+        : "memory");
+}
 // Shared memory → box. The write joins this thread's bulk group.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t smem, int c0, int c1, int c2, int c3) {
     asm volatile(
@@ -139,16 +149,6 @@ __device__ __forceinline__ void bulk_add(float* dst, uint32_t smem, uint32_t byt
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(smem),
                  "r"(bytes)
                  : "memory");
-}
-// tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`. In each the bytes count on
-// the barrier at that place.
-__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
-                                                      int c1, int c2, int c3, uint16_t blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
-        : "memory");
 }
 // Closes this thread's bulk group. #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void bulk_commit() {
