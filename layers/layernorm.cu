@@ -5,22 +5,22 @@
 //   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
-// Forward: one warp owns a row and keeps it in shared memory as stored, so the two-pass variance needs no second trip
-// to memory. It needs no barrier, because each lane reads back only what it wrote. The kernel is bound by memory. It
-// reads x (a and b) and writes out (and residual).
+// Forward is bound by memory. It reads x (a and b) and writes out (and residual). One warp owns a row and keeps it in
+// shared memory as stored, so the variance needs no second trip to memory. Each lane reads back only what it wrote, so
+// nobody waits at a barrier.
 //
-// Backward: the sums over rows want a thread that stays on its columns, and the sums over a row want all columns at
-// once. So a warp (rows kernel) or a block (general kernel, 8 columns a thread) spans a whole row and walks over rows.
-// The column sums stay in registers until the end. Each block then writes one partial row per sum, and a second kernel
-// adds these in a fixed order. So the result has the same bits on every run.
+// Backward is bound by memory, too. It reads dout, inp and dinp, and writes dinp. The sums over rows want a thread that
+// stays on its columns, and the sums over a row want all columns at once. So a warp (rows kernel) or a block (general
+// kernel, 8 columns a thread) spans a whole row and walks over rows. The column sums stay in registers until the end.
+// Each block then writes one partial row per sum, and add_partials adds these in a fixed order, for the same bits on
+// every run.
 //
 // The warp of the rows kernel needs no barrier. But three sums of all of its columns leave registers for only 12 to 16
-// warps an SM, too few to hide the way to memory. So the TMA unit of sm_90 fetches the next row into shared memory
-// while a warp works on one. Both kernels are bound by memory. They read dout, inp and dinp, and write dinp.
+// warps an SM, too few to hide the way to memory. So while a warp works on one row, the TMA unit of sm_90 fetches its
+// next one into shared memory.
 //
-// Just before this layer norm reads the residual stream, a projection's output was added to it. So dinp is also the
-// gradient of that output, and its sum over rows is the projection's bias gradient. Summing it here costs no extra trip
-// to memory.
+// What a layer norm reads is the residual stream, to which a projection's output was just added. So dinp is also the
+// gradient of that output, and its sum over rows is the projection's bias gradient. It costs no extra trip to memory.
 //
 // Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>
@@ -48,10 +48,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     const size_t row = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
     if (row >= N) return;
     X* x_smem = reinterpret_cast<X*>(rows_smem) + static_cast<size_t>(warp) * C;
-    a += row * C;
-    b += row * C;
-    out += row * C;
-    residual += row * C;
+    a += row * C, b += row * C, out += row * C, residual += row * C;
 
     // Loads go out in batches, because with one load at a time the sum would wait for memory each time.
     float sum = 0.f;
@@ -93,10 +90,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
         for (int i = 0; i < V; i++) y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
         store(out + c, y);
     }
-    if (lane == 0) {
-        mean_out[row] = mean;
-        rstd_out[row] = rstd;
-    }
+    if (lane == 0) mean_out[row] = mean, rstd_out[row] = rstd;
 }
 
 constexpr int kBackwardColumns = 8;         // of a thread
@@ -145,17 +139,12 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
                 dbias[k].x[i] += dy[k][i];
             }
         }
-        sum_g = warp_sum(sum_g);
-        sum_gn = warp_sum(sum_gn);
+        sum_g = warp_sum(sum_g), sum_gn = warp_sum(sum_gn);
         if (lane == 0) sums_smem[buffer][warp] = make_float2(sum_g, sum_gn);
         __syncthreads();
         float mean_g = 0.f, mean_gn = 0.f;
-        for (int i = 0; i < warps; i++) {
-            mean_g += sums_smem[buffer][i].x;
-            mean_gn += sums_smem[buffer][i].y;
-        }
-        mean_g *= inverse_C;
-        mean_gn *= inverse_C;
+        for (int i = 0; i < warps; i++) mean_g += sums_smem[buffer][i].x, mean_gn += sums_smem[buffer][i].y;
+        mean_g *= inverse_C, mean_gn *= inverse_C;
         buffer ^= 1;
 
         // Computing n and g once more is cheaper than the registers to keep them. In short rows g and mean(g) cancel,
@@ -231,8 +220,9 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
 
         float sum_g = 0.f, sum_gn = 0.f;
         for (int k = 0; k < K; k++) {
+            const int c = (k * kWarp + lane) * V;
             const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
-                       w = load<V>(weight_smem + (k * kWarp + lane) * V);
+                       w = load<V>(weight_smem + c);
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
                 sum_g += g;
@@ -244,16 +234,16 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         const float mean_g = warp_sum(sum_g) * (1.f / C), mean_gn = warp_sum(sum_gn) * (1.f / C);
         __syncwarp();  // stops the compiler from keeping what is read above, because there are no registers for it
         for (int k = 0; k < K; k++) {
+            const int c = (k * kWarp + lane) * V;
             const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
-                       old = load<V>(dy_smem + 2 * C + k * kWarp * V),
-                       w = load<V>(weight_smem + (k * kWarp + lane) * V);
+                       old = load<V>(dy_smem + 2 * C + k * kWarp * V), w = load<V>(weight_smem + c);
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
                 dx.x[i] = old[i] + s * (g - mean_g - n * mean_gn);
             }
             const Vec<bf16, V> stored = round_to<bf16>(dx);
-            store(dinp + row * C + (k * kWarp + lane) * V, stored);
+            store(dinp + row * C + c, stored);
             for (int i = 0; i < V; i++) dsum[k][i] += stored[i];
         }
         __syncwarp();  // all lanes have read the stage
@@ -350,12 +340,11 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
             return add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
         }
     }
-    const bool vector = vectorises<X>(C, dinp, dout, inp, weight, partials), few = backward_threads(C) <= kFewThreads;
+    const bool few = backward_threads(C) <= kFewThreads;
     constexpr int V = kVec<X>, kMany = kMaxChannels / kBackwardColumns;
-    const auto kernel =
-        vector ? few ? layernorm_backward_kernel<X, V, kFewThreads> : layernorm_backward_kernel<X, V, kMany>
-        : few ? layernorm_backward_kernel<X, 1, kFewThreads>
-               : layernorm_backward_kernel<X, 1, kMany>;
+    auto kernel = few ? layernorm_backward_kernel<X, 1, kFewThreads> : layernorm_backward_kernel<X, 1, kMany>;
+    if (vectorises<X>(C, dinp, dout, inp, weight, partials))
+        kernel = few ? layernorm_backward_kernel<X, V, kFewThreads> : layernorm_backward_kernel<X, V, kMany>;
     const int blocks = static_cast<int>(std::min<size_t>(backward_blocks(dev, C), N));
     kernel<<<blocks, backward_threads(C), 0, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N, C);
     LAUNCH_CHECK("layernorm_backward_kernel");

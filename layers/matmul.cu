@@ -54,6 +54,10 @@ struct MatmulPlan {
     void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
         CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof value));
     }
+    void point_to(const MatmulOperands& o) {
+        if (o.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
+        if (o.pre) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
+    }
     cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, const MatmulOperands& o,
                        bool accumulate) {
         const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
@@ -83,11 +87,8 @@ MatmulPlan make_plan(const Cuda& dev, const PlanKey& key, const MatmulOperands& 
     plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, kEpilogues[static_cast<int>(p.epilogue)]);
-    if (o.bias) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
-    if (o.pre) {
-        plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
-        plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
-    }
+    if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, static_cast<int64_t>(p.rows));
+    plan.point_to(o);
     p.transpose_a ? layout(&plan.a, type(p.in), p.k, p.rows) : layout(&plan.a, type(p.in), p.rows, p.k);
     p.transpose_b ? layout(&plan.b, type(p.in), p.cols, p.k) : layout(&plan.b, type(p.in), p.k, p.cols);
     layout(&plan.d, type(p.out), p.rows, p.cols);
@@ -126,14 +127,13 @@ template <class X, class Y = X>
 void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
     product.in = dtype_of<X>(), product.out = dtype_of<Y>();
-    const PlanKey key = {product,        std::is_same_v<X, float> && dev.tf32, dev.device, alignment(o.a),
-                         alignment(o.b), alignment(o.d)};
+    const bool tf32 = std::is_same_v<X, float> && dev.tf32;
+    const PlanKey key = {product, tf32, dev.device, alignment(o.a), alignment(o.b), alignment(o.d)};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
     MatmulPlan& plan = found->second;
-    if (o.bias) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias);
-    if (o.pre) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.pre);
+    plan.point_to(o);
     CUBLAS_CHECK(plan.run(dev, plan.algorithm, o, product.accumulate));
 }
 
@@ -192,12 +192,6 @@ void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, 
     add_partials(dev, {dbias}, partials, slices, OC);
 }
 
-// cuBLASLt's GELU wants aligned rows. Its precision is reduced, which bf16 does not see.
-template <class X>
-bool gelu_in_epilogue(int channels, const X* x, const X* pre) {
-    return std::is_same_v<X, bf16> && vectorises<X>(channels, x, pre);
-}
-
 }  // namespace
 
 template <class X>
@@ -212,9 +206,10 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
                          int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>)
-        if (matmul_sm90_takes(dev, C, OC, {out, pre, inp, weight, bias}))
+        if (matmul_sm90_takes(dev, C, OC) && vectorises<X>(OC, out, pre, inp, weight, bias))
             return matmul_sm90_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC);
-    if (gelu_in_epilogue(OC, out, pre)) {
+    // cuBLASLt's GELU wants aligned rows. Its precision is reduced, which bf16 does not see.
+    if (std::is_same_v<X, bf16> && vectorises<X>(OC, out, pre)) {
         multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, Epilogue::gelu}, {out, weight, inp, bias, pre});
     } else {
         matmul_forward(dev, pre, inp, weight, bias, N, C, OC);
@@ -250,14 +245,14 @@ void matmul_gelu_backward(const Cuda& dev, X* dpre, float* dpre_sum, X* out, voi
                           const X* weight, const X* pre, size_t N, int C, int OC) {
     check_sizes(C, OC);
     if constexpr (std::is_same_v<X, bf16>)
-        if (matmul_sm90_takes(dev, OC, C, {dpre, out, scratch, dout, weight, pre}))
+        if (matmul_sm90_takes(dev, OC, C) && vectorises<X>(C, dpre, out, scratch, dout, weight, pre))
             return matmul_sm90_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, OC, C);
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
 size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
-    const size_t fused = matmul_sm90_takes(dev, OC, C, {}) ? matmul_sm90_scratch_bytes(N, C) : 0;
+    const size_t fused = matmul_sm90_takes(dev, OC, C) ? matmul_sm90_scratch_bytes(N, C) : 0;
     return std::max(fused, gelu_scratch_bytes(dev, C));
 }
 

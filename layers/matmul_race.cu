@@ -1,6 +1,5 @@
 // The race among algorithms for one matrix product (see matmul_race.h).
 #include <algorithm>
-#include <numeric>
 
 #include "layers/matmul_race.h"
 
@@ -74,12 +73,10 @@ float best_time(const Cuda& dev, F run) {
 }  // namespace
 
 void fill_hostile(const Cuda& dev, void* x, DType type, size_t lines, size_t k, bool k_inner, int set, bool second) {
-    if (type == DType::bf16)
-        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(static_cast<bf16*>(x), lines, k, k_inner, set,
-                                                                     second);
-    else
-        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(static_cast<float*>(x), lines, k, k_inner, set,
-                                                                     second);
+    const auto launch = [&](auto* x) {
+        hostile_kernel<<<8 * dev.num_sms, kThreads, 0, dev.stream>>>(x, lines, k, k_inner, set, second);
+    };
+    type == DType::bf16 ? launch(static_cast<bf16*>(x)) : launch(static_cast<float*>(x));
     LAUNCH_CHECK("hostile_kernel");
 }
 
@@ -94,16 +91,16 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
 
     // The memory holds hostile A and B, and also D if the call's own D holds what the product is added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
-    const size_t bytes = aligned(a_bytes) + aligned(b_bytes) + (p.accumulate ? d_bytes : 0);
+    const size_t b_at = aligned(a_bytes), d_at = b_at + aligned(b_bytes), bytes = d_at + (p.accumulate ? d_bytes : 0);
     if (dev.free_bytes() < 2 * bytes) return result;
     char* memory;
     try {
         memory = static_cast<char*>(dev.alloc(bytes));
     } catch (const OutOfMemory&) { return result; }
     MatmulOperands own = o;
-    if (p.accumulate) own.d = memory + aligned(a_bytes) + aligned(b_bytes);
+    if (p.accumulate) own.d = memory + d_at;
     MatmulOperands hostile = own;
-    hostile.a = memory, hostile.b = memory + aligned(a_bytes);
+    hostile.a = memory, hostile.b = memory + b_at;
 
     // Checksums of what algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those that
     // split K may add D before their parts or behind them.
@@ -118,13 +115,12 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
         return sums;
     };
     std::vector<int>& equal = result.equal;
-    equal.resize(count);
-    std::iota(equal.begin(), equal.end(), 0);
+    for (int i = 1; i < count; i++) equal.push_back(i);
     for (int set = 0; set <= kHostileSets && equal.size() > 1; set++) {
         const bool hostile_set = set < kHostileSets;
         if (hostile_set) {
             fill_hostile(dev, memory, p.in, p.rows, p.k, p.transpose_a, set, false);
-            fill_hostile(dev, memory + aligned(a_bytes), p.in, p.cols, p.k, !p.transpose_b, set, true);
+            fill_hostile(dev, memory + b_at, p.in, p.cols, p.k, !p.transpose_b, set, true);
         }
         const MatmulOperands& x = hostile_set ? hostile : own;
         const auto expected = outcome(0, x);
@@ -132,11 +128,11 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
                     equal.end());
     }
     float best = INFINITY;
-    for (const int i : equal) {
-        if (equal.size() == 1) break;
-        const float ms = best_time(dev, [&] { run(i, own, p.accumulate); });
-        if (ms < best) best = ms, result.fastest = i;
-    }
+    if (equal.size() > 1)
+        for (const int i : equal) {
+            const float ms = best_time(dev, [&] { run(i, own, p.accumulate); });
+            if (ms < best) best = ms, result.fastest = i;
+        }
     dev.free(memory);
     return result;
 }

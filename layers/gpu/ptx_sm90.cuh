@@ -6,6 +6,7 @@
 #include <cuda.h>  // CUtensorMap
 
 #include <cstdint>
+#include <cstring>
 
 #include "layers/gpu/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
 
@@ -30,23 +31,18 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// True if the phase has ended. It sleeps for a time before it says false.
+// Waits for the end of the phase. The instruction sleeps for a time before it says that the phase has not ended.
 // #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
-__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done;
-}
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-    while (!mbarrier_try_wait(barrier, parity)) {}
+    uint32_t done;
+    do
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    while (!done);
 }
 
 // Arrives at the same barrier of block `rank` of the cluster, whose shared memory is laid out like ours. It orders only
@@ -54,11 +50,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 // #data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier),
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -117,10 +110,19 @@ struct Cursor {
 __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
                                             int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-        "%6}], "
-        "[%2];\n" ::"r"(smem),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(smem),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+// The same to every block of the cluster whose bit is set in `blocks`. In each block, box and barrier lie at the same
+// place as here.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
+                                                      int c1, int c2, int c3, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
         : "memory");
 }
 // Shared memory → box. The write joins this thread's bulk group.
@@ -130,33 +132,23 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t sm
         "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
-// Contiguous bytes, a multiple of 16, both ends aligned to 16. #data-movement-and-conversion-instructions-cp-async-bulk
+// Contiguous bytes, a multiple of 16, with both ends aligned to 16. The writes join this thread's bulk group.
+// #data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_load(uint32_t smem, const void* src, uint32_t bytes, uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
         "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* dst, uint32_t smem,
-                                           uint32_t bytes) {  // joins this thread's bulk group
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t smem, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(dst), "r"(smem), "r"(bytes)
                  : "memory");
 }
 // fp32: dst += smem, in L2. #data-movement-and-conversion-instructions-cp-reduce-async-bulk
-__device__ __forceinline__ void bulk_add(float* dst, uint32_t smem, uint32_t bytes) {  // joins this thread's bulk group
+__device__ __forceinline__ void bulk_add(float* dst, uint32_t smem, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(dst), "r"(smem),
                  "r"(bytes)
                  : "memory");
-}
-// tma_load_4d to the same place in every block of the cluster whose bit is set in `blocks`. In each the bytes count on
-// the barrier at that place.
-__device__ __forceinline__ void tma_load_4d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int c0,
-                                                      int c1, int c2, int c3, uint16_t blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
-        : "memory");
 }
 // Closes this thread's bulk group. #data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void bulk_commit() {
@@ -185,6 +177,17 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
                  : "memory");
+}
+// Stores 16 bytes if `wanted`. A branch instead would keep the compiler from interleaving what stands around it.
+// #data-movement-and-conversion-instructions-st
+template <class X>
+__device__ __forceinline__ void store_16_if(bool wanted, void* p, const X& x) {
+    static_assert(sizeof x == 16);
+    uint4 w;
+    memcpy(&w, &x, sizeof w);
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}\n" ::"r"(int{wanted}),
+        "l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -251,12 +254,10 @@ template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N][4]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
-
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
 }
-
 template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1])::"memory");
@@ -270,15 +271,13 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
 }
 
 // clang-format off
-#define WGMMA_D1(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define WGMMA_D8(n) WGMMA_D1(n), WGMMA_D1(n + 1), WGMMA_D1(n + 2), WGMMA_D1(n + 3), WGMMA_D1(n + 4), WGMMA_D1(n + 5), \
-                    WGMMA_D1(n + 6), WGMMA_D1(n + 7)
-#define WGMMA_W1(n) "=f"(d[n][0]), "=f"(d[n][1]), "=f"(d[n][2]), "=f"(d[n][3])
-#define WGMMA_W8(n) WGMMA_W1(n), WGMMA_W1(n + 1), WGMMA_W1(n + 2), WGMMA_W1(n + 3), WGMMA_W1(n + 4), WGMMA_W1(n + 5), \
-                    WGMMA_W1(n + 6), WGMMA_W1(n + 7)
-#define WGMMA_H1(n) "+r"(d[n][0]), "+r"(d[n][1])
-#define WGMMA_H8(n) WGMMA_H1(n), WGMMA_H1(n + 1), WGMMA_H1(n + 2), WGMMA_H1(n + 3), WGMMA_H1(n + 4), WGMMA_H1(n + 5), \
-                    WGMMA_H1(n + 6), WGMMA_H1(n + 7)
+#define WGMMA_8(X, n) X(n), X(n + 1), X(n + 2), X(n + 3), X(n + 4), X(n + 5), X(n + 6), X(n + 7)
+#define WGMMA_D1(n)   "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define WGMMA_D8(n)   WGMMA_8(WGMMA_D1, n)
+#define WGMMA_W1(n)   "=f"(d[n][0]), "=f"(d[n][1]), "=f"(d[n][2]), "=f"(d[n][3])
+#define WGMMA_W8(n)   WGMMA_8(WGMMA_W1, n)
+#define WGMMA_H1(n)   "+r"(d[n][0]), "+r"(d[n][1])
+#define WGMMA_H8(n)   WGMMA_8(WGMMA_H1, n)
 #define WGMMA_R16  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_R32  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
                    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -362,14 +361,3 @@ __device__ __forceinline__ void wgmma_rs_f16(uint32_t (&d)[8][2], const uint32_t
                  : WGMMA_H8(0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
 }
-#undef WGMMA
-#undef WGMMA_D1
-#undef WGMMA_D8
-#undef WGMMA_W1
-#undef WGMMA_W8
-#undef WGMMA_H1
-#undef WGMMA_H8
-#undef WGMMA_R16
-#undef WGMMA_R32
-#undef WGMMA_R64
-#undef WGMMA_R128

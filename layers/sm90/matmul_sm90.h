@@ -1,12 +1,10 @@
 // Our own matmuls for Hopper, with GELU in the same kernel (see matmul_sm90.cu). layers.h says what they compute. Both
-// need matmul_sm90_takes() to be true for their shape and pointers.
+// need matmul_sm90_takes() to be true, and pointers aligned to 16 bytes.
 #pragma once
-#include <initializer_list>
-
 #include "layers/gpu/cuda.h"
 
-// K is the inner dimension, OC the columns of the result. `pointers` are all that the call reads and writes.
-bool matmul_sm90_takes(const Cuda& dev, int K, int OC, std::initializer_list<const void*> pointers);
+// K is the inner dimension, OC the columns of the result.
+bool matmul_sm90_takes(const Cuda& dev, int K, int OC);
 
 // Writes pre (N,OC) = inp (N,K)·weight (OC,K)ᵀ + bias, out = gelu(pre).
 void matmul_sm90_gelu_forward(const Cuda& dev, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
