@@ -415,6 +415,8 @@ TEST(memory_table_and_profile) {
                0.02);
     for (const auto& [name, size] : listed)
         CHECK_NEAR(number_after(described, name == "total" ? "\nmemory " : name + " "), size, 0.06);
+    const Result generate = run("--device cpu --generate 1 --memory -e " + model());
+    CHECK(contains(generate.out, "total, and activations") && !contains(generate.out, "host memory"));
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
 }
 
