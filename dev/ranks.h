@@ -66,7 +66,7 @@ struct Processes {
         const double begin = test::now();
         for (pid_t pid : pids) {
             int status = 0;
-            while (waitpid(pid, &status, WNOHANG) == 0 && test::now() - begin < limit) sleep_for(0.01);
+            while (waitpid(pid, &status, WNOHANG) == 0 && test::now() - begin < limit) sleep_for(0.001);
             if (test::now() - begin >= limit) kill(pid, SIGKILL), waitpid(pid, nullptr, 0), status = 255 << 8;
             ended.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
         }
