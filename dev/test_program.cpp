@@ -475,7 +475,7 @@ TEST(resume_is_bit_exact_gpu) {
 }
 
 // Both interrupts come in the second step, the second one when a second has passed. On one thread that step computes for
-// longer than the 50 ms before the first and the 50 ms after it, however fast the machine is.
+// longer than 50 ms before the first and 50 ms after it, however fast the machine is.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second";
     signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
