@@ -21,7 +21,6 @@ inline int free_port() {
 inline Place local_place(int rank, int size, int port, const std::string& job = "", int listen_fd = -1) {
     return {rank, size, -1, "127.0.0.1", port, job, listen_fd};
 }
-constexpr Patience kQuick = {10, 2};
 
 struct Processes {
     std::vector<pid_t> pids;
@@ -52,7 +51,7 @@ struct Processes {
         pids.push_back(pid);
     }
     void start_rank(
-        const Place& place, const Patience& patience = kQuick,
+        const Place& place, const Patience& patience = {},
         const std::function<void(Job&)>& body = [](Job& job) { job.leave(); }) {
         start([&] {
             Job job(place, patience);
@@ -62,11 +61,11 @@ struct Processes {
     }
     // Exit codes in the order of starting. Signal n counts as 128 + n, and a process that runs past `limit` seconds as
     // 255.
-    std::vector<int> wait(double limit = 20) {
+    std::vector<int> wait(double limit = 100) {
         const double begin = test::now();
         for (pid_t pid : pids) {
             int status = 0;
-            while (waitpid(pid, &status, WNOHANG) == 0 && test::now() - begin < limit) sleep_for(0.01);
+            while (waitpid(pid, &status, WNOHANG) == 0 && test::now() - begin < limit) sleep_for(0.001);
             if (test::now() - begin >= limit) kill(pid, SIGKILL), waitpid(pid, nullptr, 0), status = 255 << 8;
             ended.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
         }
@@ -95,7 +94,7 @@ struct Processes {
 // The ranks of a job, each running `body`. Only rank 0 gets the socket that listens.
 struct ForkedRanks : Processes {
     int port;
-    ForkedRanks(int size, const std::function<void(Job&)>& body, const Patience& patience = kQuick) {
+    ForkedRanks(int size, const std::function<void(Job&)>& body, const Patience& patience = {}) {
         const int fd = listen_at("127.0.0.1", 0);
         port = port_of(fd);
         for (int rank = 0; rank < size; rank++) {

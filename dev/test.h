@@ -56,7 +56,7 @@ inline double now() {  // in seconds
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-inline double limit_s = 120;  // of a test
+inline double limit_s = 300;  // of a test
 inline std::string last_words;
 // A signal handler, because a test may hang in a call that nothing else can end.
 inline void out_of_time(int) {

@@ -1,5 +1,5 @@
-// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is. The run that is then
-// resumed has the same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats
+// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is. Or the other rank dies
+// during it. The run that is then resumed has the same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats
 // itself, and it restarts and replays. (The third, the baseline, is in dev/test_recipe.) Includes the program itself.
 #include <dlfcn.h>
 #include <sys/file.h>
@@ -12,13 +12,25 @@
 #define main train_main
 #include "../train_gpt2.cu"
 #undef main
+#include "dev/ranks.h"
 #include "dev/small_model.h"
 
 extern const char built_from[] = "unknown dirty";
 
 namespace {
 
-enum Fault { kNone, kDiesBefore, kDiesAfter, kDiesInside, kPowerCut, kShort, kNoSpace, kInputOutput, kFaults };
+enum Fault {
+    kNone,
+    kDiesBefore,
+    kDiesAfter,
+    kDiesInside,
+    kPowerCut,
+    kShort,
+    kNoSpace,
+    kInputOutput,
+    kOtherDies,
+    kFaults
+};
 
 // Operations on files of `folder` are counted, in any thread. It is "" in the test itself.
 std::string folder;
@@ -26,6 +38,7 @@ int fault_at = -1;
 Fault fault = kNone;
 struct Counted {
     std::atomic<int> operations;
+    pid_t last;  // rank
     const char* names[1000];
 }* const counted =
     static_cast<Counted*>(mmap(nullptr, sizeof(Counted), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
@@ -81,6 +94,7 @@ Result operation(const char* name, const std::string& path, Act act) {
     const Fault now = n == fault_at ? fault : kNone;
     if (now == kPowerCut) cut_power();
     if (now == kPowerCut || now == kDiesBefore) die();
+    if (now == kOtherDies) kill(counted->last, SIGKILL);
     if (now == kNoSpace || now == kInputOutput) {
         errno = now == kNoSpace ? ENOSPC : EIO;
         return std::is_signed_v<Result> ? Result(intptr_t(-1)) : Result(intptr_t(0));
@@ -122,28 +136,30 @@ std::string options(const std::string& out) {
     return format("--device cpu -e %s -i %s -b 2 -t 16 -d 64 -x %d -n 2 -nk 1 -v 0 -s 0 -u 2 -l 3e-3 --seed 5 -o %s ",
                   model_file(kEndOften).c_str(), shard.c_str(), kSteps, out.c_str());
 }
-// Runs the program in a process, with a fault in operation `at` on a file below `out`.
-Result train(const std::string& options, const std::string& out = "", int at = -1, Fault kind = kNone) {
-    const std::string printed = dir() + "/printed";
-    std::fflush(stdout);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        alarm(20);
-        std::vector<std::string> words = {"train_gpt2cu"};
-        std::istringstream rest(options);
-        for (std::string word; rest >> word;) words.push_back(word);
-        std::vector<char*> argv;
-        for (std::string& word : words) argv.push_back(word.data());
-        if (!std::freopen(printed.c_str(), "w", stdout) || dup2(1, 2) < 0) _exit(99);
-        counted->operations = 0;
-        folder = out, fault_at = at, fault = kind;
-        const int code = train_main(static_cast<int>(argv.size()), argv.data());
-        std::fflush(stdout);
-        _exit(code);
+// Runs the program, with a fault in operation `at` on a file below `out`. All ranks are processes that this one forks.
+Result train(const std::string& options, int ranks = 1, const std::string& out = "", int at = -1, Fault kind = kNone) {
+    Processes processes;
+    const int fd = listen_at("127.0.0.1", 0), port = port_of(fd);
+    counted->operations = 0;
+    for (int rank = 0; rank < ranks; rank++) {
+        processes.start([&] {
+            const std::map<const char*, int> place = {
+                {"RANK", rank}, {"WORLD_SIZE", ranks}, {"MASTER_PORT", port}, {"GPT2_LISTEN_FD", fd}};
+            for (const auto& [name, value] : place) setenv(name, std::to_string(value).c_str(), 1);
+            setenv("MASTER_ADDR", "127.0.0.1", 1);
+            std::vector<std::string> words = {"train_gpt2cu"};
+            std::istringstream rest(options);
+            for (std::string word; rest >> word;) words.push_back(word);
+            std::vector<char*> argv;
+            for (std::string& word : words) argv.push_back(word.data());
+            counted->last = getpid();
+            folder = out, fault_at = at, fault = kind;
+            return train_main(static_cast<int>(argv.size()), argv.data());
+        });
+        if (rank == 0) close(fd);
     }
-    int status = 0;
-    waitpid(pid, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(printed)};
+    const std::vector<int> codes = processes.wait();
+    return {*std::max_element(codes.begin(), codes.end()), processes.text()};
 }
 
 // What a run leaves: its last model and state, and which step each of its log's rows is of.
@@ -152,32 +168,34 @@ std::string content(const std::string& out) {
     for (const double step : values(out, "train", "step")) all += format("%g ", step);
     return all;
 }
-const std::string& undisturbed() {
-    static const std::string out = dir() + "/undisturbed";
-    if (!exists(out)) CHECK_RUN(train(options(out)), 0, "checkpoint");
+std::string undisturbed(const std::string& command = "", int ranks = 1) {
+    const std::string out = dir() + "/undisturbed";
+    std::filesystem::remove_all(out);
+    CHECK_RUN(train(options(out) + command, ranks), 0, "checkpoint");
     return out;
 }
 
-// Tries each fault in each operation of a run that begins in a copy of a folder.
-void check_faults(const std::string& begin, const std::string& command) {
-    const std::string out = dir() + "/faulty", wanted = content(undisturbed());
+// Tries each fault, or one of `every`, in each operation of a run that begins in a copy of a folder.
+void check_faults(const std::string& begin, const std::string& command, int ranks = 1, int every = 1) {
+    const std::string out = dir() + "/faulty", wanted = content(undisturbed(command, ranks));
     const auto again = [&](int at, Fault kind) {
         std::filesystem::remove_all(out);
         std::filesystem::copy(begin, out);
-        return train(options(out) + command, out, at, kind);
+        return train(options(out) + command, ranks, out, at, kind);
     };
     CHECK_RUN(again(-1, kNone), 0, "checkpoint");
     CHECK(content(out) == wanted);
     const int operations = counted->operations;
     const std::vector<std::string> names(counted->names, counted->names + operations);
-    int tried = 0, survived = 0, refused = 0;
+    int possible = 0, tried = 0, survived = 0, refused = 0;
     for (int at = 0; at < operations; at++)
         for (int kind = kDiesBefore; kind < kFaults; kind++) {
             if ((kind == kDiesInside || kind == kShort) && !contains(names[at], "write")) continue;
+            if ((kind == kOtherDies && ranks == 1) || possible++ % every) continue;
             tried++;
             const Result first = again(at, Fault(kind));
             const bool said = first.code == 1 && contains(first.out, "train_gpt2cu: ");
-            const Result second = first.code ? train(options(out) + "-y 1") : first;
+            const Result second = first.code ? train(options(out) + command + " -y 1", ranks) : first;
             // A checkpoint that was announced is never lost.
             const double announced = number_after(first.out, "checkpoint " + out + "/state_"),
                          resumed = number_after(second.out, "resumed at step ");
@@ -191,7 +209,7 @@ void check_faults(const std::string& begin, const std::string& command) {
         }
     std::printf("  %d operations, %d faults tried: %d survived, %d refused and resumed, %d lost\n", operations, tried,
                 survived, refused, tried - survived - refused);
-    CHECK(tried > 100);
+    CHECK(possible > 200);
 }
 
 }  // namespace
@@ -210,6 +228,11 @@ TEST(faults_in_a_resumed_run) {
     check_faults(left, "-y 1");
 }
 
+TEST(faults_with_two_ranks) {
+    std::filesystem::create_directory(dir() + "/none");
+    for (const char* optimizer : {"--zero 0", "--zero 1"}) check_faults(dir() + "/none", optimizer, 2, 11);
+}
+
 TEST(gate_repeat) {
     const std::string out = dir() + "/again";
     CHECK_RUN(train(options(out)), 0, "checkpoint");
@@ -221,7 +244,7 @@ TEST(gate_repeat) {
 TEST(gate_restart_and_replay) {
     const std::string out = dir() + "/replayed", same = " were computed again and have the same bits";
     const std::string command = options(out) + "-nk 0 --verify-every 3 ", verify = options(out) + "--verify ";
-    CHECK_RUN(train(command, out, 35, kDiesBefore), 128 + SIGKILL, "steps 1 to 2" + same);
+    CHECK_RUN(train(command, 1, out, 35, kDiesBefore), 128 + SIGKILL, "steps 1 to 2" + same);
     CHECK_RUN(train(command + "-y 1"), 0, "resumed at step ", "to 5" + same);
     CHECK_RUN(train(verify + "2"), 0, "steps 3 to 4" + same);
     CHECK_RUN(train(verify + "5"), 1, "--verify 5: no checkpoint follows that step in " + out);

@@ -24,7 +24,7 @@ int connect_and_say(int port, const std::string& text) {
     a.sin_family = AF_INET;
     a.sin_port = htons(static_cast<uint16_t>(port));
     a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    for (int i = 0; i < 1000; i++, sleep_for(0.01)) {
+    for (int i = 0; i < 10000; i++, sleep_for(0.01)) {
         const int fd = socket(AF_INET, SOCK_STREAM, 0);
         if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) == 0)
             return send(fd, text.data(), text.size(), MSG_NOSIGNAL), fd;
@@ -37,13 +37,14 @@ std::string hello_by(const std::string& name, int rank, int size, const std::str
     return format("gpt2job2 %d %d 1 1 %s there %s\n", rank, size, host.c_str(), name.c_str());
 }
 
-void wait_for_text(Processes& ranks, const std::string& text) {
-    for (int i = 0; i < 1000 && !contains(ranks.text(), text); i++) sleep_for(0.01);
-}
 int count_of(const std::string& text, const std::string& part) {
     int n = 0;
     for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) n++;
     return n;
+}
+
+void wait_for_text(Processes& ranks, const std::string& text, int times = 1) {
+    for (int i = 0; i < 10000 && count_of(ranks.text(), text) < times; i++) sleep_for(0.01);
 }
 
 // Values that differ from rank to rank and whose sums round. Ranks are summed in order, so sums are equal bit for bit.
@@ -124,8 +125,8 @@ TEST(shared_memory_is_left_before_the_end) {
     for (bool orderly : {true, false}) {
         ForkedRanks ranks(2, [=](Job& job) {
             CpuComm all(Cpu(1), job), alone(all, job.rank, 1);
-            job.barrier();
             const double begin = test::now();
+            job.barrier();
             if (job.rank == 1) sleep_for(0.4);
             for (CpuComm* comm : {&all, &alone}) comm->share(&all, 1);
             CHECK(test::now() - begin > 0.2);  // it waits for all
@@ -141,12 +142,12 @@ TEST(shared_memory_is_left_before_the_end) {
 // Rank 2 waits for longer than its patience, because each of the others comes within its own.
 TEST(ranks_may_come_in_any_order_and_leave_at_any_time) {
     const int port = free_port();
-    const double comes[3] = {2, 5, 0};
+    const double comes[3] = {3, 6, 0};
     Processes ranks;
     for (int rank = 0; rank < 3; rank++)
         ranks.start([=] {
             sleep_for(comes[rank]);
-            Job job({rank, 3, 2 - rank, "localhost", port, "", -1}, {4, 2});
+            Job job({rank, 3, 2 - rank, "localhost", port, "", -1}, {5, 2});
             CHECK(job.local_rank == 2 - rank);  // as the launcher says
             CHECK(job.all_gather(rank)[2] == 2);
             job.leave();
@@ -171,7 +172,7 @@ TEST(machines_are_told_apart) {
     for (int rank = 0; rank < 3; rank++)
         ranks.start([=] {
             CHECK(rank != 1 || move());
-            Job job(local_place(rank, 3, port), kQuick);
+            Job job(local_place(rank, 3, port));
             CHECK(job.local_rank == rank / 2 && job.local_size == (rank == 1 ? 1 : 2));
             job.leave();
             return 0;
@@ -180,21 +181,22 @@ TEST(machines_are_told_apart) {
 }
 
 TEST(a_rank_that_works_long_is_not_missed) {
-    run_ranks(2, [](Job& job) {
+    const auto body = [](Job& job) {
         job.expect_progress(2);
         for (int i = 0; i < 8 && job.rank == 1; i++) sleep_for(0.5), Job::progress()++;  // with signs of life
         job.barrier();
         job.expect_progress(0);
         if (job.rank == 0) sleep_for(3);  // nothing is expected
         job.leave();
-    });
+    };
+    ForkedRanks(2, body, {60, 2}).check();
 }
 
 // Every beat may find a step at the same point. That is no standstill.
 TEST(many_equal_steps_are_progress) {
     run_ranks(2, [](Job& job) {
         for (int step = 0; step < 40; step++) {
-            job.expect_progress(2);
+            job.expect_progress(3);
             Job::progress()++;
             sleep_for(0.1);
             job.expect_progress(0);
@@ -218,7 +220,7 @@ TEST(missing_and_wrong_ranks_are_named) {
                  {{{0, 3}, {1, 3}, {1, 3}}, {"two processes have the same rank"}}};
     for (auto& c : cases) {
         const int port = free_port();
-        for (const auto& [rank, size] : c.ranks) c.processes.start_rank(local_place(rank, size, port), {2, 1});
+        for (const auto& [rank, size] : c.ranks) c.processes.start_rank(local_place(rank, size, port), {4, 20});
     }
     for (auto& c : cases) c.processes.check(std::vector<int>(c.ranks.size(), 1), c.says);
 }
@@ -226,28 +228,33 @@ TEST(missing_and_wrong_ranks_are_named) {
 // While they meet, ranks listen only at the address that they are given. Each looks at its own sockets.
 TEST(nobody_listens_at_other_addresses) {
     const auto print_listeners = [] {
-        sleep_for(0.5);
-        for (int fd = 3; fd < 100; fd++) {
-            int listens = 0;
-            char host[64] = "";
-            sockaddr_storage a = {};
-            socklen_t length = sizeof listens, address_length = sizeof a;
-            if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) || !listens) continue;
-            getsockname(fd, reinterpret_cast<sockaddr*>(&a), &address_length);
-            getnameinfo(reinterpret_cast<sockaddr*>(&a), address_length, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
-            std::fprintf(stderr, "listens at %s\n", host);
+        for (bool any = false; !any;) {
+            sleep_for(0.5);
+            for (int fd = 3; fd < 100; fd++) {
+                int listens = 0;
+                char host[64] = "";
+                sockaddr_storage a = {};
+                socklen_t length = sizeof listens, address_length = sizeof a;
+                if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) || !listens) continue;
+                getsockname(fd, reinterpret_cast<sockaddr*>(&a), &address_length);
+                getnameinfo(reinterpret_cast<sockaddr*>(&a), address_length, host, sizeof host, nullptr, 0,
+                            NI_NUMERICHOST);
+                std::fprintf(stderr, "listens at %s\n", host), any = true;
+            }
         }
     };
     for (const std::string address : {"localhost", "127.1.2.3", "::1"}) {
         if (address == "::1" && access("/proc/net/if_inet6", F_OK)) continue;
         Processes ranks;
         const int port = free_port();
-        for (int rank : {0, 1, 2})
+        for (int rank : {0, 1, 2}) {
+            if (rank == 2) wait_for_text(ranks, "listens at ", 2);
             ranks.start([&] {
-                rank < 2 ? std::thread(print_listeners).detach() : sleep_for(1);
-                Job({rank, 3, -1, address, port, "", -1}, kQuick).leave();
+                if (rank < 2) std::thread(print_listeners).detach();
+                Job({rank, 3, -1, address, port, "", -1}).leave();
                 return 0;
             });
+        }
         const std::string own = "listens at " + (address == "localhost" ? "127.0.0.1" : address) + "\n";
         ranks.check();
         CHECK(count_of(ranks.text(), "listens at ") == 2 && count_of(ranks.text(), own) == 2);
@@ -337,13 +344,13 @@ TEST(strangers_may_not_print_control_characters) {
             const ssize_t sent = send(accept(fd, nullptr, nullptr), answer.data(), answer.size(), MSG_NOSIGNAL);
             return sleep_for(0.2), sent < 0;
         });
-        lost.start_rank(local_place(1, 2, port_of(fd)), {1, 1});
+        lost.start_rank(local_place(1, 2, port_of(fd)), {20, 20});
         lost.check({0, 1}, {says});
         close(fd);
     }
     const int port = free_port();
     Processes first;
-    first.start_rank(local_place(0, 2, port), {0.5, 1});
+    first.start_rank(local_place(0, 2, port), {3, 20});
     close(connect_and_say(port, hello_by("", 1, 3, "\x1b[2J")));
     first.check({1}, {"and refused: rank 1 (pid 1 on ?[2J) was started"});
 }
@@ -353,7 +360,7 @@ TEST(without_the_key_nobody_is_a_rank) {
     const int port = free_port();
     Processes first;
     first.start([=]() -> int {
-        Job job(local_place(0, 2, port, "j"), kQuick);
+        Job job(local_place(0, 2, port, "j"));
         std::fprintf(stderr, "met\n");
         _exit(0);  // there is no rank 1 to leave
     });
@@ -393,7 +400,7 @@ TEST(a_fault_of_one_rank_ends_all_and_is_named) {
     Act* const stops = [](Job&) { raise(SIGSTOP); };
     Act* const sleeps = [](Job&) { sleep_for(30); };  // its watching thread still beats
     Act* const throws = [](Job&) { throw UsageError("no such file"); };
-    Act* const reports = [](Job& job) { job.also_watch([] { return std::string("network is gone"); }), sleep_for(10); };
+    Act* const reports = [](Job& job) { job.also_watch([] { return std::string("network is gone"); }), sleep_for(30); };
     Act* const wait = [](Job& job) { job.barrier(); };
     Act* const leave = [](Job& job) { job.leave(); };
     Act* const wait_on_gpu = [](Job&) { Job::progress()++, sleep_for(30); };
@@ -407,10 +414,10 @@ TEST(a_fault_of_one_rank_ends_all_and_is_named) {
     const Fault faults[] = {{"died", {0, 1, 2}, dies, wait, 1, 137, 30, 0},  // found long before its silence
                             {"died", {0, 1, 2}, dies, leave, 1, 137, 30, 0},
                             {"silent for 2 s", {0, 2}, stops, wait, 1, 137, 2, 0},
-                            {"no progress for 2 s", {0, 1}, sleeps, wait, 1, 1, 2, 2},
-                            {"no progress for 2 s", {0, 1}, sleeps, wait_on_gpu, 1, 1, 2, 2},
-                            {"no such file", {0, 2}, throws, wait, 2, 2, 2, 0},
-                            {"network is gone", {0, 1}, reports, wait, 1, 1, 2, 0}};
+                            {"no progress for 2 s", {0, 1}, sleeps, wait, 1, 1, 30, 2},
+                            {"no progress for 2 s", {0, 1}, sleeps, wait_on_gpu, 1, 1, 30, 2},
+                            {"no such file", {0, 2}, throws, wait, 2, 2, 30, 0},
+                            {"network is gone", {0, 1}, reports, wait, 1, 1, 30, 0}};
     for (const Fault& fault : faults)
         for (int victim : fault.victims) {
             const auto body = [&](Job& job) {
@@ -419,7 +426,7 @@ TEST(a_fault_of_one_rank_ends_all_and_is_named) {
                 job.barrier();
                 (job.rank == victim ? fault.victim : fault.others)(job);
             };
-            ForkedRanks ranks(3, body, {10, fault.silence});
+            ForkedRanks ranks(3, body, {60, fault.silence});
             const pid_t pid = ranks.pids[victim];
             wait_for_text(ranks, fault.says);
             if (fault.victim == stops) sleep_for(0.5), kill(pid, SIGKILL);

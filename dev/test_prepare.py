@@ -280,8 +280,10 @@ def test_stopped_runs_go_on_byte_for_byte():
     def fill_disk(process):  # a limit on the size of files stands for it: the shard of validation fits, no other does
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60000, 60000))
 
-    def kill_worker(process):
-        os.kill(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]), signal.SIGKILL)
+    def kill_worker(process):  # at its start, because once it has nothing left to do nobody misses it
+        while not (children := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()):
+            time.sleep(0.002)
+        os.kill(int(children[0]), signal.SIGKILL)
 
     def ctrl_c(process):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -293,7 +295,7 @@ def test_stopped_runs_go_on_byte_for_byte():
     whole, kill, some = content("whole"), subprocess.Popen.kill, len(paths("whole")) // 5
     for more, stop, code, *says in (
             (0, fill_disk, 1, "parts: " + os.strerror(errno.EFBIG), "make room and run again"),
-            (1, kill_worker, 1, "prepare.py: a worker was killed"), (1, kill, -signal.SIGKILL),
+            (0, kill_worker, 1, "prepare.py: a worker was killed"), (1, kill, -signal.SIGKILL),
             (some, ctrl_c, 1, "prepare.py: interrupted; run again"), (some, kill, -signal.SIGKILL)):
         wanted = len(paths("parts")) + more
 

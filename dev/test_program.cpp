@@ -294,7 +294,7 @@ TEST(pipes_devices_and_directories_are_refused) {
     const std::string pipe = dir() + "/pipe", out = dir() + "/holds_";
     mkfifo(pipe.c_str(), 0600);
     const auto check = [&](const std::string& options, const std::string& refused) {
-        const Result r = shell("timeout -s KILL 10 ./train_gpt2cu " + tiny() + "-x 1 " + options);
+        const Result r = shell("timeout -s KILL 100 ./train_gpt2cu " + tiny() + "-x 1 " + options);
         CHECK_RUN(r, 1, refused + ": not a regular file");
     };
     for (const std::string& other : {pipe, std::string("/dev/zero")}) {
@@ -319,9 +319,9 @@ TEST(standard_streams_may_be_closed_or_full) {
         CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
 }
 
-// Three gigabytes are more single tokens than an int counts.
+// Three gigabytes are more single tokens than an int counts. With a sample at every other step they take for ever.
 TEST(numbers_at_the_edge) {
-    const std::string text = dir() + "/large.txt", huge = "--device cpu -e tiny -b 1 -v 0 -s 0 -i " + text;
+    const std::string text = dir() + "/large.txt", huge = "--device cpu -e tiny -b 1 -v 0 -s 2 -i " + text;
     shell("truncate -s 3000000000 " + text);
     CHECK_RUN(run_and_act(huge + " -t 1", "step 1/2147483647 |", "kill -s TERM $pid"), 143, "ETA > 99 days\n");
     CHECK_RUN(run(tiny() + "--profile 2147483647"), 2, "out of range");
@@ -425,6 +425,8 @@ TEST(memory_table_and_profile) {
                0.02);
     for (const auto& [name, size] : listed)
         CHECK_NEAR(number_after(described, name == "total" ? "\nmemory " : name + " "), size, 0.06);
+    const Result generate = run("--device cpu --generate 1 --memory -e " + model());
+    CHECK(contains(generate.out, "total, and activations") && !contains(generate.out, "host memory"));
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
 }
 
@@ -444,7 +446,7 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
     std::string said = shell(terminal + "./train_gpt2cu " + options + " </dev/null | tr -d '\\r'").out;
     int lines[2] = {};  // of validations and of steps
     for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
-    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] < 40 && lines[1] <= 1 + 4 * (test::now() - begin));
+    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (test::now() - begin));
     CHECK(rows(out, "train").size() == 40);
     CHECK(std::count(said.begin(), said.begin() + said.find("step 0/"), '\n') <= 15);
     CHECK(contains(said, "the model is " + model_path(out, 40) + "\n"));
@@ -483,14 +485,18 @@ TEST(resume_is_bit_exact_gpu) {
     }
 }
 
-// Both interrupts come in the second step, the second one when a second has passed.
+// Both interrupts come in the second step, the second one when a second has passed. On one thread that step computes for
+// longer than 50 ms before the first and 50 ms after it, however fast the machine is.
 TEST(a_second_interrupt_a_second_later_ends_the_step) {
     const std::string out = dir() + "/second";
     signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
-    const Result r =
-        run_and_act("--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
-                    "kill -s CONT $pid; sleep 0.1; kill -s INT $pid; sleep 0.01; kill -s STOP $pid; sleep 1.2; "
-                    "kill -s INT $pid");
+    setenv("OMP_THREAD_LIMIT", "1", 1);
+    const Result r = run_and_act(
+        "--device cpu -e tiny -b 64 -t 256 -v 0 -s 0 -x 9 -i " + text_file() + " -o " + out, "step 1/",
+        "used() { cut -d' ' -f14 /proc/$pid/stat; }; compute() { end=$(($(used) + 5)); while [ $(used) -lt $end ]; do "
+        "kill -s CONT $pid; sleep 0.001; kill -s STOP $pid; done; }; "
+        "compute; kill -s INT $pid; compute; sleep 1.2; kill -s INT $pid");
+    unsetenv("OMP_THREAD_LIMIT");
     CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_checkpoint(out) == -1);
 }
 
@@ -579,7 +585,7 @@ TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
 
 // A program that ignores its children's ends passes that on to the programs that it starts.
 TEST(a_parent_sees_its_ranks_end_where_that_was_ignored) {
-    const std::string ignoring = "timeout 30 env --ignore-signal=CHLD ";
+    const std::string ignoring = "timeout 100 env --ignore-signal=CHLD ";
     if (shell(ignoring + "true").code != 0) SKIP("no env that ignores signals");
     const std::string command = ignoring + "./train_gpt2cu " + ranks_options() + "-v 0 -x 1 --gpus 2";
     CHECK_RUN(shell(command), 0, "step 1/1");
@@ -603,7 +609,7 @@ TEST(a_job_ends_as_a_whole) {
         // soon, or a zombie that waits for a parent to take note.
         {"-n 1 -nk 3",
          "all=$(ranks); for p in $pid $all; do ps -o pgid= -p $p; done | sort -u | echo groups $(wc -l); kill -9 $pid; "
-         "for i in $(seq 100); do living=$(for p in $all; do grep -s '^State:.[RSDT]' /proc/$p/status; done); "
+         "for i in $(seq 500); do living=$(for p in $all; do grep -s '^State:.[RSDT]' /proc/$p/status; done); "
          "[ \"$living\" ] || break; sleep 0.1; done; [ -z \"$living\" ] || kill -9 $all; "
          "echo $(echo $all | wc -w) ranks, living: $living.",
          137, "groups 3\n2 ranks, living: .\n"}};
@@ -623,11 +629,9 @@ TEST(a_job_ends_as_a_whole) {
                                        std::string(cases[i].act) + "; echo victim $victim")});
         }
     };
-    const double begin = test::now();
     start(ranks_options(), 2, std::size(cases));
     if (const int gpus = Cuda::count(); gpus >= 2) start(gpu_options(), gpus < 4 ? 2 : 4, 3);
     for (Started& job : jobs) job.run.wait();
-    CHECK(test::now() - begin < 60);
     for (size_t i = 0; i < jobs.size(); i++) {
         const auto& c = cases[i % std::size(cases)];
         const Started& job = jobs[i];

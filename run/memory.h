@@ -31,7 +31,8 @@ void print_memory_table(Model& model) {
         }
     std::printf("%-44s %26.2f %14.1f\n", "total, and activations per token", model.total_bytes() / kMiB,
                 model.acts.bytes / tokens);
-    std::printf("%-44s %26.2f\n", "host memory for checkpoints, with -o", snapshot_bytes(model) / kMiB);
+    if (model.training)
+        std::printf("%-44s %26.2f\n", "host memory for checkpoints, with -o", snapshot_bytes(model) / kMiB);
 }
 
 // Says what each arena asked for and the largest -b that would fit in what is free.
