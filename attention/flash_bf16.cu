@@ -27,9 +27,9 @@
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <cmath>
 
+#include "attention/forms.h"
 #include "attention/merge.cuh"
 #include "attention/mma_bf16.cuh"
-#include "attention/partial.h"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
@@ -38,14 +38,15 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A warp owns MTiles MMA tiles of 16 rows. It takes Sub rows of the streamed operand at a time out of a stage of
-// Br or Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave 255 a thread, and the accumulators
-// take up to 192. Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
+// Tiles. A warp owns M MMA tiles of 16 rows. It takes kSub rows of the streamed operand at a time out of a stage of Br or
+// Bc. Registers decide the sizes. Two blocks of 128 threads on an SM leave 255 a thread, and the accumulators take up to
+// 192. Shared memory stays under the 99 KB that a block may have on sm_86, sm_89 and sm_120.
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kSub = 32;
 
 template <int HS>
 struct ForwardTiles {
-    static constexpr int Warps = 4, MTiles = 2, Threads = 32 * Warps, MinBlocks = 2;
-    static constexpr int Br = Warps * MTiles * 16;
+    static constexpr int M = 2, Br = kWarps * M * 16;
     // A step takes a whole stage. O and S take 64 registers each at HS 64, and 128 and 32 at HS 128.
     static constexpr int Bc = HS == 64 ? 64 : 32;
     static constexpr bool QInRegisters = HS == 64;       // else its fragments are fetched again for every tile of keys
@@ -54,36 +55,22 @@ struct ForwardTiles {
 
 template <int HS>
 struct DqTiles {
-    static constexpr int Warps = 4, MTiles = 2, Threads = 32 * Warps, MinBlocks = 2;
-    static constexpr int Br = Warps * MTiles * 16;
-    static constexpr int Bc = HS == 64 ? 128 : 32;  // as large as fits, because each stage costs a barrier
-    static constexpr int Sub = 32;                  // S and dP take 32 registers each
-    static constexpr bool QInRegisters = HS == 64;  // and dO
-    // Q, dO, 2 stages of K and V, lse and D (97 KB)
-    static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;
+    static constexpr int M = 2, Br = kWarps * M * 16;  // S and dP take 32 registers each
+    static constexpr int Bc = HS == 64 ? 128 : 32;     // as large as fits, because each stage costs a barrier
+    static constexpr bool QInRegisters = HS == 64;     // and dO
+    static constexpr int Smem = (2 * Br + 4 * Bc) * HS * 2 + Br * 8;  // Q, dO, 2 stages of K and V, lse and D (97 KB)
 };
 
 template <int HS>
 struct DkdvTiles {
-    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1;  // dK and dV take 128 registers
-    static constexpr int Threads = 32 * Warps, MinBlocks = 2;
-    static constexpr int Bc = Warps * MTiles * 16;
-    static constexpr int Br = HS == 64 ? 128 : 32;
-    static constexpr int Sub = 32;  // Sᵀ and dPᵀ take 16·MTiles registers each
+    static constexpr int M = HS == 64 ? 2 : 1, Bc = kWarps * M * 16;  // dK and dV take 128 registers
+    static constexpr int Br = HS == 64 ? 128 : 32;                    // Sᵀ and dPᵀ take 16·M registers each
     // K, V, 2 stages of Q, dO and lse and D (98 KB, 65 KB)
     static constexpr int Smem = (2 * Bc + 4 * Br) * HS * 2 + 2 * Br * 8;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
-
-struct ForwardArgs {
-    Problem<bf16> p;
-    Heads<bf16> out;  // written in the whole form
-    float* lse;
-    float* o_acc;  // merged into in the partial form, null otherwise
-    double* lse_acc;
-};
 
 // What query `row` sees of the keys from k0 on, as an end for this lane's even columns of an accumulator.
 __device__ __forceinline__ int visible_columns(const Problem<bf16>& p, int row, int k0) {
@@ -159,7 +146,7 @@ struct Softmax {
 
 // The partial form's epilogue. Merges the warp's rows, from first_q on, into o_acc and lse_acc.
 template <int HS, int M>
-__device__ __forceinline__ void merge_rows(const ForwardArgs& args, const Work& w, int first_q,
+__device__ __forceinline__ void merge_rows(const ForwardArgs<bf16>& args, const Work& w, int first_q,
                                            const float (&o)[M][HS / 8][4], const float (&lse)[M][2]) {
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32;
@@ -187,11 +174,10 @@ __device__ __forceinline__ void merge_rows(const ForwardArgs& args, const Work& 
 }
 
 template <int HS>
-__global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
-    const __grid_constant__ ForwardArgs args) {
+__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<bf16> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, TileBytes = Bc * HS * 2;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M, TileBytes = Bc * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem);
@@ -205,10 +191,10 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const int k_tiles = (k_end + Bc - 1) / Bc;                  // ≤ 0 if no query of this tile sees a key
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
-        load_tile<HS, Bc, Threads>(v_smem + (j & 1) * TileBytes, v, p.v.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, v, p.v.token, j * Bc, p.Tk);
     };
-    load_tile<HS, Br, Threads>(q_smem, q, p.q.token, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(q_smem, q, p.q.token, q0, p.Tq);
     cp_async_commit();
     if (k_tiles > 0) load_kv(k_tiles - 1);
     cp_async_commit();
@@ -338,11 +324,10 @@ __device__ __forceinline__ void make_lse_D(const BackwardArgs& args, const Work&
 }
 
 template <int HS>
-__global__ __launch_bounds__(DqTiles<HS>::Threads,
-                             DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
     constexpr int TileBytes = Bc * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
@@ -359,11 +344,11 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     const int k_tiles = visible_tiles<Br, Bc>(p, w.tile);
 
     auto load_kv = [&](int j) {
-        load_tile<HS, Bc, Threads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token, j * Bc, p.Tk);
-        load_tile<HS, Bc, Threads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, head_of(p.k, w, HS), p.k.token, j * Bc, p.Tk);
+        load_tile<HS, Bc, kThreads>(v_smem + (j & 1) * TileBytes, head_of(p.v, w, HS), p.v.token, j * Bc, p.Tk);
     };
-    load_tile<HS, Br, Threads>(q_smem, head_of(p.q, w, HS), p.q.token, q0, p.Tq);
-    load_tile<HS, Br, Threads>(do_smem, dout, args.dout.token, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(q_smem, head_of(p.q, w, HS), p.q.token, q0, p.Tq);
+    load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token, q0, p.Tq);
     cp_async_commit();
     if (k_tiles > 0) load_kv(0);
     cp_async_commit();
@@ -388,12 +373,12 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         }
     }
 
-    auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + Sub)
+    auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes + sub * HS * 2, v_tile = k_tile + 2 * TileBytes;
-        float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];
+        float s[M][kSub / 8][4] = {}, dp[M][kSub / 8][4];
         for (int i = 0; i < M; i++)
-            for (int n = 0; n < Sub / 8; n++)
+            for (int n = 0; n < kSub / 8; n++)
                 for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -407,7 +392,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {
                 const int visible = visible_columns(p, first_q + 16 * i + e / 2 * 8 + lane / 4, j * Bc + sub);
-                for (int n = 0; n < Sub / 8; n++) {
+                for (int n = 0; n < kSub / 8; n++) {
                     const float P = exp2_approx(s[i][n][e] * p.scale_log2 - lse_log2[i][e / 2]);
                     s[i][n][e] = Masked && 8 * n + e % 2 >= visible ? 0.f : P * dp[i][n][e];  // dS
                 }
@@ -421,10 +406,10 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
         if (j + 1 < k_tiles) load_kv(j + 1);
         cp_async_commit();
 #pragma unroll 1
-        for (int sub = 0; sub < Bc; sub += Sub) {
+        for (int sub = 0; sub < Bc; sub += kSub) {
             const int k0 = j * Bc + sub;
             if (k0 > last_q + p.shift) continue;
-            if (k0 + Sub > p.Tk || k0 + Sub - 1 > first_q + p.shift)
+            if (k0 + kSub > p.Tk || k0 + kSub - 1 > first_q + p.shift)
                 step(j, sub, std::true_type{});
             else
                 step(j, sub, std::false_type{});
@@ -445,11 +430,10 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 }
 
 template <int HS>
-__global__ __launch_bounds__(DkdvTiles<HS>::Threads,
-                             DkdvTiles<HS>::MinBlocks) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
     constexpr int TileBytes = Br * HS * 2;
     const Problem<bf16>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
@@ -470,23 +454,23 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     // written.
     auto load_q = [&](int j) {
         const int stage = j & 1, row = j * Br + threadIdx.x;
-        load_tile<HS, Br, Threads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token, j * Br, p.Tq);
-        load_tile<HS, Br, Threads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
-                                   p.Tq);
+        load_tile<HS, Br, kThreads>(q_smem + stage * TileBytes, head_of(p.q, w, HS), p.q.token, j * Br, p.Tq);
+        load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
+                                    p.Tq);
         if (threadIdx.x < Br)
             cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
                        args.lse_D + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
         cp_async_commit();
     };
-    load_tile<HS, Bc, Threads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
-    load_tile<HS, Bc, Threads>(v_smem, head_of(p.v, w, HS), p.v.token, k0, p.Tk);
+    load_tile<HS, Bc, kThreads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
+    load_tile<HS, Bc, kThreads>(v_smem, head_of(p.v, w, HS), p.v.token, k0, p.Tk);
     if (first_tile < q_tiles) load_q(first_tile);
 
     float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
-    auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + Sub)
+    auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
         constexpr bool Masked = decltype(masked)::value;
         const uint32_t q_tile = q_smem + (j & 1) * TileBytes + sub * HS * 2, do_tile = q_tile + 2 * TileBytes;
-        float s[M][Sub / 8][4] = {}, dp[M][Sub / 8][4];  // transposed: rows are keys
+        float s[M][kSub / 8][4] = {}, dp[M][kSub / 8][4];  // transposed: rows are keys
         uint32_t a[M][4];
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
@@ -495,7 +479,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         }
         // {lse, D} of this lane's two columns (e = 0 and 1) of subtile column n.
         auto columns = [&](int n) { return lse_D[((j & 1) * Br + sub + 8 * n) / 2 + lane % 4]; };
-        for (int n = 0; n < Sub / 8; n++) {
+        for (int n = 0; n < kSub / 8; n++) {
             const float4 c = columns(n);
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
@@ -506,7 +490,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
                 }
         }
         add_product<HS>(dv, s, do_tile);
-        for (int n = 0; n < Sub / 8; n++) {
+        for (int n = 0; n < kSub / 8; n++) {
             const float4 c = columns(n);
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) dp[i][n][e] = -(e % 2 ? c.w : c.y);  // the product adds to it (dP − D)
@@ -517,7 +501,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
             mma_abt<HS>(dp, a, do_tile, kk * 16);
         }
         for (int i = 0; i < M; i++)
-            for (int n = 0; n < Sub / 8; n++)
+            for (int n = 0; n < kSub / 8; n++)
                 for (int e = 0; e < 4; e++) s[i][n][e] *= dp[i][n][e];  // dS
         add_product<HS>(dk, s, q_tile);
     };
@@ -527,9 +511,9 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
         __syncthreads();  // tile j is there for all, and all have left tile j − 1, whose stage the next load takes
         if (j + 1 < q_tiles) load_q(j + 1);
 #pragma unroll 1
-        for (int sub = 0; sub < Br; sub += Sub) {
+        for (int sub = 0; sub < Br; sub += kSub) {
             const int first_q = j * Br + sub;
-            if (first_q + Sub - 1 + p.shift < first_k) continue;
+            if (first_q + kSub - 1 + p.shift < first_k) continue;
             if (first_q + p.shift < last_k)
                 step(j, sub, std::true_type{});
             else
@@ -560,77 +544,30 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_bf16";
 
-void launch_forward(const Cuda& dev, ForwardArgs args, Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
-                    const PartialShape& s) {
-    args.p = problem(kName, q, k, v, s);
-    with_head_size(s.HS, [&](auto HS) {
+void forward(const Cuda& dev, const ForwardCall<bf16>& c) {
+    const ForwardArgs<bf16> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, c.o_acc, c.lse_acc};
+    with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
-        launch(kName, forward_kernel<HS>, args, ceil_div(s.Tq, Tiles::Br), s.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+        launch(kName, forward_kernel<HS>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
     });
 }
-void launch_backward(const Cuda& dev, BackwardArgs args, Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
-                     Heads<const bf16> dout, const float* lse, void* scratch, const PartialShape& s) {
-    args.p = problem(kName, q, k, v, s);
-    check_aligned(kName, "dout", dout);
-    check_aligned(kName, "scratch", scratch);
-    args.dout = dout, args.lse = lse;
-    args.lse_D = static_cast<float2*>(scratch);
-    with_head_size(s.HS, [&](auto HS) {
+void backward(const Cuda& dev, const BackwardCall<bf16>& c) {
+    BackwardArgs args{};
+    args.p = problem(c.q, c.k, c.v, c.s);
+    args.dout = c.dout, args.out = c.out, args.lse = c.lse, args.D = c.D, args.lse_D = static_cast<float2*>(c.scratch);
+    args.dq = c.dq, args.dk = c.dk, args.dv = c.dv, args.write_dkv = c.s.write_dkv;
+    args.dq_acc = c.dq_sum.ptr, args.dk_acc = c.dk_sum.ptr, args.dv_acc = c.dv_sum.ptr;
+    with_head_size(c.s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;
-        launch(kName, dq_kernel<HS>, args, ceil_div(s.Tq, Dq::Br), s.Tk, HS, Dq::Threads, Dq::Smem, dev);
-        launch(kName, dkdv_kernel<HS>, args, ceil_div(s.Tk, Dkdv::Bc), s.Tq, HS, Dkdv::Threads, Dkdv::Smem, dev);
+        launch(kName, dq_kernel<HS>, args, ceil_div(c.s.Tq, Dq::Br), c.s.Tk, HS, kThreads, Dq::Smem, dev);
+        launch(kName, dkdv_kernel<HS>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
     });
 }
-
-void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
-    check_aligned(kName, "out", out);
-    ForwardArgs args{};
-    args.out = contiguous(out, s.T, s.NH, s.HS), args.lse = lse;
-    launch_forward(dev, args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-}
-void backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out, const float* lse,
-              const bf16*, const bf16* qkv, const AttentionShape& s) {
-    check_aligned(kName, "out", out);
-    check_aligned(kName, "dqkv", dqkv);
-    BackwardArgs args{};
-    args.out = contiguous(out, s.T, s.NH, s.HS);
-    args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
-    launch_backward(dev, args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
-                    contiguous(dout, s.T, s.NH, s.HS), lse, scratch, whole(s));
-}
-
-// The partial form
-void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
-                     Heads<const bf16> v, const PartialShape& s) {
-    check_aligned(kName, "o_acc", o_acc);
-    ForwardArgs args{};
-    args.o_acc = o_acc, args.lse_acc = lse;
-    launch_forward(dev, args, q, k, v, s);
-}
-void backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const bf16> q,
-                      Heads<const bf16> k, Heads<const bf16> v, Heads<const bf16> dout, const float* lse,
-                      const float* D, const PartialShape& s) {
-    check_aligned(kName, "dq_sum", dq_sum);
-    check_aligned(kName, "dk", dk);
-    check_aligned(kName, "dv", dv);
-    BackwardArgs args{};
-    args.D = D, args.dq_acc = dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS;
-    args.dk_acc = dk, args.dv_acc = dv, args.write_dkv = s.write_dkv;
-    launch_backward(dev, args, q, k, v, dout, lse, scratch, s);
-}
-
-size_t partial_scratch_bytes(const PartialShape& s) {
+size_t scratch_bytes(const PartialShape& s, bool) {
     return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * sizeof(float2);
 }
-size_t scratch_bytes(const AttentionShape& s) {
-    return partial_scratch_bytes(whole(s));
-}
-
-const PartialForm<bf16> kPartial{forward_partial, backward_partial, partial_scratch_bytes, dq_rows_bytes,
-                                 write_dq_rows};
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_bf16 = {"flash_bf16",  80,      true,     no_bytes,
-                                          scratch_bytes, forward, backward, &kPartial};
+const AttentionKernel<bf16> flash_bf16 = BothForms<bf16, kName, forward, backward, scratch_bytes>::kernel(80);

@@ -28,16 +28,13 @@
 // Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, q_rows), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3
-#include <algorithm>
 #include <cfloat>
 #include <climits>
 #include <cmath>
 
+#include "attention/forms.h"
 #include "attention/fp16_pairs.cuh"
 #include "attention/merge.cuh"
-#include "attention/mma_tiles.cuh"
-#include "attention/partial.h"
-#include "layers/gpu/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
@@ -46,33 +43,30 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A warp owns MTiles MMA tiles of 16 rows and takes Sub rows of the streamed operand at a time. Two blocks of
-// 128 threads share an SM, which allows 255 registers a thread and, on sm_90, 113 KB of shared memory a block. sm_86,
-// sm_89 and sm_120 have only 99 KB in all. An element takes 4 bytes as a float and 4 as a pair of halves.
+// Tiles. A warp owns M MMA tiles of 16 rows. Two blocks of 128 threads share an SM, which allows 255 registers a thread
+// and, on sm_90, 113 KB of shared memory a block. sm_86, sm_89 and sm_120 have only 99 KB in all. An element takes 4
+// bytes as a float and 4 as a pair of halves.
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+template <int HS>
+constexpr int kM = HS == 64 ? 2 : 1;
 
 template <int HS>
 struct ForwardTiles {
-    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
-    static constexpr int Br = Warps * MTiles * 16;
-    static constexpr int Bc = HS == 64 ? 64 : 32;
-    static constexpr int Sub = 32;
+    static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 64 : 32, Sub = 32;  // Sub keys at a time
     // 80 KB: K and V as pairs (at first Q's hi part lies there), K and V as floats, Q's lo part
     static constexpr int QLo = 16 * Bc * HS, Smem = QLo + 2 * Br * HS;
 };
 
 template <int HS>
 struct DqTiles {
-    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
-    static constexpr int Br = Warps * MTiles * 16;
-    static constexpr int Bc = HS == 64 ? 32 : 16;
+    static constexpr int Br = kWarps * kM<HS> * 16, Bc = HS == 64 ? 32 : 16;
     static constexpr int Smem = 8 * Br * HS + 16 * Bc * HS;  // 96 KB: Q and dO, then K and V as pairs and as floats
 };
 
 template <int HS>
 struct DkdvTiles {
-    static constexpr int Warps = 4, MTiles = HS == 64 ? 2 : 1, Threads = 32 * Warps, MinBlocks = 2;
-    static constexpr int Bc = Warps * MTiles * 16;
-    static constexpr int Br = HS == 64 ? 32 : 16;
+    static constexpr int Bc = kWarps * kM<HS> * 16, Br = HS == 64 ? 32 : 16;
     // Just over 96 KB: K and V, then Q and dO as pairs and as floats, then 2 stages of lse and D
     static constexpr int Smem = 8 * Bc * HS + 16 * Br * HS + 2 * Br * 12;
 };
@@ -82,14 +76,6 @@ struct DkdvTiles {
 
 constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
-
-struct ForwardArgs {
-    Problem<float> p;
-    Heads<float> out;  // whole form: written
-    float* lse;
-    float* o_acc;  // partial form: merged into (null in the whole form)
-    double* lse_acc;
-};
 
 // Makes S −∞ where the warp's query i does not see the tile's key j. It sees it if j < keys and i − j ≥ ahead.
 template <int M, int N>
@@ -216,8 +202,9 @@ __device__ __forceinline__ void finish(float (&o)[M][HS / 8][4], const float (&m
 // The partial form's end. The rows' results are merged into o_acc and lse_acc (merge.cuh).
 template <int HS, int M>
 __device__ __forceinline__ void merge_rows(const float (&o)[M][HS / 8][4], const float (&m)[M][2],
-                                           const float (&l)[M][2], const float (&lse)[M][2], const ForwardArgs& args,
-                                           const Work& w, size_t lse_row, int first_row) {
+                                           const float (&l)[M][2], const float (&lse)[M][2],
+                                           const ForwardArgs<float>& args, const Work& w, size_t lse_row,
+                                           int first_row) {
     const Problem<float>& p = args.p;
     const size_t token = static_cast<size_t>(p.NH) * HS;
     const int lane = threadIdx.x % 32;
@@ -247,17 +234,16 @@ __device__ __forceinline__ void merge_rows(const float (&o)[M][HS / 8][4], const
 }
 
 template <int HS>
-__global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlocks) void forward_kernel(
-    const __grid_constant__ ForwardArgs args) {
+__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<float> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = Tiles::MTiles, Threads = Tiles::Threads;
-    using KV = Stream<HS, Bc, Threads>;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = kM<HS>;
+    using KV = Stream<HS, Bc, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const KV kv{smem};
 
-    __shared__ Work w;  // the loop leaves no register for it
+    __shared__ Work w;  // the loops leave no register for it
     if (threadIdx.x == 0) w = work_of_block(p, true);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
@@ -273,7 +259,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
 
     // Q's hi part goes to registers, and the first tile of keys takes its place in shared memory.
     uint32_t q_hi[HS / 16][M][4];
-    __shared__ float q_unit[Tiles::Warps];  // the loop leaves no register for it
+    __shared__ float q_unit[kWarps];  // the loop leaves no register for it
     {
         unsigned char* rows = smem + warp_row * HS * 2;
         q_unit[threadIdx.x / 32] =
@@ -284,7 +270,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads, ForwardTiles<HS>::MinBlo
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
     float o[M][HS / 8][4] = {};
     float m[M][2], l[M][2] = {};
-    __shared__ Excess<M> l_excess[Threads];
+    __shared__ Excess<M> l_excess[kThreads];
     l_excess[threadIdx.x] = Excess<M>{};
     for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
 
@@ -432,13 +418,12 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
 }
 
 template <int HS>
-__global__ __launch_bounds__(DqTiles<HS>::Threads,
-                             DqTiles<HS>::MinBlocks) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, Rows = 16 * M;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = kM<HS>, Rows = 16 * M;
     constexpr int QLo = Br * HS * 2;
-    using KV = Stream<HS, Bc, Threads>;
+    using KV = Stream<HS, Bc, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const KV kv{smem + 4 * QLo};
@@ -463,7 +448,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     float dS_sum[M][2] = {};    // over this lane's columns
     uint32_t P_sum[M][2] = {};  // likewise, in units of 2^-30, because floats would lose what is small beside 1
     // Each thread's part of the sum of all keys. The loop leaves no registers for it.
-    __shared__ float4 k_sums[Threads];
+    __shared__ float4 k_sums[kThreads];
     k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
     float dq[M][HS / 8][4] = {};
 
@@ -531,7 +516,7 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
     float2 k_mean[HS / 8];
     if (whole_row) {
         const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
-        mean_key<HS, Threads>(k_mean, k_sums, keys);
+        mean_key<HS, kThreads>(k_mean, k_sums, keys);
     }
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -558,13 +543,12 @@ __global__ __launch_bounds__(DqTiles<HS>::Threads,
 }
 
 template <int HS>
-__global__ __launch_bounds__(DkdvTiles<HS>::Threads,
-                             DkdvTiles<HS>::MinBlocks) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
-    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::MTiles, Threads = Tiles::Threads, Rows = 16 * M;
+    constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = kM<HS>, Rows = 16 * M;
     constexpr int KLo = Bc * HS * 2;
-    using QdO = Stream<HS, Br, Threads>;
+    using QdO = Stream<HS, Br, kThreads>;
     const Problem<float>& p = args.p;
     extern __shared__ __align__(256) unsigned char smem[];
     const QdO q_do{smem + 4 * KLo};
@@ -594,7 +578,7 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
     if (first_tile < q_tiles) copy_q(first_tile);
 
     unsigned char* k_rows = smem + warp_row * HS * 2;
-    __shared__ float2 units[Tiles::Warps];  // of K and V. The loop leaves no register for them
+    __shared__ float2 units[kWarps];  // of K and V. The loop leaves no register for them
     {
         const float k_unit = keep_rows<HS, Rows>(k_rows, KLo, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
         const float v_unit =
@@ -666,85 +650,39 @@ __global__ __launch_bounds__(DkdvTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_fp16x3";
 
-Problem<float> problem(const Heads<const float>& q, const Heads<const float>& k, const Heads<const float>& v,
-                       const PartialShape& s) {
+void check_length(const PartialShape& s) {
     if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
-        throw Error(format("flash_fp16x3: Tq %d, Tk %d: at most %d fit a launch", s.Tq, s.Tk, INT_MAX / 4));
-    return problem(kName, q, k, v, s);
+        throw Error(format("%s: Tq %d, Tk %d: at most %d fit a launch", kName, s.Tq, s.Tk, INT_MAX / 4));
 }
-void launch_forward(const Cuda& dev, ForwardArgs args, const Heads<const float>& q, const Heads<const float>& k,
-                    const Heads<const float>& v, const PartialShape& s) {
-    args.p = problem(q, k, v, s);
-    with_head_size(s.HS, [&](auto HS) {
+void forward(const Cuda& dev, const ForwardCall<float>& c) {
+    check_length(c.s);
+    const ForwardArgs<float> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, c.o_acc, c.lse_acc};
+    with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
-        launch(kName, forward_kernel<HS>, args, ceil_div(s.Tq, Tiles::Br), s.Tk, HS, Tiles::Threads, Tiles::Smem, dev);
+        launch(kName, forward_kernel<HS>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
     });
 }
-void launch_backward(const Cuda& dev, BackwardArgs args, const Heads<const float>& q, const Heads<const float>& k,
-                     const Heads<const float>& v, const Heads<const float>& dout, const float* lse, void* scratch,
-                     const PartialShape& s) {
-    args.p = problem(q, k, v, s);
-    check_aligned(kName, "dout", dout);
-    check_aligned(kName, "dq", args.dq);
-    check_aligned(kName, "dk", args.dk);
-    check_aligned(kName, "dv", args.dv);
-    check_aligned(kName, "scratch", scratch);
-    args.dout = dout, args.lse = lse;
-    args.lse_D = static_cast<float2*>(scratch);
+void backward(const Cuda& dev, const BackwardCall<float>& c) {
+    check_length(c.s);
+    const bool partial = c.D;
+    BackwardArgs args{};
+    args.p = problem(c.q, c.k, c.v, c.s);
+    args.dout = c.dout, args.out = c.out, args.lse = c.lse, args.D = c.D;
+    args.lse_D = static_cast<float2*>(c.scratch);
     args.factors = reinterpret_cast<float*>(args.lse_D + static_cast<size_t>(args.p.heads) * args.p.q_rows);
-    with_head_size(s.HS, [&](auto HS) {
+    args.dq = partial ? c.dq_sum : c.dq, args.add_dq = partial;
+    args.dk = partial ? c.dk_sum : c.dk, args.dv = partial ? c.dv_sum : c.dv, args.add_dkv = partial && !c.s.write_dkv;
+    with_head_size(c.s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;
-        launch(kName, dq_kernel<HS>, args, ceil_div(s.Tq, Dq::Br), s.Tk, HS, Dq::Threads, Dq::Smem, dev);
-        launch(kName, dkdv_kernel<HS>, args, ceil_div(s.Tk, Dkdv::Bc), s.Tq, HS, Dkdv::Threads, Dkdv::Smem, dev);
+        launch(kName, dq_kernel<HS>, args, ceil_div(c.s.Tq, Dq::Br), c.s.Tk, HS, kThreads, Dq::Smem, dev);
+        launch(kName, dkdv_kernel<HS>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
     });
 }
-
-void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    check_aligned(kName, "out", out);
-    ForwardArgs args{};
-    args.out = contiguous(out, s.T, s.NH, s.HS), args.lse = lse;
-    launch_forward(dev, args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-}
-void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
-              const float*, const float* qkv, const AttentionShape& s) {
-    check_aligned(kName, "out", out);
-    BackwardArgs args{};
-    args.out = contiguous(out, s.T, s.NH, s.HS);
-    args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
-    launch_backward(dev, args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2),
-                    contiguous(dout, s.T, s.NH, s.HS), lse, scratch, whole(s));
-}
-
-// The partial form
-void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
-                     Heads<const float> v, const PartialShape& s) {
-    check_aligned(kName, "o_acc", o_acc);
-    ForwardArgs args{};
-    args.o_acc = o_acc, args.lse_acc = lse;
-    launch_forward(dev, args, q, k, v, s);
-}
-void backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
-                      Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
-                      const float* D, const PartialShape& s) {
-    BackwardArgs args{};
-    args.D = D, args.add_dq = true, args.add_dkv = !s.write_dkv;
-    args.dq = contiguous(dq_sum + static_cast<size_t>(s.q_begin) * s.NH * s.HS, s.rows_of_q(), s.NH, s.HS);
-    args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS), args.dv = contiguous(dv, s.rows_of_k(), s.NH, s.HS);
-    launch_backward(dev, args, q, k, v, dout, lse, scratch, s);
-}
-
-size_t partial_scratch_bytes(const PartialShape& s) {
+size_t scratch_bytes(const PartialShape& s, bool) {
     return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * (sizeof(float2) + sizeof(float));
 }
-size_t scratch_bytes(const AttentionShape& s) {
-    return partial_scratch_bytes(whole(s));
-}
-
-const PartialForm<float> kPartial{forward_partial, backward_partial, partial_scratch_bytes, dq_rows_bytes,
-                                  write_dq_rows};
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp16x3 = {"flash_fp16x3", 80,      true,     no_bytes,
-                                             scratch_bytes,  forward, backward, &kPartial};
+const AttentionKernel<float> flash_fp16x3 = BothForms<float, kName, forward, backward, scratch_bytes>::kernel(80);

@@ -25,9 +25,8 @@
 // Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <climits>
 
-#include "attention/launch.h"
+#include "attention/forms.h"
 #include "attention/merge.cuh"
-#include "attention/partial.h"
 #include "layers/gpu/ptx_sm80.cuh"  // exp2_approx, kLog2e
 
 namespace {
@@ -527,124 +526,94 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-template <class Args>
-void check_and_set(Args& args, const char* what, Heads<const float> q, Heads<const float> k, Heads<const float> v,
-                   const PartialShape& s) {
-    check_shape(what, s);
+constexpr char kName[] = "flash_fp32";
+
+// Fills what the kernels' arguments have in common.
+template <class Args, class Call>
+Args common_args(const Call& c) {
+    const PartialShape& s = c.s;
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) || static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
             format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T ≤ 2^36); "
                    "split the batch or the sequence",
-                   what, s.B, s.Tq, s.Tk, s.NH));
-    check_aligned(what, "q", q);
-    check_aligned(what, "k", k);
-    check_aligned(what, "v", v);
-    args.q = q, args.k = k, args.v = v;
+                   kName, s.B, s.Tq, s.Tk, s.NH));
+    Args args{};
+    args.q = c.q, args.k = c.k, args.v = c.v;
     args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.q_rows = s.rows_of_q();
     args.shift = s.shift(), args.scale = s.resolved_scale();
+    return args;
 }
-void throw_no_tile(const Cuda& dev, const char* what) {
+
+// Launches the kernel if a block may have so many floats of shared memory, besides an int.
+template <class Args>
+bool launch(const Cuda& dev, void (*kernel)(Args), const Args& args, dim3 blocks, int floats) {
+    const int smem = floats * static_cast<int>(sizeof(float));
+    if (smem + static_cast<int>(sizeof(int)) > dev.block_smem) return false;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
+    kernel<<<blocks, kThreads, smem, dev.stream>>>(args);
+    LAUNCH_CHECK(kName);
+    return true;
+}
+void throw_no_tile(const Cuda& dev) {
     throw Error(
         format("%s: %s gives a block less than the 64 KB of shared memory that the smallest tiles need; "
                "use naive attention",
-               what, dev.name.c_str()));
+               kName, dev.name.c_str()));
 }
 
 template <class Tile>
 bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
-    constexpr int kSmem = Tile::forward_floats() * sizeof(float);
-    if (kSmem > dev.block_smem) return false;
     const auto kernel = args.lse_rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
-    kernel<<<dim3(B * args.NH, ceil_div(args.Tq, Tile::Br)), kThreads, kSmem, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_fp32 forward_kernel or lse_rest_kernel");
-    return true;
+    return launch(dev, kernel, args, dim3(B * args.NH, ceil_div(args.Tq, Tile::Br)), Tile::forward_floats());
 }
-
-void launch_forward(const Cuda& dev, const char* what, ForwardArgs args, Heads<const float> q, Heads<const float> k,
-                    Heads<const float> v, const PartialShape& s) {
-    check_and_set(args, what, q, k, v, s);
-    check_aligned(what, "out", args.out);
+void launch_forward(const Cuda& dev, const ForwardArgs& args, const PartialShape& s) {
     if (!(s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
                      : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B)))
-        throw_no_tile(dev, what);
+        throw_no_tile(dev);
 }
-
-// The counters. The ticket is first, then one for each query tile of at least 16 rows of each head. In the whole form D
-// and lse_rest come before them.
-size_t partial_scratch_bytes(const PartialShape& s) {
-    return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
+void forward(const Cuda& dev, const ForwardCall<float>& c) {
+    auto args = common_args<ForwardArgs>(c);
+    args.out = c.o_acc ? c.o_acc : c.out.ptr, args.lse = c.lse, args.lse_acc = c.lse_acc;
+    launch_forward(dev, args, c.s);
 }
 
 template <class Tile>
 bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
-    constexpr int kSmem = Tile::backward_floats() * sizeof(float);
-    if (kSmem + static_cast<int>(sizeof(int)) > dev.block_smem) return false;
-    CUDA_CHECK(cudaFuncSetAttribute(backward_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
-    backward_kernel<Tile><<<args.heads * ceil_div(args.Tk, Tile::Bc), kThreads, kSmem, dev.stream>>>(args);
-    LAUNCH_CHECK("flash_fp32 backward_kernel");
-    return true;
+    return launch(dev, backward_kernel<Tile>, args, args.heads * ceil_div(args.Tk, Tile::Bc), Tile::backward_floats());
 }
-
-void launch_backward(const Cuda& dev, const char* what, BackwardArgs args, int* scratch, Heads<const float> q,
-                     Heads<const float> k, Heads<const float> v, const PartialShape& s) {
-    check_and_set(args, what, q, k, v, s);
-    check_aligned(what, "dout", args.dout);
-    for (const auto& [name, x] : {std::pair("dq", args.dq), {"dk", args.dk}, {"dv", args.dv}})
-        check_aligned(what, name, x);
-    dev.zero(scratch, partial_scratch_bytes(s));
-    args.heads = s.B * s.NH, args.ticket = scratch, args.key_tiles_added = scratch + 1;
+// Scratch holds the counters: the ticket, then one for each query tile of at least 16 rows of each head. In the whole
+// form D and lse_rest come before them.
+size_t counter_bytes(const PartialShape& s) {
+    return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
+}
+size_t scratch_bytes(const PartialShape& s, bool partial) {
+    return counter_bytes(s) + (partial ? 0 : 2 * static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float));
+}
+void backward(const Cuda& dev, const BackwardCall<float>& c) {
+    const PartialShape& s = c.s;
+    auto args = common_args<BackwardArgs>(c);
+    args.heads = s.B * s.NH, args.dout = c.dout, args.lse = c.lse;
+    args.ticket = static_cast<int*>(c.scratch);
+    if (c.D) {
+        args.dq = c.dq_sum, args.dk = c.dk_sum, args.dv = c.dv_sum, args.D = c.D;
+        args.add_dq = true, args.add_dkv = !s.write_dkv;
+    } else {
+        const size_t rows = static_cast<size_t>(args.heads) * s.Tq;
+        float *D = static_cast<float*>(c.scratch), *lse_rest = D + rows;
+        attention_D(dev, D, c.dout.ptr, c.out.ptr, s.B, s.Tq, s.NH, s.HS);
+        auto rest = common_args<ForwardArgs>(c);
+        rest.lse_in = c.lse, rest.lse_rest = lse_rest;
+        launch_forward(dev, rest, s);
+        args.dq = c.dq, args.dk = c.dk, args.dv = c.dv, args.D = D, args.lse_rest = lse_rest;
+        args.ticket = reinterpret_cast<int*>(lse_rest + rows);
+    }
+    args.key_tiles_added = args.ticket + 1;
+    dev.zero(args.ticket, counter_bytes(s));
     if (!(s.HS == 64 ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
                      : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args)))
-        throw_no_tile(dev, what);
+        throw_no_tile(dev);
 }
-
-void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    ForwardArgs args{};
-    args.out = out, args.lse = lse;
-    launch_forward(dev, "flash_fp32 forward", args, packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-}
-void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
-              const float*, const float* qkv, const AttentionShape& s) {
-    constexpr char kWhat[] = "flash_fp32 backward";
-    const Heads<const float> q = packed(qkv, s, 0), k = packed(qkv, s, 1), v = packed(qkv, s, 2);
-    const size_t rows = static_cast<size_t>(s.B) * s.NH * s.T;
-    float *D = static_cast<float*>(scratch), *lse_rest = D + rows;
-    attention_D(dev, D, dout, out, s.B, s.T, s.NH, s.HS);
-    ForwardArgs rest{};
-    rest.lse_in = lse, rest.lse_rest = lse_rest;
-    launch_forward(dev, kWhat, rest, q, k, v, whole(s));
-    BackwardArgs args{};
-    args.dq = packed(dqkv, s, 0), args.dk = packed(dqkv, s, 1), args.dv = packed(dqkv, s, 2);
-    args.dout = contiguous(dout, s.T, s.NH, s.HS);
-    args.lse = lse, args.lse_rest = lse_rest, args.D = D;
-    launch_backward(dev, kWhat, args, reinterpret_cast<int*>(lse_rest + rows), q, k, v, whole(s));
-}
-
-void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const float> q, Heads<const float> k,
-                     Heads<const float> v, const PartialShape& s) {
-    ForwardArgs args{};
-    args.out = o_acc, args.lse_acc = lse;
-    launch_forward(dev, "flash_fp32 forward_partial", args, q, k, v, s);
-}
-void backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch, Heads<const float> q,
-                      Heads<const float> k, Heads<const float> v, Heads<const float> dout, const float* lse,
-                      const float* D, const PartialShape& s) {
-    BackwardArgs args{};
-    args.dq = contiguous(dq_sum, s.rows_of_q(), s.NH, s.HS), args.dq.ptr += s.q_begin * args.dq.token;
-    args.dk = contiguous(dk, s.rows_of_k(), s.NH, s.HS), args.dv = contiguous(dv, s.rows_of_k(), s.NH, s.HS);
-    args.dout = dout, args.lse = lse, args.D = D;
-    args.add_dq = true, args.add_dkv = !s.write_dkv;
-    launch_backward(dev, "flash_fp32 backward_partial", args, static_cast<int*>(scratch), q, k, v, s);
-}
-
-size_t scratch_bytes(const AttentionShape& s) {
-    return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float) + partial_scratch_bytes(whole(s));
-}
-
-const PartialForm<float> kPartial{forward_partial, backward_partial, partial_scratch_bytes, dq_rows_bytes,
-                                  write_dq_rows};
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp32{"flash_fp32", 75, true, no_bytes, scratch_bytes, forward, backward, &kPartial};
+const AttentionKernel<float> flash_fp32 = BothForms<float, kName, forward, backward, scratch_bytes>::kernel(75);

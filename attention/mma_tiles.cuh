@@ -72,6 +72,15 @@ struct Problem {
     float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
 };
 
+template <class X>
+struct ForwardArgs {
+    Problem<X> p;
+    Heads<X> out;  // whole form: written
+    float* lse;
+    float* o_acc;  // partial form: merged into (null in the whole form)
+    double* lse_acc;
+};
+
 struct Work {
     int tile, bh, b, h;
 };
@@ -98,12 +107,7 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 }
 
 template <class X>
-Problem<X> problem(const char* kernel, const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v,
-                   const PartialShape& s) {
-    check_shape(kernel, s);
-    check_aligned(kernel, "q", q);
-    check_aligned(kernel, "k", k);
-    check_aligned(kernel, "v", v);
+Problem<X> problem(const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v, const PartialShape& s) {
     Problem<X> p{};
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;

@@ -580,7 +580,7 @@ __global__ void __launch_bounds__(Wgmma<V>::Threads, 1)
 template <class X, int F, bool OnWgmma>
 void forward(const Cuda& dev, X* out, float* lse, const X* qkv, const AttentionShape& s) {
     using V = Variant<X, F & ~kShift>;
-    const Args<X> args{problem("study_accumulation", packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s)),
+    const Args<X> args{problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s)),
                        contiguous(out, s.T, s.NH, HS), lse, F & kShift ? std::log2(static_cast<float>(s.T)) : 0.f};
     if constexpr (OnWgmma) {
         using Tiles = Wgmma<V>;
