@@ -103,20 +103,20 @@ __device__ __forceinline__ void hide_transposed(float (&s)[M][N][4], int keys, i
 
 // s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in product_abt, so that
 // backward's S has the same bits.
-template <int HS, int KLo, int M, int N>
+template <int HS, int Lo, int M, int N>
 __device__ __forceinline__ void scores(float (&s)[M][N][4], const uint32_t (&q_hi)[HS / 16][M][4], uint32_t q_lo_tile,
-                                       uint32_t k_tile) {
+                                       PairTile<Lo> k_tile) {
     uint32_t k_hi[HS / 16][N / 2][4];
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int kk = 0; kk < HS / 16; kk++) {
         uint32_t q_lo[M][4], k_lo[4];
         load_a<HS>(q_lo, again(q_lo_tile), 16 * kk);
         for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(k_hi[kk][n / 2], block16_b<HS>(k_tile, 8 * n, 16 * kk));
+            ldmatrix_x4(k_hi[kk][n / 2], block16_b<HS>(k_tile.hi, 8 * n, 16 * kk));
             mma(s, n, q_lo, k_hi[kk][n / 2]);
         }
         for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(k_lo, block16_b<HS>(k_tile + KLo, 8 * n, 16 * kk));
+            ldmatrix_x4(k_lo, block16_b<HS>(k_tile.lo(), 8 * n, 16 * kk));
             mma(s, n, q_hi[kk], k_lo);
         }
     }
@@ -135,103 +135,108 @@ struct alignas(8 * M) Excess {
     float of[M][2];
 };
 
-// The online softmax of a tile of keys turns s into P. s · s_unit is S·log2(e). In each MMA tile this lane has rows
-// lane/4 and lane/4 + 8. l has only this lane's columns until the end. m keeps the exponentials in range and need not
-// be the maximum. O and l are rescaled only when some row of the warp outgrew it by more than a factor of 2. After the
-// first tiles that hardly ever happens.
-template <int HS, int M, int N>
-__device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4], float (&m)[M][2], float (&l)[M][2],
-                                      float s_unit, Excess<M>* l_excess) {
-    float m_new[M][2];
-    bool outgrown = false;
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            float x = s[i][0][2 * r];
-            for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            m_new[i][r] = fmaxf(m[i][r], x * s_unit);
-            outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN, which compares false
-        }
-    Excess<M> excess = l_excess[thread_again()];
-    if (__any_sync(~0u, outgrown)) {
+// The online softmax of a warp's rows. In each MMA tile this lane has rows lane/4 and lane/4 + 8.
+template <int HS>
+struct Softmax {
+    static constexpr int M = kM<HS>;
+    float l[M][2] = {}, m[M][2];  // l is of this lane's columns until finish
+
+    __device__ __forceinline__ Softmax() {
+        for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
+    }
+
+    __device__ __forceinline__ void scale_o(float (&o)[M][HS / 8][4], int i, int r, float factor) {
+        for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= factor, o[i][n][2 * r + 1] *= factor;
+    }
+
+    // Turns a tile of s into P. s · s_unit is S·log2(e). m keeps the exponentials in range and need not be the maximum.
+    // O and l are rescaled only when some row of the warp outgrew it by more than a factor of 2. After the first tiles
+    // that hardly ever happens.
+    template <int N>
+    __device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4], float s_unit,
+                                          Excess<M>* l_excess) {
+        float m_new[M][2];
+        bool outgrown = false;
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
-                const float x = m_new[i][r];
-                const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
-                m[i][r] = x;
-                l[i][r] *= alpha, excess.of[i][r] *= alpha;
-                for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
+                float x = s[i][0][2 * r];
+                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
+                m_new[i][r] = fmaxf(m[i][r], quad_max(x) * s_unit);
+                outgrown |= m_new[i][r] - m[i][r] > 1.f;  // −inf − −inf is NaN, which compares false
+            }
+        Excess<M> excess = l_excess[thread_again()];
+        if (__any_sync(~0u, outgrown)) {
+            for (int i = 0; i < M; i++)
+                for (int r = 0; r < 2; r++) {
+                    const float x = m_new[i][r];
+                    const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
+                    m[i][r] = x;
+                    l[i][r] *= alpha, excess.of[i][r] *= alpha;
+                    scale_o(o, i, r, alpha);
+                }
+        }
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                const float base = m[i][r] == -INFINITY ? 0.f : m[i][r];
+                float sum = 0.f;
+                for (int n = 0; n < N; n++)
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
+                        sum += s[i][n][e];
+                    }
+                // If one key has most of the weight, every other tile's sum is small beside l. What an addition loses
+                // to rounding is kept for the next (Kahan), because all of a row's P, and D, have l's error.
+                const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
+                excess.of[i][r] = (l_new - l[i][r]) - addend;
+                l[i][r] = l_new;
+            }
+        l_excess[thread_again()] = excess;
+    }
+
+    // l becomes the sum over all columns. Divides O by it.
+    __device__ __forceinline__ void finish(float (&o)[M][HS / 8][4], float (&lse)[M][2]) {
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                const float sum = quad_sum(l[i][r]);
+                const bool unseen = sum == 0.f;  // the row saw no key, as any other sum is at least 1/2, or NaN
+                const float inverse = unseen ? 0.f : 1.f / sum;
+                lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
+                l[i][r] = sum;
+                scale_o(o, i, r, inverse);
             }
     }
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            const float base = m[i][r] == -INFINITY ? 0.f : m[i][r];
-            float sum = 0.f;
-            for (int n = 0; n < N; n++)
-                for (int e = 2 * r; e < 2 * r + 2; e++) {
-                    s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
-                    sum += s[i][n][e];
-                }
-            // If one key has most of the weight, every other tile's sum is small beside l. What an addition loses
-            // to rounding is kept for the next (Kahan), because all of a row's P, and D, have l's error.
-            const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
-            excess.of[i][r] = (l_new - l[i][r]) - addend;
-            l[i][r] = l_new;
-        }
-    l_excess[thread_again()] = excess;
-}
 
-// The softmax's end. l becomes the sum over all columns, and O is divided by it.
-template <int HS, int M>
-__device__ __forceinline__ void finish(float (&o)[M][HS / 8][4], const float (&m)[M][2], float (&l)[M][2],
-                                       float (&lse)[M][2]) {
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            float sum = l[i][r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const bool unseen = sum == 0.f;  // the row saw no key, as any other sum is at least 1/2, or NaN
-            const float inverse = unseen ? 0.f : 1.f / sum;
-            lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
-            l[i][r] = sum;
-            for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
-        }
-}
-
-// The partial form's end. The rows' results are merged into o_acc and lse_acc (merge.cuh).
-template <int HS, int M>
-__device__ __forceinline__ void merge_rows(const float (&o)[M][HS / 8][4], const float (&m)[M][2],
-                                           const float (&l)[M][2], const float (&lse)[M][2],
-                                           const ForwardArgs<float>& args, const Work& w, size_t lse_row,
-                                           int first_row) {
-    const Problem<float>& p = args.p;
-    const size_t token = static_cast<size_t>(p.NH) * HS;
-    const int lane = threadIdx.x % 32;
+    // The partial form's end. Merges the rows into o_acc and lse_acc (merge.cuh).
+    __device__ __forceinline__ void merge_rows(const float (&o)[M][HS / 8][4], const float (&lse)[M][2],
+                                               const ForwardArgs<float>& args, const Work& w, size_t lse_row,
+                                               int first_row) const {
+        const Problem<float>& p = args.p;
+        const size_t token = static_cast<size_t>(p.NH) * HS;
+        const int lane = threadIdx.x % 32;
 #pragma unroll  // else the compiler keeps the loop at HS 64, because it has a `continue`, and O in local memory
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            const int row = first_row + 16 * i + 8 * r;
-            if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-            const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
-            const bool heavier = own > old;  // true if ours is. The lighter part's weight is σ(−|own − old|)
-            const Merge merged = merge(heavier ? own : old, heavier ? old : own);
-            const float weight = merged.weight;
-            float2* acc =
-                reinterpret_cast<float2*>(args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS) +
-                lane % 4;
-            auto blend = [&](float theirs, float ours) {
-                const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
-                return old == -INFINITY ? ours : x - weight * (x - y);
-            };
-            for (int n = 0; n < HS / 8; n++) {
-                const float2 x = acc[4 * n];
-                acc[4 * n] = make_float2(blend(x.x, o[i][n][2 * r]), blend(x.y, o[i][n][2 * r + 1]));
+        for (int i = 0; i < M; i++)
+            for (int r = 0; r < 2; r++) {
+                const int row = first_row + 16 * i + 8 * r;
+                if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
+                const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
+                const bool heavier = own > old;  // true if ours is. The lighter part's weight is σ(−|own − old|)
+                const Merge merged = merge(heavier ? own : old, heavier ? old : own);
+                const float weight = merged.weight;
+                float* o_acc = args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS;
+                float2* acc = reinterpret_cast<float2*>(o_acc) + lane % 4;
+                auto blend = [&](float theirs, float ours) {
+                    const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
+                    return old == -INFINITY ? ours : x - weight * (x - y);
+                };
+                for (int n = 0; n < HS / 8; n++) {
+                    const float2 x = acc[4 * n];
+                    acc[4 * n] = make_float2(blend(x.x, o[i][n][2 * r]), blend(x.y, o[i][n][2 * r + 1]));
+                }
+                __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
+                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged.lse;
             }
-            __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-            if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged.lse;
-        }
-}
+    }
+};
 
 template <int HS>
 __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<float> args) {
@@ -263,16 +268,15 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     {
         unsigned char* rows = smem + warp_row * HS * 2;
         q_unit[threadIdx.x / 32] =
-            keep_rows<HS, 16 * M>(rows, Tiles::QLo, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
+            keep_rows<HS, 16 * M, Tiles::QLo>(rows, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
         __syncwarp();
         for (int kk = 0; kk < HS / 16; kk++) load_a<HS>(q_hi[kk], smem_address(rows), kk * 16);
     }
     const uint32_t q_lo_tile = smem_address(smem) + Tiles::QLo + warp_row * HS * 2;
     float o[M][HS / 8][4] = {};
-    float m[M][2], l[M][2] = {};
+    Softmax<HS> softmax;
     __shared__ Excess<M> l_excess[kThreads];
     l_excess[threadIdx.x] = Excess<M>{};
-    for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
 
     for (int j = k_tiles - 1; j >= 0; j--) {
         const auto largest = kv.split_tiles();
@@ -287,15 +291,15 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
             const int k0 = j * Bc + sub;
             const int ahead = k0 - p.shift - first_q();
             if (k0 >= p.Tk || ahead > 16 * M - 1) continue;
-            const uint32_t k_tile = kv.x_tile() + sub * HS * 2, v_tile = kv.y_tile() + sub * HS * 2;
+            const auto k_tile = kv.x_tile().row(sub * HS * 2), v_tile = kv.y_tile().row(sub * HS * 2);
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
-                scores<HS, KV::Lo>(s, q_hi, q_lo_tile, k_tile);
+                scores<HS>(s, q_hi, q_lo_tile, k_tile);
                 if constexpr (decltype(masked)::value) hide(s, p.Tk - k0, ahead, thread_again() % 32);
-                weigh<HS>(s, o, m, l, s_unit, l_excess);
+                softmax.weigh(s, o, s_unit, l_excess);
                 uint32_t p_hi[Sub / 16][M][4], p_lo[Sub / 16][M][4];
                 to_a(p_hi, p_lo, s, kPScale);
-                add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, KV::Lo, o_unit);
+                add_product_ab<HS, Sub>(o, p_hi, p_lo, v_tile, o_unit);
             };
             if (k0 + Sub > p.Tk || ahead > 1 - Sub)
                 step(std::true_type{});
@@ -305,11 +309,11 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     }
 
     float lse[M][2];
-    finish<HS>(o, m, l, lse);
+    softmax.finish(o, lse);
     const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
     const int q0 = w.tile * Br, first_row = first_q() + lane / 4;
     if (args.o_acc) {
-        merge_rows<HS>(o, m, l, lse, args, w, lse_row, first_row);
+        softmax.merge_rows(o, lse, args, w, lse_row, first_row);
     } else {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++)
@@ -390,18 +394,18 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
                                           FirstRow first_q) {
     constexpr int Rows = 16 * M, QLo = DqTiles<HS>::Br * HS * 2;
     const Problem<float>& p = args.p;
-    const uint32_t q_tile = smem_address(q_rows), do_tile = q_tile + 2 * QLo;
+    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.row(2 * QLo);
     const int lane = threadIdx.x % 32;
     const int src_lane = lane / 4 * 4 + lane / 8;  // has, in its columns, the diagonal of row lane/4
-    do_unit = keep_rows<HS, Rows>(q_rows + 2 * QLo, QLo, head_of(args.dout, w, HS), args.dout.token, first_q(), p.Tq);
+    do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS), args.dout.token, first_q(), p.Tq);
     float d[M][2 * M][4] = {}, d_unit = 0.f;
     if (!args.D) {
-        d_unit = do_unit * keep_rows<HS, Rows>(q_rows, QLo, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
+        d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
         __syncwarp();
-        product_abt<HS, 1>(d, do_tile, QLo, q_tile, QLo);
+        product_abt<HS, 1>(d, do_tile, q_tile);
         __syncwarp();  // Q takes O's place
     }
-    q_unit = keep_rows<HS, Rows>(q_rows, QLo, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
+    q_unit = keep_rows<HS, Rows, QLo>(q_rows, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
     __syncwarp();
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -442,7 +446,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     if (k_tiles > 0) copy_kv(0);
 
     unsigned char* q_rows = smem + warp_row * HS * 2;
-    const uint32_t q_tile = smem_address(q_rows), do_tile = q_tile + 2 * QLo;
+    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.row(2 * QLo);
     float q_unit, do_unit, lse_log2[M][2], D[M][2];
     load_rows<HS>(q_unit, do_unit, lse_log2, D, q_rows, args, w, first_q);
     float dS_sum[M][2] = {};    // over this lane's columns
@@ -476,13 +480,13 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 }
         const int k0 = tile_of(n) * Bc;
         if (k0 > first_q() + Rows - 1 + p.shift) continue;
-        const float k_unit = power_of_two(-exponent_for(largest.x)), s_unit = p.scale_log2 * q_unit * k_unit;
-        const float dp_unit = do_unit * power_of_two(-exponent_for(largest.y));
+        const float k_unit = unit_for(largest.x), s_unit = p.scale_log2 * q_unit * k_unit;
+        const float dp_unit = do_unit * unit_for(largest.y);
         auto step = [&](auto masked) {
             constexpr bool Masked = decltype(masked)::value;
             float s[M][Bc / 8][4] = {}, dp[M][Bc / 8][4] = {}, P_tile[M][2] = {}, dS_tile[M][2] = {};
-            product_abt<HS, 2>(s, q_tile, QLo, kv.x_tile(), KV::Lo);
-            product_abt<HS, 1>(dp, do_tile, QLo, kv.y_tile(), KV::Lo);
+            product_abt<HS, 2>(s, q_tile, kv.x_tile());
+            product_abt<HS, 1>(dp, do_tile, kv.y_tile());
             const int first_row = first_q();
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
@@ -503,7 +507,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
             const uint32_t dS_largest = largest_of(s);
             uint32_t hi[Bc / 16][M][4], lo[Bc / 16][M][4];
             to_a(hi, lo, s, factor_for(dS_largest));
-            add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), KV::Lo, power_of_two(-exponent_for(dS_largest)) * k_unit);
+            add_product_ab<HS, Bc>(dq, hi, lo, kv.x_tile(), unit_for(dS_largest) * k_unit);
         };
         if (k0 + Bc > p.Tk || k0 + Bc - 1 > first_q() + p.shift)
             step(std::true_type{});
@@ -580,13 +584,13 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     unsigned char* k_rows = smem + warp_row * HS * 2;
     __shared__ float2 units[kWarps];  // of K and V. The loop leaves no register for them
     {
-        const float k_unit = keep_rows<HS, Rows>(k_rows, KLo, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
+        const float k_unit = keep_rows<HS, Rows, KLo>(k_rows, head_of(p.k, w, HS), p.k.token, first_k(), p.Tk);
         const float v_unit =
-            keep_rows<HS, Rows>(k_rows + 2 * KLo, KLo, head_of(p.v, w, HS), p.v.token, first_k(), p.Tk);
+            keep_rows<HS, Rows, KLo>(k_rows + 2 * KLo, head_of(p.v, w, HS), p.v.token, first_k(), p.Tk);
         units[threadIdx.x / 32] = {k_unit, v_unit};
         __syncwarp();
     }
-    const uint32_t k_tile = smem_address(k_rows), v_tile = k_tile + 2 * KLo;
+    const PairTile<KLo> k_tile{smem_address(k_rows)}, v_tile = k_tile.row(2 * KLo);
     float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
 
     for (int j = first_tile; j < q_tiles; j++) {
@@ -602,8 +606,8 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
             const float q_unit = power_of_two(-q_exponent);
             const float4* lse_D = reinterpret_cast<const float4*>(lse_D_smem) + (j & 1) * Br / 2;  // two rows each
             float s[M][Br / 8][4] = {}, dp[M][Br / 8][4] = {};  // transposed: rows are keys
-            uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];
-            product_abt<HS, 2>(s, k_tile, KLo, q_do.x_tile(), QdO::Lo);
+            uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];      // P, then dS
+            product_abt<HS, 2>(s, k_tile, q_do.x_tile());
             const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
             if constexpr (decltype(masked)::value) hide_transposed(s, keys, ahead, lane);
             for (int n = 0; n < Br / 8; n++) {
@@ -613,8 +617,8 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -(e % 2 ? c.z : c.x)));
             }
             to_a(hi, lo, s, kPScale);
-            add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), QdO::Lo, power_of_two(-do_exponent - 14));
-            product_abt<HS, 1>(dp, v_tile, KLo, q_do.y_tile(), QdO::Lo);
+            add_product_ab<HS, Br>(dv, hi, lo, q_do.y_tile(), power_of_two(-do_exponent - 14));
+            product_abt<HS, 1>(dp, v_tile, q_do.y_tile());
             const float dp_unit = units[thread_again() / 32].y * power_of_two(-do_exponent);
             for (int n = 0; n < Br / 8; n++) {
                 const float4 c = lse_D[4 * n + lane % 4];
@@ -627,8 +631,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
             }
             const uint32_t dS_largest = largest_of(dp);
             to_a(hi, lo, dp, factor_for(dS_largest));
-            add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(), QdO::Lo,
-                                   power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
+            add_product_ab<HS, Br>(dk, hi, lo, q_do.x_tile(), power_of_two(-exponent_for(dS_largest) - 14) * q_unit);
         };
         if (keys < Rows || ahead > 1 - Rows)
             step(std::true_type{});

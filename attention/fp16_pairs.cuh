@@ -34,6 +34,11 @@ __device__ __forceinline__ float factor_for(uint32_t largest) {
     return largest < 0x7f800000u ? power_of_two(exponent_for(largest)) : __int_as_float(0x7fffffff);
 }
 
+// What undoes that factor.
+__device__ __forceinline__ float unit_for(uint32_t largest) {
+    return power_of_two(-exponent_for(largest));
+}
+
 // Two floats as two pairs of halves, x = hi + lo to 22 bits.
 __device__ __forceinline__ void split(uint32_t& hi, uint32_t& lo, float x0, float x1) {
     hi = pack_f16(x0, x1);
@@ -64,7 +69,13 @@ __device__ __forceinline__ uint32_t again(uint32_t x) {
     return x;
 }
 
-// In shared memory a tile of lo parts lies `lo` bytes behind its tile of hi parts.
+// A tile in shared memory. Its lo parts lie Lo bytes behind its hi parts.
+template <int Lo>
+struct PairTile {
+    uint32_t hi;
+    __device__ __forceinline__ uint32_t lo() const { return hi + Lo; }
+    __device__ __forceinline__ PairTile row(int bytes) const { return {hi + bytes}; }
+};
 
 // A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads, …
 template <int HS, int Rows, int Threads>
@@ -81,9 +92,8 @@ __device__ __forceinline__ float largest(const float4 (&x)[N]) {
 }
 
 // Writes a thread's pieces of a tile, times factor, as pairs of halves.
-template <int HS, int Threads, int N>
-__device__ __forceinline__ void store_split(unsigned char* tile, int lo, const float4 (&x)[N], float factor,
-                                            unsigned thread) {
+template <int HS, int Threads, int Lo, int N>
+__device__ __forceinline__ void store_split(unsigned char* tile, const float4 (&x)[N], float factor, unsigned thread) {
     const unsigned row = thread / (HS / 4), col = thread % (HS / 4);
 #pragma unroll  // without it the compiler unrolls later, and orders the instructions otherwise
     for (int i = 0; i < N; i++) {
@@ -92,15 +102,14 @@ __device__ __forceinline__ void store_split(unsigned char* tile, int lo, const f
         split(h.y, l.y, x[i].z * factor, x[i].w * factor);
         unsigned char* at = tile + swizzled<HS>(row + i * (Threads / (HS / 4)), col / 2) + col % 2 * 8;
         *reinterpret_cast<uint2*>(at) = h;
-        *reinterpret_cast<uint2*>(at + lo) = l;
+        *reinterpret_cast<uint2*>(at + Lo) = l;
     }
 }
 
 // Each warp splits its own rows of an operand that the block keeps, rows [row0, row0 + Rows) of one head, and writes
 // them to `tile` as pairs. Rows at or past `end` become zeros. Returns the unit that undoes their scale.
-template <int HS, int Rows>
-__device__ __forceinline__ float keep_rows(unsigned char* tile, int lo, const float* head, size_t token, int row0,
-                                           int end) {
+template <int HS, int Rows, int Lo>
+__device__ __forceinline__ float keep_rows(unsigned char* tile, const float* head, size_t token, int row0, int end) {
     constexpr int RowsAtOnce = 32 / (HS / 4);
     const unsigned lane = threadIdx.x % 32;
     const int row = row0 + static_cast<int>(lane / (HS / 4));
@@ -109,8 +118,8 @@ __device__ __forceinline__ float keep_rows(unsigned char* tile, int lo, const fl
     for (int i = 0; i < kPieces<HS, Rows, 32>; i++, src += RowsAtOnce * token)
         rows[i] = row + i * RowsAtOnce < end ? *reinterpret_cast<const float4*>(src) : float4{0.f, 0.f, 0.f, 0.f};
     const uint32_t m = warp_largest(largest(rows));
-    store_split<HS, 32>(tile, lo, rows, factor_for(m), lane);
-    return power_of_two(-exponent_for(m));
+    store_split<HS, 32, Lo>(tile, rows, factor_for(m), lane);
+    return unit_for(m);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -136,26 +145,26 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
 // c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first rows of tile b. All
 // small terms come before the first large one. S adds its large terms in two chains, because tensor cores truncate when
 // they add. A long chain of one sign drifts, and S's absolute error is P's relative error.
-template <int HS, int Chains, int M, int N>
-__device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile, int a_lo, uint32_t b_tile, int b_lo) {
+template <int HS, int Chains, int M, int N, int ALo, int BLo>
+__device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a_tile, PairTile<BLo> b_tile) {
     uint32_t hi[M][4], lo[M][4], b[4];
-    a_tile = again(a_tile), b_tile = again(b_tile);
+    a_tile.hi = again(a_tile.hi), b_tile.hi = again(b_tile.hi);
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS; kk += 16) {
-        load_a<HS>(hi, a_tile, kk);
-        load_a<HS>(lo, a_tile + a_lo, kk);
+        load_a<HS>(hi, a_tile.hi, kk);
+        load_a<HS>(lo, a_tile.lo(), kk);
         for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, kk));
             mma(c, n, lo, b);
-            ldmatrix_x4(b, block16_b<HS>(b_tile + b_lo, 8 * n, kk));
+            ldmatrix_x4(b, block16_b<HS>(b_tile.lo(), 8 * n, kk));
             mma(c, n, hi, b);
         }
     }
 #pragma unroll 2  // not all, because the compiler would fetch so far ahead that it spills
     for (int kk = 0; kk < HS / Chains; kk += 16) {
-        load_a<HS>(hi, a_tile, kk);
+        load_a<HS>(hi, a_tile.hi, kk);
         for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+            ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, kk));
             mma(c, n, hi, b);
         }
     }
@@ -163,8 +172,8 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
         for (int n = 0; n < N; n += 2) {
             float chain[M][2][4] = {};
             for (int kk = HS / 2; kk < HS; kk += 16) {
-                load_a<HS>(hi, a_tile, kk);
-                ldmatrix_x4(b, block16_b<HS>(b_tile, 8 * n, kk));
+                load_a<HS>(hi, a_tile.hi, kk);
+                ldmatrix_x4(b, block16_b<HS>(b_tile.hi, 8 * n, kk));
                 mma(chain, 0, hi, b);
             }
             add_columns(c, n, chain);
@@ -173,21 +182,20 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], uint32_t a_tile
 
 // sum (16·M × HS) += unit · A · B over K. The K rows and HS columns of B are those of `tile`. The tensor cores add up a
 // slice of columns over K only. Ordinary additions, which round to nearest, make the long sum.
-template <int HS, int K, int M>
+template <int HS, int K, int M, int Lo>
 __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const uint32_t (&hi)[K / 16][M][4],
-                                               const uint32_t (&lo)[K / 16][M][4], uint32_t tile, int b_lo,
-                                               float unit) {
+                                               const uint32_t (&lo)[K / 16][M][4], PairTile<Lo> tile, float unit) {
     constexpr int Slice = 4 / M;  // 4 independent accumulators
-    tile = again(tile);
+    tile.hi = again(tile.hi);
     for (int n0 = 0; n0 < HS / 8; n0 += Slice) {
         float c[M][Slice][4] = {};
         uint32_t b_hi[K / 16][Slice / 2][4], b[4];
         // [quote]
         for (int kk = 0; kk < K / 16; kk++)
             for (int n = 0; n < Slice; n += 2) {
-                ldmatrix_x4_trans(b_hi[kk][n / 2], block16<HS>(tile, 16 * kk, 8 * (n0 + n)));
+                ldmatrix_x4_trans(b_hi[kk][n / 2], block16<HS>(tile.hi, 16 * kk, 8 * (n0 + n)));
                 mma(c, n, lo[kk], b_hi[kk][n / 2]);
-                ldmatrix_x4_trans(b, block16<HS>(tile + b_lo, 16 * kk, 8 * (n0 + n)));
+                ldmatrix_x4_trans(b, block16<HS>(tile.lo(), 16 * kk, 8 * (n0 + n)));
                 mma(c, n, hi[kk], b);
             }
         for (int kk = 0; kk < K / 16; kk++)
@@ -231,8 +239,8 @@ struct Stream {
     };
     unsigned char* smem;  // x pair, y pair, x floats, y floats
 
-    __device__ __forceinline__ uint32_t x_tile() const { return smem_address(smem); }
-    __device__ __forceinline__ uint32_t y_tile() const { return smem_address(smem) + Pair; }
+    __device__ __forceinline__ PairTile<Lo> x_tile() const { return {smem_address(smem)}; }
+    __device__ __forceinline__ PairTile<Lo> y_tile() const { return {smem_address(smem) + Pair}; }
     // Starts copying rows [row0, row0 + Rows) of one head as they are. Rows at or past `end` become zeros. No barrier
     // is needed, because each thread will read only what it copied itself.
     __device__ __forceinline__ void copy(const Heads<const float>& x, const Heads<const float>& y, const Work& w,
@@ -273,13 +281,13 @@ struct Stream {
         __syncthreads();  // the maxima are there, and all have left the last tile
         const uint4 a = *reinterpret_cast<const uint4*>(maxima[0]), b = *reinterpret_cast<const uint4*>(maxima[1]);
         const uint32_t x_all = max(max(a.x, a.y), max(a.z, a.w)), y_all = max(max(b.x, b.y), max(b.z, b.w));
-        store_split<HS, Threads>(smem, Lo, x, factor_for(x_all), thread);
+        store_split<HS, Threads, Lo>(smem, x, factor_for(x_all), thread);
         for (int i = 0; i < Pieces; i++) {
             y[i] = y_floats[i * Threads];  // read again for lack of registers
             const float f = factor(thread / (HS / 4) + i * (Threads / (HS / 4)));
             y[i].x *= f, y[i].y *= f, y[i].z *= f, y[i].w *= f;
         }
-        store_split<HS, Threads>(smem + Pair, Lo, y, factor_for(y_all), thread);
+        store_split<HS, Threads, Lo>(smem + Pair, y, factor_for(y_all), thread);
         return {x_all, y_all};
     }
     __device__ __forceinline__ Largest split_tiles() const {

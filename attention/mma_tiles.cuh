@@ -40,6 +40,17 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int c
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
+// Over the four lanes that share a row of an accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+template <class X>
+__device__ __forceinline__ X quad_sum(X x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 // Adds c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, or writes it if !add. Skips rows at or past
 // `end`.
 template <int HS, int M>
