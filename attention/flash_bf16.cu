@@ -98,10 +98,8 @@ struct Softmax {
             for (int r = 0; r < 2; r++) {
                 float x = m[i][r];
                 for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[i][n][2 * r], s[i][n][2 * r + 1]));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                m_new[i][r] = x;
-                outgrown |= (x - m[i][r]) * scale_log2 > 8.f;  // −inf − −inf is NaN, hence false
+                m_new[i][r] = quad_max(x);
+                outgrown |= (m_new[i][r] - m[i][r]) * scale_log2 > 8.f;  // −inf − −inf is NaN, hence false
             }
         if (__any_sync(~0u, outgrown)) {
             for (int i = 0; i < M; i++)
@@ -110,7 +108,7 @@ struct Softmax {
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx((m[i][r] - x) * scale_log2);
                     m[i][r] = x;
                     l[i][r] *= alpha;
-                    for (int n = 0; n < D; n++) o[i][n][2 * r] *= alpha, o[i][n][2 * r + 1] *= alpha;
+                    scale_row(o, i, r, alpha);
                 }
         }
         for (int i = 0; i < M; i++)
@@ -133,13 +131,11 @@ struct Softmax {
     __device__ __forceinline__ void finish(float scale_log2, float (&o)[M][D][4], float (&lse)[M][2]) {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
-                float sum = l[i][r];
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
+                const float sum = quad_sum(l[i][r]);
                 const bool unseen = sum == 0.f;  // the row saw no key. With one the sum is at least 1, or NaN
                 const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
                 lse[i][r] = unseen ? -INFINITY : (m[i][r] * scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-                for (int n = 0; n < D; n++) o[i][n][2 * r] *= inverse, o[i][n][2 * r + 1] *= inverse;
+                scale_row(o, i, r, inverse);
             }
     }
 };
@@ -278,26 +274,8 @@ struct BackwardArgs {
     bool write_dkv;
 };
 
-// D[i] belongs to row row0 + i·32/(HS/8) + lane/(HS/8). HS/8 lanes share a row, 8 elements each. All loads are issued
-// before the first sum, so that their latency is paid once.
-template <int HS, int Rows>
-__device__ __forceinline__ void rows_D(float (&D)[Rows], const bf16* dout, size_t dout_token, const bf16* out,
-                                       size_t out_token, int row0, int end) {
-    constexpr int Pieces = HS / 8;
-    const int lane = threadIdx.x % 32;
-    uint4 x[Rows], y[Rows];
-    for (int i = 0; i < Rows; i++) {
-        const size_t row = min(row0 + i * (32 / Pieces) + lane / Pieces, end - 1);
-        x[i] = *reinterpret_cast<const uint4*>(dout + row * dout_token + lane % Pieces * 8);
-        y[i] = *reinterpret_cast<const uint4*>(out + row * out_token + lane % Pieces * 8);
-    }
-    for (int i = 0; i < Rows; i++) {
-        D[i] = dot8(x[i], y[i]);
-        for (int lanes = 1; lanes < Pieces; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
-    }
-}
-
-// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D.
+// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D. D comes with the
+// partial form. In the whole form HS/8 lanes share a row of dO and O, 8 elements each.
 template <int HS, int M>
 __device__ __forceinline__ void make_lse_D(const BackwardArgs& args, const Work& w, const bf16* dout,
                                            float2* lse_D_smem, int q0, int warp_row) {
@@ -309,9 +287,20 @@ __device__ __forceinline__ void make_lse_D(const BackwardArgs& args, const Work&
     if (args.D) {
         lse_D.y = args.D[at];
     } else {
-        float D[16 * M / RowsAtOnce];
-        rows_D<HS>(D, dout, args.dout.token, head_of(args.out, w, HS), args.out.token, q0 + warp_row, p.Tq);
-        for (int i = 0; i < 16 * M / RowsAtOnce; i++)
+        constexpr int N = 16 * M / RowsAtOnce;
+        const bf16* out = head_of(args.out, w, HS);
+        uint4 x[N], y[N];  // all loads come before the first sum, so that their latency is paid once
+        float D[N];
+        for (int i = 0; i < N; i++) {
+            const size_t t = min(q0 + warp_row + i * RowsAtOnce + lane / Pieces, p.Tq - 1);
+            x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token + lane % Pieces * 8);
+            y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token + lane % Pieces * 8);
+        }
+        for (int i = 0; i < N; i++) {
+            D[i] = dot8(x[i], y[i]);
+            for (int lanes = 1; lanes < Pieces; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
+        }
+        for (int i = 0; i < N; i++)
             if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D[i];
         __syncwarp();
         lse_D.y = lse_D_smem[row].y;
@@ -416,9 +405,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
         }
     }
 
-    for (int i = 0; i < M; i++)
-        for (int n = 0; n < HS / 8; n++)
-            for (int e = 0; e < 4; e++) dq[i][n][e] *= p.scale;
+    scale(dq, p.scale);
     if (args.dq_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
         add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.q_rows + q0) * token + w.h * HS, token,
@@ -523,9 +510,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     cp_async_wait<0>();
     __syncthreads();  // the epilogue overwrites K and V, so they must have landed even if no query saw them
 
-    for (int i = 0; i < M; i++)
-        for (int n = 0; n < HS / 8; n++)
-            for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
+    scale(dk, p.scale);
     if (args.dk_acc) {
         const size_t token = static_cast<size_t>(p.NH) * HS;
         const size_t at = (static_cast<size_t>(w.b) * p.k_rows + k0) * token + w.h * HS;

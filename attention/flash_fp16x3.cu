@@ -145,10 +145,6 @@ struct Softmax {
         for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
     }
 
-    __device__ __forceinline__ void scale_o(float (&o)[M][HS / 8][4], int i, int r, float factor) {
-        for (int n = 0; n < HS / 8; n++) o[i][n][2 * r] *= factor, o[i][n][2 * r + 1] *= factor;
-    }
-
     // Turns a tile of s into P. s · s_unit is S·log2(e). m keeps the exponentials in range and need not be the maximum.
     // O and l are rescaled only when some row of the warp outgrew it by more than a factor of 2. After the first tiles
     // that hardly ever happens.
@@ -172,7 +168,7 @@ struct Softmax {
                     const float alpha = x == -INFINITY ? 1.f : exp2_approx(m[i][r] - x);
                     m[i][r] = x;
                     l[i][r] *= alpha, excess.of[i][r] *= alpha;
-                    scale_o(o, i, r, alpha);
+                    scale_row(o, i, r, alpha);
                 }
         }
         for (int i = 0; i < M; i++)
@@ -202,7 +198,7 @@ struct Softmax {
                 const float inverse = unseen ? 0.f : 1.f / sum;
                 lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
                 l[i][r] = sum;
-                scale_o(o, i, r, inverse);
+                scale_row(o, i, r, inverse);
             }
     }
 
@@ -538,7 +534,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 change = lse_log2[i][r] == INFINITY ? 0.f : fmaf(args.lse[at], kLog2e, -lse_log2[i][r]);
             }
             const float factor = p.scale * (1.f - kLn2 * change);
-            for (int n = 0; n < HS / 8; n++) dq[i][n][2 * r] *= factor, dq[i][n][2 * r + 1] *= factor;
+            scale_row(dq, i, r, factor);
             if (thread % 4 == 0 && t < p.Tq) store_lse_D(args, at, lse_log2[i][r], change, D[i][r]);
         }
     add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token, p.Tq - w.tile * Br,
@@ -639,9 +635,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
             step(std::false_type{});
     }
 
-    for (int i = 0; i < M; i++)
-        for (int n = 0; n < HS / 8; n++)
-            for (int e = 0; e < 4; e++) dk[i][n][e] *= p.scale;
+    scale(dk, p.scale);
     const int k0 = w.tile * Bc;
     add_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add_dkv);
     add_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add_dkv);

@@ -40,6 +40,18 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[M][4], uint32_t tile, int c
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], block16<HS>(tile, 16 * m, col));
 }
 
+// An accumulator times factor, and rows [16·m + 8·r + lane/4] of it.
+template <int M, int N>
+__device__ __forceinline__ void scale(float (&c)[M][N][4], float factor) {
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++)
+            for (int e = 0; e < 4; e++) c[m][n][e] *= factor;
+}
+template <int M, int N>
+__device__ __forceinline__ void scale_row(float (&c)[M][N][4], int m, int r, float factor) {
+    for (int n = 0; n < N; n++) c[m][n][2 * r] *= factor, c[m][n][2 * r + 1] *= factor;
+}
+
 // Over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
