@@ -8,23 +8,21 @@
 //   backward   D = rowsum(dO∘O);  P = exp(S − lse);  dP = dO Vᵀ;  dS = P∘(dP − D)
 //              dQ = scale·dS K;  dK = scale·dSᵀ Q;  dV = Pᵀ dO
 //
-// fp16_pairs.cuh says why pairs of fp16, how they are scaled and how their products are summed. The scales are undone
-// at no cost. The factor that turns S into an exponent of 2 includes those of Q and K. The factor with which a tile's
-// product is added to the sum includes those of V (and P), dO, Q and K.
+// fp16_pairs.cuh says why, and how operands are scaled. Undoing a scale costs nothing. It is part of the factor that
+// turns S into an exponent of 2, or of the one with which a tile's product is added to the sum.
 //
 // New against flash_bf16: tiles arrive as floats (cp.async, one tile ahead) and the block splits them in shared memory.
-// That takes one barrier after the largest magnitude is known and one after the tile is written. The rest is
-// flash_bf16's structure. A warp owns 32 rows (16 at HS 128). Backward is two kernels that each write what they own,
-// without atomics. Non-causal is a mask that hides nothing.
+// That takes one barrier after the largest magnitude is known and one after the tile is written. A warp owns 32 rows
+// (16 at HS 128), and backward is two kernels that each write what they own, as there. Backward scales a tile of dS by
+// its own largest magnitude.
 //
-// Backward scales a tile of dS by its own largest magnitude. D comes from the same MMAs as dP, as the diagonal of dO
-// Oᵀ, so that dP − D is 0 where one key has all the weight. In the whole form two sums of a row show errors that all
-// its keys share. Its dS should add up to 0, and their sum is D's error. Its P should add up to 1, and what is missing
-// is lse's error. dq_kernel corrects D and lse, which dkdv_kernel reads, and dQ. It walks rows of few keys twice. The
-// partial form has no such check, because it sees only part of a row.
+// Backward's accuracy: D comes from the same MMAs as dP, as the diagonal of dO Oᵀ, so that dP − D is 0 where one key
+// has all the weight. In the whole form two sums of a row show errors that all its keys share. Its dS should add up to
+// 0, and what they add up to is D's error. Its P should add up to 1, and what is missing is lse's error. dq_kernel
+// corrects dQ, and D and lse for dkdv_kernel. It walks rows of few keys twice. The partial form sees only part of a row.
 //
-// Writes: forward writes out and lse, backward dqkv (every element). The partial form merges into o_acc and lse, adds
-// into dq_sum, and adds into or writes dk and dv.
+// Writes: forward out and lse, backward dqkv (every element). The partial form merges into o_acc and lse, adds into
+// dq_sum, and adds into or writes dk and dv.
 // Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, q_rows), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3
@@ -135,7 +133,7 @@ struct alignas(8 * M) Excess {
     float of[M][2];
 };
 
-// The online softmax of a warp's rows. In each MMA tile this lane has rows lane/4 and lane/4 + 8.
+// The online softmax of a warp's rows, of which this lane has lane/4 and lane/4 + 8 in each MMA tile.
 template <int HS>
 struct Softmax {
     static constexpr int M = kM<HS>;
@@ -145,9 +143,8 @@ struct Softmax {
         for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
     }
 
-    // Turns a tile of s into P. s · s_unit is S·log2(e). m keeps the exponentials in range and need not be the maximum.
-    // O and l are rescaled only when some row of the warp outgrew it by more than a factor of 2. After the first tiles
-    // that hardly ever happens.
+    // Turns s into P. s · s_unit is S·log2(e). m keeps the exponentials in range and need not be the maximum, so O and l
+    // are rescaled only when some row of the warp outgrew it by more than a factor of 2. That is rare after a few tiles.
     template <int N>
     __device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4], float s_unit,
                                           Excess<M>* l_excess) {
@@ -180,8 +177,8 @@ struct Softmax {
                         s[i][n][e] = exp2_approx(fmaf(s[i][n][e], s_unit, -base));
                         sum += s[i][n][e];
                     }
-                // If one key has most of the weight, every other tile's sum is small beside l. What an addition loses
-                // to rounding is kept for the next (Kahan), because all of a row's P, and D, have l's error.
+                // What an addition loses to rounding is kept for the next (Kahan), because all of a row's P, and D, have
+                // l's error. If one key has most of the weight, every other tile's sum is small beside l.
                 const float addend = sum - excess.of[i][r], l_new = l[i][r] + addend;
                 excess.of[i][r] = (l_new - l[i][r]) - addend;
                 l[i][r] = l_new;
@@ -382,8 +379,8 @@ __device__ __forceinline__ void mean_key(float2 (&mean)[HS / 8], const float4* s
     }
 }
 
-// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. The partial form is
-// given D. The whole form makes it of O, which lies where Q will lie.
+// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. The whole form makes D
+// of O, which lies where Q will lie.
 template <int HS, int M, class FirstRow>
 __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2], float (&D)[M][2],
                                           unsigned char* q_rows, const BackwardArgs& args, const Work& w,
@@ -452,8 +449,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
     float dq[M][HS / 8][4] = {};
 
-    // Rows of few keys are walked twice, the first time for D and lse alone. The mean key corrects longer rows, but the
-    // weights of few keys are too unlike for that.
+    // Rows of few keys are walked twice, the first time for D and lse alone. Longer rows are corrected by the mean key,
+    // but the weights of few keys are too unlike for that.
     const bool whole_row = !args.D;
     auto few_keys = [&] { return whole_row && k_tiles <= Br / Bc; };
     auto tile_of = [&](int n) { return n < 0 ? n + k_tiles : n; };
@@ -511,8 +508,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
             step(std::false_type{});
     }
 
-    // D's error times the weighted mean key Σ P K is in dq. This takes out the error times the plain mean key instead,
-    // because Σ P K would cost one more product.
+    // dq has D's error times the weighted mean key Σ P K. The plain mean stands in for it, to save a product.
     float2 k_mean[HS / 8];
     if (whole_row) {
         const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
