@@ -208,10 +208,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
         float s[M][Bc / 8][4] = {};
         const uint32_t k_tile = k_smem + (j & 1) * TileBytes, v_tile = v_smem + (j & 1) * TileBytes;
 #pragma unroll  // before the compiler orders the loads, not after
-        for (int kk = 0; kk < HS / 16; kk++) {
-            if constexpr (!Tiles::QInRegisters) q_rows.load(q_smem + warp_row * HS * 2, kk);
-            mma_abt<HS>(s, q_rows.at(kk), k_tile, kk * 16);
-        }
+        for (int kk = 0; kk < HS / 16; kk++) mma_abt<HS>(s, q_rows.at(q_smem + warp_row * HS * 2, kk), k_tile, kk * 16);
         if constexpr (decltype(masked)::value) {
             for (int i = 0; i < M; i++)
                 for (int e = 0; e < 4; e++) {
@@ -356,10 +353,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     if constexpr (Tiles::QInRegisters) {
         cp_async_wait<1>();
         __syncthreads();
-        for (int kk = 0; kk < HS / 16; kk++) {
-            q_rows.load(q_smem + warp_row * HS * 2, kk);
-            do_rows.load(do_smem + warp_row * HS * 2, kk);
-        }
+        for (int kk = 0; kk < HS / 16; kk++)
+            q_rows.load(q_smem + warp_row * HS * 2, kk), do_rows.load(do_smem + warp_row * HS * 2, kk);
     }
 
     auto step = [&](int j, int sub, auto masked) {  // keys [j·Bc + sub, j·Bc + sub + kSub)
@@ -371,12 +366,10 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 for (int e = 0; e < 4; e++) dp[i][n][e] = -D[i][e / 2];  // the product adds to it (dP − D)
 #pragma unroll  // before the compiler orders the loads, not after
         for (int kk = 0; kk < HS / 16; kk++) {
-            if constexpr (!Tiles::QInRegisters) {
-                q_rows.load(q_smem + warp_row * HS * 2, kk);
-                do_rows.load(do_smem + warp_row * HS * 2, kk);
-            }
-            mma_abt<HS>(s, q_rows.at(kk), k_tile, kk * 16);
-            mma_abt<HS>(dp, do_rows.at(kk), v_tile, kk * 16);
+            const auto &q = q_rows.at(q_smem + warp_row * HS * 2, kk),
+                       &dout = do_rows.at(do_smem + warp_row * HS * 2, kk);
+            mma_abt<HS>(s, q, k_tile, kk * 16);
+            mma_abt<HS>(dp, dout, v_tile, kk * 16);
         }
         for (int i = 0; i < M; i++)
             for (int e = 0; e < 4; e++) {

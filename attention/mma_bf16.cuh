@@ -19,8 +19,13 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16* head, size_
 template <int HS, int M, bool InRegisters>
 struct RowOperand {
     uint32_t regs[InRegisters ? HS / 16 : 1][M][4];
-    __device__ __forceinline__ uint32_t (&at(int kk))[M][4] { return regs[InRegisters ? kk : 0]; }
-    __device__ __forceinline__ void load(uint32_t rows, int kk) { load_a<HS>(at(kk), rows, kk * 16); }
+    __device__ __forceinline__ void load(uint32_t rows, int kk) {
+        load_a<HS>(regs[InRegisters ? kk : 0], rows, kk * 16);
+    }
+    __device__ __forceinline__ const uint32_t (&at(uint32_t rows, int kk))[M][4] {
+        if constexpr (!InRegisters) load(rows, kk);
+        return regs[InRegisters ? kk : 0];
+    }
 };
 
 // c (16·M × 8·N) += a · Bᵀ over one k-step, [col, col + 16) of the tile's columns. c's columns are its first 8·N rows.
