@@ -8,17 +8,15 @@
 //
 // New against flash_mma: copies overlap products. cp.async brings tiles to shared memory in two stages, with one
 // barrier a stage. A warp owns 32 rows, so that every fragment of the streamed operand feeds two MMAs. Otherwise
-// shared-memory bandwidth would be the bound. In backward dS is the A operand of dS·K as P is of P·V, so S, P, dP and
-// dS never leave registers.
+// shared-memory bandwidth would be the bound.
 //
 // Backward is two kernels, and each writes what it owns. So there are no atomics and no fp32 dQ in memory, and any
-// order of blocks gives the same bits. dq_kernel keeps queries and streams keys. It also makes D. dkdv_kernel keeps
-// keys and streams queries. It computes Sᵀ and dPᵀ (keys as rows), so that Pᵀ and dSᵀ are A operands again. The price
-// is 7 products, not 5.
+// order of blocks gives the same bits. dq_kernel keeps queries, streams keys and makes D. dkdv_kernel keeps keys and
+// streams queries. It computes Sᵀ and dPᵀ, with keys as rows. In both kernels S, P, dP and dS never leave registers,
+// because dS (dSᵀ) is the A operand of its product, as P is of P·V. The price is 7 products, not 5.
 //
-// The whole form is the partial form with Tq = Tk = T, no offsets and the strides of the packed qkv. Only the epilogue
-// differs. A causal warp skips subtiles that it cannot see, and masks only those that the diagonal or the end of the
-// keys crosses. A subtile is 32 keys or queries, or in forward at HS 64 a stage of 64 keys. A row that sees no key has
+// The whole form is the partial form with Tq = Tk = T and no offsets, but for the epilogue. A causal warp skips keys and
+// queries that it cannot see, and masks only where the diagonal or the end of the keys is. A row that sees no key has
 // o = 0, lse = −inf and zero gradients.
 //
 // Writes: forward out, lse; backward dqkv (every element).
@@ -88,8 +86,8 @@ struct Softmax {
         for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
     }
 
-    // m is a reference that keeps the exponentials in range, not necessarily the maximum. O and l are rescaled only
-    // when some row of the warp outgrew it by more than 2^8, which hardly ever happens after the first tile.
+    // m keeps the exponentials in range and need not be the maximum. O and l are rescaled only when some row of the warp
+    // outgrew it by more than 2^8, which hardly ever happens after the first tile.
     template <int N, int D>
     __device__ __forceinline__ void raise_m(float scale_log2, const float (&s)[M][N][4], float (&o)[M][D][4]) {
         float m_new[M][2];

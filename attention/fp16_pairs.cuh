@@ -3,15 +3,14 @@
 //   x · 2^e = hi + lo,  hi = fp16(x · 2^e),  lo = fp16(x · 2^e − hi)      an operand: 22 bits in two halves
 //   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi                              a product: three MMAs, small terms first
 //
-// Why fp16? It has TF32's 11 significand bits, so a pair keeps as much as a pair of TF32 numbers. But its MMAs run at
-// twice the rate, a pair takes 4 bytes instead of 8, and ldmatrix transposes it. bf16 would take three parts and six
-// products. fp16's weakness is its range. Powers of two cure that, and they are exact: 2^e brings the largest magnitude
-// of a tile to [2^14, 2^15). Elements down to 2^-17 of the largest keep all 22 bits, and none is off by more than 2^-39
-// of it.
+// Why fp16? It has as many significand bits as TF32, 11. But its MMAs run at twice the rate, a pair takes 4 bytes and
+// not 8, and ldmatrix transposes it. bf16 would take three parts and six products. fp16's weakness is its range, which
+// exact powers of two cure: 2^e brings the largest magnitude of a tile to [2^14, 2^15). Elements down to 2^-17 of the
+// largest keep all 22 bits, and none is off by more than 2^-39 of it.
 //
-// Tiles are summed twice because tensor cores truncate when they add. A sum of one sign loses up to a unit for each
-// step, always towards zero, so a sum over all keys would drift with T. A tile's product therefore starts at 0, takes
-// all its small terms before the first large one, and an ordinary FMA adds it to O, dQ, dK or dV.
+// Tensor cores truncate when they add. A sum of one sign loses up to a unit for each step, so over all keys it would
+// drift with T. A tile's product therefore starts at 0, takes all its small terms before the first large one, and an
+// ordinary FMA adds it to O, dQ, dK or dV.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -55,8 +54,8 @@ __device__ __forceinline__ uint32_t warp_largest(float x) {
 #endif
 }
 
-// Reads threadIdx.x again, so that addresses that follow from it are computed anew for each tile. Otherwise the
-// compiler would keep them in registers, which the products need.
+// Reads threadIdx.x again, so that the compiler computes what follows from it anew for each tile. The products need the
+// registers in which it would keep that.
 __device__ __forceinline__ unsigned thread_again() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
@@ -142,9 +141,8 @@ __device__ __forceinline__ void add_columns(float (&c)[M][N][4], int n, const fl
             for (int e = 0; e < 4; e++) c[m][n + i][e] += x[m][i][e];
 }
 
-// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first rows of tile b. All
-// small terms come before the first large one. S adds its large terms in two chains, because tensor cores truncate when
-// they add. A long chain of one sign drifts, and S's absolute error is P's relative error.
+// c (16·M × 8·N) += A · Bᵀ over HS. A's rows are the first of tile a, and c's columns are the first rows of tile b. S
+// adds its large terms in two chains, because a long chain drifts and S's absolute error is P's relative error.
 template <int HS, int Chains, int M, int N, int ALo, int BLo>
 __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a_tile, PairTile<BLo> b_tile) {
     uint32_t hi[M][4], lo[M][4], b[4];
@@ -180,8 +178,7 @@ __device__ __forceinline__ void product_abt(float (&c)[M][N][4], PairTile<ALo> a
         }
 }
 
-// sum (16·M × HS) += unit · A · B over K. The K rows and HS columns of B are those of `tile`. The tensor cores add up a
-// slice of columns over K only. Ordinary additions, which round to nearest, make the long sum.
+// sum (16·M × HS) += unit · A · B over K, a slice of columns at a time. B is K rows of `tile`.
 template <int HS, int K, int M, int Lo>
 __device__ __forceinline__ void add_product_ab(float (&sum)[M][HS / 8][4], const uint32_t (&hi)[K / 16][M][4],
                                                const uint32_t (&lo)[K / 16][M][4], PairTile<Lo> tile, float unit) {
@@ -229,8 +226,8 @@ __device__ __forceinline__ void to_a(uint32_t (&hi)[N / 2][M][4], uint32_t (&lo)
 // ---------------------------------------------------------------------------------------------------------------------
 // Streamed tiles
 
-// The streamed tiles of two tensors x and y (K and V, or Q and dO). A tile is copied as floats while the block works on
-// the one before it, then split.
+// The streamed tiles of two tensors x and y (K and V, or Q and dO). They are copied as floats while the block works on
+// those before them, then split.
 template <int HS, int Rows, int Threads>
 struct Stream {
     static constexpr int Lo = Rows * HS * 2, Pair = 2 * Lo, Pieces = kPieces<HS, Rows, Threads>;
@@ -241,8 +238,8 @@ struct Stream {
 
     __device__ __forceinline__ PairTile<Lo> x_tile() const { return {smem_address(smem)}; }
     __device__ __forceinline__ PairTile<Lo> y_tile() const { return {smem_address(smem) + Pair}; }
-    // Starts copying rows [row0, row0 + Rows) of one head as they are. Rows at or past `end` become zeros. No barrier
-    // is needed, because each thread will read only what it copied itself.
+    // Starts copying rows [row0, row0 + Rows) of one head. Rows at or past `end` become zeros. This needs no barrier,
+    // because each thread will read only what it copied itself.
     __device__ __forceinline__ void copy(const Heads<const float>& x, const Heads<const float>& y, const Work& w,
                                          int row0, int end) const {
         const float *x_head = head_of(x, w, HS), *y_head = head_of(y, w, HS);

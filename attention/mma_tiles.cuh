@@ -17,10 +17,9 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 }
 
 // The address that this lane gives ldmatrix for the 16×16 block at (row, col), multiples of 16 known to the compiler.
-// Lanes 8i … 8i+7 name the eight rows of its quadrant i, in the order upper left, lower left, upper right, lower right.
-// An A operand wants this order, and so does a B operand that is loaded transposed. The swizzle makes col an xor. The
-// tile starts at a multiple of its row, so the xor may follow the addition. One register then serves all rows and
-// columns.
+// Lanes 8i … 8i+7 name the rows of its quadrant i, in the order upper left, lower left, upper right, lower right. An A
+// operand wants this order, and so does a B operand that is loaded transposed. The swizzle makes col an xor. It may
+// follow the addition, as a tile starts at a multiple of its row, so one register serves all rows and columns.
 template <int HS>
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int col) {
     const int lane = threadIdx.x % 32;
@@ -82,8 +81,8 @@ __device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a launch covers. Blocks are numbered in groups of `group` heads, so that those running at once share keys in L2.
-// The longest of a group come first, so that the last to finish are short.
+// What a launch covers. Blocks are numbered in groups of heads, so that those running at once share keys in L2. The
+// longest of a group come first, so that the last to finish are short.
 
 template <class X>
 struct Problem {
