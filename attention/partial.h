@@ -38,5 +38,3 @@ void write_dq_rows(const Cuda& dev, Heads<X> dq, const float* dq_sum, const Part
 void attention_clear_state(const Cuda& dev, float* o_acc, double* lse, const PartialShape&);
 template <class X>  // writes D (B,NH,T) = rowsum(dout∘out), where dout, out (B,T,NH,HS) are contiguous
 void attention_D(const Cuda& dev, float* D, const X* dout, const X* out, int B, int T, int NH, int HS);
-template <class X>  // writes n elements, dst = X(src), the only rounding of a sum
-void attention_round(const Cuda& dev, X* dst, const float* src, size_t n);

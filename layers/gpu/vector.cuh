@@ -83,6 +83,10 @@ __device__ inline Vec<float, N> to_float(const Vec<bf16, N>& v) {
     }
     return r;
 }
+template <int N>
+__device__ inline Vec<float, N> to_float(const Vec<float, N>& v) {
+    return v;
+}
 
 // Rounds to nearest.
 template <class X, int N>
