@@ -75,30 +75,6 @@ struct DkdvTiles {
 constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
 
-// Makes S −∞ where the warp's query i does not see the tile's key j. It sees it if j < keys and i − j ≥ ahead.
-template <int M, int N>
-__device__ __forceinline__ void hide(float (&s)[M][N][4], int keys, int ahead, int lane) {
-    for (int i = 0; i < M; i++)
-        for (int e = 0; e < 4; e++) {
-            const int row = 16 * i + e / 2 * 8 + lane / 4;
-            const int visible = min(keys, row + 1 - ahead) - lane % 4 * 2;
-            for (int n = 0; n < N; n++)
-                if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
-        }
-}
-
-// The same for Sᵀ, where the warp has the keys and the tile the queries.
-template <int M, int N>
-__device__ __forceinline__ void hide_transposed(float (&s)[M][N][4], int keys, int ahead, int lane) {
-    for (int i = 0; i < M; i++)
-        for (int e = 0; e < 4; e++) {
-            const int key = 16 * i + e / 2 * 8 + lane / 4;
-            const int unseen = key < keys ? ahead + key - lane % 4 * 2 : 8 * N;  // queries
-            for (int n = 0; n < N; n++)
-                if (8 * n + e % 2 < unseen) s[i][n][e] = -INFINITY;
-        }
-}
-
 // s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in product_abt, so that
 // backward's S has the same bits.
 template <int HS, int Lo, int M, int N>
@@ -288,7 +264,16 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
                 scores<HS>(s, q_hi, q_lo_tile, k_tile);
-                if constexpr (decltype(masked)::value) hide(s, p.Tk - k0, ahead, thread_again() % 32);
+                if constexpr (decltype(masked)::value) {  // query i sees key j if i − j ≥ ahead
+                    const int lane = thread_again() % 32;
+                    for (int i = 0; i < M; i++)
+                        for (int e = 0; e < 4; e++) {
+                            const int row = 16 * i + e / 2 * 8 + lane / 4;
+                            const int visible = min(p.Tk - k0, row + 1 - ahead) - lane % 4 * 2;
+                            for (int n = 0; n < Sub / 8; n++)
+                                if (8 * n + e % 2 >= visible) s[i][n][e] = -INFINITY;
+                        }
+                }
                 softmax.weigh(s, o, s_unit, l_excess);
                 uint32_t p_hi[Sub / 16][M][4], p_lo[Sub / 16][M][4];
                 to_a(p_hi, p_lo, s, kPScale);
@@ -601,7 +586,15 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
             uint32_t hi[Br / 16][M][4], lo[Br / 16][M][4];      // P, then dS
             product_abt<HS, 2>(s, k_tile, q_do.x_tile());
             const float s_unit = fmaxf(FLT_MIN, p.scale_log2 * q_unit * units[thread_again() / 32].x);
-            if constexpr (decltype(masked)::value) hide_transposed(s, keys, ahead, lane);
+            if constexpr (decltype(masked)::value) {  // query i sees key j if i − j ≥ ahead
+                for (int i = 0; i < M; i++)
+                    for (int e = 0; e < 4; e++) {
+                        const int key = 16 * i + e / 2 * 8 + lane / 4;
+                        const int unseen = key < keys ? ahead + key - lane % 4 * 2 : Br;  // queries
+                        for (int n = 0; n < Br / 8; n++)
+                            if (8 * n + e % 2 < unseen) s[i][n][e] = -INFINITY;
+                    }
+            }
             for (int n = 0; n < Br / 8; n++) {
                 const float4 c = lse_D[4 * n + lane % 4];  // {lse, D} of this lane's columns e = 0 and 1
                 for (int i = 0; i < M; i++)
