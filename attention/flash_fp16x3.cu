@@ -343,27 +343,6 @@ __device__ __forceinline__ RowError settle(float& dS_sum, uint32_t& P_sum, float
     return {dS, static_cast<float>(static_cast<int>(P - (1u << 30))) * 0x1p-30f};
 }
 
-// Leaves a row's corrected lse, D and P's factor for dkdv_kernel.
-__device__ __forceinline__ void store_lse_D(const BackwardArgs& args, size_t at, float lse_log2, float change,
-                                            float D) {
-    const float lse = lse_log2 + change;
-    const float rest = lse == INFINITY ? 0.f : (lse_log2 - lse) + change, f = 1.f - kLn2 * rest;
-    args.lse_D[at] = make_float2(lse, D * f);
-    args.factors[at] = f;
-}
-
-// This lane's columns of the mean of all keys, which the threads have summed in parts.
-template <int HS, int Threads>
-__device__ __forceinline__ void mean_key(float2 (&mean)[HS / 8], const float4* sums, float keys) {
-    for (int n = 0; n < HS / 8; n++) {
-        const float2* column = reinterpret_cast<const float2*>(sums) + 4 * n + threadIdx.x % 32 % 4;
-        mean[n] = {0.f, 0.f};
-        for (int i = 0; i < Threads / (HS / 4); i++)
-            mean[n].x += column[i * HS / 2].x, mean[n].y += column[i * HS / 2].y;
-        mean[n].x /= keys, mean[n].y /= keys;
-    }
-}
-
 // Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. The whole form makes D
 // of O, which lies where Q will lie.
 template <int HS, int M, class FirstRow>
@@ -497,7 +476,13 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     float2 k_mean[HS / 8];
     if (whole_row) {
         const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
-        mean_key<HS, kThreads>(k_mean, k_sums, keys);
+        for (int n = 0; n < HS / 8; n++) {
+            const float2* column = reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
+            k_mean[n] = {0.f, 0.f};
+            for (int i = 0; i < kThreads / (HS / 4); i++)  // the threads have summed in parts
+                k_mean[n].x += column[i * HS / 2].x, k_mean[n].y += column[i * HS / 2].y;
+            k_mean[n].x /= keys, k_mean[n].y /= keys;
+        }
     }
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
@@ -516,7 +501,12 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
             }
             const float factor = p.scale * (1.f - kLn2 * change);
             scale_row(dq, i, r, factor);
-            if (thread % 4 == 0 && t < p.Tq) store_lse_D(args, at, lse_log2[i][r], change, D[i][r]);
+            if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
+                const float lse = lse_log2[i][r] + change;
+                const float rest = lse == INFINITY ? 0.f : (lse_log2[i][r] - lse) + change, f = 1.f - kLn2 * rest;
+                args.lse_D[at] = make_float2(lse, D[i][r] * f);
+                args.factors[at] = f;
+            }
         }
     add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token, p.Tq - w.tile * Br,
                  args.add_dq);
