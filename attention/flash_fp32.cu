@@ -13,9 +13,8 @@
 // block of 4 warps keeps Br query rows of one (b, head), and K and V stream past them. In backward one kernel makes all
 // of dQ, dK and dV, with 5 products for 7. A block keeps Bc keys, and Q and dO stream past them.
 //
-// The FFMA rate bounds it, then shared memory. A thread multiplies with outer products in registers. An M × N sub-tile
-// costs M + N loads of 16 bytes for 4·M·N FFMAs, so sub-tiles are as large as 255 registers allow. P (and dS) change
-// owners between one product and the next, through shared memory.
+// The FFMA rate bounds it, then shared memory. An M × N sub-tile of a thread costs M + N loads of 16 bytes for 4·M·N
+// FFMAs, so sub-tiles are as large as 255 registers allow. P and dS change owners through shared memory.
 //
 // dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
 // query tile's counter. So there are no atomics on floats, and every run gives the same bits.
@@ -82,7 +81,7 @@ __device__ float row_sum(float x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles move between global and shared memory through registers, so that the loads can run beside something else.
+// Tiles move to shared memory through registers, so that the loads can run beside something else.
 
 template <int Rows, int HS>
 using Stage = float4[Rows * HS / 4 / kThreads];
@@ -113,9 +112,8 @@ __device__ void store(float* smem, const Stage<Rows, HS>& stage, float factor = 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. a and b point to the thread's first row and column. Its rows are row, row + 4, … of its warp's, or M
-// neighbours in matmul_tn. Its columns are col, col + 8, … in matmul_nt, and in the others 4·col … 4·col + 3, then the
-// same + 32, ….
+// Products. a and b point to the thread's first row and column. Its rows are row, row + 4, …, or M neighbours in
+// matmul_tn. Its columns are col, col + 8, … in matmul_nt, and in the others 4·col … 4·col + 3, then the same + 32, ….
 
 template <int N>
 __device__ void load(float (&to)[N], const float* from, int stride = 4) {
@@ -182,8 +180,8 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 
 struct ForwardArgs {
     float* out;           // (B,Tq,NH,HS)
-    float* lse;           // (B,NH,Tq), written, or null in the partial form
-    double* lse_acc;      // partial form only. out and lse_acc hold the state of earlier calls
+    float* lse;           // (B,NH,Tq), whole form
+    double* lse_acc;      // partial form, where out and lse_acc hold the state of earlier calls
     const float* lse_in;  // for lse_rest_kernel, what forward wrote
     float* lse_rest;      // written by lse_rest_kernel, null otherwise
     Heads<const float> q, k, v;
@@ -298,8 +296,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
         __syncthreads();  // V is there, and P, whose rows stay within a warp
         const int kv_next = kv0 + Bc;
         if (kv_next < kv_end) fetch<Bc, HS>(kv_stage, k + kv_next * args.k.token, args.k.token, kv_end - kv_next);
-        // Each tile has a sum of its own. Chains are then Bc additions long and not T, so the error of O does not grow
-        // with T. It would show in dQ, where D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
+        // Each tile has a sum of its own, so the error of O does not grow with T. It would show in dQ, where
+        // D = rowsum(dO∘O) has to cancel rowsum(P∘dP).
         float pv_regs[M][kOut] = {};
         matmul_nn<Bc>(pv_regs, p_smem + row * kPRow, kPRow, kv_smem + 4 * col, kRow);
         for (int i = 0; i < M; i++)
@@ -315,9 +313,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
 // Backward
 
 // Runs before backward in the whole form. It finds what lse lost when it was rounded to fp32, in units of log 2. At
-// |lse| = 128 that is up to 2^-17 of P, the same for all keys of a row, and 30 times naive's error. A row's P must add
-// up to 1, so log Σ P is what is missing. In ordinary training no tile has a large lse, and tiles without one only
-// write zeros.
+// |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's error. A row's P must add up to 1, so log Σ P is
+// what is missing. Tiles without a large lse only write zeros, and in ordinary training no tile has one.
 constexpr float kLargeLse = 16;
 
 template <class Tile>
@@ -404,8 +401,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     float* p_smem = do_smem + Br * kRow;             // (Br, Bc), P and dS in turn
     __shared__ int ticket_smem;
 
-    // Each block waits for its predecessor in its head, so blocks number themselves in the order in which they start.
-    // Key tile j of all heads comes before j + 1. The longest then come first too.
+    // A block waits for its predecessor in its head, so blocks number themselves in the order in which they start. Key
+    // tile j of all heads comes before j + 1, so the longest come first.
     if (threadIdx.x == 0) ticket_smem = atomicAdd(args.ticket, 1);
     __syncthreads();
     const int bh = ticket_smem % args.heads, key_tile = ticket_smem / args.heads, kv0 = key_tile * Bc;
@@ -438,8 +435,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
     load_queries(query_tiles - 1);
     __syncthreads();
 
-    // Goes from the last query tile back. All key tiles then meet the last query tile first, so they wait for one
-    // another once, at the start, and follow at a distance.
+    // Goes from the last query tile back, so that all key tiles meet it first. They wait for one another once, at the
+    // start, and follow at a distance.
     float dk_regs[Mk][kOut] = {}, dv_regs[Mk][kOut] = {};
     for (int tile = query_tiles - 1; tile >= first_query_tile; tile--) {
         const int q0 = tile * Br;
@@ -466,9 +463,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
                     p_own[i * kLaneRows * kPRow + j * kLaneCols] = p;
                 }
         }
-        // dP is summed kTerms terms at a time. If P is close to 1, dP − D cancels, and what is left of dS is dP's
-        // rounding error, half as large as with one long sum. attention_D adds in the same order, so at P = 1 it
-        // cancels exactly.
+        // dP is summed kTerms terms at a time, which halves its rounding error. If P is close to 1, dP − D cancels and
+        // dS is that error. attention_D adds in the same order, so at P = 1 they cancel exactly.
         float ds_regs[M][N] = {};
 #pragma unroll 1
         for (int k = 0; k < HS; k += kTerms) {
