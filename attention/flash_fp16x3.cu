@@ -41,7 +41,7 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A warp owns M MMA tiles of 16 rows. Two blocks of 128 threads share an SM, which allows 255 registers a thread
+// Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, which allows 255 registers a thread
 // and, on sm_90, 113 KB of shared memory a block. sm_86, sm_89 and sm_120 have only 99 KB in all. An element takes 4
 // bytes as a float and 4 as a pair of halves.
 
@@ -260,7 +260,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
             const int k0 = j * Bc + sub;
             const int ahead = k0 - p.shift - first_q();
             if (k0 >= p.Tk || ahead > 16 * M - 1) continue;
-            const auto k_tile = kv.x_tile().row(sub * HS * 2), v_tile = kv.y_tile().row(sub * HS * 2);
+            const auto k_tile = kv.x_tile().at(sub * HS * 2), v_tile = kv.y_tile().at(sub * HS * 2);
             auto step = [&](auto masked) {
                 float s[M][Sub / 8][4] = {};
                 scores<HS>(s, q_hi, q_lo_tile, k_tile);
@@ -351,7 +351,7 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
                                           FirstRow first_q) {
     constexpr int Rows = 16 * M, QLo = DqTiles<HS>::Br * HS * 2;
     const Problem<float>& p = args.p;
-    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.row(2 * QLo);
+    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
     const int lane = threadIdx.x % 32;
     const int src_lane = lane / 4 * 4 + lane / 8;  // has, in its columns, the diagonal of row lane/4
     do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS), args.dout.token, first_q(), p.Tq);
@@ -403,7 +403,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     if (k_tiles > 0) copy_kv(0);
 
     unsigned char* q_rows = smem + warp_row * HS * 2;
-    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.row(2 * QLo);
+    const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
     float q_unit, do_unit, lse_log2[M][2], D[M][2];
     load_rows<HS>(q_unit, do_unit, lse_log2, D, q_rows, args, w, first_q);
     float dS_sum[M][2] = {};    // over this lane's columns
@@ -557,7 +557,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         units[threadIdx.x / 32] = {k_unit, v_unit};
         __syncwarp();
     }
-    const PairTile<KLo> k_tile{smem_address(k_rows)}, v_tile = k_tile.row(2 * KLo);
+    const PairTile<KLo> k_tile{smem_address(k_rows)}, v_tile = k_tile.at(2 * KLo);
     float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
 
     for (int j = first_tile; j < q_tiles; j++) {

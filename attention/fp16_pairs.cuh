@@ -73,7 +73,7 @@ template <int Lo>
 struct PairTile {
     uint32_t hi;
     __device__ __forceinline__ uint32_t lo() const { return hi + Lo; }
-    __device__ __forceinline__ PairTile row(int bytes) const { return {hi + bytes}; }
+    __device__ __forceinline__ PairTile at(int bytes) const { return {hi + bytes}; }
 };
 
 // A tile consists of pieces of 4 floats, HS/4 a row. Thread t has kPieces of them, t, t + Threads, …
