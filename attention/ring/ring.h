@@ -51,15 +51,8 @@ class Ring {
     // that memory, so nobody may free it before stop(), which all ranks call together.
     Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0,
          Attention attention = Attention::flash)
-        : dev_(dev),
-          zigzag_{ranks},
-          rank_(rank),
-          B_(B),
-          Tc_(Tc),
-          NH_(NH),
-          HS_(HS),
-          scale_(scale),
-          attention_(attention) {
+        : dev_(dev), zigzag_{ranks}, rank_(rank), Tc_(Tc), shape_{B, 2 * Tc, 2 * Tc, NH, HS, 0, 0, true, scale} {
+        shape_.attention = attention;
         bytes_ = place(nullptr);
     }
     size_t bytes() const { return bytes_; }
@@ -80,9 +73,8 @@ class Ring {
     enum class Pass { forward, backward };
     const Dev& dev_;
     const Zigzag zigzag_;
-    const int rank_, B_, Tc_, NH_, HS_;
-    const float scale_;
-    const Attention attention_;
+    const int rank_, Tc_;
+    PartialShape shape_;  // its own tokens against themselves
     size_t bytes_;
     Comm* comm_ = nullptr;
     X* kv_[2];       // (B, 2Tc, 2, NH, HS), [0] at work and [1] on its way in
@@ -106,15 +98,15 @@ class Ring {
         take(own_, of_travel);
         take(home_, 2 * elements());
         take(o_, std::max(elements(), dq_sum_bytes() / sizeof(A)));
-        take(D_, elements() / HS_);
-        take(lse_, elements() / HS_);
+        take(D_, elements() / shape_.HS);
+        take(lse_, elements() / shape_.HS);
         take(scratch_, std::max<size_t>(16, attention_partial_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
         return used;
     }
 
     size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, own_keys(0, 2 * Tc_)); }
-    size_t C() const { return size_t(NH_) * HS_; }
-    size_t tokens() const { return size_t(B_) * 2 * Tc_; }
+    size_t C() const { return size_t(shape_.NH) * shape_.HS; }
+    size_t tokens() const { return size_t(shape_.B) * 2 * Tc_; }
     size_t elements() const { return tokens() * C(); }
 
     // Queries [q0, q0 + Tq) of this rank against the first q0 + Tq of its own keys. The chunks are neighbours in order,
@@ -125,8 +117,9 @@ class Ring {
         return block(2 * Tc_ - Tq, Tq, seen * Tc_, false);
     }
     PartialShape block(int q0, int Tq, int Tk, bool causal) const {
-        PartialShape s{B_, Tq, Tk, NH_, HS_, q0, 0, causal, scale_, 2 * Tc_, 2 * Tc_};
-        s.q_begin = q0, s.attention = attention_;
+        PartialShape s = shape_;
+        s.Tq = Tq, s.Tk = Tk, s.causal = causal;
+        s.q_begin = q0, s.q_offset = q0, s.q_rows = s.k_rows = 2 * Tc_;
         return s;
     }
     // Part of x (B, 2Tc, parts, NH, HS) from token t0 on.
@@ -198,7 +191,7 @@ void Ring<Dev, X, Comm>::forward(X* out, A* lse, const X* qkv) {
         arrive(step, Pass::forward);
     }
     copy_rows(dev_, out, elements(), o_, elements(), elements(), 1);  // the one rounding
-    copy_rows(dev_, lse, elements() / HS_, lse_, elements() / HS_, elements() / HS_, 1);
+    copy_rows(dev_, lse, elements() / shape_.HS, lse_, elements() / shape_.HS, elements() / shape_.HS, 1);
 }
 
 // The gradients of a rank's keys start at the next rank, at step 1, and are home after ranks − 1 hops. The last hop is
@@ -208,7 +201,7 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
     const int ranks = zigzag_.ranks;
     depart(0, Pass::backward, qkv);
     dev_.zero(o_, dq_sum_bytes());
-    attention_D(dev_, D_, dout, out, B_, 2 * Tc_, NH_, HS_);
+    attention_D(dev_, D_, dout, out, shape_.B, 2 * Tc_, shape_.NH, shape_.HS);
     PartialShape late = own_keys(Tc_, Tc_);
     late.write_dkv = true;
     backward_partial(late, 0, home_, dout, lse, qkv);
@@ -223,8 +216,8 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
         arrive(step, Pass::backward);
         if (first) continue;
         const size_t sequence = 2 * Tc_ * C(), own = s.Tk * C(), come = summed(before(), step - 1);
-        add_rows(dev_, dkv_[0], sequence, own_, sequence, come, 2 * B_);
-        if (own > come) copy_rows(dev_, dkv_[0] + come, sequence, own_ + come, sequence, own - come, 2 * B_);
+        add_rows(dev_, dkv_[0], sequence, own_, sequence, come, 2 * shape_.B);
+        if (own > come) copy_rows(dev_, dkv_[0] + come, sequence, own_ + come, sequence, own - come, 2 * shape_.B);
     }
 
     depart(ranks, Pass::backward, qkv);
@@ -233,7 +226,7 @@ void Ring<Dev, X, Comm>::backward(X* dqkv, const X* dout, const X* out, const A*
     attention_write_dq(dev_, Heads<X>{dqkv, 2 * Tc_ * 3 * C(), 3 * C()}, o_, own_keys(0, 2 * Tc_));
     arrive(ranks, Pass::backward);
     const size_t come = ranks > 1 ? summed(before(), ranks - 1) / C() : 0;  // tokens of a sequence
-    for (int b = 0; b < B_; b++)
+    for (int b = 0; b < shape_.B; b++)
         for (int v = 0; v < 2; v++) {
             const size_t token = b * 2 * Tc_, at = v * elements() + token * C();
             X* to = dqkv + (3 * token + 1 + v) * C();
