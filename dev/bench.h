@@ -9,6 +9,7 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
@@ -24,6 +25,7 @@
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/cuda.h"
 #include "run/log.h"
+#include "run/options.h"
 
 // Milliseconds, or a rate, in each protocol. NaN if not measured.
 struct Figures {
@@ -217,12 +219,32 @@ inline std::string first_line_of(const char* command) {
     return line;
 }
 
-// Rows go to the file `out` if it is named. Otherwise they go to dev/results with `json`, or nowhere without it.
-inline Log results_log(const Cuda& dev, const std::string& bench, const std::string& out, bool json) {
-    if (out.empty() && !json) return Log();
+// A benchmark's rows go to the file `out` if it is named. Otherwise they go to dev/results with `json`, or nowhere
+// without it.
+struct Output {
+    std::string out;
+    bool json = false;
+};
+
+// The main of a benchmark. It adds the options of its output to the table, and calls run() unless the command line only
+// asks for help.
+inline int bench_main(int argc, char** argv, const char* name, const char* about, const std::string& file, Output& to,
+                      std::vector<Option> table, const std::function<int()>& run) {
+    const std::string json = "append rows to dev/results/<gpu>/" + file;
+    table.push_back({"--json", "", Option::Flag, &to.json, json.c_str()});
+    table.push_back({"--out", "", Option::String, &to.out, "append rows to this file"});
+    return run_program(name, [&] {
+        if (!parse_options(argc, argv, table)) return run();
+        std::fputs(options_help(name, about, table).c_str(), stdout);
+        return 0;
+    });
+}
+
+inline Log results_log(const Cuda& dev, const std::string& bench, const Output& to) {
+    if (to.out.empty() && !to.json) return Log();
     std::string gpu = dev.name;
     std::replace(gpu.begin(), gpu.end(), ' ', '-');
-    const std::filesystem::path path = out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : out;
+    const std::filesystem::path path = to.out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : to.out;
     if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path());
     return Log(path.string());
 }

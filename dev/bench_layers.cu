@@ -15,14 +15,13 @@
 #include "dev/bench.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
-#include "run/options.h"
 
 namespace {
 
-struct Options {
-    std::string layer, dtype = "bf16", out;
+struct Options : Output {
+    std::string layer, dtype = "bf16";
     int B = 64, T = 1024, C = 768;
-    bool quick = false, json = false;
+    bool quick = false;
 };
 
 // One tensor of a call. It has `columns` elements for each row, or `columns` in all.
@@ -107,8 +106,7 @@ struct Work {
 template <class X>
 class Bench {
   public:
-    Bench(Cuda& dev, const Options& o)
-        : dev_(dev), o_(o), N_(size_t(o.B) * o.T), log_(results_log(dev, "layers", o.out, o.json)) {}
+    Bench(Cuda& dev, const Options& o) : dev_(dev), o_(o), N_(size_t(o.B) * o.T), log_(results_log(dev, "layers", o)) {}
 
     // call(memory) runs the layer. The code is the same on both backends.
     template <class Call>
@@ -317,22 +315,16 @@ int run(Cuda& dev, const Options& o) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("bench_layers", [&] {
-        Options o;
-        std::vector<Option> table = {
-            {"--layer", "", Option::String, &o.layer, "only layers whose name contains this", ""},
-            {"--dtype", "", Option::Choice, &o.dtype, "storage of weights and activations", "bf16|fp32"},
-            {"--batch", "-b", Option::Int, &o.B, "sequences", "1..1024"},
-            {"--tokens", "-t", Option::Int, &o.T, "tokens of a sequence", "1..65536"},
-            {"--channels", "", Option::Int, &o.C, "channels of the model", "1..8192"},
-            {"--quick", "", Option::Flag, &o.quick, "skip the sustained protocol", ""},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/layers.jsonl", ""},
-            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-        };
-        if (parse_options(argc, argv, table)) {
-            std::fputs(options_help("bench_layers", "Validates and times the layers.", table).c_str(), stdout);
-            return 0;
-        }
+    Options o;
+    const std::vector<Option> table = {
+        {"--layer", "", Option::String, &o.layer, "only layers whose name contains this"},
+        {"--dtype", "", Option::Choice, &o.dtype, "storage of weights and activations", "bf16|fp32"},
+        {"--batch", "-b", Option::Int, &o.B, "sequences", "1..1024"},
+        {"--tokens", "-t", Option::Int, &o.T, "tokens of a sequence", "1..65536"},
+        {"--channels", "", Option::Int, &o.C, "channels of the model", "1..8192"},
+        {"--quick", "", Option::Flag, &o.quick, "skip the sustained protocol"},
+    };
+    return bench_main(argc, argv, "bench_layers", "Validates and times the layers.", "layers.jsonl", o, table, [&] {
         Cuda dev;
         return o.dtype == "bf16" ? run<bf16>(dev, o) : run<float>(dev, o);
     });

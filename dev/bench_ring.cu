@@ -18,12 +18,11 @@
 #include "dev/ring_part.h"
 #include "layers/comm/comm.h"
 #include "layers/comm/job.h"
-#include "run/options.h"
 
-struct Options {
+struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
-    std::string hs = "64", out;
-    bool quick = false, blocks = false, nccl = false, json = false;
+    std::string hs = "64";
+    bool quick = false, blocks = false, nccl = false;
 };
 
 // Sends through NCCL even between GPUs that could share memory, as between machines.
@@ -238,7 +237,7 @@ void run_bench(const Bench<Comm>& b) {
     b.comm.share(nullptr, 0);
 
     if (b.job.rank > 0) return;
-    Log log = results_log(b.dev, "ring_speed", o.out, o.json);
+    Log log = results_log(b.dev, "ring_speed", o);
     const char* passes[] = {"forward", "forward+backward"};
     std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens,
                 b.NH, b.HS);
@@ -262,23 +261,17 @@ void run_bench(const Bench<Comm>& b) {
 }
 
 int main(int argc, char** argv) {
-    return run_program("bench_ring", [&] {
-        Options o;
-        std::vector<Option> table = {
-            {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
-            {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
-            {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
-            {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-            {"--quick", "", Option::Flag, &o.quick, "cool figures only", ""},
-            {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines", ""},
-            {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit", ""},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring_speed.jsonl", ""},
-            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-        };
-        if (parse_options(argc, argv, table)) {
-            std::fputs(options_help("bench_ring", "Ring attention's speed.", table).c_str(), stdout);
-            return 0;
-        }
+    Options o;
+    const std::vector<Option> table = {
+        {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
+        {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+        {"--quick", "", Option::Flag, &o.quick, "cool figures only"},
+        {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines"},
+        {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit"},
+    };
+    return bench_main(argc, argv, "bench_ring", "Ring attention's speed.", "ring_speed.jsonl", o, table, [&] {
         const Place place = place_from_environment();
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");

@@ -130,10 +130,10 @@ void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-struct Bench {
-    std::string model = "d12", shapes, precision = "bf16", attention = "flash", out;
+struct Bench : Output {
+    std::string model = "d12", shapes, precision = "bf16", attention = "flash";
     int recompute = 1;
-    bool breakdown = false, json = false;
+    bool breakdown = false;
 };
 
 // A model with a batch of random tokens, and its step.
@@ -206,7 +206,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
-    Log log = results_log(dev, "train", o.out, o.json);
+    Log log = results_log(dev, "train", o);
     Row row = row_of(dev, "train", o, B, T);
     row.add("deterministic", true).add("ms", ms).add("tok_s", tok_s).add("mfu", mfu);
     log.write(row.add("mem_gib", mem_gib).add("loss", double(loss)));
@@ -230,7 +230,7 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
         o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev), copy.sustained * 1e-12);
     std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step", "TFLOP/s", "%", "TB/s", "%",
                 "beyond");
-    Log log = results_log(dev, "breakdown", o.out, o.json);
+    Log log = results_log(dev, "breakdown", o);
     double sum = 0;
     for (const std::string& name : dev.order) {
         const Timed::Line& line = dev.lines[name];
@@ -253,25 +253,19 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("bench_train", [&] {
-        Bench o;
-        bool no_tf32 = false;
-        std::vector<Option> table = {
-            {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
-            {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows", ""},
-            {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
-            {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
-            {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
-            {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls", ""},
-            {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call", ""},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results", ""},
-            {"--out", "", Option::String, &o.out, "append them to this file instead", ""},
-        };
-        if (parse_options(argc, argv, table)) {
-            const char* const about = "Tokens per second and memory of the training step.";
-            std::fputs(options_help("bench_train", about, table).c_str(), stdout);
-            return 0;
-        }
+    Bench o;
+    bool no_tf32 = false;
+    const std::vector<Option> table = {
+        {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
+        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows"},
+        {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
+        {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
+        {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
+        {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls"},
+        {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call"},
+    };
+    const char* const about = "Tokens per second and memory of the training step.";
+    return bench_main(argc, argv, "bench_train", about, "train.jsonl or breakdown.jsonl", o, table, [&] {
         if (o.shapes.empty())
             o.shapes = o.breakdown             ? "64x1024"
                        : o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024"

@@ -25,12 +25,10 @@
 #include "attention/ring/chunks.h"
 #include "dev/local_comm.h"
 #include "dev/ring_part.h"
-#include "run/options.h"
 
-struct Options {
+struct Options : Output {
     int tokens = 8192, chunk_tokens = 1024, heads = 12;
-    std::string dtype = "all", out;
-    bool json = false;
+    std::string dtype = "all";
 };
 
 constexpr int HS = 64;
@@ -350,34 +348,27 @@ void study_rings(Study& study) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static int study_ring(int argc, char** argv) {
+int main(int argc, char** argv) {
     Options o;
-    std::vector<Option> table = {
+    const std::vector<Option> table = {
         {"--tokens", "", Option::Int, &o.tokens, "T of the ring, a multiple of 32", "32..65536"},
         {"--chunk-tokens", "", Option::Int, &o.chunk_tokens, "T of the chunks", "8..65536"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
-        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring.jsonl", ""},
-        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
     };
-    if (parse_options(argc, argv, table)) {
-        std::fputs(options_help("study_ring", "Errors of attention in chunks and over a ring.", table).c_str(), stdout);
-        return 0;
-    }
-    if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
-    Cuda dev;
-    dev.tf32 = false;
-    Log log = results_log(dev, "ring", o.out, o.json);
-    Study study{dev, o, log};
-    const bool fp32 = o.dtype != "bf16", bf = o.dtype != "fp32";
-    if (fp32) study_chunks<float>(study);
-    if (bf) study_chunks<bf16>(study);
-    if (fp32) study_rings<float>(study);
-    if (bf) study_rings<bf16>(study);
-    if (study.beyond) std::fprintf(stderr, "study_ring: %d figures beyond their bounds\n", study.beyond);
-    return study.beyond ? 1 : 0;
-}
-
-int main(int argc, char** argv) {
-    return run_program("study_ring", [&] { return study_ring(argc, argv); });
+    const char* const about = "Errors of attention in chunks and over a ring.";
+    return bench_main(argc, argv, "study_ring", about, "ring.jsonl", o, table, [&] {
+        if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
+        Cuda dev;
+        dev.tf32 = false;
+        Log log = results_log(dev, "ring", o);
+        Study study{dev, o, log};
+        const bool fp32 = o.dtype != "bf16", bf = o.dtype != "fp32";
+        if (fp32) study_chunks<float>(study);
+        if (bf) study_chunks<bf16>(study);
+        if (fp32) study_rings<float>(study);
+        if (bf) study_rings<bf16>(study);
+        if (study.beyond) std::fprintf(stderr, "study_ring: %d figures beyond their bounds\n", study.beyond);
+        return study.beyond ? 1 : 0;
+    });
 }

@@ -66,20 +66,16 @@ EXERCISES = [
 ]
 
 
-def changed(copy, file, edits):
-    path = copy / file
-    text = path.read_text()
-    for old, new in edits.items():
-        if old not in text:
-            results.fail(f"{file}: no {old!r}")
-        text = text.replace(old, new)
-    path.write_text(text)
-
-
 def build(copy, exercise):
     """The bench with an exercise done, in a copy of the sources and of what is built."""
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results"))
-    changed(copy, *exercise[4:6])
+    path, edits = copy / exercise[4], exercise[5]
+    text = path.read_text()
+    for old, new in edits.items():
+        if old not in text:
+            results.fail(f"{exercise[4]}: no {old!r}")
+        text = text.replace(old, new)
+    path.write_text(text)
     done = subprocess.run(["make", "dev/bench_attention"], cwd=copy, capture_output=True, text=True)
     if done.returncode:
         results.fail(f"{exercise[2]}: {done.stderr[-1000:]}")
