@@ -52,18 +52,12 @@ struct Bench {
     const Cuda& dev;
     Job& job;
     Comm& comm;
-    const int NH, HS;
-    const DeviceMemory flag;  // of the collective that lets all ranks start together
+    const int NH = options.heads, HS = std::atoi(options.hs.c_str());
+    const size_t flag_bytes = size_t(job.size) * sizeof(float);
+    const DeviceMemory flag = device_memory(dev, flag_bytes);  // of the collective that lets all ranks start together
 
-    Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm)
-        : options(o),
-          dev(dev),
-          job(job),
-          comm(comm),
-          NH(o.heads),
-          HS(std::atoi(o.hs.c_str())),
-          flag(device_memory(dev, size_t(job.size) * sizeof(float))) {
-        dev.zero(flag.get(), size_t(job.size) * sizeof(float));
+    Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm) : options(o), dev(dev), job(job), comm(comm) {
+        dev.zero(flag.get(), flag_bytes);
     }
     void start_together() const {
         comm.fork();

@@ -16,14 +16,10 @@ backward, on the GPU alone, in the two protocols of dev/bench.h:
 """
 import importlib.util
 import itertools
-import json
 import math
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 
@@ -42,18 +38,12 @@ TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 
 def our_rows(a):
     """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "rows.jsonl")
-        command = [str(ROOT / "dev" / "bench_attention"), "--out", out, "--heads", str(a.heads), "--hs", str(a.hs)]
-        command += ["--dtype", a.dtype, "--kernel", a.kernel] + (["--shapes", a.shapes] if a.shapes else [])
-        command += (["--no-causal"] if a.no_causal else []) + (["--quick"] if a.quick else [])
-        try:
-            code = subprocess.run(command, cwd=ROOT).returncode
-        except FileNotFoundError:
-            results.fail("there is no ./dev/bench_attention: make benches")
-        if code:
-            sys.exit(code)
-        return [json.loads(line) for line in open(out, encoding="utf-8")]
+    done, rows = results.rows_of(
+        ROOT / "dev" / "bench_attention", "--heads", a.heads, "--hs", a.hs, "--dtype", a.dtype, "--kernel", a.kernel,
+        *["--shapes", a.shapes] * bool(a.shapes), *["--no-causal"] * a.no_causal, *["--quick"] * a.quick)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return rows
 
 
 class Peer:

@@ -19,7 +19,6 @@ runs on random tokens at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds
 import argparse
 import array
 import concurrent.futures
-import json
 import math
 import multiprocessing
 import os
@@ -46,19 +45,13 @@ class Wrong(Exception):
 
 def our_row(model, B, T):
     """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "rows.jsonl")
-        command = [ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision", "bf16"]
-        try:
-            done = subprocess.run([*map(str, command), "--out", out], cwd=ROOT, capture_output=True, text=True)
-        except FileNotFoundError:
-            sys.exit("peers_train.py: there is no ./dev/bench_train: make benches")
-        if done.returncode and re.search("out of memory|the model needs", done.stderr):
-            return None
-        if done.returncode:
-            sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
-        with open(out, encoding="utf-8") as f:
-            return json.loads(f.readline())
+    done, rows = results.rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision",
+                                 "bf16", capture_output=True)
+    if done.returncode and re.search("out of memory|the model needs", done.stderr):
+        return None
+    if done.returncode:
+        sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
+    return rows[0]
 
 
 def training_step(torch, model, batch):

@@ -106,8 +106,7 @@ def main():
         for copy, (name, _, kernel, shape, _, _, asks, _) in zip(copies, todo):
             (before, gpu), (after, _) = figures(ROOT, kernel, shape), figures(copy, kernel, shape)
             B, T = map(int, shape.split("x"))
-            rows.append(results.row("exercise", gpu, results.toolkit(), kernel=kernel, B=B, T=T, what=name,
-                                    before=before, after=after))
+            rows.append(results.row("exercise", gpu, kernel=kernel, B=B, T=T, what=name, before=before, after=after))
             print(f"{kernel} {shape}: {before} becomes {after}. {asks}")
     if a.json or a.out:
         print(results.append(rows, "exercises", a.out))

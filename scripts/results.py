@@ -53,6 +53,7 @@ def largest(values):
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of dev/results
 
+@functools.cache
 def toolkit():
     """The version of nvcc, "13.0"; empty without one."""
     release = re.search(r"release ([\d.]+)", output_of("nvcc", "--version"))
@@ -86,11 +87,11 @@ def tree():
     return {"commit": commit, "dirty": state != "clean"}
 
 
-def row(kind, gpu, cuda, **fields):
+def row(kind, gpu, cuda=None, **fields):
     """A row that says where its figures come from. All rows of one run may be compared."""
     return {"kind": kind, **tree(), "run": os.environ["RUN"], "date": utc_now(), "gpu": gpu,
             "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
-            "cuda": cuda, **fields}
+            "cuda": toolkit() if cuda is None else cuda, **fields}
 
 
 def folder_of_gpu(gpu):
@@ -104,6 +105,17 @@ def append(rows, bench, out=None):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
+
+
+def rows_of(program, *options, **how):
+    """How a benchmark ended that is run with these options, and the rows that it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "rows.jsonl")
+        try:
+            done = subprocess.run([program, *map(str, options), "--out", out], cwd=ROOT, text=True, **how)
+        except FileNotFoundError:
+            fail(f"there is no ./dev/{program.name}: make benches")
+        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def values(row, fields):
