@@ -16,10 +16,10 @@ import textwrap
 from operator import itemgetter
 
 from exercises import EXERCISES
-from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows, shared, values
+from plot_results import PLOTS
+from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows,
+                     shared, values)
 
-TENSORS = ["out", "lse", "dq", "dk", "dv"]
-VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
 STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
                 "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
@@ -400,20 +400,11 @@ TABLES = {
     "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),
 }
-# Plots, <name>.svg beside the rows, are shown as they are: what measures them, and words for those who cannot see them.
-PLOTS = {
-    "accumulation": ("study", "TFLOP/s against L2 error, a point for each variant of fp16 in forward"),
-    "attention bf16": ("bf16", "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),
-    "attention fp32": ("fp32", "TFLOP/s by T of the fp32 kernels, ours thick, peers dashed"),
-    "accuracy": ("accuracy", "L2 errors by T as multiples of naive's, a panel for each tensor in fp32 and in bf16"),
-    "ring": ("ring", "Errors by number of ranks, flat with partial results in fp32 and mostly larger in bf16"),
-    "ring timeline": ("ring", "Bars in time for each GPU, its blocks of attention and the copies beside them"),
-    "memory": ("memory", "GiB by T, straight lines with flash, parabolas with naive")}
 
 
 def make(name, document, root):
     """The table's text or the plot, one for each GPU that was measured."""
-    results, plot = root / "dev" / "results", name.removeprefix("plot ")
+    results, plot = root / "dev" / "results", name.removeprefix("plot ").replace(" ", "_")
     if name in TABLES:
         text_of, bench, query, part = TABLES[name]
         found = [read_rows(path, **query) for path in sorted(results.glob(f"*/{bench}.jsonl"))]
@@ -421,12 +412,13 @@ def make(name, document, root):
         here = os.path.relpath(root / "attention", document.parent)
         if name == "ladder" and here != ".":
             texts = [text.replace("](", f"]({here}/") for text in texts]
-    elif plot != name and plot in PLOTS:
-        (part, about), paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
+    elif name.startswith("plot ") and plot in PLOTS:
+        *_, part, about = PLOTS[plot]
+        paths = sorted(results.glob(f"*/{plot}.svg"))
         texts = [textwrap.fill(f"![{about}]({os.path.relpath(path, document.parent)})", 120, break_on_hyphens=False)
                  for path in paths]
-    elif plot.startswith("quote "):
-        path = root / "attention" / plot.removeprefix("quote ")
+    elif name.startswith("quote "):
+        path = root / "attention" / name.removeprefix("quote ")
         found = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text() if path.exists() else "",
                           flags=re.S | re.M)
         if not found:
@@ -441,7 +433,7 @@ def make(name, document, root):
         below = paragraph(" ".join([*number, *asked]))
         return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
     else:
-        known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
+        known = [*TABLES, *(f"plot {plot.replace('_', ' ')}" for plot in PLOTS)]
         fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
     return "\n\n".join(filter(None, texts)) or f"Not measured yet: `scripts/measure.sh {part}`"
 

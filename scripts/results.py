@@ -17,6 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
         "ranks", "chunk", "tokens_per_gpu", "rank", "step", "warp"]
+TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
+VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
 DEFAULTS = {"recompute": 0}  # rows from before there was a choice do not say it
 # Of a run's log.
