@@ -11,14 +11,13 @@ import argparse
 import os
 import pathlib
 import re
-import sys
 import textwrap
 from operator import itemgetter
 
 from exercises import EXERCISES
 from plot_results import PLOTS
-from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows,
-                     shared, values)
+from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
+                     read_rows, shared, values)
 
 STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
                 "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
@@ -443,15 +442,9 @@ def main():
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
     arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
     a = arg.parse_args()
-    for path in sorted(a.root.rglob("*.md")):
-        old = path.read_text()
-        new = re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
-                     lambda m: m[1] + make(m[2], path, a.root) + m[3], old, flags=re.S)
-        if a.check and new != old:
-            sys.exit(f"{path.relative_to(a.root)}: its tables are not those of dev/results: "
-                     "run python3 scripts/readme_tables.py")
-        if not a.check:
-            path.write_text(new)
+    publish({path: re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
+                          lambda m: m[1] + make(m[2], path, a.root) + m[3], path.read_text(), flags=re.S)
+             for path in sorted(a.root.rglob("*.md"))}, a.check, a.root)
 
 
 if __name__ == "__main__":

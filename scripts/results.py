@@ -52,6 +52,16 @@ def largest(values):
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
+def publish(texts, check, root=ROOT):
+    """Writes {file: text}. With `check` it writes nothing, and fails if a file has another text."""
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if check and stale:
+        names = ", ".join(str(path.relative_to(root)) for path in stale)
+        fail(f"{names}: not what the script makes: run python3 scripts/{pathlib.Path(sys.argv[0]).name}")
+    for path in stale:
+        path.write_text(texts[path], encoding="utf-8")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of dev/results
 
