@@ -89,7 +89,7 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
 
 // about_ms: the rough length of a run. It tells how many runs fill half a second.
 template <class Launch>
-double sustained_ms(const Cuda& dev, Launch launch, double about_ms) {
+double sustained_ms(const Cuda& dev, double about_ms, Launch launch) {
     const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
     Event start, end;
     for (int i = 0; i < runs; i++) launch(i);
@@ -100,10 +100,10 @@ double sustained_ms(const Cuda& dev, Launch launch, double about_ms) {
 }
 
 template <class Launch>
-Figures measure_ms(const Cuda& dev, Launch launch, bool quick) {
+Figures measure_ms(const Cuda& dev, bool quick, Launch launch) {
     Figures ms;
     ms.cool = cool_ms(dev, launch);
-    if (!quick) ms.sustained = sustained_ms(dev, launch, ms.cool);
+    if (!quick) ms.sustained = sustained_ms(dev, ms.cool, launch);
     return ms;
 }
 
@@ -192,7 +192,7 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
         CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &alpha, a, type, n, b, type, n, &beta, c,
                                   type, n, compute, CUBLAS_GEMM_DEFAULT));
     };
-    return tflops(2. * n * n * n, measure_ms(dev, product, quick));
+    return tflops(2. * n * n * n, measure_ms(dev, quick, product));
 }
 
 // Bytes a second of a device-to-device copy that fits no cache. Reads and writes both count.
@@ -203,7 +203,7 @@ inline Figures copy_rate(const Cuda& dev, bool quick) {
     const auto copy = [&](int) {
         CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
     };
-    const Figures ms = measure_ms(dev, copy, quick);
+    const Figures ms = measure_ms(dev, quick, copy);
     return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
 }
 

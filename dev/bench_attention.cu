@@ -44,14 +44,10 @@ template <class X>
 double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
     const KernelRun<X>& run = buffers.run;
     const AttentionShape& s = run.s;
-    Oracle oracle(dev, s.T, s.HS);
     Errors errors(dev, s);
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++) {
-            gather<X>(dev, oracle, buffers.qkv, buffers.dout, s, b, h);
-            oracle.run(s.causal, s.resolved_scale());
-            errors.add<X>(oracle, run.out, run.lse, run.dqkv, b, h);
-        }
+    for_each_head<X>(dev, buffers.qkv, buffers.dout, s, [&](const Oracle& oracle, int b, int h) {
+        errors.add<X>(oracle, run.out, run.lse, run.dqkv, b, h);
+    });
     errors.fetch();
     double worst = 0;
     for (int tensor = 0; tensor < (run.kernel.backward ? kTensors : Dq); tensor++) keep_worst(worst, errors.l2(tensor));
@@ -115,11 +111,9 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     }
 
     Measured measured;
-    measured[0] = measure_ms(
-        dev, [&](int i) { runs[i % sets]->forward(dev); }, quick);
+    measured[0] = measure_ms(dev, quick, [&](int i) { runs[i % sets]->forward(dev); });
     if (kernel.backward)
-        measured[1] = measure_ms(
-            dev, [&](int i) { runs[i % sets]->backward(dev); }, quick);
+        measured[1] = measure_ms(dev, quick, [&](int i) { runs[i % sets]->backward(dev); });
     else
         std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
     if (subject.is_naive()) naive_ms[shape] = measured;

@@ -79,9 +79,7 @@ struct Bench {
         const double idle = together([] {});
         Figures ms;
         ms.cool = together(launch) - idle;
-        if (!options.quick)
-            ms.sustained = slowest(sustained_ms(
-                dev, [&](int) { launch(); }, ms.cool));
+        if (!options.quick) ms.sustained = slowest(sustained_ms(dev, ms.cool, [&](int) { launch(); }));
         return ms;
     }
     // Calls use(ring) with a rank's ring of chunks of Tc tokens. Its memory is random, because zeros draw less power.
@@ -196,22 +194,16 @@ void run_bench(const Bench<Comm>& b) {
     const int N = b.job.size, Tc = o.tokens / 2;
     validate(b);
     const Sequence<bf16> whole(b.dev, N * o.tokens, b.NH, b.HS, 1), part(whole, Zigzag{N}, b.job.rank);
-    Figures single[2], ring_ms[2], still[2], hop[2];
-    const auto time = [&](Figures* ms, auto forward, auto backward) {
-        ms[0] = b.measure(forward);
-        ms[1] = b.measure([&] { forward(), backward(); });
+    const auto time = [&](const Sequence<bf16>& on, auto&... ring) -> std::array<Figures, 2> {
+        return {b.measure([&] { on.forward(ring...); }), b.measure([&] { on.forward(ring...), on.backward(ring...); })};
     };
-    time(
-        single, [&] { whole.forward(); }, [&] { whole.backward(); });
-    const auto time_ring = [&](auto& comm, Figures* ms) {
-        b.with_ring(comm, Tc, [&](auto& ring) {
-            time(
-                ms, [&] { part.forward(ring); }, [&] { part.backward(ring); });
-        });
+    const auto time_ring = [&](auto& comm) {
+        std::array<Figures, 2> ms;
+        b.with_ring(comm, Tc, [&](auto& ring) { ms = time(part, ring); });
+        return ms;
     };
-    time_ring(b.comm, ring_ms);
     NoComm none{b.job.rank, N};
-    time_ring(none, still);
+    const std::array<Figures, 2> single = time(whole), ring_ms = time_ring(b.comm), still = time_ring(none);
 
     const size_t n = 2 * part.n, bytes = 2 * n * (sizeof(bf16) + sizeof(float));  // n: K and V
     const DeviceMemory memory = device_memory(b.dev, bytes);
@@ -219,6 +211,7 @@ void run_bench(const Bench<Comm>& b) {
     bf16* kv = as<bf16>(memory);
     float* dkv = reinterpret_cast<float*>(kv + 2 * n);
     const int next = (b.job.rank + 1) % N, before = (b.job.rank + N - 1) % N;
+    Figures hop[2];
     for (int pass = 0; pass < 2; pass++)
         hop[pass] = b.measure([&] {
             b.comm.fork();

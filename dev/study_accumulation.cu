@@ -754,13 +754,9 @@ struct Study {
         naive(dev, results[0].out, qkv, s);
         for (size_t i = 0; i < subjects.size(); i++)
             subjects[i].forward(dev, results[i + 1].out, results[i + 1].lse, qkv, s);
-        Oracle oracle(dev, s.T, HS);
-        for (int b = 0; b < s.B; b++)
-            for (int h = 0; h < s.NH; h++) {
-                gather(dev, oracle, qkv, qkv, s, b, h);
-                oracle.run(true, s.resolved_scale());
-                for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, static_cast<const X*>(nullptr), b, h);
-            }
+        for_each_head<X>(dev, qkv, qkv, s, [&](const Oracle& oracle, int b, int h) {
+            for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, static_cast<const X*>(nullptr), b, h);
+        });
         for (Result<X>& r : results) r.errors.fetch();
 
         const double naive_l2 = results[0].errors.l2(Out);

@@ -57,17 +57,6 @@ struct Way {
         : carry(carry), ranks(ranks), of(dev, T, NH, HS, T), errors(dev, of.s) {}
 };
 
-// Calls f(oracle, h) with fp64's results of each head.
-template <class X, class F>
-void for_each_head(const Sequence<X>& in, F f) {
-    Oracle oracle(in.dev, in.s.T, HS);
-    for (int h = 0; h < in.s.NH; h++) {
-        gather(in.dev, oracle, in.qkv, in.dout, in.s, 0, h);
-        oracle.run(true, in.s.resolved_scale());
-        f(oracle, h);
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Chunks
 
@@ -156,8 +145,8 @@ void study_chunks(Study& study) {
 
     // The error of the unchunked call itself against fp64. Chunks may differ from that call by twice as much, because
     // both may be off by it in opposite directions.
-    for_each_head(whole.of, [&](const Oracle& oracle, int h) {
-        whole.errors.add(oracle, whole.of.out, whole.of.lse, whole.of.dqkv, 0, h);
+    for_each_head<X>(dev, whole.of.qkv, whole.of.dout, whole.of.s, [&](const Oracle& oracle, int b, int h) {
+        whole.errors.add(oracle, whole.of.out, whole.of.lse, whole.of.dqkv, b, h);
     });
     whole.errors.fetch();
 
@@ -314,9 +303,10 @@ void study_rings(Study& study) {
             on_local_ranks(dev, way.ranks, [&](LocalComm<Cuda>& comm) {
                 way.carry == "fp32" ? run_rank(dev, comm, way.of) : run_rank(Rounding{dev}, comm, way.of);
             });
-    for_each_head(ways.front().of, [&](const Oracle& oracle, int h) {
-        round_oracle(oracle, ways.front().of, h);
-        for (Way<X>& way : ways) way.errors.add(oracle, way.of.out, way.of.lse, way.of.dqkv, 0, h);
+    const Sequence<X>& in = ways.front().of;
+    for_each_head<X>(dev, in.qkv, in.dout, in.s, [&](const Oracle& oracle, int b, int h) {
+        round_oracle(oracle, in, h);
+        for (Way<X>& way : ways) way.errors.add(oracle, way.of.out, way.of.lse, way.of.dqkv, b, h);
     });
     for (Way<X>& way : ways) way.errors.fetch();
 
