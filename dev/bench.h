@@ -49,22 +49,14 @@ class Event {
     cudaEvent_t event_;
 };
 
-// One thread waits, so that the host can queue all of a timed pass behind it. The time is then the GPU's and does not
-// depend on how fast the host launches.
-static __global__ void wait_kernel(long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    while (now - start < static_cast<unsigned long long>(ns));
-}
-
 // launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers. Each run comes after a rest of
 // four times the length of the run before, at most max_rest ms. Without it the clock falls after 60 ms of attention's
-// backward.
+// backward. The GPU pauses before it, so that the host can queue all of a timed pass. The time is then the GPU's and does
+// not depend on how fast the host launches.
 template <class Launch>
 double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     constexpr int kWarmUps = 3, kRuns = 15;
-    constexpr long long kHeadStartNs = 200'000;
+    constexpr unsigned kHeadStartNs = 200'000;
     dev.sync();
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     int i = 0;
@@ -75,8 +67,7 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
         dev.sync();
         std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(rest));
         Event start, end;
-        wait_kernel<<<1, 1, 0, dev.stream>>>(kHeadStartNs);
-        LAUNCH_CHECK("wait_kernel");
+        dev.pause(kHeadStartNs);
         start.record(dev);
         launch(i++);
         end.record(dev);

@@ -18,6 +18,7 @@
 #include "dev/ring_part.h"
 #include "layers/comm/comm.h"
 #include "layers/comm/job.h"
+#include "layers/comm/reference_comm.h"
 
 struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
@@ -32,14 +33,9 @@ struct ByNccl : NcclComm {
 };
 
 // Stands in for a communicator and sends nothing.
-struct NoComm {
-    int rank, size;
-    void fork() {}
-    void join() {}
-    void head_start() {}
-    void share(void*, size_t) {}
-    template <class Calls>
-    void group(Calls) {}
+struct NoComm : CallsInOrder {
+    const int rank, size;
+    NoComm(int rank, int size) : rank(rank), size(size) {}
     template <class X>
     void send_recv(int, const X*, size_t, int, X*, size_t) {}
     template <class X>
@@ -202,7 +198,7 @@ void run_bench(const Bench<Comm>& b) {
         b.with_ring(comm, Tc, [&](auto& ring) { ms = time(part, ring); });
         return ms;
     };
-    NoComm none{b.job.rank, N};
+    NoComm none(b.job.rank, N);
     const std::array<Figures, 2> single = time(whole), ring_ms = time_ring(b.comm), still = time_ring(none);
 
     const size_t n = 2 * part.n, bytes = 2 * n * (sizeof(bf16) + sizeof(float));  // n: K and V

@@ -8,10 +8,7 @@ The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32
 Where FlashAttention 3's module flash_attn_interface is installed, also fa3 and fa3_det, its deterministic form.
 They get what our kernels get: q, k, v as views of one packed (B, T, 3, NH, HS), random values, and buffers that rotate
 through twice the L2 cache. Each is validated first, a head against fp64. What is timed is the bare operator, forward or
-backward, on the GPU alone, in the two protocols of dev/bench.h:
-  cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each after a rest and queued while the GPU
-             waits in a kernel
-  sustained  0.5 s back to back, then the mean of the next 0.5 s, launched as CUDA graphs
+backward, on the GPU alone, in the two protocols of dev/bench.h. Sustained launches are those of CUDA graphs.
 "ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
 """
 import importlib.util
