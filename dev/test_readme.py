@@ -119,7 +119,8 @@ def test_options_of_measuring_programs_exist():
         program, *given = words[at:]
         if re.match(r"\./dev/(bench_|accuracy|study_)", program):
             source = (ROOT / f"{program}.cu").read_text()
-            headers = [(ROOT / header).read_text() for header in re.findall(r'#include "(dev/.*)"', source)]
+            includes = ["dev/bench.h", *re.findall(r'#include "(dev/.*)"', source)]
+            headers = [(ROOT / header).read_text() for header in includes]
             known = re.findall(r'\{"(--[a-z0-9-]+)", "', "".join([source, *headers]))
             used = {word for word in given if word.startswith("--")}
             assert used <= set(known), f"{words}: no {used - set(known)}"
