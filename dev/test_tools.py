@@ -35,6 +35,7 @@ LIBRARIES = dict.fromkeys(["matplotlib", "matplotlib.pyplot", "matplotlib.ticker
                            "tensorboard.summary.writer.record_writer"], mock.MagicMock())  # stand for them
 refused = unittest.TestCase().assertRaisesRegex
 sys.path += [str(SCRIPTS), str(ROOT / "dev")]
+import results  # sets RUN
 
 
 def check_in_order(text, parts):
@@ -199,7 +200,6 @@ def test_full_disk_leaves_what_was_there(tmp):
 
 
 def test_logs_that_cannot_be_read(tmp):
-    from results import read_log
     path, good = tmp / "log.jsonl", ('{"kind": "train", "step": 1, "loss_nats": 2.0, "grad_norm": 1.0, "lr": 0.1, '
                                      '"tokens_per_s": 9, "mfu_percent": null}\n')
     for bad, what in (("{oops\n", "expected a JSON object"), ("[1]\n", "expected a JSON object"),
@@ -208,9 +208,9 @@ def test_logs_that_cannot_be_read(tmp):
         written(path, good + bad + good)
         script("plot.py", tmp, code=1, says=[f"{path}:2: ", what])
     written(path, '{"kind": "val", "step": 0, "loss_nats": 2.0}\n')  # alone it is enough
-    assert read_log(tmp)["val"][0]["loss_nats"] == 2
+    assert results.read_log(tmp)["val"][0]["loss_nats"] == 2
     written(path, good + '{"kind": "tra')  # a row that is being written
-    rows = read_log(path)["train"]
+    rows = results.read_log(path)["train"]
     assert len(rows) == 1 and math.isnan(rows[0]["mfu_percent"])
     written(path, "")
     check_refusals("""
@@ -313,15 +313,19 @@ def seconds(date):
     return calendar.timegm(time.strptime(date, "%Y-%m-%dT%H:%M:%SZ"))
 
 
-def printed_row(folder, **variables):
-    code = "import results; print(results.row('x', 'G', results.toolkit(), ms=2))"
-    return ast.literal_eval(run(sys.executable, "-B", "-c", code, PYTHONPATH=str(folder), **variables).stdout)
-
-
 def test_rows_name_the_sources(tmp):
-    """In a small tree of the same folders: with git, with a change in each of its places, and without git."""
+    """In a small tree of the same folders: with git, with a change in each of its places, and without git. Rows name
+    driver and toolkit, too."""
     def state(**variables):
         return run(tmp / "scripts" / "tree.sh", **variables).stdout.split()
+
+    def row(**variables):
+        code = "import results; print(results.row('x', 'G', results.toolkit(), ms=2))"
+        variables = {"PYTHONPATH": str(tmp / "scripts"), **before_others(tmp / "build"), **variables}
+        return ast.literal_eval(run(sys.executable, "-B", "-c", code, **variables).stdout)
+    smi = "case $1 in --query-gpu=driver_version) echo 580.65 ;; *) echo other ;; esac"
+    executable(tmp / "build" / "nvidia-smi", smi)
+    executable(tmp / "build" / "nvcc", "echo 'Cuda compilation tools, release 13.1, V13.0.48'")
     folders = {path.parent.name for path in ROOT.glob("[!.]*/*") if path.suffix in (".cu", ".cpp", ".h", ".py", ".sh")}
     assert {"attention", "layers", "scripts"} < folders
     sources = [tmp / "Makefile", tmp / "train_gpt2.cu", *(tmp / folder / "some.h" for folder in folders - {"build"})]
@@ -344,25 +348,19 @@ def test_rows_name_the_sources(tmp):
         written(path, "2\n")
         assert state() == [commit, "dirty"], path
         written(path, old) if old else path.unlink()
-    clean = printed_row(tmp / "scripts", RUN="r")
-    assert (clean["commit"], clean["dirty"], clean["run"], clean["gpu"], clean["ms"]) == (commit, False, "r", "G", 2)
-    assert abs(time.time() - seconds(clean["date"])) < 60, clean
+    clean = row(RUN="r")
+    assert abs(time.time() - seconds(clean.pop("date"))) < 60, clean
+    assert clean == {"kind": "x", "commit": commit, "dirty": False, "run": "r", "gpu": "G", "driver": "580.65",
+                     "cuda": "13.1", "ms": 2}
     shutil.rmtree(tmp / ".git")  # a copy
     assert state(COMMIT=commit, TREE=tree_is) == [commit, "clean"] and state(COMMIT=commit) == [commit, "dirty"]
     written(sources[0], "2\n")
     assert state(COMMIT=commit, TREE=tree_is) == [commit, "dirty"] and state() == ["unknown", "dirty"]
-    dirty = printed_row(tmp / "scripts", COMMIT=commit, TREE=tree_is)
+    dirty = row(COMMIT=commit, TREE=tree_is)
     assert dirty["dirty"] is True and dirty["run"] <= dirty["date"]
     run("make", "-s", "build/tree.cpp")  # what benchmarks link
     here = run(SCRIPTS / "tree.sh").stdout.strip()
     assert f'char built_from[] = "{here}";' in (ROOT / "build" / "tree.cpp").read_text()
-
-
-def test_rows_name_driver_and_toolkit(tmp):
-    executable(tmp / "nvidia-smi", "case $1 in --query-gpu=driver_version) echo 580.65 ;; *) echo other ;; esac")
-    executable(tmp / "nvcc", "echo 'Cuda compilation tools, release 13.1, V13.0.48'")
-    row = printed_row(SCRIPTS, **before_others(tmp))
-    assert (row["driver"], row["cuda"]) == ("580.65", "13.1"), row
 
 
 def row(**fields):
@@ -386,12 +384,11 @@ def write_rows(root, name, rows):
 def test_rows_that_tables_show(tmp):
     """Never of a differing tree; of one run wherever they are compared; close ones as the span of three jobs."""
     from readme_tables import close, figure
-    from results import read_rows
     dirty, naive = {"dirty": True, "date": "2030-03-01T00:00:00Z"}, {"kernel": "naive"}
     later = {**NEW, "date": "2030-02-01T00:00:01Z"}
 
     def read(*fields, **query):
-        return read_rows(write_rows(tmp, "A/attention", [attention_row(**f) for f in fields]), **query)
+        return results.read_rows(write_rows(tmp, "A/attention", [attention_row(**f) for f in fields]), **query)
     for fields, query, expected in (
             ([{**OLD, "ms": 1.0}, {**dirty, "ms": 2.0}, {**dirty, **naive}], {}, [("flash_bf16", 1.0)]),
             ([{**NEW, "ms": 1.0}, {**OLD, **naive}, {**OLD, "ms": 9.0}], {}, [("flash_bf16", 1.0)]),  # no old naive
@@ -551,14 +548,13 @@ def test_tables(tmp):
 
 
 def test_tables_of_bad_rows(tmp):
-    for bad in "{oops\n", "{}\n":  # the second has no date and commit
-        path = write_rows(tmp, "A/train", [train_row()])
-        written(path, path.read_text() + bad)
-        written(tmp / "README.md", "<!-- table: train -->\n<!-- end -->\n\n<!-- end -->\n")
-        script("readme_tables.py", "--root", tmp, code=1, says=[f"{path}:2: "])
-    written(path, "")
-    for name, says in ("nonsense", "nonsense"), ("quote no.cu", "attention/no.cu: no lines between // [quote]"):
-        written(tmp / "README.md", f"<!-- table: {name} -->\n<!-- end -->\n\n<!-- end -->\n")
+    path = write_rows(tmp, "A/train", [train_row()])
+    good = path.read_text()
+    for table, bad, says in (("train", "{oops\n", f"{path}:2: "), ("train", "{}\n", f"{path}:2: "),  # no date, no commit
+                             ("nonsense", "", "nonsense"),
+                             ("quote no.cu", "", "attention/no.cu: no lines between // [quote]")):
+        written(path, good + bad)
+        written(tmp / "README.md", f"<!-- table: {table} -->\n<!-- end -->\n\n<!-- end -->\n")
         script("readme_tables.py", "--root", tmp, code=1, says=[says])
 
 
@@ -573,10 +569,10 @@ def test_plots_are_those_of_dev_results(tmp):
     import matplotlib
     if f"matplotlib=={matplotlib.__version__} " not in (SCRIPTS / "requirements.txt").read_text():
         raise Skip("needs the matplotlib of scripts/requirements.txt")
-    results = tmp / "dev" / "results"
-    shutil.copytree(ROOT / "dev" / "results", results, ignore=shutil.ignore_patterns("*.svg"))
+    folder = tmp / "dev" / "results"
+    shutil.copytree(ROOT / "dev" / "results", folder, ignore=shutil.ignore_patterns("*.svg"))
     for bench, other in ("attention", {"causal": False}), ("train", {"kernel": "torch_compile", "B": 1, "mem_gib": 99}):
-        path = results / "NVIDIA-H200" / f"{bench}.jsonl"
+        path = folder / "NVIDIA-H200" / f"{bench}.jsonl"
         written(path, path.read_text() + jsonl([{**rows_of(path)[-1], "T": 64, **other}]))  # is in no plot
     result = script("plot_results.py", "--root", tmp)
     expected = {path.relative_to(ROOT): path.read_bytes() for path in ROOT.glob("dev/results/[!p]*/*.svg")}
@@ -905,83 +901,74 @@ def test_ranks_are_compared_and_timed(tmp):
             says=["scaling.py: ./train_gpt2cu -e tiny", "ended with 1", f"{tmp / 'none'}: no such file"])
 
 
-class Trainer:
-    """Takes the place of the functions in results.py that run ./train_gpt2cu. `losses` and `rates` have its last loss
-    and its tokens a second: by attention and seed, by ranks as "2_1" (GPUs and --zero), or by a GPU's name."""
-    def __init__(self, losses=(), rates=()):
-        self.losses, self.rates, self.ran, self.gpus = dict(losses), dict(rates), [], []
-
-    def run_trainer(self, *options, CUDA_VISIBLE_DEVICES=None):
-        option = dict(zip(options, options[1:]))
-        ranks = f"{option.get('--gpus')}_{option.get('--zero')}"
-        self.ran.append(" ".join(map(str, options)))
-        self.gpus.append(CUDA_VISIBLE_DEVICES)
+def pretended(text_and_log):
+    """Replaces what runs ./train_gpt2cu by a function of the command's options in one string, and of its GPU."""
+    def train(*options, CUDA_VISIBLE_DEVICES=None):
         time.sleep(0.01)  # so that another thread takes the next run
-        rate = self.rates.get(CUDA_VISIBLE_DEVICES, self.rates.get(ranks))
-        mib = 2048 if option.get("--zero") else 4096
-        text = f"device             GPU A, 1 GiB\nmemory             {mib}.0 MiB\n"
-        text += "step 1/9 | 1 tok/s\n" * 10 + f"step 11/9 | {rate} tok/s\n" * 2
-        loss = self.losses.get(f"{option.get('--attention')}_{option.get('--seed')}", self.losses.get(ranks, 2.0))
-        train = [{"step_ms": 3 * i if i > 2 else 999, "loss_nats": loss if i == 11 else 2.0} for i in range(1, 21)]
-        return text, {"run": [{"device": "GPU A"}], "train": train, "val": [{"loss_nats": 9.0}, {"loss_nats": loss}]}
-
-    def script(self, name, out, *options, code=0, says=()):
-        """The result of a script that uses it, and the rows that it adds."""
-        import results
-        written(out, "")
-        with mock.patch.multiple(results, train=self.run_trainer, run_trainer=self.run_trainer, need=lambda *_: None):
-            return script(name, "--out", out, *options, code=code, says=says), rows_of(out)
+        return text_and_log(" ".join(map(str, options)), CUDA_VISIBLE_DEVICES)
+    return mock.patch.multiple(results, train=train, run_trainer=train, need=lambda *_: None)
 
 
 def test_losses_outside_the_spread(tmp):
-    def compare(naive, flash, *more, code=0):
-        losses = [(f"{kind}_{seed}", loss) for kind, found in (("naive", naive), ("flash", flash))
-                  for seed, loss in enumerate(found, 1)]
-        trainer = Trainer(losses)
-        return trainer, *trainer.script("compare_losses.py", tmp / "rows.jsonl", "--shapes", "2x16", "--steps", 20,
-                                        "--seeds", 2, *more, code=code)
-    for naive, flash, code in (((2, math.nan), (2, 2), 1), ((2, 2.2), (2.3, 2.2), 1), ((2, 2.2), (1.9, 2), 1),
-                               ((2, 2.2), (2.1, math.nan), 1), ((2, 2.2), (2.3, 2), 0)):
-        trainer, result, rows = compare(naive, flash, code=code)
+    steps = [{"step_ms": 3 * i if i > 2 else 999} for i in range(1, 21)]
+    for naive, flash, code, tail, *more in (
+            ((2, math.nan), (2, 2), 1, "fp32{}"), ((2, 2.2), (2.3, 2.2), 1, "fp32{}"), ((2, 2.2), (1.9, 2), 1, "fp32{}"),
+            ((2, 2.2), (2.1, math.nan), 1, "fp32{}"), ((2, 2.2), (2.3, 2), 0, "fp32{}"),
+            ((2, 2.2), (2.05, 2.1), 0, "bf16{} --no-tf32", "--precision", "bf16", "--no-tf32")):
+        command, gpus = "-e d12 -b 2 -t 16 -x 20 -v 20 -s 0 --seed {} --precision " + tail, set()
+        losses = {command.format(seed, f" --attention {kind} --device cuda"): loss
+                  for kind, found in (("naive", naive), ("flash", flash)) for seed, loss in enumerate(found, 1)}
+
+        def train(options, gpu):
+            gpus.add(gpu)
+            return "", {"run": [{"device": "GPU A"}], "train": steps,
+                        "val": [{"loss_nats": 9.0}, {"loss_nats": losses.pop(options)}]}
+        out = written(tmp / "rows.jsonl", "")
+        with pretended(train), mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="7,9"):
+            result = script("compare_losses.py", "--shapes", "2x16", "--steps", 20, "--seeds", 2, "--gpus", 2,
+                            "--out", out, *more, code=code)
         assert f"loss is {'OUTSIDE' if code else 'within'} the seeds' spread" in result.stdout, result
-    assert [(r["attention"], r["ms"]) for r in rows] == [("naive", 34.5), ("flash", 34.5)], rows  # 3·3 … 3·20
-    command = "-e d12 -b 2 -t 16 -x 20 -v 20 -s 0 --seed {} --precision {} --attention {} --device cuda{}"
-    assert command.format(2, "fp32", "naive", "") in trainer.ran, trainer.ran
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="7,9"):
-        more = ("--precision", "bf16", "--no-tf32", "--gpus", 2)
-        trainer, result, (naive, flash) = compare((2, 2.2), (2.05, 2.1), *more)
-    assert set(trainer.gpus) == {"7", "9"}  # each run on one of its own
-    assert command.format(1, "bf16", "flash", " --no-tf32") in trainer.ran, trainer.ran
+        assert not losses and gpus == {"7", "9"}  # each run on one of its own
     assert "of one seed they differ by 1.0e-01 at most" in result.stdout, result
-    assert (naive["loss"], naive["loss_min"], naive["loss_max"], flash["loss"]) == (2.1, 2.0, 2.2, 2.075), naive
+    fields = ("attention", "ms", "loss", "loss_min", "loss_max")
+    assert [[r[field] for field in fields] for r in rows_of(out)] == [
+        ["naive", 34.5, 2.1, 2.0, 2.2], ["flash", 34.5, 2.075, 2.05, 2.1]]  # 3·3 … 3·20
 
 
 def test_ranks_by_the_stand_in(tmp):
-    """scripts/scaling.py: losses that differ, rates, all GPUs of the machine, and the table of it."""
-    def measured(losses=(), rates=(), *options, **expected):
-        trainer = Trainer(losses, rates)
-        return trainer, *trainer.script("scaling.py", tmp / "rows.jsonl", "--batch", 3, "--tokens", 16, "--steps", 12,
-                                        *options, **expected)
-    for losses in {"2_1": 2.0021}, {"2_0": 1.9979}, {"2_0": math.nan}, {"1_0": 2.003}:
-        _, result, rows = measured(losses, (), "--gpus", "1,2", code=1,
-                                   says=["differ by more than 1e-3: not timed"])
-        assert {r["what"] for r in rows} == {"losses"} and "of linear" not in result.stdout, rows
-    # All GPUs of the machine, whose slowest is the last; then those that CUDA shows.
+    """scripts/scaling.py: losses that differ, rates, all GPUs of the machine or those that CUDA shows, and the table."""
+    command = "-e d12 -t 16 -v 0 -s 0 --device cuda --gpus {} --zero {} -b "
+    strict, timed = command + "2 -d 64 -x 20 --precision fp32 --no-tf32", command + "3 -x 12 --precision bf16"
+    ranks, rates = ((1, 0), (2, 0), (2, 1)), {"0": 960, "1": 800, "7": 960, "9": 800}
+
+    def measured(*losses, code=0, says=()):
+        last = {strict.format(*of): loss for of, loss in zip(ranks, losses)}
+        rate = {timed.format(*of): rate for of, rate in zip(ranks, (1000, 1900, 2200))}
+
+        def train(options, gpu):
+            mib = 2048 if "--zero 1" in options else 4096
+            text = f"device             GPU A, 1 GiB\nmemory             {mib}.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n"
+            log = {"train": 19 * [{"loss_nats": 2.0}] + [{"loss_nats": last.get(options)}]}
+            assert options in {**last, **rate}, options
+            return text + 2 * f"step 11/9 | {rates.get(gpu, rate.get(options))} tok/s\n", log
+        out = written(tmp / "rows.jsonl", "")
+        with pretended(train):
+            result = script("scaling.py", "--batch", 3, "--tokens", 16, "--steps", 12, "--out", out,
+                            code=code, says=says)
+        return result, rows_of(out)
     executable(tmp / "nvidia-smi", 'for i in 0 1; do echo "GPU $i: it (UUID: GPU-1)"; done')
-    ranks = {"1_0": 1000, "2_0": 1900, "2_1": 2200}
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="7,9"):
-        trainer, *_ = measured((), {"7": 960, "9": 960, **ranks}, "--gpus", "1,2")
-        assert {"7", "9"} < set(trainer.gpus), trainer.gpus
-        os.environ.update(before_others(tmp))
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        trainer, _, rows = measured({"2_1": 2.0019}, {"0": 960, "1": 800, **ranks})
-    command = "-e d12 -t 16 -v 0 -s 0 --device cuda --gpus 2 --zero 1 -b "
-    assert command + "2 -d 64 -x 20 --precision fp32 --no-tf32" in trainer.ran, trainer.ran
-    assert command + "3 -x 12 --precision bf16" in trainer.ran, trainer.ran
-    assert [round(r["apart"], 6) for r in rows[:2]] == [0, 0.00095], rows
-    fields = ("gpus", "zero", "tok_s", "ms", "ms_side_by_side", "of_linear", "gib")
-    assert [[round(r[field], 3) for field in fields] for r in rows[2:]] == [
-        [1, 0, 1000, 48, 48, 1, 4], [2, 0, 1900, 50.526, 60, 0.95, 4], [2, 1, 2200, 43.636, 60, 1.1, 2]], rows
+    for visible in {"CUDA_VISIBLE_DEVICES": "7,9"}, before_others(tmp):
+        with mock.patch.dict(os.environ):
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            os.environ.update(visible)
+            for losses in (2, 2, 2.0021), (2, 1.9979, 2), (2, math.nan, 2), (2.003, 2, 2):
+                result, rows = measured(*losses, code=1, says=["differ by more than 1e-3: not timed"])
+                assert {r["what"] for r in rows} == {"losses"} and "of linear" not in result.stdout, rows
+            _, rows = measured(2, 2, 2.0019)
+        assert [round(r["apart"], 6) for r in rows[:2]] == [0, 0.00095], rows
+        fields = ("gpus", "zero", "tok_s", "ms", "ms_side_by_side", "of_linear", "gib")
+        assert [[round(r[field], 3) for field in fields] for r in rows[2:]] == [  # the slowest GPU is the last
+            [1, 0, 1000, 48, 48, 1, 4], [2, 0, 1900, 50.526, 60, 0.95, 4], [2, 1, 2200, 43.636, 60, 1.1, 2]], rows
     write_rows(tmp, "A/scaling", [{**r, "dirty": False} for r in rows])
     check_documents(tmp, """
 <!-- table: scaling -->
