@@ -681,8 +681,8 @@ def variable(name, *arguments, cwd=ROOT, **variables):
     return found and found[1].strip()
 
 
-def test_probe_of_gpus(tmp):
-    """GENCODE by what nvidia-smi says, and by ARCH."""
+def test_what_the_makefile_finds(tmp):
+    """GENCODE by what nvidia-smi says or by ARCH, nvcc's host compiler by CXX, and as many jobs as cores."""
     none = "-gencode arch=compute_80,code=[sm_80,compute_80]"
     for smi, expected, *arguments in (
             ("echo 8.0", "80"), ("echo 9.0", "90a"), ("echo '8.0\n8.0\n8.0'", "80"), ("echo '8.6\n9.0'", "86 90a"),
@@ -694,6 +694,13 @@ def test_probe_of_gpus(tmp):
         if expected != none:
             expected = " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in expected.split())
         assert variable("GENCODE", *arguments, **before_others(tmp)) == expected, smi
+    for cxx, ccbin in ("g++", ""), ("ccache g++", ""), ("g++-12", "-ccbin g++-12"):
+        assert variable("CCBIN", f"CXX={cxx}", "NCCL_HOME=none") == ccbin, cxx
+    clang = executable(tmp / "c++", "echo Debian clang version 14.0.6")
+    run("make", f"CXX={clang}", code=2, says=[f"{clang} is clang", "name a g++"])
+    cores = run("nproc").stdout.strip()
+    for arguments, jobs in ([], [f"-j{cores}"]), (["-j1"], ["-j1"]), (["-sj7"], ["-j7"]), (["clean", "all"], []):
+        assert re.findall(r"-j\d+", variable("MAKEFLAGS", *arguments)) == jobs, arguments
 
 
 def test_probe_of_nccl(tmp):
@@ -726,20 +733,6 @@ def test_nvcc_is_found(tmp):
         nvcc = str(executable(tmp / place / "bin" / "nvcc", ""))
         assert variable("NVCC", **options) == nvcc and variable("NVCC", "NVCC=sh", **options) == "sh"
     assert variable("NVCC", **{**options, "PATH": f"{options['PATH']}:{tmp}/opt/cuda/bin"}) == "nvcc"
-
-
-def test_host_compilers(tmp):
-    """nvcc takes the same one as the Makefile does, and neither takes clang."""
-    for cxx, ccbin in ("g++", ""), ("ccache g++", ""), ("g++-12", "-ccbin g++-12"):
-        assert variable("CCBIN", f"CXX={cxx}", "NCCL_HOME=none") == ccbin, cxx
-    clang = executable(tmp / "c++", "echo Debian clang version 14.0.6")
-    run("make", f"CXX={clang}", code=2, says=[f"{clang} is clang", "name a g++"])
-
-
-def test_all_cores_at_work():
-    cores = run("nproc").stdout.strip()
-    for arguments, jobs in ([], [f"-j{cores}"]), (["-j1"], ["-j1"]), (["-sj7"], ["-j7"]), (["clean", "all"], []):
-        assert re.findall(r"-j\d+", variable("MAKEFLAGS", *arguments)) == jobs, arguments
 
 
 def test_other_flags_compile_anew(tmp):
@@ -1029,6 +1022,7 @@ SETTINGS = {
 
 
 def test_recipes_settings(tmp):
+    """And how torchrun is asked for machines and ranks."""
     show, start = executable(tmp / "show", 'echo "<$*>"'), long_context_start(tmp / "model.bin")
 
     def options(words):
@@ -1044,47 +1038,44 @@ def test_recipes_settings(tmp):
         expected += f" -e log_{name}/start.bin -o log_{name}" if long else " -v 250 -m 5120 -n 1000 --seed 5 -o log_"
         expected += "" if long else "_".join(name.split("_")[:2]) + " --gpus 4" * name.endswith("_gpus")
         assert options(re.search("<(.*)>", result.stdout)[1].split()) == options(expected.split()), recipe
-
-
-def test_recipe_of_several_machines(tmp):
     given = {"NODES": "3", "NODE": "2", "GPUS": "5", "MASTER": "first", "PORT": "123"}
     for variables, expected in ({}, "1 0 8 127.0.0.1 29500"), (given, "3 2 5 first 123"):
-        run_recipe(SCRIPTS / "run_gpt2_350M_torchrun.sh", tmp, shutil.which("true"), **variables)
-        options = "--no-python --nnodes {} --node-rank {} --nproc-per-node {} --master-addr {} --master-port {} ./train"
-        assert (tmp / "launched").read_text().startswith(options.format(*expected.split())), expected
+        run_recipe(SCRIPTS / "run_gpt2_350M_torchrun.sh", tmp, show, **variables)
+        command = "--no-python --nnodes {} --node-rank {} --nproc-per-node {} --master-addr {} --master-port {} ./train"
+        assert (tmp / "launched").read_text().startswith(command.format(*expected.split())), expected
+
+
+# What a recipe's comment says of its arithmetic.
+FIGURES = r"""tokens +(?P<steps>[\d ]+) steps · (?P<per_step>[\d ]+) tokens = (?P<tokens>[\d.e]+)
+= 6·(?P<N>[\d ]+) \+ 6·(?P<L>[\d ]+)·(?P<C>[\d ]+)·(?P<T>[\d ]+) =
+(?P<flops>[\d.e]+) a token; +(?P<all>[\d.e]+) in all
+time +(?P<time>[\d.]+) (?P<unit>\w+) at (?P<rate>[\d ]+) tokens/s
+which is (?P<mfu>\d+) % of (?:an|the (?P<gpus>\d+) · 989)"""
 
 
 def number(text):
-    return int(text.replace(" ", ""))
+    return float(text.replace(" ", ""))
 
 
 def test_recipes_arithmetic():
-    """Steps and tokens a step in the command are those of the comment, and their product is what it says."""
+    """Steps and tokens a step in the command are those of the comment, and what follows from them is what it says."""
     for recipe in RECIPES:
         text = recipe.read_text()
-
-        def said(pattern):
-            return [float(word.replace(" ", "")) for word in re.search(pattern, text).groups()]
-
-        def near(computed, in_text, tolerance):
+        said = re.search(FIGURES.replace("\n", ".*?"), text, re.S).groupdict(default="1")
+        seconds = {"minutes": 60, "hours": 3600, "days": 86400}[said.pop("unit")]
+        f = SimpleNamespace(**{name: number(value) for name, value in said.items()})
+        assert f"-d {f.per_step:.0f} " in text and f"-x {f.steps:.0f} " in text, recipe.name
+        trained = f.steps * f.per_step
+        for computed, in_text, tolerance in (
+                (trained, f.tokens, 0.005), (6 * f.N + 6 * f.L * f.C * f.T, f.flops, 0.005),
+                (trained * f.flops, f.all, 0.01), (trained / f.rate / seconds, f.time, 0.02),
+                (f.rate * f.flops / f.gpus / 989e12, f.mfu / 100, 0.02)):
             assert abs(computed / in_text - 1) < tolerance, (recipe.name, computed, in_text)
-        steps, per_step, tokens = said(r"tokens +([\d ]+) steps · ([\d ]+) tokens = ([\d.e]+)")
-        assert f"-d {per_step:.0f} " in text and f"-x {steps:.0f} " in text, recipe.name
-        near(steps * per_step, tokens, 0.005)
-        N, L, C, T = said(r"= 6·([\d ]+) \+ 6·([\d ]+)·([\d ]+)·([\d ]+) = ")
-        flops, total = said(r"([\d.e]+) a token; +([\d.e]+) in all")
-        near(6 * N + 6 * L * C * T, flops, 0.005)
-        near(steps * per_step * flops, total, 0.01)
-        duration, unit, rate = re.search(r"time +([\d.]+) (\w+) at ([\d ]+) tokens/s", text).groups()
-        rate = number(rate)
-        near(steps * per_step / rate / {"minutes": 60, "hours": 3600, "days": 86400}[unit], float(duration), 0.02)
-        mfu, gpus = re.search(r"which is (\d+) % of (?:an|the (\d+) · 989)", text).groups()
-        assert abs(rate * flops / (int(gpus or 1) * 989e12) - int(mfu) / 100) < 0.01, recipe.name
         others = re.findall(r"^#   (\d) GPUs +([\d.]+) hours, [\d.]+ GiB each", text, re.M)
         for n, hours in others:
-            expected = steps * per_step / (rate / int(gpus or 1) * int(n) * 0.96) / 3600
+            expected = trained / (f.rate / f.gpus * int(n) * 0.96) / 3600
             assert abs(expected - float(hours)) < max(0.051, 0.01 * expected), (recipe.name, n, expected)
-        assert "long" in recipe.name or gpus or [n for n, _ in others] == ["4", "8"], recipe.name
+        assert "long" in recipe.name or f.gpus > 1 or [n for n, _ in others] == ["4", "8"], recipe.name
 
 
 def test_recipes_are_what_was_measured():
