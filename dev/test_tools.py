@@ -803,8 +803,8 @@ def test_peers_of_training_side_by_side(tmp):
         1) echo 'cuda: out of memory'; exit 1 ;;
         2) yes '{step.format(2000)}' ;;
     esac""")
-    out, pretended = tmp / "rows.jsonl", lambda _, size, sdpa, B, T: figures[sdpa, B]
-    with mock.patch.multiple(peers_train, ROOT=tmp, in_a_fresh_process=pretended):
+    out, peers = tmp / "rows.jsonl", lambda _, size, sdpa, B, T: figures[sdpa, B]
+    with mock.patch.multiple(peers_train, ROOT=tmp, in_a_fresh_process=peers):
         printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--llmc", tmp / "llm.c", "--out", out,
                          function=peers_train.main, modules={"torch": torch}).stdout
     # Each line's first and last two words: name and attention, a ratio, or that it ran out of memory.
