@@ -1,8 +1,7 @@
 """The test harness of the Python scripts, dev/test.h's twin, and what their tests share. Functions named test_… of the
 main program run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". A
 test with a parameter gets an empty folder, which is removed after it. An optional argument selects by name. It is a
-failure if no test has such a name, or if a test takes longer than LIMIT times TEST_PATIENCE. main() names the libraries
-without which all are skipped."""
+failure if no test has such a name, or if a test takes longer than LIMIT times TEST_PATIENCE."""
 import atexit
 import os
 import shutil
@@ -81,7 +80,7 @@ def run_program(name, *arguments):
     return done.stdout
 
 
-def main(*modules):
+def main():
     only = sys.argv[1] if len(sys.argv) > 1 else ""
     passed = failed = skipped = 0
     signal.signal(signal.SIGALRM, out_of_time)
@@ -91,7 +90,6 @@ def main(*modules):
         start, result, why = time.time(), "ok  ", ""
         signal.setitimer(signal.ITIMER_REAL, LIMIT)
         try:
-            need(*modules)
             with tempfile.TemporaryDirectory(prefix="test.") as folder:
                 test(Path(folder)) if test.__code__.co_argcount else test()
             passed += 1
