@@ -353,9 +353,9 @@ def prepare(args):
                        f"go to validation, found {total:,}; give more text or a smaller --val-tokens")
         manifest.update(complete=True, tokens=total, documents=end["documents"], empty=end["empty"])
         save_manifest(directory, manifest)
-    print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {manifest['empty']:,} empty ones "
-          f"skipped\n./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
-          f"--tokenizer {directory}/gpt2_tokenizer.bin")
+    print(f"{manifest['tokens']:,} tokens, documents: {manifest['documents']:,}, empty ones skipped: "
+          f"{manifest['empty']:,}\nnext: ./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
+          f"--tokenizer {directory}/gpt2_tokenizer.bin -o run1")
 
 
 def tokens(text):
