@@ -74,7 +74,3 @@ struct Grammar {
     // Writes an alternative of `rule` with random stream (seed, index) and adds −log of its probability to nats.
     std::string write(int rule, uint64_t seed, uint64_t index, double& nats) const;
 };
-
-inline bool starts_with_vowel(char c) {
-    return std::string("aeiouAEIOU").find(c) != std::string::npos;
-}
