@@ -50,14 +50,11 @@ void in_pieces(size_t bytes, const std::function<void(size_t begin, size_t end)>
     for (std::future<void>& other : others) other.get();
 }
 
-static constexpr size_t kBufferBytes = 1 << 20;
-
 AtomicFile::AtomicFile(const std::string& path) : path_(path) {
     check_regular(path);
     tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
     fd_ = open(tmp_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (fd_ < 0) throw file_error(path_, "create", errno);
-    buffer_.reserve(kBufferBytes);
 }
 
 AtomicFile::~AtomicFile() {
@@ -66,10 +63,11 @@ AtomicFile::~AtomicFile() {
     unlink(tmp_.c_str());
 }
 
-void AtomicFile::append(const char* data, size_t bytes) {
+void AtomicFile::write(const void* data, size_t bytes) {
     in_pieces(bytes, [&](size_t done, size_t end) {
         while (done < end) {
-            const ssize_t n = pwrite(fd_, data + done, end - done, static_cast<off_t>(written_ + done));
+            const ssize_t n =
+                pwrite(fd_, static_cast<const char*>(data) + done, end - done, static_cast<off_t>(written_ + done));
             if (n < 0 && errno == EINTR) continue;
             if (n < 0) throw file_error(path_, "write", errno);
             done += static_cast<size_t>(n);
@@ -78,22 +76,7 @@ void AtomicFile::append(const char* data, size_t bytes) {
     written_ += bytes;
 }
 
-void AtomicFile::flush() {
-    append(buffer_.data(), buffer_.size());
-    buffer_.clear();
-}
-
-void AtomicFile::write(const void* data, size_t bytes) {
-    const char* p = static_cast<const char*>(data);
-    if (buffer_.size() + bytes > kBufferBytes) flush();
-    if (bytes > kBufferBytes)
-        append(p, bytes);  // large blocks are not worth a copy
-    else
-        buffer_.insert(buffer_.end(), p, p + bytes);
-}
-
 void AtomicFile::commit() {
-    flush();
     // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole file
     // is there.
     if (fsync(fd_)) throw file_error(path_, "write", errno);

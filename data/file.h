@@ -77,14 +77,11 @@ class AtomicFile {
     explicit AtomicFile(const std::string& path);
     ~AtomicFile();  // removes the temporary if commit() was not reached
     void write(const void* data, size_t bytes);
-    void commit();  // flush, fsync, rename, fsync of the directory
+    void commit();  // fsync, rename, fsync of the directory
   private:
     std::string path_, tmp_;
     int fd_ = -1;
     size_t written_ = 0;
-    std::vector<char> buffer_;  // what follows that
-    void append(const char* data, size_t bytes);
-    void flush();
 };
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine
