@@ -95,8 +95,6 @@ def encode(texts):
             documents += 1
             tokens.append(END_OF_TEXT)
         tokens.extend(encoding.encode_ordinary(text))
-    if sys.byteorder == "big":
-        tokens.byteswap()
     return tokens.tobytes(), documents, empty
 
 

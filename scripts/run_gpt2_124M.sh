@@ -16,10 +16,8 @@
 #
 # Options after the script's name are added to its own: --hellaswag FILE, say, with a file that data/hellaswag.py made.
 # 160 validation batches of 64 · 1024 are 10.5 million tokens, as many as llm.c's eight GPUs look at.
-set -e
-cd "$(dirname "$0")/.."
-make train_gpt2cu
-exec ./train_gpt2cu -e d12 -i 'data/cache/fineweb10B/train_*.bin' -j 'data/cache/fineweb10B/val_*.bin' \
+cd "$(dirname "$0")/.." && make train_gpt2cu && exec ./train_gpt2cu \
+    -e d12 -i 'data/cache/fineweb10B/train_*.bin' -j 'data/cache/fineweb10B/val_*.bin' \
     --tokenizer data/cache/fineweb10B/gpt2_tokenizer.bin \
     -b "${B:-64}" -t 1024 -d 524288 -x 19073 -l 6e-4 -u 700 -q 0 -c 0.1 -k cosine \
     -v 250 -m $((10240 / ${B:-64})) -s 2000 -g 144 -n 1000 -nk 2 -y 1 -o log_gpt2_124M "$@"
