@@ -119,7 +119,6 @@ class Reader {
     }
     void add(int weight, const std::vector<Template>& columns) {
         g_.rules[current_].alternatives.push_back({static_cast<uint64_t>(weight), columns});
-        g_.rules[current_].total += weight;
     }
 
     // Up to one of the `stop` characters, which stays. A part of a line may also end with it, and has no blanks around it.
@@ -159,9 +158,7 @@ class Reader {
     // A rule without a name, written in place.
     Symbol choice_of(const std::vector<Alternative>& alternatives) {
         at_++;  // the closing bracket
-        Rule rule{"", {""}, alternatives};
-        for (const Alternative& a : alternatives) rule.total += a.weight;
-        g_.rules.push_back(rule);
+        g_.rules.push_back({"", {""}, alternatives});
         return {Symbol::choose, "", static_cast<int>(g_.rules.size()) - 1};
     }
     Symbol read_choice() {  // (one|two)
@@ -252,11 +249,8 @@ class Writer {
                 if (remembered(other).row == &a) return uint64_t{0};
             return a.weight;
         };
-        uint64_t total = rule.total;
-        if (!s.others.empty()) {
-            total = 0;
-            for (const Alternative& a : rule.alternatives) total += weight(a);
-        }
+        uint64_t total = 0;
+        for (const Alternative& a : rule.alternatives) total += weight(a);
         uint64_t left = below(total);
         const Alternative* a = rule.alternatives.data();
         for (; left >= weight(*a); a++) left -= weight(*a);

@@ -58,7 +58,6 @@ struct Rule {
     std::string name;                  // "" if written in place
     std::vector<std::string> columns;  // their names; {""} if there is one only
     std::vector<Alternative> alternatives;
-    uint64_t total = 0;  // of the weights
 };
 struct Variable {
     std::string name;
