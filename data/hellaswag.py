@@ -67,7 +67,7 @@ def convert(args):
         raise Fail(f"{path}: no examples: expected an object a line; get the file again")
     longest = max(2 * len(example) for example in examples)
     header = struct.pack("<256i", MAGIC, 1, len(examples), longest, *[0] * 252)
-    write_file(args.output, header + b"".join(example.tobytes() for example in examples))
+    write_file(args.output, [header, *examples])
     write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
     print(f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
           f"./train_gpt2cu ... --hellaswag {args.output}")

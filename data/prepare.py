@@ -212,7 +212,7 @@ def write_shards(directory, manifest, batches):
 
 
 def save_manifest(directory, manifest):
-    write_file(directory / "manifest.json", json.dumps(manifest).encode() + b"\n")
+    write_file(directory / "manifest.json", [json.dumps(manifest).encode(), b"\n"])
 
 
 def load_manifest(directory, settings):

@@ -93,9 +93,9 @@ def commit(file, path):
     os.close(directory)
 
 
-def write_file(path, content):
+def write_file(path, chunks):
     file = open(regular(f"{path}.part"), "wb")
-    file.write(content)
+    file.writelines(chunks)
     commit(file, path)
 
 
@@ -239,7 +239,7 @@ def write_tokenizer(path, ranks):
             raise Fail(f"{path}: token {rank} has {len(token)} bytes: expected at most 255; use GPT-2's ranks")
         pieces[rank] = token
     header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
-    write_file(path, header + b"".join(bytes([len(piece)]) + piece for piece in pieces))
+    write_file(path, [header, *(bytes([len(piece)]) + piece for piece in pieces)])
 
 
 # ----------------------------------------------------------------------------------------------------- the command line

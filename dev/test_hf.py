@@ -355,6 +355,7 @@ def test_output_that_cannot_be():
                               ("none: no such folder", "export", "a.bin", "none/hf")):
         refuses(message, *command)
     import hf as module
+    import prepare_common
     for command in EXPORT, IMPORT:
         opened = []
 
@@ -365,7 +366,8 @@ def test_output_that_cannot_be():
                 path = "/dev/full"
             return open(path, mode, **how)
 
-        refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command, open=full)
+        with mock.patch.object(prepare_common, "open", full, create=True):
+            refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command)
         assert len(opened) == 1 and ".tmp." in opened[0], opened
         fifth = [module.convert] * 4 + [mock.Mock(side_effect=KeyboardInterrupt)]
         refuses(f"interrupted; {command[2]} is not written", *command, convert=lambda *how: fifth.pop(0)(*how))

@@ -369,7 +369,7 @@ def test_files_are_on_disk_before_they_have_their_names():
     synced = lambda file: calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
     replaced = lambda part, path: calls.append("replace") or replace(part, path)
     with mock.patch("os.fsync", synced), mock.patch("os.replace", replaced):
-        prepare_common.write_file(written("synced/file", "old"), b"new")
+        prepare_common.write_file(written("synced/file", "old"), [b"new"])
     assert calls == ["file.part", "replace", "synced"] and Path("synced/file").read_bytes() == b"new", calls
 
 

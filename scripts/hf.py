@@ -23,9 +23,11 @@ import re
 import struct
 import sys
 import tempfile
+from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from prepare_common import BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, need, progress, reading, regular
+from prepare_common import (BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, need, progress, reading, regular,
+                            write_file)
 
 MAGIC, HEADER_INTS = 20240326, 256
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
@@ -68,19 +70,11 @@ def whole(path):
     try:
         name = os.path.basename(path)
         with tempfile.TemporaryDirectory(prefix=f"{name}.tmp.", dir=os.path.dirname(path)) as folder:
-            yield os.path.join(folder, name)
+            yield Path(folder, name)
             os.rename(os.path.join(folder, name), path)
     except OSError as e:
         advice = "; free some space or choose another place" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise Fail(f"{path}: cannot write: {e.strerror}{advice}") from None
-
-
-def write_file(path, chunks):
-    with open(path, "wb") as f:
-        for chunk in chunks:
-            f.write(chunk)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -308,8 +302,8 @@ def export_model(path, out, want, tokenizer):
         os.mkdir(tmp)
         files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})
         for name, content in files.items():
-            write_file(os.path.join(tmp, name), [content.encode()])
-        write_file(os.path.join(tmp, "model.safetensors"), chunks())
+            write_file(tmp / name, [content.encode()])
+        write_file(tmp / "model.safetensors", chunks())
     if "vocab.json" not in files:
         print(f"{out}: no tokenizer, because the checkpoint does not say which; transformers loads an empty one "
               "without an error" + ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
