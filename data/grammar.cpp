@@ -211,18 +211,22 @@ class Writer {
 
     double nats = 0;
 
-    void write(const Template& t, std::string& out) {
-        for (const Symbol& s : t) {
-            std::string piece;
-            if (s.kind == Symbol::text) piece = s.literal;
-            if (s.kind == Symbol::again) piece = remembered(s.variable).text;
-            if (s.kind == Symbol::recall) write(remembered(s.variable).row->columns[s.column], piece);
-            if (s.kind == Symbol::choose) piece = choose(s);
-            if (piece.empty()) continue;  // an option not taken
-            if (s.article) out += std::strchr("aeiouAEIOU", piece[0]) ? "n " : " ";
-            if (s.capital) piece[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(piece[0])));
-            out += piece;
-        }
+    std::string choose(const Symbol& s) {
+        const auto weight = [&](const Alternative& a) {
+            for (int other : s.others)
+                if (remembered(other).row == &a) return uint64_t{0};
+            return a.weight;
+        };
+        uint64_t total = 0;
+        for (const Alternative& a : g_.rules[s.rule].alternatives) total += weight(a);
+        // splitmix64, scaled by its high bits: off uniform by less than total/2⁶⁴
+        auto left = static_cast<uint64_t>(static_cast<unsigned __int128>(mix64(state_ += kGolden)) * total >> 64);
+        const Alternative* a = g_.rules[s.rule].alternatives.data();
+        for (; left >= weight(*a); a++) left -= weight(*a);
+        nats += std::log(static_cast<double>(total) / static_cast<double>(a->weight));
+        const std::string text = write(a->columns[s.column]);
+        if (s.variable >= 0) memory_[s.variable] = {a, text};
+        return text;
     }
 
   private:
@@ -238,27 +242,19 @@ class Writer {
         if (!memory_[variable].row) throw Error("grammar: " + g_.variables[variable].name + " is not chosen yet");
         return memory_[variable];
     }
-    uint64_t below(uint64_t n) {  // splitmix64, scaled by its high bits: off uniform by less than n/2⁶⁴
-        const uint64_t bits = mix64(state_ += kGolden);
-        return static_cast<uint64_t>(static_cast<unsigned __int128>(bits) * n >> 64);
-    }
-    std::string choose(const Symbol& s) {
-        const Rule& rule = g_.rules[s.rule];
-        const auto weight = [&](const Alternative& a) {
-            for (int other : s.others)
-                if (remembered(other).row == &a) return uint64_t{0};
-            return a.weight;
-        };
-        uint64_t total = 0;
-        for (const Alternative& a : rule.alternatives) total += weight(a);
-        uint64_t left = below(total);
-        const Alternative* a = rule.alternatives.data();
-        for (; left >= weight(*a); a++) left -= weight(*a);
-        nats += std::log(static_cast<double>(total) / static_cast<double>(a->weight));
-        std::string text;
-        write(a->columns[s.column], text);
-        if (s.variable >= 0) memory_[s.variable] = {a, text};
-        return text;
+    std::string write(const Template& t) {
+        std::string out;
+        for (const Symbol& s : t) {
+            std::string piece = s.kind == Symbol::text     ? s.literal
+                                : s.kind == Symbol::again  ? remembered(s.variable).text
+                                : s.kind == Symbol::recall ? write(remembered(s.variable).row->columns[s.column])
+                                                           : choose(s);
+            if (piece.empty()) continue;  // an option not taken
+            if (s.article) out += std::strchr("aeiouAEIOU", piece[0]) ? "n " : " ";
+            if (s.capital) piece[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(piece[0])));
+            out += piece;
+        }
+        return out;
     }
 };
 
@@ -276,8 +272,7 @@ int Grammar::rule(const std::string& name) const {
 
 std::string Grammar::write(int rule, uint64_t seed, uint64_t index, double& nats) const {
     Writer writer(*this, seed, index);
-    std::string text;
-    writer.write({{Symbol::choose, "", rule}}, text);
+    std::string text = writer.choose({Symbol::choose, "", rule});
     nats += writer.nats;
     return text;
 }
