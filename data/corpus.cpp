@@ -30,7 +30,6 @@ asm(R"(
 
 namespace {
 
-using Number = unsigned long long;
 constexpr int kFormat = 1;  // raise it when a change here or in grammar.cpp writes other bytes
 // Validation comes first, so that its stories stay what they are if the training split ever grows.
 constexpr int kSeed = 1, kValStories = 1100, kTrainStories = 31000;
@@ -41,7 +40,7 @@ std::string grammar_text() {
 
 struct Split {
     std::string name, path;
-    Number tokens = 0, checksum = 0;
+    uint64_t tokens = 0, checksum = 0;
     double nats = 0;  // per token
 };
 
@@ -73,11 +72,10 @@ void write_shard(Split& split, uint64_t first, int count) {
 // What corpus.txt says.
 std::string description(const Split& train, const Split& val) {
     const std::string what = format("%d %d %d %d ", kFormat, kSeed, kTrainStories, kValStories) + grammar_text();
-    std::string text =
-        format("Built-in corpus, written by this program; it may be deleted.\nversion %016llx\nseed %d\n",
-               Number{checksum64(what.data(), what.size())}, kSeed);
+    std::string text = format("Built-in corpus, written by this program; it may be deleted.\nversion %016zx\nseed %d\n",
+                              checksum64(what.data(), what.size()), kSeed);
     for (const Split& s : {train, val})
-        text += format("%s %llu tokens, %.17g nats per token, checksum %016llx\n", s.name.c_str(), s.tokens, s.nats,
+        text += format("%s %zu tokens, %.17g nats per token, checksum %016zx\n", s.name.c_str(), s.tokens, s.nats,
                        s.checksum);
     return text;
 }
@@ -99,8 +97,7 @@ bool find_corpus(const std::string& about, Split& train, Split& val) {
     const std::string text = content_of(about);
     for (Split* s : {&train, &val}) {
         const size_t at = std::min(text.find("\n" + s->name + " "), text.size());
-        std::sscanf(&text[at], " %*s %llu tokens, %lf nats per token, checksum %llx", &s->tokens, &s->nats,
-                    &s->checksum);
+        std::sscanf(&text[at], " %*s %zu tokens, %lf nats per token, checksum %zx", &s->tokens, &s->nats, &s->checksum);
     }
     if (description(train, val) != text) return false;
     for (const Split* s : {&train, &val}) {

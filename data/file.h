@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -35,10 +34,6 @@ inline void check_regular(const std::string& path) {
     throw Error(path + ": not a regular file, but a pipe or a device; give a file");
 }
 
-// Calls f(begin, end) for the pieces of a range, those of a large one on several threads. A single one copies only about
-// 2 GB/s to or from the memory in which the system keeps files.
-void in_pieces(size_t bytes, const std::function<void(size_t begin, size_t end)>& f);
-
 struct InputFile {
     explicit InputFile(const std::string& path) : path(path) {
         check_regular(path);
@@ -51,20 +46,7 @@ struct InputFile {
     InputFile(const InputFile&) = delete;
     InputFile& operator=(const InputFile&) = delete;
 
-    void read(uint64_t offset, void* out, size_t bytes) const {
-        in_pieces(bytes, [&](size_t done, size_t end) {
-            while (done < end) {
-                const ssize_t n =
-                    pread(fd, static_cast<char*>(out) + done, end - done, static_cast<off_t>(offset + done));
-                if (n < 0 && errno == EINTR) continue;
-                if (n < 0) throw file_error(path, "read", errno);
-                if (n == 0)
-                    throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(),
-                                       bytes, offset, done));
-                done += static_cast<size_t>(n);
-            }
-        });
-    }
+    void read(uint64_t offset, void* out, size_t bytes) const;
 
     const std::string path;
     uint64_t size;
@@ -77,14 +59,11 @@ class AtomicFile {
     explicit AtomicFile(const std::string& path);
     ~AtomicFile();  // removes the temporary if commit() was not reached
     void write(const void* data, size_t bytes);
-    void commit();  // flush, fsync, rename, fsync of the directory
+    void commit();  // fsync, rename, fsync of the directory
   private:
     std::string path_, tmp_;
     int fd_ = -1;
     size_t written_ = 0;
-    std::vector<char> buffer_;  // what follows that
-    void append(const char* data, size_t bytes);
-    void flush();
 };
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine

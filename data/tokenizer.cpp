@@ -1,7 +1,6 @@
 // GPT-2's byte tokens, llm.c's tokenizer file, and byte pair encoding with it.
 #include "data/tokenizer.h"
 
-#include <array>
 #include <cstdlib>
 #include <numeric>
 #include <queue>
@@ -14,25 +13,20 @@
 namespace {
 
 // GPT-2 numbers the bytes that are visible characters in Latin-1 first ('!'..'~', '¡'..'¬', '®'..'ÿ'), then the rest.
-constexpr bool is_printable(int byte) {
-    return (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
-}
-
-struct ByteTables {
-    std::array<int, 256> token_of{}, byte_of{};
+struct Bytes {
+    int token_of[256], byte_of[256];
 };
-constexpr ByteTables make_byte_tables() {
-    ByteTables tables;
+const Bytes kBytes = [] {
+    Bytes bytes;
     int token = 0;
-    for (const bool printable : {true, false})
+    for (const bool visible : {true, false})
         for (int byte = 0; byte < 256; byte++)
-            if (is_printable(byte) == printable) {
-                tables.token_of[byte] = token;
-                tables.byte_of[token++] = byte;
+            if (((byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD)) == visible) {
+                bytes.token_of[byte] = token;
+                bytes.byte_of[token++] = byte;
             }
-    return tables;
-}
-constexpr ByteTables kBytes = make_byte_tables();
+    return bytes;
+}();
 
 constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 constexpr uint32_t kMagic = 20240328;

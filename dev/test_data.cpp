@@ -380,7 +380,7 @@ static void write_atomically(const std::string& path, const Strings& pieces) {
 TEST(atomic_file) {
     const std::string here = folder(), path = here + "/out.bin", temporary = format("out.bin.tmp.%d", getpid());
     write_file(here + "/" + temporary, std::string(5000, 'x'));  // from a process with the same number
-    Strings pieces = {"small", noise(3 << 20), ""};              // the second is more than the buffer
+    Strings pieces = {"small", noise(3 << 20), ""};              // the second is written in pieces
     pieces.resize(300000, "0123456789");
     std::string want;
     for (const std::string& piece : pieces) want += piece;

@@ -26,10 +26,8 @@ try:
     import numpy as np
     import torch
     import torch.nn.functional as F
-except ImportError as e:
-    missing = e  # --help and the arithmetic need neither
-else:
-    missing = None
+except ImportError:
+    torch = None  # --help and the arithmetic need neither
 
 SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}  # L, NH, C
 MAX_T, V, VP = 1024, 50257, 50304
@@ -167,8 +165,8 @@ def main():
     arg.add_argument("--tol", type=float, default=1e-4, help="in fp32 (default: %(default)s)")
     arg.add_argument("--json", action="store_true", help="append the result to dev/results/<gpu>/torch.jsonl")
     a = arg.parse_args()
-    if missing:
-        results.fail(f"needs PyTorch and numpy ({missing}): pip install -c scripts/requirements-more.txt torch numpy")
+    if not torch:
+        results.fail("needs torch and numpy: pip install -c scripts/requirements-more.txt torch numpy")
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(1)

@@ -79,8 +79,8 @@ def torch_with_gpu(script):
         if torch.cuda.is_available():
             return torch
         missing = "a GPU that PyTorch can use"
-    except ImportError as e:
-        missing = f"PyTorch ({e})"
+    except ImportError:
+        missing = "PyTorch"
     print(f"skipped: {script} needs {missing}")
     sys.exit()
 
