@@ -47,6 +47,7 @@ template <class X>
 struct Heads {
     X* ptr;
     size_t batch, token;  // strides in elements
+    X* row(size_t b, size_t t, size_t h, int HS) const { return ptr + b * batch + t * token + h * HS; }
 };
 
 // Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. If causal, query i
