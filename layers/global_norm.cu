@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSM = 8;  // 8·256 threads fill a multiprocessor
 
-static int reduce_blocks(const Cuda& dev) {
+int reduce_blocks(const Cuda& dev) {
     return dev.num_sms * kBlocksPerSM;
 }
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kWarp)
     final_sum_kernel(float* out, const float* partials, int count, float scale, bool root) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += kWarp) sum += partials[i];
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+    sum = warp_sum(sum);
     if (threadIdx.x == 0) *out = static_cast<float>(root ? sqrt(sum) : scale * sum);
 }
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     unsigned long long part = 0;
     for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
         part += mix64((i + 1) * kGolden + words[i]);
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) part += __shfl_xor_sync(kFullMask, part, offset);
+    part = warp_sum(part);
     if (threadIdx.x % kWarp == 0) atomicAdd(sum, part);
 }
 
