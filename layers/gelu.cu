@@ -6,9 +6,8 @@
 //
 // The sigmoid form needs one exponential and one reciprocal, and does not cancel for negative x. So the fast hardware
 // versions of both (relative error about 1e-6) are accurate enough. The kernels are bound by memory, with 2 streams
-// forward and 3 or 4 backward. Backward also makes what would take another read of dinp or inp. It sums dinp over rows,
-// which is the bias gradient of the matmul before it. If asked it also writes gelu(inp), for a caller that did not keep
-// it.
+// forward and 3 or 4 backward. Backward also makes what would take another read of dinp or inp, the sum of dinp over
+// rows and, for a caller that did not keep it, gelu(inp).
 //
 // Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
 #include "layers/gpu/gelu.cuh"

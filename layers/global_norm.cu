@@ -2,10 +2,9 @@
 //
 //   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
 //
-// Two stages add in a fixed order. First each thread of a fixed number of blocks sums every (blocks·threads)-th vector,
-// and each block sums its threads. Then one warp adds the blocks' sums in double. The grid depends on the GPU alone, so
-// the same input gives the same bits on every run. NaN and inf come through sums by themselves. The kernels are bound
-// by memory, with one read of x.
+// Two stages add in a fixed order. First each block sums its share of x, then one warp adds the blocks' sums in double.
+// The grid depends on the GPU alone, so the same input gives the same bits on every run. The kernels are bound by
+// memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
 #include "data/random.h"

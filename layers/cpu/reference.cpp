@@ -79,10 +79,6 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
         }
 }
 
-void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) {
-    std::copy(tokens, tokens + N, plan);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Layer norm (Ba, Kiros & Hinton 2016): x̂ = (x − mean)·rstd, rstd = 1/√(variance + eps); out = weight·x̂ + bias
 //

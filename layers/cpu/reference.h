@@ -5,7 +5,7 @@
 // on their number. A run is bit-exact wherever the compiler's arithmetic is.
 //
 // Shapes, "writes" and "adds into" are as in layers/layers.h. All pointers are host memory. A = Acc<X> is X itself,
-// double or float. Scratch arguments exist only to match the GPU's signatures and are not read.
+// double or float. Scratch arguments exist only to match the GPU's signatures.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -43,6 +43,16 @@ struct Cpu {
     std::string name;        // "CPU, 2 threads"
     size_t total_bytes = 0;  // physical memory
     bool tf32 = false;
+
+    // No layer needs scratch, and the encoder's plan is the token list itself.
+    friend size_t encoder_scratch_bytes(const Cpu&, int, int, int) { return 0; }
+    friend size_t encoder_plan_ints(const Cpu&, size_t N) { return N; }
+    friend void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) { std::copy_n(tokens, N, plan); }
+    friend size_t layernorm_scratch_bytes(const Cpu&, int) { return 0; }
+    friend size_t qkv_bias_scratch_bytes(const Cpu&, int) { return 0; }
+    friend size_t gelu_scratch_bytes(const Cpu&, int) { return 0; }
+    friend size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
+    friend size_t reduce_scratch_bytes(const Cpu&) { return 0; }
 };
 
 template <class X>
@@ -51,14 +61,6 @@ void encoder_forward(const Cpu&, X* out, const int* tokens, const X* wte, const 
 template <class X>
 void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void* scratch, const X* dout, const int* plan, int B,
                       int T, int C, const Positions& positions = {});
-inline size_t encoder_scratch_bytes(const Cpu&, int, int, int) {
-    return 0;
-}
-// On the CPU the plan is the token list itself.
-inline size_t encoder_plan_ints(const Cpu&, size_t N) {
-    return N;
-}
-void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N);
 
 template <class X>
 void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp, const X* weight, const X* bias,
@@ -70,9 +72,6 @@ template <class X>
 void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void* scratch,
                         const X* dout, const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N,
                         int C);
-inline size_t layernorm_scratch_bytes(const Cpu&, int) {
-    return 0;
-}
 
 template <class X>
 void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
@@ -85,18 +84,12 @@ void qkv_bias_backward(const Cpu&, Acc<X>* dqkvb, void*, const X* dqkv, const Ac
     for (size_t row = 0; row < N; row++)
         for (int c = 0; c < 3 * C; c++) dqkvb[c] += dqkv[row * 3 * C + c];
 }
-inline size_t qkv_bias_scratch_bytes(const Cpu&, int) {
-    return 0;
-}
 
 template <class X>
 void gelu_forward(const Cpu&, X* out, const X* inp, size_t n);
 template <class X>
 void gelu_backward(const Cpu&, X* dinp, Acc<X>* dinp_sum, X* out, void* scratch, const X* inp, const X* dout, size_t N,
                    int C);
-inline size_t gelu_scratch_bytes(const Cpu&, int) {
-    return 0;
-}
 
 template <class X>
 void matmul_gelu_forward(const Cpu& dev, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
@@ -109,9 +102,6 @@ void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, voi
                           const X* weight, const X* pre, size_t N, int C, int OC) {
     matmul_backward<X>(dev, dpre, nullptr, dout, nullptr, weight, N, C, OC);
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
-}
-inline size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) {
-    return 0;
 }
 
 // The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies. out and lse have
@@ -212,9 +202,6 @@ template <class A>  // A = float or double
 void reduce_sum(const Cpu&, A* out, void* scratch, const A* x, A scale, size_t n);
 template <class A>
 void global_norm(const Cpu&, A* out, void* scratch, const A* x, size_t n);
-inline size_t reduce_scratch_bytes(const Cpu&) {
-    return 0;
-}
 template <class X>
 size_t count_nonfinite(const Cpu&, void* scratch, const X* x, size_t n);
 
