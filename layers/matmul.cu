@@ -162,19 +162,6 @@ void check_sizes(int C, int OC) {
     if (C < 1 || OC < 1) throw Error(format("matmul: C = %d, OC = %d, expected at least 1", C, OC));
 }
 
-template <class X>
-void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC, int stride) {
-    if (N == 0) return;
-    const bool vector = vectorises<X>(OC, dout) && vectorises<X>(stride, dout);
-    const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
-    const int slices = column_sum_slices(dev, OC, N);
-    const dim3 grid(ceil_div(OC, kWarp * (vector ? kVec<X> : 1)), slices);
-    float* partials = static_cast<float*>(scratch);
-    kernel<<<grid, kColumnThreads, 0, dev.stream>>>(partials, dout, N, OC, stride);
-    LAUNCH_CHECK("bias_backward_kernel");
-    add_partials(dev, {dbias}, partials, slices, OC);
-}
-
 }  // namespace
 
 template <class X>
@@ -214,9 +201,17 @@ template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
                        size_t N, int C) {
     check_sizes(C, 3 * C);
-    bias_backward(dev, dqkvb, scratch, dqkv, N, C, 3 * C);
     row_times_matrix_kernel<<<ceil_div(C, kWarp), 1024, 0, dev.stream>>>(dqkvb + 2 * C, dprojb, projw, C);
     LAUNCH_CHECK("row_times_matrix_kernel");
+    if (N == 0) return;
+    const bool vector = vectorises<X>(C, dqkv);
+    const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
+    const int slices = column_sum_slices(dev, C, N);
+    const dim3 grid(ceil_div(C, kWarp * (vector ? kVec<X> : 1)), slices);
+    float* partials = static_cast<float*>(scratch);
+    kernel<<<grid, kColumnThreads, 0, dev.stream>>>(partials, dqkv, N, C, 3 * C);
+    LAUNCH_CHECK("bias_backward_kernel");
+    add_partials(dev, {dqkvb}, partials, slices, C);
 }
 
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C) {

@@ -1,8 +1,7 @@
-// Wide memory accesses, conversions and reductions, which the kernels of this directory are made of.
+// Wide memory accesses, conversions and reductions, which the layers' kernels are made of.
 //
-// A kernel here is bound by memory, so it moves 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
-// The same kernel instantiated with one element a Vec takes any row length and alignment. vectorises() chooses between
-// the two.
+// Most of them are bound by memory, so they move 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
+// The same kernel instantiated with one element a Vec takes any row length and alignment, and vectorises() chooses.
 #pragma once
 #include <cstring>
 
