@@ -448,7 +448,7 @@ void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* 
                                 Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
                                 const Acc<X>* D, const PartialShape& s) {
     const size_t C = size_t(s.NH) * s.HS, q_batch = s.rows_of_q() * C, k_batch = s.rows_of_k() * C;
-    const Heads<X> dq = {dq_sum + s.q_begin * C, q_batch, C}, dk_ = {dk, k_batch, C}, dv_ = {dv, k_batch, C};
+    const Heads<X> to_q = {dq_sum + s.q_begin * C, q_batch, C}, to_k = {dk, k_batch, C}, to_v = {dv, k_batch, C};
     const X scale = s.resolved_scale();
     const int HS = s.HS;
     if (s.write_dkv)
@@ -465,9 +465,9 @@ void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* 
                     const X *k_j = k.row(b, j, h, HS), *v_j = v.row(b, j, h, HS);
                     const X p = std::exp(scale * dot(q_i, k_j, HS) - lse[row]);
                     const X ds = scale * p * (dot(do_i, v_j, HS) - D[row]);
-                    axpy<X>(dq.row(b, i, h, HS), ds, k_j, HS);
-                    axpy<X>(dk_.row(b, j, h, HS), ds, q_i, HS);
-                    axpy<X>(dv_.row(b, j, h, HS), p, do_i, HS);
+                    axpy<X>(to_q.row(b, i, h, HS), ds, k_j, HS);
+                    axpy<X>(to_k.row(b, j, h, HS), ds, q_i, HS);
+                    axpy<X>(to_v.row(b, j, h, HS), p, do_i, HS);
                 }
             }
 }
