@@ -364,7 +364,7 @@ TEST(gate_baseline_training_follows_the_recipe) {
          "--max-norm 0 "
          "-v 8 -m -1 -s 24 -g 20 --prompt So"},
         {kSteps, "--temperature 0",
-         "-b 4 -d 64 -u 8 -l 2e-3 -q 0.1 -k cosine -c 0.1 --beta2 0.95 --max-norm 1 --seed 1 -v 2 -m 20 -s 4 -g 700"}};
+         "-b 4 -d 64 -u 8 -l 2e-3 -q 0.1 -k cosine -c 0.1 --beta2 0.95 --max-norm 1 --seed 1 -v 2 -m 20 -s 20 -g 700"}};
     int i = 0;
     for (const auto& [clipped, given, meant] : cases)
         check_recipe(given, meant.empty() ? given : meant, dir() + format("/recipe_%d", i++), clipped);
