@@ -124,8 +124,7 @@ TEST(errors_of_notation) {
         {"@table t: a, b\nx | y\n@rule s\n1 {v:t} {v.c}", "no column c"},
         {"@list x\na\n@list y\nb\n@rule s\n1 {v:x} {v:y}", "bad binding"},
         {"@list x\na\n@rule s\n1 {v:x!w}", "no such variable"},
-        {"@list x\na\n@list y\nb\n@rule s\n1 {v:x} {w:y!v}", "v remembers no row of it"},
-    };
+        {"@list x\na\n@list y\nb\n@rule s\n1 {v:x} {w:y!v}", "v remembers no row of it"}};
     for (const auto& [source, what] : errors) CHECK_ERROR(Grammar{source}, what);
     double nats = 0;
     CHECK_ERROR(Grammar("@list x\na\n@rule s\n1 {v} {v:x}").write(1, 1, 1, nats), "v is not chosen yet");

@@ -1,11 +1,12 @@
-// Tests of data/ and of what run/ reads and writes: options, log, checkpoints, tokenizer, loader, questions. They
-// provoke every error and read its one line.
+// Tests of data/ and of what run/ reads and writes: log, checkpoints, tokenizer, loader, questions. They provoke every
+// error and read its one line.
 //
 //   ./dev/test_data            all        ./dev/test_data loader     those with "loader" in their name
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include <climits>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <random>
@@ -18,7 +19,6 @@
 #include "run/checkpoint.h"
 #include "run/choices.h"
 #include "run/log.h"
-#include "run/options.h"
 
 namespace fs = std::filesystem;
 using Strings = std::vector<std::string>;
@@ -118,133 +118,7 @@ struct GoodFile {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Options
-
-struct Settings {
-    int batch = 4, any = 7, keep = 0;
-    float lr = 6e-4f, decay = 0.0f;
-    std::string data = "", device = "cuda";
-    bool shuffle = true, overfit = false;
-    std::vector<Option> table() {
-        return {{"--batch", "-b", Option::Int, &batch, "sequences a batch", "1..1024", "Data"},
-                {"--data", "-i", Option::String, &data, "training data: file or pattern", ""},
-                {"--shuffle", "", Option::Flag, &shuffle, "shuffle windows", ""},
-                {"--overfit", "-a", Option::Flag, &overfit, "train on one batch", ""},
-                {"--learning-rate", "-l", Option::Float, &lr, "peak learning rate", "0..1", "Optimizer"},
-                {"--weight-decay", "-c", Option::Float, &decay, "weight decay", "0.."},
-                {"--device", "", Option::Choice, &device, "where to run", "cuda|cpu", "Run"},
-                {"--keep", "-nk", Option::Int, &keep, "checkpoints to keep", "0.."},
-                {"--any", "-n", Option::Int, &any, "any integer", ""}};
-    }
-    bool parse(std::vector<const char*> arguments) {
-        arguments.insert(arguments.begin(), "program");
-        std::vector<Option> options = table();
-        return parse_options(static_cast<int>(arguments.size()), arguments.data(), options);
-    }
-};
-Settings parsed(const std::vector<const char*>& arguments) {
-    Settings s;
-    CHECK(!s.parse(arguments));
-    return s;
-}
-
 }  // namespace
-
-TEST(options_values) {
-    Settings s = parsed({});
-    CHECK(s.batch == 4 && s.lr == 6e-4f && s.shuffle && !s.overfit && s.device == "cuda");
-    s = parsed({"--batch", "8", "--learning-rate=1e-3", "-i", "a b=c.bin", "--device=cpu", "-nk", "3", "-n",
-                "-2147483648", "--shuffle", "0", "-a"});
-    CHECK(s.batch == 8 && s.lr == 1e-3f && s.data == "a b=c.bin" && s.device == "cpu" && s.keep == 3);
-    CHECK(s.any == INT_MIN && !s.shuffle && s.overfit);
-    s = parsed({"--shuffle", "0", "--shuffle=1", "-a", "--overfit", "0", "-i", "x", "--data="});  // the last wins
-    CHECK(s.shuffle && !s.overfit && s.data.empty());
-    s = parsed({"-b", "5", "--batch=6", "-a", "-b", "7"});  // a flag does not swallow the next option
-    CHECK(s.batch == 7 && s.overfit);
-    s = parsed({"-b", "1024", "-l", "0", "-c", "1e30", "-n", "2147483647"});  // bounds are inclusive
-    CHECK(s.batch == 1024 && s.lr == 0.0f && s.decay == 1e30f && s.any == INT_MAX);
-    CHECK(parsed({"--data=runs/lr=1e-3.bin"}).data == "runs/lr=1e-3.bin");  // the first = ends the name
-    CHECK(parsed({"-i", "-"}).data == "-");
-    CHECK(parsed({"--data=--batch"}).data == "--batch");  // how to give a value that looks like an option
-}
-
-TEST(options_errors) {
-    const auto refused = [](const std::vector<const char*>& arguments, const std::string& message) {
-        try {
-            parsed(arguments);
-            check_error(__LINE__, "", message);
-        } catch (const UsageError& e) {
-            check_error(__LINE__, e.what(), message);
-        }
-    };
-    const std::pair<std::string, std::string> unknown[] = {{"--bacth", "--batch"},
-                                                           {"-batch", "--batch"},
-                                                           {"--learn", "--learning-rate"},
-                                                           {"--weight_decay", "--weight-decay"},
-                                                           {"--batch-size", "--batch"},
-                                                           {"--rate", "--learning-rate"},
-                                                           {"--quite-another", ""},
-                                                           {"-z", ""},
-                                                           {"--", ""}};
-    for (const auto& [name, meant] : unknown)
-        for (const std::string& argument : {name, name + "=8"})
-            refused({argument.c_str()}, "unknown option " + name +
-                                            (meant.empty() ? "" : " (did you mean " + meant + "?)") + "; see --help");
-    for (const char* word : {"data.bin", "", "2"})  // a flag does not take it
-        refused({"-a", word}, format("unexpected argument \"%s\"", word));
-    refused({"-b"}, "--batch (-b) needs a value");
-    for (const char* next : {"--batch=3", "-nk"})
-        refused({"-i", next, "3"}, format("--data (-i) needs a value, found option %s", next));
-    const struct {
-        const char *option, *title, *why;
-        std::vector<const char*> values;
-    } bad[] = {
-        {"-b", "--batch (-b)", "is not an integer", {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"}},
-        {"-b", "--batch (-b)", "is out of range 1..1024", {"0", "-1", "1025", "2147483648", "99999999999999999999"}},
-        {"-n", "--any (-n)", "is out of range of 32 bits", {"-2147483649"}},
-        {"-l", "--learning-rate (-l)", "is not a finite number", {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1"}},
-        {"-l", "--learning-rate (-l)", "is not a finite number", {"0,1", "lr"}},
-        {"-l", "--learning-rate (-l)", "is out of range 0..1", {"1.0001", "1.00000001"}},  // the float of this is 1
-        {"-c", "--weight-decay (-c)", "is out of range 0..", {"-1e-30"}},
-        {"--device", "--device", "is not one of cuda|cpu (did you mean cuda?)", {"cudo", "cu"}},
-        {"--device", "--device", "is not one of cuda|cpu", {"", "gpu"}}};
-    for (const auto& b : bad)
-        for (const char* value : b.values) refused({b.option, value}, format("%s: \"%s\" %s", b.title, value, b.why));
-    CHECK(!contains(test::error_of([] { parsed({"--device", "gpu"}); }), "mean"));  // nobody means cpu
-    refused({"--overfit=yes"}, "--overfit (-a): \"yes\" is not 0 or 1");
-}
-
-TEST(options_help) {
-    Settings s;
-    CHECK(s.parse({"-b", "8", "--nonsense", "--help"}) && s.parse({"-h"}));  // prints defaults, not what came before it
-    s.data = "x.bin";
-    std::vector<Option> table = s.table();
-    table.pop_back();
-    table.back().help =
-        "checkpoints to keep, of which each has a model and a state and is complete when both are there";
-    CHECK(options_help("train", "Trains.", table) == R"(usage: train [options]
-
-Trains.
-
-Data
-  -b,  --batch N          sequences a batch (1..1024; default 4)
-  -i,  --data TEXT        training data: file or pattern (default x.bin)
-       --shuffle          shuffle windows (default on)
-  -a,  --overfit          train on one batch
-
-Optimizer
-  -l,  --learning-rate X  peak learning rate (0..1; default 0.0006)
-  -c,  --weight-decay X   weight decay (default 0)
-
-Run
-       --device NAME      where to run (cuda|cpu; default cuda)
-  -nk, --keep N           checkpoints to keep, of which each has a model and a state and is complete when both
-                          are there (default 0)
-)");
-    const std::string first = "--batch          4\n--data           x.bin\n--shuffle        on\n--overfit        off\n";
-    CHECK(options_settings(table).find(first) == 0);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Log

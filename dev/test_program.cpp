@@ -78,102 +78,140 @@ std::string as_rank(int rank, int size, int port) {
 
 }  // namespace
 
-// Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
-// run must log these as its settings. No two options have the same three, so none can stand for another.
-TEST(every_option_sets_what_it_names) {
-    struct Row {
-        const char *name, *letter, *value;
-        std::string help;
-        std::string a, b, c;  // "" if not given
-    };
-    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
-    std::filesystem::copy_file(text, copy);
-    const std::vector<Row> rows = {
-        {"--train-data", "-i", " TEXT", "default: the built-in corpus", text, copy, text},
-        {"--val-data", "-j", " TEXT", "default: none with -i", copy, text, text},
-        {"--init", "-e", " TEXT", "default: d12 (CPU: tiny)", "tiny", model(), "tiny"},
-        {"--precision", "", " NAME", "default: bf16 where the GPU has it, else fp32 (auto|bf16|fp32)", "fp32", "auto",
-         "fp32"},
-        {"--attention", "", " NAME", format("(%s; default flash)", attention_names()), "naive", "flash", "flash"},
-        {"--device", "", " NAME", "default: the GPU if there is one (auto|cuda|cpu)", "cpu", "cpu", "cpu"},
-        {"--no-graph", "", "", "", "1", "0", "0"},
-        {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
-        {"--no-tf32", "", "", "", "0", "1", "0"},
-        {"--gpus", "", " N", "default: one, or as", "1", "0", "0"},
-        {"--zero", "-z", " N", "default: where channels divide", "0", "1", "0"},
-        {"--overlap", "", " N", "default: 1 between machines", "0", "0", "1"},
-        {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
-        {"--batch", "-b", " N", "default: 8 (CPU: 4)", "3", "4", "5"},
-        {"--tokens", "-t", " N", "default: the model's positions, but at most 1024", "16", "12", "8"},
-        {"--tokens-per-step", "-d", " N", "default: that", "96", "48", "80"},
-        {"--max-steps", "-x", " N", "default: about two minutes", "2", "1", "1"},
-        {"--no-shuffle", "", "", "", "0", "0", "1"},
-        {"--overfit", "-a", "", "", "1", "1", "0"},
-        {"--lr", "-l", " X", "default: 3e-4 (tiny: 2e-3)", "0.0011", "0.0012", "0.0013"},
-        {"--warmup", "-u", " N", "default: a twentieth of all", "21", "22", "23"},
-        {"--final-lr", "-q", " X", "(0..1; default 0.1)", "0.31", "0.32", "0.33"},
-        {"--schedule", "-k", " NAME", "(cosine|linear|constant|wsd; default cosine)", "wsd", "linear", "constant"},
-        {"--weight-decay", "-c", " X", "(default 0.1)", "0.41", "0.42", "0.43"},
-        {"--beta2", "", " X", "(0..0.99999; default 0.95)", "0.51", "0.52", "0.99999"},
-        {"--max-norm", "", " X", "(default 1)", "0.61", "0.62", "0.63"},
-        {"--seed", "", " N", "(default 1)", "71", "72", "2147483647"},
-        {"--val-every", "-v", " N", "default: ten in the run", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "default: 20 (--eval-only: all)", "7", "8", "9"},
-        {"--hellaswag", "", " TEXT", "", "", "", ""},
-        {"--eval-only", "", "", "", "0", "", "0"},
-        {"--sample-every", "-s", " N", "default: five", "91", "92", "93"},
-        {"--sample-length", "-g", " N", "(default 700)", "10", "6", "3"},
-        {"--memory", "", "", "", "0", "", "0"},
-        {"--profile", "", " N", "default: train", "0", "", "0"},
-        {"--watch-power", "", " N", "default: none", "97", "98", "99"},
-        {"--output-dir", "-o", " TEXT", "default: nothing is written", out + "/a", out + "/b", out + "/c"},
-        {"--checkpoint-every", "-n", " N", "default: only at the end", "31", "32", "33"},
-        {"--keep", "-nk", " N", "default: all", "41", "42", "43"},
-        {"--keep-every", "-nm", " N", "default: do", "44", "45", "46"},
-        {"--resume", "-y", "", "", "0", "1", "1"},
-        {"--verify", "", " N", "default: train", "0", "", "0"},
-        {"--verify-every", "", " N", "default: compute once", "95", "96", "94"},
-        {"--tokenizer", "", " TEXT", "", "", "", ""},
-        {"--generate", "", " N", "default: train", "0", "", "0"},
-        {"--samples", "", " N", "(default 1)", "61", "62", "63"},
-        {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
-        {"--temperature", "", " X", "(default 1)", "0.71", "0.72", "0.73"},
-        {"--top-k", "", " N", "default: all", "51", "52", "53"}};
-    const std::string help = run("--help").out;
-    std::string flat;
-    std::istringstream words(help);
-    for (std::string word; words >> word;) flat += word + " ";
-    size_t at = 0;
-    for (size_t i = 0; i < rows.size(); i++) {
-        const Row& r = rows[i];
-        const std::string begin = format(" %s%s%s%s ", r.letter, *r.letter ? ", " : "", r.name, r.value);
-        at = std::min(flat.find(begin, at), flat.size());
-        const size_t end = i + 1 < rows.size() ? flat.find(rows[i + 1].name, at) : flat.size();
-        const std::string entry = flat.substr(at, end - at);
-        if (entry.empty() || !contains(entry, r.help) || (r.help.empty() && contains(entry, "default ")))
-            return test::report(__FILE__, __LINE__,
-                                format("no \"%s … %s\" in %s", begin.c_str(), r.help.c_str(), help.c_str()));
-    }
-    const size_t examples = flat.find("examples ./train_gpt2cu -i book.txt -o run1 train on");
-    CHECK(examples != std::string::npos && flat.find(" --", at + 8) > examples);  // no more options
-    for (const char* riddle : {"..;", "default 0)", "default -1", "default auto)"}) CHECK(!contains(flat, riddle));
+// ---------------------------------------------------------------------------------------------------------------------
+// Options
 
-    for (const auto member : {&Row::a, &Row::b, &Row::c}) {
-        std::string command;
-        for (const Row& r : rows) {
-            const std::string name = member == &Row::b && *r.letter ? r.letter : r.name;
-            if (!(r.*member).empty()) command += name + (member == &Row::c ? "=" : " ") + r.*member + " ";
-        }
-        CHECK_RUN(run(command), 0, "step 1/");
-        const std::string log = read_file(command.substr(command.find(out), out.size() + 2) + "/log.jsonl");
-        for (const Row& row : rows) {
-            const std::string& value = row.*member;
-            const std::string shown = *row.value ? value : value == "1" ? "on" : "off";
-            if (!value.empty() && !contains(log, format("%-18s  %s\\n", row.name, shown.c_str())))
-                test::report(__FILE__, __LINE__, format("%s: expected %s in %s", row.name, shown.c_str(), log.c_str()));
-        }
+// What the program makes of arguments: the options that no longer have their defaults, or what is wrong.
+static std::string parsed(const std::vector<std::string>& arguments) {
+    Options o, fresh;
+    std::vector<Option> table = o.table();
+    std::vector<const char*> words = {"train_gpt2cu"};
+    for (const std::string& argument : arguments) words.push_back(argument.c_str());
+    try {
+        parse_options(static_cast<int>(words.size()), words.data(), table, llm_c_options());
+    } catch (const UsageError& e) {
+        return e.what();
     }
+    std::istringstream lines(options_changed(table, fresh.table()));
+    std::string changed;
+    for (std::string line; std::getline(lines, line);) changed += line.substr(std::min<size_t>(line.size(), 17));
+    return changed;
 }
+
+// An option changes nothing but itself, takes the ends of its range, and refuses what is just beyond them.
+TEST(every_option_sets_what_it_names) {
+    std::string names;
+    for (const Option& o : Options().table()) {
+        const std::string name = o.name, range = o.range, title = *o.letter ? name + " (" + o.letter + ")" : name;
+        const bool flag = o.kind == Option::Flag, whole = o.kind == Option::Int;
+        std::string low, high = flag ? "1" : "a b=c", why = flag ? "is not 0 or 1" : "is not one of " + range;
+        std::vector<std::string> bad = {"yes"};
+        if (o.kind == Option::String) bad.clear();
+        if (o.kind == Option::Choice) high = range.substr(range.rfind('|') + 1);
+        if (const size_t dots = range.find(".."); dots < range.size()) {
+            const bool open = dots + 2 == range.size();
+            low = range.substr(0, dots), high = open ? whole ? "2147483647" : "1e+30" : range.substr(dots + 2);
+            const double step = whole ? 1 : 1e-8;  // 1.00000001 is 1 as a float
+            bad = {format("%.10g", std::stod(low) - step), format("%.10g", std::stod(high) + step)};
+            if (open && !whole) bad.pop_back();
+            why = "is out of range " + range;
+        }
+        const std::string changed = "  " + name + (flag ? "" : " " + high);
+        for (const std::string& found : {parsed({name, low.empty() ? high : low, name, high}),
+                                         parsed({name + "=" + high}), parsed({*o.letter ? o.letter : name, high})})
+            if (found != changed) test::report(__FILE__, __LINE__, "expected " + changed + ", got " + found);
+        for (const std::string& value : bad)
+            if (const std::string found = parsed({name + "=" + value});
+                found.find(title + ": \"" + value + "\" " + why) != 0)
+                test::report(__FILE__, __LINE__, title + " " + value + ": " + found);
+        names += name + " " + o.letter + (*o.letter ? " " : "");
+    }
+    if (names !=
+        "--train-data -i --val-data -j --init -e --precision --attention --device --no-graph --recompute -r "
+        "--no-tf32 --gpus --zero -z --overlap --context-parallel --batch -b --tokens -t --tokens-per-step -d "
+        "--max-steps -x --no-shuffle --overfit -a --lr -l --warmup -u --final-lr -q --schedule -k "
+        "--weight-decay -c --beta2 --max-norm --seed --val-every -v --val-batches -m --hellaswag --eval-only "
+        "--sample-every -s --sample-length -g --memory --profile --watch-power --output-dir -o "
+        "--checkpoint-every -n --keep -nk --keep-every -nm --resume -y --verify --verify-every --tokenizer "
+        "--generate --samples --prompt --temperature --top-k ")
+        test::report(__FILE__, __LINE__, names);
+
+    // A run logs as its settings what it was given.
+    const std::string given =
+        "--train-data " + text_file() + " --val-data " + text_file() + " --output-dir " + dir() + "/options " +
+        "--init tiny --precision fp32 --attention naive --device cpu --recompute 2 --gpus 1 --zero 0 --overlap 0 "
+        "--batch 3 --tokens 16 --tokens-per-step 96 --max-steps 2 --lr 0.0011 --warmup 21 --final-lr 0.31 "
+        "--schedule wsd --weight-decay 0.41 --beta2 0.51 --max-norm 0.61 --seed 71 --val-every 81 --val-batches 7 "
+        "--sample-every 91 --sample-length 10 --watch-power 97 --checkpoint-every 31 --keep 41 --keep-every 44 "
+        "--verify-every 95 --samples 61 --prompt Ah --temperature 0.71 --top-k 51 ";
+    CHECK_RUN(run(given + "--no-graph --no-tf32 --no-shuffle --overfit"), 0, "step 2/2");
+    const std::string log = read_file(dir() + "/options/log.jsonl");
+    std::istringstream pairs(given + "--no-graph on --no-tf32 on --no-shuffle on --overfit on");
+    for (std::string name, value; pairs >> name >> value;)
+        if (!contains(log, format("%-18s  %s\\n", name.c_str(), value.c_str())))
+            test::report(__FILE__, __LINE__, format("%s: expected %s in %s", name.c_str(), value.c_str(), log.c_str()));
+}
+
+TEST(arguments_and_their_errors) {
+    const struct {
+        std::vector<std::string> arguments;
+        std::string result;
+    } cases[] = {
+        {{}, ""},
+        {{"-i", "x", "--train-data="}, ""},  // the last wins
+        {{"--no-shuffle", "0", "--no-shuffle=1", "-a", "--overfit", "0"}, "  --no-shuffle"},
+        {{"-b", "5", "--batch=6", "-a", "-b", "7"}, "  --batch 7  --overfit"},   // a flag takes 0 or 1, no option
+        {{"--train-data=runs/lr=1e-3.bin"}, "  --train-data runs/lr=1e-3.bin"},  // the first = ends the name
+        {{"-i", "-"}, "  --train-data -"},
+        {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
+        {{"-b", "8", "--nonsense", "--help"}, ""},             // --help wins over all that came before
+        {{"-a", "data.bin"}, "unexpected argument \"data.bin\""},
+        {{"-a", "2"}, "unexpected argument \"2\""},
+        {{"-b"}, "--batch (-b) needs a value"},
+        {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value, found option --batch=3"},
+        {{"-i", "-nk", "3"}, "--train-data (-i) needs a value, found option -nk"},
+        {{"--device", "cudo"}, "--device: \"cudo\" is not one of auto|cuda|cpu (did you mean cuda?)"},
+        {{"--device", "cu"}, "--device: \"cu\" is not one of auto|cuda|cpu (did you mean cuda?)"},
+        {{"--device", "gpu"}, "--device: \"gpu\" is not one of auto|cuda|cpu"}};  // nobody means cpu
+    for (const auto& [arguments, result] : cases) {
+        const std::string found = parsed(arguments);
+        if (found != result && found.find(result + ": ") != 0)
+            test::report(__FILE__, __LINE__, format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
+    }
+    std::istringstream unknown(
+        "--bacth --batch -batch --batch --temp --temperature --weight_decay --weight-decay --batch-size --batch "
+        "--decay --weight-decay --quite-another none -Z none -- none");
+    for (std::string name, meant; unknown >> name >> meant;)
+        for (const std::string& argument : {name, name + "=8"})
+            CHECK(parsed({argument}) == "unknown option " + name +
+                                            (meant == "none" ? "" : " (did you mean " + meant + "?)") + "; see --help");
+    for (const char* value : {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"})
+        CHECK(parsed({"-b", value}) == format("--batch (-b): \"%s\" is not an integer", value));
+    for (const char* value : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
+        CHECK(parsed({"-l", value}) == format("--lr (-l): \"%s\" is not a finite number", value));
+    CHECK(contains(parsed({"-b", "99999999999999999999"}), "is out of range"));
+}
+
+TEST(help) {
+    const std::string help = run("--help").out;
+    CHECK(contains(help, R"(
+  -a,  --overfit             train on the first batch again and again
+
+optimizer
+  -l,  --lr X                learning rate; default: 3e-4 (tiny: 2e-3)
+  -u,  --warmup N            warm-up steps; default: a twentieth of all, but at least 50 or a third
+  -q,  --final-lr X          learning rate at the end, as a fraction (0..1; default 0.1)
+  -k,  --schedule NAME       after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt,
+                             as in llm.c (cosine|linear|constant|wsd; default cosine)
+  -c,  --weight-decay X      on matrices only (default 0.1)
+       --beta2 X             AdamW's second decay (0..0.99999; default 0.95)
+)"));
+    CHECK(help.find("\nexamples\n  ./train_gpt2cu -i book.txt -o run1  ") > help.find("--top-k N"));
+    for (const char* riddle : {"..;", "default 0)", "default -1", "default auto)"}) CHECK(!contains(help, riddle));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The program
 
 // A stand-in for the driver's NVML, whose GPU meets its power cap at every second look.
 TEST(power_is_watched) {
