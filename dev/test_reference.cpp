@@ -477,6 +477,18 @@ TEST(reductions) {
     }
 }
 
+// dev/test_recipe has every update of a run in fp64, and dev/test_ranks the shares.
+TEST(adamw_without_a_finite_norm) {
+    const Vec start = randn(9), grads = randn(9);
+    const ParamRange all = {0, 9, true};
+    for (const double bad : {double(nanf("")), double(inf)}) {
+        Vec params = start, m = start, v = start;
+        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &bad, &all, 1,
+                             {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
+        CHECK(params == start && m == start && v == start);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 // Runs every layer once, with inputs from one seed, and returns all results.
