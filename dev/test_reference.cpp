@@ -199,20 +199,7 @@ static Layer<X> residual_layernorm_layer(int N, int C) {
             for (int i = n * C; i < (n + 1) * C; i++)
                 CHECK_NEAR(out[i], (residual[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
         }
-        std::vector<X> out_ = poison<X>(N * C), mean_ = poison<X>(N), rstd_ = poison<X>(N);
-        layernorm_forward(dev, out_.data(), mean_.data(), rstd_.data(), residual, weight, bias, N, C);
-        CHECK(same_bits(l["out"].x, out_) && same_bits(l["mean"].x, mean_) && same_bits(l["rstd"].x, rstd_));
         check_column_sums(l["sum of da"], l["da"]);
-        std::vector<X> da_(dresidual, dresidual + N * C), dweight_(C), dbias_(C);  // without the sum
-        layernorm_backward<X>(dev, da_.data(), dweight_.data(), dbias_.data(), nullptr, nullptr, dout, residual, weight,
-                              mean, rstd, N, C);
-        CHECK(same_bits(l["da"].x, da_));
-        for (const bool over_a : {true, false}) {  // in place
-            std::vector<X> a_ = l["a"].x, b_ = l["b"].x, &sum = over_a ? a_ : b_;
-            residual_layernorm_forward(dev, sum.data(), out_.data(), mean_.data(), rstd_.data(), a_.data(), b_.data(),
-                                       weight, bias, N, C);
-            CHECK(same_bits(l["residual"].x, sum) && same_bits(l["out"].x, out_));
-        }
     };
     return l;
 }
@@ -242,14 +229,6 @@ static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
         check_close(l.what + " out", l["out"].x, out_, tol);
         check_close(l.what + " dinp", l["dinp"].x, dinp_, tol);
         check_close(l.what + " dweight", l["dweight"].x, dweight_, tol);
-
-        std::vector<X> alone = start;  // without dinp
-        matmul_backward<X>(dev, nullptr, alone.data(), dout, inp, weight, N, C, OC);
-        CHECK(same_bits(alone, l["dweight"].x));
-        std::vector<X> written = poison<X>(OC * C), added(OC * C);  // in `written` there is nothing to add to
-        matmul_backward<X>(dev, nullptr, written.data(), dout, inp, weight, N, C, OC, false);
-        matmul_backward<X>(dev, nullptr, added.data(), dout, inp, weight, N, C, OC);
-        CHECK(same_bits(written, added));
     };
     return l;
 }
@@ -267,9 +246,6 @@ static Layer<X> gelu_layer(int N, int C) {
             CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
         }
         check_column_sums(l["sum of dinp"], l["dinp"]);
-        std::vector<X> in_place = l["dout"].x, sum_ = l["sum of dinp"].start, again = poison<X>(N * C);
-        gelu_backward(dev, in_place.data(), sum_.data(), again.data(), nullptr, inp, in_place.data(), N, C);
-        CHECK(same_bits(in_place, l["dinp"].x) && same_bits(sum_, l["sum of dinp"].x) && same_bits(again, l["out"].x));
     };
     return l;
 }
@@ -309,13 +285,6 @@ static Layer<X> attention_layer(int B, int T, int NH, int HS, bool causal, doubl
         check_close(l.what + " out", l["out"].x, out_, 1e-14);
         check_close(l.what + " lse", l["lse"].x, lse_, 1e-14);
         check_column_sums(l["sum of dqkv"], l["dqkv"]);
-        if (!causal || scale != 1 / std::sqrt(double(HS))) return;
-        for (Attention kind : {Attention::flash, Attention::naive}) {  // as a layer calls it
-            std::vector<X> out_ = poison<X>(n), lse_ = poison<X>(B * NH * T), dqkv_ = poison<X>(3 * n);
-            attention_forward<X>(dev, kind, out_.data(), lse_.data(), nullptr, nullptr, qkv, B, T, NH, HS);
-            attention_backward<X>(dev, kind, dqkv_.data(), nullptr, dout, out, lse, nullptr, qkv, B, T, NH, HS);
-            CHECK(same_bits(out_, l["out"].x) && same_bits(lse_, l["lse"].x) && same_bits(dqkv_, l["dqkv"].x));
-        }
     };
     return l;
 }
