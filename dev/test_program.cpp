@@ -290,19 +290,15 @@ TEST(usage_errors_exit_with_2) {
 
 // dev/test_resume has a full disk.
 TEST(other_errors_exit_with_1) {
-    const std::string bad = dir() + "/bad.bin", brief = dir() + "/short.txt", logged = dir() + "/logged";
+    const std::string bad = dir() + "/bad.bin", logged = dir() + "/logged";
     write_file(bad, std::string(2000, 'x'));
-    write_file(brief, "Too short.");
     std::filesystem::create_directory(logged);
     write_file(logged + "/log.jsonl", "{}\n");
     check_commands({
         {0, "--device cpu --generate 2 -e " + dir() + "/model", ""},  // the newest checkpoint there
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
-        {1, "--device cpu -i '" + dir() + "/none_*.bin'", "none_*.bin"},
         {1, "--device cpu --gpus 2 -e tiny -i " + dir() + "/nothing.txt", "nothing.txt"},
-        {1, "--device cpu -i " + brief, "short.txt"},
-        {1, "--device cpu -i " + bad, "20240520"},
         {1, "--device cpu -e " + bad, "20240326"},
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
