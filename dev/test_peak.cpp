@@ -67,27 +67,14 @@ TEST(no_figure_has_changed) {
 
 // Parts with unusual rates, slices, vGPUs, and names that merely contain a known one.
 TEST(other_names_have_no_peak) {
-    const char* const names[] = {"",
-                                 "CPU, 2 threads",
-                                 "NVIDIA GeForce RTX 4090 Laptop GPU",
-                                 "NVIDIA GeForce RTX 2080 with Max-Q Design",
-                                 "NVIDIA RTX A2000 8GB Laptop GPU",
-                                 "NVIDIA RTX 5000 Ada Generation Laptop GPU",
-                                 "NVIDIA T400 4GB",
-                                 "NVIDIA T4G",
-                                 "NVIDIA L20",
-                                 "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-                                 "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-                                 "NVIDIA A40-48Q",
-                                 "GRID A100D-10C",
-                                 "NVIDIA GeForce RTX 5090 D",
-                                 "Tesla P100-PCIE-16GB",
-                                 "NVIDIA A1000",
-                                 "NVIDIA GeForce GTX 1660",
-                                 "NVIDIA RTX A400",
-                                 "NVIDIA H20-3e",
-                                 "NVIDIA PG506-230"};
-    for (const char* gpu : names) check({gpu, 0, 0, 0});
+    const std::string names =
+        "; CPU, 2 threads; NVIDIA GeForce RTX 4090 Laptop GPU; NVIDIA GeForce RTX 2080 with Max-Q Design; "
+        "NVIDIA RTX A2000 8GB Laptop GPU; NVIDIA RTX 5000 Ada Generation Laptop GPU; NVIDIA T400 4GB; NVIDIA T4G; "
+        "NVIDIA L20; NVIDIA A100-SXM4-40GB MIG 1g.5gb; NVIDIA H100 80GB HBM3 MIG 3g.40gb; NVIDIA A40-48Q; "
+        "GRID A100D-10C; NVIDIA GeForce RTX 5090 D; Tesla P100-PCIE-16GB; NVIDIA A1000; NVIDIA GeForce GTX 1660; "
+        "NVIDIA RTX A400; NVIDIA H20-3e; NVIDIA PG506-230; ";
+    for (size_t at = 0, end; (end = names.find("; ", at)) != names.npos; at = end + 2)
+        check({names.substr(at, end - at).c_str(), 0, 0, 0});
 }
 
 // A second row with the same name, or a name that no device name turns into, would never be used.

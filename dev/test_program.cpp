@@ -84,15 +84,12 @@ std::string as_rank(int rank, int size, int port) {
 // What the program makes of arguments: the options that no longer have their defaults, or what is wrong.
 static std::string parsed(const std::vector<std::string>& arguments) {
     Options o, fresh;
-    std::vector<Option> table = o.table();
-    std::vector<const char*> words = {"train_gpt2cu"};
-    for (const std::string& argument : arguments) words.push_back(argument.c_str());
     try {
-        parse_options(static_cast<int>(words.size()), words.data(), table, llm_c_options());
+        o = options_of(arguments);
     } catch (const UsageError& e) {
         return e.what();
     }
-    std::istringstream lines(options_changed(table, fresh.table()));
+    std::istringstream lines(options_changed(o.table(), fresh.table()));
     std::string changed;
     for (std::string line; std::getline(lines, line);) changed += line.substr(std::min<size_t>(line.size(), 17));
     return changed;

@@ -6,6 +6,7 @@
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include <chrono>
+#include <iterator>
 #include <numeric>
 #include <set>
 
@@ -184,19 +185,6 @@ void check_lines(const std::string& text, const std::string& out, int steps, int
 
 constexpr int kSteps = 24;
 
-// dev/test_program sees that each option sets what it names.
-Options parsed(const std::string& arguments) {
-    std::vector<std::string> words = {"program"};
-    std::istringstream in(arguments);
-    for (std::string word; in >> word;) words.push_back(word);
-    std::vector<const char*> argv;
-    for (const std::string& word : words) argv.push_back(word.c_str());
-    Options o;
-    std::vector<Option> table = o.table();
-    parse_options(static_cast<int>(argv.size()), argv.data(), table);
-    return o;
-}
-
 double rate(const Options& o, int step) {
     if (step < o.warmup) return o.lr / o.warmup * (step + 1);
     const double x = double(step - o.warmup) / (kSteps - 1 - o.warmup);  // 0 after warm-up, 1 at the last step
@@ -212,7 +200,8 @@ double rate(const Options& o, int step) {
 // at their defaults too. `clipped` is how many steps must have been clipped, or −1 for some. Two ranks that share
 // sequences answer no questions. One of them writes the samples alone, so it sees half as many tokens.
 void check_recipe(const std::string& options, const std::string& meant, const std::string& out, int clipped) {
-    const Options o = parsed(meant);
+    std::istringstream words(meant);
+    const Options o = options_of({std::istream_iterator<std::string>(words), {}});
     const bool questions = o.context_parallel == 1;
     const Result result = run(kTrainOptions + kValOptions + (questions ? kQuestionOptions : "") + kModelOptions +
                               options + format(" -x %d -o ", kSteps) + out);
