@@ -3,7 +3,6 @@
 // any machine.
 #include <sys/stat.h>
 
-#include <array>
 #include <future>
 #include <map>
 #include <thread>
@@ -249,7 +248,7 @@ TEST(version) {
     if (shell("git rev-parse").code == 0) CHECK(contains(r.out, ", commit "));
 }
 
-// dev/test_data has the other errors of parsing, and --help above has each option's range.
+// Parsing has its errors above.
 TEST(usage_errors_exit_with_2) {
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
