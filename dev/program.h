@@ -16,6 +16,7 @@
 
 #include "data/corpus.h"
 #include "dev/test.h"
+#include "run/settings.h"
 
 struct Result {
     int code;
@@ -108,6 +109,16 @@ inline std::string text_file() {
 // Options of a run of about a second.
 inline std::string tiny() {
     return "--device cpu -e tiny -b 2 -t 64 -v 0 -s 0 -i " + text_file() + " ";
+}
+
+// The program's options after these arguments.
+inline Options options_of(const std::vector<std::string>& arguments) {
+    Options o;
+    std::vector<Option> table = o.table();
+    std::vector<const char*> words = {"train_gpt2cu"};
+    for (const std::string& argument : arguments) words.push_back(argument.c_str());
+    parse_options(static_cast<int>(words.size()), words.data(), table, llm_c_options());
+    return o;
 }
 
 inline bool contains(const std::string& text, const std::string& part) {
