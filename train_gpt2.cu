@@ -1,4 +1,4 @@
-// GPT-2 training, top to bottom: config → tensors → forward → backward → update → training → main.
+// GPT-2 training, top to bottom: tensors → forward → backward → update → training → main.
 //
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
 //   ./train_gpt2cu --help                        every option
@@ -32,19 +32,6 @@
 #include "run/weights.h"
 // This comes last, because it is written over both backends' partial forms.
 #include "attention/ring/ring.h"
-
-// =====================================================================================================================
-// Config
-
-struct Config {
-    int max_T, V, Vp, L, NH, C;  // positions, vocabulary, padded vocabulary, layers, heads, channels
-
-    int HS() const { return C / NH; }
-    size_t num_parameters() const;
-    // Forward and backward. Each parameter costs 2 FLOPs forward and 4 backward, and causal attention 6·L·C·T.
-    size_t flops_per_token(int T) const { return 6 * num_parameters() + 6 * static_cast<size_t>(L) * C * T; }
-    ModelHeader header(DType dtype) const { return {dtype, max_T, V, L, NH, C, Vp}; }
-};
 
 // =====================================================================================================================
 // Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part.
@@ -452,12 +439,6 @@ void GPT2<Dev, X>::update(const AdamW& hyper) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Making a model
 
-size_t Config::num_parameters() const {
-    size_t n = 0;
-    for (const TensorSpec& t : tensors_of<Parameters<float>>(*this)) n += t.elements();
-    return n;
-}
-
 // Rows of logits that exist at once. They are enough to fill the GPU, and so few that (B·T, Vp) never exists whole.
 static size_t classifier_chunk(size_t rows, int Vp, DType t) {
     size_t chunk = 512;
@@ -610,10 +591,6 @@ static bool find_config(const std::string& name, Config* config) {
     return false;
 }
 
-static Config config_of(const ModelHeader& h) {
-    return {h.max_T, h.V, h.Vp, h.L, h.NH, h.C};
-}
-
 template <class Dev, class X>
 int run_with(const Dev& dev, Options& o, Job& job) {
     Config config;
@@ -625,7 +602,7 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init) : 0;
         if (newest < 0) throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
         if (newest > 0) o.init = model_path(o.init, newest);
-        config = config_of(read_model_header(o.init));
+        config = read_model_header(o.init).config;
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
     if (preset && config.V == kByteVocab && !o.train_data.empty())

@@ -19,7 +19,7 @@ struct Dump {
 
 template <class Dev>
 void dump(const Dev& dev, const Dump& o) {
-    const Config config = config_of(read_model_header(o.model));
+    const Config config = read_model_header(o.model).config;
     const Attention attention{o.attention};
     GPT2<Dev, float> model(dev, config, attention, o.B, o.T, 1, true);
     allocate_or_explain(model);

@@ -418,34 +418,33 @@ TEST(atomic_file_on_a_full_disk) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Model, state, tokenizer and questions
 
-static const ModelHeader kTiny = {DType::f32, 16, 50, 2, 2, 8, 128};
+static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
 static void write_tiny(const std::string& path) {
-    write_model(path, kTiny, noise(kTiny.num_parameters() * sizeof(float)).data());
+    write_model(path, kTiny, noise(kTiny.bytes()).data());
 }
 
 TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
-    CHECK((ModelHeader{DType::f32, 1024, 50257, 12, 12, 768, 50304}.num_parameters() == 124475904));     // 124M
-    CHECK((ModelHeader{DType::bf16, 1024, 50257, 48, 25, 1600, 50304}.num_parameters() == 1557686400));  // 1.5B
+    CHECK((Config{1024, 50257, 50304, 12, 12, 768}.num_parameters() == 124475904));    // 124M
+    CHECK((Config{1024, 50257, 50304, 48, 25, 1600}.num_parameters() == 1557686400));  // 1.5B
     ModelHeader bf16 = kTiny, longer = kTiny;
-    bf16.dtype = DType::bf16, longer.max_T = 262144;  // the context of scripts/run_long_context_gpus.sh
+    bf16.dtype = DType::bf16, longer.config.max_T = 262144;  // the context of scripts/run_long_context_gpus.sh
     for (const ModelHeader& h : {kTiny, bf16, longer}) {
-        const std::string parameters = noise(h.num_parameters() * size_of(h.dtype));
+        const std::string parameters = noise(h.bytes());
         std::string back(parameters.size(), 'x');
         write_model(path, h, parameters.data());
-        CHECK(read_file(path) ==
-              header({20240326, h.dtype == DType::f32 ? 3 : 5, h.max_T, 50, 2, 2, 8, 128}) + parameters);
+        const int version = h.dtype == DType::f32 ? 3 : 5;
+        CHECK(read_file(path) == header({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
         const ModelHeader got = read_model_header(path);
-        CHECK(got.dtype == h.dtype && got.max_T == h.max_T && got.V == 50 && got.L == 2 && got.NH == 2);
-        CHECK(got.C == 8 && got.Vp == 128);
+        CHECK(!std::memcmp(&got, &h, sizeof h));
         read_model_parameters(path, got, back.data());
         CHECK(back == parameters);
         for (const ModelHeader& other : {kTiny, bf16, longer}) {  // it was replaced after its header had been read
-            if (other.dtype == h.dtype && other.max_T == h.max_T) continue;
-            CHECK_LINE(
-                read_model_parameters(path, other, back.data()),
-                path + format(": expected %zu parameters in %s, found %zu in %s; the file changed",
-                              other.num_parameters(), name_of(other.dtype), h.num_parameters(), name_of(h.dtype)));
+            if (!std::memcmp(&other, &h, sizeof h)) continue;
+            CHECK_LINE(read_model_parameters(path, other, back.data()),
+                       path + format(": expected %zu parameters in %s, found %zu in %s; the file changed",
+                                     other.config.num_parameters(), name_of(other.dtype), h.config.num_parameters(),
+                                     name_of(h.dtype)));
         }
     }
     bf16.dtype = DType::f64;
@@ -1138,7 +1137,7 @@ TEST(random_damage) {
     write_file(here + "/tokenizer", tokenizer_file(2, {"a", "bc", "def", ""}));
     const auto read_model = [](const std::string& path) {
         const ModelHeader header = read_model_header(path);
-        read_model_parameters(path, header, std::string(header.num_parameters() * size_of(header.dtype), 0).data());
+        read_model_parameters(path, header, std::string(header.bytes(), 0).data());
     };
     // Half of the tables have the checksum that fits the damage, so that the reader goes on.
     const auto read_state_of_run = [&](const std::string& path) {

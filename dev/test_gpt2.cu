@@ -151,7 +151,9 @@ TEST(parameter_count_of_presets) {
     for (const auto& [name, parameters] : presets) {
         c = preset(name);
         CHECK(!parameters || c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
-        CHECK(c.num_parameters() == c.header(DType::f32).num_parameters());
+        size_t n = 0;
+        for (const TensorSpec& t : tensors_of<Parameters<float>>(c)) n += t.elements();
+        CHECK(c.num_parameters() == n);
         CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C == 64 * c.NH);
     }
 }

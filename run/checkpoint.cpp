@@ -32,12 +32,10 @@ static constexpr int kModelMagic = 20240326, kShardMagic = 20240520;
 static constexpr int kHeaderInts = 256;
 static constexpr size_t kHeaderBytes = kHeaderInts * sizeof(int32_t);
 
-size_t ModelHeader::num_parameters() const {
-    const size_t c = static_cast<size_t>(C);
-    const size_t ln = 2 * c, qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c,
-                 fcproj = 4 * c * c + c;
-    const size_t block = ln + qkv + attproj + ln + fc + fcproj;
-    return static_cast<size_t>(Vp) * c + static_cast<size_t>(max_T) * c + static_cast<size_t>(L) * block + ln;
+size_t Config::num_parameters() const {
+    const size_t c = static_cast<size_t>(C), norm = 2 * c;
+    const size_t qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c, fcproj = 4 * c * c + c;
+    return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
 static ModelHeader read_model_header(const InputFile& file) {
@@ -57,7 +55,8 @@ static ModelHeader read_model_header(const InputFile& file) {
             format("%s: wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found %d; write the file anew with a "
                    "current llm.c",
                    path, h[1]));
-    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, h[2], h[3], h[4], h[5], h[6], h[7]};
+    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, {h[2], h[3], h[7], h[4], h[5], h[6]}};
+    const Config& c = header.config;
 
     // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
     const struct {
@@ -65,22 +64,22 @@ static ModelHeader read_model_header(const InputFile& file) {
         int index, low, high;
     } bounds[] = {
         {"maxT", 2, 1, 1 << 24},  {"vocabulary", 3, 1, 1 << 24}, {"layers", 4, 1, 1 << 12},
-        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, header.V, 1 << 24},
+        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, c.V, 1 << 24},
     };
     for (const auto& b : bounds)
         if (h[b.index] < b.low || h[b.index] > b.high)
             throw Error(format("%s: damaged header: %s at offset %d: expected %d..%d, found %d; get the file again",
                                path, b.name, 4 * b.index, b.low, b.high, h[b.index]));
-    if (header.C % header.NH)
+    if (c.C % c.NH)
         throw Error(
             format("%s: damaged header: channels at offset 24: expected a multiple of %d heads, found %d; get the file "
                    "again",
-                   path, header.NH, header.C));
-    const size_t expected = kHeaderBytes + header.num_parameters() * size_of(header.dtype);
+                   path, c.NH, c.C));
+    const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
         throw Error(format("%s: %s: expected %zu bytes (%s, %d layers, %d channels), found %zu; get the file again",
-                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype),
-                           header.L, header.C, file.size));
+                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype), c.L,
+                           c.C, file.size));
     return header;
 }
 
@@ -91,22 +90,22 @@ ModelHeader read_model_header(const std::string& path) {
 void read_model_parameters(const std::string& path, const ModelHeader& header, void* out) {
     const InputFile file(path);
     const ModelHeader now = read_model_header(file);
-    if (now.dtype != header.dtype || now.num_parameters() != header.num_parameters())
+    const size_t n = header.config.num_parameters(), found = now.config.num_parameters();
+    if (now.dtype != header.dtype || found != n)
         throw Error(format("%s: expected %zu parameters in %s, found %zu in %s; the file changed while it was read",
-                           path.c_str(), header.num_parameters(), name_of(header.dtype), now.num_parameters(),
-                           name_of(now.dtype)));
-    file.read(kHeaderBytes, out, header.num_parameters() * size_of(header.dtype));
+                           path.c_str(), n, name_of(header.dtype), found, name_of(now.dtype)));
+    file.read(kHeaderBytes, out, header.bytes());
 }
 
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
     if (header.dtype != DType::f32 && header.dtype != DType::bf16)
         throw Error(format("%s: a model file holds fp32 or bf16, not %s", path.c_str(), name_of(header.dtype)));
-    const int32_t h[kHeaderInts] = {
-        kModelMagic, header.dtype == DType::f32 ? 3 : 5, header.max_T, header.V, header.L, header.NH, header.C,
-        header.Vp};
+    const Config& c = header.config;
+    const int version = header.dtype == DType::f32 ? 3 : 5;
+    const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
     AtomicFile file(path);
     file.write(h, kHeaderBytes);
-    file.write(parameters, header.num_parameters() * size_of(header.dtype));
+    file.write(parameters, header.bytes());
     file.commit();
 }
 

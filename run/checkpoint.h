@@ -12,14 +12,22 @@
 
 // ---- llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and header[2..7] =
 // maxT, V, L, NH, C, Vp. The sixteen tensors follow in llm.c's order, each stacked over layers.
+struct Config {
+    int max_T, V, Vp, L, NH, C;  // positions, vocabulary, padded vocabulary, layers, heads, channels
+
+    int HS() const { return C / NH; }
+    size_t num_parameters() const;  // of the sixteen tensors
+    // Forward and backward. Each parameter costs 2 FLOPs forward and 4 backward, and causal attention 6·L·C·T.
+    size_t flops_per_token(int T) const { return 6 * num_parameters() + 6 * static_cast<size_t>(L) * C * T; }
+};
 struct ModelHeader {
     DType dtype;
-    int max_T, V, L, NH, C, Vp;
-    size_t num_parameters() const;  // sum over the sixteen tensors, from the sizes above
+    Config config;
+    size_t bytes() const { return config.num_parameters() * size_of(dtype); }  // of the parameters
 };
 // Throws Error if the file is not found or its magic, version, sizes or length are wrong.
 ModelHeader read_model_header(const std::string& path);
-// Reads the parameters as one block in file order: num_parameters() elements of the header's dtype.
+// Reads the parameters as one block in file order, in the header's dtype.
 void read_model_parameters(const std::string& path, const ModelHeader&, void* out);
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 

@@ -445,7 +445,7 @@ void Run<Model>::write_checkpoint(Counters counters) {
     const double start = now(), waited = pace.save;
     const int step = static_cast<int>(counters.step);
     std::future<void> model_written = std::async(std::launch::async, [&] {
-        write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), snapshot);
+        write_model(model_path(o.output_dir, step), {dtype_of<X>(), model.config}, snapshot);
     });
     counters.model_checksum = checksum64(snapshot, model.params.bytes);
     const std::string path = state_path(o.output_dir, step);
@@ -489,13 +489,14 @@ void Run<Model>::read_checkpoint(int newest, Counters& counters) {
     if (counters.step != uint64_t(newest))
         throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
                            state.c_str(), static_cast<int>(counters.step)));
-    const ModelHeader header = read_model_header(path), mine = model.config.header(dtype_of<X>());
+    const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
+    const Config &theirs = header.config, &ours = mine.config;
     if (std::memcmp(&header, &mine, sizeof header))
         throw Error(format(
             "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
             "and its state file to resume from the checkpoint before",
-            path.c_str(), name_of(header.dtype), header.L, header.NH, header.C, header.V, name_of(mine.dtype), mine.L,
-            mine.NH, mine.C, mine.V));
+            path.c_str(), name_of(header.dtype), theirs.L, theirs.NH, theirs.C, theirs.V, name_of(mine.dtype), ours.L,
+            ours.NH, ours.C, ours.V));
     read_model_parameters(path, header, snapshot);
     const uint64_t found = checksum64(snapshot, model.params.bytes);
     if (found != counters.model_checksum)
