@@ -16,7 +16,6 @@
 #include "data/tokenizer.h"
 #include "dev/program.h"
 #include "run/checkpoint.h"
-#include "run/choices.h"
 #include "run/log.h"
 #include "run/options.h"
 
@@ -711,8 +710,7 @@ TEST(paths_that_cannot_be_written) {
         [](const std::string& path) { write_atomically(path, {noise(5 << 20)}); },  // more than is kept back for later
         [](const std::string& path) { Log(path).write(Row("train")); },
         write_tiny,
-        [](const std::string& path) { write_state(path, kRun, {}); },
-        [](const std::string& path) { write_choices(path, {}); }};
+        [](const std::string& path) { write_state(path, kRun, {}); }};
     const std::pair<std::string, const char*> unusable[] = {
         {here + "/file/x", "Not a directory; a file stands where"},
         {here + "/none/x", "No such file or directory; check the path"},

@@ -270,31 +270,28 @@ std::string read_state(const std::string& path, const Identity& identity, const 
     check_identity(path, stored.identity, identity);
 
     // Checks that every section has its counterpart before the first byte is read into the caller's memory.
-    std::vector<StoredSection> sources;
+    std::map<std::string, StoredSection> others = stored.sections;
     for (const Section& want : sections) {
-        const auto found = stored.sections.find(want.name);
-        if (found == stored.sections.end())
+        if (!others.erase(want.name))
             throw Error(format("%s: section \"%s\" is missing; resume with the program that wrote it", path.c_str(),
                                want.name.c_str()));
-        const StoredSection s = found->second;
+        const StoredSection& s = stored.sections[want.name];
         if (s.bytes != want.bytes)
             throw Error(
                 format("%s: section \"%s\" at offset %zu: expected %zu bytes, found %zu; resume with the same settings",
                        path.c_str(), want.name.c_str(), s.offset, want.bytes, s.bytes));
-        sources.push_back(s);
-        stored.sections.erase(found);
     }
-    for (const auto& [name, s] : stored.sections)
+    for (const auto& [name, s] : others)
         throw Error(format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
                            path.c_str(), name.c_str(), s.offset));
-    for (size_t i = 0; i < sections.size(); i++) {
-        const StoredSection& s = sources[i];
-        file.read(s.offset, sections[i].data, s.bytes);
-        const uint64_t found = checksum64(sections[i].data, s.bytes);
+    for (const Section& want : sections) {
+        const StoredSection& s = stored.sections[want.name];
+        file.read(s.offset, want.data, s.bytes);
+        const uint64_t found = checksum64(want.data, s.bytes);
         if (found != s.checksum)
             throw Error(format(
                 "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
-                path.c_str(), sections[i].name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
+                path.c_str(), want.name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
     }
     return changes;
 }
@@ -312,15 +309,16 @@ std::string state_path(const std::string& dir, int step) {
 namespace {
 
 struct CheckpointFile {
-    std::string name, kind;  // kind: "model", "state", or "" for the log
+    std::string name, kind;  // kind: "model", "state", "llm.c" for a state of llm.c, or "" for the log
     int step;
     bool temporary;  // left behind by a run that was cut off
 };
 
-// The files in `dir` that are named like model_path, state_path, the log and their temporaries. None if there is no such
-// directory. Refuses one that is no file.
+// The files in `dir` that are named like model_path, state_path, the log, their temporaries and llm.c's states, which have a
+// rank in their names. None if there is no such directory. Refuses one that is no file.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
-    static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
+    static const std::regex pattern(
+        "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})(_[0-9]{5})?[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
     std::vector<CheckpointFile> files;
     std::error_code no_directory;
     for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
@@ -329,30 +327,19 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
         if (!std::regex_match(name, part, pattern)) continue;
         const long long step = part[2].matched ? std::stoll(part[2]) : 0;
         if (step > INT_MAX) continue;
-        if (!part[3].matched) check_regular(entry.path());
-        files.push_back({name, part[1], static_cast<int>(step), part[3].matched});
+        const std::string kind = part[3].matched ? "llm.c" : part[1].str();
+        if (!part[4].matched) check_regular(entry.path());
+        files.push_back({name, kind, static_cast<int>(step), part[4].matched});
     }
     return files;
 }
 
 }  // namespace
 
-int newest_checkpoint(const std::string& dir) {
+int newest_checkpoint(const std::string& dir, bool of_llm_c) {
     int newest = -1;
     for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == "state" && !f.temporary) newest = std::max(newest, f.step);
-    return newest;
-}
-
-int newest_llm_c_checkpoint(const std::string& dir) {
-    static const std::regex pattern("state_([0-9]{8})_[0-9]{5}[.]bin");
-    int newest = -1;
-    std::error_code no_directory;
-    for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
-        const std::string name = entry.path().filename();
-        std::smatch part;
-        if (std::regex_match(name, part, pattern)) newest = std::max(newest, std::stoi(part[1]));
-    }
+        if (f.kind == (of_llm_c ? "llm.c" : "state") && !f.temporary) newest = std::max(newest, f.step);
     return newest;
 }
 

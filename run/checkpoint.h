@@ -56,8 +56,7 @@ std::string read_state(const std::string& path, const Identity&, const std::vect
 // last, so a step is complete when its state is there.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-int newest_checkpoint(const std::string& dir);        // step, or -1
-int newest_llm_c_checkpoint(const std::string& dir);  // the same of llm.c's, whose states have a rank in their names
+int newest_checkpoint(const std::string& dir, bool of_llm_c = false);  // step, or -1
 // Removes what runs that were killed left in the directory: temporaries, and models after the newest state. Removes the
 // complete checkpoints too but the newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
 void prune_checkpoints(const std::string& dir, int keep, int keep_every);

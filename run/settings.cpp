@@ -216,7 +216,7 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
     const int old = newest_checkpoint(o.output_dir);
-    if (const int theirs = newest_llm_c_checkpoint(o.output_dir); theirs >= 0)
+    if (const int theirs = newest_checkpoint(o.output_dir, true); theirs >= 0)
         throw Error(
             format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
                    "for its weights",
