@@ -514,19 +514,6 @@ void GPT2<Dev, X>::allocate() {
 
 constexpr int kProfileWarmUp = 5;  // steps before --profile's
 
-// Checks what must be the same on all ranks beside the arguments. Only now is this known.
-template <class Dev, class X>
-void agree_on_start(const GPT2<Dev, X>& model, const Run<GPT2<Dev, X>>& run, Job& job) {
-    if (job.size == 1) return;
-    std::vector<char> params(model.params.bytes);
-    model.dev.download(params.data(), model.params.base, params.size());
-    std::vector<std::pair<std::string, std::string>> fields = run.run_identity().fields;
-    const auto hex = [](uint64_t x) { return format("%016llx", static_cast<unsigned long long>(x)); };
-    fields.push_back({"validation data", hex(run.val_identity())});
-    fields.push_back({"parameters", hex(checksum64(params.data(), params.size()))});
-    job.agree(fields);
-}
-
 template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
@@ -553,7 +540,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
         if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
     }
-    agree_on_start(model, run, job);
+    run.agree();
     run.open_log();
     catch_signals();
     job.guard([&] {
@@ -643,13 +630,10 @@ static void meet(Job& job, Options& o) {
     const InputFile program("/proc/self/exe");
     std::vector<char> bytes(program.size);
     program.read(0, bytes.data(), bytes.size());
-    std::vector<std::pair<std::string, std::string>> fields = {
-        {"program", format("%016llx", static_cast<unsigned long long>(checksum64(bytes.data(), bytes.size())))}};
+    Fields fields = {{"program", format("%016zx", checksum64(bytes.data(), bytes.size()))}};
     std::istringstream settings(options_settings(o.table()));
-    for (std::string line; std::getline(settings, line);) {
-        const size_t end = line.find(' ');
-        fields.push_back({line.substr(0, end), line.substr(std::min(line.find_first_not_of(' ', end), line.size()))});
-    }
+    for (std::string name, value; settings >> name && std::getline(settings >> std::ws, value);)
+        fields.push_back({name, value});
     job.agree(fields);
     if (job.rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
 }

@@ -129,7 +129,7 @@ void write_state(const std::string& path, const Identity& identity, const std::v
                  const std::function<void()>& before_rename) {
     std::string table;
     put(table, static_cast<uint32_t>(identity.fields.size() + identity.recipe.size()));
-    for (const Identity::Fields& fields : {identity.fields, identity.recipe})
+    for (const Fields& fields : {identity.fields, identity.recipe})
         for (const auto& [name, value] : fields) put(table, name), put(table, value);
     put(table, static_cast<uint32_t>(sections.size()));
     for (const Section& s : sections) {

@@ -3,11 +3,11 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "data/file.h"
+#include "layers/comm/job.h"
 #include "layers/gpu/types.h"
 
 // ---- llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and header[2..7] =
@@ -35,7 +35,6 @@ void write_model(const std::string& path, const ModelHeader&, const void* parame
 // Identity holds by name what a resumed run must have in common with the one before. The recipe, which is the schedule
 // and the optimizer's options, may be changed on purpose.
 struct Identity {
-    using Fields = std::vector<std::pair<std::string, std::string>>;
     Fields fields;       // {"B", "4"}, {"precision", "bf16"}, …
     Fields recipe = {};  // {"-l", "0.001"}, …
 };

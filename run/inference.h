@@ -40,8 +40,7 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     if (val) {
         if (job.rank == 0) std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
         const auto [loss, batches] = validate(model, *val, o.val_batches, job);
-        std::printf("val loss %.6f over %llu batches of %d x %d tokens%s\n", loss,
-                    static_cast<unsigned long long>(batches), o.B, o.T,
+        std::printf("val loss %.6f over %zu batches of %d x %d tokens%s\n", loss, batches, o.B, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
     const std::vector<std::vector<double>> losses = ending_losses(model, choices, job);

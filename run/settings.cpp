@@ -104,7 +104,7 @@ std::vector<Option> Options::table() {
     };
 }
 
-std::vector<std::pair<std::string, std::string>> Options::recipe() const {
+Fields Options::recipe() const {
     const auto text = [](double x) { return format("%.7g", x); };
     return {
         {"-x", text(max_steps)}, {"-l", text(lr)},           {"-u", text(warmup)},     {"-q", text(final_lr)},

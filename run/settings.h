@@ -30,7 +30,7 @@ struct Options {
 
     std::vector<Option> table();
     // What a resumed run may change, by option.
-    std::vector<std::pair<std::string, std::string>> recipe() const;
+    Fields recipe() const;
     std::string help();  // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps

@@ -49,6 +49,7 @@ class Run {
     }
 
     void describe() const;
+    void agree();  // that all ranks have the same run, data and parameters
     void open_log();
     void train_step();
     void watch();                 // validation and samples, if they are due after this step
@@ -61,8 +62,6 @@ class Run {
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     uint64_t train_tokens() const { return train.num_tokens(); }
-    uint64_t val_identity() const { return val ? val->identity() : 0; }
-    const Identity& run_identity() const { return identity; }
     bool has_text_in_bytes() const {
         return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
     }
@@ -162,7 +161,7 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
                                                         : "shuffled"},
                        {"attention", o.attention},
                        {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
-                       {"data", format("%016llx", static_cast<unsigned long long>(train.identity()))}};
+                       {"data", format("%016zx", train.identity())}};
 }
 
 template <class Model>
@@ -191,6 +190,17 @@ void Run<Model>::describe() const {
     if (o.verify_every)
         std::printf("to verify          %.1f MiB of the host's memory%s\n",
                     2 * (model.params.bytes + model.adam.bytes) / kMiB, job.size > 1 ? " for each rank" : "");
+}
+
+template <class Model>
+void Run<Model>::agree() {
+    if (job.size == 1) return;
+    std::vector<char> params(model.params.bytes);
+    dev.download(params.data(), model.params.base, params.size());
+    Fields fields = identity.fields;
+    fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
+    fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
+    job.agree(fields);
 }
 
 // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
@@ -501,8 +511,7 @@ void Run<Model>::read_checkpoint(int newest, Counters& counters) {
     const uint64_t found = checksum64(snapshot, model.params.bytes);
     if (found != counters.model_checksum)
         throw Error(
-            format("%s: damaged: its parameters have checksum %016llx, expected %016llx by the state file; remove "
+            format("%s: damaged: its parameters have checksum %016zx, expected %016zx by the state file; remove "
                    "both to resume from the checkpoint before",
-                   path.c_str(), static_cast<unsigned long long>(found),
-                   static_cast<unsigned long long>(counters.model_checksum)));
+                   path.c_str(), found, counters.model_checksum));
 }

@@ -53,6 +53,8 @@ struct Patience {
     double silence = 20;  // without a beat
 };
 
+using Fields = std::vector<std::pair<std::string, std::string>>;  // names and values
+
 // Bytes that go to a rank or come from it.
 struct Transfer {
     int peer;
@@ -100,12 +102,12 @@ class Job {
 
     // Throws Error on every rank if a field of one rank differs from rank 0's. The message names the field and who has
     // what.
-    void agree(const std::vector<std::pair<std::string, std::string>>& fields);
+    void agree(const Fields& fields);
 
     // From here on the main thread must call progress()++ at least once in this many seconds. 0 ends that duty.
     void expect_progress(double seconds);
     static std::atomic<uint64_t>& progress();
-    // The watching thread calls `check` every second. It returns what is wrong, or "".
+    // The watching thread calls `check` every second. It returns what is wrong, or "". Null ends the last one.
     void also_watch(std::function<std::string()> check);
 
     // Runs `body`. If it throws, the whole job ends with that message. Nothing outside `body` is unwound, because
