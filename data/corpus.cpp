@@ -65,9 +65,7 @@ void write_shard(Split& split, uint64_t first, int count) {
     const int32_t header[3] = {20240520, 1, static_cast<int32_t>(split.tokens)};
     std::memcpy(shard.data(), header, sizeof header);
     split.checksum = checksum64(shard.data(), shard.size() * sizeof(uint16_t));
-    AtomicFile file(split.path);
-    file.write(shard.data(), shard.size() * sizeof(uint16_t));
-    file.commit();
+    write_whole_file(split.path, {{shard.data(), shard.size() * sizeof(uint16_t)}});
 }
 
 // What corpus.txt says.
@@ -145,9 +143,7 @@ Corpus builtin_corpus(const std::string& dir, bool quiet) {
         write_shard(train, kValStories, kTrainStories);
         write_shard(val, 0, kValStories);
         const std::string text = description(train, val);
-        AtomicFile file(about);
-        file.write(text.data(), text.size());
-        file.commit();
+        write_whole_file(about, {{text.data(), text.size()}});
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
         if (announced) std::fprintf(stderr, "%.1f s\n", seconds.count());
     } catch (const std::exception& e) {

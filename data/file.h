@@ -35,9 +35,11 @@ inline void check_regular(const std::string& path) {
     throw Error(path + ": not a regular file, but a pipe or a device; give a file");
 }
 
-// Calls f(begin, end) for the pieces of a range, those of a large one on several threads. A single one copies only about
-// 2 GB/s to or from the memory in which the system keeps files.
-void in_pieces(size_t bytes, const std::function<void(size_t begin, size_t end)>& f);
+// Moves `bytes` bytes by calls of `move(at, n)`, each of which is a pread or pwrite of at most n of them and says how many
+// it did. A large range is moved by several threads. A single one copies only about 2 GB/s to or from the memory in
+// which the system keeps files. `action` is "read" or "write", and `offset` where the bytes begin in the file.
+void move_bytes(const std::string& path, const char* action, uint64_t offset, size_t bytes,
+                const std::function<ssize_t(size_t at, size_t n)>& move);
 
 struct InputFile {
     explicit InputFile(const std::string& path) : path(path) {
@@ -52,17 +54,8 @@ struct InputFile {
     InputFile& operator=(const InputFile&) = delete;
 
     void read(uint64_t offset, void* out, size_t bytes) const {
-        in_pieces(bytes, [&](size_t done, size_t end) {
-            while (done < end) {
-                const ssize_t n =
-                    pread(fd, static_cast<char*>(out) + done, end - done, static_cast<off_t>(offset + done));
-                if (n < 0 && errno == EINTR) continue;
-                if (n < 0) throw file_error(path, "read", errno);
-                if (n == 0)
-                    throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(),
-                                       bytes, offset, done));
-                done += static_cast<size_t>(n);
-            }
+        move_bytes(path, "read", offset, bytes, [&](size_t at, size_t n) {
+            return pread(fd, static_cast<char*>(out) + at, n, static_cast<off_t>(offset + at));
         });
     }
 
@@ -71,20 +64,13 @@ struct InputFile {
     int fd;
 };
 
-// Writes a file atomically. On failure it throws Error (path, what, errno in words) and leaves nothing behind.
-class AtomicFile {
-  public:
-    explicit AtomicFile(const std::string& path);
-    ~AtomicFile();  // removes the temporary if commit() was not reached
-    void write(const void* data, size_t bytes);
-    void commit();  // flush, fsync, rename, fsync of the directory
-  private:
-    std::string path_, tmp_;
-    int fd_ = -1;
-    size_t written_ = 0;
-    std::vector<char> buffer_;  // what follows that
-    void append(const char* data, size_t bytes);
-    void flush();
+struct Block {
+    const void* data;
+    size_t bytes;
 };
+// Writes a file atomically, from blocks. On failure it throws Error (path, what, errno in words) and leaves nothing
+// behind. Calls `before_rename` when all is written, and the file does not have its name yet.
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
+                      const std::function<void()>& before_rename = nullptr);
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine

@@ -402,7 +402,7 @@ TEST(a_full_disk_leaves_whole_files) {
         int blocks, steps;
         const char* message;
         std::set<std::string> left;
-    } cases[] = {{100, kSteps, "model_00000002.bin: cannot write", {"log.jsonl"}},
+    } cases[] = {{100, kSteps, "00000002.bin: cannot write", {"log.jsonl"}},
                  {400, 2, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};
     for (const auto& c : cases) {
         const std::string out = dir() + format("/full_%d", c.blocks);

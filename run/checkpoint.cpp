@@ -103,10 +103,7 @@ void write_model(const std::string& path, const ModelHeader& header, const void*
     const Config& c = header.config;
     const int version = header.dtype == DType::f32 ? 3 : 5;
     const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
-    AtomicFile file(path);
-    file.write(h, kHeaderBytes);
-    file.write(parameters, header.bytes());
-    file.commit();
+    write_whole_file(path, {{h, kHeaderBytes}, {parameters, header.bytes()}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -143,11 +140,9 @@ void write_state(const std::string& path, const Identity& identity, const std::v
     head += table;
     put(head, checksum64(head.data(), head.size()));
 
-    AtomicFile file(path);
-    file.write(head.data(), head.size());
-    for (const Section& s : sections) file.write(s.data, s.bytes);
-    if (before_rename) before_rename();
-    file.commit();
+    std::vector<Block> blocks = {{head.data(), head.size()}};
+    for (const Section& s : sections) blocks.push_back({s.data, s.bytes});
+    write_whole_file(path, blocks, before_rename);
 }
 
 namespace {

@@ -139,14 +139,13 @@ void Log::truncate_after(const std::string& path, long long step) {
         if (access(path.c_str(), F_OK)) return;  // no log yet
         throw file_error(path, "read", errno);
     }
-    AtomicFile out(path);
+    std::string kept;
     const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
     for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
         const size_t at = line.find(key);
         if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
-        line += '\n';
-        out.write(line.data(), line.size());
+        kept += line + '\n';
     }
     if (in.bad()) throw file_error(path, "read", EIO);
-    out.commit();
+    write_whole_file(path, {{kept.data(), kept.size()}});
 }
