@@ -15,6 +15,7 @@
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -525,7 +526,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     GPT2<Dev, X> model(dev, config, o.kernel(), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
-    const Data data = find_data_together(o, job);
+    const Data data = find_data(o, job);
     if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data, job);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
@@ -533,7 +534,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     run.describe();
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
-    start_weights(model, o, from_file);
+    from_file ? load(model, o.init) : init_random(model, o.seed);
     if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_ring(), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
@@ -564,18 +565,14 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
 // "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute. It has
 // the vocabulary of its data, which is single bytes or GPT-2's. llm.c also writes "gpt2:d12".
 static bool find_config(const std::string& name, Config* config) {
-    struct Preset {
-        const char* name;
-        Config config;
-    };
-    static const Preset presets[] = {
+    static const std::map<std::string, Config> presets = {
         {"tiny", {256, kByteVocab, 384, 4, 2, 128}}, {"d12", {1024, 50257, 50304, 12, 12, 768}},
         {"d24", {1024, 50257, 50304, 24, 16, 1024}}, {"d36", {1024, 50257, 50304, 36, 20, 1280}},
         {"d48", {1024, 50257, 50304, 48, 25, 1600}},
     };
-    for (const Preset& p : presets)
-        if (name == p.name || name == std::string("gpt2:") + p.name) return *config = p.config, true;
-    return false;
+    const auto found = presets.find(name.rfind("gpt2:", 0) == 0 ? name.substr(5) : name);
+    if (found != presets.end()) *config = found->second;
+    return found != presets.end();
 }
 
 template <class Dev, class X>
@@ -627,10 +624,8 @@ static void wait_passively(char** argv) {
 
 // Meets the other ranks, which must be the same program with the same arguments. Rank 0 alone prints.
 static void meet(Job& job, Options& o) {
-    const InputFile program("/proc/self/exe");
-    std::vector<char> bytes(program.size);
-    program.read(0, bytes.data(), bytes.size());
-    Fields fields = {{"program", format("%016zx", checksum64(bytes.data(), bytes.size()))}};
+    const std::string program = InputFile("/proc/self/exe").rest();
+    Fields fields = {{"program", format("%016zx", checksum64(program.data(), program.size()))}};
     std::istringstream settings(options_settings(o.table()));
     for (std::string name, value; settings >> name && std::getline(settings >> std::ws, value);)
         fields.push_back({name, value});

@@ -83,10 +83,7 @@ std::string description(const Split& train, const Split& val) {
 // What a file holds, "" if it cannot be read.
 std::string content_of(const std::string& path) {
     try {
-        const InputFile file(path);
-        std::string bytes(file.size, '\0');
-        file.read(0, bytes.data(), bytes.size());
-        return bytes;
+        return InputFile(path).rest();
     } catch (const Error&) {
         return "";
     }

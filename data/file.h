@@ -59,6 +59,12 @@ struct InputFile {
         });
     }
 
+    std::string rest(uint64_t offset = 0) const {  // what follows the offset
+        std::string bytes(size - offset, '\0');
+        read(offset, bytes.data(), bytes.size());
+        return bytes;
+    }
+
     const std::string path;
     uint64_t size;
     int fd;

@@ -99,9 +99,7 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
                                    : "a pattern takes token shards only, a text file has to be given alone"));
         is_text_ = true;
         if (!tokenizer.has_pairs_for(vocab_)) return {path, file.size + 1, file.size};
-        std::string text(file.size, '\0');
-        file.read(0, text.data(), text.size());
-        encoded_ = tokenizer.encode(text, vocab_, path);
+        encoded_ = tokenizer.encode(file.rest(), vocab_, path);
         encoded_.insert(encoded_.begin(), end_of_text_);
         return {path, encoded_.size(), file.size};
     }

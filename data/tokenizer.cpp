@@ -114,8 +114,7 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
             format("%s: wrong version at offset 4: expected 1 or 2, found %u; write the file anew with llm.c's "
                    "train_gpt2.py",
                    name, header[1]));
-    std::string text(file.size - kHeaderBytes, '\0');
-    file.read(kHeaderBytes, text.data(), text.size());
+    const std::string text = file.rest(kHeaderBytes);
     const uint32_t count = header[2];
     if (count == 0 || count > text.size())
         throw Error(format(

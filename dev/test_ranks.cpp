@@ -244,10 +244,10 @@ TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
         run.train_step();
         run.save();
         CHECK_ERROR(while (run.step < o.max_steps) run.train_step(),
-                    "model_00000002.bin: cannot write: No space left on device; free");
+                    "00000002.bin: cannot write: No space left on device; free");
         CHECK(run.step < o.max_steps);
         run.save();
-        CHECK_ERROR(run.conclude(), format("model_%08d.bin: cannot write", run.step).c_str());
+        CHECK_ERROR(run.conclude(), format("%08d.bin: cannot write", run.step).c_str());
         return std::vector<double>();
     });
     CHECK(newest_checkpoint(o.output_dir) == 1 && count_files(o.output_dir) == 2);

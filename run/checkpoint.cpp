@@ -21,8 +21,6 @@
 #include <map>
 #include <regex>
 
-#include "data/file.h"
-
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 // Files that outlive the process: llm.c's model files, and our training state. Each is written under a temporary name,
 // synced and then renamed, so a file under its final name is whole.
 #pragma once
-#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>

@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "data/file.h"
-#include "run/checkpoint.h"
 
 namespace {
 

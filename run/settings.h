@@ -56,5 +56,5 @@ struct Data {
     std::string train, val;
     double floor = NAN;  // nats per token of the validation data
 };
-// The data of the run. Rank 0 goes first, because it may have to write the data where the others will find it.
-Data find_data_together(const Options& o, Job& job);
+// Rank 0 goes first, because it may have to write the built-in corpus where the others will find it.
+Data find_data(const Options& o, Job& job);

@@ -82,7 +82,7 @@ class Run {
     std::unique_ptr<Log> log = std::make_unique<Log>();
     int last_checkpoint = -1, signal = 0;
     const bool terminal = isatty(STDOUT_FILENO);
-    const double begin = now();
+    const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
     double shown = -1;  // when a terminal got the last step's line
     Pace pace;
     PowerWatch power;
@@ -275,7 +275,7 @@ void Run<Model>::train_step() {
 
     const double ms = 1e3 * (now() - start);
     pace.add_step(ms / 1e3);
-    const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
+    const double tok_s = o.tokens_per_step / ms * 1e3;
     const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
     if (!terminal || start - shown >= 0.25) {
         shown = start;

@@ -75,11 +75,3 @@ void load(Model& model, const std::string& path) {
     set_parameters(model, values);
     check_parameters(model, path, "give an earlier checkpoint");
 }
-
-template <class Model>
-void start_weights(Model& model, const Options& o, bool from_file) {
-    if (from_file)
-        load(model, o.init);
-    else
-        init_random(model, o.seed);
-}
