@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "data/loader.h"
-#include "layers/comm/job.h"
+#include "layers/comm/reference_comm.h"
 #include "run/choices.h"
 #include "run/range.h"
 
@@ -38,7 +38,7 @@ Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
         model.dev.download(&loss, model.own_stats(), sizeof loss);
         losses[i] = loss / ranks.context;
     }
-    job.sum(losses);
+    CpuComm(job).all_reduce(losses.data(), losses.size());
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
 }
 
@@ -77,7 +77,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         }
     }
     if (job.size > 1)  // what another rank computed is 0 here
-        for (std::vector<double>& of_choice : losses) job.sum(of_choice);
+        for (std::vector<double>& one : losses) CpuComm(job).all_reduce(one.data(), one.size());
     return losses;
 }
 inline int answer(const std::vector<double>& losses) {

@@ -106,7 +106,13 @@ class Run {
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
     void move_optimizer(char* host, bool to_host);
-    void await_checkpoint();
+    // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
+    void await_checkpoint() {
+        job.expect_progress(0);  // a disk may take its time
+        if (written.valid()) written.get();
+        job.barrier();
+        job.expect_progress(kLongStallSeconds);
+    }
 
     // The parts of a checkpoint beside the model, for reading and for writing.
     struct Counters {
@@ -119,7 +125,13 @@ class Run {
     }
     void write_checkpoint(Counters counters);
     void read_checkpoint(int newest, Counters& counters);
-    std::string first_nonfinite();
+    std::string first_nonfinite() {
+        await_checkpoint();  // so that the last good one is whole
+        const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
+        for (int r = 0; r < job.size; r++)
+            if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
+        return found[0];
+    }
     std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
 
@@ -405,30 +417,12 @@ void Run<Model>::verify_checkpoints() {
     if (next > newest && job.rank == 0)
         throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
                            o.verify, o.output_dir.c_str()));
-    job.broadcast(&next, 1);
+    job.broadcast(&next, sizeof next);
     restore(next);
     once.take(model, step, position);
     restore(o.verify);
     if (job.rank == 0) sums = logged_checksums(o.output_dir + "/log.jsonl");
     compute_again("a GPU erred, unless the program, GPU model, number of GPUs, driver or libraries were others then");
-}
-
-template <class Model>
-std::string Run<Model>::first_nonfinite() {
-    await_checkpoint();  // so that the last good one is whole
-    const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
-    for (int r = 0; r < job.size; r++)
-        if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
-    return found[0];
-}
-
-// Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
-template <class Model>
-void Run<Model>::await_checkpoint() {
-    job.expect_progress(0);  // a disk may take its time
-    if (written.valid()) written.get();
-    job.barrier();
-    job.expect_progress(kLongStallSeconds);
 }
 
 // Training waits only for the snapshot, and for the checkpoint before if it is still being written.
@@ -469,13 +463,13 @@ void Run<Model>::write_checkpoint(Counters counters) {
 template <class Model>
 bool Run<Model>::restore(int from) {
     int newest = from >= 0 || job.rank > 0 ? from : newest_checkpoint(o.output_dir);
-    job.broadcast(&newest, 1);
+    job.broadcast(&newest, sizeof newest);
     if (newest < 0) return false;
     std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
     char* const host = job.rank ? received.data() : snapshot;
     Counters counters{};
     if (job.rank == 0) read_checkpoint(newest, counters);
-    job.broadcast(&counters, 1);
+    job.broadcast(&counters, sizeof counters);
     job.broadcast(host, model.params.bytes);
     dev.upload(model.params.base, host, model.params.bytes);
     dev.sync();

@@ -24,7 +24,7 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
 NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
     ncclUniqueId id = {};  // random, so that no other job's ranks can know it
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    job.broadcast(&id, 1);
+    job.broadcast(&id, sizeof id);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
     begin();
 }

@@ -475,21 +475,11 @@ void Job::gather_bytes(void* all, size_t bytes, int first, int count) {
     exchange(transfers);
 }
 
-void Job::broadcast_bytes(void* data, size_t bytes) {
+void Job::broadcast(void* data, size_t bytes) {
     std::vector<Transfer> transfers;
     for (int r = 1; rank == 0 && r < size; r++) transfers.push_back(Transfer::to(r, data, bytes));
     if (rank > 0) transfers.push_back(Transfer::from(0, data, bytes));
     exchange(transfers);
-}
-
-void Job::sum(std::vector<double>& x) {
-    const size_t n = x.size();
-    std::vector<double> all(size * n);
-    std::copy_n(x.data(), n, all.data() + rank * n);
-    gather_bytes(all.data(), n * sizeof(double), 0, size);
-    x.assign(n, 0);
-    for (int r = 0; r < size; r++)
-        for (size_t i = 0; i < n; i++) x[i] += all[r * n + i];
 }
 
 std::vector<std::string> Job::all_gather(const std::string& mine) {

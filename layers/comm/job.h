@@ -91,11 +91,7 @@ class Job {
         gather_bytes(all.data(), sizeof(T), 0, size);
         return all;
     }
-    template <class T>
-    void broadcast(T* data, size_t count) {  // from rank 0
-        broadcast_bytes(data, count * sizeof(T));
-    }
-    void sum(std::vector<double>& x);  // sums the ranks' x in the order of ranks
+    void broadcast(void* data, size_t bytes);  // from rank 0
     void barrier() { all_gather(0); }
     // Among `count` ranks from `first` on. Each finds its own part in `all` and gets the others'.
     void gather_bytes(void* all, size_t bytes, int first, int count);
@@ -126,6 +122,5 @@ class Job {
   private:
     struct Impl;
     std::unique_ptr<Impl> impl_;
-    void broadcast_bytes(void* data, size_t bytes);
     [[noreturn]] void fail(const std::exception& e);
 };
