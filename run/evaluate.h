@@ -50,10 +50,9 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
     const size_t B = model.B, T = model.T, N = B * T;
     std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
     std::vector<std::vector<double>> losses(choices.size());
-    for (size_t i = 0; i < choices.size(); i++) {
-        losses[i].resize(choices[i].endings.size());
-        for (size_t e = 0; e < losses[i].size(); e++) rows.push_back({i, e});
-    }
+    for (size_t i = 0; i < choices.size(); i++)
+        for (size_t e = 0; e < choices[i].endings.size(); e++) rows.push_back({i, e});
+    std::vector<double> means(rows.size());  // 0 if another rank computes it
     std::vector<int> host(model.batch_ints());
     std::vector<typename Model::A> position(N);
     for (size_t first = 0; first < rows.size(); first += B) {
@@ -73,11 +72,11 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         for (size_t r = first; r < last; r++) {
             const auto [i, e] = rows[r];
             const size_t begin = (r - first) * T + choices[i].context.size() - 1, n = choices[i].endings[e].size();
-            losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
+            means[r] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
-    if (job.size > 1)  // what another rank computed is 0 here
-        for (std::vector<double>& one : losses) CpuComm(job).all_reduce(one.data(), one.size());
+    CpuComm(job).all_reduce(means.data(), means.size());
+    for (size_t r = 0; r < rows.size(); r++) losses[rows[r].first].push_back(means[r]);
     return losses;
 }
 inline int answer(const std::vector<double>& losses) {

@@ -6,8 +6,9 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <fstream>
+#include <filesystem>
 #include <limits>
+#include <sstream>
 
 #include "data/file.h"
 #include "data/tokenizer.h"
@@ -84,11 +85,9 @@ Row& Row::add(const char* key, double value) {
 
 // True if a regular file ends inside a row, because its writer was cut off.
 static bool ends_inside_row(const std::string& path) {
-    struct stat info;
-    if (stat(path.c_str(), &info) || !S_ISREG(info.st_mode) || info.st_size == 0) return false;
-    char last;
-    InputFile(path).read(static_cast<uint64_t>(info.st_size) - 1, &last, 1);
-    return last != '\n';
+    std::error_code missing;
+    const std::string text = std::filesystem::is_regular_file(path, missing) ? InputFile(path).rest() : "";
+    return !text.empty() && text.back() != '\n';
 }
 
 Log::Log(const std::string& path, bool append) : path_(path) {
@@ -116,11 +115,8 @@ void Log::write(const Row& row) {
 }
 
 void Log::truncate_after(const std::string& path, long long step) {
-    std::ifstream in(path, std::ios::binary);
-    if (!in) {
-        if (access(path.c_str(), F_OK)) return;  // no log yet
-        throw file_error(path, "read", errno);
-    }
+    if (access(path.c_str(), F_OK)) return;  // no log yet
+    std::istringstream in(InputFile(path).rest());
     std::string kept;
     const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
     for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
@@ -128,6 +124,5 @@ void Log::truncate_after(const std::string& path, long long step) {
         if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
         kept += line + '\n';
     }
-    if (in.bad()) throw file_error(path, "read", EIO);
     write_whole_file(path, {{kept.data(), kept.size()}});
 }
