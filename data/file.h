@@ -35,9 +35,9 @@ inline void check_regular(const std::string& path) {
     throw Error(path + ": not a regular file, but a pipe or a device; give a file");
 }
 
-// Moves `bytes` bytes by calls of `move(at, n)`, each of which is a pread or pwrite of at most n of them and says how many
-// it did. A large range is moved by several threads. A single one copies only about 2 GB/s to or from the memory in
-// which the system keeps files. `action` is "read" or "write", and `offset` where the bytes begin in the file.
+// Moves bytes by calls of `move(at, n)`. Each is a pread or pwrite of at most n of them and returns how many it did.
+// Several threads move a large range. A single one copies only about 2 GB/s to or from the memory in which the system
+// keeps files. `action` is "read" or "write", and the bytes begin at `offset` in the file.
 void move_bytes(const std::string& path, const char* action, uint64_t offset, size_t bytes,
                 const std::function<ssize_t(size_t at, size_t n)>& move);
 
@@ -59,7 +59,7 @@ struct InputFile {
         });
     }
 
-    std::string rest(uint64_t offset = 0) const {  // what follows the offset
+    std::string rest(uint64_t offset = 0) const {  // all bytes from there on
         std::string bytes(size - offset, '\0');
         read(offset, bytes.data(), bytes.size());
         return bytes;

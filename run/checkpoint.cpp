@@ -307,8 +307,8 @@ struct CheckpointFile {
     bool temporary;  // left behind by a run that was cut off
 };
 
-// The files in `dir` that are named like model_path, state_path, the log, their temporaries and llm.c's states, which have a
-// rank in their names. None if there is no such directory. Refuses one that is no file.
+// The files in `dir` that are named like model_path, state_path, the log, their temporaries and llm.c's states. Those
+// have a rank in their names. None if there is no such directory. Refuses one that is no file.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
     static const std::regex pattern(
         "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})(_[0-9]{5})?[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
