@@ -51,7 +51,7 @@ void write_shard(Split& split, uint64_t first, int count) {
 #pragma omp parallel for schedule(dynamic, 100)
     for (int i = 0; i < count; i++) stories[i] = write_story(kSeed, first + i);
 
-    constexpr size_t kHeaderTokens = 256 * sizeof(int32_t) / sizeof(uint16_t);
+    constexpr size_t kHeaderTokens = kHeaderBytes / sizeof(uint16_t);
     std::vector<uint16_t> shard(kHeaderTokens);
     double nats = 0;
     for (const Story& story : stories) {
@@ -62,7 +62,7 @@ void write_shard(Split& split, uint64_t first, int count) {
     }
     split.tokens = shard.size() - kHeaderTokens;
     split.nats = nats / static_cast<double>(split.tokens);
-    const int32_t header[3] = {20240520, 1, static_cast<int32_t>(split.tokens)};
+    const int32_t header[3] = {kShardMagic, 1, static_cast<int32_t>(split.tokens)};
     std::memcpy(shard.data(), header, sizeof header);
     split.checksum = checksum64(shard.data(), shard.size() * sizeof(uint16_t));
     write_whole_file(split.path, {{shard.data(), shard.size() * sizeof(uint16_t)}});

@@ -14,6 +14,10 @@
 
 #include "layers/gpu/error.h"
 
+// llm.c's files begin with 256 int32, of which the first is a magic.
+constexpr size_t kHeaderInts = 256, kHeaderBytes = kHeaderInts * sizeof(int32_t);
+constexpr int32_t kModelMagic = 20240326, kShardMagic = 20240520;
+
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
     const char* const advice = error == ENOSPC || error == EDQUOT ? "; free some space or choose another directory"

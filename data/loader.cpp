@@ -14,9 +14,6 @@
 
 namespace {
 
-constexpr int32_t kShardMagic = 20240520, kModelMagic = 20240326;
-constexpr uint64_t kHeaderBytes = 256 * sizeof(int32_t);
-
 uint64_t mix(uint64_t x) {
     return mix64(x + kGolden);
 }

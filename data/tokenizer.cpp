@@ -36,7 +36,6 @@ constexpr ByteTables kBytes = make_byte_tables();
 
 constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 constexpr uint32_t kMagic = 20240328;
-constexpr size_t kHeaderBytes = 256 * sizeof(uint32_t);
 
 // The kind of the character that begins at `at`: L, N, S or O, for a letter, a number, white space or another.
 char kind_of(const std::string& text, size_t at) {
@@ -105,7 +104,7 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
         throw Error(path + ": cannot open: " + std::strerror(errno) + "; data/prepare.py writes GPT-2's");
     const InputFile file(path);
     const char* name = path.c_str();
-    uint32_t header[kHeaderBytes / sizeof(uint32_t)];
+    uint32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
     if (header[0] != kMagic)
         throw Error(format("%s: wrong magic at offset 0: expected %u, found %u; give llm.c's gpt2_tokenizer.bin", name,

@@ -26,10 +26,6 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are writte
 // ---------------------------------------------------------------------------------------------------------------------
 // llm.c's model files
 
-static constexpr int kModelMagic = 20240326, kShardMagic = 20240520;
-static constexpr int kHeaderInts = 256;
-static constexpr size_t kHeaderBytes = kHeaderInts * sizeof(int32_t);
-
 size_t Config::num_parameters() const {
     const size_t c = static_cast<size_t>(C), norm = 2 * c;
     const size_t qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c, fcproj = 4 * c * c + c;

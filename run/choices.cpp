@@ -4,13 +4,12 @@
 
 namespace {
 constexpr int32_t kMagic = 20240522, kVersion = 1;
-constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
 constexpr uint16_t kStart = 65535;
 }  // namespace
 
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) {
     const InputFile file(path);
-    int32_t header[kHeaderBytes / sizeof(int32_t)];
+    int32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
     if (header[0] != kMagic)
         throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; make the file with data/hellaswag.py",

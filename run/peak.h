@@ -13,17 +13,12 @@ struct Rates {
     double bf16, tf32, fp32;
 };
 
+// clang-format off
 // Outside the data centre's largest chips, tensor cores keep a fixed ratio to the fp32 units. GeForce halves it for
 // sums in fp32, which training needs.
-constexpr Rates fp32_only(double fp32) {
-    return {0, 0, fp32};
-}
-constexpr Rates half_rate(double fp32) {
-    return {2 * fp32, fp32, fp32};
-}
-constexpr Rates full_rate(double fp32) {
-    return {4 * fp32, 2 * fp32, fp32};
-}
+constexpr Rates fp32_only(double fp32) { return {0, 0, fp32}; }
+constexpr Rates half_rate(double fp32) { return {2 * fp32, fp32, fp32}; }
+constexpr Rates full_rate(double fp32) { return {4 * fp32, 2 * fp32, fp32}; }
 constexpr Rates a100 = {312, 156, 19.5}, h100 = {989, 494.5, 67}, h100_pcie = {756, 378, 51}, nvl = {835.5, 417.5, 60};
 
 struct Entry {
@@ -32,7 +27,6 @@ struct Entry {
 };
 
 // Left out are names that stand for several chips (RTX 3050), and parts whose data sheets give no dense rates (GB10).
-// clang-format off
 inline constexpr Entry table[] = {
     // Volta and Turing, which have neither bf16 nor TF32
     {"V100 SXM2", fp32_only(15.7)},       {"V100 SXM3", fp32_only(15.7)},       {"V100 DGXS", fp32_only(15.7)},
