@@ -50,7 +50,7 @@ void write_shard(Split& split, uint64_t first, int count) {
 #pragma omp parallel for schedule(dynamic, 100)
     for (int i = 0; i < count; i++) stories[i] = write_story(kSeed, first + i);
 
-    constexpr size_t kHeaderTokens = 256 * sizeof(int32_t) / sizeof(uint16_t);
+    constexpr size_t kHeaderTokens = kHeaderBytes / sizeof(uint16_t);
     std::vector<uint16_t> shard(kHeaderTokens);
     double nats = 0;
     for (const Story& story : stories) {
@@ -61,12 +61,10 @@ void write_shard(Split& split, uint64_t first, int count) {
     }
     split.tokens = shard.size() - kHeaderTokens;
     split.nats = nats / static_cast<double>(split.tokens);
-    const int32_t header[3] = {20240520, 1, static_cast<int32_t>(split.tokens)};
+    const int32_t header[3] = {kShardMagic, 1, static_cast<int32_t>(split.tokens)};
     std::memcpy(shard.data(), header, sizeof header);
     split.checksum = checksum64(shard.data(), shard.size() * sizeof(uint16_t));
-    AtomicFile file(split.path);
-    file.write(shard.data(), shard.size() * sizeof(uint16_t));
-    file.commit();
+    write_whole_file(split.path, {{shard.data(), shard.size() * sizeof(uint16_t)}});
 }
 
 // What corpus.txt says.
@@ -83,10 +81,7 @@ std::string description(const Split& train, const Split& val) {
 // What a file holds, "" if it cannot be read.
 std::string content_of(const std::string& path) {
     try {
-        const InputFile file(path);
-        std::string bytes(file.size, '\0');
-        file.read(0, bytes.data(), bytes.size());
-        return bytes;
+        return InputFile(path).rest();
     } catch (const Error&) {
         return "";
     }
@@ -142,9 +137,7 @@ Corpus builtin_corpus(const std::string& dir, bool quiet) {
         write_shard(train, kValStories, kTrainStories);
         write_shard(val, 0, kValStories);
         const std::string text = description(train, val);
-        AtomicFile file(about);
-        file.write(text.data(), text.size());
-        file.commit();
+        write_whole_file(about, {{text.data(), text.size()}});
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
         if (announced) std::fprintf(stderr, "%.1f s\n", seconds.count());
     } catch (const std::exception& e) {

@@ -69,33 +69,31 @@ void InputFile::read(uint64_t offset, void* out, size_t bytes) const {
     in_pieces(path, "read", pread, fd, static_cast<char*>(out), bytes, offset);
 }
 
-AtomicFile::AtomicFile(const std::string& path) : path_(path) {
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
+                      const std::function<void()>& before_rename) {
     check_regular(path);
-    tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
-    fd_ = open(tmp_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd_ < 0) throw file_error(path_, "create", errno);
-}
-
-AtomicFile::~AtomicFile() {
-    if (fd_ < 0) return;
-    close(fd_);
-    unlink(tmp_.c_str());
-}
-
-void AtomicFile::write(const void* data, size_t bytes) {
-    in_pieces(path_, "write", pwrite, fd_, static_cast<const char*>(data), bytes, written_);
-    written_ += bytes;
-}
-
-void AtomicFile::commit() {
-    // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole file
-    // is there.
-    if (fsync(fd_)) throw file_error(path_, "write", errno);
-    if (rename(tmp_.c_str(), path_.c_str())) throw file_error(path_, "rename the finished file to", errno);
-    close(fd_);
-    fd_ = -1;
-    const size_t slash = path_.rfind('/');
-    const std::string dir = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+    const std::string temporary = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
+    const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) throw file_error(path, "create", errno);
+    try {
+        size_t written = 0;
+        for (const Block& block : blocks) {
+            in_pieces(path, "write", pwrite, fd, static_cast<const char*>(block.data), block.bytes, written);
+            written += block.bytes;
+        }
+        if (before_rename) before_rename();
+        // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole
+        // file is there.
+        if (fsync(fd)) throw file_error(path, "write", errno);
+        if (rename(temporary.c_str(), path.c_str())) throw file_error(path, "rename the finished file to", errno);
+    } catch (...) {
+        close(fd);
+        unlink(temporary.c_str());
+        throw;
+    }
+    close(fd);
+    const size_t slash = path.rfind('/');
+    const std::string dir = slash == std::string::npos ? "." : path.substr(0, slash + 1);
     const int dir_fd = open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (dir_fd < 0) throw file_error(dir, "open", errno);
     const int error = fsync(dir_fd) ? errno : 0;

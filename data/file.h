@@ -8,10 +8,15 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "layers/gpu/error.h"
+
+// llm.c's files begin with 256 int32, of which the first is a magic.
+constexpr size_t kHeaderInts = 256, kHeaderBytes = kHeaderInts * sizeof(int32_t);
+constexpr int32_t kModelMagic = 20240326, kShardMagic = 20240520;
 
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
@@ -47,23 +52,24 @@ struct InputFile {
     InputFile& operator=(const InputFile&) = delete;
 
     void read(uint64_t offset, void* out, size_t bytes) const;
+    std::string rest(uint64_t offset = 0) const {  // all bytes from there on
+        std::string bytes(size - offset, '\0');
+        read(offset, bytes.data(), bytes.size());
+        return bytes;
+    }
 
     const std::string path;
     uint64_t size;
     int fd;
 };
 
-// Writes a file atomically. On failure it throws Error (path, what, errno in words) and leaves nothing behind.
-class AtomicFile {
-  public:
-    explicit AtomicFile(const std::string& path);
-    ~AtomicFile();  // removes the temporary if commit() was not reached
-    void write(const void* data, size_t bytes);
-    void commit();  // fsync, rename, fsync of the directory
-  private:
-    std::string path_, tmp_;
-    int fd_ = -1;
-    size_t written_ = 0;
+struct Block {
+    const void* data;
+    size_t bytes;
 };
+// Writes a file atomically, from blocks. On failure it throws Error (path, what, errno in words) and leaves nothing
+// behind. Calls `before_rename` when all is written, and the file does not have its name yet.
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
+                      const std::function<void()>& before_rename = nullptr);
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine

@@ -17,7 +17,6 @@
 #include "data/tokenizer.h"
 #include "dev/program.h"
 #include "run/checkpoint.h"
-#include "run/choices.h"
 #include "run/log.h"
 
 namespace fs = std::filesystem;
@@ -193,9 +192,9 @@ TEST(checksum) {
 }
 
 static void write_atomically(const std::string& path, const Strings& pieces) {
-    AtomicFile file(path);
-    for (const std::string& piece : pieces) file.write(piece.data(), piece.size());
-    file.commit();
+    std::vector<Block> blocks;
+    for (const std::string& piece : pieces) blocks.push_back({piece.data(), piece.size()});
+    write_whole_file(path, blocks);
 }
 
 // dev/test_faults has what a crash leaves at every point, and dev/test_resume what a full disk does.
@@ -212,7 +211,8 @@ TEST(atomic_file) {
     most_at_once = SIZE_MAX;
     for (int i = 0; i < 2; i++) {
         CHECK(read_file(path) == want && names_in(here) == Names{"out.bin"});
-        AtomicFile(path).write("half", 4);  // not committed, so only the old file stays
+        const auto stop = [] { throw Error("before it has its name, so only the old file stays"); };
+        CHECK_ERROR(write_whole_file(path, {{"half", 4}}, stop), "before it");
     }
     const mode_t mask = umask(022);
     write_atomically(path, {"new"});
@@ -220,42 +220,40 @@ TEST(atomic_file) {
     CHECK(read_file(path) == "new");
     CHECK(static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
     // The name is taken by a directory while the file is written.
-    AtomicFile file(here + "/late");
-    fs::create_directory(here + "/late");
-    CHECK_ERROR(file.commit(), here + "/late: cannot rename the finished file to: Is a directory");
+    CHECK_ERROR(write_whole_file(here + "/late", {}, [&] { fs::create_directory(here + "/late"); }),
+                here + "/late: cannot rename the finished file to: Is a directory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Model, state, tokenizer and questions
 
-static const ModelHeader kTiny = {DType::f32, 16, 50, 2, 2, 8, 128};
+static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
 static void write_tiny(const std::string& path) {
-    write_model(path, kTiny, noise(kTiny.num_parameters() * sizeof(float)).data());
+    write_model(path, kTiny, noise(kTiny.bytes()).data());
 }
 
 TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
-    CHECK((ModelHeader{DType::f32, 1024, 50257, 12, 12, 768, 50304}.num_parameters() == 124475904));     // 124M
-    CHECK((ModelHeader{DType::bf16, 1024, 50257, 48, 25, 1600, 50304}.num_parameters() == 1557686400));  // 1.5B
+    CHECK((Config{1024, 50257, 50304, 12, 12, 768}.num_parameters() == 124475904));    // 124M
+    CHECK((Config{1024, 50257, 50304, 48, 25, 1600}.num_parameters() == 1557686400));  // 1.5B
     ModelHeader bf16 = kTiny, longer = kTiny;
-    bf16.dtype = DType::bf16, longer.max_T = 262144;  // the context of scripts/run_long_context_gpus.sh
+    bf16.dtype = DType::bf16, longer.config.max_T = 262144;  // the context of scripts/run_long_context_gpus.sh
     for (const ModelHeader& h : {kTiny, bf16, longer}) {
-        const std::string parameters = noise(h.num_parameters() * size_of(h.dtype));
+        const std::string parameters = noise(h.bytes());
         std::string back(parameters.size(), 'x');
         write_model(path, h, parameters.data());
-        CHECK(read_file(path) ==
-              header({20240326, h.dtype == DType::f32 ? 3 : 5, h.max_T, 50, 2, 2, 8, 128}) + parameters);
+        const int version = h.dtype == DType::f32 ? 3 : 5;
+        CHECK(read_file(path) == header({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
         const ModelHeader got = read_model_header(path);
-        CHECK(got.dtype == h.dtype && got.max_T == h.max_T && got.V == 50 && got.L == 2 && got.NH == 2);
-        CHECK(got.C == 8 && got.Vp == 128);
+        CHECK(!std::memcmp(&got, &h, sizeof h));
         read_model_parameters(path, got, back.data());
         CHECK(back == parameters);
         for (const ModelHeader& other : {kTiny, bf16, longer}) {  // it was replaced after its header had been read
-            if (other.dtype == h.dtype && other.max_T == h.max_T) continue;
-            CHECK_ERROR(
-                read_model_parameters(path, other, back.data()),
-                path + format(": expected %zu parameters in %s, found %zu in %s; the file changed",
-                              other.num_parameters(), name_of(other.dtype), h.num_parameters(), name_of(h.dtype)));
+            if (other.dtype == h.dtype && other.config.max_T == h.config.max_T) continue;
+            CHECK_ERROR(read_model_parameters(path, other, back.data()),
+                        path + format(": expected %zu parameters in %s, found %zu in %s; the file changed",
+                                      other.config.num_parameters(), name_of(other.dtype), h.config.num_parameters(),
+                                      name_of(h.dtype)));
         }
     }
     bf16.dtype = DType::f64;
@@ -265,7 +263,7 @@ TEST(model_round_trip) {
 static GoodFile good_model() {
     return {write_tiny, [](const std::string& path) {
                 const ModelHeader header = read_model_header(path);
-                std::string parameters(header.num_parameters() * size_of(header.dtype), 0);
+                std::string parameters(header.bytes(), 0);
                 read_model_parameters(path, header, parameters.data());
             }};
 }
