@@ -267,8 +267,8 @@ TEST(defaults) {
         uint64_t tokens;
         int steps, warmup, val_every, sample_every;
     } lengths[] = {{-1, "", false, 0, 6500, 325, 650, 1300}, {-1, "", true, 0, 2000, 100, 200, 400},
-                   {-1, "x", true, 99999, 390, 50, 39, 78},  {-1, "x", false, 255, 1, 0, 1, 1},
-                   {30, "x", false, 99999, 30, 10, 3, 6},    {150, "", false, 0, 150, 50, 15, 30},
+                   {-1, "x", true, 99999, 390, 50, 39, 78},  {-1, "x", false, 255, 1, 0, 1, 20},
+                   {30, "x", false, 99999, 30, 10, 3, 20},   {150, "", false, 0, 150, 50, 15, 30},
                    {1200, "", true, 0, 1200, 60, 120, 240}};
     for (const auto& c : lengths) {
         Options o;
