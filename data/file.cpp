@@ -40,8 +40,8 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading and writing
 
-// All bytes, each piece of a large block on a thread of its own: a single one copies only about 2 GB/s to or from the
-// memory in which the system keeps files. `once` is pread or pwrite.
+// Moves all bytes by calls of `once`, which is pread or pwrite. Several threads move a large block, because one copies
+// only about 2 GB/s to or from the memory in which the system keeps files.
 template <class Once, class Byte>
 static void in_pieces(const std::string& path, const char* action, Once once, int fd, Byte* p, size_t bytes,
                       size_t at) {

@@ -54,8 +54,8 @@ TEST(data_sheet_figures_by_device_name) {
         for (const char* gpu : c.gpus) check({gpu, c.bf16, c.tf32, c.fp32});
 }
 
-// The whole table, as it was when each figure was within 1 % of its data sheet's or, where that has none, of 2 FLOPs for
-// each core and cycle at boost clock. Compare a new row with those, and then write the new number here.
+// The checksum is of figures that were all compared with their data sheets, within 1 %. Where a sheet has none, that is
+// 2 FLOPs for each core and cycle at boost clock. Compare a new row too, and then write the new checksum here.
 TEST(no_figure_has_changed) {
     std::string all;
     for (const peak::Entry& e : peak::table)

@@ -58,8 +58,8 @@ size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// " (did you mean x?)" if a candidate starts with `word`, one of the two has the other in it, or a few typing errors
-// make one of the other, else "".
+// " (did you mean x?)", or "" if no candidate is near. Near is one that starts with `word`, has it inside or is inside
+// it, or is a few typing errors away.
 std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {
     const std::string stem = word.substr(std::min(word.find_first_not_of('-'), word.size()));
     if (stem.empty()) return "";

@@ -217,9 +217,9 @@ def plot_timeline(plt, rows):
     return finish(figure, title, marks, 3)
 
 
-# Each plot's function, the file of its rows, what read_rows() is asked for, the command that measures them, the part of
-# scripts/measure.sh that runs it, and words for those who cannot see the plot. No plot is made without rows, or where
-# the function gives None.
+# Each plot has its function, the file of its rows, and what read_rows() is asked for. Then come the command that measures
+# them, the part of scripts/measure.sh that runs it, and words for those who cannot see the plot. No plot is made without
+# rows, or where the function gives None.
 PLOTS = {
     "attention_bf16": (plot_attention, "attention", {"dtype": "bf16"}, "./dev/bench_attention --json", "bf16",
                        "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),
