@@ -130,7 +130,7 @@ test:
 
 # The test itself is not optimised, because that compiles fastest.
 SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test_data $(basename $(wildcard data/*.cpp)) \
-             run/checkpoint run/choices run/log run/options)
+             run/checkpoint run/choices run/log)
 sanitize: $(SANITIZED)
 	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
 	ASAN_OPTIONS=max_allocation_size_mb=500 build/sanitized/test_data

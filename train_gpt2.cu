@@ -1,4 +1,4 @@
-// GPT-2 training, top to bottom: config → tensors → forward → backward → update → training → main.
+// GPT-2 training, top to bottom: tensors → forward → backward → update → training → main.
 //
 //   make train_gpt2cu && ./train_gpt2cu          trains a 124M model on the built-in corpus
 //   ./train_gpt2cu --help                        every option
@@ -15,6 +15,7 @@
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -34,20 +35,8 @@
 #include "attention/ring/ring.h"
 
 // =====================================================================================================================
-// Config
-
-struct Config {
-    int max_T, V, Vp, L, NH, C;  // positions, vocabulary, padded vocabulary, layers, heads, channels
-
-    int HS() const { return C / NH; }
-    size_t num_parameters() const;
-    // Forward and backward. Each parameter costs 2 FLOPs forward and 4 backward, and causal attention 6·L·C·T.
-    size_t flops_per_token(int T) const { return 6 * num_parameters() + 6 * static_cast<size_t>(L) * C * T; }
-    ModelHeader header(DType dtype) const { return {dtype, max_T, V, L, NH, C, Vp}; }
-};
-
-// =====================================================================================================================
-// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part.
+// Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint.h)
+// has the sizes that a model file begins with: L layers, NH heads, C channels, V tokens, max_T positions.
 
 // The sixteen parameter tensors in llm.c's file order. P is X for the parameters themselves and A for their gradients.
 template <class P>
@@ -452,12 +441,6 @@ void GPT2<Dev, X>::update(const AdamW& hyper) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Making a model
 
-size_t Config::num_parameters() const {
-    size_t n = 0;
-    for (const TensorSpec& t : tensors_of<Parameters<float>>(*this)) n += t.elements();
-    return n;
-}
-
 // Rows of logits that exist at once. They are enough to fill the GPU, and so few that (B·T, Vp) never exists whole.
 static size_t classifier_chunk(size_t rows, int Vp, DType t) {
     size_t chunk = 512;
@@ -533,19 +516,6 @@ void GPT2<Dev, X>::allocate() {
 
 constexpr int kProfileWarmUp = 5;  // steps before --profile's
 
-// Checks what must be the same on all ranks beside the arguments. Only now is this known.
-template <class Dev, class X>
-void agree_on_start(const GPT2<Dev, X>& model, const Run<GPT2<Dev, X>>& run, Job& job) {
-    if (job.size == 1) return;
-    std::vector<char> params(model.params.bytes);
-    model.dev.download(params.data(), model.params.base, params.size());
-    std::vector<std::pair<std::string, std::string>> fields = run.run_identity().fields;
-    const auto hex = [](uint64_t x) { return format("%016llx", static_cast<unsigned long long>(x)); };
-    fields.push_back({"validation data", hex(run.val_identity())});
-    fields.push_back({"parameters", hex(checksum64(params.data(), params.size()))});
-    job.agree(fields);
-}
-
 template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
     const bool on_cpu = std::is_same_v<Dev, Cpu>;
@@ -557,7 +527,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     GPT2<Dev, X> model(dev, config, o.kernel(), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
-    const Data data = find_data_together(o, job);
+    const Data data = find_data(o, job);
     if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data, job);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
@@ -565,14 +535,14 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     run.describe();
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
-    start_weights(model, o, from_file);
+    from_file ? load(model, o.init) : init_random(model, o.seed);
     if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_ring(), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
         if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
     }
-    agree_on_start(model, run, job);
+    run.agree();
     run.open_log();
     catch_signals();
     job.guard([&] {
@@ -596,22 +566,14 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
 // "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute. It has
 // the vocabulary of its data, which is single bytes or GPT-2's. llm.c also writes "gpt2:d12".
 static bool find_config(const std::string& name, Config* config) {
-    struct Preset {
-        const char* name;
-        Config config;
-    };
-    static const Preset presets[] = {
+    static const std::map<std::string, Config> presets = {
         {"tiny", {256, kByteVocab, 384, 4, 2, 128}}, {"d12", {1024, 50257, 50304, 12, 12, 768}},
         {"d24", {1024, 50257, 50304, 24, 16, 1024}}, {"d36", {1024, 50257, 50304, 36, 20, 1280}},
         {"d48", {1024, 50257, 50304, 48, 25, 1600}},
     };
-    for (const Preset& p : presets)
-        if (name == p.name || name == std::string("gpt2:") + p.name) return *config = p.config, true;
-    return false;
-}
-
-static Config config_of(const ModelHeader& h) {
-    return {h.max_T, h.V, h.Vp, h.L, h.NH, h.C};
+    const auto found = presets.find(name.rfind("gpt2:", 0) == 0 ? name.substr(5) : name);
+    if (found != presets.end()) *config = found->second;
+    return found != presets.end();
 }
 
 template <class Dev, class X>
@@ -625,7 +587,7 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init) : 0;
         if (newest < 0) throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
         if (newest > 0) o.init = model_path(o.init, newest);
-        config = config_of(read_model_header(o.init));
+        config = read_model_header(o.init).config;
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
     if (preset && config.V == kByteVocab && !o.train_data.empty())
@@ -663,16 +625,11 @@ static void wait_passively(char** argv) {
 
 // Meets the other ranks, which must be the same program with the same arguments. Rank 0 alone prints.
 static void meet(Job& job, Options& o) {
-    const InputFile program("/proc/self/exe");
-    std::vector<char> bytes(program.size);
-    program.read(0, bytes.data(), bytes.size());
-    std::vector<std::pair<std::string, std::string>> fields = {
-        {"program", format("%016llx", static_cast<unsigned long long>(checksum64(bytes.data(), bytes.size())))}};
+    const std::string program = InputFile("/proc/self/exe").rest();
+    Fields fields = {{"program", format("%016zx", checksum64(program.data(), program.size()))}};
     std::istringstream settings(options_settings(o.table()));
-    for (std::string line; std::getline(settings, line);) {
-        const size_t end = line.find(' ');
-        fields.push_back({line.substr(0, end), line.substr(std::min(line.find_first_not_of(' ', end), line.size()))});
-    }
+    for (std::string name, value; settings >> name && std::getline(settings >> std::ws, value);)
+        fields.push_back({name, value});
     job.agree(fields);
     if (job.rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
 }

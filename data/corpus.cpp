@@ -30,7 +30,6 @@ asm(R"(
 
 namespace {
 
-using Number = unsigned long long;
 constexpr int kFormat = 1;  // raise it when a change here or in grammar.cpp writes other bytes
 // Validation comes first, so that its stories stay what they are if the training split ever grows.
 constexpr int kSeed = 1, kValStories = 1100, kTrainStories = 31000;
@@ -41,7 +40,7 @@ std::string grammar_text() {
 
 struct Split {
     std::string name, path;
-    Number tokens = 0, checksum = 0;
+    uint64_t tokens = 0, checksum = 0;
     double nats = 0;  // per token
 };
 
@@ -51,7 +50,7 @@ void write_shard(Split& split, uint64_t first, int count) {
 #pragma omp parallel for schedule(dynamic, 100)
     for (int i = 0; i < count; i++) stories[i] = write_story(kSeed, first + i);
 
-    constexpr size_t kHeaderTokens = 256 * sizeof(int32_t) / sizeof(uint16_t);
+    constexpr size_t kHeaderTokens = kHeaderBytes / sizeof(uint16_t);
     std::vector<uint16_t> shard(kHeaderTokens);
     double nats = 0;
     for (const Story& story : stories) {
@@ -62,22 +61,19 @@ void write_shard(Split& split, uint64_t first, int count) {
     }
     split.tokens = shard.size() - kHeaderTokens;
     split.nats = nats / static_cast<double>(split.tokens);
-    const int32_t header[3] = {20240520, 1, static_cast<int32_t>(split.tokens)};
+    const int32_t header[3] = {kShardMagic, 1, static_cast<int32_t>(split.tokens)};
     std::memcpy(shard.data(), header, sizeof header);
     split.checksum = checksum64(shard.data(), shard.size() * sizeof(uint16_t));
-    AtomicFile file(split.path);
-    file.write(shard.data(), shard.size() * sizeof(uint16_t));
-    file.commit();
+    write_whole_file(split.path, {{shard.data(), shard.size() * sizeof(uint16_t)}});
 }
 
 // What corpus.txt says.
 std::string description(const Split& train, const Split& val) {
     const std::string what = format("%d %d %d %d ", kFormat, kSeed, kTrainStories, kValStories) + grammar_text();
-    std::string text =
-        format("Built-in corpus, written by this program; it may be deleted.\nversion %016llx\nseed %d\n",
-               Number{checksum64(what.data(), what.size())}, kSeed);
+    std::string text = format("Built-in corpus, written by this program; it may be deleted.\nversion %016zx\nseed %d\n",
+                              checksum64(what.data(), what.size()), kSeed);
     for (const Split& s : {train, val})
-        text += format("%s %llu tokens, %.17g nats per token, checksum %016llx\n", s.name.c_str(), s.tokens, s.nats,
+        text += format("%s %zu tokens, %.17g nats per token, checksum %016zx\n", s.name.c_str(), s.tokens, s.nats,
                        s.checksum);
     return text;
 }
@@ -85,10 +81,7 @@ std::string description(const Split& train, const Split& val) {
 // What a file holds, "" if it cannot be read.
 std::string content_of(const std::string& path) {
     try {
-        const InputFile file(path);
-        std::string bytes(file.size, '\0');
-        file.read(0, bytes.data(), bytes.size());
-        return bytes;
+        return InputFile(path).rest();
     } catch (const Error&) {
         return "";
     }
@@ -99,8 +92,7 @@ bool find_corpus(const std::string& about, Split& train, Split& val) {
     const std::string text = content_of(about);
     for (Split* s : {&train, &val}) {
         const size_t at = std::min(text.find("\n" + s->name + " "), text.size());
-        std::sscanf(&text[at], " %*s %llu tokens, %lf nats per token, checksum %llx", &s->tokens, &s->nats,
-                    &s->checksum);
+        std::sscanf(&text[at], " %*s %zu tokens, %lf nats per token, checksum %zx", &s->tokens, &s->nats, &s->checksum);
     }
     if (description(train, val) != text) return false;
     for (const Split* s : {&train, &val}) {
@@ -145,9 +137,7 @@ Corpus builtin_corpus(const std::string& dir, bool quiet) {
         write_shard(train, kValStories, kTrainStories);
         write_shard(val, 0, kValStories);
         const std::string text = description(train, val);
-        AtomicFile file(about);
-        file.write(text.data(), text.size());
-        file.commit();
+        write_whole_file(about, {{text.data(), text.size()}});
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
         if (announced) std::fprintf(stderr, "%.1f s\n", seconds.count());
     } catch (const std::exception& e) {

@@ -38,70 +38,62 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Pieces, and AtomicFile
+// Reading and writing
 
-void in_pieces(size_t bytes, const std::function<void(size_t begin, size_t end)>& f) {
+// Moves all bytes by calls of `once`, which is pread or pwrite. Several threads move a large block, because one copies
+// only about 2 GB/s to or from the memory in which the system keeps files.
+template <class Once, class Byte>
+static void in_pieces(const std::string& path, const char* action, Once once, int fd, Byte* p, size_t bytes,
+                      size_t at) {
     constexpr size_t kThreads = 4, kLeast = 1 << 20;
+    const auto transfer = [=, &path](size_t done, size_t end) {
+        while (done < end) {
+            const ssize_t n = once(fd, p + done, end - done, static_cast<off_t>(at + done));
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0) throw file_error(path, action, errno);
+            if (n == 0)
+                throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(), bytes,
+                                   at, done));
+            done += static_cast<size_t>(n);
+        }
+    };
     const size_t piece = std::max((bytes + kThreads - 1) / kThreads, kLeast);
     std::vector<std::future<void>> others;
-    for (size_t at = piece; at < bytes; at += piece)
-        others.push_back(std::async(std::launch::async, f, at, std::min(at + piece, bytes)));
-    f(0, std::min(piece, bytes));
+    for (size_t begin = piece; begin < bytes; begin += piece)
+        others.push_back(std::async(std::launch::async, transfer, begin, std::min(begin + piece, bytes)));
+    transfer(0, std::min(piece, bytes));
     for (std::future<void>& other : others) other.get();
 }
 
-static constexpr size_t kBufferBytes = 1 << 20;
+void InputFile::read(uint64_t offset, void* out, size_t bytes) const {
+    in_pieces(path, "read", pread, fd, static_cast<char*>(out), bytes, offset);
+}
 
-AtomicFile::AtomicFile(const std::string& path) : path_(path) {
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
+                      const std::function<void()>& before_rename) {
     check_regular(path);
-    tmp_ = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
-    fd_ = open(tmp_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd_ < 0) throw file_error(path_, "create", errno);
-    buffer_.reserve(kBufferBytes);
-}
-
-AtomicFile::~AtomicFile() {
-    if (fd_ < 0) return;
-    close(fd_);
-    unlink(tmp_.c_str());
-}
-
-void AtomicFile::append(const char* data, size_t bytes) {
-    in_pieces(bytes, [&](size_t done, size_t end) {
-        while (done < end) {
-            const ssize_t n = pwrite(fd_, data + done, end - done, static_cast<off_t>(written_ + done));
-            if (n < 0 && errno == EINTR) continue;
-            if (n < 0) throw file_error(path_, "write", errno);
-            done += static_cast<size_t>(n);
+    const std::string temporary = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
+    const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) throw file_error(path, "create", errno);
+    try {
+        size_t written = 0;
+        for (const Block& block : blocks) {
+            in_pieces(path, "write", pwrite, fd, static_cast<const char*>(block.data), block.bytes, written);
+            written += block.bytes;
         }
-    });
-    written_ += bytes;
-}
-
-void AtomicFile::flush() {
-    append(buffer_.data(), buffer_.size());
-    buffer_.clear();
-}
-
-void AtomicFile::write(const void* data, size_t bytes) {
-    const char* p = static_cast<const char*>(data);
-    if (buffer_.size() + bytes > kBufferBytes) flush();
-    if (bytes > kBufferBytes)
-        append(p, bytes);  // large blocks are not worth a copy
-    else
-        buffer_.insert(buffer_.end(), p, p + bytes);
-}
-
-void AtomicFile::commit() {
-    flush();
-    // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole file
-    // is there.
-    if (fsync(fd_)) throw file_error(path_, "write", errno);
-    if (rename(tmp_.c_str(), path_.c_str())) throw file_error(path_, "rename the finished file to", errno);
-    close(fd_);
-    fd_ = -1;
-    const size_t slash = path_.rfind('/');
-    const std::string dir = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+        if (before_rename) before_rename();
+        // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole
+        // file is there.
+        if (fsync(fd)) throw file_error(path, "write", errno);
+        if (rename(temporary.c_str(), path.c_str())) throw file_error(path, "rename the finished file to", errno);
+    } catch (...) {
+        close(fd);
+        unlink(temporary.c_str());
+        throw;
+    }
+    close(fd);
+    const size_t slash = path.rfind('/');
+    const std::string dir = slash == std::string::npos ? "." : path.substr(0, slash + 1);
     const int dir_fd = open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (dir_fd < 0) throw file_error(dir, "open", errno);
     const int error = fsync(dir_fd) ? errno : 0;

@@ -14,6 +14,10 @@
 
 #include "layers/gpu/error.h"
 
+// llm.c's files begin with 256 int32, of which the first is a magic.
+constexpr size_t kHeaderInts = 256, kHeaderBytes = kHeaderInts * sizeof(int32_t);
+constexpr int32_t kModelMagic = 20240326, kShardMagic = 20240520;
+
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
     const char* const advice = error == ENOSPC || error == EDQUOT ? "; free some space or choose another directory"
@@ -35,10 +39,6 @@ inline void check_regular(const std::string& path) {
     throw Error(path + ": not a regular file, but a pipe or a device; give a file");
 }
 
-// Calls f(begin, end) for the pieces of a range, those of a large one on several threads. A single one copies only about
-// 2 GB/s to or from the memory in which the system keeps files.
-void in_pieces(size_t bytes, const std::function<void(size_t begin, size_t end)>& f);
-
 struct InputFile {
     explicit InputFile(const std::string& path) : path(path) {
         check_regular(path);
@@ -51,19 +51,11 @@ struct InputFile {
     InputFile(const InputFile&) = delete;
     InputFile& operator=(const InputFile&) = delete;
 
-    void read(uint64_t offset, void* out, size_t bytes) const {
-        in_pieces(bytes, [&](size_t done, size_t end) {
-            while (done < end) {
-                const ssize_t n =
-                    pread(fd, static_cast<char*>(out) + done, end - done, static_cast<off_t>(offset + done));
-                if (n < 0 && errno == EINTR) continue;
-                if (n < 0) throw file_error(path, "read", errno);
-                if (n == 0)
-                    throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(),
-                                       bytes, offset, done));
-                done += static_cast<size_t>(n);
-            }
-        });
+    void read(uint64_t offset, void* out, size_t bytes) const;
+    std::string rest(uint64_t offset = 0) const {  // all bytes from there on
+        std::string bytes(size - offset, '\0');
+        read(offset, bytes.data(), bytes.size());
+        return bytes;
     }
 
     const std::string path;
@@ -71,20 +63,13 @@ struct InputFile {
     int fd;
 };
 
-// Writes a file atomically. On failure it throws Error (path, what, errno in words) and leaves nothing behind.
-class AtomicFile {
-  public:
-    explicit AtomicFile(const std::string& path);
-    ~AtomicFile();  // removes the temporary if commit() was not reached
-    void write(const void* data, size_t bytes);
-    void commit();  // flush, fsync, rename, fsync of the directory
-  private:
-    std::string path_, tmp_;
-    int fd_ = -1;
-    size_t written_ = 0;
-    std::vector<char> buffer_;  // what follows that
-    void append(const char* data, size_t bytes);
-    void flush();
+struct Block {
+    const void* data;
+    size_t bytes;
 };
+// Writes a file atomically, from blocks. On failure it throws Error (path, what, errno in words) and leaves nothing
+// behind. Calls `before_rename` when all is written, and the file does not have its name yet.
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
+                      const std::function<void()>& before_rename = nullptr);
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine

@@ -4,35 +4,13 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <cstring>
 #include <sstream>
 
 #include "data/random.h"
 #include "layers/gpu/error.h"
 
 namespace {
-
-std::string trimmed(const std::string& s) {
-    const size_t begin = s.find_first_not_of(' '), end = s.find_last_not_of(' ');
-    return begin == std::string::npos ? "" : s.substr(begin, end - begin + 1);
-}
-
-// Splits at a separator outside of brackets.
-std::vector<std::string> split(const std::string& s, const std::string& separator) {
-    std::vector<std::string> parts(1);
-    int depth = 0;
-    for (size_t i = 0; i < s.size();) {
-        depth += std::string("([{").find(s[i]) != std::string::npos;
-        depth -= std::string(")]}").find(s[i]) != std::string::npos;
-        if (depth == 0 && s.compare(i, separator.size(), separator) == 0) {
-            parts.emplace_back();
-            i += separator.size();
-        } else {
-            parts.back() += s[i++];
-        }
-    }
-    for (std::string& part : parts) part = trimmed(part);
-    return parts;
-}
 
 bool is_name(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -45,16 +23,17 @@ class Reader {
         std::istringstream in(source);
         for (std::string line; std::getline(in, line);)
             if (line[0] == ' ')
-                lines.back() += " " + trimmed(line);
+                lines.back() += " " + line.erase(0, line.find_first_not_of(' '));
             else
                 lines.push_back(line);
-        lines.erase(std::remove_if(lines.begin(), lines.end(), [](auto& s) { return s.empty() || s[0] == '#'; }),
-                    lines.end());
 
         // Rules and variables may be used before they are defined, so headers and bindings are read first.
-        for (const std::string& line : lines) read_header(line);
-        for (const std::string& line : lines) read_bindings(line);
-        for (const std::string& line : lines) read_alternatives(line);
+        for (const auto read : {&Reader::read_header, &Reader::read_bindings, &Reader::read_alternatives})
+            for (const std::string& line : lines) {
+                line_ = line;
+                at_ = 0;
+                if (!line.empty() && line[0] != '#') (this->*read)();
+            }
         for (const Rule& rule : g_.rules)
             if (rule.alternatives.empty()) throw Error("grammar: no alternatives of rule " + rule.name);
     }
@@ -81,22 +60,25 @@ class Reader {
         return line_.substr(begin, at_ - begin);
     }
 
-    void read_header(const std::string& line) {
-        line_ = line;
+    void read_header() {
         if (line_[0] != '@') return;
-        const size_t blank = line_.find(' '), colon = line_.find(':');
-        const std::string form = line_.substr(0, blank), name = trimmed(line_.substr(form.size(), colon - form.size()));
-        const bool table = form == "@table";
-        if (name.empty() || (form != "@list" && form != "@rule" && !table) || table != (colon != std::string::npos))
+        const std::string form = read_name(), name = line_[at_] == ' ' ? read_name() : "";
+        std::vector<std::string> columns;
+        while (line_.compare(at_, 2, ": ") == 0 || line_.compare(at_, 2, ", ") == 0) {
+            at_++;
+            columns.push_back(read_name());
+        }
+        const bool table = form == "table";
+        if (name.empty() || at_ < line_.size() || (form != "list" && form != "rule" && !table) ||
+            table == columns.empty())
             fail("bad header");
         if (g_.rule(name) >= 0) fail("second definition");
-        g_.rules.push_back({name, table ? split(line_.substr(colon + 1), ",") : std::vector<std::string>{""}, {}});
+        g_.rules.push_back({name, table ? columns : std::vector<std::string>{""}, {}});
     }
 
     // A slot {name:rule} binds a variable to a rule.
-    void read_bindings(const std::string& line) {
-        line_ = line;
-        for (at_ = 0; (at_ = line_.find('{', at_)) != std::string::npos;) {
+    void read_bindings() {
+        for (; (at_ = line_.find('{', at_)) != std::string::npos;) {
             const std::string name = read_name();
             if (line_[at_] != ':') continue;
             const int rule = g_.rule(read_name()), known = variable(name);
@@ -106,8 +88,7 @@ class Reader {
         }
     }
 
-    void read_alternatives(const std::string& line) {
-        line_ = line;
+    void read_alternatives() {
         if (line_[0] == '@') {
             current_++;
             form_ = line_[1];
@@ -115,36 +96,35 @@ class Reader {
         }
         if (current_ < 0) fail("no header yet");
         if (form_ == 'l') {
-            for (const std::string& item : split(line_, ","))
+            do {
+                const Template item = read_template(",", true);
                 if (!item.empty()) add(1, {item});
+            } while (line_[at_++] == ',');
         } else if (form_ == 'r') {
-            const size_t blank = line_.find(' ');
             const int weight = std::atoi(line_.c_str());
-            if (weight < 1 || blank == std::string::npos) fail("no weight");
-            add(weight, {line_.substr(blank + 1)});
+            at_ = line_.find(' ') + 1;
+            if (weight < 1 || at_ == 0) fail("no weight");
+            add(weight, {read_template("")});
         } else {
-            std::vector<std::string> columns = split(line_, " | ");
+            std::vector<Template> firsts, columns(1);
+            do firsts.push_back(read_template("/|", true));
+            while (line_[at_++] == '/');
+            for (; at_ <= line_.size(); at_++) columns.push_back(read_template("|", true));
             if (columns.size() != g_.rules[current_].columns.size()) fail("wrong number of columns");
-            for (const std::string& first : split(columns[0], " / ")) {
+            for (const Template& first : firsts) {
                 columns[0] = first;
                 add(1, columns);
             }
         }
     }
-    void add(int weight, const std::vector<std::string>& columns) {
-        Alternative alternative{static_cast<uint64_t>(weight), {}};
-        for (const std::string& column : columns) {
-            line_ = column;
-            at_ = 0;
-            alternative.columns.push_back(read_template(""));
-        }
-        g_.rules[current_].alternatives.push_back(alternative);
-        g_.rules[current_].total += weight;
+    void add(int weight, const std::vector<Template>& columns) {
+        g_.rules[current_].alternatives.push_back({static_cast<uint64_t>(weight), columns});
     }
 
-    // Up to one of the `stop` characters, which stays.
-    Template read_template(const std::string& stop) {
+    // Up to one of the `stop` characters, which stays. A part of a line may also end with it, and has no blanks around it.
+    Template read_template(const std::string& stop, bool part = false) {
         static const std::string kBreak = " ¶ ";
+        while (part && line_[at_] == ' ') at_++;
         Template t;
         std::string literal;
         const auto flush = [&] {
@@ -170,16 +150,15 @@ class Reader {
                 at_++;
             }
         }
-        if (at_ >= line_.size() && !stop.empty()) fail("no closing " + stop);
+        if (at_ >= line_.size() && !part && !stop.empty()) fail("no closing " + stop);
+        if (part) literal.erase(literal.find_last_not_of(' ') + 1);
         flush();
         return t;
     }
     // A rule without a name, written in place.
     Symbol choice_of(const std::vector<Alternative>& alternatives) {
         at_++;  // the closing bracket
-        Rule rule{"", {""}, alternatives};
-        for (const Alternative& a : alternatives) rule.total += a.weight;
-        g_.rules.push_back(rule);
+        g_.rules.push_back({"", {""}, alternatives});
         return {Symbol::choose, "", static_cast<int>(g_.rules.size()) - 1};
     }
     Symbol read_choice() {  // (one|two)
@@ -232,18 +211,22 @@ class Writer {
 
     double nats = 0;
 
-    void write(const Template& t, std::string& out) {
-        for (const Symbol& s : t) {
-            std::string piece;
-            if (s.kind == Symbol::text) piece = s.literal;
-            if (s.kind == Symbol::again) piece = remembered(s.variable).text;
-            if (s.kind == Symbol::recall) write(remembered(s.variable).row->columns[s.column], piece);
-            if (s.kind == Symbol::choose) piece = choose(s);
-            if (piece.empty()) continue;  // an option not taken
-            if (s.article) out += starts_with_vowel(piece[0]) ? "n " : " ";
-            if (s.capital) piece[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(piece[0])));
-            out += piece;
-        }
+    std::string choose(const Symbol& s) {
+        const auto weight = [&](const Alternative& a) {
+            for (int other : s.others)
+                if (remembered(other).row == &a) return uint64_t{0};
+            return a.weight;
+        };
+        uint64_t total = 0;
+        for (const Alternative& a : g_.rules[s.rule].alternatives) total += weight(a);
+        // splitmix64, scaled by its high bits: off uniform by less than total/2⁶⁴
+        auto left = static_cast<uint64_t>(static_cast<unsigned __int128>(mix64(state_ += kGolden)) * total >> 64);
+        const Alternative* a = g_.rules[s.rule].alternatives.data();
+        for (; left >= weight(*a); a++) left -= weight(*a);
+        nats += std::log(static_cast<double>(total) / static_cast<double>(a->weight));
+        const std::string text = write(a->columns[s.column]);
+        if (s.variable >= 0) memory_[s.variable] = {a, text};
+        return text;
     }
 
   private:
@@ -259,30 +242,19 @@ class Writer {
         if (!memory_[variable].row) throw Error("grammar: " + g_.variables[variable].name + " is not chosen yet");
         return memory_[variable];
     }
-    uint64_t below(uint64_t n) {  // splitmix64, scaled by its high bits: off uniform by less than n/2⁶⁴
-        const uint64_t bits = mix64(state_ += kGolden);
-        return static_cast<uint64_t>(static_cast<unsigned __int128>(bits) * n >> 64);
-    }
-    std::string choose(const Symbol& s) {
-        const Rule& rule = g_.rules[s.rule];
-        const auto weight = [&](const Alternative& a) {
-            for (int other : s.others)
-                if (remembered(other).row == &a) return uint64_t{0};
-            return a.weight;
-        };
-        uint64_t total = rule.total;
-        if (!s.others.empty()) {
-            total = 0;
-            for (const Alternative& a : rule.alternatives) total += weight(a);
+    std::string write(const Template& t) {
+        std::string out;
+        for (const Symbol& s : t) {
+            std::string piece = s.kind == Symbol::text     ? s.literal
+                                : s.kind == Symbol::again  ? remembered(s.variable).text
+                                : s.kind == Symbol::recall ? write(remembered(s.variable).row->columns[s.column])
+                                                           : choose(s);
+            if (piece.empty()) continue;  // an option not taken
+            if (s.article) out += std::strchr("aeiouAEIOU", piece[0]) ? "n " : " ";
+            if (s.capital) piece[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(piece[0])));
+            out += piece;
         }
-        uint64_t left = below(total);
-        const Alternative* a = rule.alternatives.data();
-        for (; left >= weight(*a); a++) left -= weight(*a);
-        nats += std::log(static_cast<double>(total) / static_cast<double>(a->weight));
-        std::string text;
-        write(a->columns[s.column], text);
-        if (s.variable >= 0) memory_[s.variable] = {a, text};
-        return text;
+        return out;
     }
 };
 
@@ -300,8 +272,7 @@ int Grammar::rule(const std::string& name) const {
 
 std::string Grammar::write(int rule, uint64_t seed, uint64_t index, double& nats) const {
     Writer writer(*this, seed, index);
-    std::string text;
-    writer.write({{Symbol::choose, "", rule}}, text);
+    std::string text = writer.choose({Symbol::choose, "", rule});
     nats += writer.nats;
     return text;
 }

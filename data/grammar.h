@@ -58,7 +58,6 @@ struct Rule {
     std::string name;                  // "" if written in place
     std::vector<std::string> columns;  // their names; {""} if there is one only
     std::vector<Alternative> alternatives;
-    uint64_t total = 0;  // of the weights
 };
 struct Variable {
     std::string name;
@@ -74,7 +73,3 @@ struct Grammar {
     // Writes an alternative of `rule` with random stream (seed, index) and adds −log of its probability to nats.
     std::string write(int rule, uint64_t seed, uint64_t index, double& nats) const;
 };
-
-inline bool starts_with_vowel(char c) {
-    return std::string("aeiouAEIOU").find(c) != std::string::npos;
-}

@@ -12,7 +12,6 @@ the ending of the least mean loss over the ending's tokens."""
 import argparse
 import array
 import struct
-import sys
 from pathlib import Path
 
 from prepare_common import (Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
@@ -67,11 +66,8 @@ def convert(args):
     if not examples:
         raise Fail(f"{path}: no examples: expected an object a line; get the file again")
     longest = max(2 * len(example) for example in examples)
-    if sys.byteorder == "big":
-        for example in examples:
-            example.byteswap()
     header = struct.pack("<256i", MAGIC, 1, len(examples), longest, *[0] * 252)
-    write_file(args.output, header + b"".join(example.tobytes() for example in examples))
+    write_file(args.output, [header, *examples])
     write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
     print(f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
           f"./train_gpt2cu ... --hellaswag {args.output}")

@@ -14,13 +14,6 @@
 
 namespace {
 
-constexpr int32_t kShardMagic = 20240520, kModelMagic = 20240326;
-constexpr uint64_t kHeaderBytes = 256 * sizeof(int32_t);
-
-uint64_t mix(uint64_t x) {
-    return mix64(x + kGolden);
-}
-
 // A permutation of 0..n-1 chosen by `key`, evaluated at `index`. A Feistel network permutes 0..4^k-1, with the least
 // 4^k that is n or more. It is a permutation because each round can be undone by running it backwards, whatever its
 // round function. Results ≥ n are fed in again until one is below n. That walk stays on one cycle of the network, which
@@ -59,14 +52,13 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     std::vector<std::string> paths;
     for (size_t i = 0; status == 0 && i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);  // sorted
     globfree(&found);
-    if (status == GLOB_ABORTED)
-        throw Error(pattern +
-                    ": a directory of this pattern is missing or cannot be read; check the path and its "
-                    "permissions, or make token shards with data/prepare.py");
     if (paths.empty())
-        throw Error(pattern +
-                    ": no such file, and no file matches it as a pattern; check the path, or make token shards "
-                    "with data/prepare.py");
+        throw Error(
+            pattern +
+            (status == GLOB_ABORTED
+                 ? ": a directory of this pattern is missing or cannot be read; check the path and its permissions"
+                 : ": no such file, and no file matches it as a pattern; check the path") +
+            ", or make token shards with data/prepare.py");
     return paths;
 }
 
@@ -99,9 +91,7 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
                                    : "a pattern takes token shards only, a text file has to be given alone"));
         is_text_ = true;
         if (!tokenizer.has_pairs_for(vocab_)) return {path, file.size + 1, file.size};
-        std::string text(file.size, '\0');
-        file.read(0, text.data(), text.size());
-        encoded_ = tokenizer.encode(text, vocab_, path);
+        encoded_ = tokenizer.encode(file.rest(), vocab_, path);
         encoded_.insert(encoded_.begin(), end_of_text_);
         return {path, encoded_.size(), file.size};
     }

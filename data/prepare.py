@@ -95,8 +95,6 @@ def encode(texts):
             documents += 1
             tokens.append(END_OF_TEXT)
         tokens.extend(encoding.encode_ordinary(text))
-    if sys.byteorder == "big":
-        tokens.byteswap()
     return tokens.tobytes(), documents, empty
 
 
@@ -214,7 +212,7 @@ def write_shards(directory, manifest, batches):
 
 
 def save_manifest(directory, manifest):
-    write_file(directory / "manifest.json", json.dumps(manifest).encode() + b"\n")
+    write_file(directory / "manifest.json", [json.dumps(manifest).encode(), b"\n"])
 
 
 def load_manifest(directory, settings):
@@ -353,9 +351,9 @@ def prepare(args):
                        f"go to validation, found {total:,}; give more text or a smaller --val-tokens")
         manifest.update(complete=True, tokens=total, documents=end["documents"], empty=end["empty"])
         save_manifest(directory, manifest)
-    print(f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents, {manifest['empty']:,} empty ones "
-          f"skipped\n./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
-          f"--tokenizer {directory}/gpt2_tokenizer.bin")
+    print(f"{manifest['tokens']:,} tokens, documents: {manifest['documents']:,}, empty ones skipped: "
+          f"{manifest['empty']:,}\nnext: ./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
+          f"--tokenizer {directory}/gpt2_tokenizer.bin -o run1")
 
 
 def tokens(text):

@@ -27,7 +27,8 @@ SHOWN = {byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE)) for
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 RANKS_HOST = "https://openaipublic.blob.core.windows.net/"
-RANKS_SHA256 = {  # three forms of the same list
+RANKS_FILES = "GPT-2's merges.txt, vocab.bpe, vocab.json, encoder.json or r50k_base.tiktoken"
+RANKS_SHA256 = {  # three forms of the same list; the first two have other names on the Hugging Face hub
     "gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "encodings/r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
@@ -45,8 +46,9 @@ def need(module):
         return importlib.import_module(module)
     except ImportError:
         name = module.split(".")[0]
-        which = "-c scripts/requirements-more.txt pyarrow" if name == "pyarrow" else "-r scripts/requirements.txt"
-        raise Fail(f"the Python library {name} is not installed; pip install {which}") from None
+        more = {"pyarrow": "-c scripts/requirements-more.txt pyarrow",
+                "huggingface_hub": "-c scripts/requirements-more.txt huggingface_hub"}
+        raise Fail(f"needs {name}: pip install {more.get(name, '-r scripts/requirements.txt')}") from None
 
 
 def progress(**options):
@@ -91,9 +93,9 @@ def commit(file, path):
     os.close(directory)
 
 
-def write_file(path, content):
+def write_file(path, chunks):
     file = open(regular(f"{path}.part"), "wb")
-    file.write(content)
+    file.writelines(chunks)
     commit(file, path)
 
 
@@ -201,9 +203,9 @@ def load_ranks(paths, extra_sha256):
         content = Path(regular(path)).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in accepted:
-            raise Fail(f"{path}: wrong SHA-256: expected one of {', '.join(accepted)}, found {sha256}; get GPT-2's "
-                       "file again, or accept another one with --ranks-sha256")
-        with reading(path, "give GPT-2's vocab.bpe or encoder.json"):
+            raise Fail(f"{path}: wrong SHA-256: expected one of {', '.join(accepted)}, found {sha256}; give "
+                       f"{RANKS_FILES}, or accept another list with --ranks-sha256")
+        with reading(path, f"give {RANKS_FILES}"):
             found.append(parse_ranks(content))
         if found[0] != found[-1]:
             raise Fail(f"{path}: other ranks than in {paths[0]}; give files of the same tokenizer")
@@ -237,7 +239,7 @@ def write_tokenizer(path, ranks):
             raise Fail(f"{path}: token {rank} has {len(token)} bytes: expected at most 255; use GPT-2's ranks")
         pieces[rank] = token
     header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
-    write_file(path, header + b"".join(bytes([len(piece)]) + piece for piece in pieces))
+    write_file(path, [header, *(bytes([len(piece)]) + piece for piece in pieces)])
 
 
 # ----------------------------------------------------------------------------------------------------- the command line
@@ -245,8 +247,8 @@ def write_tokenizer(path, ranks):
 
 def add_ranks_options(parser):
     parser.add_argument("--ranks", action="append", metavar="FILE", default=[],
-                        help="GPT-2's vocab.bpe, encoder.json or r50k_base.tiktoken; several are compared (default: "
-                        "from TIKTOKEN_CACHE_DIR, else downloaded into it)")
+                        help=f"{RANKS_FILES}; several are compared (default: from TIKTOKEN_CACHE_DIR, else downloaded "
+                        "into it)")
     parser.add_argument("--ranks-sha256", action="append", metavar="HASH", default=[],
                         help="accept a ranks file with this SHA-256 although it is not GPT-2's")
 

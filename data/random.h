@@ -21,7 +21,7 @@ RANDOM_HD inline uint64_t mix64(uint64_t x) {
 #undef RANDOM_HD
 
 // A stateless generator. The same (seed, index) gives the same number on every machine and thread.
-inline uint64_t mix(uint64_t seed, uint64_t index) {
+inline uint64_t mix(uint64_t seed, uint64_t index = 0) {
     return mix64(seed + (index + 1) * kGolden);
 }
 inline double uniform(uint64_t seed, uint64_t index) {

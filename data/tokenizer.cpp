@@ -1,7 +1,6 @@
 // GPT-2's byte tokens, llm.c's tokenizer file, and byte pair encoding with it.
 #include "data/tokenizer.h"
 
-#include <array>
 #include <cstdlib>
 #include <numeric>
 #include <queue>
@@ -14,36 +13,26 @@
 namespace {
 
 // GPT-2 numbers the bytes that are visible characters in Latin-1 first ('!'..'~', '¡'..'¬', '®'..'ÿ'), then the rest.
-constexpr bool is_printable(int byte) {
-    return (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
-}
-
-struct ByteTables {
-    std::array<int, 256> token_of{}, byte_of{};
+struct Bytes {
+    int token_of[256], byte_of[256];
 };
-constexpr ByteTables make_byte_tables() {
-    ByteTables tables;
+const Bytes kBytes = [] {
+    Bytes bytes;
     int token = 0;
-    for (const bool printable : {true, false})
+    for (const bool visible : {true, false})
         for (int byte = 0; byte < 256; byte++)
-            if (is_printable(byte) == printable) {
-                tables.token_of[byte] = token;
-                tables.byte_of[token++] = byte;
+            if (((byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD)) == visible) {
+                bytes.token_of[byte] = token;
+                bytes.byte_of[token++] = byte;
             }
-    return tables;
-}
-constexpr ByteTables kBytes = make_byte_tables();
+    return bytes;
+}();
 
 constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 constexpr uint32_t kMagic = 20240328;
-constexpr size_t kHeaderBytes = 256 * sizeof(uint32_t);
 
-struct Character {
-    size_t bytes;  // 0: they are no UTF-8
-    char kind;     // L, N, S or O, for a letter, a number, white space or another
-};
-// The character that begins at `at`.
-Character character(const std::string& text, size_t at) {
+// The kind of the character that begins at `at`: L, N, S or O, for a letter, a number, white space or another.
+char kind_of(const std::string& text, size_t at) {
     static const std::string kinds = [] {
         std::string kinds;
         for (const char* run = kUnicodeKinds; *run;) {
@@ -52,17 +41,7 @@ Character character(const std::string& text, size_t at) {
         }
         return kinds;
     }();
-    constexpr size_t bytes_of[] = {1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 3, 4};  // by the first four bits
-    constexpr uint32_t least_of[] = {0, 0, 0x80, 0x800, 0x10000};                    // by the number of bytes
-    const unsigned char first = text[at];
-    const size_t bytes = bytes_of[first >> 4];
-    uint32_t code = first & (0xFF >> bytes);
-    for (size_t i = at + 1; i < at + bytes; i++) {
-        if (i == text.size() || (text[i] & 0xC0) != 0x80) return {0, 0};
-        code = code << 6 | (text[i] & 0x3F);
-    }
-    if (code < least_of[bytes] || code >= kinds.size() || (code >= 0xD800 && code < 0xE000)) return {0, 0};
-    return {bytes, kinds[code]};
+    return kinds[character(text, at).code];
 }
 
 // The end of the word that begins at `at`. GPT-2's pattern for words is
@@ -72,15 +51,30 @@ size_t end_of_word(const std::string& text, size_t at) {
         for (const std::string_view ending : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
             if (text.compare(at, ending.size(), ending) == 0) return at + ending.size();
     size_t begin = at, last = at;  // of the last character
-    if (text[at] == ' ' && at + 1 < text.size() && character(text, at + 1).kind != 'S') begin++;
-    const char kind = character(text, begin).kind;
+    if (text[at] == ' ' && at + 1 < text.size() && kind_of(text, at + 1) != 'S') begin++;
+    const char kind = kind_of(text, begin);
     size_t end = begin;
-    for (Character c; end < text.size() && (c = character(text, end)).kind == kind; end += c.bytes) last = end;
+    for (; end < text.size() && kind_of(text, end) == kind; end += character(text, end).bytes) last = end;
     // White space leaves its last character to the next word, but not its only one.
     return kind == 'S' && end < text.size() && last > at ? last : end;
 }
 
 }  // namespace
+
+Character character(const std::string& text, size_t at) {
+    constexpr size_t bytes_of[] = {1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 3, 4};  // by the first four bits
+    constexpr uint32_t least_of[] = {0, 0, 0x80, 0x800, 0x10000};                    // by the number of bytes
+    const unsigned char first = text[at];
+    const size_t bytes = bytes_of[first >> 4];
+    uint32_t code = first & (0xFF >> bytes);
+    for (size_t i = at + 1; i < at + bytes; i++) {
+        if (i == text.size() || (text[i] & 0xC0) != 0x80) return {0, 0xFFFD};
+        code = code << 6 | (text[i] & 0x3F);
+    }
+    const bool surrogate = code >= 0xD800 && code < 0xE000;
+    if (bytes == 0 || code < least_of[bytes] || code > 0x10FFFF || surrogate) return {0, 0xFFFD};
+    return {bytes, code};
+}
 
 int byte_to_token(unsigned char byte) {
     return kBytes.token_of[byte];
@@ -104,7 +98,7 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
         throw Error(path + ": cannot open: " + std::strerror(errno) + "; data/prepare.py writes GPT-2's");
     const InputFile file(path);
     const char* name = path.c_str();
-    uint32_t header[kHeaderBytes / sizeof(uint32_t)];
+    uint32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
     if (header[0] != kMagic)
         throw Error(format("%s: wrong magic at offset 0: expected %u, found %u; give llm.c's gpt2_tokenizer.bin", name,
@@ -114,8 +108,7 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
             format("%s: wrong version at offset 4: expected 1 or 2, found %u; write the file anew with llm.c's "
                    "train_gpt2.py",
                    name, header[1]));
-    std::string text(file.size - kHeaderBytes, '\0');
-    file.read(kHeaderBytes, text.data(), text.size());
+    const std::string text = file.rest(kHeaderBytes);
     const uint32_t count = header[2];
     if (count == 0 || count > text.size())
         throw Error(format(

@@ -14,6 +14,13 @@ constexpr int kByteVocab = 257;
 int byte_to_token(unsigned char byte);  // 0..255
 int token_to_byte(int token);           // -1 if the token is not a single byte
 
+// The character that begins at text[at]. What is no UTF-8 has no bytes, and U+FFFD for a code.
+struct Character {
+    size_t bytes;
+    uint32_t code;
+};
+Character character(const std::string& text, size_t at);
+
 // Encodes text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
 

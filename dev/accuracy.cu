@@ -162,13 +162,9 @@ void compare(Study& study, const std::vector<Subject<X>>& subjects, const Attent
 
     std::list<Result<X>> results;
     for (const Subject<X>& subject : subjects) results.emplace_back(dev, subject, s, qkv, dout);
-    Oracle oracle(dev, s.T, s.HS);
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++) {
-            gather<X>(dev, oracle, qkv, dout, s, b, h);
-            oracle.run(s.causal, s.resolved_scale());
-            for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
-        }
+    for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
+        for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
+    });
     for (Result<X>& r : results) r.errors.fetch();
     for (int i = 0; i < kTensors; i++)
         for (const Result<X>& r : results)

@@ -1,18 +1,16 @@
 // What bench_attention and accuracy share: their options, the kernels that these name, and what a kernel writes.
 #pragma once
-#include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "dev/bench.h"
 #include "dev/oracle.cuh"
-#include "run/options.h"
 
-struct AttentionOptions {
-    std::string kernel = "all", shapes, dtype = "all", hs = "64", out;
+struct AttentionOptions : Output {
+    std::string kernel = "all", shapes, dtype = "all", hs = "64";
     int heads = 12;
-    bool no_causal = false, quick = false, json = false;
+    bool no_causal = false, quick = false;
 
     template <class X>
     bool has() const {
@@ -30,29 +28,22 @@ struct AttentionProgram {
 template <class Run>
 int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o, Run run,
                    const std::vector<Option>& more = {}) {
-    return run_program(program.name, [&] {
-        const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
-        const std::string json = std::string("append rows to dev/results/<gpu>/") + program.results + ".jsonl";
-        std::vector<Option> table = {
-            {"--kernel", "", Option::String, &o.kernel, program.kernel, ""},
-            {"--shapes", "", Option::String, &o.shapes, shapes.c_str(), ""},
-            {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
-            {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-            {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
-            {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key", ""},
-            {"--quick", "", Option::Flag, &o.quick, program.quick, ""},
-            {"--json", "", Option::Flag, &o.json, json.c_str(), ""},
-            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-        };
-        table.insert(table.end(), more.begin(), more.end());
-        if (parse_options(argc, argv, table)) {
-            std::fputs(options_help(program.name, program.about, table).c_str(), stdout);
-            return 0;
-        }
+    const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
+    std::vector<Option> table = {
+        {"--kernel", "", Option::String, &o.kernel, program.kernel},
+        {"--shapes", "", Option::String, &o.shapes, shapes.c_str()},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+        {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
+        {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key"},
+        {"--quick", "", Option::Flag, &o.quick, program.quick},
+    };
+    table.insert(table.end(), more.begin(), more.end());
+    return bench_main(argc, argv, program.name, program.about, program.results + std::string(".jsonl"), o, table, [&] {
         if (!o.shapes.empty()) parse_shapes(o.shapes);
         check_kernel_name(o.kernel);
         Cuda dev;
-        Log log = results_log(dev, program.results, o.out, o.json);
+        Log log = results_log(dev, program.results, o);
         return run(dev, log);
     });
 }

@@ -9,6 +9,7 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
@@ -24,6 +25,7 @@
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/cuda.h"
 #include "run/log.h"
+#include "run/options.h"
 
 // Milliseconds, or a rate, in each protocol. NaN if not measured.
 struct Figures {
@@ -47,22 +49,14 @@ class Event {
     cudaEvent_t event_;
 };
 
-// One thread waits, so that the host can queue all of a timed pass behind it. The time is then the GPU's and does not
-// depend on how fast the host launches.
-static __global__ void wait_kernel(long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    while (now - start < static_cast<unsigned long long>(ns));
-}
-
 // launch(i) enqueues the i-th run of the timed work. It may use i to rotate buffers. Each run comes after a rest of
 // four times the length of the run before, at most max_rest ms. Without it the clock falls after 60 ms of attention's
-// backward.
+// backward. The GPU pauses before it, so that the host can queue all of a timed pass. The time is then the GPU's and does
+// not depend on how fast the host launches.
 template <class Launch>
 double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
     constexpr int kWarmUps = 3, kRuns = 15;
-    constexpr long long kHeadStartNs = 200'000;
+    constexpr unsigned kHeadStartNs = 200'000;
     dev.sync();
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     int i = 0;
@@ -73,8 +67,7 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
         dev.sync();
         std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(rest));
         Event start, end;
-        wait_kernel<<<1, 1, 0, dev.stream>>>(kHeadStartNs);
-        LAUNCH_CHECK("wait_kernel");
+        dev.pause(kHeadStartNs);
         start.record(dev);
         launch(i++);
         end.record(dev);
@@ -87,7 +80,7 @@ double cool_ms(const Cuda& dev, Launch launch, double max_rest = 50.) {
 
 // about_ms: the rough length of a run. It tells how many runs fill half a second.
 template <class Launch>
-double sustained_ms(const Cuda& dev, Launch launch, double about_ms) {
+double sustained_ms(const Cuda& dev, double about_ms, Launch launch) {
     const int runs = std::max(1, static_cast<int>(std::ceil(500. / about_ms)));
     Event start, end;
     for (int i = 0; i < runs; i++) launch(i);
@@ -98,10 +91,10 @@ double sustained_ms(const Cuda& dev, Launch launch, double about_ms) {
 }
 
 template <class Launch>
-Figures measure_ms(const Cuda& dev, Launch launch, bool quick) {
+Figures measure_ms(const Cuda& dev, bool quick, Launch launch) {
     Figures ms;
     ms.cool = cool_ms(dev, launch);
-    if (!quick) ms.sustained = sustained_ms(dev, launch, ms.cool);
+    if (!quick) ms.sustained = sustained_ms(dev, ms.cool, launch);
     return ms;
 }
 
@@ -190,7 +183,7 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
         CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &alpha, a, type, n, b, type, n, &beta, c,
                                   type, n, compute, CUBLAS_GEMM_DEFAULT));
     };
-    return tflops(2. * n * n * n, measure_ms(dev, product, quick));
+    return tflops(2. * n * n * n, measure_ms(dev, quick, product));
 }
 
 // Bytes a second of a device-to-device copy that fits no cache. Reads and writes both count.
@@ -201,7 +194,7 @@ inline Figures copy_rate(const Cuda& dev, bool quick) {
     const auto copy = [&](int) {
         CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
     };
-    const Figures ms = measure_ms(dev, copy, quick);
+    const Figures ms = measure_ms(dev, quick, copy);
     return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
 }
 
@@ -217,12 +210,32 @@ inline std::string first_line_of(const char* command) {
     return line;
 }
 
-// Rows go to the file `out` if it is named. Otherwise they go to dev/results with `json`, or nowhere without it.
-inline Log results_log(const Cuda& dev, const std::string& bench, const std::string& out, bool json) {
-    if (out.empty() && !json) return Log();
+// A benchmark's rows go to the file `out` if it is named. Otherwise they go to dev/results with `json`, or nowhere
+// without it.
+struct Output {
+    std::string out;
+    bool json = false;
+};
+
+// The main of a benchmark. It adds the options of its output to the table, and calls run() unless the command line only
+// asks for help.
+inline int bench_main(int argc, char** argv, const char* name, const char* about, const std::string& file, Output& to,
+                      std::vector<Option> table, const std::function<int()>& run) {
+    const std::string json = "append rows to dev/results/<gpu>/" + file;
+    table.push_back({"--json", "", Option::Flag, &to.json, json.c_str()});
+    table.push_back({"--out", "", Option::String, &to.out, "append rows to this file"});
+    return run_program(name, [&] {
+        if (!parse_options(argc, argv, table)) return run();
+        std::fputs(options_help(name, about, table).c_str(), stdout);
+        return 0;
+    });
+}
+
+inline Log results_log(const Cuda& dev, const std::string& bench, const Output& to) {
+    if (to.out.empty() && !to.json) return Log();
     std::string gpu = dev.name;
     std::replace(gpu.begin(), gpu.end(), ' ', '-');
-    const std::filesystem::path path = out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : out;
+    const std::filesystem::path path = to.out.empty() ? "dev/results/" + gpu + "/" + bench + ".jsonl" : to.out;
     if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path());
     return Log(path.string());
 }

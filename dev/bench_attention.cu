@@ -44,14 +44,10 @@ template <class X>
 double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
     const KernelRun<X>& run = buffers.run;
     const AttentionShape& s = run.s;
-    Oracle oracle(dev, s.T, s.HS);
     Errors errors(dev, s);
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++) {
-            gather<X>(dev, oracle, buffers.qkv, buffers.dout, s, b, h);
-            oracle.run(s.causal, s.resolved_scale());
-            errors.add<X>(oracle, run.out, run.lse, run.dqkv, b, h);
-        }
+    for_each_head<X>(dev, buffers.qkv, buffers.dout, s, [&](const Oracle& oracle, int b, int h) {
+        errors.add<X>(oracle, run.out, run.lse, run.dqkv, b, h);
+    });
     errors.fetch();
     double worst = 0;
     for (int tensor = 0; tensor < (run.kernel.backward ? kTensors : Dq); tensor++) keep_worst(worst, errors.l2(tensor));
@@ -61,9 +57,7 @@ double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Measurement
 
-struct Measured {
-    Figures ms[2];  // forward, backward
-};
+using Measured = std::array<Figures, 2>;  // forward, backward
 
 static std::string cells(double ms, double rate, double gemm, double naive_ms) {
     if (std::isnan(ms)) return format("%9s %6s %5s %6s", "-", "-", "-", "-");
@@ -117,19 +111,17 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     }
 
     Measured measured;
-    measured.ms[0] = measure_ms(
-        dev, [&](int i) { runs[i % sets]->forward(dev); }, quick);
+    measured[0] = measure_ms(dev, quick, [&](int i) { runs[i % sets]->forward(dev); });
     if (kernel.backward)
-        measured.ms[1] = measure_ms(
-            dev, [&](int i) { runs[i % sets]->backward(dev); }, quick);
+        measured[1] = measure_ms(dev, quick, [&](int i) { runs[i % sets]->backward(dev); });
     else
         std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
     if (subject.is_naive()) naive_ms[shape] = measured;
     const auto naive = naive_ms.find(shape);
     const double forward_flops = 4. * s.B * s.NH * s.T * s.T * s.HS * (s.causal ? 0.5 : 1.);
     for (int pass = 0; pass < (kernel.backward ? 2 : 1); pass++) {
-        const Figures ms = measured.ms[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
-        const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second.ms[pass];
+        const Figures ms = measured[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
+        const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second[pass];
         const char* pass_name = pass ? "bwd" : "fwd";
         std::printf("%-17s %-5s %-4s %s | %s | %s | %.1e\n", subject.name, dtype, pass_name, shape.c_str(),
                     cells(ms.cool, rate.cool, gemm.cool, naive_pass.cool).c_str(),

@@ -15,14 +15,13 @@
 #include "dev/bench.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
-#include "run/options.h"
 
 namespace {
 
-struct Options {
-    std::string layer, dtype = "bf16", out;
+struct Options : Output {
+    std::string layer, dtype = "bf16";
     int B = 64, T = 1024, C = 768;
-    bool quick = false, json = false;
+    bool quick = false;
 };
 
 // One tensor of a call. It has `columns` elements for each row, or `columns` in all.
@@ -99,23 +98,23 @@ struct Memory {
     }
 };
 
-// The least that a call moves and computes, for each row and in addition.
+// The least that a call moves and computes, for each row and in addition, and its rows if they are not B·T.
 struct Work {
     double bytes_per_row = 0, bytes = 0, flops_per_row = 0;
+    size_t rows = 0;
 };
 
 template <class X>
 class Bench {
   public:
-    Bench(Cuda& dev, const Options& o)
-        : dev_(dev), o_(o), N_(size_t(o.B) * o.T), log_(results_log(dev, "layers", o.out, o.json)) {}
+    Bench(Cuda& dev, const Options& o) : dev_(dev), o_(o), N_(size_t(o.B) * o.T), log_(results_log(dev, "layers", o)) {}
 
     // call(memory) runs the layer. The code is the same on both backends.
     template <class Call>
-    void layer(const std::string& name, const std::vector<Tensor>& tensors, Work work, Call call, size_t rows = 0) {
+    void layer(const std::string& name, const std::vector<Tensor>& tensors, Work work, Call call) {
         if (name.find(o_.layer) == std::string::npos) return;
         if (measured++ == 0) measure_ceilings();
-        const size_t N = rows ? rows : N_;
+        const size_t N = work.rows ? work.rows : N_;
         const double error = relative_error(tensors, call);
         if (!(error <= (std::is_same_v<X, bf16> ? 6e-3 : dev_.tf32 ? 2e-3 : 1e-5))) {
             std::printf("%-40s | WRONG: relative error %.2e against fp64\n", name.c_str(), error);
@@ -123,8 +122,7 @@ class Bench {
             return;
         }
         const Memory<Cuda, X> memory(dev_, N, tensors, scratch_bytes());
-        const Figures ms = measure_ms(
-            dev_, [&](int) { call(memory); }, o_.quick);
+        const Figures ms = measure_ms(dev_, o_.quick, [&](int) { call(memory); });
         const double bytes = work.bytes_per_row * N + work.bytes, flops = work.flops_per_row * N;
         Row row = result_row(dev_, "layers").add("layer", name).add("dtype", o_.dtype).add("rows", (long long)N);
         row.add("C", o_.C).add("ms", ms.cool).add("ms_sustained", ms.sustained);
@@ -249,40 +247,33 @@ int run(Cuda& dev, const Options& o) {
     b.layer(
         "gelu backward, gelu again", {X_(4 * C, kOut), g_(4 * C), X_(4 * C, kOut), X_(4 * C), X_(4 * C)}, {16 * x * C},
         [&](const auto& m) { gelu_backward(m.dev, m.x(0), m.a(1), m.x(2), m.scratch, m.x(3), m.x(4), m.N, 4 * C); });
-    b.layer(
-        "classifier", {X_(Vp), A_(1, kOut), tokens}, {2 * x * Vp},
-        [&](const auto& m) { classifier(m.dev, m.x(0), m.a(1), m.tokens(2), 1e-4f, m.N, V, Vp); }, kChunk);
+    b.layer("classifier", {X_(Vp), A_(1, kOut), tokens}, {2 * x * Vp, 0, 0, kChunk},
+            [&](const auto& m) { classifier(m.dev, m.x(0), m.a(1), m.tokens(2), 1e-4f, m.N, V, Vp); });
     const size_t parameters = size_t(124) << 20;
-    b.layer(
-        "gradient norm", {g_(1, kOut), A_(1)}, {f},
-        [&](const auto& m) { global_norm(m.dev, m.a(0), m.scratch, m.a(1), m.N); }, parameters);
+    b.layer("gradient norm", {g_(1, kOut), A_(1)}, {f, 0, 0, parameters},
+            [&](const auto& m) { global_norm(m.dev, m.a(0), m.scratch, m.a(1), m.N); });
     const Tensor master = {Tensor::A, true, 1, 1, 0, 0}, squares = {Tensor::A, true, 1, 1e-3, 1e-2};
-    b.layer(
-        "adamw", {X_(1), master, A_(1), squares, A_(1), g_(1)}, {7 * f + (sizeof(X) < sizeof(float) ? x : 0)},
-        [&](const auto& m) {
-            const ParamRange range = {0, m.N, true};
-            adamw_update(m.dev, m.x(0), m.a(1), m.a(2), m.a(3), m.a(4), m.a(5), &range, 1,
-                         {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.f, 1, 1});
-            if constexpr (std::is_same_v<std::decay_t<decltype(m.dev)>, Cpu>)
-                std::copy_n(m.x(0), m.N, m.a(1));  // the reference keeps no master weights
-        },
-        parameters);
+    b.layer("adamw", {X_(1), master, A_(1), squares, A_(1), g_(1)},
+            {7 * f + (sizeof(X) < sizeof(float) ? x : 0), 0, 0, parameters}, [&](const auto& m) {
+                const ParamRange range = {0, m.N, true};
+                adamw_update(m.dev, m.x(0), m.a(1), m.a(2), m.a(3), m.a(4), m.a(5), &range, 1,
+                             {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.f, 1, 1});
+                if constexpr (std::is_same_v<std::decay_t<decltype(m.dev)>, Cpu>)
+                    std::copy_n(m.x(0), m.N, m.a(1));  // the reference keeps no master weights
+            });
 
     const auto matmuls = [&](int C, int OC, size_t rows) {
         const std::string name = format("matmul %d to %d ", C, OC);
         const double flops = 2. * C * OC, moved = x * (C + OC), weight = x * C * OC;
         const Tensor w = w_(size_t(OC) * C, 1 / std::sqrt(C));
+        b.layer(name + "forward", {X_(OC, kOut), X_(C), w, w_(OC)}, {moved, weight, flops, rows},
+                [=](const auto& m) { matmul_forward(m.dev, m.x(0), m.x(1), m.x(2), m.x(3), m.N, C, OC); });
         b.layer(
-            name + "forward", {X_(OC, kOut), X_(C), w, w_(OC)}, {moved, weight, flops},
-            [=](const auto& m) { matmul_forward(m.dev, m.x(0), m.x(1), m.x(2), m.x(3), m.N, C, OC); }, rows);
-        b.layer(
-            name + "weight gradient", {g_(size_t(OC) * C), X_(OC), X_(C)}, {moved, 2 * f * C * OC, flops},
-            [=](const auto& m) { matmul_backward(m.dev, no(m.x(1)), m.a(0), m.x(1), m.x(2), no(m.x(1)), m.N, C, OC); },
-            rows);
-        b.layer(
-            name + "input gradient", {X_(C, kOut), X_(OC), w}, {moved, weight, flops},
-            [=](const auto& m) { matmul_backward(m.dev, m.x(0), nullptr, m.x(1), no(m.x(1)), m.x(2), m.N, C, OC); },
-            rows);
+            name + "weight gradient", {g_(size_t(OC) * C), X_(OC), X_(C)}, {moved, 2 * f * C * OC, flops, rows},
+            [=](const auto& m) { matmul_backward(m.dev, no(m.x(1)), m.a(0), m.x(1), m.x(2), no(m.x(1)), m.N, C, OC); });
+        b.layer(name + "input gradient", {X_(C, kOut), X_(OC), w}, {moved, weight, flops, rows}, [=](const auto& m) {
+            matmul_backward(m.dev, m.x(0), nullptr, m.x(1), no(m.x(1)), m.x(2), m.N, C, OC);
+        });
     };
     matmuls(C, 3 * C, 0);
     matmuls(C, C, 0);
@@ -317,22 +308,16 @@ int run(Cuda& dev, const Options& o) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("bench_layers", [&] {
-        Options o;
-        std::vector<Option> table = {
-            {"--layer", "", Option::String, &o.layer, "only layers whose name contains this", ""},
-            {"--dtype", "", Option::Choice, &o.dtype, "storage of weights and activations", "bf16|fp32"},
-            {"--batch", "-b", Option::Int, &o.B, "sequences", "1..1024"},
-            {"--tokens", "-t", Option::Int, &o.T, "tokens of a sequence", "1..65536"},
-            {"--channels", "", Option::Int, &o.C, "channels of the model", "1..8192"},
-            {"--quick", "", Option::Flag, &o.quick, "skip the sustained protocol", ""},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/layers.jsonl", ""},
-            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-        };
-        if (parse_options(argc, argv, table)) {
-            std::fputs(options_help("bench_layers", "Validates and times the layers.", table).c_str(), stdout);
-            return 0;
-        }
+    Options o;
+    const std::vector<Option> table = {
+        {"--layer", "", Option::String, &o.layer, "only layers whose name contains this"},
+        {"--dtype", "", Option::Choice, &o.dtype, "storage of weights and activations", "bf16|fp32"},
+        {"--batch", "-b", Option::Int, &o.B, "sequences", "1..1024"},
+        {"--tokens", "-t", Option::Int, &o.T, "tokens of a sequence", "1..65536"},
+        {"--channels", "", Option::Int, &o.C, "channels of the model", "1..8192"},
+        {"--quick", "", Option::Flag, &o.quick, "skip the sustained protocol"},
+    };
+    return bench_main(argc, argv, "bench_layers", "Validates and times the layers.", "layers.jsonl", o, table, [&] {
         Cuda dev;
         return o.dtype == "bf16" ? run<bf16>(dev, o) : run<float>(dev, o);
     });

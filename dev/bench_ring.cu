@@ -18,12 +18,12 @@
 #include "dev/ring_part.h"
 #include "layers/comm/comm.h"
 #include "layers/comm/job.h"
-#include "run/options.h"
+#include "layers/comm/reference_comm.h"
 
-struct Options {
+struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
-    std::string hs = "64", out;
-    bool quick = false, blocks = false, nccl = false, json = false;
+    std::string hs = "64";
+    bool quick = false, blocks = false, nccl = false;
 };
 
 // Sends through NCCL even between GPUs that could share memory, as between machines.
@@ -33,14 +33,9 @@ struct ByNccl : NcclComm {
 };
 
 // Stands in for a communicator and sends nothing.
-struct NoComm {
-    int rank, size;
-    void fork() {}
-    void join() {}
-    void head_start() {}
-    void share(void*, size_t) {}
-    template <class Calls>
-    void group(Calls) {}
+struct NoComm : CallsInOrder {
+    const int rank, size;
+    NoComm(int rank, int size) : rank(rank), size(size) {}
     template <class X>
     void send_recv(int, const X*, size_t, int, X*, size_t) {}
     template <class X>
@@ -53,18 +48,12 @@ struct Bench {
     const Cuda& dev;
     Job& job;
     Comm& comm;
-    const int NH, HS;
-    const DeviceMemory flag;  // of the collective that lets all ranks start together
+    const int NH = options.heads, HS = std::atoi(options.hs.c_str());
+    const size_t flag_bytes = size_t(job.size) * sizeof(float);
+    const DeviceMemory flag = device_memory(dev, flag_bytes);  // of the collective that lets all ranks start together
 
-    Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm)
-        : options(o),
-          dev(dev),
-          job(job),
-          comm(comm),
-          NH(o.heads),
-          HS(std::atoi(o.hs.c_str())),
-          flag(device_memory(dev, size_t(job.size) * sizeof(float))) {
-        dev.zero(flag.get(), size_t(job.size) * sizeof(float));
+    Bench(const Options& o, const Cuda& dev, Job& job, Comm& comm) : options(o), dev(dev), job(job), comm(comm) {
+        dev.zero(flag.get(), flag_bytes);
     }
     void start_together() const {
         comm.fork();
@@ -86,9 +75,7 @@ struct Bench {
         const double idle = together([] {});
         Figures ms;
         ms.cool = together(launch) - idle;
-        if (!options.quick)
-            ms.sustained = slowest(sustained_ms(
-                dev, [&](int) { launch(); }, ms.cool));
+        if (!options.quick) ms.sustained = slowest(sustained_ms(dev, ms.cool, [&](int) { launch(); }));
         return ms;
     }
     // Calls use(ring) with a rank's ring of chunks of Tc tokens. Its memory is random, because zeros draw less power.
@@ -203,22 +190,16 @@ void run_bench(const Bench<Comm>& b) {
     const int N = b.job.size, Tc = o.tokens / 2;
     validate(b);
     const Sequence<bf16> whole(b.dev, N * o.tokens, b.NH, b.HS, 1), part(whole, Zigzag{N}, b.job.rank);
-    Figures single[2], ring_ms[2], still[2], hop[2];
-    const auto time = [&](Figures* ms, auto forward, auto backward) {
-        ms[0] = b.measure(forward);
-        ms[1] = b.measure([&] { forward(), backward(); });
+    const auto time = [&](const Sequence<bf16>& on, auto&... ring) -> std::array<Figures, 2> {
+        return {b.measure([&] { on.forward(ring...); }), b.measure([&] { on.forward(ring...), on.backward(ring...); })};
     };
-    time(
-        single, [&] { whole.forward(); }, [&] { whole.backward(); });
-    const auto time_ring = [&](auto& comm, Figures* ms) {
-        b.with_ring(comm, Tc, [&](auto& ring) {
-            time(
-                ms, [&] { part.forward(ring); }, [&] { part.backward(ring); });
-        });
+    const auto time_ring = [&](auto& comm) {
+        std::array<Figures, 2> ms;
+        b.with_ring(comm, Tc, [&](auto& ring) { ms = time(part, ring); });
+        return ms;
     };
-    time_ring(b.comm, ring_ms);
-    NoComm none{b.job.rank, N};
-    time_ring(none, still);
+    NoComm none(b.job.rank, N);
+    const std::array<Figures, 2> single = time(whole), ring_ms = time_ring(b.comm), still = time_ring(none);
 
     const size_t n = 2 * part.n, bytes = 2 * n * (sizeof(bf16) + sizeof(float));  // n: K and V
     const DeviceMemory memory = device_memory(b.dev, bytes);
@@ -226,6 +207,7 @@ void run_bench(const Bench<Comm>& b) {
     bf16* kv = as<bf16>(memory);
     float* dkv = reinterpret_cast<float*>(kv + 2 * n);
     const int next = (b.job.rank + 1) % N, before = (b.job.rank + N - 1) % N;
+    Figures hop[2];
     for (int pass = 0; pass < 2; pass++)
         hop[pass] = b.measure([&] {
             b.comm.fork();
@@ -238,7 +220,7 @@ void run_bench(const Bench<Comm>& b) {
     b.comm.share(nullptr, 0);
 
     if (b.job.rank > 0) return;
-    Log log = results_log(b.dev, "ring_speed", o.out, o.json);
+    Log log = results_log(b.dev, "ring_speed", o);
     const char* passes[] = {"forward", "forward+backward"};
     std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained\n", b.dev.name.c_str(), N, o.tokens,
                 b.NH, b.HS);
@@ -262,23 +244,17 @@ void run_bench(const Bench<Comm>& b) {
 }
 
 int main(int argc, char** argv) {
-    return run_program("bench_ring", [&] {
-        Options o;
-        std::vector<Option> table = {
-            {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
-            {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
-            {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
-            {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-            {"--quick", "", Option::Flag, &o.quick, "cool figures only", ""},
-            {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines", ""},
-            {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit", ""},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring_speed.jsonl", ""},
-            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-        };
-        if (parse_options(argc, argv, table)) {
-            std::fputs(options_help("bench_ring", "Ring attention's speed.", table).c_str(), stdout);
-            return 0;
-        }
+    Options o;
+    const std::vector<Option> table = {
+        {"--gpus", "", Option::Int, &o.gpus, "so many GPUs of this machine; 0: as a launcher started us", "0..64"},
+        {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
+        {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
+        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+        {"--quick", "", Option::Flag, &o.quick, "cool figures only"},
+        {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines"},
+        {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit"},
+    };
+    return bench_main(argc, argv, "bench_ring", "Ring attention's speed.", "ring_speed.jsonl", o, table, [&] {
         const Place place = place_from_environment();
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");

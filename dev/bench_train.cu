@@ -20,14 +20,15 @@ namespace {
 // call is its FLOPs and the least bytes that it must move, with every tensor read or written once.
 
 struct Work {
+    std::string name;
     double flops = 0, bytes = 0;
 };
 
 struct Timed : Cuda {
     using Cuda::Cuda;
+    size_t x = 0;  // bytes of an activation
     struct Line {
-        Work work;
-        double ms = 0;
+        double flops = 0, bytes = 0, ms = 0;
         int calls = 0;
     };
     mutable std::map<std::string, Line> lines;
@@ -39,12 +40,12 @@ struct Timed : Cuda {
     mutable std::list<Lap> laps;
 
     template <class Call>
-    void time(const std::string& name, Work work, Call call) const {
-        if (!lines.count(name)) order.push_back(name);
-        Line& line = lines[name];
-        line.work.flops += work.flops, line.work.bytes += work.bytes, line.calls++;
+    void time(const Work& work, Call call) const {
+        if (!lines.count(work.name)) order.push_back(work.name);
+        Line& line = lines[work.name];
+        line.flops += work.flops, line.bytes += work.bytes, line.calls++;
         Lap& lap = laps.emplace_back();
-        lap.name = name;
+        lap.name = work.name;
         lap.start.record(*this);
         call(static_cast<const Cuda&>(*this));
         lap.end.record(*this);
@@ -54,130 +55,85 @@ struct Timed : Cuda {
         laps.clear();
     }
     void zero(void* p, size_t bytes) const {
-        time("clear", {0, double(bytes)}, [&](const Cuda& dev) { dev.zero(p, bytes); });
+        time({"clear", 0, double(bytes)}, [&](const Cuda& dev) { dev.zero(p, bytes); });
     }
 };
 
-template <class X>
-double bytes_of(double elements) {
-    return elements * sizeof(X);
+// Calls f with the numbers among a layer's arguments, in their order: its sizes.
+template <class F, class... A>
+Work work_of(F f, const A&... a) {
+    const auto number = [](auto x) {
+        if constexpr (std::is_arithmetic_v<decltype(x)>)
+            return std::tuple<double>(x);
+        else
+            return std::tuple<>();
+    };
+    return std::apply(f, std::tuple_cat(number(a)...));
 }
 
-// The layer functions again for Timed. Overload resolution prefers them to those for its base, Cuda.
-template <class X>
-void encoder_forward(const Timed& t, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
-                     const Positions& positions) {
-    t.time("encoder forward", {0, bytes_of<X>(2. * B * T * C)},
-           [&](const Cuda& dev) { encoder_forward(dev, out, tokens, wte, wpe, B, T, C, positions); });
+// The layer functions again for Timed. Overload resolution prefers them to those for its base, Cuda. A call has the
+// work that follows from its sizes, and from x, the bytes of an activation.
+#define LAYER(function, sizes, ...)                                                 \
+    template <class... A>                                                           \
+    void function(const Timed& t, const A&... a) {                                  \
+        const auto work = [x = t.x] sizes { return Work{__VA_ARGS__}; };            \
+        t.time(work_of(work, a...), [&](const Cuda& dev) { function(dev, a...); }); \
+    }
+Work product(double x, const char* what, double N, double C, double OC, double more_bytes = 0) {
+    return {format("matmul %.0f to %.0f %s", C, OC, what), 2 * N * C * OC, x * (N * C + N * OC + C * OC) + more_bytes};
 }
-template <class X>
-void encoder_backward(const Timed& t, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
-                      int T, int C, const Positions& positions) {
-    t.time("encoder backward", {0, bytes_of<X>(2. * B * T * C)},
-           [&](const Cuda& dev) { encoder_backward(dev, dwte, dwpe, scratch, dout, plan, B, T, C, positions); });
-}
-template <class X>
-void layernorm_forward(const Timed& t, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
-                       size_t N, int C) {
-    t.time("layernorm forward", {0, bytes_of<X>(2. * N * C)},
-           [&](const Cuda& dev) { layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C); });
-}
-template <class X>
-void residual_layernorm_forward(const Timed& t, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
-                                const X* weight, const X* bias, size_t N, int C) {
-    t.time("residual + layernorm forward", {0, bytes_of<X>(4. * N * C)}, [&](const Cuda& dev) {
-        residual_layernorm_forward(dev, residual, out, mean, rstd, a, b, weight, bias, N, C);
-    });
-}
-template <class X>
-void layernorm_backward(const Timed& t, X* dinp, float* dweight, float* dbias, float* dinp_sum, void* scratch,
-                        const X* dout, const X* inp, const X* weight, const float* mean, const float* rstd, size_t N,
-                        int C) {
-    t.time("layernorm backward", {0, bytes_of<X>(4. * N * C)}, [&](const Cuda& dev) {
-        layernorm_backward(dev, dinp, dweight, dbias, dinp_sum, scratch, dout, inp, weight, mean, rstd, N, C);
-    });
-}
-std::string shape_name(const char* what, int C, int OC) {
-    return format("matmul %d to %d %s", C, OC, what);
-}
-template <class X>
-Work product(double N, double C, double OC, double more_bytes = 0) {
-    return {2 * N * C * OC, bytes_of<X>(N * C + N * OC + C * OC) + more_bytes};
-}
+LAYER(encoder_forward, (double B, double T, double C), "encoder forward", 0, 2 * x * B * T * C)
+LAYER(encoder_backward, (double B, double T, double C), "encoder backward", 0, 2 * x * B * T * C)
+LAYER(layernorm_forward, (double N, double C), "layernorm forward", 0, 2 * x * N * C)
+LAYER(residual_layernorm_forward, (double N, double C), "residual + layernorm forward", 0, 4 * x * N * C)
+LAYER(layernorm_backward, (double N, double C), "layernorm backward", 0, 4 * x * N * C)
+LAYER(matmul_gelu_forward, (double N, double C, double OC), product(x, "forward, gelu", N, C, OC, (N * OC) * x))
+LAYER(qkv_bias_backward, (double N, double C), "bias gradients of q, k, v", 0, (N * C + C * C) * x)
+LAYER(attention_forward, (double B, double T, double NH, double HS), "attention forward", 2 * B * T * T * NH * HS,
+      4 * x * B * T * NH * HS)
+LAYER(attention_backward, (double B, double T, double NH, double HS), "attention backward", 5 * B * T * T * NH * HS,
+      8 * x * B * T * NH * HS)
+LAYER(classifier, (double, double N, double, double Vp), "classifier", 0, 2 * x * N * Vp)
+LAYER(global_norm, (double n), "gradient norm", 0, sizeof(float) * n)
 template <class X>
 void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
-    t.time(shape_name("forward", C, OC), product<X>(N, C, OC),
+    t.time(product(t.x, "forward", N, C, OC),
            [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC); });
-}
-template <class X>
-void matmul_gelu_forward(const Timed& t, X* out, X* pre, const X* inp, const X* weight, const X* bias, size_t N, int C,
-                         int OC) {
-    t.time(shape_name("forward, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>(double(N) * OC)),
-           [&](const Cuda& dev) { matmul_gelu_forward(dev, out, pre, inp, weight, bias, N, C, OC); });
-}
-template <class X>
-void qkv_bias_backward(const Timed& t, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
-                       size_t N, int C) {
-    t.time("bias gradients of q, k, v", {0, bytes_of<X>(double(N) * C + double(C) * C)},
-           [&](const Cuda& dev) { qkv_bias_backward(dev, dqkvb, scratch, dqkv, dprojb, projw, N, C); });
 }
 template <class X>
 void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
                      int C, int OC, bool accumulate = true) {
+    const double sums = double(C) * OC * ((accumulate ? 8 : 4) - t.x);
     if (dweight)
-        t.time(shape_name("weight gradient", C, OC),
-               product<X>(N, C, OC, double(C) * OC * ((accumulate ? 8 : 4) - sizeof(X))), [&](const Cuda& dev) {
-                   matmul_backward<X>(dev, nullptr, dweight, dout, inp, nullptr, N, C, OC, accumulate);
-               });
+        t.time(product(t.x, "weight gradient", N, C, OC, sums), [&](const Cuda& dev) {
+            matmul_backward<X>(dev, nullptr, dweight, dout, inp, nullptr, N, C, OC, accumulate);
+        });
     if (dinp)
-        t.time(shape_name("input gradient", C, OC), product<X>(N, C, OC),
+        t.time(product(t.x, "input gradient", N, C, OC),
                [&](const Cuda& dev) { matmul_backward<X>(dev, dinp, nullptr, dout, nullptr, weight, N, C, OC); });
 }
 template <class X>
 void matmul_gelu_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,
                           const X* weight, const X* pre, size_t N, int C, int OC) {
-    t.time(
-        shape_name("input gradient, gelu", C, OC), product<X>(N, C, OC, bytes_of<X>((out ? 2. : 1.) * N * C)),
-        [&](const Cuda& dev) { matmul_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC); });
-}
-template <class X>
-void attention_forward(const Timed& t, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
-                       int T, int NH, int HS) {
-    const double n = double(B) * T * NH * HS;
-    t.time("attention forward", {2 * n * T, bytes_of<X>(4 * n)},
-           [&](const Cuda& dev) { attention_forward(dev, kind, out, lse, att, scratch, qkv, B, T, NH, HS); });
-}
-template <class X>
-void attention_backward(const Timed& t, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
-    const double n = double(B) * T * NH * HS;
-    t.time("attention backward", {5 * n * T, bytes_of<X>(8 * n)}, [&](const Cuda& dev) {
-        attention_backward(dev, kind, dqkv, scratch, dout, out, lse, att, qkv, B, T, NH, HS);
+    t.time(product(t.x, "input gradient, gelu", N, C, OC, t.x * (out ? 2 : 1) * N * C), [&](const Cuda& dev) {
+        matmul_gelu_backward(dev, dpre, dpre_sum, out, scratch, dout, weight, pre, N, C, OC);
     });
-}
-template <class X>
-void classifier(const Timed& t, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp) {
-    t.time("classifier", {0, bytes_of<X>(2. * N * Vp)},
-           [&](const Cuda& dev) { classifier(dev, logits, losses, targets, dloss, N, V, Vp); });
-}
-void global_norm(const Timed& t, float* out, void* scratch, const float* x, size_t n) {
-    t.time("gradient norm", {0, bytes_of<float>(n)}, [&](const Cuda& dev) { global_norm(dev, out, scratch, x, n); });
 }
 template <class X>
 void adamw_update(const Timed& t, X* params, float* master, float* m, float* v, const float* grads, const float* norm,
                   const ParamRange* ranges, int num_ranges, const AdamW& hyper) {
     double n = 0;
     for (int i = 0; i < num_ranges; i++) n += ranges[i].size;
-    t.time("adamw", {0, bytes_of<float>(7 * n) + (master ? bytes_of<X>(n) : 0.)},
+    t.time({"adamw", 0, n * (7 * sizeof(float) + (master ? t.x : 0))},
            [&](const Cuda& dev) { adamw_update(dev, params, master, m, v, grads, norm, ranges, num_ranges, hyper); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-struct Bench {
-    std::string model = "d12", shapes, precision = "bf16", attention = "flash", out;
+struct Bench : Output {
+    std::string model = "d12", shapes, precision = "bf16", attention = "flash";
     int recompute = 1;
-    bool breakdown = false, json = false;
+    bool breakdown = false;
 };
 
 // A model with a batch of random tokens, and its step.
@@ -250,7 +206,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
     std::printf("%-5s %-5s %-6s %5d %7d %10.2f %10.0f %7.1f %9.2f\n", o.model.c_str(), o.precision.c_str(),
                 o.attention.c_str(), B, T, ms, tok_s, mfu, mem_gib);
     std::fflush(stdout);
-    Log log = results_log(dev, "train", o.out, o.json);
+    Log log = results_log(dev, "train", o);
     Row row = row_of(dev, "train", o, B, T);
     row.add("deterministic", true).add("ms", ms).add("tok_s", tok_s).add("mfu", mfu);
     log.write(row.add("mem_gib", mem_gib).add("loss", double(loss)));
@@ -274,13 +230,12 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
         o.model.c_str(), o.precision.c_str(), B, T, step_ms, gemm.sustained, gemm_size<X>(dev), copy.sustained * 1e-12);
     std::printf("%-40s %5s %8s %6s %8s %6s %8s %6s %8s\n", "call", "calls", "ms", "% step", "TFLOP/s", "%", "TB/s", "%",
                 "beyond");
-    Log log = results_log(dev, "breakdown", o.out, o.json);
+    Log log = results_log(dev, "breakdown", o);
     double sum = 0;
     for (const std::string& name : dev.order) {
         const Timed::Line& line = dev.lines[name];
-        const double ms = line.ms / kSteps, tflops = line.work.flops / line.ms * 1e-9,
-                     tb_s = line.work.bytes / line.ms * 1e-9;
-        const double least = std::max(line.work.flops / gemm.sustained * 1e-9, line.work.bytes / copy.sustained * 1e3);
+        const double ms = line.ms / kSteps, tflops = line.flops / line.ms * 1e-9, tb_s = line.bytes / line.ms * 1e-9;
+        const double least = std::max(line.flops / gemm.sustained * 1e-9, line.bytes / copy.sustained * 1e3);
         const double lost = std::max(0., ms - least / kSteps);  // a call may beat the GEMM and the copy measured here
         sum += ms;
         std::printf("%-40s %5d %8.3f %6.1f %8.1f %6.1f %8.3f %6.1f %8.3f\n", name.c_str(), line.calls / kSteps, ms,
@@ -298,25 +253,19 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("bench_train", [&] {
-        Bench o;
-        bool no_tf32 = false;
-        std::vector<Option> table = {
-            {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
-            {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows", ""},
-            {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
-            {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
-            {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
-            {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls", ""},
-            {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call", ""},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results", ""},
-            {"--out", "", Option::String, &o.out, "append them to this file instead", ""},
-        };
-        if (parse_options(argc, argv, table)) {
-            const char* const about = "Tokens per second and memory of the training step.";
-            std::fputs(options_help("bench_train", about, table).c_str(), stdout);
-            return 0;
-        }
+    Bench o;
+    bool no_tf32 = false;
+    const std::vector<Option> table = {
+        {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
+        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows"},
+        {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
+        {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
+        {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
+        {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls"},
+        {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call"},
+    };
+    const char* const about = "Tokens per second and memory of the training step.";
+    return bench_main(argc, argv, "bench_train", about, "train.jsonl or breakdown.jsonl", o, table, [&] {
         if (o.shapes.empty())
             o.shapes = o.breakdown             ? "64x1024"
                        : o.precision == "bf16" ? "4x1024,8x1024,16x1024,64x1024"
@@ -325,6 +274,7 @@ int main(int argc, char** argv) {
         Timed dev(0);
         dev.tf32 = !no_tf32 && dev.sm >= 80;
         dev.graphs = !o.breakdown;
+        dev.x = o.precision == "bf16" ? sizeof(bf16) : sizeof(float);
         Config config;
         find_config(o.model, &config);
         if (!o.breakdown)

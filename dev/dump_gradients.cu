@@ -19,7 +19,7 @@ struct Dump {
 
 template <class Dev>
 void dump(const Dev& dev, const Dump& o) {
-    const Config config = config_of(read_model_header(o.model));
+    const Config config = read_model_header(o.model).config;
     const Attention attention{o.attention};
     GPT2<Dev, float> model(dev, config, attention, o.B, o.T, 1, true);
     allocate_or_explain(model);
@@ -43,16 +43,11 @@ void dump(const Dev& dev, const Dump& o) {
     float* logits = static_cast<float*>(dev.alloc(num_logits * sizeof(float)));
     matmul_forward<float>(dev, logits, model.activations().lnf, model.weights().wte, nullptr, N, config.C, config.Vp);
 
-    AtomicFile out(o.out);
-    auto write = [&](const void* from, size_t n) {
-        std::vector<float> host(n);
-        dev.download(host.data(), from, n * sizeof(float));
-        out.write(host.data(), n * sizeof(float));
-    };
-    write(model.stats(), 1);
-    write(logits, num_logits);
-    write(model.grads.base, model.num_parameters);
-    out.commit();
+    std::vector<float> out(1 + num_logits + model.num_parameters);
+    dev.download(&out[0], model.stats(), sizeof(float));
+    dev.download(&out[1], logits, num_logits * sizeof(float));
+    dev.download(&out[1 + num_logits], model.grads.base, model.num_parameters * sizeof(float));
+    write_whole_file(o.out, {{out.data(), out.size() * sizeof(float)}});
     dev.free(logits);
 }
 

@@ -5,9 +5,7 @@
 int main(int argc, char** argv) {
     return run_program("encode", [&] {
         if (argc != 3) throw UsageError("give a tokenizer file and a text file");
-        const InputFile file(argv[2]);
-        std::string text(file.size, '\0');
-        file.read(0, text.data(), text.size());
+        const std::string text = InputFile(argv[2]).rest();
         for (const int id : Tokenizer(argv[1]).encode(text, kEndOfText + 1, argv[2])) std::printf("%d\n", id);
         return 0;
     });

@@ -147,6 +147,18 @@ void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const 
     LAUNCH_CHECK("gather_kernel");
 }
 
+// Calls use(oracle, b, h) with fp64's results of each head.
+template <class X, class Use>
+void for_each_head(const Cuda& dev, const X* qkv, const X* dout, const AttentionShape& s, Use use) {
+    Oracle oracle(dev, s.T, s.HS);
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++) {
+            gather(dev, oracle, qkv, dout, s, b, h);
+            oracle.run(s.causal, s.resolved_scale());
+            use(oracle, b, h);
+        }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors against it
 

@@ -8,22 +8,15 @@ The peers: torch_flash (FlashAttention 2), torch_cudnn, torch_efficient (in fp32
 Where FlashAttention 3's module flash_attn_interface is installed, also fa3 and fa3_det, its deterministic form.
 They get what our kernels get: q, k, v as views of one packed (B, T, 3, NH, HS), random values, and buffers that rotate
 through twice the L2 cache. Each is validated first, a head against fp64. What is timed is the bare operator, forward or
-backward, on the GPU alone, in the two protocols of dev/bench.h:
-  cool       0.5 s idle, 3 warm-ups, the median of 15 single launches, each after a rest and queued while the GPU
-             waits in a kernel
-  sustained  0.5 s back to back, then the mean of the next 0.5 s, launched as CUDA graphs
+backward, on the GPU alone, in the two protocols of dev/bench.h. Sustained launches are those of CUDA graphs.
 "ours/peer" is how many times as fast our fastest kernel is at that shape: above 1, ours wins.
 """
 import importlib.util
 import itertools
-import json
 import math
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 
@@ -42,18 +35,12 @@ TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 
 def our_rows(a):
     """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "rows.jsonl")
-        command = [str(ROOT / "dev" / "bench_attention"), "--out", out, "--heads", str(a.heads), "--hs", str(a.hs)]
-        command += ["--dtype", a.dtype, "--kernel", a.kernel] + (["--shapes", a.shapes] if a.shapes else [])
-        command += (["--no-causal"] if a.no_causal else []) + (["--quick"] if a.quick else [])
-        try:
-            code = subprocess.run(command, cwd=ROOT).returncode
-        except FileNotFoundError:
-            results.fail("there is no ./dev/bench_attention: make benches")
-        if code:
-            sys.exit(code)
-        return [json.loads(line) for line in open(out, encoding="utf-8")]
+    done, rows = results.rows_of(
+        ROOT / "dev" / "bench_attention", "--heads", a.heads, "--hs", a.hs, "--dtype", a.dtype, "--kernel", a.kernel,
+        *["--shapes", a.shapes] * bool(a.shapes), *["--no-causal"] * a.no_causal, *["--quick"] * a.quick)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return rows
 
 
 class Peer:
@@ -102,22 +89,18 @@ class Peer:
     def relative_error(self):
         """The largest relative L2 error among out, dq, dk, dv of the last head, against fp64 in blocks of queries."""
         torch = self.torch
-        got = [x[-1, -1].double() for x in (self.out[0], *self.backward(0))]
-        q, k, v, dout = (x[-1, -1].detach().double() for x in (*self.qkv[0], self.dout[0]))
-        T, HS = q.shape
-        out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
-        for rows in torch.arange(T, device="cuda").split(1024):
-            s = q[rows] @ k.T / math.sqrt(HS)
+        q, k, v = (x[-1, -1].detach().double().requires_grad_() for x in self.qkv[0])
+        dout, places = self.dout[0][-1, -1].double(), torch.arange(len(q), device=q.device)
+        out = []
+        for rows in places.split(1024):
+            s = q[rows] @ k.T / math.sqrt(q.shape[1])
             if self.causal:
-                s.masked_fill_(rows[:, None] < torch.arange(T, device="cuda"), -math.inf)
-            p = s.softmax(-1)
-            out[rows] = p @ v
-            dp = dout[rows] @ v.T
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(HS)
-            dq[rows] = ds @ k
-            dk += ds.T @ q[rows]
-            dv += p.T @ dout[rows]
-        return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, (out, dq, dk, dv)))
+                s = s.masked_fill(rows[:, None] < places, -math.inf)
+            out.append(s.softmax(-1) @ v)
+            out[-1].backward(dout[rows])
+        got = [x[-1, -1].double() for x in (self.out[0], *self.backward(0))]
+        wanted = (torch.cat(out), q.grad, k.grad, v.grad)
+        return results.largest(((a - b).norm() / b.norm()).item() for a, b in zip(got, wanted))
 
     def cool_ms(self, run):
         torch, i = self.torch, itertools.count()

@@ -19,7 +19,6 @@ runs on random tokens at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds
 import argparse
 import array
 import concurrent.futures
-import json
 import math
 import multiprocessing
 import os
@@ -35,9 +34,8 @@ from operator import itemgetter
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 import results  # noqa: E402
+from compare_torch import MAX_T, SIZES, V, VP, adamw, gpt2, write  # noqa: E402, F401
 
-SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}  # L, NH, C
-V, VP, MAX_T = 50257, 50304, 1024
 BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION"}
 
 
@@ -47,65 +45,20 @@ class Wrong(Exception):
 
 def our_row(model, B, T):
     """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "rows.jsonl")
-        command = [ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision", "bf16"]
-        try:
-            done = subprocess.run([*map(str, command), "--out", out], cwd=ROOT, capture_output=True, text=True)
-        except FileNotFoundError:
-            sys.exit("peers_train.py: there is no ./dev/bench_train: make benches")
-        if done.returncode and re.search("out of memory|the model needs", done.stderr):
-            return None
-        if done.returncode:
-            sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
-        with open(out, encoding="utf-8") as f:
-            return json.loads(f.readline())
-
-
-def gpt2(torch, L, NH, C, max_T):
-    """GPT-2 as a module from (tokens, targets) to the mean loss; wte is the classifier too. No dropout."""
-    nn, F = torch.nn, torch.nn.functional
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.ln1, self.qkv, self.attproj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
-            self.ln2, self.fc, self.fcproj = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
-
-        def forward(self, x):
-            B, T, _ = x.shape
-            q, k, v = (y.view(B, T, NH, C // NH).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(C, dim=2))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.attproj(y.transpose(1, 2).reshape(B, T, C))
-            return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
-
-    class GPT2(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wte, self.wpe = nn.Embedding(VP, C), nn.Embedding(max_T, C)
-            self.blocks, self.lnf = nn.ModuleList(Block() for _ in range(L)), nn.LayerNorm(C)
-            for name, p in self.named_parameters():
-                if p.dim() == 2:
-                    nn.init.normal_(p, std=0.02 / (math.sqrt(2 * L) if "proj" in name else 1))
-                elif name.endswith("bias"):
-                    nn.init.zeros_(p)
-
-        def forward(self, tokens, targets):
-            x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
-            for block in self.blocks:
-                x = block(x)
-            logits = F.linear(self.lnf(x), self.wte.weight)
-            return F.cross_entropy(logits.view(-1, VP), targets.view(-1))
-    return GPT2()
+    done, rows = results.rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision",
+                                 "bf16", capture_output=True)
+    if done.returncode and re.search("out of memory|the model needs", done.stderr):
+        return None
+    if done.returncode:
+        sys.exit(done.stderr.strip() or f"./dev/bench_train ended with {done.returncode}")
+    return rows[0]
 
 
 def training_step(torch, model, batch):
     """A function that trains `model` for one step on `batch`, tokens and targets in host memory, and gives the loss."""
     params = list(model.parameters())
     device = params[0].device
-    groups = [{"params": [p for p in params if p.dim() == 2], "weight_decay": 0.1},
-              {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    adam = adamw(torch, params, lr=3e-4, weight_decay=0.1, fused=True)
 
     def train():
         tokens, targets = batch.to(device, non_blocking=True)
@@ -162,8 +115,7 @@ def llmc_figures(folder, model, ge, B, T):
     with tempfile.TemporaryDirectory() as shards:
         tokens = array.array("H", random.Random(1).choices(range(V), k=20 * B * T + 1))
         for name in "train.bin", "val.bin":
-            header = array.array("i", [20240520, 1, len(tokens)] + 253 * [0])
-            pathlib.Path(shards, name).write_bytes(header.tobytes() + tokens.tobytes())
+            write(pathlib.Path(shards, name), [20240520, 1, len(tokens)], tokens)
         options = f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} -x 100000 -r 0"
         command = ["./train_gpt2cu", *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split()]
         run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -206,11 +158,11 @@ def in_a_fresh_process(function, *arguments):
             return str(e)
 
 
-def peer_row(kernel, model, B, T, backend, ours, gpu, cuda, **figures):
-    # The same model on the same GPU: MFU goes with tokens per second.
-    mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
-    return results.row("train", gpu, cuda, kernel=kernel, model=model, dtype="bf16", B=B, T=T, gpus=1,
-                       attention="sdpa", sdpa=backend, deterministic=False, mfu=mfu, **figures)
+def torch_figures(model, backend, B, T):
+    try:
+        return in_a_fresh_process(figures_or_reason, SIZES[model], backend, B, T)
+    except Wrong as e:
+        sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
 
 
 def line(row, ours=None):
@@ -218,6 +170,21 @@ def line(row, ours=None):
     ratio = f" {ours['tok_s'] / row['tok_s']:10.2f}" if ours else ""
     return (f"{row['kernel']:13} {row.get('sdpa', row['attention']):12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
             f"{row['tok_s']:9.0f} {mfu:>6} {row['mem_gib']:7.2f}{ratio}")
+
+
+def fastest(kernel, model, B, T, ours, tried, **about):
+    """The row of the fastest, or none. `tried` has kinds of attention, each with its figures or why there are none."""
+    found = []
+    for sdpa, figures in tried:
+        if isinstance(figures, str):
+            print(f"{kernel:13} {sdpa:12} {B:4} {T:6} | skipped: {figures}", flush=True)
+            continue
+        # The same model on the same GPU: MFU goes with tokens per second.
+        mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
+        found.append(results.row("train", kernel=kernel, model=model, dtype="bf16", B=B, T=T, gpus=1, attention="sdpa",
+                                 sdpa=sdpa, deterministic=False, mfu=mfu, **about, **figures))
+        print(line(found[-1], ours), flush=True)
+    return sorted(found, key=itemgetter("ms"))[:1]
 
 
 def shapes_of(text):
@@ -247,29 +214,13 @@ def main():
     for B, T in a.shapes:
         ours = our_row(a.model, B, T)
         print(line(ours) if ours else f"{'train_gpt2cu':13} {'':12} {B:4} {T:6} | skipped: out of memory", flush=True)
-        found = []
-        for backend in BACKENDS:
-            try:
-                figures = in_a_fresh_process(figures_or_reason, SIZES[a.model], backend, B, T)
-            except Wrong as e:
-                sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
-            if isinstance(figures, str):
-                print(f"{'torch_compile':13} {backend:12} {B:4} {T:6} | skipped: {figures}", flush=True)
-                continue
-            found.append(peer_row("torch_compile", a.model, B, T, backend, ours, cuda=torch.version.cuda,
-                                  torch=torch.__version__, **figures))
-            print(line(found[-1], ours), flush=True)
-        rows = ([ours] if ours else []) + sorted(found, key=itemgetter("ms"))[:1]
-        found = []
-        for ge in range(3) if a.llmc and rows else ():
-            figures = llmc_figures(a.llmc, a.model, ge, B, T)
-            if isinstance(figures, str):
-                print(f"{'llm.c':13} {f'-ge {ge}':12} {B:4} {T:6} | skipped: {figures}", flush=True)
-                continue
-            found.append(peer_row("llm.c", a.model, B, T, f"cudnn, -ge {ge}", ours, rows[0]["gpu"], rows[0]["cuda"],
-                                  **figures))
-            print(line(found[-1], ours), flush=True)
-        rows += sorted(found, key=itemgetter("ms"))[:1]
+        rows = [ours] if ours else []
+        figures = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
+        rows += fastest("torch_compile", a.model, B, T, ours, figures, cuda=torch.version.cuda, torch=torch.__version__)
+        if a.llmc and rows:
+            figures = ((f"cudnn, -ge {ge}", llmc_figures(a.llmc, a.model, ge, B, T)) for ge in range(3))
+            about = {field: rows[0][field] for field in ("gpu", "cuda")}
+            rows += fastest("llm.c", a.model, B, T, ours, figures, **about)
         if rows and (a.json or a.out):  # what came before a shape that fails, or is ended, stays
             path = results.append(rows, "train", a.out)
     if path:

@@ -16,6 +16,8 @@
 
 #include "data/corpus.h"
 #include "dev/test.h"
+#include "run/choices.h"
+#include "run/settings.h"
 
 struct Result {
     int code;
@@ -110,6 +112,16 @@ inline std::string tiny() {
     return "--device cpu -e tiny -b 2 -t 64 -v 0 -s 0 -i " + text_file() + " ";
 }
 
+// The program's options after these arguments.
+inline Options options_of(const std::vector<std::string>& arguments) {
+    Options o;
+    std::vector<Option> table = o.table();
+    std::vector<const char*> words = {"train_gpt2cu"};
+    for (const std::string& argument : arguments) words.push_back(argument.c_str());
+    parse_options(static_cast<int>(words.size()), words.data(), table, llm_c_options());
+    return o;
+}
+
 inline bool contains(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
 }
@@ -146,6 +158,26 @@ inline std::string write_shard(const std::string& path, const std::vector<int>& 
     for (int token : tokens) stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
     write_file(path, bytes_of(header) + bytes_of(stored));
     return path;
+}
+
+// Questions in the format of run/choices.h.
+inline void write_choices(const std::string& path, const std::vector<Choice>& choices) {
+    std::vector<int32_t> header = {20240522, 1, static_cast<int32_t>(choices.size()), 0};
+    std::vector<uint16_t> all;
+    for (const Choice& c : choices) {
+        std::vector<uint16_t> one = {65535, 0, uint16_t(c.index), uint16_t(c.label), uint16_t(c.endings.size())};
+        std::vector<std::vector<int>> texts = c.endings;
+        texts.insert(texts.begin(), c.context);
+        for (const std::vector<int>& text : texts) {
+            one.push_back(static_cast<uint16_t>(text.size()));
+            one.insert(one.end(), text.begin(), text.end());
+        }
+        one[1] = static_cast<uint16_t>(2 * one.size());
+        header[3] = std::max<int32_t>(header[3], one[1]);
+        all.insert(all.end(), one.begin(), one.end());
+    }
+    header.resize(256);
+    write_file(path, bytes_of(header) + bytes_of(all));
 }
 inline bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;

@@ -42,7 +42,6 @@
 #include "dev/oracle.cuh"
 #include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/tensor_map.h"
-#include "run/options.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
@@ -692,10 +691,10 @@ struct Result {
 constexpr int kValidated = 1024;  // the T of the check
 constexpr double kAllowed = 4;    // the multiple of naive's L2 error that must not be passed
 
-struct Options {
-    std::string vehicle = "all", dtype = "all", variant = "all", shapes = "32x1024,4x4096,2x16384", out;
+struct Options : Output {
+    std::string vehicle = "all", dtype = "all", variant = "all", shapes = "32x1024,4x4096,2x16384";
     std::string lengths = "2x1024,1x4096,1x16384";
-    bool quick = false, json = false;
+    bool quick = false;
 };
 
 template <class X>
@@ -755,13 +754,9 @@ struct Study {
         naive(dev, results[0].out, qkv, s);
         for (size_t i = 0; i < subjects.size(); i++)
             subjects[i].forward(dev, results[i + 1].out, results[i + 1].lse, qkv, s);
-        Oracle oracle(dev, s.T, HS);
-        for (int b = 0; b < s.B; b++)
-            for (int h = 0; h < s.NH; h++) {
-                gather(dev, oracle, qkv, qkv, s, b, h);
-                oracle.run(true, s.resolved_scale());
-                for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, static_cast<const X*>(nullptr), b, h);
-            }
+        for_each_head<X>(dev, qkv, qkv, s, [&](const Oracle& oracle, int b, int h) {
+            for (Result<X>& r : results) r.errors.add(oracle, r.out, r.lse, static_cast<const X*>(nullptr), b, h);
+        });
         for (Result<X>& r : results) r.errors.fetch();
 
         const double naive_l2 = results[0].errors.l2(Out);
@@ -820,23 +815,7 @@ struct Study {
     }
 };
 
-int study_accumulation(int argc, char** argv) {
-    Options o;
-    std::vector<Option> table = {
-        {"--vehicle", "", Option::Choice, &o.vehicle, "which kernel", "mma.sync|wgmma|all"},
-        {"--dtype", "", Option::Choice, &o.dtype, "of q, k, v, P and out", "fp16|bf16|all"},
-        {"--variant", "", Option::String, &o.variant, "base, pv16, qk16+pv16, … or all", ""},
-        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,… to time, with 12 heads", ""},
-        {"--lengths", "", Option::String, &o.lengths, "BxT,BxT,… for errors, with 2 heads", ""},
-        {"--quick", "", Option::Flag, &o.quick, "errors at T = 1024, no times", ""},
-        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/accumulation.jsonl", ""},
-        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-    };
-    if (parse_options(argc, argv, table)) {
-        const char* const about = "fp16 in flash attention's forward: speed, errors, overflow.";
-        std::fputs(options_help("study_accumulation", about, table).c_str(), stdout);
-        return 0;
-    }
+int study(Options& o) {
     if (o.quick) o.lengths = "2x1024", o.shapes.clear();
     bool validates = false;
     for (const auto& [B, T] : parse_shapes(o.lengths)) validates |= T == kValidated;
@@ -844,7 +823,7 @@ int study_accumulation(int argc, char** argv) {
     if (!o.shapes.empty()) parse_shapes(o.shapes);
 
     Cuda dev;
-    Log log = results_log(dev, "accumulation", o.out, o.json);
+    Log log = results_log(dev, "accumulation", o);
     std::printf("%s: fp16 in flash attention's forward, causal, HS %d\n", dev.name.c_str(), HS);
     Study<__half> fp16{dev, o, log};
     Study<bf16> bf16s{dev, o, log};
@@ -860,5 +839,16 @@ int study_accumulation(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_program("study_accumulation", [&] { return study_accumulation(argc, argv); });
+    Options o;
+    const std::vector<Option> table = {
+        {"--vehicle", "", Option::Choice, &o.vehicle, "which kernel", "mma.sync|wgmma|all"},
+        {"--dtype", "", Option::Choice, &o.dtype, "of q, k, v, P and out", "fp16|bf16|all"},
+        {"--variant", "", Option::String, &o.variant, "base, pv16, qk16+pv16, … or all"},
+        {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,… to time, with 12 heads"},
+        {"--lengths", "", Option::String, &o.lengths, "BxT,BxT,… for errors, with 2 heads"},
+        {"--quick", "", Option::Flag, &o.quick, "errors at T = 1024, no times"},
+    };
+    const char* const about = "fp16 in flash attention's forward: speed, errors, overflow.";
+    return bench_main(argc, argv, "study_accumulation", about, "accumulation.jsonl", o, table,
+                      [&] { return study(o); });
 }

@@ -25,12 +25,10 @@
 #include "attention/ring/chunks.h"
 #include "dev/local_comm.h"
 #include "dev/ring_part.h"
-#include "run/options.h"
 
-struct Options {
+struct Options : Output {
     int tokens = 8192, chunk_tokens = 1024, heads = 12;
-    std::string dtype = "all", out;
-    bool json = false;
+    std::string dtype = "all";
 };
 
 constexpr int HS = 64;
@@ -58,17 +56,6 @@ struct Way {
     Way(const Cuda& dev, const std::string& carry, int ranks, int T, int NH)
         : carry(carry), ranks(ranks), of(dev, T, NH, HS, T), errors(dev, of.s) {}
 };
-
-// Calls f(oracle, h) with fp64's results of each head.
-template <class X, class F>
-void for_each_head(const Sequence<X>& in, F f) {
-    Oracle oracle(in.dev, in.s.T, HS);
-    for (int h = 0; h < in.s.NH; h++) {
-        gather(in.dev, oracle, in.qkv, in.dout, in.s, 0, h);
-        oracle.run(true, in.s.resolved_scale());
-        f(oracle, h);
-    }
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Chunks
@@ -158,8 +145,8 @@ void study_chunks(Study& study) {
 
     // The error of the unchunked call itself against fp64. Chunks may differ from that call by twice as much, because
     // both may be off by it in opposite directions.
-    for_each_head(whole.of, [&](const Oracle& oracle, int h) {
-        whole.errors.add(oracle, whole.of.out, whole.of.lse, whole.of.dqkv, 0, h);
+    for_each_head<X>(dev, whole.of.qkv, whole.of.dout, whole.of.s, [&](const Oracle& oracle, int b, int h) {
+        whole.errors.add(oracle, whole.of.out, whole.of.lse, whole.of.dqkv, b, h);
     });
     whole.errors.fetch();
 
@@ -316,9 +303,10 @@ void study_rings(Study& study) {
             on_local_ranks(dev, way.ranks, [&](LocalComm<Cuda>& comm) {
                 way.carry == "fp32" ? run_rank(dev, comm, way.of) : run_rank(Rounding{dev}, comm, way.of);
             });
-    for_each_head(ways.front().of, [&](const Oracle& oracle, int h) {
-        round_oracle(oracle, ways.front().of, h);
-        for (Way<X>& way : ways) way.errors.add(oracle, way.of.out, way.of.lse, way.of.dqkv, 0, h);
+    const Sequence<X>& in = ways.front().of;
+    for_each_head<X>(dev, in.qkv, in.dout, in.s, [&](const Oracle& oracle, int b, int h) {
+        round_oracle(oracle, in, h);
+        for (Way<X>& way : ways) way.errors.add(oracle, way.of.out, way.of.lse, way.of.dqkv, b, h);
     });
     for (Way<X>& way : ways) way.errors.fetch();
 
@@ -350,34 +338,27 @@ void study_rings(Study& study) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static int study_ring(int argc, char** argv) {
+int main(int argc, char** argv) {
     Options o;
-    std::vector<Option> table = {
+    const std::vector<Option> table = {
         {"--tokens", "", Option::Int, &o.tokens, "T of the ring, a multiple of 32", "32..65536"},
         {"--chunk-tokens", "", Option::Int, &o.chunk_tokens, "T of the chunks", "8..65536"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--dtype", "", Option::Choice, &o.dtype, "precision", "fp32|bf16|all"},
-        {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/ring.jsonl", ""},
-        {"--out", "", Option::String, &o.out, "append rows to this file", ""},
     };
-    if (parse_options(argc, argv, table)) {
-        std::fputs(options_help("study_ring", "Errors of attention in chunks and over a ring.", table).c_str(), stdout);
-        return 0;
-    }
-    if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
-    Cuda dev;
-    dev.tf32 = false;
-    Log log = results_log(dev, "ring", o.out, o.json);
-    Study study{dev, o, log};
-    const bool fp32 = o.dtype != "bf16", bf = o.dtype != "fp32";
-    if (fp32) study_chunks<float>(study);
-    if (bf) study_chunks<bf16>(study);
-    if (fp32) study_rings<float>(study);
-    if (bf) study_rings<bf16>(study);
-    if (study.beyond) std::fprintf(stderr, "study_ring: %d figures beyond their bounds\n", study.beyond);
-    return study.beyond ? 1 : 0;
-}
-
-int main(int argc, char** argv) {
-    return run_program("study_ring", [&] { return study_ring(argc, argv); });
+    const char* const about = "Errors of attention in chunks and over a ring.";
+    return bench_main(argc, argv, "study_ring", about, "ring.jsonl", o, table, [&] {
+        if (o.tokens % 32) throw UsageError(format("--tokens %d: expected a multiple of 32", o.tokens));
+        Cuda dev;
+        dev.tf32 = false;
+        Log log = results_log(dev, "ring", o);
+        Study study{dev, o, log};
+        const bool fp32 = o.dtype != "bf16", bf = o.dtype != "fp32";
+        if (fp32) study_chunks<float>(study);
+        if (bf) study_chunks<bf16>(study);
+        if (fp32) study_rings<float>(study);
+        if (bf) study_rings<bf16>(study);
+        if (study.beyond) std::fprintf(stderr, "study_ring: %d figures beyond their bounds\n", study.beyond);
+        return study.beyond ? 1 : 0;
+    });
 }

@@ -124,12 +124,12 @@ inline int main(int argc, char** argv) {
         if (!(std::fabs(g_ - w_) <= t_))                                                                            \
             test::report(__FILE__, __LINE__, format("%s = %.9g, expected %s = %.9g within %.3g", #got, g_, #want, w_, t_)); \
     } while (0)
-// The code throws an Error whose message contains `part`.
+// The code throws an Error whose message is one line and contains `part`.
 #define CHECK_ERROR(code, part)                                                                                  \
     do {                                                                                                         \
-        const std::string e_ = test::error_of([&] { code; });                                                    \
-        if (e_.find(part) == std::string::npos)                                                                  \
-            test::report(__FILE__, __LINE__, format("expected an error with \"%s\", got \"%s\"", part, e_.c_str())); \
+        const std::string e_ = test::error_of([&] { code; }), p_ = part;                                         \
+        if (e_.empty() || e_.find(p_) == std::string::npos || e_.find('\n') != std::string::npos)                \
+            test::report(__FILE__, __LINE__, "expected an error with \"" + p_ + "\", got \"" + e_ + "\"");       \
     } while (0)
 #define TEST_MAIN \
     int main(int argc, char** argv) { return test::main(argc, argv); }

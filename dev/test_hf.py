@@ -23,7 +23,7 @@ from stand_ins import stand_in
 HF = ROOT / "scripts" / "hf.py"
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
 sys.dont_write_bytecode = True
-without_numpy = stand_in("numpy")
+without_numpy = stand_in("numpy", "tqdm")
 sys.path.append(str(HF.parent))  # last, because a script there is named as a library is
 
 
@@ -142,6 +142,8 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
         assert int.from_bytes(read(TENSORS)[:8], "little") % 8 == 0  # P and V change its header's length
         converts(*IMPORT)
         assert read("a.bin") == read("b.bin"), (version, V)
+    written("run/model_00000009.bin", b"older"), written("run/model_00000010.bin", read("a.bin"))
+    converts("export", "run", "hf2")
 
 
 def test_each_tensor_is_where_hugging_face_has_it():
@@ -202,10 +204,10 @@ def test_sharded_safetensors_and_old_names():
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
     os.unlink("hf/model-1.safetensors")
-    refuses("model-1.safetensors: cannot read: No such file", "import", "hf", "c.bin")
+    refuses("index.json: names 'model-1.safetensors', but no such file is beside it", "import", "hf", "c.bin")
     for name in "../a.bin", os.path.abspath("a.bin"), "", "..", "a\0", "\ud800", 1, None, ["model-0.safetensors"]:
         written(index, json.dumps({"weight_map": {"wte.weight": name}}))
-        says = f"hf/{name}: expected a file" if name in ("", "..") else "weight_map: expected names of files beside it"
+        says = f"hf/{name}: expected a file" if name in ("", "..") else "but no such file is beside it"
         refuses(says, "import", "hf", "c.bin")
     written(index, '{"weight_map": ["x"]}')
     refuses("index.json: damaged", "import", "hf", "c.bin")
@@ -249,16 +251,16 @@ def test_names_on_the_hub():
         assert read("a.bin") == read("b.bin")
         refuses("the hub does not give it: 404 not found", "import", "someone/else", "c.bin")
     with mock.patch.dict(sys.modules, huggingface_hub=None):
-        refuses("needs huggingface_hub (import of", "import", "someone/gpt2", "c.bin")
+        refuses("the hub does not give it: needs huggingface_hub: pip install -c", "import", "someone/gpt2", "c.bin")
     refuses("./gpt2: not a folder", "import", "./gpt2", "c.bin")
 
 
 def test_as_a_program():
     new_export(V=256)
     written("none/numpy.py", "raise ImportError('none here')")
-    for command, path, code, says in (("import hf b.bin", "none", 1, "hf.py: needs numpy (none here)"),
+    for command, path, code, says in (("import hf b.bin", "none", 1, "hf.py: needs numpy: pip install -r"),
                                       ("--help", "none", 0, "text-generation"),
-                                      ("export a.bin hf2", None, 0, "hf2: no tokenizer, because the checkpoint"),
+                                      ("export a.bin hf2", None, 0, "transformers loads an empty one without an error"),
                                       ("export a.bin hf", None, 1, "hf.py: hf: exists already")):
         environment = {**os.environ, "PYTHONPATH": path or os.environ["PYTHONPATH"]}
         done = subprocess.run([sys.executable, HF, *command.split()], capture_output=True, text=True, env=environment)
@@ -272,8 +274,8 @@ def test_files_that_are_refused():
     """A case has a file, what stands in it (None: no such file), and what is said."""
     new_export()
     config, tensors, raw, good = json.loads(read(CONFIG)), read_tensors(), read(TENSORS), read("a.bin")
-    cases = [(CONFIG, None, "cannot read: No such file"), (TENSORS, None, "hf: no model.safetensors"),
-             ("a.bin", None, "cannot read: No such file")]
+    cases = [(CONFIG, None, "hf: not a folder with config.json"), (TENSORS, None, "hf: no model.safetensors"),
+             ("a.bin", None, "cannot read: No such file"), ("a.bin", b"state", "(a model_….bin, not a state_….bin)")]
 
     others = {"model_type": "llama", "activation_function": "gelu", "layer_norm_epsilon": 1e-6,
               "tie_word_embeddings": False, "scale_attn_weights": False, "add_cross_attention": True,
@@ -353,6 +355,7 @@ def test_output_that_cannot_be():
                               ("none: no such folder", "export", "a.bin", "none/hf")):
         refuses(message, *command)
     import hf as module
+    import prepare_common
     for command in EXPORT, IMPORT:
         opened = []
 
@@ -363,7 +366,8 @@ def test_output_that_cannot_be():
                 path = "/dev/full"
             return open(path, mode, **how)
 
-        refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command, open=full)
+        with mock.patch.object(prepare_common, "open", full, create=True):
+            refuses(f"{command[2]}: cannot write: No space left on device; free some space", *command)
         assert len(opened) == 1 and ".tmp." in opened[0], opened
         fifth = [module.convert] * 4 + [mock.Mock(side_effect=KeyboardInterrupt)]
         refuses(f"interrupted; {command[2]} is not written", *command, convert=lambda *how: fifth.pop(0)(*how))

@@ -346,7 +346,7 @@ TEST(ranks_that_start_differently_are_refused) {
             model.allocate();
             init_random(model, o.seed);
             if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;
-            agree_on_start(model, run, job);
+            run.agree();
         });
         processes.check({1, 1}, {std::string(what) + ": rank 1"});
     }

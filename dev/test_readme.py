@@ -45,12 +45,11 @@ def inputs(folder):
     written(folder / "tokenizer.bin", header(20240328, 2, 257, 256) + single_bytes + b"\x0d<|endoftext|>")
     question = struct.pack("<13H", 65535, 26, 0, 1, 2, 2, 84, 104, 1, 101, 2, 105, 115)  # with two endings
     written(folder / "questions.bin", header(20240522, 1, 1, len(question)) + question)
-    in_place = {"gpt2.bin": "run1/model_00000002.bin", "gpt2_124M_bf16.bin": "run1/model_00000002.bin",
-                 "gpt2_tokenizer.bin": "tokenizer.bin",
-                "hellaswag_val.bin": "questions.bin", "book.txt": "book.txt", "data/train_*.bin": "train_*.bin",
-                "data/val_*.bin": "val_*.bin", "run1": "run1", "run2": "run2",
-                "run3": "run3", "run4": "run4", "run5": "run5"}
-    return {name: f"{folder}/{path}" for name, path in in_place.items()}
+    others = {"gpt2.bin": "run1/model_00000002.bin", "gpt2_124M_bf16.bin": "run1/model_00000002.bin",
+              "gpt2_tokenizer.bin": "tokenizer.bin", "hellaswag_val.bin": "questions.bin",
+              "data/train_*.bin": "train_*.bin", "data/val_*.bin": "val_*.bin"}
+    same = ["book.txt", "run1", "run2", "run3", "run4", "run5"]
+    return {name: f"{folder}/{path}" for name, path in [*others.items(), *zip(same, same)]}
 
 
 def test_trainers_commands(tmp):
@@ -119,7 +118,8 @@ def test_options_of_measuring_programs_exist():
         program, *given = words[at:]
         if re.match(r"\./dev/(bench_|accuracy|study_)", program):
             source = (ROOT / f"{program}.cu").read_text()
-            headers = [(ROOT / header).read_text() for header in re.findall(r'#include "(dev/.*)"', source)]
+            includes = ["dev/bench.h", *re.findall(r'#include "(dev/.*)"', source)]
+            headers = [(ROOT / header).read_text() for header in includes]
             known = re.findall(r'\{"(--[a-z0-9-]+)", "', "".join([source, *headers]))
             used = {word for word in given if word.startswith("--")}
             assert used <= set(known), f"{words}: no {used - set(known)}"

@@ -74,10 +74,7 @@ TEST(device) {
     CHECK(all.total_bytes > (size_t(64) << 20));
     char* p = static_cast<char*>(all.alloc(1001));
     CHECK(reinterpret_cast<uintptr_t>(p) % 64 == 0);
-    std::vector<char> there(1001, 'x'), back(1001, '?');
-    all.upload(p, there.data(), 1001);
-    all.download(back.data(), p, 1001);
-    CHECK(back == there);
+    p[1000] = 'x';
     all.zero(p, 1000);
     CHECK(p[0] == 0 && p[999] == 0 && p[1000] == 'x');
     all.free(p);
@@ -202,20 +199,7 @@ static Layer<X> residual_layernorm_layer(int N, int C) {
             for (int i = n * C; i < (n + 1) * C; i++)
                 CHECK_NEAR(out[i], (residual[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
         }
-        std::vector<X> out_ = poison<X>(N * C), mean_ = poison<X>(N), rstd_ = poison<X>(N);
-        layernorm_forward(dev, out_.data(), mean_.data(), rstd_.data(), residual, weight, bias, N, C);
-        CHECK(same_bits(l["out"].x, out_) && same_bits(l["mean"].x, mean_) && same_bits(l["rstd"].x, rstd_));
         check_column_sums(l["sum of da"], l["da"]);
-        std::vector<X> da_(dresidual, dresidual + N * C), dweight_(C), dbias_(C);  // without the sum
-        layernorm_backward<X>(dev, da_.data(), dweight_.data(), dbias_.data(), nullptr, nullptr, dout, residual, weight,
-                              mean, rstd, N, C);
-        CHECK(same_bits(l["da"].x, da_));
-        for (const bool over_a : {true, false}) {  // in place
-            std::vector<X> a_ = l["a"].x, b_ = l["b"].x, &sum = over_a ? a_ : b_;
-            residual_layernorm_forward(dev, sum.data(), out_.data(), mean_.data(), rstd_.data(), a_.data(), b_.data(),
-                                       weight, bias, N, C);
-            CHECK(same_bits(l["residual"].x, sum) && same_bits(l["out"].x, out_));
-        }
     };
     return l;
 }
@@ -245,14 +229,6 @@ static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
         check_close(l.what + " out", l["out"].x, out_, tol);
         check_close(l.what + " dinp", l["dinp"].x, dinp_, tol);
         check_close(l.what + " dweight", l["dweight"].x, dweight_, tol);
-
-        std::vector<X> alone = start;  // without dinp
-        matmul_backward<X>(dev, nullptr, alone.data(), dout, inp, weight, N, C, OC);
-        CHECK(same_bits(alone, l["dweight"].x));
-        std::vector<X> written = poison<X>(OC * C), added(OC * C);  // in `written` there is nothing to add to
-        matmul_backward<X>(dev, nullptr, written.data(), dout, inp, weight, N, C, OC, false);
-        matmul_backward<X>(dev, nullptr, added.data(), dout, inp, weight, N, C, OC);
-        CHECK(same_bits(written, added));
     };
     return l;
 }
@@ -270,9 +246,6 @@ static Layer<X> gelu_layer(int N, int C) {
             CHECK_NEAR(out[i], 0.5 * x * (1 + std::tanh(u)), 1e-14 * (1 + std::fabs(x)));
         }
         check_column_sums(l["sum of dinp"], l["dinp"]);
-        std::vector<X> in_place = l["dout"].x, sum_ = l["sum of dinp"].start, again = poison<X>(N * C);
-        gelu_backward(dev, in_place.data(), sum_.data(), again.data(), nullptr, inp, in_place.data(), N, C);
-        CHECK(same_bits(in_place, l["dinp"].x) && same_bits(sum_, l["sum of dinp"].x) && same_bits(again, l["out"].x));
     };
     return l;
 }
@@ -312,13 +285,6 @@ static Layer<X> attention_layer(int B, int T, int NH, int HS, bool causal, doubl
         check_close(l.what + " out", l["out"].x, out_, 1e-14);
         check_close(l.what + " lse", l["lse"].x, lse_, 1e-14);
         check_column_sums(l["sum of dqkv"], l["dqkv"]);
-        if (!causal || scale != 1 / std::sqrt(double(HS))) return;
-        for (Attention kind : {Attention::flash, Attention::naive}) {  // as a layer calls it
-            std::vector<X> out_ = poison<X>(n), lse_ = poison<X>(B * NH * T), dqkv_ = poison<X>(3 * n);
-            attention_forward<X>(dev, kind, out_.data(), lse_.data(), nullptr, nullptr, qkv, B, T, NH, HS);
-            attention_backward<X>(dev, kind, dqkv_.data(), nullptr, dout, out, lse, nullptr, qkv, B, T, NH, HS);
-            CHECK(same_bits(out_, l["out"].x) && same_bits(lse_, l["lse"].x) && same_bits(dqkv_, l["dqkv"].x));
-        }
     };
     return l;
 }
@@ -477,84 +443,16 @@ TEST(reductions) {
     }
 }
 
-// A scalar AdamW, after the paper's Algorithm 2.
-struct ScalarAdamW {
-    double p, m = 0, v = 0;
-    void step(double g, const AdamW& h, bool decay) {
-        m = h.beta1 * m + (1.0 - h.beta1) * g;
-        v = h.beta2 * v + (1.0 - h.beta2) * g * g;
-        const double m_hat = m / (1 - std::pow(h.beta1, h.step)), v_hat = v / (1 - std::pow(h.beta2, h.step));
-        p = p - h.lr * (m_hat / (std::sqrt(v_hat) + h.eps) + (decay ? h.weight_decay * p : 0));
+// dev/test_recipe has every update of a run in fp64, and dev/test_ranks the shares.
+TEST(adamw_without_a_finite_norm) {
+    const Vec start = randn(9), grads = randn(9);
+    const ParamRange all = {0, 9, true};
+    for (const double bad : {double(nanf("")), double(inf)}) {
+        Vec params = start, m = start, v = start;
+        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &bad, &all, 1,
+                             {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, 3, 0});
+        CHECK(params == start && m == start && v == start);
     }
-};
-
-template <class X>
-static void check_adamw(float max_norm, double tol) {
-    const std::vector<ParamRange> ranges = {{2, 30, true}, {32, 5, false}, {40, 60, true}};  // 0, 1, 37…39 are in none
-    const size_t n = 103;
-    std::vector<X> params = randn<X>(n), m(n), v(n);
-    std::vector<ScalarAdamW> scalars;
-    for (X p : params) scalars.push_back({double(p)});
-
-    AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, max_norm, 0, 0};
-    const auto update = [&](const std::vector<X>& grads, X norm) {
-        adamw_update<X>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &norm, ranges.data(), 3, hyper);
-    };
-    for (hyper.step = 1; hyper.step <= 6; hyper.step++) {
-        const std::vector<X> grads = randn<X>(n, std::pow(10.0, hyper.step - 4));  // norms from 0.01 to 1000
-        X norm;
-        global_norm(dev, &norm, nullptr, grads.data(), n);
-        hyper.lr *= 0.9f;
-        update(grads, norm);
-        const double clip = max_norm > 0 && norm > max_norm ? max_norm / double(norm) : 1;
-        for (const ParamRange& range : ranges)
-            for (size_t i = range.begin; i < range.begin + range.size; i++)
-                scalars[i].step(clip * grads[i], hyper, range.decay);
-    }
-    Vec p_, m_, v_;
-    for (const ScalarAdamW& s : scalars) p_.push_back(s.p), m_.push_back(s.m), v_.push_back(s.v);
-    check_close("adamw params", params, p_, tol);
-    check_close("adamw m", m, m_, tol);
-    check_close("adamw v", v, v_, tol);
-    for (size_t i : {0, 1, 37, 39, 100, 102}) CHECK(params[i] == p_[i] && m[i] == 0 && v[i] == 0);
-
-    for (X bad : {std::numeric_limits<X>::quiet_NaN(), std::numeric_limits<X>::infinity()}) {
-        const std::vector<X> params0 = params, m0 = m, v0 = v;
-        update(randn<X>(n), bad);
-        CHECK(same_bits(params, params0) && same_bits(m, m0) && same_bits(v, v0));
-    }
-}
-
-TEST(adamw) {
-    for (float max_norm : {0.f, 1.f}) {
-        check_adamw<double>(max_norm, 1e-14);
-        check_adamw<float>(max_norm, 1e-6);
-    }
-}
-
-// Updating shares of a tensor in three pieces and of one in one, each with its own state, equals one update of
-// everything.
-TEST(adamw_shares) {
-    const Vec start = randn(144), grads = randn(144);
-    const double norm = std::sqrt(dot(grads, grads));
-    const auto update = [&](Vec& params, const Vec& grads, Vec& m, Vec& v, const ParamRange(&ranges)[2]) {
-        const AdamW hyper = {0.01f, 0.9f, 0.99f, 1e-6f, 0.1f, 1.f, 3, 0};
-        adamw_update<double>(dev, params.data(), nullptr, m.data(), v.data(), grads.data(), &norm, ranges, 2, hyper);
-    };
-    Vec params = start, m(144, 0.5), v(144, 0.25), shared = start;
-    update(params, grads, m, v, {{0, 120, true}, {120, 24, false}});
-    for (size_t r = 0; r < 4; r++) {
-        const ParamRange own[] = {{r * 10, 10, true, 3, 40, r * 10}, {120 + r * 6, 6, false, 1, 24, 90 + r * 6}};
-        std::vector<size_t> from(36);  // element i of the state is that of from[i]
-        for (const ParamRange& range : own)
-            for (size_t p = 0; p < range.pieces; p++)
-                std::iota(&from[range.state(p)], &from[range.state(p)] + range.size, range.piece(p));
-        Vec own_grads, own_m(36, 0.5), own_v(36, 0.25);
-        for (size_t i : from) own_grads.push_back(grads[i]);
-        update(shared, own_grads, own_m, own_v, own);
-        for (size_t i = 0; i < 36; i++) CHECK(own_m[i] == m[from[i]] && own_v[i] == v[from[i]]);
-    }
-    CHECK(same_bits(shared, params));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@
 
 #include "dev/small_model.h"
 #include "run/checkpoint.h"
-#include "run/choices.h"
 
 namespace {
 

@@ -15,15 +15,13 @@
 #include "attention/attention.h"
 #include "dev/bench.h"
 #include "dev/timeline.cuh"
-#include "run/options.h"
 
 void* timeline_of_flash_bf16_sm90();
 void* timeline_of_flash_bf16_sm90_backward();
 
-struct Options {
-    std::string hs = "64", out;
+struct Options : Output {
+    std::string hs = "64";
     int T = 8192, from = 60'000, clocks = 8'000;
-    bool json = false;
 };
 
 // "mbarrier_wait(shared.k_full(at.stage), …);" → "k_full", "wgmma_wait<1>(dk, dq);" → "dk,dq".
@@ -64,16 +62,10 @@ static void report(const Cuda& dev, const Options& o, const char* pass, const st
             stall += std::min(to, o.clocks) - std::max(from, 0);
         }
         std::printf("%s warp %2d waits in %4.1f %% of the clocks\n", pass, warp, 100. * stall / o.clocks);
-        log.write(result_row(dev, "timeline")
-                      .add("kernel", "flash_bf16_sm90")
-                      .add("pass", pass)
-                      .add("B", 2)
-                      .add("T", o.T)
-                      .add("NH", 12)
-                      .add("HS", o.hs == "64" ? 64 : 128)
-                      .add("clocks", o.clocks)
-                      .add("warp", warp)
-                      .add("waits", waits));
+        Row row = result_row(dev, "timeline");
+        row.add("kernel", "flash_bf16_sm90").add("pass", pass).add("B", 2).add("T", o.T).add("NH", 12);
+        row.add("HS", o.hs == "64" ? 64 : 128).add("clocks", o.clocks).add("warp", warp);
+        log.write(row.add("waits", waits));
     }
 }
 
@@ -92,7 +84,7 @@ static int run(const Options& o) {
     kernel.forward(dev, out, rows, nullptr, scratch.get(), qkv, s);
     kernel.backward(dev, dqkv, scratch.get(), dout, out, rows, nullptr, qkv, s);
     dev.sync();
-    Log log = results_log(dev, "timeline", o.out, o.json);
+    Log log = results_log(dev, "timeline", o);
     const std::string file = "attention/flash_bf16_sm90";
     std::vector<int> warps = {0, 4, 8};  // the producer, and the first warp of each consumer
     if (s.HS == 64) warps.push_back(12);
@@ -102,18 +94,13 @@ static int run(const Options& o) {
 }
 
 int main(int argc, char** argv) {
-    return run_program("timeline", [&] {
-        Options o;
-        std::vector<Option> table = {
-            {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-            {"--length", "", Option::Int, &o.T, "length T of 2 sequences with 12 heads", "1024..65536"},
-            {"--from", "", Option::Int, &o.from, "clocks after the block's first wait", "0..1000000000"},
-            {"--clocks", "", Option::Int, &o.clocks, "clocks to show", "100..1000000"},
-            {"--json", "", Option::Flag, &o.json, "append rows to dev/results/<gpu>/timeline.jsonl", ""},
-            {"--out", "", Option::String, &o.out, "append rows to this file", ""},
-        };
-        if (!parse_options(argc, argv, table)) return run(o);
-        std::fputs(options_help("timeline", "Shows when the warps of an attention block wait.", table).c_str(), stdout);
-        return 0;
-    });
+    Options o;
+    const std::vector<Option> table = {
+        {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+        {"--length", "", Option::Int, &o.T, "length T of 2 sequences with 12 heads", "1024..65536"},
+        {"--from", "", Option::Int, &o.from, "clocks after the block's first wait", "0..1000000000"},
+        {"--clocks", "", Option::Int, &o.clocks, "clocks to show", "100..1000000"},
+    };
+    const char* const about = "Shows when the warps of an attention block wait.";
+    return bench_main(argc, argv, "timeline", about, "timeline.jsonl", o, table, [&] { return run(o); });
 }

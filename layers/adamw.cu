@@ -1,5 +1,4 @@
-// AdamW (Loshchilov & Hutter 2019, Algorithm 2) with decoupled weight decay, bias-corrected moments and clipping by
-// global norm.
+// AdamW (Loshchilov & Hutter 2019, Algorithm 2), after clipping by the global norm.
 //
 //   g ← g·min(1, max_norm/norm)
 //   m ← β₁m + (1−β₁)g;   v ← β₂v + (1−β₂)g²;   m̂ = m/(1−β₁ᵗ);   v̂ = v/(1−β₂ᵗ)
@@ -7,13 +6,12 @@
 //
 // Parameters are kept as fp32 masters. If X is bf16 the model computes with a copy that is rounded stochastically. It
 // is rounded up with a probability equal to the fraction that truncation would drop, so its expectation is the master.
-// The random bits are a counter-based hash of (seed, step, index), so they need no state and are the same on every run.
+// The random bits are a hash of (seed, step, index), so they need no state and are the same on every run.
 //
-// One launch updates all ranges and their pieces. Each range knows the block at which it begins. A thread updates four
-// consecutive elements, 16 bytes of every fp32 stream. The kernel is bound by memory, with 28 (fp32) or 30 (bf16) bytes
-// an element.
+// One launch updates all ranges and their pieces. A thread updates four consecutive elements, 16 bytes of every fp32
+// stream. The kernel is bound by memory, with 28 (fp32) or 30 (bf16) bytes an element.
 //
-// Writes: params.  Updates in place: master, m, v.  A norm that is NaN or inf leaves all of them as they were.
+// Writes: params.  Updates in place: master, m, v.
 // Limits: 32 ranges. params are aligned to 4·sizeof(X) bytes, the fp32 arrays to 16. A range may begin anywhere, but
 // `skipped` is a multiple of 4, and so are the size and stride of several pieces.
 #include <algorithm>

@@ -11,13 +11,9 @@
 //
 // classifier_rows_kernel is for bf16 on sm_90. It has one block per SM, with two rows in shared memory. While its
 // threads work on one row, the other leaves and the next arrives. A separate thread, the mover, starts each of these as
-// one bulk copy. So a row crosses memory once each way, beside the arithmetic of the other row. Each row has one
-// barrier of each kind.
-//   full_smem[2]   the threads wait for the mover, until the row is there
-//   done_smem[2]   the mover waits for the threads, until the row is its gradient
+// one bulk copy. So a row crosses memory once each way, beside the arithmetic of the other row.
 //
-// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  A target outside [0, V) makes the loss
-// and the row's gradient NaN, so that it is noticed.  Limits: any 1 ≤ V ≤ Vp.
+// Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  Limits: any 1 ≤ V ≤ Vp.
 #include <algorithm>
 #include <cfloat>
 
@@ -30,10 +26,11 @@ namespace {
 constexpr float kLn2 = 0.6931471805599453f;
 
 // m and l of the columns that one of `threads` threads sees. m and the exponents are in units of log 2, so that an
-// exponential is one fma and one ex2. m is rounded, but every exponent and the loss use the same rounded number, so the
-// error cancels. m starts finite, because −∞ − −∞ would be NaN.
+// exponential is one fma and one ex2. m is rounded, and the error cancels, because every exponent and the loss use the
+// same rounded number. m starts finite, because −∞ − −∞ would be NaN.
 struct Softmax {
     float m = -FLT_MAX, l = 0.f;
+    __device__ float loss(float x_target) const { return kLn2 * (log2f(l) - fmaf(x_target, kLog2e, -m)); }
 };
 template <int V, class X>
 __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab, int threads) {
@@ -57,10 +54,6 @@ __device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab, int
         s.m = largest;
     }
     return s;
-}
-
-__device__ __forceinline__ float loss_of(Softmax s, float x_target) {
-    return kLn2 * (log2f(s.l) - fmaf(x_target, kLog2e, -s.m));
 }
 
 // dx of columns c … c + V − 1. scale is dloss/l.
@@ -96,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
     Softmax s = softmax_of_columns<V>(x, vocab, kThreads);
     const float m = block_max(s.m);
     s = {m, block_sum(s.l * exp2_approx(s.m - m))};
-    if (threadIdx.x == 0) losses[row] = loss_of(s, x_target);
+    if (threadIdx.x == 0) losses[row] = s.loss(x_target);
     if (dloss == 0.f) return;
 
     // Pass 2 starts at the end, because what was read last is the likeliest to be in the caches still. Streaming stores
@@ -121,7 +114,8 @@ __global__ void __launch_bounds__(kRowThreads + kWarp, 1)
 #if __CUDA_ARCH__ >= 900
     constexpr int V = kVec<bf16>, kRowWarps = kRowThreads / kWarp;
     extern __shared__ uint4 rows_smem[];  // [2][padded] of bf16
-    __shared__ uint64_t full_smem[2], done_smem[2];
+    __shared__ uint64_t full_smem[2];     // the threads wait for the mover, until the row is there
+    __shared__ uint64_t done_smem[2];     // the mover waits for the threads, until the row is its gradient
     __shared__ Softmax warps_smem[2][kRowWarps];
     const uint32_t bytes = padded * sizeof(bf16), rows = smem_address(rows_smem);
     const uint32_t full = smem_address(full_smem), done = smem_address(done_smem);
@@ -168,7 +162,7 @@ __global__ void __launch_bounds__(kRowThreads + kWarp, 1)
         const Softmax other = lane < kRowWarps ? warps_smem[i][lane] : Softmax{};
         s.m = warp_max(other.m);
         s.l = warp_sum(other.l * exp2_approx(other.m - s.m));
-        if (threadIdx.x == 0) losses[row] = loss_of(s, x_target);
+        if (threadIdx.x == 0) losses[row] = s.loss(x_target);
 
         if (dloss != 0.f) {
             const float scale = valid ? dloss / s.l : NAN;

@@ -5,9 +5,9 @@
 //
 // p(t) = t, except on a rank that has only some of a sequence's tokens.
 //
-// The scatter into dwte is the interesting part. Atomics would add in a different order on every run, and a common
-// token would make thousands of blocks queue for one row. Instead the host, which knows the batch before the GPU does,
-// sorts positions by token (a counting sort). It cuts them into chunks of at most kEncoderChunk positions of one token:
+// Atomics would scatter into dwte in a different order on every run, and a common token would make thousands of blocks
+// queue for one row. Instead the host, which knows the batch before the GPU does, sorts positions by token. It cuts them
+// into chunks of at most kEncoderChunk positions of one token:
 //
 //   order    3 9 | 0 1 4 7 … (32 positions) | 12 13 … (11 positions) | 2 | …
 //   token     17 |           262            |          262           | 40 |
@@ -16,8 +16,8 @@
 // fp32 rows in scratch. Pass 2 adds those rows, in order, for each token that has several. So the sums have a fixed
 // order, and a block's work is bounded however skewed the batch is.
 //
-// The launches depend on N alone, never on the plan's content, so that they can be captured in a CUDA graph. The
-// kernels are bound by memory. Backward reads dout twice, once for wte and once for wpe.
+// The launches depend on N alone, so that they can be captured in a CUDA graph. The kernels are bound by memory.
+// Backward reads dout twice, once for wte and once for wpe.
 //
 // Limits: any C, and B·T fits an int.
 #include <algorithm>
@@ -52,10 +52,10 @@ template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens, const X* __restrict__ wte,
                            const X* __restrict__ wpe, size_t N, int T, int C, Positions positions) {
-    const size_t row = static_cast<size_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+    const size_t row = size_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
     if (row >= N) return;
-    const X* token = wte + static_cast<size_t>(tokens[row]) * C;
-    const X* position = wpe + static_cast<size_t>(positions.of(static_cast<int>(row % T))) * C;
+    const X* token = wte + size_t(tokens[row]) * C;
+    const X* position = wpe + size_t(positions.of(row % T)) * C;
     for (int c = threadIdx.x % kWarp * V; c < C; c += kWarp * V) {
         const auto x = load<V>(token + c), y = load<V>(position + c);
         Vec<float, V> sum;
@@ -69,7 +69,7 @@ template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     position_backward_kernel(float* __restrict__ dwpe, const X* __restrict__ dout, int B, size_t TC, int C,
                              Positions positions) {
-    const size_t i = (static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
+    const size_t i = (size_t(blockIdx.x) * kThreads + threadIdx.x) * V;
     if (i >= TC) return;
     Vec<float, V> sum = {};
 #pragma unroll 8
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
         const auto dy = load<V>(dout + b * TC + i);
         for (int k = 0; k < V; k++) sum.x[k] += dy[k];
     }
-    float* to = dwpe + static_cast<size_t>(positions.of(static_cast<int>(i / C))) * C + i % C;
+    float* to = dwpe + size_t(positions.of(i / C)) * C + i % C;
     auto total = load<V>(to);
     for (int k = 0; k < V; k++) total.x[k] += sum[k];
     store(to, total);
@@ -96,23 +96,22 @@ __global__ void __launch_bounds__(kThreads)
         for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
             // dwte is loaded before it is needed, so that it does not wait behind the sum.
             Vec<float, V> total = {}, sum = {};
-            if (dest >= 0) total = load<V>(dwte + static_cast<size_t>(dest) * C + c);
+            if (dest >= 0) total = load<V>(dwte + size_t(dest) * C + c);
 #pragma unroll 4
             for (int p = 0; p < count; p++) {
-                const auto dy = load<V>(dout + static_cast<size_t>(order[p]) * C + c);
+                const auto dy = load<V>(dout + size_t(order[p]) * C + c);
                 for (int k = 0; k < V; k++) sum.x[k] += dy[k];
             }
             for (int k = 0; k < V; k++) total.x[k] += sum[k];
             if (dest >= 0)
-                store(dwte + static_cast<size_t>(dest) * C + c, total);
+                store(dwte + size_t(dest) * C + c, total);
             else
-                store(partials + static_cast<size_t>(-1 - dest) * C + c, total);
+                store(partials + size_t(-1 - dest) * C + c, total);
         }
     }
 }
 
-// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, and the warps' sums are
-// added in order.
+// Pass 2. A block owns 32 columns (blockIdx.y) of a token. Each warp sums every kWarps-th row, then warp 0 adds the sums.
 __global__ void __launch_bounds__(kThreads)
     token_partials_kernel(float* __restrict__ dwte, const float* __restrict__ partials, const int* __restrict__ plan,
                           PlanLayout at, int C) {
@@ -121,17 +120,17 @@ __global__ void __launch_bounds__(kThreads)
     const int c = blockIdx.y * kWarp + lane;
     const int num_multi = plan[1];
     for (int m = blockIdx.x; m < num_multi; m += gridDim.x) {
-        const int* entry = plan + at.multi + 3 * static_cast<size_t>(m);
+        const int* entry = plan + at.multi + 3 * size_t(m);
         const int token = entry[0], first = entry[1], last = entry[2];
         float sum = 0.f;
         if (c < C)
 #pragma unroll 8
-            for (int p = first + warp; p < last; p += kWarps) sum += partials[static_cast<size_t>(p) * C + c];
+            for (int p = first + warp; p < last; p += kWarps) sum += partials[size_t(p) * C + c];
         sum_smem[warp][lane] = sum;
         __syncthreads();
         if (warp == 0 && c < C) {
             for (int w = 1; w < kWarps; w++) sum += sum_smem[w][lane];
-            dwte[static_cast<size_t>(token) * C + c] += sum;
+            dwte[size_t(token) * C + c] += sum;
         }
         __syncthreads();  // before the next token's sums replace these
     }
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class X>
 void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
                      const Positions& positions) {
-    const size_t N = static_cast<size_t>(B) * T;
+    const size_t N = size_t(B) * T;
     if (N == 0) return;
     const auto kernel =
         vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>> : encoder_forward_kernel<X, 1>;
@@ -153,7 +152,7 @@ void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, c
 }
 
 size_t encoder_scratch_bytes(const Cuda&, int B, int T, int C) {
-    return PlanLayout(static_cast<size_t>(B) * T).max_partials * C * sizeof(float);
+    return PlanLayout(size_t(B) * T).max_partials * C * sizeof(float);
 }
 
 size_t encoder_plan_ints(const Cuda&, size_t N) {
@@ -199,7 +198,7 @@ void encoder_plan(const Cuda&, int* plan, const int* tokens, size_t N) {
 template <class X>
 void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, const X* dout, const int* plan, int B,
                       int T, int C, const Positions& where) {
-    const size_t N = static_cast<size_t>(B) * T, TC = static_cast<size_t>(T) * C;
+    const size_t N = size_t(B) * T, TC = size_t(T) * C;
     if (N == 0) return;
     const PlanLayout at(N);
     float* partials = static_cast<float*>(scratch);

@@ -6,9 +6,8 @@
 //
 // The sigmoid form needs one exponential and one reciprocal, and does not cancel for negative x. So the fast hardware
 // versions of both (relative error about 1e-6) are accurate enough. The kernels are bound by memory, with 2 streams
-// forward and 3 or 4 backward. Backward also makes what would take another read of dinp or inp. It sums dinp over rows,
-// which is the bias gradient of the matmul before it. If asked it also writes gelu(inp), for a caller that did not keep
-// it.
+// forward and 3 or 4 backward. Backward also makes what would take another read of dinp or inp, the sum of dinp over
+// rows and, for a caller that did not keep it, gelu(inp).
 //
 // Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
 #include "layers/gpu/gelu.cuh"
@@ -18,7 +17,7 @@
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kThreads = 256;
 
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads) gelu_forward_kernel(X* out, const X* inp, size_t n) {
@@ -30,39 +29,23 @@ __global__ void __launch_bounds__(kThreads) gelu_forward_kernel(X* out, const X*
     store(out + i, y);
 }
 
-// A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows, so that the column sums stay with
-// their threads. partials is (gridDim.y, C).
 template <class X, int V, bool Again>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumnThreads)
     gelu_backward_kernel(X* dinp, float* __restrict__ partials, X* __restrict__ out, const X* __restrict__ inp,
                          const X* dout, size_t N, int C) {
-    __shared__ float sum_smem[kWarps][V][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int c = (blockIdx.x * kWarp + lane) * V;
-    float sum[V] = {};
-    if (c < C) {
-#pragma unroll 2
-        for (size_t row = static_cast<size_t>(blockIdx.y) * kWarps + warp; row < N; row += size_t{gridDim.y} * kWarps) {
-            const auto x = load<V>(inp + row * C + c), dy = load<V>(dout + row * C + c);
-            Vec<float, V> y, dx;
-            for (int k = 0; k < V; k++) {
-                const float s = gelu_sigmoid(x[k]);
-                y.x[k] = x[k] * s;
-                dx.x[k] = dy[k] * gelu_derivative(x[k], s, y.x[k]);
-            }
-            const Vec<X, V> stored = round_to<X>(dx);
-            store(dinp + row * C + c, stored);
-            if constexpr (Again) store(out + row * C + c, y);
-            for (int k = 0; k < V; k++) sum[k] += stored[k];
+    column_sums<V, 2>(partials, N, C, [=](size_t row, int c, float(&sum)[V]) {
+        const auto x = load<V>(inp + row * C + c), dy = load<V>(dout + row * C + c);
+        Vec<float, V> y, dx;
+        for (int k = 0; k < V; k++) {
+            const float s = gelu_sigmoid(x[k]);
+            y.x[k] = x[k] * s;
+            dx.x[k] = dy[k] * gelu_derivative(x[k], s, y.x[k]);
         }
-    }
-    for (int k = 0; k < V; k++) sum_smem[warp][k][lane] = sum[k];
-    __syncthreads();
-    if (warp > 0 || c >= C) return;
-    for (int k = 0; k < V; k++) {
-        for (int w = 1; w < kWarps; w++) sum[k] += sum_smem[w][k][lane];
-        partials[static_cast<size_t>(blockIdx.y) * C + c + k] = sum[k];
-    }
+        const Vec<X, V> stored = round_to<X>(dx);
+        store(dinp + row * C + c, stored);
+        if constexpr (Again) store(out + row * C + c, y);
+        for (int k = 0; k < V; k++) sum[k] += stored[k];
+    });
 }
 
 }  // namespace
@@ -84,13 +67,12 @@ void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scra
                    size_t N, int C) {
     if (N == 0) return;
     const bool vector = vectorises<X>(C, dinp, inp, dout, out ? out : inp);
-    const auto kernel = vector ? out ? gelu_backward_kernel<X, kVec<X>, true> : gelu_backward_kernel<X, kVec<X>, false>
-                        : out ? gelu_backward_kernel<X, 1, true>
-                               : gelu_backward_kernel<X, 1, false>;
+    auto kernel = out ? gelu_backward_kernel<X, 1, true> : gelu_backward_kernel<X, 1, false>;
+    if (vector) kernel = out ? gelu_backward_kernel<X, kVec<X>, true> : gelu_backward_kernel<X, kVec<X>, false>;
     const int slices = column_sum_slices(dev, C, N);
+    const dim3 grid(ceil_div(C, kWarp * (vector ? kVec<X> : 1)), slices);
     float* partials = static_cast<float*>(scratch);
-    kernel<<<dim3(ceil_div(C, kWarp * (vector ? kVec<X> : 1)), slices), kThreads, 0, dev.stream>>>(dinp, partials, out,
-                                                                                                   inp, dout, N, C);
+    kernel<<<grid, kColumnThreads, 0, dev.stream>>>(dinp, partials, out, inp, dout, N, C);
     LAUNCH_CHECK("gelu_backward_kernel");
     add_partials(dev, {dinp_sum}, partials, slices, C);
 }

@@ -2,10 +2,9 @@
 //
 //   reduce_sum:  scale·Σ x      global_norm:  √Σ x²
 //
-// Two stages add in a fixed order. First each thread of a fixed number of blocks sums every (blocks·threads)-th vector,
-// and each block sums its threads. Then one warp adds the blocks' sums in double. The grid depends on the GPU alone, so
-// the same input gives the same bits on every run. NaN and inf come through sums by themselves. The kernels are bound
-// by memory, with one read of x.
+// Two stages add in a fixed order. First each block sums its share of x, then one warp adds the blocks' sums in double.
+// The grid depends on the GPU alone, so the same input gives the same bits on every run. The kernels are bound by
+// memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
 #include "data/random.h"
@@ -17,7 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSM = 8;  // 8·256 threads fill a multiprocessor
 
-static int reduce_blocks(const Cuda& dev) {
+int reduce_blocks(const Cuda& dev) {
     return dev.num_sms * kBlocksPerSM;
 }
 
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(kWarp)
     final_sum_kernel(float* out, const float* partials, int count, float scale, bool root) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += kWarp) sum += partials[i];
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullMask, sum, offset);
+    sum = warp_sum(sum);
     if (threadIdx.x == 0) *out = static_cast<float>(root ? sqrt(sum) : scale * sum);
 }
 
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
     unsigned long long part = 0;
     for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
         part += mix64((i + 1) * kGolden + words[i]);
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) part += __shfl_xor_sync(kFullMask, part, offset);
+    part = warp_sum(part);
     if (threadIdx.x % kWarp == 0) atomicAdd(sum, part);
 }
 

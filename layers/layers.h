@@ -25,8 +25,8 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
                       int T, int C, const Positions& positions = {});
 size_t encoder_scratch_bytes(const Cuda& dev, int B, int T, int C);
 
-// Host side. The first call counts the ints of a plan for N positions, the second writes the plan (see kEncoderChunk in
-// types.h).
+// Host side. The first call counts the ints of a plan for N positions, the second writes the plan. It is plain ints, so
+// that it travels with the batch.
 size_t encoder_plan_ints(const Cuda& dev, size_t N);
 void encoder_plan(const Cuda& dev, int* plan, const int* tokens, size_t N);
 

@@ -137,31 +137,14 @@ void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     CUBLAS_CHECK(plan.run(dev, plan.algorithm, o, product.accumulate));
 }
 
-// q's bias gradient, stage 1. A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kWarps rows.
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-
+// q's bias gradient, stage 1.
 template <class X, int V>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumnThreads)
     bias_backward_kernel(float* __restrict__ partials, const X* __restrict__ dout, size_t N, int OC, int stride) {
-    __shared__ float sum_smem[kWarps][V][kWarp];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int c = (blockIdx.x * kWarp + lane) * V;
-    float sum[V] = {};
-    if (c < OC) {
-#pragma unroll 4
-        for (size_t row = static_cast<size_t>(blockIdx.y) * kWarps + warp; row < N; row += size_t{gridDim.y} * kWarps) {
-            const auto dy = load<V>(dout + row * stride + c);
-            for (int i = 0; i < V; i++) sum[i] += dy[i];
-        }
-    }
-    for (int i = 0; i < V; i++) sum_smem[warp][i][lane] = sum[i];
-    __syncthreads();
-    if (warp > 0 || c >= OC) return;
-    for (int i = 0; i < V; i++) {
-        for (int w = 1; w < kWarps; w++) sum[i] += sum_smem[w][i][lane];
-        partials[static_cast<size_t>(blockIdx.y) * OC + c + i] = sum[i];
-    }
+    column_sums<V, 4>(partials, N, OC, [=](size_t row, int c, float(&sum)[V]) {
+        const auto dy = load<V>(dout + row * stride + c);
+        for (int i = 0; i < V; i++) sum[i] += dy[i];
+    });
 }
 
 // out[c] = Σ_r x[r]·weight[r·C + c]. A block owns 32 columns.
@@ -177,19 +160,6 @@ __global__ void __launch_bounds__(1024)
 
 void check_sizes(int C, int OC) {
     if (C < 1 || OC < 1) throw Error(format("matmul: C = %d, OC = %d, expected at least 1", C, OC));
-}
-
-template <class X>
-void bias_backward(const Cuda& dev, float* dbias, void* scratch, const X* dout, size_t N, int OC, int stride) {
-    if (N == 0) return;
-    const bool vector = vectorises<X>(OC, dout) && vectorises<X>(stride, dout);
-    const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
-    const int slices = column_sum_slices(dev, OC, N);
-    const dim3 grid(ceil_div(OC, kWarp * (vector ? kVec<X> : 1)), slices);
-    float* partials = static_cast<float*>(scratch);
-    kernel<<<grid, kThreads, 0, dev.stream>>>(partials, dout, N, OC, stride);
-    LAUNCH_CHECK("bias_backward_kernel");
-    add_partials(dev, {dbias}, partials, slices, OC);
 }
 
 }  // namespace
@@ -231,9 +201,17 @@ template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
                        size_t N, int C) {
     check_sizes(C, 3 * C);
-    bias_backward(dev, dqkvb, scratch, dqkv, N, C, 3 * C);
     row_times_matrix_kernel<<<ceil_div(C, kWarp), 1024, 0, dev.stream>>>(dqkvb + 2 * C, dprojb, projw, C);
     LAUNCH_CHECK("row_times_matrix_kernel");
+    if (N == 0) return;
+    const bool vector = vectorises<X>(C, dqkv);
+    const auto kernel = vector ? bias_backward_kernel<X, kVec<X>> : bias_backward_kernel<X, 1>;
+    const int slices = column_sum_slices(dev, C, N);
+    const dim3 grid(ceil_div(C, kWarp * (vector ? kVec<X> : 1)), slices);
+    float* partials = static_cast<float*>(scratch);
+    kernel<<<grid, kColumnThreads, 0, dev.stream>>>(partials, dqkv, N, C, 3 * C);
+    LAUNCH_CHECK("bias_backward_kernel");
+    add_partials(dev, {dqkvb}, partials, slices, C);
 }
 
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C) {

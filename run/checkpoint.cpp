@@ -21,23 +21,15 @@
 #include <map>
 #include <regex>
 
-#include "data/file.h"
-
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
 // ---------------------------------------------------------------------------------------------------------------------
 // llm.c's model files
 
-static constexpr int kModelMagic = 20240326, kShardMagic = 20240520;
-static constexpr int kHeaderInts = 256;
-static constexpr size_t kHeaderBytes = kHeaderInts * sizeof(int32_t);
-
-size_t ModelHeader::num_parameters() const {
-    const size_t c = static_cast<size_t>(C);
-    const size_t ln = 2 * c, qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c,
-                 fcproj = 4 * c * c + c;
-    const size_t block = ln + qkv + attproj + ln + fc + fcproj;
-    return static_cast<size_t>(Vp) * c + static_cast<size_t>(max_T) * c + static_cast<size_t>(L) * block + ln;
+size_t Config::num_parameters() const {
+    const size_t c = static_cast<size_t>(C), norm = 2 * c;
+    const size_t qkv = 3 * c * c + 3 * c, attproj = c * c + c, fc = 4 * c * c + 4 * c, fcproj = 4 * c * c + c;
+    return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
 static ModelHeader read_model_header(const InputFile& file) {
@@ -57,7 +49,8 @@ static ModelHeader read_model_header(const InputFile& file) {
             format("%s: wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found %d; write the file anew with a "
                    "current llm.c",
                    path, h[1]));
-    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, h[2], h[3], h[4], h[5], h[6], h[7]};
+    const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, {h[2], h[3], h[7], h[4], h[5], h[6]}};
+    const Config& c = header.config;
 
     // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
     const struct {
@@ -65,22 +58,22 @@ static ModelHeader read_model_header(const InputFile& file) {
         int index, low, high;
     } bounds[] = {
         {"maxT", 2, 1, 1 << 24},  {"vocabulary", 3, 1, 1 << 24}, {"layers", 4, 1, 1 << 12},
-        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, header.V, 1 << 24},
+        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, c.V, 1 << 24},
     };
     for (const auto& b : bounds)
         if (h[b.index] < b.low || h[b.index] > b.high)
             throw Error(format("%s: damaged header: %s at offset %d: expected %d..%d, found %d; get the file again",
                                path, b.name, 4 * b.index, b.low, b.high, h[b.index]));
-    if (header.C % header.NH)
+    if (c.C % c.NH)
         throw Error(
             format("%s: damaged header: channels at offset 24: expected a multiple of %d heads, found %d; get the file "
                    "again",
-                   path, header.NH, header.C));
-    const size_t expected = kHeaderBytes + header.num_parameters() * size_of(header.dtype);
+                   path, c.NH, c.C));
+    const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
         throw Error(format("%s: %s: expected %zu bytes (%s, %d layers, %d channels), found %zu; get the file again",
-                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype),
-                           header.L, header.C, file.size));
+                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype), c.L,
+                           c.C, file.size));
     return header;
 }
 
@@ -91,23 +84,20 @@ ModelHeader read_model_header(const std::string& path) {
 void read_model_parameters(const std::string& path, const ModelHeader& header, void* out) {
     const InputFile file(path);
     const ModelHeader now = read_model_header(file);
-    if (now.dtype != header.dtype || now.num_parameters() != header.num_parameters())
+    const size_t n = header.config.num_parameters(), found = now.config.num_parameters();
+    if (now.dtype != header.dtype || found != n)
         throw Error(format("%s: expected %zu parameters in %s, found %zu in %s; the file changed while it was read",
-                           path.c_str(), header.num_parameters(), name_of(header.dtype), now.num_parameters(),
-                           name_of(now.dtype)));
-    file.read(kHeaderBytes, out, header.num_parameters() * size_of(header.dtype));
+                           path.c_str(), n, name_of(header.dtype), found, name_of(now.dtype)));
+    file.read(kHeaderBytes, out, header.bytes());
 }
 
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
     if (header.dtype != DType::f32 && header.dtype != DType::bf16)
         throw Error(format("%s: a model file holds fp32 or bf16, not %s", path.c_str(), name_of(header.dtype)));
-    const int32_t h[kHeaderInts] = {
-        kModelMagic, header.dtype == DType::f32 ? 3 : 5, header.max_T, header.V, header.L, header.NH, header.C,
-        header.Vp};
-    AtomicFile file(path);
-    file.write(h, kHeaderBytes);
-    file.write(parameters, header.num_parameters() * size_of(header.dtype));
-    file.commit();
+    const Config& c = header.config;
+    const int version = header.dtype == DType::f32 ? 3 : 5;
+    const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
+    write_whole_file(path, {{h, kHeaderBytes}, {parameters, header.bytes()}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -130,7 +120,7 @@ void write_state(const std::string& path, const Identity& identity, const std::v
                  const std::function<void()>& before_rename) {
     std::string table;
     put(table, static_cast<uint32_t>(identity.fields.size() + identity.recipe.size()));
-    for (const Identity::Fields& fields : {identity.fields, identity.recipe})
+    for (const Fields& fields : {identity.fields, identity.recipe})
         for (const auto& [name, value] : fields) put(table, name), put(table, value);
     put(table, static_cast<uint32_t>(sections.size()));
     for (const Section& s : sections) {
@@ -144,11 +134,9 @@ void write_state(const std::string& path, const Identity& identity, const std::v
     head += table;
     put(head, checksum64(head.data(), head.size()));
 
-    AtomicFile file(path);
-    file.write(head.data(), head.size());
-    for (const Section& s : sections) file.write(s.data, s.bytes);
-    if (before_rename) before_rename();
-    file.commit();
+    std::vector<Block> blocks = {{head.data(), head.size()}};
+    for (const Section& s : sections) blocks.push_back({s.data, s.bytes});
+    write_whole_file(path, blocks, before_rename);
 }
 
 namespace {
@@ -271,31 +259,28 @@ std::string read_state(const std::string& path, const Identity& identity, const 
     check_identity(path, stored.identity, identity);
 
     // Checks that every section has its counterpart before the first byte is read into the caller's memory.
-    std::vector<StoredSection> sources;
+    std::map<std::string, StoredSection> others = stored.sections;
     for (const Section& want : sections) {
-        const auto found = stored.sections.find(want.name);
-        if (found == stored.sections.end())
+        if (!others.erase(want.name))
             throw Error(format("%s: section \"%s\" is missing; resume with the program that wrote it", path.c_str(),
                                want.name.c_str()));
-        const StoredSection s = found->second;
+        const StoredSection& s = stored.sections[want.name];
         if (s.bytes != want.bytes)
             throw Error(
                 format("%s: section \"%s\" at offset %zu: expected %zu bytes, found %zu; resume with the same settings",
                        path.c_str(), want.name.c_str(), s.offset, want.bytes, s.bytes));
-        sources.push_back(s);
-        stored.sections.erase(found);
     }
-    for (const auto& [name, s] : stored.sections)
+    for (const auto& [name, s] : others)
         throw Error(format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
                            path.c_str(), name.c_str(), s.offset));
-    for (size_t i = 0; i < sections.size(); i++) {
-        const StoredSection& s = sources[i];
-        file.read(s.offset, sections[i].data, s.bytes);
-        const uint64_t found = checksum64(sections[i].data, s.bytes);
+    for (const Section& want : sections) {
+        const StoredSection& s = stored.sections[want.name];
+        file.read(s.offset, want.data, s.bytes);
+        const uint64_t found = checksum64(want.data, s.bytes);
         if (found != s.checksum)
             throw Error(format(
                 "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
-                path.c_str(), sections[i].name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
+                path.c_str(), want.name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
     }
     return changes;
 }
@@ -313,15 +298,16 @@ std::string state_path(const std::string& dir, int step) {
 namespace {
 
 struct CheckpointFile {
-    std::string name, kind;  // kind: "model", "state", or "" for the log
+    std::string name, kind;  // kind: "model", "state", "llm.c" for a state of llm.c, or "" for the log
     int step;
     bool temporary;  // left behind by a run that was cut off
 };
 
-// The files in `dir` that are named like model_path, state_path, the log and their temporaries. None if there is no such
-// directory. Refuses one that is no file.
+// The files in `dir` that are named like model_path, state_path, the log, their temporaries and llm.c's states. Those
+// have a rank in their names. None if there is no such directory. Refuses one that is no file.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
-    static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
+    static const std::regex pattern(
+        "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})(_[0-9]{5})?[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
     std::vector<CheckpointFile> files;
     std::error_code no_directory;
     for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
@@ -330,30 +316,19 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
         if (!std::regex_match(name, part, pattern)) continue;
         const long long step = part[2].matched ? std::stoll(part[2]) : 0;
         if (step > INT_MAX) continue;
-        if (!part[3].matched) check_regular(entry.path());
-        files.push_back({name, part[1], static_cast<int>(step), part[3].matched});
+        const std::string kind = part[3].matched ? "llm.c" : part[1].str();
+        if (!part[4].matched) check_regular(entry.path());
+        files.push_back({name, kind, static_cast<int>(step), part[4].matched});
     }
     return files;
 }
 
 }  // namespace
 
-int newest_checkpoint(const std::string& dir) {
+int newest_checkpoint(const std::string& dir, bool of_llm_c) {
     int newest = -1;
     for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == "state" && !f.temporary) newest = std::max(newest, f.step);
-    return newest;
-}
-
-int newest_llm_c_checkpoint(const std::string& dir) {
-    static const std::regex pattern("state_([0-9]{8})_[0-9]{5}[.]bin");
-    int newest = -1;
-    std::error_code no_directory;
-    for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
-        const std::string name = entry.path().filename();
-        std::smatch part;
-        if (std::regex_match(name, part, pattern)) newest = std::max(newest, std::stoi(part[1]));
-    }
+        if (f.kind == (of_llm_c ? "llm.c" : "state") && !f.temporary) newest = std::max(newest, f.step);
     return newest;
 }
 

@@ -1,25 +1,32 @@
 // Files that outlive the process: llm.c's model files, and our training state. Each is written under a temporary name,
 // synced and then renamed, so a file under its final name is whole.
 #pragma once
-#include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "data/file.h"
+#include "layers/comm/job.h"
 #include "layers/gpu/types.h"
 
 // ---- llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and header[2..7] =
 // maxT, V, L, NH, C, Vp. The sixteen tensors follow in llm.c's order, each stacked over layers.
+struct Config {
+    int max_T, V, Vp, L, NH, C;  // positions, vocabulary, padded vocabulary, layers, heads, channels
+
+    int HS() const { return C / NH; }
+    size_t num_parameters() const;  // of the sixteen tensors
+    // Forward and backward. Each parameter costs 2 FLOPs forward and 4 backward, and causal attention 6·L·C·T.
+    size_t flops_per_token(int T) const { return 6 * num_parameters() + 6 * static_cast<size_t>(L) * C * T; }
+};
 struct ModelHeader {
     DType dtype;
-    int max_T, V, L, NH, C, Vp;
-    size_t num_parameters() const;  // sum over the sixteen tensors, from the sizes above
+    Config config;
+    size_t bytes() const { return config.num_parameters() * size_of(dtype); }  // of the parameters
 };
 // Throws Error if the file is not found or its magic, version, sizes or length are wrong.
 ModelHeader read_model_header(const std::string& path);
-// Reads the parameters as one block in file order: num_parameters() elements of the header's dtype.
+// Reads the parameters as one block in file order, in the header's dtype.
 void read_model_parameters(const std::string& path, const ModelHeader&, void* out);
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
@@ -27,7 +34,6 @@ void write_model(const std::string& path, const ModelHeader&, const void* parame
 // Identity holds by name what a resumed run must have in common with the one before. The recipe, which is the schedule
 // and the optimizer's options, may be changed on purpose.
 struct Identity {
-    using Fields = std::vector<std::pair<std::string, std::string>>;
     Fields fields;       // {"B", "4"}, {"precision", "bf16"}, …
     Fields recipe = {};  // {"-l", "0.001"}, …
 };
@@ -48,8 +54,7 @@ std::string read_state(const std::string& path, const Identity&, const std::vect
 // last, so a step is complete when its state is there.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-int newest_checkpoint(const std::string& dir);        // step, or -1
-int newest_llm_c_checkpoint(const std::string& dir);  // the same of llm.c's, whose states have a rank in their names
+int newest_checkpoint(const std::string& dir, bool of_llm_c = false);  // step, or -1
 // Removes what runs that were killed left in the directory: temporaries, and models after the newest state. Removes the
 // complete checkpoints too but the newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
 void prune_checkpoints(const std::string& dir, int keep, int keep_every);

@@ -1,19 +1,15 @@
 #include "run/choices.h"
 
-#include <algorithm>
-
 #include "data/file.h"
-#include "run/checkpoint.h"
 
 namespace {
 constexpr int32_t kMagic = 20240522, kVersion = 1;
-constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
 constexpr uint16_t kStart = 65535;
 }  // namespace
 
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) {
     const InputFile file(path);
-    int32_t header[kHeaderBytes / sizeof(int32_t)];
+    int32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
     if (header[0] != kMagic)
         throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; make the file with data/hellaswag.py",
@@ -68,31 +64,4 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
     if (at != stream.size()) fail("end of the file", format("%d examples", header[2]), (stream.size() - at) * 2);
     if (choices.empty()) throw Error(format("%s: no examples", path.c_str()));
     return choices;
-}
-
-void write_choices(const std::string& path, const std::vector<Choice>& choices) {
-    std::vector<uint16_t> stream;
-    size_t longest = 0;
-    const auto put = [&](const std::vector<int>& tokens) {
-        stream.push_back(static_cast<uint16_t>(tokens.size()));
-        for (int token : tokens) stream.push_back(static_cast<uint16_t>(token));
-    };
-    for (const Choice& c : choices) {
-        const size_t start = stream.size();
-        for (size_t value : {size_t(kStart), size_t(0), size_t(c.index), size_t(c.label), c.endings.size()})
-            stream.push_back(static_cast<uint16_t>(value));
-        put(c.context);
-        for (const std::vector<int>& ending : c.endings) put(ending);
-        const size_t bytes = (stream.size() - start) * sizeof(uint16_t);
-        if (bytes > 65535)
-            throw Error(format("%s: example %d has %zu bytes, expected at most 65535", path.c_str(), c.index, bytes));
-        stream[start + 1] = static_cast<uint16_t>(bytes);
-        longest = std::max(longest, bytes);
-    }
-    int32_t header[kHeaderBytes / sizeof(int32_t)] = {kMagic, kVersion, static_cast<int32_t>(choices.size()),
-                                                      static_cast<int32_t>(longest)};
-    AtomicFile file(path);
-    file.write(header, kHeaderBytes);
-    file.write(stream.data(), stream.size() * sizeof(uint16_t));
-    file.commit();
 }

@@ -14,4 +14,3 @@ struct Choice {
 // Throws Error with file, offset, expected and found. The reasons are a wrong magic or version, truncation, an
 // impossible label or count, a token >= vocab, and an example of more than max_T tokens.
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T);
-void write_choices(const std::string& path, const std::vector<Choice>& choices);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "data/loader.h"
-#include "layers/comm/job.h"
+#include "layers/comm/reference_comm.h"
 #include "run/choices.h"
 #include "run/range.h"
 
@@ -38,7 +38,7 @@ Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
         model.dev.download(&loss, model.own_stats(), sizeof loss);
         losses[i] = loss / ranks.context;
     }
-    job.sum(losses);
+    CpuComm(job).all_reduce(losses.data(), losses.size());
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
 }
 
@@ -50,10 +50,9 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
     const size_t B = model.B, T = model.T, N = B * T;
     std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
     std::vector<std::vector<double>> losses(choices.size());
-    for (size_t i = 0; i < choices.size(); i++) {
-        losses[i].resize(choices[i].endings.size());
-        for (size_t e = 0; e < losses[i].size(); e++) rows.push_back({i, e});
-    }
+    for (size_t i = 0; i < choices.size(); i++)
+        for (size_t e = 0; e < choices[i].endings.size(); e++) rows.push_back({i, e});
+    std::vector<double> means(rows.size());  // 0 if another rank computes it
     std::vector<int> host(model.batch_ints());
     std::vector<typename Model::A> position(N);
     for (size_t first = 0; first < rows.size(); first += B) {
@@ -73,11 +72,11 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         for (size_t r = first; r < last; r++) {
             const auto [i, e] = rows[r];
             const size_t begin = (r - first) * T + choices[i].context.size() - 1, n = choices[i].endings[e].size();
-            losses[i][e] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
+            means[r] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
-    if (job.size > 1)  // what another rank computed is 0 here
-        for (std::vector<double>& of_choice : losses) job.sum(of_choice);
+    CpuComm(job).all_reduce(means.data(), means.size());
+    for (size_t r = 0; r < rows.size(); r++) losses[rows[r].first].push_back(means[r]);
     return losses;
 }
 inline int answer(const std::vector<double>& losses) {

@@ -29,19 +29,18 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     std::unique_ptr<Loader> val;
     double floor = NAN;
     if (choices.empty() || !o.val_data.empty()) {
-        const Data data = o.val_data.empty() ? find_data_together(o, job) : Data{"", o.val_data};
+        const Data data = o.val_data.empty() ? find_data(o, job) : Data{"", o.val_data};
         if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
         val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0, Tokenizer(o.tokenizer));
         if (val->is_text_in_bytes() && from_file && job.rank == 0) warn_of_bytes(o, config.V);
         floor = data.floor;
     }
     allocate_or_explain(model);
-    start_weights(model, o, from_file);
+    from_file ? load(model, o.init) : init_random(model, o.seed);
     if (val) {
         if (job.rank == 0) std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
         const auto [loss, batches] = validate(model, *val, o.val_batches, job);
-        std::printf("val loss %.6f over %llu batches of %d x %d tokens%s\n", loss,
-                    static_cast<unsigned long long>(batches), o.B, o.T,
+        std::printf("val loss %.6f over %zu batches of %d x %d tokens%s\n", loss, batches, o.B, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
     const std::vector<std::vector<double>> losses = ending_losses(model, choices, job);

@@ -6,54 +6,38 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <fstream>
+#include <filesystem>
 #include <limits>
+#include <sstream>
 
 #include "data/file.h"
-#include "run/checkpoint.h"
+#include "data/tokenizer.h"
 
 namespace {
 
-// Length of the valid UTF-8 sequence that starts at text[i] (Unicode 15, table 3-7), 0 if there is none.
-size_t utf8_length(const std::string& text, size_t i) {
-    const auto at = [&](size_t k) { return k < text.size() ? static_cast<unsigned char>(text[k]) : 0u; };
-    const unsigned lead = at(i);
-    if (lead < 0x80) return 1;
-    const size_t length = lead >= 0xC2 && lead <= 0xDF   ? 2
-                          : (lead & 0xF0) == 0xE0        ? 3
-                          : lead >= 0xF0 && lead <= 0xF4 ? 4
-                                                         : 0;
-    for (size_t k = 1; k < length; k++)
-        if ((at(i + k) & 0xC0) != 0x80) return 0;
-    const unsigned second = at(i + 1);
-    const bool bad = (lead == 0xE0 && second < 0xA0) || (lead == 0xED && second > 0x9F) ||  // overlong; surrogates
-                     (lead == 0xF0 && second < 0x90) || (lead == 0xF4 && second > 0x8F);    // overlong; past U+10FFFF
-    return bad ? 0 : length;
-}
-
-// Calls f(ascii, bytes) for each character. `ascii` is its code, or −1 if it is not ASCII. `bytes` is its UTF-8, or ""
-// for a byte that is not UTF-8. A byte-level model may well sample such bytes.
+// Calls f(code, bytes) for each character. `bytes` is its UTF-8, or "" for a byte that is not UTF-8. A byte-level model
+// may well sample such bytes.
 template <class F>
 void for_each_character(const std::string& text, F f) {
     for (size_t i = 0; i < text.size();) {
-        const size_t length = utf8_length(text, i);
-        f(length == 1 ? text[i] : -1, text.substr(i, length));
-        i += length ? length : 1;
+        const Character c = character(text, i);
+        f(c.code, text.substr(i, c.bytes));
+        i += c.bytes ? c.bytes : 1;
     }
 }
 
 // A JSON string. Bytes that are not UTF-8 become U+FFFD.
 std::string quoted(const std::string& text) {
     std::string out = "\"";
-    for_each_character(text, [&](int ascii, const std::string& bytes) {
-        if (ascii == '"' || ascii == '\\')
+    for_each_character(text, [&](uint32_t code, const std::string& bytes) {
+        if (code == '"' || code == '\\')
             out += '\\' + bytes;
-        else if (ascii == '\n')
+        else if (code == '\n')
             out += "\\n";
-        else if (ascii == '\t')
+        else if (code == '\t')
             out += "\\t";
-        else if ((ascii >= 0 && ascii < 0x20) || ascii == 0x7F)
-            out += format("\\u%04x", ascii);
+        else if (code < 0x20 || code == 0x7F)
+            out += format("\\u%04x", code);
         else
             out += bytes.empty() ? "\\ufffd" : bytes;
     });
@@ -64,9 +48,8 @@ std::string quoted(const std::string& text) {
 
 std::string for_terminal(const std::string& text) {
     std::string out;
-    for_each_character(text, [&](int ascii, const std::string& bytes) {
-        const bool control = (ascii >= 0 && ascii < 0x20 && ascii != '\n' && ascii != '\t') || ascii == 0x7F ||
-                             (bytes >= "\xC2\x80" && bytes <= "\xC2\x9F");  // U+0080 to U+009F
+    for_each_character(text, [&](uint32_t code, const std::string& bytes) {
+        const bool control = (code < 0x20 && code != '\n' && code != '\t') || (code >= 0x7F && code <= 0x9F);
         out += control || bytes.empty() ? "\xEF\xBF\xBD" : bytes;
     });
     return out;
@@ -75,7 +58,7 @@ std::string for_terminal(const std::string& text) {
 std::string take_for_terminal(std::string& text) {
     size_t end = text.size();
     while (end > 0 && text.size() - end < 3 && (text[end - 1] & 0xC0) == 0x80) end--;
-    const bool begun = end > 0 && (text[end - 1] & 0xC0) == 0xC0 && utf8_length(text, end - 1) == 0;
+    const bool begun = end > 0 && (text[end - 1] & 0xC0) == 0xC0 && character(text, end - 1).bytes == 0;
     const std::string whole = for_terminal(text.substr(0, begun ? end - 1 : text.size()));
     text.erase(0, begun ? end - 1 : text.size());
     return whole;
@@ -102,11 +85,9 @@ Row& Row::add(const char* key, double value) {
 
 // True if a regular file ends inside a row, because its writer was cut off.
 static bool ends_inside_row(const std::string& path) {
-    struct stat info;
-    if (stat(path.c_str(), &info) || !S_ISREG(info.st_mode) || info.st_size == 0) return false;
-    char last;
-    InputFile(path).read(static_cast<uint64_t>(info.st_size) - 1, &last, 1);
-    return last != '\n';
+    std::error_code missing;
+    const std::string text = std::filesystem::is_regular_file(path, missing) ? InputFile(path).rest() : "";
+    return !text.empty() && text.back() != '\n';
 }
 
 Log::Log(const std::string& path, bool append) : path_(path) {
@@ -134,19 +115,14 @@ void Log::write(const Row& row) {
 }
 
 void Log::truncate_after(const std::string& path, long long step) {
-    std::ifstream in(path, std::ios::binary);
-    if (!in) {
-        if (access(path.c_str(), F_OK)) return;  // no log yet
-        throw file_error(path, "read", errno);
-    }
-    AtomicFile out(path);
+    if (access(path.c_str(), F_OK)) return;  // no log yet
+    std::istringstream in(InputFile(path).rest());
+    std::string kept;
     const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
     for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
         const size_t at = line.find(key);
         if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
-        line += '\n';
-        out.write(line.data(), line.size());
+        kept += line + '\n';
     }
-    if (in.bad()) throw file_error(path, "read", EIO);
-    out.commit();
+    write_whole_file(path, {{kept.data(), kept.size()}});
 }

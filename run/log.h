@@ -1,6 +1,5 @@
 // log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid whatever comes next.
 #pragma once
-#include <cstdint>
 #include <cstdio>
 #include <string>
 

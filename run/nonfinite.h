@@ -14,20 +14,6 @@ inline std::string place_of(const TensorSpec& t, int l) {
     return t.name + (t.layers > 0 ? format(" of layer %d", l) : "");
 }
 
-template <class Model>
-std::string count_in(Model& model, const Arena& arena, size_t i, int l) {
-    using X = typename Model::X;
-    using A = typename Model::A;
-    void* scratch = model.workspace().scratch;
-    const TensorSpec& t = arena.tensors[i];
-    if (t.elements() == 0) return "";
-    const size_t bad = t.dtype == dtype_of<X>()
-                           ? count_nonfinite(model.dev, scratch, static_cast<const X*>(arena.at(i, l)), t.size)
-                           : count_nonfinite(model.dev, scratch, static_cast<const A*>(arena.at(i, l)), t.size);
-    if (bad == 0) return "";
-    return format("%s (%s, %zu of %zu elements)", place_of(t, l).c_str(), arena.name, bad, t.size);
-}
-
 // An arena's tensors in the order of computation: those before the layers, then layer by layer, then those after them.
 inline std::vector<std::pair<size_t, int>> computation_order(const Arena& arena, int layers) {
     size_t first = 0, last = arena.tensors.size();
@@ -45,10 +31,20 @@ inline std::vector<std::pair<size_t, int>> computation_order(const Arena& arena,
 // The first tensor of an arena that is not finite, or "".
 template <class Model>
 std::string first_nonfinite_in(Model& model, const Arena& arena, bool backwards = false) {
+    using X = typename Model::X;
+    using A = typename Model::A;
     auto order = computation_order(arena, model.config.L);
     if (backwards) std::reverse(order.begin(), order.end());
-    for (const auto& [i, l] : order)
-        if (const std::string found = count_in(model, arena, i, l); !found.empty()) return found;
+    for (const auto& [i, l] : order) {
+        const TensorSpec& t = arena.tensors[i];
+        const void* const x = arena.at(i, l);
+        if (!x) continue;
+        void* const scratch = model.workspace().scratch;
+        const size_t bad = t.dtype == dtype_of<X>()
+                               ? count_nonfinite(model.dev, scratch, static_cast<const X*>(x), t.size)
+                               : count_nonfinite(model.dev, scratch, static_cast<const A*>(x), t.size);
+        if (bad) return format("%s (%s, %zu of %zu elements)", place_of(t, l).c_str(), arena.name, bad, t.size);
+    }
     return "";
 }
 

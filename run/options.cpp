@@ -13,7 +13,6 @@
 
 namespace {
 
-const char* const kHelpNames[] = {"--help", "-h"};
 constexpr size_t kHelpWidth = 110;  // columns
 
 std::string value_text(const Option& option) {
@@ -59,8 +58,8 @@ size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// " (did you mean x?)" if a candidate starts with `word`, one of the two has the other in it, or a few typing errors
-// make one of the other, else "".
+// " (did you mean x?)", or "" if no candidate is near. Near is one that starts with `word`, has it inside or is inside
+// it, or is a few typing errors away.
 std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {
     const std::string stem = word.substr(std::min(word.find_first_not_of('-'), word.size()));
     if (stem.empty()) return "";
@@ -138,9 +137,8 @@ void set_value(const Option& option, const std::string& text) {
 }  // namespace
 
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table, const std::vector<Foreign>& llm_c) {
-    const auto is_flag_value = [](const char* next) {
-        return next && (!std::strcmp(next, "0") || !std::strcmp(next, "1"));
-    };
+    const std::vector<std::string> args(argv + 1, argv + argc);
+    const auto is_flag_value = [&](size_t i) { return i < args.size() && (args[i] == "0" || args[i] == "1"); };
     const auto refuse_foreign = [&](const std::string& name) {
         for (const Foreign& f : llm_c)
             for (const std::string& letter : split(f.letters, ' '))
@@ -149,19 +147,17 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
                         format("%s is an option of llm.c, not of this program: %s", letter.c_str(), f.instead));
     };
     // Help comes before any value is set, because it prints the current values as defaults.
-    for (int i = 1; i < argc; i++)
-        for (const char* help : kHelpNames)
-            if (!std::strcmp(argv[i], help)) {
-                if (i + 1 < argc && is_flag_value(argv[i + 1])) refuse_foreign(help);
-                return true;
-            }
+    for (size_t i = 0; i < args.size(); i++) {
+        if (args[i] != "--help" && args[i] != "-h") continue;
+        if (is_flag_value(i + 1)) refuse_foreign(args[i]);
+        return true;
+    }
 
-    for (int i = 1; i < argc; i++) {
-        std::string name = argv[i], value;
-        const size_t equals = name[0] == '-' ? name.find('=') : std::string::npos;
+    for (size_t i = 0; i < args.size(); i++) {
+        const size_t equals = args[i][0] == '-' ? args[i].find('=') : std::string::npos;
         const bool attached = equals != std::string::npos;
-        if (attached) value = name.substr(equals + 1), name.resize(equals);
-
+        const std::string name = args[i].substr(0, equals);
+        std::string value = attached ? args[i].substr(equals + 1) : "1";
         const Option* option = find_option(table, name);
         if (!option) {
             if (name[0] != '-' || name == "-")
@@ -172,17 +168,15 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
             for (const Option& o : table) names.push_back(o.name);
             throw UsageError(format("unknown option %s%s; see --help", name.c_str(), suggestion(name, names).c_str()));
         }
-        if (!attached) {
-            const char* next = i + 1 < argc ? argv[i + 1] : nullptr;
-            if (option->kind == Option::Flag) {
-                value = is_flag_value(next) ? argv[++i] : "1";
-            } else {
-                // "-1" is a value, but the name of another option means that this one's value was forgotten.
-                if (!next || find_option(table, std::string(next).substr(0, std::string(next).find('='))))
-                    throw UsageError(format("%s needs a value%s%s", title(*option).c_str(),
-                                            next ? ", found option " : "", next ? next : ""));
-                value = argv[++i];
-            }
+        if (!attached && option->kind != Option::Flag) {
+            // "-1" is a value, but the name of another option means that this one's value was forgotten.
+            const std::string next = i + 1 < args.size() ? args[i + 1] : "";
+            if (i + 1 == args.size() || find_option(table, next.substr(0, next.find('='))))
+                throw UsageError(format("%s needs a value%s%s", title(*option).c_str(),
+                                        next.empty() ? "" : ", found option ", next.c_str()));
+            value = args[++i];
+        } else if (!attached && is_flag_value(i + 1)) {
+            value = args[++i];
         }
         set_value(*option, value);
     }

@@ -2,6 +2,8 @@
 // papers.
 #pragma once
 #include <cctype>
+#include <regex>
+#include <sstream>
 #include <string>
 
 namespace peak {
@@ -11,17 +13,12 @@ struct Rates {
     double bf16, tf32, fp32;
 };
 
+// clang-format off
 // Outside the data centre's largest chips, tensor cores keep a fixed ratio to the fp32 units. GeForce halves it for
 // sums in fp32, which training needs.
-constexpr Rates fp32_only(double fp32) {
-    return {0, 0, fp32};
-}
-constexpr Rates half_rate(double fp32) {
-    return {2 * fp32, fp32, fp32};
-}
-constexpr Rates full_rate(double fp32) {
-    return {4 * fp32, 2 * fp32, fp32};
-}
+constexpr Rates fp32_only(double fp32) { return {0, 0, fp32}; }
+constexpr Rates half_rate(double fp32) { return {2 * fp32, fp32, fp32}; }
+constexpr Rates full_rate(double fp32) { return {4 * fp32, 2 * fp32, fp32}; }
 constexpr Rates a100 = {312, 156, 19.5}, h100 = {989, 494.5, 67}, h100_pcie = {756, 378, 51}, nvl = {835.5, 417.5, 60};
 
 struct Entry {
@@ -30,7 +27,6 @@ struct Entry {
 };
 
 // Left out are names that stand for several chips (RTX 3050), and parts whose data sheets give no dense rates (GB10).
-// clang-format off
 inline constexpr Entry table[] = {
     // Volta and Turing, which have neither bf16 nor TF32
     {"V100 SXM2", fp32_only(15.7)},       {"V100 SXM3", fp32_only(15.7)},       {"V100 DGXS", fp32_only(15.7)},
@@ -70,29 +66,15 @@ inline constexpr Entry table[] = {
 };
 // clang-format on
 
-// 80GB, 144G
-inline bool is_memory_size(const std::string& word) {
-    const size_t unit = word.find_first_not_of("0123456789");
-    return unit > 0 && unit != word.npos && (word.substr(unit) == "GB" || word.substr(unit) == "G");
-}
-
 // A name in capitals, less the words that tell nothing about the rates. "NVIDIA GeForce RTX 4080 SUPER" becomes "RTX
 // 4080 SUPER", and "NVIDIA H100 80GB HBM3" becomes "H100". Without socket, "A100-SXM4-40GB" is "A100" too.
 inline std::string part_of(const std::string& gpu, bool with_socket) {
-    std::string part, word;
-    auto starts = [&](const char* prefix) { return word.rfind(prefix, 0) == 0; };
-    auto is = [&](const char* other) { return word == other; };
-    for (const char c : gpu + " ") {
-        if (c != ' ' && c != '-') {
-            word += static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
-            continue;
-        }
-        const bool brand = is("NVIDIA") || is("TESLA") || is("GEFORCE") || is("GENERATION");
-        const bool memory = starts("HBM") || is_memory_size(word);
-        const bool socket = starts("SXM") || is("PCIE") || is("AC");
-        if (!word.empty() && !brand && !memory && (with_socket || !socket)) part += (part.empty() ? "" : " ") + word;
-        word.clear();
-    }
+    static const std::regex dull("NVIDIA|TESLA|GEFORCE|GENERATION|HBM.*|[0-9]+GB?"), socket("SXM.*|PCIE|AC");
+    std::string part, word, words;
+    for (const char c : gpu) words += c == '-' ? ' ' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+    for (std::istringstream in(words); in >> word;)
+        if (!std::regex_match(word, dull) && (with_socket || !std::regex_match(word, socket)))
+            part += (part.empty() ? "" : " ") + word;
     return part;
 }
 
@@ -102,9 +84,10 @@ inline std::string part_of(const std::string& gpu, bool with_socket) {
 // is not in the table, and MFU is then "n/a". Only a whole name counts, because a laptop's part, a MIG slice or an
 // unknown variant has rates of its own.
 inline double peak_tflops(const std::string& gpu, bool is_bf16, bool tf32) {
+    const std::string part[] = {peak::part_of(gpu, false), peak::part_of(gpu, true)};
     for (const bool with_socket : {true, false})
         for (const peak::Entry& e : peak::table)
-            if (peak::part_of(gpu, with_socket) == e.name)
+            if (part[with_socket] == e.name)
                 return is_bf16 ? e.rates.bf16 : tf32 && e.rates.tf32 > 0 ? e.rates.tf32 : e.rates.fp32;
     return 0;
 }

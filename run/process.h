@@ -1,11 +1,11 @@
 // The process around a run: its descriptors, the signals that end it, and its exit code.
 #pragma once
 #include <fcntl.h>
-#include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
-#include <ctime>
+
+#include "layers/comm/job.h"
 
 inline void prepare_process() {
     // A file must not get the number of a stream that is closed, because what is printed would go into it.
@@ -18,13 +18,11 @@ inline void prepare_process() {
 // one ends the program at once if it comes more than a second later. Within a second it counts as the same signal,
 // because many programs that pass signals on send them to a process and to its group.
 inline volatile std::sig_atomic_t g_signal = 0;
-inline timespec g_signal_time;
+inline double g_signal_time;
 inline void on_signal(int signal) {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
     if (!g_signal) {
-        g_signal_time = now, g_signal = signal;
-    } else if (now.tv_sec - g_signal_time.tv_sec + (now.tv_nsec - g_signal_time.tv_nsec) * 1e-9 > 1) {
+        g_signal_time = now(), g_signal = signal;
+    } else if (now() - g_signal_time > 1) {
         std::signal(signal, SIG_DFL);
         raise(signal);
     }

@@ -4,11 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "layers/gpu/types.h"
-
-template <class X>
-int sample_token(const std::vector<X>& logits, const Sampling& s, double u) {
-    std::vector<float> p(logits.begin(), logits.end());
+int sample_token(std::vector<float> p, const Sampling& s, double u) {
     std::vector<int> order;  // of the top_k, the largest and the first of equals first
     if (s.temperature <= 0) return static_cast<int>(std::max_element(p.begin(), p.end()) - p.begin());
     if (s.top_k > 0 && static_cast<size_t>(s.top_k) < p.size()) {
@@ -30,6 +26,3 @@ int sample_token(const std::vector<X>& logits, const Sampling& s, double u) {
     while ((seen += p[i]) <= u * sum && i + 1 < p.size()) i++;
     return order.empty() ? static_cast<int>(i) : order[i];
 }
-template int sample_token(const std::vector<float>&, const Sampling&, double);
-template int sample_token(const std::vector<double>&, const Sampling&, double);
-template int sample_token(const std::vector<bf16>&, const Sampling&, double);

@@ -18,8 +18,7 @@ struct Sampling {
 
 // Draws a token from softmax(logits / temperature) over the top_k largest, with the uniform number u. Temperature 0
 // takes the largest.
-template <class X>
-int sample_token(const std::vector<X>& logits, const Sampling& s, double u);
+int sample_token(std::vector<float> logits, const Sampling& s, double u);
 
 // The first of n tokens that a model with T positions sees. A text that outgrows them goes on from their last half.
 inline int window_begin(int n, int T) {
@@ -78,7 +77,8 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
                      uint64_t seed, const std::function<bool(const std::string&)>& see = nullptr) {
     std::string text;
     for (int i = 0; i < n; i++) {
-        const int token = sample_token(logits_of_last(model, context, i > 0), s, uniform(seed, i));
+        const auto logits = logits_of_last(model, context, i > 0);
+        const int token = sample_token({logits.begin(), logits.end()}, s, uniform(seed, i));
         if (token == end_of_text(model.config.V)) break;
         context.push_back(token);
         const std::string piece = tokenizer.decode(token);

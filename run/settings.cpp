@@ -10,7 +10,6 @@
 #include "attention/attention.h"
 #include "data/corpus.h"
 #include "data/tokenizer.h"
-#include "layers/gpu/error.h"
 #include "run/checkpoint.h"
 #include "run/ranks.h"
 
@@ -104,7 +103,7 @@ std::vector<Option> Options::table() {
     };
 }
 
-std::vector<std::pair<std::string, std::string>> Options::recipe() const {
+Fields Options::recipe() const {
     const auto text = [](double x) { return format("%.7g", x); };
     return {
         {"-x", text(max_steps)}, {"-l", text(lr)},           {"-u", text(warmup)},     {"-q", text(final_lr)},
@@ -159,22 +158,17 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     if (context > 1 && o.T % (2 * context))
         throw UsageError(format("--tokens %d is not a multiple of 2·%d, the chunks of --context-parallel %d: use -t %d",
                                 o.T, context, context, std::max(1, o.T / (2 * context)) * 2 * context));
-    const long long micro_batch = static_cast<long long>(o.B) * o.T;
-    if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
-        throw UsageError(
-            format("B·T = %d·%d is too many tokens for a micro-batch: use a smaller -b with -d", o.B, o.T));
-    const long long least = micro_batch * ranks;
+    const long long micro_batch = static_cast<long long>(o.B) * o.T, least = micro_batch * ranks;
     const char* const name = context > 1 ? "groups of ranks" : "ranks";
-    if (least > INT_MAX)
-        throw UsageError(
-            format("B·T·%s = %d·%d·%d is too many tokens for a step: use a smaller -b", name, o.B, o.T, ranks));
+    const std::string one = format("B·T = %d·%d", o.B, o.T);
+    const std::string all = ranks == 1 ? one : format("B·T·%s = %d·%d·%d", name, o.B, o.T, ranks);
+    if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
+        throw UsageError(one + " is too many tokens for a micro-batch: use a smaller -b with -d");
+    if (least > INT_MAX) throw UsageError(all + " is too many tokens for a step: use a smaller -b");
     if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(least);
-    if (ranks == 1 && o.tokens_per_step % micro_batch)
-        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T = %d·%d = %lld", o.tokens_per_step, o.B,
-                                o.T, micro_batch));
     if (o.tokens_per_step % least)
-        throw UsageError(format("--tokens-per-step %d is not a multiple of B·T·%s = %d·%d·%d = %lld", o.tokens_per_step,
-                                name, o.B, o.T, ranks, least));
+        throw UsageError(
+            format("--tokens-per-step %d is not a multiple of %s = %lld", o.tokens_per_step, all.c_str(), least));
     if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(C, all_ranks);
     if (o.lr < 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
 }
@@ -216,7 +210,7 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
     const int old = newest_checkpoint(o.output_dir);
-    if (const int theirs = newest_llm_c_checkpoint(o.output_dir); theirs >= 0)
+    if (const int theirs = newest_checkpoint(o.output_dir, true); theirs >= 0)
         throw Error(
             format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
                    "for its weights",
@@ -229,17 +223,11 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s has %s give another -o", o.output_dir.c_str(), what.c_str()));
 }
 
-static Data find_data(const Options& o) {
+Data find_data(const Options& o, Job& job) {
     if (!o.train_data.empty()) return {o.train_data, o.val_data};
+    if (job.rank > 0) job.barrier();
     const Corpus corpus = builtin_corpus("data/cache");
+    if (job.rank == 0) job.barrier();
     if (!o.val_data.empty()) return {corpus.train_path, o.val_data};
     return {corpus.train_path, corpus.val_path, corpus.val_nats};
-}
-
-Data find_data_together(const Options& o, Job& job) {
-    Data data;
-    if (job.rank == 0) data = find_data(o);
-    job.barrier();
-    if (job.rank > 0) data = find_data(o);
-    return data;
 }

@@ -30,7 +30,7 @@ struct Options {
 
     std::vector<Option> table();
     // What a resumed run may change, by option.
-    std::vector<std::pair<std::string, std::string>> recipe() const;
+    Fields recipe() const;
     std::string help();  // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
@@ -56,5 +56,5 @@ struct Data {
     std::string train, val;
     double floor = NAN;  // nats per token of the validation data
 };
-// The data of the run. Rank 0 goes first, because it may have to write the data where the others will find it.
-Data find_data_together(const Options& o, Job& job);
+// Rank 0 goes first, because it may have to write the built-in corpus where the others will find it.
+Data find_data(const Options& o, Job& job);

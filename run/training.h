@@ -49,6 +49,7 @@ class Run {
     }
 
     void describe() const;
+    void agree();  // that all ranks have the same run, data and parameters
     void open_log();
     void train_step();
     void watch();                 // validation and samples, if they are due after this step
@@ -61,8 +62,6 @@ class Run {
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     uint64_t train_tokens() const { return train.num_tokens(); }
-    uint64_t val_identity() const { return val ? val->identity() : 0; }
-    const Identity& run_identity() const { return identity; }
     bool has_text_in_bytes() const {
         return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
     }
@@ -83,7 +82,7 @@ class Run {
     std::unique_ptr<Log> log = std::make_unique<Log>();
     int last_checkpoint = -1, signal = 0;
     const bool terminal = isatty(STDOUT_FILENO);
-    const double begin = now();
+    const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
     double shown = -1;  // when a terminal got the last step's line
     Pace pace;
     PowerWatch power;
@@ -107,7 +106,13 @@ class Run {
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
     void move_optimizer(char* host, bool to_host);
-    void await_checkpoint();
+    // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
+    void await_checkpoint() {
+        job.expect_progress(0);  // a disk may take its time
+        if (written.valid()) written.get();
+        job.barrier();
+        job.expect_progress(kLongStallSeconds);
+    }
 
     // The parts of a checkpoint beside the model, for reading and for writing.
     struct Counters {
@@ -120,7 +125,13 @@ class Run {
     }
     void write_checkpoint(Counters counters);
     void read_checkpoint(int newest, Counters& counters);
-    std::string first_nonfinite();
+    std::string first_nonfinite() {
+        await_checkpoint();  // so that the last good one is whole
+        const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
+        for (int r = 0; r < job.size; r++)
+            if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
+        return found[0];
+    }
     std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
 
@@ -162,7 +173,7 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
                                                         : "shuffled"},
                        {"attention", o.attention},
                        {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
-                       {"data", format("%016llx", static_cast<unsigned long long>(train.identity()))}};
+                       {"data", format("%016zx", train.identity())}};
 }
 
 template <class Model>
@@ -191,6 +202,17 @@ void Run<Model>::describe() const {
     if (o.verify_every)
         std::printf("to verify          %.1f MiB of the host's memory%s\n",
                     2 * (model.params.bytes + model.adam.bytes) / kMiB, job.size > 1 ? " for each rank" : "");
+}
+
+template <class Model>
+void Run<Model>::agree() {
+    if (job.size == 1) return;
+    std::vector<char> params(model.params.bytes);
+    dev.download(params.data(), model.params.base, params.size());
+    Fields fields = identity.fields;
+    fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
+    fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
+    job.agree(fields);
 }
 
 // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
@@ -265,7 +287,7 @@ void Run<Model>::train_step() {
 
     const double ms = 1e3 * (now() - start);
     pace.add_step(ms / 1e3);
-    const double tok_s = o.tokens_per_step / ms * 1e3, peak = peak_tflops(dev.name, std::is_same_v<X, bf16>, dev.tf32);
+    const double tok_s = o.tokens_per_step / ms * 1e3;
     const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
     if (!terminal || start - shown >= 0.25) {
         shown = start;
@@ -395,30 +417,12 @@ void Run<Model>::verify_checkpoints() {
     if (next > newest && job.rank == 0)
         throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
                            o.verify, o.output_dir.c_str()));
-    job.broadcast(&next, 1);
+    job.broadcast(&next, sizeof next);
     restore(next);
     once.take(model, step, position);
     restore(o.verify);
     if (job.rank == 0) sums = logged_checksums(o.output_dir + "/log.jsonl");
     compute_again("a GPU erred, unless the program, GPU model, number of GPUs, driver or libraries were others then");
-}
-
-template <class Model>
-std::string Run<Model>::first_nonfinite() {
-    await_checkpoint();  // so that the last good one is whole
-    const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
-    for (int r = 0; r < job.size; r++)
-        if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
-    return found[0];
-}
-
-// Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
-template <class Model>
-void Run<Model>::await_checkpoint() {
-    job.expect_progress(0);  // a disk may take its time
-    if (written.valid()) written.get();
-    job.barrier();
-    job.expect_progress(kLongStallSeconds);
 }
 
 // Training waits only for the snapshot, and for the checkpoint before if it is still being written.
@@ -445,11 +449,16 @@ void Run<Model>::write_checkpoint(Counters counters) {
     const double start = now(), waited = pace.save;
     const int step = static_cast<int>(counters.step);
     std::future<void> model_written = std::async(std::launch::async, [&] {
-        write_model(model_path(o.output_dir, step), model.config.header(dtype_of<X>()), snapshot);
+        write_model(model_path(o.output_dir, step), {dtype_of<X>(), model.config}, snapshot);
     });
     counters.model_checksum = checksum64(snapshot, model.params.bytes);
     const std::string path = state_path(o.output_dir, step);
-    write_state(path, identity, sections(counters), [&] { model_written.get(); });
+    try {
+        write_state(path, identity, sections(counters), [&] { model_written.get(); });
+    } catch (...) {
+        if (model_written.valid()) model_written.get();  // if both failed, the model's error is thrown
+        throw;
+    }
     std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(), step,
                 snapshot_bytes(model) / 1e9, now() - start, waited);
     prune_checkpoints(o.output_dir, o.keep, o.keep_every);
@@ -459,13 +468,13 @@ void Run<Model>::write_checkpoint(Counters counters) {
 template <class Model>
 bool Run<Model>::restore(int from) {
     int newest = from >= 0 || job.rank > 0 ? from : newest_checkpoint(o.output_dir);
-    job.broadcast(&newest, 1);
+    job.broadcast(&newest, sizeof newest);
     if (newest < 0) return false;
     std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
     char* const host = job.rank ? received.data() : snapshot;
     Counters counters{};
     if (job.rank == 0) read_checkpoint(newest, counters);
-    job.broadcast(&counters, 1);
+    job.broadcast(&counters, sizeof counters);
     job.broadcast(host, model.params.bytes);
     dev.upload(model.params.base, host, model.params.bytes);
     dev.sync();
@@ -489,19 +498,19 @@ void Run<Model>::read_checkpoint(int newest, Counters& counters) {
     if (counters.step != uint64_t(newest))
         throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
                            state.c_str(), static_cast<int>(counters.step)));
-    const ModelHeader header = read_model_header(path), mine = model.config.header(dtype_of<X>());
+    const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
+    const Config &theirs = header.config, &ours = mine.config;
     if (std::memcmp(&header, &mine, sizeof header))
         throw Error(format(
             "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
             "and its state file to resume from the checkpoint before",
-            path.c_str(), name_of(header.dtype), header.L, header.NH, header.C, header.V, name_of(mine.dtype), mine.L,
-            mine.NH, mine.C, mine.V));
+            path.c_str(), name_of(header.dtype), theirs.L, theirs.NH, theirs.C, theirs.V, name_of(mine.dtype), ours.L,
+            ours.NH, ours.C, ours.V));
     read_model_parameters(path, header, snapshot);
     const uint64_t found = checksum64(snapshot, model.params.bytes);
     if (found != counters.model_checksum)
         throw Error(
-            format("%s: damaged: its parameters have checksum %016llx, expected %016llx by the state file; remove "
+            format("%s: damaged: its parameters have checksum %016zx, expected %016zx by the state file; remove "
                    "both to resume from the checkpoint before",
-                   path.c_str(), static_cast<unsigned long long>(found),
-                   static_cast<unsigned long long>(counters.model_checksum)));
+                   path.c_str(), found, counters.model_checksum));
 }

@@ -46,7 +46,7 @@ std::string checksums(const Model& model) {
             const TensorSpec& t = a->tensors[i];
             const size_t bytes = t.elements() * size_of(t.dtype);
             const uint64_t sum = checksum(model.dev, model.workspace().scratch, a->at(i), bytes);
-            text += format("%s%s=%016llx ", a == &model.grads ? "d" : "", t.name, static_cast<unsigned long long>(sum));
+            text += format("%s%s=%016zx ", a == &model.grads ? "d" : "", t.name, sum);
         }
     return text;
 }

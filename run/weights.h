@@ -26,16 +26,12 @@ void set_parameters(Model& model, std::vector<typename Model::A>& values) {
         dev.upload(master, own.data(), own.size() * sizeof(A));
         dev.sync();
     }
-    if constexpr (Model::has_master) {
-        std::vector<X> rounded(n);
+    std::vector<X> rounded(Model::has_master ? n : 0);
 #pragma omp parallel for
-        for (size_t i = 0; i < n; i++) rounded[i] = static_cast<X>(values[i]);
-        dev.upload(model.params.base, rounded.data(), model.params.bytes);
-        dev.sync();
-    } else {
-        dev.upload(model.params.base, values.data(), model.params.bytes);
-        dev.sync();
-    }
+    for (size_t i = 0; i < rounded.size(); i++) rounded[i] = static_cast<X>(values[i]);
+    dev.upload(model.params.base, Model::has_master ? static_cast<void*>(rounded.data()) : values.data(),
+               model.params.bytes);
+    dev.sync();
 }
 
 // GPT-2's initialisation (Radford et al. 2019, §2.3). Weights are normal with σ = 0.02, scaled by 1/√(2L) in the two
@@ -78,12 +74,4 @@ void load(Model& model, const std::string& path) {
         read_as(float{});
     set_parameters(model, values);
     check_parameters(model, path, "give an earlier checkpoint");
-}
-
-template <class Model>
-void start_weights(Model& model, const Options& o, bool from_file) {
-    if (from_file)
-        load(model, o.init);
-    else
-        init_random(model, o.seed);
 }

@@ -48,7 +48,6 @@ def main():
     if a.gpus < 1:
         arg.error("--gpus: expected at least 1")
     results.need("train_gpt2cu")
-    cuda = results.toolkit()
 
     all_gpus = ",".join(map(str, range(a.gpus)))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[:a.gpus]
@@ -63,7 +62,7 @@ def main():
         for (B, T, attention), runs in started.items():
             devices, ms, losses = zip(*(run.result() for run in runs))
             rows.append(results.row(
-                "losses", devices[0], cuda, model=a.model, dtype=a.precision, B=B, T=T, steps=a.steps,
+                "losses", devices[0], model=a.model, dtype=a.precision, B=B, T=T, steps=a.steps,
                 tf32=a.precision == "fp32" and not a.no_tf32, attention=attention, seeds=a.seeds, ms=mean(ms),
                 loss=mean(losses), loss_min=min(losses), loss_max=max(losses)))
             print(f"{B:4} {T:5}  {attention:9}  {mean(ms):9.2f}  {mean(losses):12.5f}  "

@@ -13,6 +13,8 @@ to a whole unit in the last place instead of half of one: hence the 2.
     make train_gpt2cu && python3 scripts/compare_torch.py            # needs PyTorch, numpy and a GPU
     python3 scripts/compare_torch.py --precision bf16
 """
+import array
+import itertools
 import math
 import pathlib
 import sys
@@ -24,63 +26,78 @@ try:
     import numpy as np
     import torch
     import torch.nn.functional as F
-except ImportError as e:
-    missing = e  # --help and the arithmetic need neither
-else:
-    missing = None
+except ImportError:
+    torch = None  # --help and the arithmetic need neither
 
-SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024)}
+SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}  # L, NH, C
 MAX_T, V, VP = 1024, 50257, 50304
 
 
-def tensors(L, C):
-    """The sixteen tensors of a checkpoint in file order: name, shape, decayed."""
-    return [("wte", (VP, C), True), ("wpe", (MAX_T, C), True), ("ln1w", (L, C), False), ("ln1b", (L, C), False),
-            ("qkvw", (L, 3 * C, C), True), ("qkvb", (L, 3 * C), False), ("attprojw", (L, C, C), True),
-            ("attprojb", (L, C), False), ("ln2w", (L, C), False), ("ln2b", (L, C), False), ("fcw", (L, 4 * C, C), True),
-            ("fcb", (L, 4 * C), False), ("fcprojw", (L, C, 4 * C), True), ("fcprojb", (L, C), False),
-            ("lnfw", (C,), False), ("lnfb", (C,), False)]
+def gpt2(torch, L, NH, C, max_T, rows=VP):
+    """GPT-2 as a module from (tokens, targets) to the mean loss. wte has so many rows and is the classifier too. No
+    dropout. A block's parameters are in the order of a checkpoint."""
+    nn, F = torch.nn, torch.nn.functional
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = F.scaled_dot_product_attention
+            self.ln1, self.qkv, self.attproj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
+            self.ln2, self.fc, self.fcproj = nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+        def forward(self, x):
+            B, T, _ = x.shape
+            q, k, v = (y.view(B, T, NH, C // NH).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(C, dim=2))
+            y = self.attention(q, k, v, is_causal=True)
+            x = x + self.attproj(y.transpose(1, 2).reshape(B, T, C))
+            return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+    class GPT2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.wpe = nn.Embedding(rows, C), nn.Embedding(max_T, C)
+            self.blocks, self.lnf = nn.ModuleList(Block() for _ in range(L)), nn.LayerNorm(C)
+            for name, p in self.named_parameters():
+                if p.dim() == 2:
+                    nn.init.normal_(p, std=0.02 / (math.sqrt(2 * L) if "proj" in name else 1))
+                elif name.endswith("bias"):
+                    nn.init.zeros_(p)
+
+        def forward(self, tokens, targets):
+            x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+            for block in self.blocks:
+                x = block(x)
+            logits = F.linear(self.lnf(x), self.wte.weight)
+            return F.cross_entropy(logits.view(-1, rows).float(), targets.view(-1))
+    return GPT2()
 
 
-def forward(masters, tokens, targets, L, NH, sdpa, dtype):
-    p = {name: master.to(dtype) for name, master in masters.items()}
-    B, T = tokens.shape
-    C = p["wte"].shape[1]
-    x = p["wte"][tokens] + p["wpe"][:T]
-    for l in range(L):
-        h = F.layer_norm(x, (C,), p["ln1w"][l], p["ln1b"][l])
-        q, k, v = F.linear(h, p["qkvw"][l], p["qkvb"][l]).view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)
-        if sdpa:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            s = (q @ k.transpose(-1, -2)) / math.sqrt(C // NH)
-            s = s.masked_fill(torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1), -math.inf)
-            y = s.softmax(-1) @ v
-        y = y.transpose(1, 2).reshape(B, T, C)
-        x = x + F.linear(y, p["attprojw"][l], p["attprojb"][l])
-        h = F.layer_norm(x, (C,), p["ln2w"][l], p["ln2b"][l])
-        h = F.gelu(F.linear(h, p["fcw"][l], p["fcb"][l]), approximate="tanh")
-        x = x + F.linear(h, p["fcprojw"][l], p["fcprojb"][l])
-    x = F.layer_norm(x, (C,), p["lnfw"], p["lnfb"])
-    logits = F.linear(x, p["wte"][:V])
-    return F.cross_entropy(logits.view(-1, V).float(), targets.reshape(-1))
+def adamw(torch, params, lr, weight_decay, **more):
+    groups = [{"params": [p for p in params if p.dim() == 2], "weight_decay": weight_decay},
+              {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, **more)
 
 
-def train(params, data, a, L, NH, sdpa, dtype):
-    """(loss, gradient norm) of every step."""
-    p = {name: value.cuda().requires_grad_() for name, value in params.items()}
-    decayed = [p[name] for name, _, decay in tensors(L, 0) if decay]
-    other = [p[name] for name, _, decay in tensors(L, 0) if not decay]
-    adam = torch.optim.AdamW([{"params": decayed, "weight_decay": a.weight_decay}, {"params": other, "weight_decay": 0.0}],
-                             lr=a.lr, betas=(0.9, 0.95), eps=1e-8)
+def plain_attention(q, k, v, is_causal):
+    T, HS = q.shape[-2:]
+    s = (q @ k.transpose(-1, -2)) / math.sqrt(HS)
+    return s.masked_fill(torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1), -math.inf).softmax(-1) @ v
+
+
+def train(model, data, a, attention, dtype):
+    """(loss, gradient norm) of every step. The masters are fp32, all else has this type."""
+    for block in model.blocks:
+        block.attention = attention
+    masters = {name: p.detach().clone().cuda().requires_grad_() for name, p in model.named_parameters()}
+    adam = adamw(torch, masters.values(), a.lr, a.weight_decay)
     steps = []
     for step in range(a.steps):
         begin, n = step * a.B * a.T, a.B * a.T
-        tokens, targets = (data[at:at + n].view(a.B, a.T) for at in (begin, begin + 1))
-        loss = forward(p, tokens, targets, L, NH, sdpa, dtype)
+        batch = tuple(data[at:at + n].view(a.B, a.T) for at in (begin, begin + 1))
+        loss = torch.func.functional_call(model, {name: p.to(dtype) for name, p in masters.items()}, batch)
         adam.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(list(p.values()), a.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), a.max_norm)
         adam.step()
         steps.append((loss.item(), norm.item()))
     return steps
@@ -111,19 +128,16 @@ def trainer_options(a, checkpoint, shard):
 def write(path, header, *arrays):
     """A file of llm.c's: a header of 256 ints, and what follows."""
     with open(path, "wb") as f:
-        f.write(np.array(header + [0] * (256 - len(header)), np.int32).tobytes())
-        for array in arrays:
-            f.write(array.tobytes())
+        for values in (array.array("i", header + [0] * (256 - len(header))), *arrays):
+            f.write(values.tobytes())
 
 
-def initial_weights(L, C):
-    params = {}
-    for name, shape, decay in tensors(L, C):
-        sigma = 0.02 / (math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 1)
-        constant = torch.zeros if name.endswith("b") else torch.ones
-        params[name] = torch.randn(shape) * sigma if decay else constant(shape)
-    params["wte"][V:] = 0
-    return params
+def checkpoint_tensors(model):
+    """In the order of the file. A block's tensor comes for all layers at once, and wte is padded."""
+    layers = zip(*(block.parameters() for block in model.blocks))
+    found = [model.wte.weight, torch.zeros(VP - V, model.wte.weight.shape[1]), model.wpe.weight,
+             *itertools.chain(*layers), *model.lnf.parameters()]
+    return [p.detach().numpy() for p in found]
 
 
 def random_chain(n):
@@ -151,24 +165,24 @@ def main():
     arg.add_argument("--tol", type=float, default=1e-4, help="in fp32 (default: %(default)s)")
     arg.add_argument("--json", action="store_true", help="append the result to dev/results/<gpu>/torch.jsonl")
     a = arg.parse_args()
-    if missing:
-        results.fail(f"needs PyTorch and numpy ({missing}): pip install -c scripts/requirements-more.txt torch numpy")
+    if not torch:
+        results.fail("needs torch and numpy: pip install -c scripts/requirements-more.txt torch numpy")
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(1)
 
-    params, tokens = initial_weights(L, C), random_chain(a.steps * a.B * a.T + 1)
+    model, tokens = gpt2(torch, L, NH, C, MAX_T, V), random_chain(a.steps * a.B * a.T + 1)
     with tempfile.TemporaryDirectory() as folder:  # one checkpoint and one shard for both
         checkpoint, shard = (pathlib.Path(folder, name) for name in ("model.bin", "train.bin"))
-        write(checkpoint, [20240326, 3, MAX_T, V, L, NH, C, VP], *(value.numpy() for value in params.values()))
+        write(checkpoint, [20240326, 3, MAX_T, V, L, NH, C, VP], *checkpoint_tensors(model))
         write(shard, [20240520, 1, len(tokens)], tokens.astype(np.uint16))
         _, log = results.train(*trainer_options(a, checkpoint, shard))
     ours = [(r["loss_nats"], r["grad_norm"]) for r in log["train"]]
 
     data = torch.from_numpy(tokens).cuda()
-    reference = train(params, data, a, L, NH, sdpa=False, dtype=torch.float32)
-    other = train(params, data, a, L, NH, sdpa=a.precision == "fp32",
-                  dtype=torch.float32 if a.precision == "fp32" else torch.bfloat16)
+    reference = train(model, data, a, plain_attention, torch.float32)
+    other = train(model, data, a, *(F.scaled_dot_product_attention, torch.float32) if a.precision == "fp32" else
+                  (plain_attention, torch.bfloat16))
     for step in [*range(0, a.steps - 1, 10), a.steps - 1]:
         (loss, norm), (our_loss, our_norm) = reference[step], ours[step]
         print(f"step {step + 1:3d}  torch {loss:.6f}  ours {our_loss:.6f}  norm torch {norm:.5f}  ours {our_norm:.5f}")

@@ -20,7 +20,7 @@ def main():
         log = results.read_log(pathlib.Path(run))
         about = log["run"][0]
         losses = {r["step"]: r["loss_nats"] for r in log["val"]}
-        row = results.row("default_run", about["device"], results.toolkit(), steps=about["steps"], B=about["B"],
+        row = results.row("default_run", about["device"], steps=about["steps"], B=about["B"],
                           T=about["T"], dtype=about["precision"], floor_nats=about["floor_nats"])
         path = results.append([{**row, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
                                for r in log["sample"] if r["step"] in losses], "default_run")

@@ -66,20 +66,16 @@ EXERCISES = [
 ]
 
 
-def changed(copy, file, edits):
-    path = copy / file
-    text = path.read_text()
-    for old, new in edits.items():
-        if old not in text:
-            results.fail(f"{file}: no {old!r}")
-        text = text.replace(old, new)
-    path.write_text(text)
-
-
 def build(copy, exercise):
     """The bench with an exercise done, in a copy of the sources and of what is built."""
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results"))
-    changed(copy, *exercise[4:6])
+    path, edits = copy / exercise[4], exercise[5]
+    text = path.read_text()
+    for old, new in edits.items():
+        if old not in text:
+            results.fail(f"{exercise[4]}: no {old!r}")
+        text = text.replace(old, new)
+    path.write_text(text)
     done = subprocess.run(["make", "dev/bench_attention"], cwd=copy, capture_output=True, text=True)
     if done.returncode:
         results.fail(f"{exercise[2]}: {done.stderr[-1000:]}")
@@ -110,8 +106,7 @@ def main():
         for copy, (name, _, kernel, shape, _, _, asks, _) in zip(copies, todo):
             (before, gpu), (after, _) = figures(ROOT, kernel, shape), figures(copy, kernel, shape)
             B, T = map(int, shape.split("x"))
-            rows.append(results.row("exercise", gpu, results.toolkit(), kernel=kernel, B=B, T=T, what=name,
-                                    before=before, after=after))
+            rows.append(results.row("exercise", gpu, kernel=kernel, B=B, T=T, what=name, before=before, after=after))
             print(f"{kernel} {shape}: {before} becomes {after}. {asks}")
     if a.json or a.out:
         print(results.append(rows, "exercises", a.out))

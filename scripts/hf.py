@@ -4,10 +4,10 @@
     python3 scripts/hf.py import openai-community/gpt2 gpt2.bin       # a name on the hub, or a folder with config.json
     ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
 
-    python3 scripts/hf.py export run1/model_00003000.bin my-gpt2      # a folder for the transformers library:
+    python3 scripts/hf.py export run1 my-gpt2                         # its newest model_….bin, for transformers:
     pipeline("text-generation", "my-gpt2")("Once")                    # (text needs --tokenizer gpt2_tokenizer.bin)
 
-Needs numpy; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
+Needs numpy and tqdm; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
 
 What differs between the two: Hugging Face's Conv1D keeps matrices as (in, out), ours are (out, in) and stacked over
 layers; our wte has rows of zeros up to a multiple of 128. A model that our program would not compute alike is refused.
@@ -15,6 +15,7 @@ layers; our wte has rows of zeros up to a multiple of 128. A model that our prog
 import argparse
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
@@ -22,21 +23,17 @@ import re
 import struct
 import sys
 import tempfile
+from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from prepare_common import BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, regular
-try:
-    import numpy as np
-except ImportError as e:
-    if not {"-h", "--help"} & set(sys.argv):
-        sys.exit(f"hf.py: needs numpy ({e}); pip install -r scripts/requirements.txt")
-    np = None  # help needs none
+from prepare_common import (BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, need, progress, reading, regular,
+                            write_file)
 
 MAGIC, HEADER_INTS = 20240326, 256
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
 PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in our header from index 2, then padded V
-STORAGE = np and {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # no bf16 there: its bits
+STORAGE, ITEM_BYTES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}, {"F32": 4, "F16": 2, "BF16": 2}  # bf16: its bits
 
 
 def tensors(c):
@@ -67,33 +64,17 @@ def convert(name, x, have, want):
     return np.ascontiguousarray(x.T if is_conv1d(name) else x).data
 
 
-def progress(items, what):
-    for i, item in enumerate(items):
-        if sys.stderr.isatty():
-            end = "\n" if i + 1 == len(items) else ""
-            print(f"\r{what} {100 * (i + 1) // len(items)} %", end=end, file=sys.stderr, flush=True)
-        yield item
-
-
 @contextlib.contextmanager
 def whole(path):
     """Gives a temporary name, which becomes `path` when the block ends well, and is removed otherwise."""
     try:
         name = os.path.basename(path)
         with tempfile.TemporaryDirectory(prefix=f"{name}.tmp.", dir=os.path.dirname(path)) as folder:
-            yield os.path.join(folder, name)
+            yield Path(folder, name)
             os.rename(os.path.join(folder, name), path)
     except OSError as e:
         advice = "; free some space or choose another place" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise Fail(f"{path}: cannot write: {e.strerror}{advice}") from None
-
-
-def write_file(path, chunks):
-    with open(path, "wb") as f:
-        for chunk in chunks:
-            f.write(chunk)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -118,7 +99,7 @@ def read_safetensors(path):
     for begin, end, name, dtype, shape in entries:  # back to back from the first byte of the data to the last
         if begin != position or end < begin:
             raise Fail(f"{damaged}{name}: expected its data from offset {position}, found {begin} to {end}")
-        if dtype in STORAGE and end - begin != math.prod(shape) * STORAGE[dtype].itemsize:
+        if dtype in STORAGE and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
             raise Fail(f"{damaged}{name}: {dtype} {shape} does not take {end - begin} bytes")
         found[name], position = (dtype, shape, data[begin:end]), end
     if position != data.size:
@@ -127,29 +108,21 @@ def read_safetensors(path):
 
 
 def find_folder(source):
-    if os.path.isdir(source):
+    if os.path.exists(os.path.join(source, "config.json")):
         return source
     if os.path.exists(source) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        raise Fail(f"{source}: not a folder; give one with config.json and safetensors files, or a name on the hub")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as e:
-        raise Fail(f"{source}: no such folder, and a name on the hub needs huggingface_hub ({e}); "
-                    "pip install -c scripts/requirements-more.txt huggingface_hub") from None
+        raise Fail(f"{source}: not a folder with config.json; give one, or a name on the hub")
     try:
         patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
-        return snapshot_download(source, allow_patterns=patterns)
-    except Exception as e:  # the library's own, of what it fetches with, or of the network
+        return need("huggingface_hub").snapshot_download(source, allow_patterns=patterns)
+    except Exception as e:  # there is no library, or its own, of what it fetches with, or of the network
         reason = " ".join(str(e).split()) or type(e).__name__
         raise Fail(f"{source}: no such folder, and the hub does not give it: {reason}") from None
 
 
 def read_json(path):
-    with open(regular(path), encoding="utf-8") as f:
-        try:
-            return dict(json.load(f))
-        except (ValueError, TypeError, RecursionError) as e:
-            raise Fail(f"{path}: damaged (get the file again): {e}") from None
+    with reading(path), open(path, encoding="utf-8") as f:
+        return dict(json.load(f))
 
 
 def read_config(folder):
@@ -184,8 +157,9 @@ def read_tensors(folder, config):
         if not isinstance(weight_map, dict):
             raise Fail(f"{index}: damaged (get the file again): no weight_map")
         for file in weight_map.values():
-            if not isinstance(file, str) or os.path.basename(file) != file or not file.isprintable():
-                raise Fail(f"{index}: weight_map: expected names of files beside it, found {file!r}; get it again")
+            if (not isinstance(file, str) or os.path.basename(file) != file or not file.isprintable() or
+                    not os.path.exists(os.path.join(folder, file))):
+                raise Fail(f"{index}: names {file!r}, but no such file is beside it; get the folder again")
         files = [os.path.join(folder, file) for file in sorted(set(weight_map.values()))]
     elif not os.path.exists(path):
         raise Fail(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, "
@@ -225,11 +199,11 @@ def import_model(source, out, want, _):
         header = np.zeros(HEADER_INTS, "<i4")
         header[:8] = [MAGIC, version, *(config[key] for key in SIZES), config["vocab_size"] + padding]
         yield header.data
-        for name, _ in progress(tensors(config), out):
+        for name, _ in progress(iterable=tensors(config), unit=" tensors", desc=out):
             have, shape, data = found[name]
             yield convert(name, data.view(STORAGE[have]).reshape(shape), have, want)
             if name == "wte.weight":
-                yield bytes(padding * config["n_embd"] * STORAGE[want].itemsize)
+                yield bytes(padding * config["n_embd"] * ITEM_BYTES[want])
 
     with whole(out) as tmp:
         write_file(tmp, chunks())
@@ -240,11 +214,12 @@ def import_model(source, out, want, _):
 # Export
 
 def read_model(path):
-    """Our checkpoint: sizes, rows of padding, storage type, parameters as one flat array."""
+    """Our checkpoint, or a run's newest: sizes, rows of padding, storage type, parameters as one flat array."""
+    path = max(glob.glob(os.path.join(glob.escape(path), "model_*.bin")), default=path)
     header = np.fromfile(regular(path), "<i4", HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
         raise Fail(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
-                    "give a model checkpoint of this program or of llm.c")
+                   "give a model checkpoint of this program or of llm.c (a model_….bin, not a state_….bin)")
     config, dtype = dict(zip(SIZES, header[2:7].tolist())), VERSIONS[int(header[1])]
     padding = int(header[7]) - config["vocab_size"]
     size = os.path.getsize(path)
@@ -252,7 +227,7 @@ def read_model(path):
             config["n_layer"] > size):
         raise Fail(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
-    expected = header.nbytes + count * STORAGE[dtype].itemsize
+    expected = header.nbytes + count * ITEM_BYTES[dtype]
     if size != expected:
         raise Fail(f"{path}: damaged (get the file again): expected {expected} bytes, found {size}")
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
@@ -305,7 +280,7 @@ def export_model(path, out, want, tokenizer):
     files = tokenizer_files(config, end_of_text, tokenizer or "bytes") if tokenizer or end_of_text == 256 else {}
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
-        end = position + math.prod(shape) * STORAGE[want].itemsize
+        end = position + math.prod(shape) * ITEM_BYTES[want]
         shape = shape[::-1] if is_conv1d(name) else shape
         header["transformer." + name] = {"dtype": want, "shape": shape, "data_offsets": [position, end]}
         position = end
@@ -315,7 +290,7 @@ def export_model(path, out, want, tokenizer):
     def chunks():
         yield len(header).to_bytes(8, "little") + header
         at = 0
-        for name, shape in progress(tensors(config), out):
+        for name, shape in progress(iterable=tensors(config), unit=" tensors", desc=out):
             yield convert(name, parameters[at:at + math.prod(shape)].reshape(shape), have, want)
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
@@ -327,18 +302,19 @@ def export_model(path, out, want, tokenizer):
         os.mkdir(tmp)
         files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})
         for name, content in files.items():
-            write_file(os.path.join(tmp, name), [content.encode()])
-        write_file(os.path.join(tmp, "model.safetensors"), chunks())
+            write_file(tmp / name, [content.encode()])
+        write_file(tmp / "model.safetensors", chunks())
     if "vocab.json" not in files:
-        print(f"{out}: no tokenizer, because the checkpoint does not say which" +
-              ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
+        print(f"{out}: no tokenizer, because the checkpoint does not say which; transformers loads an empty one "
+              "without an error" + ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
     return config, want
 
 
 def main():
+    global np  # --help needs none
     arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg.add_argument("command", choices=["import", "export"])
-    arg.add_argument("source", help="import: folder or name on the hub; export: checkpoint of this program or of llm.c")
+    arg.add_argument("source", help="import: folder or name on the hub; export: a checkpoint, or a run's folder")
     arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
     arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: the source's")
     arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
@@ -348,6 +324,7 @@ def main():
         arg.error("--tokenizer belongs to export; an import has the weights alone")
     out = os.path.abspath(a.out)
     try:
+        np = need("numpy")
         if os.path.lexists(out):
             raise Fail(f"{a.out}: exists already; remove it or choose another name")
         if not os.path.isdir(os.path.dirname(out)):

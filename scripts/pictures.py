@@ -9,7 +9,7 @@ import itertools
 import math
 from html import escape
 
-from results import ROOT, arguments, fail, matching, read_rows
+from results import ROOT, arguments, matching, publish, read_rows
 
 INK, GREY, LIGHT, WHITE, HATCH = "#1a1a1a", "#595959", "#d5d5d5", "#ffffff", "url(#hatch)"
 # Okabe and Ito's palette: distinct for colour-blind eyes too.
@@ -384,18 +384,13 @@ def timeline_backward(p):
 def main():
     arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a picture is out of date")
-    check, stale = arg.parse_args().check, []
+    check, texts = arg.parse_args().check, {}
     for draw in (causal, online, fragments, swizzle, descriptor, products, turns, roles, timeline_forward,
                  timeline_backward):
-        path, picture = ROOT / "dev" / "results" / "pictures" / f"{draw.__name__}.svg", Picture()
+        picture = Picture()
         draw(picture)
-        svg = picture.svg(draw.__doc__)
-        if not check:
-            path.write_text(svg, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != svg:
-            stale.append(str(path.relative_to(ROOT)))
-    if stale:
-        fail(f"{', '.join(stale)}: not what the script draws: run python3 scripts/pictures.py")
+        texts[ROOT / "dev" / "results" / "pictures" / f"{draw.__name__}.svg"] = picture.svg(draw.__doc__)
+    publish(texts, check)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def pyplot():
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
-    except ImportError as e:
-        results.fail(f"needs matplotlib ({e}): pip install -r scripts/requirements.txt")
+    except ImportError:
+        results.fail("needs matplotlib: pip install -r scripts/requirements.txt")
     plt.rcParams.update(STYLE)
     return plt
 

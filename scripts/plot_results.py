@@ -1,17 +1,5 @@
 #!/usr/bin/env python3
-"""Plots what was measured, beside the rows it was measured in, dev/results/<gpu>/:
-
-    attention_bf16.svg, attention_fp32.svg   TFLOP/s by T, forward and backward, ours and every peer, cool and sustained
-    accuracy.svg       attention's L2 error against fp64, as a multiple of naive's, by T
-    accumulation.svg   what fp16 inside attention's forward buys and costs, a panel for each kernel of
-                       dev/study_accumulation: TFLOP/s against L2 error, a point a variant. Speed and errors on N(0,1)
-                       are those of the longest T up to 4096 that was timed. Hollow: for some magnitude of q, k, v
-                       some element was not finite.
-    ring.svg           bf16: mean and largest error of out, dq, dk, dv against fp64 by number of ranks, as multiples of
-                       one rank's: partial results carried in fp32, in bf16, and fp64's result rounded once
-    ring_timeline.svg  one layer's attention on each GPU: the blocks, and what travels meanwhile (trace_ring.py)
-    memory.svg         GiB in use when training one sequence, by its length T. Each straight line goes through the first
-                       and the last point. If memory is linear in T, every point lies on its line. Dotted: naive, computed
+"""Plots what was measured, beside the rows it was measured in: dev/results/<gpu>/<plot>.svg.
 
     python3 scripts/plot_results.py              # all that there are rows for, of every GPU
     python3 scripts/plot_results.py ring memory  # only those; then scripts/readme_tables.py shows them in README
@@ -24,8 +12,7 @@ from operator import itemgetter
 
 import results
 from plot import COLOURS, GREY, INK, pyplot
-from readme_tables import TENSORS, VEHICLES
-from results import kind_of, matching, values
+from results import TENSORS, VEHICLES, kind_of, matching, values
 
 INPUTS = {"normal": ("N(0,1)", "-"), "large_q": ("q ×5", "--"), "shifted": ("mean +0.5", ":")}
 DTYPES = dict(zip(("fp16", "bf16"), COLOURS))
@@ -124,6 +111,8 @@ def plot_accuracy(plt, rows):
 
 
 def plot_accumulation(plt, rows):
+    """A panel for each kernel of dev/study_accumulation, a point a variant. Speed and errors on N(0,1) are those of the
+    longest T up to 4096 that was timed. Hollow: for some magnitude of q, k, v some element was not finite."""
     for r in rows:  # the shift is a number in the exponent: its kernel is the one without it
         r["timed_as"] = "+".join(part for part in r["variant"].split("+") if part != "shift") or "base"
     errors, case = [r for r in rows if "input" in r], ["kernel", "dtype", "timed_as", "T"]
@@ -158,6 +147,7 @@ def plot_accumulation(plt, rows):
 
 
 def plot_memory(plt, rows):
+    """Each line goes through the first and the last point. If memory is linear in T, every point lies on its line."""
     rows.sort(key=itemgetter(*SETTINGS, "T"))
     same, varying = results.shared(rows, SETTINGS[2:])
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
@@ -227,17 +217,25 @@ def plot_timeline(plt, rows):
     return finish(figure, title, marks, 3)
 
 
-# Each plot's function, the file of its rows, what read_rows() is asked for, and the command that measures them. No plot
-# is made without rows, or where the function gives None.
+# Each plot has its function, the file of its rows, and what read_rows() is asked for. Then come the command that measures
+# them, the part of scripts/measure.sh that runs it, and words for those who cannot see the plot. No plot is made without
+# rows, or where the function gives None.
 PLOTS = {
-    "attention_bf16": (plot_attention, "attention", {"dtype": "bf16"}, "./dev/bench_attention --json"),
-    "attention_fp32": (plot_attention, "attention", {"dtype": "fp32"}, "./dev/bench_attention --json"),
-    "accuracy": (plot_accuracy, "accuracy", {"apart": ["HS"]}, "./dev/accuracy --json"),
-    "accumulation": (plot_accumulation, "accumulation", {}, "./dev/study_accumulation --json"),
-    "ring": (plot_ring, "ring", {"study": "ring", "dtype": "bf16"}, "./dev/study_ring --json"),
-    "ring_timeline": (plot_timeline, "ring_timeline", {"apart": ["gpus"]}, "scripts/trace_ring.py --json"),
+    "attention_bf16": (plot_attention, "attention", {"dtype": "bf16"}, "./dev/bench_attention --json", "bf16",
+                       "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),
+    "attention_fp32": (plot_attention, "attention", {"dtype": "fp32"}, "./dev/bench_attention --json", "fp32",
+                       "TFLOP/s by T of the fp32 kernels, ours thick, peers dashed"),
+    "accuracy": (plot_accuracy, "accuracy", {"apart": ["HS"]}, "./dev/accuracy --json", "accuracy",
+                 "L2 errors by T as multiples of naive's, a panel for each tensor in fp32 and in bf16"),
+    "accumulation": (plot_accumulation, "accumulation", {}, "./dev/study_accumulation --json", "study",
+                     "TFLOP/s against L2 error, a point for each variant of fp16 in forward"),
+    "ring": (plot_ring, "ring", {"study": "ring", "dtype": "bf16"}, "./dev/study_ring --json", "ring",
+             "Errors by number of ranks, flat with partial results in fp32 and mostly larger in bf16"),
+    "ring_timeline": (plot_timeline, "ring_timeline", {"apart": ["gpus"]}, "scripts/trace_ring.py --json", "ring",
+                      "Bars in time for each GPU, its blocks of attention and the copies beside them"),
     "memory": (plot_memory, "train", {"apart": ["dtype"], "kernel": "train_gpt2cu", "B": 1},
-               "./dev/bench_train --json --shapes 1x16384,1x32768")}
+               "./dev/bench_train --json --shapes 1x16384,1x32768", "memory",
+               "GiB by T, straight lines with flash, parabolas with naive")}
 
 
 def main():
@@ -251,7 +249,7 @@ def main():
     plt.rcParams.update({"axes.xmargin": 0.05})
     folder, drawn = a.root / "dev" / "results", set()
     for name in a.plots or PLOTS:
-        draw, bench, query, _ = PLOTS[name]
+        draw, bench, query, *_ = PLOTS[name]
         for path in sorted(folder.glob(f"*/{bench}.jsonl")):
             rows, svg = results.read_rows(path, **query), path.with_name(f"{name}.svg")
             if rows and (figure := draw(plt, rows)):

@@ -11,15 +11,14 @@ import argparse
 import os
 import pathlib
 import re
-import sys
 import textwrap
 from operator import itemgetter
 
 from exercises import EXERCISES
-from results import ROOT, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, read_rows, shared, values
+from plot_results import PLOTS
+from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
+                     read_rows, shared, values)
 
-TENSORS = ["out", "lse", "dq", "dk", "dv"]
-VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # and the trainer's kernel beside each
 STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
                 "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
@@ -47,30 +46,41 @@ def beside(row, rows, alike, field):
     return [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
 
 
+def thousands(rate):
+    return f"{rate / 1e3:.0f}k"
+
+
 def compared(row, rows, alike, field, text):
     return figure(row, itemgetter(field), beside(row, rows, alike, field), text)
 
 
-def lines_of(rows, template, **computed):
-    """A line for each row: the template, filled with its fields and what the functions `computed` make of it."""
-    return [template.format_map({**r, **{name: cell(r) for name, cell in computed.items()}}) for r in rows]
+def plain(*fields):
+    """Columns that are fields."""
+    return {field: f"{{{field}}}" for field in fields}
 
 
-def crossed(rows, by, across, columns, cell):
-    """The header, and a line for each combination of the fields `by`: its values, then cell() of each column's last
-    row. Columns are values of the field `across`."""
+def listed(title, rows, columns):
+    """A table with a line for each row. A column's cell is a template of the row's fields, or a function of the row."""
+    lines = [[cell(r) if callable(cell) else cell.format_map(r) for cell in columns.values()] for r in rows]
+    return table(title, rows, columns, lines)
+
+
+def crossed(title, rows, by, across, columns, cell):
+    """A table with a line for each combination of the fields `by`: its values, then cell() of each column's last row.
+    Columns are values of the field `across`."""
     found = {}
     for r in rows:
         found.setdefault(values(r, by), {})[r[across]] = r
     lines = [[*map(str, key), *(cell(at[column]) if column in at else "–" for column in columns)]
              for key, at in found.items()]
-    return " | ".join([*by, *columns]), [" | ".join(line) for line in lines]
+    return table(title, rows, [*by, *columns], lines)
 
 
-def table(title, rows, header, lines):
-    """The lines below the header, and above both the title and where the rows were measured."""
+def table(title, rows, columns, lines):
+    """The lines below their columns' names, and above both the title and where the rows were measured."""
     if not rows:
         return ""
+    header, *lines = [" | ".join(cells) for cells in (columns, *lines)]
     machines = sorted({"{gpu}, driver {driver}, CUDA {cuda}".format_map(r) for r in rows})
     measured = sorted({"{date:.10} at {commit:.7}".format_map(r) for r in rows})
     caption = f"{title}. {'; '.join(machines)}. Measured {', '.join(measured)}."
@@ -98,7 +108,7 @@ def attention(rows):
         r["B, T"] = f"{r['B']}, {r['T']}"
     same, varying = shared(rows, ["NH", "HS"])
     title = f"Attention, {rows[0]['dtype']}, causal, {same + ', ' if same else ''}TFLOP/s cool / sustained"
-    return table(title, rows, *crossed(rows, ["B, T", *varying, "pass"], "kernel", kernels, cell))
+    return crossed(title, rows, ["B, T", *varying, "pass"], "kernel", kernels, cell)
 
 
 def rates_of(rung, rows):
@@ -124,12 +134,12 @@ def ladder(rows):
         files = [file for file in files if file.exists()]
         files += {ROOT / path for f in files for path in re.findall(r'#include "(attention/\w+\.cuh)"', f.read_text())}
         forward, backward = rates_of(name, rows)
-        lines.append(f"[{name}]({files[0].name}) | {new} | {sum(len(f.read_text().splitlines()) for f in files)} | "
-                     f"{cell(forward)} | {cell(backward)} | " + "█" * round(20 * min(1, forward[1] if forward else 0)))
+        lines.append([f"[{name}]({files[0].name})", new, str(sum(len(f.read_text().splitlines()) for f in files)),
+                      cell(forward), cell(backward), "█" * round(20 * min(1, forward[1] if forward else 0))])
     rows = matching(rows, HS=64, B=4, T=4096)
     title = """The ladder at (B, T) = (4, 4096), 12 heads of 64, causal: TFLOP/s, % of a large matrix product in that
         precision (GEMM; in fp32 without tensor cores), % of the fastest library's kernel. The bar is forward's % of GEMM"""
-    return table(title, rows, "rung | new | lines | forward: GEMM, library | backward: GEMM, library | ", lines)
+    return table(title, rows, ["rung", "new", "lines", "forward: GEMM, library", "backward: GEMM, library", ""], lines)
 
 
 def accuracy(rows):
@@ -144,12 +154,11 @@ def accuracy(rows):
     lengths = {r["T"] for r in rows}
     title = f"""Errors against fp64 as multiples of naive's in the same precision, largest / L2: the worst of T
         {min(lengths)} to {max(lengths)} and inputs N(0,1), q five times as large, mean 0.5"""
-    text = table(title, rows, *crossed(rows, ["dtype", "kernel"], "tensor", TENSORS, worst))
+    text = crossed(title, rows, ["dtype", "kernel"], "tensor", TENSORS, worst)
     if case:
         title = "bf16, B 2, T 256, NH 2, HS 64, not causal, N(0,1): largest error against fp64, signal-to-noise in dB"
         case.sort(key=lambda r: order.index(r["kernel"]))
-        text += "\n\n" + table(title, case, *crossed(
-            case, ["kernel"], "tensor", TENSORS, lambda r: f"{r['max_error']:.1e}, {r['snr_db']:.0f}"))
+        text += "\n\n" + crossed(title, case, ["kernel"], "tensor", TENSORS, "{max_error:.1e}, {snr_db:.0f}".format_map)
     return text
 
 
@@ -161,8 +170,8 @@ def accumulation_speed(rows):
     places = [f"{vehicle} {B}, {T}" for vehicle in VEHICLES for T, B in sorted({values(r, ["T", "B"]) for r in rows})]
     title = f"""Forward by variant, causal, {shared(rows, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist
         for fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}"""
-    return table(title, rows, *crossed(rows, ["dtype", "variant"], "place", places, lambda r: compared(
-        r, rows, ["T", "B"], "tflops", "{:.0f}".format)))
+    return crossed(title, rows, ["dtype", "variant"], "place", places, lambda r: compared(
+        r, rows, ["T", "B"], "tflops", "{:.0f}".format))
 
 
 def accumulation_errors(rows):
@@ -185,18 +194,15 @@ def accumulation_errors(rows):
                             for T in (lengths if name == "N(0,1)" else lengths[-1:]))
     title = f"""L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite),
         {vehicle}, {shared(rows, ['NH', 'HS'])[0]}"""
-    return table(title, rows, *crossed(rows, ["dtype", "variant"], "data", columns, cell))
+    return crossed(title, rows, ["dtype", "variant"], "data", columns, cell)
 
 
 def losses(rows):
     rows.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
-    lines = lines_of(
-        rows, "{model} | {matmuls} | {B} | {T} | {attention} | {time} | {loss:.4f} | {loss_min:.4f} – {loss_max:.4f}",
-        matmuls=lambda r: "tf32" if r["tf32"] else r["dtype"],
-        time=lambda r: compared(r, rows, LOSSES, "ms", "{:.2f}".format))
-    header = "model | matmuls | B | T | attention | ms a step | mean final loss | least – most of the seeds"
-    title = f"Training with naive and with flash attention, {shared(rows, ['steps', 'seeds'])[0]}"
-    return table(title, rows, header, lines)
+    return listed(f"Training with naive and with flash attention, {shared(rows, ['steps', 'seeds'])[0]}", rows, {
+        "model": "{model}", "matmuls": lambda r: "tf32" if r["tf32"] else r["dtype"], **plain("B", "T", "attention"),
+        "ms a step": lambda r: compared(r, rows, LOSSES, "ms", "{:.2f}".format),
+        "mean final loss": "{loss:.4f}", "least – most of the seeds": "{loss_min:.4f} – {loss_max:.4f}"})
 
 
 def train(rows):
@@ -205,14 +211,12 @@ def train(rows):
              for r in rows if r["kernel"] != "train_gpt2cu"]
     rows = sorted(ours + sorted(peers, key=itemgetter("T", "B", "attention")), key=itemgetter("model", "dtype"))
     same, varying = shared(ours, ["recompute"])
-    level, level_of = ("recompute | ", "{recompute} | ") if varying else ("", "")
-    lines = lines_of(
-        rows, "{model} | {dtype} | {attention} | " + level_of + "{B} | {T} | {rate} | {time} | {use} | {mem_gib:.1f}",
-        rate=lambda r: compared(r, rows, TRAIN, "tok_s", lambda rate: f"{rate / 1e3:.0f}k"),
-        time=lambda r: compared(r, rows, TRAIN, "ms", "{:.2f}".format),
-        use=lambda r: compared(r, rows, TRAIN, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a")
-    title = "The whole training step, sustained" + (f", {same}" if same else "")
-    return table(title, rows, f"model | dtype | attention | {level}B | T | tok/s | ms | MFU | GiB in use", lines)
+    return listed("The whole training step, sustained" + (f", {same}" if same else ""), rows, {
+        **plain("model", "dtype", "attention", *varying, "B", "T"),
+        "tok/s": lambda r: compared(r, rows, TRAIN, "tok_s", thousands),
+        "ms": lambda r: compared(r, rows, TRAIN, "ms", "{:.2f}".format),
+        "MFU": lambda r: compared(r, rows, TRAIN, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a",
+        "GiB in use": "{mem_gib:.1f}"})
 
 
 def step(rows):
@@ -226,9 +230,9 @@ def step(rows):
     about = {"torch_compile": "torch.compile has fused AdamW and its faster attention",
              "llm.c": "llm.c has cuDNN and its fastest options"}
     title += "".join(f". {about[name]}" for name in names if name in about)
-    return table(title, rows, *crossed([*ours.values(), *peers], ["B"], "kernel", list(names), lambda r: " ".join(
-        [f"{r['tok_s'] / 1e3:.0f}k"] + [f"· {ours[r['B']]['tok_s'] / r['tok_s']:.2f}×"] * (r is not ours[r["B"]])
-        + [f"· {r['mem_gib']:.1f}"])))
+    return crossed(title, [*ours.values(), *peers], ["B"], "kernel", list(names), lambda r: " ".join(
+        [thousands(r["tok_s"])] + [f"· {ours[r['B']]['tok_s'] / r['tok_s']:.2f}×"] * (r is not ours[r["B"]])
+        + [f"· {r['mem_gib']:.1f}"]))
 
 
 def scaling(rows):
@@ -236,37 +240,35 @@ def scaling(rows):
     apart = {values(r, ["model", "gpus", "zero"]): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
     rows = sorted(matching(rows, what="speed"), key=itemgetter("model", "B", "gpus", "zero"))
     same, varying = shared(rows, ["model", "dtype", "B", "T"])
-    for r in rows:
-        several = r["gpus"] > 1  # one GPU is what they are compared with
-        times = beside(r, rows, ["model", "B"], "ms") + [r["ms_side_by_side"]] * several
-        r["cells"] = [
-            str(r["gpus"]), str(r["zero"]) if several else "–", *(str(r[field]) for field in varying),
-            compared(r, rows, ["model", "B", "gpus"], "tok_s", lambda rate: f"{rate / 1e3:.0f}k"),
-            figure(r, lambda r: 100 * r["of_linear"], [100] * several, "{:.1f} %".format),
-            figure(r, itemgetter("ms"), times, "{:.2f}".format),
-            figure(r, itemgetter("ms_side_by_side"), [r["ms"]] * several, "{:.2f}".format),
-            f"{r['gib']:.1f}", apart.get(values(r, ["model", "gpus", "zero"]), "–")]
-    columns = " | ".join(["GPUs", "--zero", *varying, "tok/s", "of linear", "ms a step"])
-    columns += " | ms side by side | GiB a GPU | losses apart"
+
+    def several(r, other):  # one GPU is what they are compared with
+        return [other] if r["gpus"] > 1 else []
     title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know
         nothing of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a
         step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
-    return table(title, rows, columns, [" | ".join(r["cells"]) for r in rows])
+    return listed(title, rows, {
+        "GPUs": "{gpus}", "--zero": lambda r: str(r["zero"]) if several(r, r) else "–", **plain(*varying),
+        "tok/s": lambda r: compared(r, rows, ["model", "B", "gpus"], "tok_s", thousands),
+        "of linear": lambda r: figure(r, lambda r: 100 * r["of_linear"], several(r, 100), "{:.1f} %".format),
+        "ms a step": lambda r: figure(r, itemgetter("ms"), beside(r, rows, ["model", "B"], "ms") +
+                                      several(r, r["ms_side_by_side"]), "{:.2f}".format),
+        "ms side by side": lambda r: figure(r, itemgetter("ms_side_by_side"), several(r, r["ms"]), "{:.2f}".format),
+        "GiB a GPU": "{gib:.1f}", "losses apart": lambda r: apart.get(values(r, ["model", "gpus", "zero"]), "–")})
 
 
 def ring_chunks(rows):
-    rows, unchunked = matching(rows, study="chunks"), matching(rows, study="unchunked")
-    errors = " | ".join(f"{{{tensor}:.1e}}" for tensor in TENSORS)
-    wrong = "{own_lse_dq:.2f} | {own_lse_dk:.2f} | {own_lse_dv:.2f} | {used_sum_dq:.2f}"
-    lines = []
-    for dtype in dict.fromkeys(r["dtype"] for r in rows):
-        lines += lines_of(matching(rows, dtype=dtype), "{dtype} | {chunk} | " + errors + " | " + wrong)
-        lines += lines_of(matching(unchunked, dtype=dtype), "{dtype} | all, fp64 | " + errors + " |  |  |  | ")
+    chunks, order = matching(rows, study="chunks"), ["chunks", "unchunked"]
+    rows = sorted((r for r in rows if r["study"] in order),
+                  key=lambda r: ([c["dtype"] for c in chunks].index(r["dtype"]), order.index(r["study"])))
+    wrong = "{own_lse_dq:.2f} | {own_lse_dk:.2f} | {own_lse_dv:.2f}", "{used_sum_dq:.2f}"
     title = f"""Largest difference from the unchunked call, chunk by chunk, causal,
-        {shared(rows, ['T', 'NH', 'HS'])[0]}, 8 by 8 chunks; behind them the unchunked call's own from fp64. On the
+        {shared(chunks, ['T', 'NH', 'HS'])[0]}, 8 by 8 chunks; behind them the unchunked call's own from fp64. On the
         right two mistakes: the block's own lse and D, and a sum of dq that was not cleared"""
-    header = " | ".join(["dtype", "chunk", *TENSORS, "own lse: dq", "dk", "dv", "used sum: dq"])
-    return table(title, rows, header, lines)
+    return listed(title, rows, {
+        "dtype": "{dtype}", "chunk": lambda r: str(r.get("chunk", "all, fp64")),
+        **{tensor: f"{{{tensor}:.1e}}" for tensor in TENSORS},
+        "own lse: dq | dk | dv": lambda r: wrong[0].format_map(r) if r in chunks else " |  | ",
+        "used sum: dq": lambda r: wrong[1].format_map(r) if r in chunks else ""})
 
 
 def ring_errors(rows):
@@ -276,7 +278,7 @@ def ring_errors(rows):
     rows = [{**r, "ranks": "–" if r["carry"] == "floor" else r["ranks"]} for r in matching(rows, study="ring")]
     title = f"""Ring attention against fp64 by number of ranks, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, N(0,1):
         mean and largest absolute error (multiples of one rank's); floor: fp64's result, rounded"""
-    return table(title, rows, *crossed(rows, ["dtype", "carry", "ranks"], "tensor", ["out", "dq", "dk", "dv"], cell))
+    return crossed(title, rows, ["dtype", "carry", "ranks"], "tensor", ["out", "dq", "dk", "dv"], cell)
 
 
 def ring_speed(rows):
@@ -286,15 +288,13 @@ def ring_speed(rows):
         states = [state for state in ("", "_sustained") if r.get(ms + state)]
         return " / ".join(figure(r, lambda r: 100 * r["single_ms" + state] / r[ms + state], [100], "{:.1f}".format)
                           for state in states) + " %"
-    lines = lines_of(
-        rows, "{gpus} | {NH}, {HS} | {pass} | {single_ms:.2f} | {ms:.2f} | {ring} | {still} | {hop_ms:.2f}",
-        ring=lambda r: share(r, "ms"), still=lambda r: share(r, "still_ms"))
-    header = ("GPUs | NH, HS | pass | one GPU's time / GPUs, ms | ring, ms | of one GPU's rate | nothing sent | "
-              "a hop, ms")
     title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
         sustained. Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by
         itself"""
-    return table(title, rows, header, lines)
+    return listed(title, rows, {
+        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", "pass": "{pass}", "one GPU's time / GPUs, ms": "{single_ms:.2f}",
+        "ring, ms": "{ms:.2f}", "of one GPU's rate": lambda r: share(r, "ms"),
+        "nothing sent": lambda r: share(r, "still_ms"), "a hop, ms": "{hop_ms:.2f}"})
 
 
 def breakdown(rows):
@@ -313,31 +313,28 @@ def breakdown_of_step(rows):
 
     def rate(field, yardstick, digits):
         return lambda r: f"{r[field]:.{digits}f} | {100 * r[field] / r[yardstick]:.0f}" if r[field] else " | "
-    lines = lines_of(
-        rows, "{call} | {calls} | {ms:.3f} | {percent:.1f} | {compute} | {memory} | {lost}",
-        compute=rate("tflops", "gemm_tflops_sustained", 1), memory=rate("tb_s", "copy_tb_s_sustained", 2),
-        lost=lambda r: f"{r['beyond']:.3f}" if r["beyond"] else "")
-    sums = {field: sum(r[field] for r in rows) for field in ("calls", "ms", "beyond")}
-    sums["percent"] = 100 * sums["ms"] / step["step_ms"]
-    lines.append("all of these | {calls} | {ms:.3f} | {percent:.1f} |  |  |  |  | {beyond:.3f}".format_map(sums))
+    most = [f"{r['call']} ({r['beyond']:.2f} ms, {100 * r['beyond'] / step['step_ms']:.1f} % of the step)"
+            for r in sorted(rows, key=itemgetter("beyond"))[:-4:-1]]
+    sums = {field: sum(r[field] for r in rows) for field in ("calls", "ms", "percent", "beyond")}
     title = """Where a step of {step_ms:.2f} ms goes, call by call: {model}, {dtype}, B {B}, T {T}, attention
         {attention}, recompute {recompute}; beside a product of {gemm_size}³, {gemm_tflops_sustained:.0f} TFLOP/s, and a
         copy of 1 GiB, {copy_tb_s_sustained:.2f} TB/s, both sustained"""
-    header = "call | calls | ms | % of step | TFLOP/s | % of {gemm_size}³ | TB/s | % of copy | ms beyond"
-    most = [f"{r['call']} ({r['beyond']:.2f} ms, {100 * r['beyond'] / step['step_ms']:.1f} % of the step)"
-            for r in sorted(rows, key=itemgetter("beyond"))[:-4:-1]]
     sentence = f"Beyond is what a call takes longer than at both of these rates. Most of it: {'; '.join(most)}."
-    return table(title.format_map(step), rows, header.format_map(step), lines) + "\n\n" + paragraph(sentence)
+    return listed(title.format_map(step), [*rows, {**step, "call": "all of these", "tflops": 0, "tb_s": 0, **sums}], {
+        **plain("call", "calls"), "ms": "{ms:.3f}", "% of step": "{percent:.1f}",
+        f"TFLOP/s | % of {step['gemm_size']}³": rate("tflops", "gemm_tflops_sustained", 1),
+        "TB/s | % of copy": rate("tb_s", "copy_tb_s_sustained", 2),
+        "ms beyond": lambda r: f"{r['beyond']:.3f}" if r["beyond"] else ""}) + "\n\n" + paragraph(sentence)
 
 
 def torch(rows):
-    template = ("{model} | {dtype} | {attention} | {max_norm:g} | {clipped} of {steps} | {weight_decay:g} | "
-                "{difference:.1e} | {allowed:.1e} | {torch_itself:.1e}")
-    header = "model | dtype | attention | clipped at | steps clipped | decay | difference | allowed | PyTorch's own"
     title = f"""Losses beside a plain PyTorch GPT-2 of the same type, from one checkpoint and shard,
         {shared(rows, ['B', 'T', 'lr'])[0]}: largest difference of a step's loss from PyTorch's in strict fp32;
         PyTorch's own: with another attention in fp32, in bf16 its plain one"""
-    return table(title, rows, header, lines_of(rows, template))
+    return listed(title, rows, {
+        **plain("model", "dtype", "attention"), "clipped at": "{max_norm:g}", "steps clipped": "{clipped} of {steps}",
+        "decay": "{weight_decay:g}", "difference": "{difference:.1e}", "allowed": "{allowed:.1e}",
+        "PyTorch's own": "{torch_itself:.1e}"})
 
 
 def default_run(rows):
@@ -366,9 +363,9 @@ def exercises(rows):
         cells = [f"{before[at]} → {after[at]}" if at in after else "–" for at in ("fwd", "bwd")]
         if len(after) == 1:
             cells[0] = f"error {before['error']:g} → {after['error']:g}"
-        lines.append(" | ".join([f"{number}, {kernel}", *cells, because]))
+        lines.append([f"{number}, {kernel}", *cells, because])
     title = "TFLOP/s at (B, T) = (4, 4096), 12 heads of 64, causal, before and after the change, naive in bf16"
-    return table(title, rows, "exercise | forward | backward | why", lines)
+    return table(title, rows, ["exercise", "forward", "backward", "why"], lines)
 
 
 RUNGS = {
@@ -402,20 +399,11 @@ TABLES = {
     "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),
 }
-# Plots, <name>.svg beside the rows, are shown as they are: what measures them, and words for those who cannot see them.
-PLOTS = {
-    "accumulation": ("study", "TFLOP/s against L2 error, a point for each variant of fp16 in forward"),
-    "attention bf16": ("bf16", "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),
-    "attention fp32": ("fp32", "TFLOP/s by T of the fp32 kernels, ours thick, peers dashed"),
-    "accuracy": ("accuracy", "L2 errors by T as multiples of naive's, a panel for each tensor in fp32 and in bf16"),
-    "ring": ("ring", "Errors by number of ranks, flat with partial results in fp32 and mostly larger in bf16"),
-    "ring timeline": ("ring", "Bars in time for each GPU, its blocks of attention and the copies beside them"),
-    "memory": ("memory", "GiB by T, straight lines with flash, parabolas with naive")}
 
 
 def make(name, document, root):
     """The table's text or the plot, one for each GPU that was measured."""
-    results, plot = root / "dev" / "results", name.removeprefix("plot ")
+    results, plot = root / "dev" / "results", name.removeprefix("plot ").replace(" ", "_")
     if name in TABLES:
         text_of, bench, query, part = TABLES[name]
         found = [read_rows(path, **query) for path in sorted(results.glob(f"*/{bench}.jsonl"))]
@@ -423,12 +411,13 @@ def make(name, document, root):
         here = os.path.relpath(root / "attention", document.parent)
         if name == "ladder" and here != ".":
             texts = [text.replace("](", f"]({here}/") for text in texts]
-    elif plot != name and plot in PLOTS:
-        (part, about), paths = PLOTS[plot], sorted(results.glob(f"*/{plot.replace(' ', '_')}.svg"))
+    elif name.startswith("plot ") and plot in PLOTS:
+        *_, part, about = PLOTS[plot]
+        paths = sorted(results.glob(f"*/{plot}.svg"))
         texts = [textwrap.fill(f"![{about}]({os.path.relpath(path, document.parent)})", 120, break_on_hyphens=False)
                  for path in paths]
-    elif plot.startswith("quote "):
-        path = root / "attention" / plot.removeprefix("quote ")
+    elif name.startswith("quote "):
+        path = root / "attention" / name.removeprefix("quote ")
         found = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text() if path.exists() else "",
                           flags=re.S | re.M)
         if not found:
@@ -443,7 +432,7 @@ def make(name, document, root):
         below = paragraph(" ".join([*number, *asked]))
         return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
     else:
-        known = [*TABLES, *(f"plot {plot}" for plot in PLOTS)]
+        known = [*TABLES, *(f"plot {plot.replace('_', ' ')}" for plot in PLOTS)]
         fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
     return "\n\n".join(filter(None, texts)) or f"Not measured yet: `scripts/measure.sh {part}`"
 
@@ -453,15 +442,9 @@ def main():
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
     arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
     a = arg.parse_args()
-    for path in sorted(a.root.rglob("*.md")):
-        old = path.read_text()
-        new = re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
-                     lambda m: m[1] + make(m[2], path, a.root) + m[3], old, flags=re.S)
-        if a.check and new != old:
-            sys.exit(f"{path.relative_to(a.root)}: its tables are not those of dev/results: "
-                     "run python3 scripts/readme_tables.py")
-        if not a.check:
-            path.write_text(new)
+    publish({path: re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
+                          lambda m: m[1] + make(m[2], path, a.root) + m[3], path.read_text(), flags=re.S)
+             for path in sorted(a.root.rglob("*.md"))}, a.check, a.root)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
         "ranks", "chunk", "tokens_per_gpu", "rank", "step", "warp"]
+TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
+VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
 DEFAULTS = {"recompute": 0}  # rows from before there was a choice do not say it
 # Of a run's log.
@@ -50,9 +52,20 @@ def largest(values):
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
+def publish(texts, check, root=ROOT):
+    """Writes {file: text}. With `check` it writes nothing, and fails if a file has another text."""
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if check and stale:
+        names = ", ".join(str(path.relative_to(root)) for path in stale)
+        fail(f"{names}: not what the script makes: run python3 scripts/{pathlib.Path(sys.argv[0]).name}")
+    for path in stale:
+        path.write_text(texts[path], encoding="utf-8")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of dev/results
 
+@functools.cache
 def toolkit():
     """The version of nvcc, "13.0"; empty without one."""
     release = re.search(r"release ([\d.]+)", output_of("nvcc", "--version"))
@@ -66,8 +79,8 @@ def torch_with_gpu(script):
         if torch.cuda.is_available():
             return torch
         missing = "a GPU that PyTorch can use"
-    except ImportError as e:
-        missing = f"PyTorch ({e})"
+    except ImportError:
+        missing = "PyTorch"
     print(f"skipped: {script} needs {missing}")
     sys.exit()
 
@@ -86,11 +99,11 @@ def tree():
     return {"commit": commit, "dirty": state != "clean"}
 
 
-def row(kind, gpu, cuda, **fields):
+def row(kind, gpu, cuda=None, **fields):
     """A row that says where its figures come from. All rows of one run may be compared."""
     return {"kind": kind, **tree(), "run": os.environ["RUN"], "date": utc_now(), "gpu": gpu,
             "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
-            "cuda": cuda, **fields}
+            "cuda": toolkit() if cuda is None else cuda, **fields}
 
 
 def folder_of_gpu(gpu):
@@ -104,6 +117,17 @@ def append(rows, bench, out=None):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
+
+
+def rows_of(program, *options, **how):
+    """How a benchmark ended that is run with these options, and the rows that it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "rows.jsonl")
+        try:
+            done = subprocess.run([program, *map(str, options), "--out", out], cwd=ROOT, text=True, **how)
+        except FileNotFoundError:
+            fail(f"there is no ./dev/{program.name}: make benches")
+        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def values(row, fields):

@@ -14,10 +14,8 @@
 #   disk     5.0 GB a checkpoint on the first machine, two are kept; Ctrl-C writes one, the same command goes on
 #
 # torchrun (of PyTorch) only starts the processes and says who is who. GPUS=4: so many of each machine.
-set -e
-cd "$(dirname "$0")/.."
-make train_gpt2cu
-exec torchrun --no-python --nnodes "${NODES:-1}" --node-rank "${NODE:-0}" --nproc-per-node "${GPUS:-8}" \
+cd "$(dirname "$0")/.." && make train_gpt2cu && exec torchrun --no-python \
+    --nnodes "${NODES:-1}" --node-rank "${NODE:-0}" --nproc-per-node "${GPUS:-8}" \
     --master-addr "${MASTER:-127.0.0.1}" --master-port "${PORT:-29500}" ./train_gpt2cu \
     -e d24 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \
     --tokenizer data/cache/fineweb100B/gpt2_tokenizer.bin \

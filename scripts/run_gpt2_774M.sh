@@ -11,10 +11,8 @@
 #   4 GPUs   11.4 hours, 25.0 GiB each: scripts/run_gpt2_774M.sh --gpus 4
 #   8 GPUs   5.7 hours, 23.5 GiB each, at 96 % of eight times what one does
 #   disk     10.8 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
-set -e
-cd "$(dirname "$0")/.."
-make train_gpt2cu
-exec ./train_gpt2cu -e d36 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \
+cd "$(dirname "$0")/.." && make train_gpt2cu && exec ./train_gpt2cu \
+    -e d36 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \
     --tokenizer data/cache/fineweb100B/gpt2_tokenizer.bin \
     -b "${B:-16}" -t 1024 -d 524288 -x 30000 -l 2.5e-4 -u 700 -q 0 -c 0.1 -k cosine \
     -v 250 -m $((10240 / ${B:-16})) -s 5000 -g 144 -n 1000 -nk 2 -y 1 -o log_gpt2_774M "$@"

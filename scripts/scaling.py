@@ -63,7 +63,7 @@ def main():
         arg.error("--steps: the first ten are not counted")
     if a.device == "cpu":
         a.precision = "fp32"
-    numbers, cuda = [int(n) for n in a.gpus.split(",")], results.toolkit()
+    numbers = [int(n) for n in a.gpus.split(",")]
 
     def ranks(n, zero):
         return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", n, "--zero", zero,
@@ -73,7 +73,7 @@ def main():
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
         if a.json or a.out:
             device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
-            row = results.row("scaling", device, cuda, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields)
+            row = results.row("scaling", device, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields)
             results.append([row], "scaling", a.out)
 
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU

@@ -76,8 +76,8 @@ def main():
         spec = ",".join(f"{home.resolve().name}:{folder}" for home, folder in zip(homes, folders))
         one = a.out or len(folders) == 1
         print("next: tensorboard", f"--logdir {a.out or folders[0]}" if one else f"--logdir_spec {spec}")
-    except ImportError as e:
-        results.fail(f"needs the tensorboard package ({e}): pip install -c scripts/requirements-more.txt tensorboard")
+    except ImportError:
+        results.fail("needs tensorboard: pip install -c scripts/requirements-more.txt tensorboard")
     except OSError as e:
         results.fail(e)
 

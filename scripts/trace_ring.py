@@ -62,7 +62,6 @@ def main():
     a = arg.parse_args()
     by_gpu = trace(a)
     name = results.output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0") or "GPU"
-    cuda = results.toolkit()
     rows = []
     for way in ("forward", "backward"):
         inside = {gpu: attention(events, way, a.layer) for gpu, events in sorted(by_gpu.items())}
@@ -74,7 +73,7 @@ def main():
             print(f"GPU {gpu}, {way}: {travel * 1e-3:.2f} ms of travel, "
                   f"{100 * hidden / max(travel, 1e-9):.0f} % of it behind kernels")
             rows.append(results.row(
-                "ring_timeline", name, cuda, gpus=a.gpus, tokens_per_gpu=a.tokens, rank=gpu, layer=a.layer,
+                "ring_timeline", name, gpus=a.gpus, tokens_per_gpu=a.tokens, rank=gpu, layer=a.layer,
                 travel_ms=travel * 1e-3, hidden_ms=hidden * 1e-3, **{"pass": way},
                 events=[{"what": e["cat"], "name": e["name"], "start_ms": round((e["ts"] - first) * 1e-3, 4),
                          "ms": round(e["dur"] * 1e-3, 4)} for e in kernels + copies]))

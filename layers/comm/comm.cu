@@ -24,13 +24,13 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
 NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
     ncclUniqueId id = {};  // random, so that no other job's ranks can know it
     if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    job.broadcast(&id, 1);
+    job.broadcast(&id, sizeof id);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
     begin();
 }
 
 NcclComm::NcclComm(NcclComm& all, int first, int count)
-    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), all_(&all), first_(all.first_ + first) {
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), first_(all.first_ + first) {
     NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
     begin();
 }
@@ -45,7 +45,6 @@ void NcclComm::begin() {
 }
 
 std::string NcclComm::asynchronous_error() const {
-    if (const std::string error = all_ ? all_->asynchronous_error() : ""; !error.empty()) return error;
     ncclResult_t error = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
     if (asked != ncclSuccess) error = asked;
@@ -56,10 +55,7 @@ std::string NcclComm::asynchronous_error() const {
 
 // Statuses are dropped, because a destructor cannot throw.
 NcclComm::~NcclComm() {
-    if (all_)
-        job_.also_watch([all = all_] { return all->asynchronous_error(); });
-    else
-        job_.also_watch(nullptr);
+    job_.also_watch(nullptr);
     if (std::uncaught_exceptions() > 0)
         ncclCommAbort(comm_);
     else

@@ -66,8 +66,7 @@ class NcclComm {
     ncclComm* comm_ = nullptr;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t ready_ = nullptr, done_ = nullptr;
-    NcclComm* const all_ = nullptr;  // the one that this is a part of
-    const int first_ = 0;            // rank 0's number in the job
+    const int first_ = 0;  // rank 0's number in the job
     std::unique_ptr<PeerCopies> copies_;
 
     void begin();

@@ -61,16 +61,12 @@ struct Socket {
     // Takes what has come of a line, without waiting, and returns whether that is the whole line. What follows the line
     // stays for others to read. If the connection was closed, or the line is too long, there is none afterwards.
     bool recv_line(std::string& line) {
-        char bytes[4096];
-        const ssize_t n = recv(fd, bytes, sizeof bytes, MSG_PEEK | MSG_DONTWAIT);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-        if (n <= 0 || part.size() > 1 << 20) return *this = Socket(), false;
-        char* const end = std::find(bytes, bytes + n, '\n');
-        const bool whole = end < bytes + n;
-        part.append(bytes, end);
-        recv(fd, bytes, end - bytes + whole, 0);
-        if (whole) line = std::exchange(part, "");
-        return whole;
+        for (char c;; part += c) {
+            const ssize_t n = recv(fd, &c, 1, MSG_DONTWAIT);
+            if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+            if (n <= 0 || part.size() > 1 << 20) return *this = Socket(), false;
+            if (c == '\n') return line = std::exchange(part, ""), true;
+        }
     }
 };
 
@@ -182,7 +178,7 @@ struct Job::Impl {
     std::atomic<uint64_t> began{0};                    // progress() when expect_progress() was called
     std::atomic<const std::string*> failure{nullptr};  // a beat that says why this rank fails
     std::mutex checking;
-    std::function<std::string()> check;
+    std::vector<std::function<std::string()>> checks;
     std::thread watcher;
 
     Impl(const Place& place, const Patience& patience) : place(place), patience(patience), ranks(place.size) {}
@@ -303,7 +299,8 @@ struct Job::Impl {
     // One like the last shows no progress.
     std::string beat() {
         const std::lock_guard<std::mutex> lock(checking);
-        const std::string wrong = check ? check() : "";
+        std::string wrong;
+        for (const auto& check : checks) wrong = wrong.empty() ? check() : wrong;
         if (failure) return *failure;
         if (!wrong.empty()) return failed(1, wrong);
         const uintmax_t at_begin = began, so_far = progress();
@@ -433,7 +430,7 @@ std::atomic<uint64_t>& Job::progress() {
 void Job::also_watch(std::function<std::string()> check) {
     if (!impl_) return;
     const std::lock_guard<std::mutex> lock(impl_->checking);
-    impl_->check = std::move(check);
+    check ? impl_->checks.push_back(std::move(check)) : impl_->checks.pop_back();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -478,21 +475,11 @@ void Job::gather_bytes(void* all, size_t bytes, int first, int count) {
     exchange(transfers);
 }
 
-void Job::broadcast_bytes(void* data, size_t bytes) {
+void Job::broadcast(void* data, size_t bytes) {
     std::vector<Transfer> transfers;
     for (int r = 1; rank == 0 && r < size; r++) transfers.push_back(Transfer::to(r, data, bytes));
     if (rank > 0) transfers.push_back(Transfer::from(0, data, bytes));
     exchange(transfers);
-}
-
-void Job::sum(std::vector<double>& x) {
-    const size_t n = x.size();
-    std::vector<double> all(size * n);
-    std::copy_n(x.data(), n, all.data() + rank * n);
-    gather_bytes(all.data(), n * sizeof(double), 0, size);
-    x.assign(n, 0);
-    for (int r = 0; r < size; r++)
-        for (size_t i = 0; i < n; i++) x[i] += all[r * n + i];
 }
 
 std::vector<std::string> Job::all_gather(const std::string& mine) {
@@ -508,7 +495,7 @@ std::vector<std::string> Job::all_gather(const std::string& mine) {
     return all;
 }
 
-void Job::agree(const std::vector<std::pair<std::string, std::string>>& fields) {
+void Job::agree(const Fields& fields) {
     const std::vector<size_t> numbers = all_gather(fields.size());
     for (int r = 1; r < size; r++)
         if (numbers[r] != numbers[0]) throw Error(impl_->ranks[r].title() + " is another program than rank 0");

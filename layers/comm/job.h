@@ -53,6 +53,8 @@ struct Patience {
     double silence = 20;  // without a beat
 };
 
+using Fields = std::vector<std::pair<std::string, std::string>>;  // names and values
+
 // Bytes that go to a rank or come from it.
 struct Transfer {
     int peer;
@@ -89,23 +91,19 @@ class Job {
         gather_bytes(all.data(), sizeof(T), 0, size);
         return all;
     }
-    template <class T>
-    void broadcast(T* data, size_t count) {  // from rank 0
-        broadcast_bytes(data, count * sizeof(T));
-    }
-    void sum(std::vector<double>& x);  // sums the ranks' x in the order of ranks
+    void broadcast(void* data, size_t bytes);  // from rank 0
     void barrier() { all_gather(0); }
     // Among `count` ranks from `first` on. Each finds its own part in `all` and gets the others'.
     void gather_bytes(void* all, size_t bytes, int first, int count);
 
     // Throws Error on every rank if a field of one rank differs from rank 0's. The message names the field and who has
     // what.
-    void agree(const std::vector<std::pair<std::string, std::string>>& fields);
+    void agree(const Fields& fields);
 
     // From here on the main thread must call progress()++ at least once in this many seconds. 0 ends that duty.
     void expect_progress(double seconds);
     static std::atomic<uint64_t>& progress();
-    // The watching thread calls `check` every second. It returns what is wrong, or "".
+    // The watching thread calls `check` every second. It returns what is wrong, or "". Null ends the last one.
     void also_watch(std::function<std::string()> check);
 
     // Runs `body`. If it throws, the whole job ends with that message. Nothing outside `body` is unwound, because
@@ -124,6 +122,5 @@ class Job {
   private:
     struct Impl;
     std::unique_ptr<Impl> impl_;
-    void broadcast_bytes(void* data, size_t bytes);
     [[noreturn]] void fail(const std::exception& e);
 };

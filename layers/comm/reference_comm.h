@@ -36,7 +36,8 @@ class CallsInOrder {
 
 class CpuComm : public CallsInOrder {
   public:
-    CpuComm(const Cpu&, Job& job) : rank(job.rank), size(job.size), job_(job) {}
+    explicit CpuComm(Job& job) : rank(job.rank), size(job.size), job_(job) {}
+    CpuComm(const Cpu&, Job& job) : CpuComm(job) {}
     // A group of `count` of the ranks in `all`, from `first` on.
     CpuComm(CpuComm& all, int first, int count)
         : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}

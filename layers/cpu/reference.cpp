@@ -18,8 +18,6 @@
 #include <limits>
 #include <vector>
 
-#include "layers/gpu/error.h"
-
 // glibc has exp for whole vectors, and g++ uses it in simd loops because of these declarations. Its last bit may differ
 // from the scalar exp of a loop's remainder. So the parallel loops run over blocks of a fixed size, whatever the number
 // of threads.
@@ -47,18 +45,6 @@ void* Cpu::alloc(size_t bytes) const {
             format("out of memory: cannot allocate %zu bytes on a machine with %zu; use a smaller batch or model",
                    bytes, total_bytes));
     return p;
-}
-void Cpu::free(void* p) const {
-    std::free(p);
-}
-void Cpu::zero(void* p, size_t bytes) const {
-    std::memset(p, 0, bytes);
-}
-void Cpu::upload(void* dst, const void* host, size_t bytes) const {
-    std::memcpy(dst, host, bytes);
-}
-void Cpu::download(void* host, const void* src, size_t bytes) const {
-    std::memcpy(host, src, bytes);
 }
 
 // In a sum over rows one thread takes this many columns at a time. They are whole cache lines, and enough to vectorise.
@@ -91,10 +77,6 @@ void encoder_backward(const Cpu&, Acc<X>* dwte, Acc<X>* dwpe, void*, const X* do
                 dposition[c] += dout[n * C + c];
             }
         }
-}
-
-void encoder_plan(const Cpu&, int* plan, const int* tokens, size_t N) {
-    std::copy(tokens, tokens + N, plan);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -133,15 +115,15 @@ void residual_layernorm_forward(const Cpu& dev, X* residual, X* out, Acc<X>* mea
     layernorm_forward(dev, out, mean, rstd, residual, weight, bias, N, C);
 }
 
-// sum (C) += Σ_rows x (N,C)
-template <class X>
-static void add_rows(Acc<X>* sum, const X* x, size_t N, int C) {
+// sum[c] += Σ_n term(n, c)
+template <class A, class Term>
+static void add_columns(A* sum, size_t N, int C, Term term) {
 #pragma omp parallel for
     for (int c0 = 0; c0 < C; c0 += kSlice) {
         const int width = std::min(kSlice, C - c0);
-        Acc<X> slice[kSlice] = {};
+        A slice[kSlice] = {};
         for (size_t n = 0; n < N; n++)
-            for (int c = 0; c < width; c++) slice[c] += x[n * C + c0 + c];
+            for (int c = 0; c < width; c++) slice[c] += term(n, c0 + c);
         for (int c = 0; c < width; c++) sum[c0 + c] += slice[c];
     }
 }
@@ -164,20 +146,10 @@ void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc
         avg_x /= C;
         for (int c = 0; c < C; c++) dinp[n * C + c] += r * (weight[c] * dy[c] - avg - (x[c] - mu) * r * avg_x);
     }
-#pragma omp parallel for
-    for (int c0 = 0; c0 < C; c0 += kSlice) {
-        const int width = std::min(kSlice, C - c0);
-        A dw[kSlice] = {}, db[kSlice] = {};
-        for (size_t n = 0; n < N; n++)
-            for (int c = 0; c < width; c++) {
-                const A dy = dout[n * C + c0 + c];
-                dw[c] += dy * ((inp[n * C + c0 + c] - mean[n]) * rstd[n]);
-                db[c] += dy;
-            }
-        for (int c = 0; c < width; c++) dweight[c0 + c] += dw[c];
-        for (int c = 0; c < width; c++) dbias[c0 + c] += db[c];
-    }
-    if (dinp_sum) add_rows(dinp_sum, dinp, N, C);
+    add_columns(dweight, N, C,
+                [=](size_t n, int c) { return dout[n * C + c] * ((inp[n * C + c] - mean[n]) * rstd[n]); });
+    add_columns(dbias, N, C, [=](size_t n, int c) { return dout[n * C + c]; });
+    if (dinp_sum) add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +277,7 @@ void gelu_backward(const Cpu& dev, X* dinp, Acc<X>* dinp_sum, X* out, void*, con
             const X x = inp[i], s = 1 / (1 + std::exp(-two_u(x)));
             dinp[i] = dout[i] * (s + x * s * (1 - s) * two_du(x));
         }
-    add_rows(dinp_sum, dinp, N, C);
+    add_columns(dinp_sum, N, C, [=](size_t n, int c) { return dinp[n * C + c]; });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -330,72 +302,87 @@ static void axpy(X* y, X alpha, const X* x, int n) {
     for (int i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
-// Turns a row of S into exp(S − max). max and sum start as −∞ and 0.
+// Turns a row of S into exp(S − max), and returns max and the row's new sum.
 template <class A>
-static void exponentials(A* s, int n, A& max, A& sum) {
-    A m = max, l = sum;
-#pragma omp simd reduction(max : m)
-    for (int j = 0; j < n; j++) m = std::max(m, s[j]);
+static std::pair<A, A> exponentials(A* s, int n) {
+    A max = -std::numeric_limits<A>::infinity(), sum = 0;
+#pragma omp simd reduction(max : max)
+    for (int j = 0; j < n; j++) max = std::max(max, s[j]);
 #pragma omp simd
-    for (int j = 0; j < n; j++) s[j] = std::exp(s[j] - m);
-#pragma omp simd reduction(+ : l)
-    for (int j = 0; j < n; j++) l += s[j];
-    max = m, sum = l;
-}
-
-constexpr int kMaxHeadSize = 256;
-static void check_head_size(int HS) {
-    if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+    for (int j = 0; j < n; j++) s[j] = std::exp(s[j] - max);
+#pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < n; j++) sum += s[j];
+    return {max, sum};
 }
 
 // Calls f(HS). The usual head sizes are compile-time constants, so that a row of q, o or dq stays in registers.
+constexpr int kMaxHeadSize = 256;
 template <class F>
 static void with_head_size(int HS, F f) {
-    check_head_size(HS);
-    if (HS == 32)
-        f(std::integral_constant<int, 32>{});
-    else if (HS == 64)
-        f(std::integral_constant<int, 64>{});
-    else
-        f(HS);
+    if (HS > kMaxHeadSize) throw Error(format("attention: head size %d, expected at most %d", HS, kMaxHeadSize));
+    if (HS == 32) return f(std::integral_constant<int, 32>{});
+    if (HS == 64) return f(std::integral_constant<int, 64>{});
+    f(HS);
 }
 
-template <class X>
-void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
-                       Acc<X> scale, int first) {
-    const size_t C = size_t(NH) * HS, token = 3 * C;  // the rows of a head's q, k or v lie 3C apart
-    with_head_size(HS, [=](auto HS) {
+// Query i sees so many keys, the first ones.
+static int keys_seen(const PartialShape& s, int i) {
+    if (!s.causal) return s.Tk;
+    return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
+}
+
+// Calls write(b, h, i, o, max, sum) for every query i that sees a key. o is Σ p_j v_j, and lse is max + log sum.
+template <class X, class Write>
+static void forward(Heads<const X> q, Heads<const X> k, Heads<const X> v, const PartialShape& s, X scale, Write write) {
+    with_head_size(s.HS, [=](auto HS) {
 #pragma omp parallel for collapse(2)
-        for (int b = 0; b < B; b++)
-            for (int h = 0; h < NH; h++) {
-                const X *q = qkv + b * T * token + h * HS, *k = q + C, *v = k + C;
-                std::vector<X> p(T);
-                for (int i = first; i < T; i++) {
-                    const int keys = causal ? i + 1 : T, row = i - first, rows = T - first;
-                    X max = -std::numeric_limits<X>::infinity(), sum = 0, o[kMaxHeadSize] = {};
-                    for (int j = 0; j < keys; j++) p[j] = scale * dot(q + i * token, k + j * token, HS);
-                    exponentials(p.data(), keys, max, sum);
-                    for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v + j * token, HS);
-                    for (int d = 0; d < HS; d++) out[(size_t(b) * rows + row) * C + h * HS + d] = o[d] / sum;
-                    lse[(size_t(b) * NH + h) * rows + row] = max + std::log(sum);
+        for (int b = 0; b < s.B; b++)
+            for (int h = 0; h < s.NH; h++) {
+                std::vector<X> p(s.Tk);
+                for (int i = 0; i < s.Tq; i++) {
+                    const int keys = keys_seen(s, i);
+                    if (keys == 0) continue;
+                    for (int j = 0; j < keys; j++) p[j] = scale * dot(q.row(b, i, h, HS), k.row(b, j, h, HS), HS);
+                    const auto [max, sum] = exponentials(p.data(), keys);
+                    X o[kMaxHeadSize] = {};
+                    for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v.row(b, j, h, HS), HS);
+                    for (int d = 0; d < HS; d++) o[d] /= sum;
+                    write(b, h, i, o, max, sum);
                 }
             }
     });
 }
 
+// Part 0, 1 or 2 of qkv (B,T,3,NH,HS), which is q, k or v.
 template <class X>
-void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
-                        int NH, int HS, bool causal, Acc<X> scale) {
-    const size_t C = size_t(NH) * HS, token = 3 * C;
+static Heads<X> part(X* qkv, int i, size_t T, size_t C) {
+    return {qkv + i * C, T * 3 * C, 3 * C};
+}
+
+template <class X>
+void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
+                       Acc<X> scale, int first) {
+    const size_t C = size_t(NH) * HS;
+    const PartialShape s = {B, T - first, T, NH, HS, first, 0, causal};
+    forward<X>(part(qkv + first * 3 * C, 0, T, C), part(qkv, 1, T, C), part(qkv, 2, T, C), s, scale,
+               [=](size_t b, int h, int i, const X* o, X max, X sum) {
+                   std::copy_n(o, HS, out + (b * s.Tq + i) * C + h * HS);
+                   lse[(b * NH + h) * s.Tq + i] = max + std::log(sum);
+               });
+}
+
+template <class X>
+void attention_backward(const Cpu& cpu, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B,
+                        int T, int NH, int HS, bool causal, Acc<X> scale) {
+    const size_t C = size_t(NH) * HS, token = 3 * C;  // the rows of a head's q, k or v lie 3C apart
+    cpu.zero(dqkv, B * T * token * sizeof(X));
     with_head_size(HS, [=](auto HS) {
 #pragma omp parallel for collapse(2)
         for (int b = 0; b < B; b++)
             for (int h = 0; h < NH; h++) {  // every query adds to dk and dv, so one thread has the whole head
                 const X *q = qkv + b * T * token + h * HS, *k = q + C, *v = k + C;
                 X *dq = dqkv + b * T * token + h * HS, *dk = dq + C, *dv = dk + C;
-                for (int j = 0; j < T; j++) std::fill_n(dk + j * token, HS, X(0));
-                for (int j = 0; j < T; j++) std::fill_n(dv + j * token, HS, X(0));
-                std::vector<X> p(T), ds(T);
+                std::vector<X> p(T);
                 for (int i = 0; i < T; i++) {
                     const int keys = causal ? i + 1 : T;
                     const size_t row = (size_t(b) * T + i) * C + h * HS;
@@ -404,11 +391,11 @@ void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const 
                     for (int j = 0; j < keys; j++) p[j] = scale * dot(q_i, k + j * token, HS) - L;
 #pragma omp simd
                     for (int j = 0; j < keys; j++) p[j] = std::exp(p[j]);
-                    for (int j = 0; j < keys; j++) ds[j] = p[j] * (dot(do_i, v + j * token, HS) - D);
                     X dq_i[kMaxHeadSize] = {};
                     for (int j = 0; j < keys; j++) {
-                        axpy<X>(dq_i, scale * ds[j], k + j * token, HS);
-                        axpy<X>(dk + j * token, scale * ds[j], q_i, HS);
+                        const X ds = p[j] * (dot(do_i, v + j * token, HS) - D);
+                        axpy<X>(dq_i, scale * ds, k + j * token, HS);
+                        axpy<X>(dk + j * token, scale * ds, q_i, HS);
                         axpy<X>(dv + j * token, p[j], do_i, HS);
                     }
                     std::copy_n(dq_i, HS, dq + i * token);
@@ -418,14 +405,12 @@ void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const 
 }
 
 template <class X>
-void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, void*, const X* qkv, int B, int T, int NH,
-                       int HS) {
-    attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(Acc<X>(HS)));
-}
-template <class X>
-void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
-                        const X*, const X* qkv, int B, int T, int NH, int HS) {
-    attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(Acc<X>(HS)));
+void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
+#pragma omp parallel for
+    for (size_t row = 0; row < size_t(B) * T * NH; row++) {
+        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
+        D[(b * NH + h) * T + t] = dot(dout + row * HS, out + row * HS, HS);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -448,107 +433,43 @@ void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
     *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
 }
 
-// How many of the block's keys its query i sees. They are the first ones.
-static int keys_seen(const PartialShape& s, int i) {
-    if (!s.causal) return s.Tk;
-    return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
-}
-
 template <class X>
 void attention_forward_partial(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
                                Heads<const X> v, const PartialShape& s) {
-    using A = Acc<X>;
-    check_head_size(s.HS);
-    const A scale = s.resolved_scale();
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++) {
-            std::vector<A> p(s.Tk);
-            for (int i = 0; i < s.Tq; i++) {
-                const int keys = keys_seen(s, i);
-                if (keys == 0) continue;
-                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
-                A max = -std::numeric_limits<A>::infinity(), sum = 0, o[kMaxHeadSize] = {};
-                for (int j = 0; j < keys; j++)
-                    p[j] = scale * dot(q_i, k.ptr + b * k.batch + j * k.token + h * s.HS, s.HS);
-                exponentials(p.data(), keys, max, sum);
-                for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v.ptr + b * v.batch + j * v.token + h * s.HS, s.HS);
-                for (int d = 0; d < s.HS; d++) o[d] /= sum;
-                attention_merge(o_acc + ((size_t(b) * s.rows_of_q() + i) * s.NH + h) * s.HS,
-                                lse + (size_t(b) * s.NH + h) * s.rows_of_q() + i, o,
-                                double(max) + std::log(double(sum)), s.HS);
-            }
-        }
+    const size_t rows = s.rows_of_q();
+    forward<X>(q, k, v, s, s.resolved_scale(), [=](size_t b, int h, int i, const X* o, X max, X sum) {
+        attention_merge(o_acc + ((b * rows + i) * s.NH + h) * s.HS, lse + (b * s.NH + h) * rows + i, o,
+                        double(max) + std::log(double(sum)), s.HS);
+    });
 }
 
 template <class X>
 void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q,
                                 Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
                                 const Acc<X>* D, const PartialShape& s) {
-    using A = Acc<X>;
-    const A scale = s.resolved_scale();
+    const size_t C = size_t(s.NH) * s.HS, q_batch = s.rows_of_q() * C, k_batch = s.rows_of_k() * C;
+    const Heads<X> to_q = {dq_sum + s.q_begin * C, q_batch, C}, to_k = {dk, k_batch, C}, to_v = {dv, k_batch, C};
+    const X scale = s.resolved_scale();
+    const int HS = s.HS;
     if (s.write_dkv)
-        for (A* x : {dk, dv})
-            for (int b = 0; b < s.B; b++)
-                std::fill_n(x + size_t(b) * s.rows_of_k() * s.NH * s.HS, size_t(s.Tk) * s.NH * s.HS, A(0));
+        for (X* x : {dk, dv})
+            for (int b = 0; b < s.B; b++) std::fill_n(x + b * k_batch, s.Tk * C, X(0));
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
             for (int i = 0; i < s.Tq; i++) {
                 const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
-                const X* q_i = q.ptr + b * q.batch + i * q.token + h * s.HS;
-                const X* do_i = dout.ptr + b * dout.batch + i * dout.token + h * s.HS;
+                const X *q_i = q.row(b, i, h, HS), *do_i = dout.row(b, i, h, HS);
                 const int keys = keys_seen(s, i);
                 for (int j = 0; j < keys; j++) {
-                    const X* k_j = k.ptr + b * k.batch + j * k.token + h * s.HS;
-                    const X* v_j = v.ptr + b * v.batch + j * v.token + h * s.HS;
-                    const size_t key = ((size_t(b) * s.rows_of_k() + j) * s.NH + h) * s.HS;
-                    const A p = std::exp(scale * dot(q_i, k_j, s.HS) - lse[row]);
-                    const A ds = scale * p * (dot(do_i, v_j, s.HS) - D[row]);
-                    axpy<X>(dq_sum + ((size_t(b) * s.rows_of_q() + s.q_begin + i) * s.NH + h) * s.HS, ds, k_j, s.HS);
-                    axpy<X>(dk + key, ds, q_i, s.HS);
-                    axpy<X>(dv + key, p, do_i, s.HS);
+                    const X *k_j = k.row(b, j, h, HS), *v_j = v.row(b, j, h, HS);
+                    const X p = std::exp(scale * dot(q_i, k_j, HS) - lse[row]);
+                    const X ds = scale * p * (dot(do_i, v_j, HS) - D[row]);
+                    axpy<X>(to_q.row(b, i, h, HS), ds, k_j, HS);
+                    axpy<X>(to_k.row(b, j, h, HS), ds, q_i, HS);
+                    axpy<X>(to_v.row(b, j, h, HS), p, do_i, HS);
                 }
             }
-}
-
-template <class X>
-void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const PartialShape& s) {
-    const size_t C = size_t(s.NH) * s.HS, rows = s.rows_of_q();
-    for (int b = 0; b < s.B; b++) copy_rows(cpu, dq.ptr + b * dq.batch, dq.token, dq_sum + b * rows * C, C, C, rows);
-}
-
-template <class A>
-void attention_clear_state(const Cpu&, A* o_acc, double* lse, const PartialShape& s) {
-    const size_t rows = size_t(s.B) * s.rows_of_q() * s.NH;
-    if (o_acc) std::fill_n(o_acc, rows * s.HS, A(0));
-    std::fill_n(lse, rows, -std::numeric_limits<double>::infinity());
-}
-
-template <class X>
-void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
-    for (size_t row = 0; row < size_t(B) * T * NH; row++) {
-        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
-        D[(b * NH + h) * T + t] = dot(dout + row * HS, out + row * HS, HS);
-    }
-}
-
-template <class Y, class X>
-void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = static_cast<Y>(src[r * src_stride + i]);
-}
-
-template <class A>
-void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] += src[r * src_stride + i];
-}
-
-template <class Y, class A>
-void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = a[r * src_stride + i] + b[r * src_stride + i];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -646,9 +567,6 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);           \
     template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \
     template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \
-    template void attention_forward(const Cpu&, Attention, X*, X*, X*, void*, const X*, int, int, int, int);           \
-    template void attention_backward(const Cpu&, Attention, X*, void*, const X*, const X*, const X*, const X*,         \
-                                     const X*, int, int, int, int);                                                    \
     template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X, int);                   \
     template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
                                      X);                                                                               \
@@ -656,13 +574,8 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
                                             const PartialShape&);                                                      \
     template void attention_backward_partial(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,            \
                                              Heads<const X>, Heads<const X>, const X*, const X*, const PartialShape&); \
-    template void attention_write_dq(const Cpu&, Heads<X>, const X*, const PartialShape&);                             \
     template void attention_merge(X*, double*, const X*, double, int);                                                 \
-    template void attention_clear_state(const Cpu&, X*, double*, const PartialShape&);                                 \
     template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
-    template void copy_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                 \
-    template void add_rows(const Cpu&, X*, size_t, const X*, size_t, size_t, size_t);                                  \
-    template void sum_rows(const Cpu&, X*, size_t, const X*, const X*, size_t, size_t, size_t);                        \
     template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
     template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
     template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \
@@ -670,4 +583,3 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*, int, const AdamW&);
 INSTANTIATE(float)
 INSTANTIATE(double)
-template void copy_rows(const Cpu&, float*, size_t, const double*, size_t, size_t, size_t);

@@ -114,11 +114,6 @@ void* Cuda::alloc(size_t bytes) const {
     return p;
 }
 
-// Called by destructors while an Error unwinds, so it must not throw. A failure shows at the next checked launch.
-void Cuda::free(void* p) const {
-    cudaFree(p);
-}
-
 void* Cuda::alloc_host(size_t bytes) const {
     void* p = nullptr;
     const cudaError_t status = cudaMallocHost(&p, bytes);
@@ -133,27 +128,6 @@ void* Cuda::alloc_host(size_t bytes) const {
     return p;
 }
 
-void Cuda::free_host(void* p) const {
-    cudaFreeHost(p);
-}
-
-void Cuda::zero(void* p, size_t bytes) const {
-    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
-}
-
-void Cuda::upload(void* dst, const void* host, size_t bytes) const {
-    CUDA_CHECK(cudaMemcpyAsync(dst, host, bytes, cudaMemcpyHostToDevice, stream));
-}
-
-void Cuda::download(void* host, const void* src, size_t bytes) const {
-    CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
-    sync();
-}
-
-void Cuda::sync() const {
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-}
-
 void Cuda::profile(bool on) const {
     sync();
     CUDA_CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
@@ -163,14 +137,6 @@ size_t Cuda::free_bytes() const {
     size_t free = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free, &total));
     return free;
-}
-
-CudaGraph::~CudaGraph() {
-    if (recorded_) cudaGraphExecDestroy(recorded_);
-}
-
-void CudaGraph::begin(const Cuda& dev) {
-    CUDA_CHECK(cudaStreamBeginCapture(dev.stream, cudaStreamCaptureModeThreadLocal));
 }
 
 void CudaGraph::end(const Cuda& dev, bool keep) {
@@ -184,8 +150,4 @@ void CudaGraph::end(const Cuda& dev, bool keep) {
     CUDA_CHECK(status);
     CUDA_CHECK(cudaGraphInstantiateWithFlags(&recorded_, graph, 0));
     CUDA_CHECK(cudaGraphDestroy(graph));
-}
-
-void CudaGraph::replay(const Cuda& dev) {
-    CUDA_CHECK(cudaGraphLaunch(recorded_, dev.stream));
 }

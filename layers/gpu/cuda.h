@@ -34,14 +34,20 @@ struct Cuda {
     // How many devices are usable, 0 also when there is no driver. `why` (may be null) gets the reason in words.
     static int count(std::string* why = nullptr);
 
-    void* alloc(size_t bytes) const;  // device memory, throws OutOfMemory
-    void free(void* p) const;
+    void* alloc(size_t bytes) const;       // device memory, throws OutOfMemory
     void* alloc_host(size_t bytes) const;  // pinned
-    void free_host(void* p) const;
-    void zero(void* p, size_t bytes) const;
-    void upload(void* dst, const void* host, size_t bytes) const;    // asynchronous if host is pinned
-    void download(void* host, const void* src, size_t bytes) const;  // returns when the bytes are there
-    void sync() const;
+    // Destructors free while an Error unwinds, so these must not throw. A failure shows at the next checked launch.
+    void free(void* p) const { cudaFree(p); }
+    void free_host(void* p) const { cudaFreeHost(p); }
+    void zero(void* p, size_t bytes) const { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream)); }
+    void upload(void* dst, const void* host, size_t bytes) const {  // asynchronous if host is pinned
+        CUDA_CHECK(cudaMemcpyAsync(dst, host, bytes, cudaMemcpyHostToDevice, stream));
+    }
+    void download(void* host, const void* src, size_t bytes) const {  // returns when the bytes are there
+        CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
+        sync();
+    }
+    void sync() const { CUDA_CHECK(cudaStreamSynchronize(stream)); }
     void pause(unsigned ns) const;  // holds the stream up for that long
     void profile(bool on) const;    // marks what Nsight's --capture-range=cudaProfilerApi keeps
     size_t free_bytes() const;      // device memory that an alloc could still get
@@ -76,14 +82,16 @@ inline const char* missing_kernels(int sm, bool sm90a) {
 class CudaGraph {
   public:
     CudaGraph() = default;
-    ~CudaGraph();
+    ~CudaGraph() {
+        if (recorded_) cudaGraphExecDestroy(recorded_);
+    }
     CudaGraph(const CudaGraph&) = delete;
 
     template <class Work>
     void run(const Cuda& dev, Work work) {
         if (!dev.graphs || runs_++ == 0) return work();
         if (!recorded_) {
-            begin(dev);
+            CUDA_CHECK(cudaStreamBeginCapture(dev.stream, cudaStreamCaptureModeThreadLocal));
             try {
                 work();
             } catch (...) {
@@ -92,13 +100,11 @@ class CudaGraph {
             }
             end(dev, true);
         }
-        replay(dev);
+        CUDA_CHECK(cudaGraphLaunch(recorded_, dev.stream));
     }
 
   private:
-    void begin(const Cuda& dev);
     void end(const Cuda& dev, bool keep);
-    void replay(const Cuda& dev);
     int runs_ = 0;
     cudaGraphExec_t recorded_ = nullptr;
 };

@@ -1,10 +1,36 @@
-// The second stage of every column sum. Blocks have left fp32 partial rows in scratch, which it adds in a fixed order.
+// Sums over the rows of a matrix, in a fixed order. First each block leaves fp32 partial rows in scratch, then
+// add_partials adds them.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
 
 #include "layers/gpu/cuda.h"
 #include "layers/gpu/vector.cuh"
+
+constexpr int kColumnThreads = 256, kColumnWarps = kColumnThreads / kWarp;
+
+// A block owns 32·V columns (blockIdx.x) of every gridDim.y-th group of kColumnWarps rows. Each thread stays on its V
+// columns, and add_row(row, c, sum) adds what the row has from column c on. Then warp 0 adds the warps' sums in order.
+// partials is (gridDim.y, C).
+template <int V, int Unroll, class AddRow>
+__device__ static void column_sums(float* __restrict__ partials, size_t N, int C, AddRow add_row) {
+    __shared__ float sum_smem[kColumnWarps][V][kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int c = (blockIdx.x * kWarp + lane) * V;
+    float sum[V] = {};
+    if (c < C) {
+#pragma unroll Unroll
+        for (size_t row = blockIdx.y * size_t{kColumnWarps} + warp; row < N; row += gridDim.y * size_t{kColumnWarps})
+            add_row(row, c, sum);
+    }
+    for (int k = 0; k < V; k++) sum_smem[warp][k][lane] = sum[k];
+    __syncthreads();
+    if (warp > 0 || c >= C) return;
+    for (int k = 0; k < V; k++) {
+        for (int w = 1; w < kColumnWarps; w++) sum[k] += sum_smem[w][k][lane];
+        partials[size_t{blockIdx.y} * C + c + k] = sum[k];
+    }
+}
 
 struct Outputs {
     float* out[3];  // null if not wanted
@@ -49,12 +75,12 @@ static inline void add_partials(const Cuda& dev, std::initializer_list<float*> o
     LAUNCH_CHECK("add_partials_kernel");
 }
 
-// Returns into how many slices the N rows of a column sum are cut. The blocks have 8 warps, own 32·V columns each, and
-// fill the GPU when V is the widest. The upper bound does not depend on N or X, so neither does the scratch.
+// Returns into how many slices the N rows of column_sums are cut, its gridDim.y. The blocks fill the GPU when V is the
+// widest. The upper bound does not depend on N or X, so neither does the scratch.
 static inline int column_sum_slices(const Cuda& dev, int columns, size_t N = ~size_t{0}) {
-    constexpr int kBlocksPerSM = 8, kRows = 8;
+    constexpr int kBlocksPerSM = 8;
     const size_t most = std::max<size_t>(1, dev.num_sms * kBlocksPerSM / ceil_div(columns, kWarp * kVec<bf16>));
-    return static_cast<int>(std::min(most, N / kRows + (N % kRows > 0)));
+    return static_cast<int>(std::min(most, N / kColumnWarps + (N % kColumnWarps > 0)));
 }
 static inline size_t column_sum_bytes(const Cuda& dev, int columns) {
     return static_cast<size_t>(column_sum_slices(dev, columns)) * columns * sizeof(float);

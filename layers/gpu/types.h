@@ -47,6 +47,7 @@ template <class X>
 struct Heads {
     X* ptr;
     size_t batch, token;  // strides in elements
+    X* row(size_t b, size_t t, size_t h, int HS) const { return ptr + b * batch + t * token + h * HS; }
 };
 
 // Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. If causal, query i
@@ -83,9 +84,8 @@ struct Positions {
 };
 
 // Part of the flat parameter arena, for the optimizer. It has `pieces` pieces of `size` elements, decayed or not. The
-// first begins at `begin`, and each begins `stride` after the one before it. A rank that updates only its share keeps
-// that share's gradients and optimizer state back to back. They leave out `skipped` elements of the arena before
-// `begin`.
+// first begins at `begin`, and the others `stride` after one another. A rank that updates only its share keeps that
+// share's gradients and optimizer state back to back. They leave out `skipped` elements of the arena before `begin`.
 struct ParamRange {
     size_t begin, size;
     bool decay;
@@ -101,8 +101,5 @@ struct AdamW {
     uint64_t seed;   // of the stochastic rounding, mixed with step and the element's index
 };
 
-// The gradient of a row of wte is a sum over the positions that hold its token. To add it in a fixed order without
-// atomics, the host sorts positions 0..N-1 stably by token, into `order`. It cuts them into chunks of at most
-// kEncoderChunk positions of one token. A token's only chunk is added to dwte directly. Several chunks leave fp32
-// partial rows in scratch, which a second pass adds in order. The plan is plain ints so that it travels with the batch.
+// The most positions of one token that a block adds up in the encoder's backward (encoder.cu).
 constexpr int kEncoderChunk = 32;

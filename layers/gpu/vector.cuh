@@ -1,8 +1,7 @@
-// Wide memory accesses, conversions and reductions, which the kernels of this directory are made of.
+// Wide memory accesses, conversions and reductions, which the layers' kernels are made of.
 //
-// A kernel here is bound by memory, so it moves 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
-// The same kernel instantiated with one element a Vec takes any row length and alignment. vectorises() chooses between
-// the two.
+// Most of them are bound by memory, so they move 16 bytes a thread and instruction, as Vec<float, 4> or Vec<bf16, 8>.
+// The same kernel instantiated with one element a Vec takes any row length and alignment, and vectorises() chooses.
 #pragma once
 #include <cstring>
 
@@ -12,14 +11,9 @@
 constexpr int kWarp = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
-__device__ inline float to_float(float x) {
-    return x;
-}
-__device__ inline float to_float(double x) {
+template <class X>
+__device__ inline float to_float(X x) {
     return static_cast<float>(x);
-}
-__device__ inline float to_float(bf16 x) {
-    return __bfloat162float(x);
 }
 
 // N values of type X that travel together, read as floats.
@@ -36,25 +30,13 @@ constexpr int kVec = 16 / sizeof(X);
 // The integer that makes the compiler emit one load or store of that many bytes. It has 16 at most, and longer vectors
 // take several.
 template <int Bytes>
-struct WordOf {
-    using type = uint4;
-};
-template <>
-struct WordOf<8> {
-    using type = uint2;
-};
-template <>
-struct WordOf<4> {
-    using type = unsigned;
-};
-template <>
-struct WordOf<2> {
-    using type = unsigned short;
-};
+using WordOf =
+    std::conditional_t<Bytes == 2, unsigned short,
+                       std::conditional_t<Bytes == 4, unsigned, std::conditional_t<Bytes == 8, uint2, uint4>>>;
 
 template <int N, class X>
 __device__ inline Vec<X, N> load(const X* p) {
-    using Word = typename WordOf<N * sizeof(X)>::type;
+    using Word = WordOf<N * sizeof(X)>;
     constexpr int kWords = N * sizeof(X) / sizeof(Word);
     Word words[kWords];
     for (int i = 0; i < kWords; i++) words[i] = reinterpret_cast<const Word*>(p)[i];
@@ -64,7 +46,7 @@ __device__ inline Vec<X, N> load(const X* p) {
 }
 template <int N, class X>
 __device__ inline void store(X* p, const Vec<X, N>& v) {
-    using Word = typename WordOf<N * sizeof(X)>::type;
+    using Word = WordOf<N * sizeof(X)>;
     constexpr int kWords = N * sizeof(X) / sizeof(Word);
     Word words[kWords];
     memcpy(words, &v, sizeof v);
@@ -111,7 +93,7 @@ __device__ inline void store(bf16* p, const Vec<float, N>& v) {
 // What it stores leaves the caches first, because nobody reads it again soon. 16 bytes at most.
 template <class X, int N>
 __device__ inline void store_streaming(X* p, const Vec<float, N>& v) {
-    using Word = typename WordOf<N * sizeof(X)>::type;
+    using Word = WordOf<N * sizeof(X)>;
     const Vec<X, N> rounded = round_to<X>(v);
     Word word;
     memcpy(&word, &rounded, sizeof word);
@@ -125,7 +107,8 @@ bool vectorises(size_t row, const P*... pointers) {
 }
 
 // Every lane gets the result, with the same bits.
-__device__ inline float warp_sum(float x) {
+template <class T>
+__device__ inline T warp_sum(T x) {
     for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
     return x;
 }
@@ -134,26 +117,22 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Sum over the block in a fixed order. Every thread of the block must call it, and every thread gets the result.
-__device__ inline float block_sum(float x) {
+// Reduces over the block in a fixed order. Every thread of the block must call it, and every thread gets the result.
+template <class WarpReduce>
+__device__ inline float block_reduce(float x, float neutral, WarpReduce warp_reduce) {
     __shared__ float warp_smem[kWarp];
-    const int warps = blockDim.x / kWarp;
-    x = warp_sum(x);
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    x = warp_reduce(x);
     __syncthreads();  // an earlier call's reads are done
-    if (threadIdx.x % kWarp == 0) warp_smem[threadIdx.x / kWarp] = x;
+    if (lane == 0) warp_smem[threadIdx.x / kWarp] = x;
     __syncthreads();
-    const int lane = threadIdx.x % kWarp;
-    return warp_sum(lane < warps ? warp_smem[lane] : 0.f);
+    return warp_reduce(lane < warps ? warp_smem[lane] : neutral);
+}
+__device__ inline float block_sum(float x) {
+    return block_reduce(x, 0.f, [](float y) { return warp_sum(y); });
 }
 __device__ inline float block_max(float x) {
-    __shared__ float warp_smem[kWarp];
-    const int warps = blockDim.x / kWarp;
-    x = warp_max(x);
-    __syncthreads();
-    if (threadIdx.x % kWarp == 0) warp_smem[threadIdx.x / kWarp] = x;
-    __syncthreads();
-    const int lane = threadIdx.x % kWarp;
-    return warp_max(lane < warps ? warp_smem[lane] : -INFINITY);
+    return block_reduce(x, -INFINITY, [](float y) { return warp_max(y); });
 }
 
 inline unsigned ceil_div(size_t a, size_t b) {
