@@ -132,7 +132,9 @@ def ladder(rows):
     for name, (_, new) in RUNGS.items():
         files = [ROOT / "attention" / f"{name}{half}.cu" for half in ("", "_backward")]
         files = [file for file in files if file.exists()]
-        files += {ROOT / path for f in files for path in re.findall(r'#include "(attention/\w+\.cuh)"', f.read_text())}
+        for file in files:  # which grows by what each includes
+            included = [ROOT / path for path in re.findall(r'#include "(attention/\w+\.cuh)"', file.read_text())]
+            files += [path for path in included if path not in files]
         forward, backward = rates_of(name, rows)
         lines.append([f"[{name}]({files[0].name})", new, str(sum(len(f.read_text().splitlines()) for f in files)),
                       cell(forward), cell(backward), "█" * round(20 * min(1, forward[1] if forward else 0))])
