@@ -564,6 +564,28 @@ def test_tables_are_those_of_dev_results():
     script("readme_tables.py", "--check")
 
 
+def test_rows_of_a_benchmark(tmp):
+    program, out = built("dev/bench_layers"), tmp / "rows.jsonl"
+    result = run(program, "--layer", "adamw", "--quick", "--out", out, RUN="r", code=None)
+    if "GPU" in result.stderr:
+        raise Skip("no GPU")
+    tree = re.search('"([^"]*)"', (ROOT / "build" / "tree.cpp").read_text())[1].split()
+    for r in rows_of(out):
+        assert [r["commit"], r["dirty"], r["run"]] == [*tree[:-1], tree[-1] != "clean", "r"], (r, tree)
+    assert rows_of(out), result
+
+
+def test_memory_of_naive():
+    """What the plot computes is what was measured, within 2 %."""
+    from plot_results import SQUARES
+    shape = ["model", "dtype", "B", "T"]
+    rows = results.read_rows(ROOT / "dev" / "results" / "NVIDIA-H200" / "train.jsonl", shape, kernel="train_gpt2cu")
+    for naive in results.matching(rows, attention="naive"):
+        flash, = results.matching(rows, attention="flash", **{field: naive[field] for field in shape})
+        more = SQUARES[naive["model"]] * naive["B"] * naive["T"]**2 * {"bf16": 2, "fp32": 4}[naive["dtype"]] / 2**30
+        assert abs((naive["mem_gib"] - flash["mem_gib"]) / more - 1) < 0.02, naive
+
+
 def test_plots_are_those_of_dev_results(tmp):
     """The same rows give the same bytes. A plot that some rows are missing for is named."""
     need("matplotlib")
