@@ -16,8 +16,8 @@
 // (16 at HS 128), and backward is two kernels that each write what they own, as there. Backward scales a tile of dS by
 // its own largest magnitude.
 //
-// Backward's accuracy: D comes from the same MMAs as dP, as the diagonal of dO Oᵀ, so that dP − D is 0 where one key
-// has all the weight. In the whole form two sums of a row show errors that all its keys share. Its dS should add up to
+// Backward's D comes from the same MMAs as dP, as the diagonal of dO Oᵀ. So dP − D is exactly 0 where one key has all the
+// weight. In the whole form two sums of a row show errors that all its keys share. Its dS should add up to
 // 0, and what they add up to is D's error. Its P should add up to 1, and what is missing is lse's error. dq_kernel
 // corrects dQ, and D and lse for dkdv_kernel. It walks rows of few keys twice. The partial form sees only part of a row.
 //
@@ -41,8 +41,8 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, which allows 255 registers a thread
-// and, on sm_90, 113 KB of shared memory a block. sm_86, sm_89 and sm_120 have only 99 KB in all. An element takes 4
+// Tiles. A warp owns kM MMA tiles of 16 rows. Two blocks of 128 threads share an SM, so a thread may have 255 registers.
+// On sm_90 a block may have 113 KB of shared memory. sm_86, sm_89 and sm_120 have only 99 KB in all. An element takes 4
 // bytes as a float and 4 as a pair of halves.
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
@@ -119,8 +119,8 @@ struct Softmax {
         for (int i = 0; i < M; i++) m[i][0] = m[i][1] = -INFINITY;
     }
 
-    // Turns s into P. s · s_unit is S·log2(e). m keeps the exponentials in range and need not be the maximum, so O and l
-    // are rescaled only when some row of the warp outgrew it by more than a factor of 2. That is rare after a few tiles.
+    // Turns s into P. s · s_unit is S·log2(e). m only keeps the exponentials in range and need not be the maximum. O and
+    // l are rescaled when a row of the warp outgrew its m by more than a factor of 2, which is rare after a few tiles.
     template <int N>
     __device__ __forceinline__ void weigh(float (&s)[M][N][4], float (&o)[M][HS / 8][4], float s_unit,
                                           Excess<M>* l_excess) {

@@ -4,13 +4,13 @@
 //   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi                              a product: three MMAs, small terms first
 //
 // Why fp16? It has as many significand bits as TF32, 11. But its MMAs run at twice the rate, a pair takes 4 bytes and
-// not 8, and ldmatrix transposes it. bf16 would take three parts and six products. fp16's weakness is its range, which
-// exact powers of two cure: 2^e brings the largest magnitude of a tile to [2^14, 2^15). Elements down to 2^-17 of the
-// largest keep all 22 bits, and none is off by more than 2^-39 of it.
+// not 8, and ldmatrix transposes it. bf16 would take three parts and six products. fp16's weakness is its range. An
+// exact power of two cures it, the 2^e that brings a tile's largest magnitude to [2^14, 2^15). Elements down to 2^-17 of
+// the largest keep all 22 bits, and none is off by more than 2^-39 of it.
 //
 // Tensor cores truncate when they add. A sum of one sign loses up to a unit for each step, so over all keys it would
-// drift with T. A tile's product therefore starts at 0, takes all its small terms before the first large one, and an
-// ordinary FMA adds it to O, dQ, dK or dV.
+// drift with T. So each tile's product starts at 0 and takes its small terms first. An ordinary FMA then adds it to O,
+// dQ, dK or dV.
 #pragma once
 #include <cuda_fp16.h>
 

@@ -1,5 +1,5 @@
-// Tests ring attention on the CPU: which rank has which part of the sequence, the merge of partial results, and the
-// partial form against the whole. The ring itself runs over processes and is compared with attention that was never
+// Tests ring attention on the CPU. It checks which rank has which part of the sequence, how partial results merge, and
+// the partial form against the whole. The ring itself runs over processes and is compared with attention that was never
 // split, in fp64.
 //
 // Run: ./dev/test_ring [part of a test's name]

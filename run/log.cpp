@@ -86,8 +86,9 @@ Row& Row::add(const char* key, double value) {
 // True if a regular file ends inside a row, because its writer was cut off.
 static bool ends_inside_row(const std::string& path) {
     std::error_code missing;
-    const std::string text = std::filesystem::is_regular_file(path, missing) ? InputFile(path).rest() : "";
-    return !text.empty() && text.back() != '\n';
+    if (!std::filesystem::is_regular_file(path, missing)) return false;
+    const InputFile log(path);
+    return log.size > 0 && log.rest(log.size - 1) != "\n";
 }
 
 Log::Log(const std::string& path, bool append) : path_(path) {
