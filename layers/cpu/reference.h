@@ -104,6 +104,17 @@ void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, voi
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
+template <class X>
+void row_forward(const Cpu& dev, X* y, const X* x, const X* norm_weight, const X* norm_bias, const X* weight,
+                 const X* bias, int C, int OC, bool gelu = false) {
+    std::vector<X> n(x, x + C), out(OC);
+    Acc<X> mean, rstd;
+    if (norm_weight) layernorm_forward(dev, n.data(), &mean, &rstd, x, norm_weight, norm_bias, 1, C);
+    matmul_forward(dev, out.data(), n.data(), weight, bias, 1, C, OC);
+    if (gelu) gelu_forward(dev, out.data(), out.data(), OC);
+    for (int o = 0; o < OC; o++) y[o] = norm_weight ? out[o] : y[o] + out[o];
+}
+
 // The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies. out and lse have
 // the rows from `first` on. HS is any size ≤ 256.
 template <class X>
