@@ -135,10 +135,9 @@ struct GPT2 {
     size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }  // of one micro-batch
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
-    // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence. Or they are
-    // the one token that follows `past` others, whose rows of qkv are there from earlier calls.
-    void forward(const int* tokens, int b, int t, bool alone = false, int past = 0);
-    void attend(const Activations<X>& a, int b, int t, bool alone, int past);
+    // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence.
+    void forward(const int* tokens, int b, int t, bool alone = false);
+    void forward_row(const int* token, int past);  // rows of qkv before `past` are there from earlier calls
     // Adds to the weight gradients if accumulate is true, and overwrites them otherwise.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
     void backward(const int* plan, bool accumulate, bool sum_over_ranks);
@@ -182,23 +181,26 @@ struct GPT2 {
 // A layer norm that reads the residual stream also adds to it what the layer before has left. Nothing is there yet
 // before layer 0.
 template <class Dev, class X>
-void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone, int past) {
+void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     Range range("forward");
     const size_t N = size_t(b) * t;
     const int C = config.C;
     const Activations<X> whole = activations();
     const Parameters<X> table = weights();
+    void* scratch = workspace().scratch;
 
-    encoder_forward(dev, whole.encoded, tokens, table.wte, table.wpe, b, t, C,
-                    alone ? Positions{INT_MAX, past} : positions());
+    encoder_forward(dev, whole.encoded, tokens, table.wte, table.wpe, b, t, C, alone ? Positions() : positions());
     X *residual = whole.encoded, *added = nullptr;
     for (int l = 0; l < config.L; l++) {
         Range range("layer", l);
         const Activations<X> a = activations(l);
         const Parameters<X> w = weights(l);
         residual_layernorm_forward(dev, residual, a.ln1, a.ln1_mean, a.ln1_rstd, added, residual, w.ln1w, w.ln1b, N, C);
-        matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        attend(a, b, t, alone, past);
+        matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
+        if (ring && !alone)
+            ring->forward(a.atty, a.lse, a.qkv);
+        else
+            attention_forward(dev, attention, a.atty, a.lse, a.att, scratch, a.qkv, b, t, config.NH, config.HS());
         matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C);
         residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.residual2, w.ln2w,
                                    w.ln2b, N, C);
@@ -210,15 +212,25 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone, int past
                                table.lnfb, N, C);
 }
 
-// atty and lse from qkv: by the kernel that --attention names, around the ring, or for a single row.
+// The token that follows `past` others → its logits. Its row is fp32 from end to end, but for qkv, which is the cache.
 template <class Dev, class X>
-void GPT2<Dev, X>::attend(const Activations<X>& a, int b, int t, bool alone, int past) {
-    if (past) return attention_last_row(dev, a.atty, a.qkv, past + 1, config.NH, config.HS());
-    if (ring && !alone)
-        ring->forward(a.atty, a.lse, a.qkv);
-    else
-        attention_forward(dev, attention, a.atty, a.lse, a.att, workspace().scratch, a.qkv, b, t, config.NH,
-                          config.HS());
+void GPT2<Dev, X>::forward_row(const int* token, int past) {
+    const int C = config.C;
+    const Buffers<X> buffers = workspace();
+    A *residual = buffers.row, *wide = residual + C;
+    const Parameters<X> table = weights();
+
+    encoder_forward(dev, residual, token, table.wte, table.wpe + size_t(past) * C, 1, 1, C);
+    for (int l = 0; l < config.L; l++) {
+        X* qkv = activations(l).qkv;
+        const Parameters<X> w = weights(l);
+        row_forward(dev, qkv + size_t(past) * 3 * C, residual, w.ln1w, w.ln1b, w.qkvw, w.qkvb, C, 3 * C);
+        attention_last_row(dev, wide, qkv, past + 1, config.NH, config.HS());
+        row_forward<X>(dev, residual, wide, nullptr, nullptr, w.attprojw, w.attprojb, C, C);
+        row_forward(dev, wide, residual, w.ln2w, w.ln2b, w.fcw, w.fcb, C, 4 * C, true);
+        row_forward<X>(dev, residual, wide, nullptr, nullptr, w.fcprojw, w.fcprojb, 4 * C, C);
+    }
+    row_forward<X>(dev, buffers.logits, residual, table.lnfw, table.lnfb, table.wte, nullptr, C, config.Vp);
 }
 
 // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does what

@@ -29,10 +29,10 @@ void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch,
                         const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
 template <class X>
 size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
-// Writes out (C), the last row's attention over all rows of qkv (T,3,NH,HS). Serves every `kind`, and all head sizes
-// that naive has (last_row.cu).
+// Writes out (C) in fp32, the last row's attention over all rows of qkv (T,3,NH,HS). Serves every `kind`, and all head
+// sizes that naive has (last_row.cu).
 template <class X>
-void attention_last_row(const Cuda& dev, X* out, const X* qkv, int T, int NH, int HS);
+void attention_last_row(const Cuda& dev, float* out, const X* qkv, int T, int NH, int HS);
 template <class X>
 size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
 

@@ -7,7 +7,7 @@
 // of the columns over its slice of the keys, and a tree of fixed order adds the slices. Memory bounds it: 2·T·HS elements
 // for one multiprocessor. Far beyond T = 1024 several blocks for a head would pay.
 //
-// Writes: out (NH, HS).  Reads: qkv.  Accumulates into: nothing.
+// Writes: out (NH, HS), in fp32.  Reads: qkv.  Accumulates into: nothing.
 // Limits: any T ≥ 1. A row of HS elements is a multiple of 16 bytes, and at most 16 KB.
 // Run: ./dev/test_attention last_row
 #include "attention/attention.h"
@@ -18,7 +18,8 @@ namespace {
 constexpr int kThreads = 1024, kLanes = 8;
 
 template <class X>
-__global__ void __launch_bounds__(kThreads) last_row_kernel(X* out, const X* qkv, int T, int NH, int HS, float scale) {
+__global__ void __launch_bounds__(kThreads)
+    last_row_kernel(float* out, const X* qkv, int T, int NH, int HS, float scale) {
     constexpr int V = kVec<X>;
     __shared__ float p_smem[kThreads], o_smem[V][kThreads];
     const size_t C = size_t(NH) * HS, token = 3 * C;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) last_row_kernel(X* out, const X* qkv
 }  // namespace
 
 template <class X>
-void attention_last_row(const Cuda& dev, X* out, const X* qkv, int T, int NH, int HS) {
+void attention_last_row(const Cuda& dev, float* out, const X* qkv, int T, int NH, int HS) {
     if (HS % kVec<X> || HS > kThreads * kVec<X> || !vectorises<X>(HS, out, qkv))
         throw Error(format("attention of the last row: head size %d, expected a multiple of %d up to %d", HS, kVec<X>,
                            kThreads * kVec<X>));
@@ -77,4 +78,4 @@ void attention_last_row(const Cuda& dev, X* out, const X* qkv, int T, int NH, in
     LAUNCH_CHECK("last_row_kernel");
 }
 template void attention_last_row(const Cuda&, float*, const float*, int, int, int);
-template void attention_last_row(const Cuda&, bf16*, const bf16*, int, int, int);
+template void attention_last_row(const Cuda&, float*, const bf16*, int, int, int);

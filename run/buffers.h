@@ -45,6 +45,7 @@ struct Buffers : Tensors {
     A* share = once<A>("share", s.share);  // if the optimizer is sharded: this rank's summed gradients, and a gate
     X* dresidual = once<X>("dresidual", gradient);                   // (N, C) gradient of the residual stream
     X* wide = once<X>("wide", s.recompute >= 1 ? 4 * gradient : 0);  // (N, 4C) of fch, then of qkv; else over gelu
+    A* row = once<A>("row", s.training || s.cache ? 5 * s.C : 0);    // (5, C) of one token: residual, and att or gelu
     void* scratch = once<void>("scratch", (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, pointers
     int* batch = once<int>("batch", s.batch);                    // tokens, targets and encoder plans of a whole step
 };
