@@ -47,7 +47,7 @@ for program in "$@"; do
     *) if [ "$beside" ] && [ ! -e "$program.cu" ]; then last="$last $program"; else first="$first $program"; fi ;;
     esac
 done
-[ -z "$beside" ] || for program in $last; do run "$program" & done
+[ -z "$beside" ] || for program in $last; do (export OMP_NUM_THREADS=2; run "$program") & done  # the first keep most cores
 for program in $first; do run "$program"; report "$program"; done
 wait
 for program in $last; do

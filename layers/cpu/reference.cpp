@@ -450,26 +450,28 @@ void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* 
     const size_t C = size_t(s.NH) * s.HS, q_batch = s.rows_of_q() * C, k_batch = s.rows_of_k() * C;
     const Heads<X> to_q = {dq_sum + s.q_begin * C, q_batch, C}, to_k = {dk, k_batch, C}, to_v = {dv, k_batch, C};
     const X scale = s.resolved_scale();
-    const int HS = s.HS;
     if (s.write_dkv)
         for (X* x : {dk, dv})
             for (int b = 0; b < s.B; b++) std::fill_n(x + b * k_batch, s.Tk * C, X(0));
+    // As in forward, so that S has the same bits and what it loses to rounding cancels against lse.
+    with_head_size(s.HS, [=](auto HS) {
 #pragma omp parallel for collapse(2)
-    for (int b = 0; b < s.B; b++)
-        for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
-            for (int i = 0; i < s.Tq; i++) {
-                const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
-                const X *q_i = q.row(b, i, h, HS), *do_i = dout.row(b, i, h, HS);
-                const int keys = keys_seen(s, i);
-                for (int j = 0; j < keys; j++) {
-                    const X *k_j = k.row(b, j, h, HS), *v_j = v.row(b, j, h, HS);
-                    const X p = std::exp(scale * dot(q_i, k_j, HS) - lse[row]);
-                    const X ds = scale * p * (dot(do_i, v_j, HS) - D[row]);
-                    axpy<X>(to_q.row(b, i, h, HS), ds, k_j, HS);
-                    axpy<X>(to_k.row(b, j, h, HS), ds, q_i, HS);
-                    axpy<X>(to_v.row(b, j, h, HS), p, do_i, HS);
+        for (int b = 0; b < s.B; b++)
+            for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
+                for (int i = 0; i < s.Tq; i++) {
+                    const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
+                    const X *q_i = q.row(b, i, h, HS), *do_i = dout.row(b, i, h, HS);
+                    const int keys = keys_seen(s, i);
+                    for (int j = 0; j < keys; j++) {
+                        const X *k_j = k.row(b, j, h, HS), *v_j = v.row(b, j, h, HS);
+                        const X p = std::exp(scale * dot(q_i, k_j, HS) - lse[row]);
+                        const X ds = scale * p * (dot(do_i, v_j, HS) - D[row]);
+                        axpy<X>(to_q.row(b, i, h, HS), ds, k_j, HS);
+                        axpy<X>(to_k.row(b, j, h, HS), ds, q_i, HS);
+                        axpy<X>(to_v.row(b, j, h, HS), p, do_i, HS);
+                    }
                 }
-            }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
