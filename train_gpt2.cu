@@ -178,8 +178,6 @@ struct GPT2 {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward: tokens (b, t) → the final layer norm's output
 
-// A layer norm that reads the residual stream also adds to it what the layer before has left. Nothing is there yet
-// before layer 0.
 template <class Dev, class X>
 void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     Range range("forward");
@@ -190,26 +188,24 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
     void* scratch = workspace().scratch;
 
     encoder_forward(dev, whole.encoded, tokens, table.wte, table.wpe, b, t, C, alone ? Positions() : positions());
-    X *residual = whole.encoded, *added = nullptr;
+    const X* residual = whole.encoded;
     for (int l = 0; l < config.L; l++) {
         Range range("layer", l);
         const Activations<X> a = activations(l);
         const Parameters<X> w = weights(l);
-        residual_layernorm_forward(dev, residual, a.ln1, a.ln1_mean, a.ln1_rstd, added, residual, w.ln1w, w.ln1b, N, C);
+        layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
         matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
         if (ring && !alone)
             ring->forward(a.atty, a.lse, a.qkv);
         else
             attention_forward(dev, attention, a.atty, a.lse, a.att, scratch, a.qkv, b, t, config.NH, config.HS());
-        matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C);
-        residual_layernorm_forward(dev, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, a.residual2, w.ln2w,
-                                   w.ln2b, N, C);
+        matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
+        layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
         matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
-        matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C);
-        residual = a.residual3, added = a.residual2;
+        matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
+        residual = a.residual3;
     }
-    residual_layernorm_forward(dev, residual, whole.lnf, whole.lnf_mean, whole.lnf_rstd, added, residual, table.lnfw,
-                               table.lnfb, N, C);
+    layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw, table.lnfb, N, C);
 }
 
 // The token that follows `past` others → its logits. Its row is fp32 from end to end, but for qkv, which is the cache.

@@ -231,12 +231,6 @@ int run(Cuda& dev, const Options& o) {
             });
     b.layer("layernorm forward", {X_(C, kOut), A_(1, kOut), A_(1, kOut), X_(C), w_(C), w_(C)}, {2 * x * C},
             [&](const auto& m) { layernorm_forward(m.dev, m.x(0), m.a(1), m.a(2), m.x(3), m.x(4), m.x(5), m.N, C); });
-    b.layer("residual + layernorm forward",
-            {X_(C, kOut), X_(C, kOut), A_(1, kOut), A_(1, kOut), X_(C), X_(C), w_(C), w_(C)}, {4 * x * C},
-            [&](const auto& m) {
-                residual_layernorm_forward(m.dev, m.x(0), m.x(1), m.a(2), m.a(3), m.x(4), m.x(5), m.x(6), m.x(7), m.N,
-                                           C);
-            });
     b.layer("layernorm backward", {X_(C), g_(C), g_(C), g_(C), X_(C), X_(C), w_(C), A_(1, 0.1), rstd}, {4 * x * C},
             [&](const auto& m) {
                 layernorm_backward(m.dev, m.x(0), m.a(1), m.a(2), m.a(3), m.scratch, m.x(4), m.x(5), m.x(6), m.a(7),

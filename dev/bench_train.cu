@@ -85,7 +85,6 @@ Work product(double x, const char* what, double N, double C, double OC, double m
 LAYER(encoder_forward, (double B, double T, double C), "encoder forward", 0, 2 * x * B * T * C)
 LAYER(encoder_backward, (double B, double T, double C), "encoder backward", 0, 2 * x * B * T * C)
 LAYER(layernorm_forward, (double N, double C), "layernorm forward", 0, 2 * x * N * C)
-LAYER(residual_layernorm_forward, (double N, double C), "residual + layernorm forward", 0, 4 * x * N * C)
 LAYER(layernorm_backward, (double N, double C), "layernorm backward", 0, 4 * x * N * C)
 LAYER(matmul_gelu_forward, (double N, double C, double OC), product(x, "forward, gelu", N, C, OC, (N * OC) * x))
 LAYER(qkv_bias_backward, (double N, double C), "bias gradients of q, k, v", 0, (N * C + C * C) * x)

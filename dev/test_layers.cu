@@ -320,15 +320,15 @@ template <class X>
 void check_layernorm(size_t N, int C, size_t offset = 0) {
     const std::string what = label<X>("layernorm", N, C, offset);
     // A mean far from zero would expose a variance computed as E[x²] − E[x]².
-    Tensor<X> a(randn<X>(N * C, 1.0, 8.0), offset), b(randn<X>(N * C), offset), weight(randn<X>(C, 0.5, 1.0), offset),
-        bias(randn<X>(C), offset), out(poison(N * C), offset), apart(poison(N * C), offset);
+    Tensor<X> inp(randn<X>(N * C, 1.0, 8.0), offset), weight(randn<X>(C, 0.5, 1.0), offset), bias(randn<X>(C), offset),
+        out(poison(N * C), offset);
     Tensor<float> mean(poison(N)), rstd(poison(N));
     // x is near 8, so its distance to the mean has an absolute error of 8 roundings. C = 1 and 2 can have a tiny
     // variance.
     const double spread = C > 2 ? 8.0 : 1000.0;
-    const Result normed = {"out", out, std::max(kOutput<X>, spread * 6e-8)};
-    check(what, {normed, {"mean", mean}, {"rstd", rstd}}, [&](const auto& on) {
-        layernorm_forward(on.dev, on(out), on(mean), on(rstd), on(a), on(weight), on(bias), N, C);
+    const double output = std::max(kOutput<X>, spread * 6e-8);
+    check(what, {{"out", out, output}, {"mean", mean}, {"rstd", rstd}}, [&](const auto& on) {
+        layernorm_forward(on.dev, on(out), on(mean), on(rstd), on(inp), on(weight), on(bias), N, C);
     });
 
     // Backward, from fp32 statistics.
@@ -339,28 +339,12 @@ void check_layernorm(size_t N, int C, size_t offset = 0) {
     const auto backward = [&](const auto& on, bool with_sum) {
         const Scratch scratch(layernorm_scratch_bytes(on.dev, C));
         layernorm_backward(on.dev, on(dinp), on(dweight), on(dbias), with_sum ? on(dsum) : nullptr, scratch.p, on(dout),
-                           on(a), on(weight), on(mean_in), on(rstd_in), N, C);
+                           on(inp), on(weight), on(mean_in), on(rstd_in), N, C);
     };
     const Result dx = {"dinp", dinp, kOutput<X>}, dw = {"dweight", dweight}, db = {"dbias", dbias};
     const Result dx_sum = {"dinp_sum", dsum, kFp32, 1.0, false, &dinp};  // of values around 1, which may cancel
     check(what, {dx, dw, db, dx_sum}, [&](const auto& on) { backward(on, true); });
     check_same(what + " without dinp_sum", {dx, dw, db}, [&](const auto& on) { backward(on, false); });
-
-    // The residual can be placed apart, over a, or over b. It is a + b as stored, whose norm the reference computes.
-    Values sum(N * C);
-    for (size_t i = 0; i < N * C; i++) sum[i] = rounded<X>(a.start[i] + b.start[i]);
-    for (Tensor<X>* residual : {&apart, &a, &b})
-        check(
-            what + " residual", {normed, {"mean", mean}, {"rstd", rstd}, {"sum", *residual, 0.0}},
-            [&](const OnGpu& on) {
-                a.reset(), b.reset();
-                residual_layernorm_forward(on.dev, on(*residual), on(out), on(mean), on(rstd), on(a), on(b), on(weight),
-                                           on(bias), N, C);
-            },
-            [&](const OnReference& on) {
-                residual->reference = sum;
-                layernorm_forward(on.dev, on(out), on(mean), on(rstd), sum.data(), on(weight), on(bias), N, C);
-            });
 }
 
 TEST_OF_X(layernorm) {
@@ -388,13 +372,18 @@ void check_matmul(size_t N, int C, int OC, size_t offset = 0) {
     const std::string what = label<X>("matmul", N, C, OC);
     const double product = product_tolerance<X>(), output = std::max(product, kOutput<X>);
     Tensor<X> inp(randn<X>(N * C), offset), weight(randn<X>(size_t(OC) * C), offset), bias(randn<X>(OC)),
-        dout(randn<X>(N * OC), offset), out(poison(N * OC), offset), dinp(poison(N * C), offset);
-    for (const bool with_bias : {true, false})
-        // With odd sizes cuBLASLt may round the product before it adds the bias.
-        check(what + (with_bias ? " bias" : ""), {{"out", out, with_bias ? 2.0 * output : output}},
-              [&](const auto& on) {
-                  matmul_forward(on.dev, on(out), on(inp), on(weight), with_bias ? on(bias) : nullptr, N, C, OC);
+        dout(randn<X>(N * OC), offset), out(poison(N * OC), offset), dinp(poison(N * C), offset),
+        residual(randn<X>(N * OC, 3.0), offset);
+    const auto forward = [&](Tensor<X>& to, bool with_bias, Tensor<X>* added) {
+        // With odd sizes cuBLASLt may round the product before it adds the rest.
+        check(what + (with_bias ? " bias" : "") + (added ? " residual" : ""),
+              {{"out", to, (1.0 + with_bias + (added != nullptr)) * output, added ? 3.0 : 0.0}}, [&](const auto& on) {
+                  matmul_forward(on.dev, on(to), on(inp), on(weight), with_bias ? on(bias) : nullptr, N, C, OC,
+                                 added ? on(*added) : nullptr);
               });
+    };
+    for (const bool with_bias : {true, false}) forward(out, with_bias, nullptr);
+    forward(out, true, &residual), forward(out, false, &residual), forward(residual, true, &residual);  // in place
 
     Tensor<float> dweight(randn<float>(size_t(OC) * C)), written(poison(size_t(OC) * C));
     const auto backward = [&](const auto& on, Tensor<float>& to, bool with_dinp, bool accumulate) {

@@ -173,33 +173,28 @@ static Layer<X> encoder_layer(int B, int T, int C, int V, const Positions& at = 
 }
 
 template <class X>
-static Layer<X> residual_layernorm_layer(int N, int C) {
-    Layer<X> l(format("residual_layernorm N=%d C=%d", N, C));
-    X *a = l.input("a", N * C, 2, 0.5), *b = l.input("b", N * C);
+static Layer<X> layernorm_layer(int N, int C) {
+    Layer<X> l(format("layernorm N=%d C=%d", N, C));
+    X *inp = l.input("inp", N * C, 2, 0.5), *dout = l.input("dout", N * C);
     X *weight = l.input("weight", C, 1, 1), *bias = l.input("bias", C);
-    X *dout = l.input("dout", N * C), *dresidual = l.input("dresidual", N * C);
-    X *residual = l.written("residual", N * C), *out = l.written("out", N * C);
-    X *mean = l.written("mean", N), *rstd = l.written("rstd", N);
-    X *da = l.written("da", N * C), *db = l.written("db", N * C), *sum = l.added("sum of da", C);
+    X *out = l.written("out", N * C), *mean = l.written("mean", N), *rstd = l.written("rstd", N);
+    X *dinp = l.added("dinp", N * C), *sum = l.added("sum of dinp", C);
     X *dweight = l.added("dweight", C), *dbias = l.added("dbias", C);
-    l.forward = [=] { residual_layernorm_forward(dev, residual, out, mean, rstd, a, b, weight, bias, N, C); };
+    l.forward = [=] { layernorm_forward(dev, out, mean, rstd, inp, weight, bias, N, C); };
     l.backward = [=] {
-        std::copy_n(dresidual, N * C, da);  // the residual stream goes on below as well
-        layernorm_backward(dev, da, dweight, dbias, sum, nullptr, dout, residual, weight, mean, rstd, N, C);
-        std::copy_n(da, N * C, db);
+        layernorm_backward(dev, dinp, dweight, dbias, sum, nullptr, dout, inp, weight, mean, rstd, N, C);
     };
     l.formula = [=](Layer<X>& l) {
-        for (int i = 0; i < N * C; i++) CHECK(residual[i] == a[i] + b[i]);
         for (int n = 0; n < N; n++) {
             double m = 0, variance = 0;
-            for (int c = 0; c < C; c++) m += residual[n * C + c] / C;
-            for (int c = 0; c < C; c++) variance += std::pow(residual[n * C + c] - m, 2) / C;
+            for (int c = 0; c < C; c++) m += inp[n * C + c] / C;
+            for (int c = 0; c < C; c++) variance += std::pow(inp[n * C + c] - m, 2) / C;
             CHECK_NEAR(mean[n], m, 1e-13);
             CHECK_NEAR(rstd[n], 1 / std::sqrt(variance + 1e-5), 1e-13 * rstd[n]);
             for (int i = n * C; i < (n + 1) * C; i++)
-                CHECK_NEAR(out[i], (residual[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
+                CHECK_NEAR(out[i], (inp[i] - m) / std::sqrt(variance + 1e-5) * weight[i % C] + bias[i % C], 1e-12);
         }
-        check_column_sums(l["sum of da"], l["da"]);
+        check_column_sums(l["sum of dinp"], l["dinp"]);
     };
     return l;
 }
@@ -210,7 +205,8 @@ static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
     X *inp = l.input("inp", N * C), *weight = l.input("weight", OC * C), *bias = l.input("bias", OC);
     X *dout = l.input("dout", N * OC), *out = l.written("out", N * OC);
     X *dinp = l.written("dinp", N * C), *dweight = l.added("dweight", OC * C);
-    l.forward = [=] { matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC); };
+    const X* residual = with_bias ? nullptr : dout;  // any values will do
+    l.forward = [=] { matmul_forward<X>(dev, out, inp, weight, with_bias ? bias : nullptr, N, C, OC, residual); };
     l.backward = [=] { matmul_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC); };
     l.formula = [=](Layer<X>& l) {
         const double tol = sizeof(X) == 8 ? 1e-14 : 1e-6;
@@ -218,7 +214,7 @@ static Layer<X> matmul_layer(int N, int C, int OC, bool with_bias = true) {
         Vec out_(N * OC), dinp_(N * C), dweight_(start.begin(), start.end());
         for (int n = 0; n < N; n++)
             for (int o = 0; o < OC; o++) {
-                double sum = with_bias ? bias[o] : 0;
+                double sum = with_bias ? bias[o] : residual[n * OC + o];
                 for (int c = 0; c < C; c++) {
                     sum += double(inp[n * C + c]) * weight[o * C + c];
                     dinp_[n * C + c] += double(dout[n * OC + o]) * weight[o * C + c];
@@ -341,7 +337,7 @@ TEST(encoder) {
 
 TEST(layernorm) {
     for (auto [N, C] : {std::array{1, 1}, {3, 5}, {4, 64}, {9, 37}, {33, 100}, {2, 333}})
-        check(residual_layernorm_layer<double>(N, C));
+        check(layernorm_layer<double>(N, C));
 }
 
 // The sizes are around the tiles of the product: 6 rows, 8 or 16 columns, 24 rows, depth 256, 1024 or 2048 columns.
@@ -468,7 +464,7 @@ static auto every_result(int B, int T, int NH, int HS, int V) {
         for (auto& t : l.results) results.push_back({l.what + " " + t.name, t.x, {}});
     };
     run(encoder_layer<X>(B, T, C, V));
-    run(residual_layernorm_layer<X>(N, C));
+    run(layernorm_layer<X>(N, C));
     run(matmul_layer<X>(N, C, 3 * C));
     run(gelu_layer<X>(N, C));
     run(attention_layer<X>(B, T, NH, HS, true, 1 / std::sqrt(double(HS))));

@@ -1,13 +1,12 @@
-// Layer norm over the last dimension (Ba, Kiros & Hinton 2016), with and without the residual addition before it.
+// Layer norm over the last dimension (Ba, Kiros & Hinton 2016).
 //
 //   mean = Σ x / C,   rstd = 1/√(Σ (x − mean)² / C + eps),   n = (x − mean)·rstd,   out = weight∘n + bias
 //
 //   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
-// Forward is bound by memory. It reads x (a and b) and writes out (and residual). One warp owns a row and keeps it in
-// shared memory as stored, so the variance needs no second trip to memory. Each lane reads back only what it wrote, so
-// nobody waits at a barrier.
+// Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it in shared memory as stored, so
+// the variance needs no second trip to memory. Each lane reads back only what it wrote, so nobody waits at a barrier.
 //
 // Backward is bound by memory, too. It reads dout, inp and dinp, and writes dinp. The sums over rows want a thread that
 // stays on its columns, and the sums over a row want all columns at once. So a warp (rows kernel) or a block (general
@@ -39,48 +38,38 @@ constexpr int kForwardWarps = 8;           // per block, fewer when their rows w
 constexpr int kBatch = 4;                  // vectors that a lane loads at once, a row of 1024 bf16 or 512 fp32
 constexpr size_t kForwardSmem = 48 << 10;  // what a block gets without asking
 
-template <class X, int V, bool Residual>
+template <class X, int V>
 __global__ void __launch_bounds__(kForwardWarps* kWarp)
-    layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, X* residual, const X* a, const X* b,
+    layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, const X* __restrict__ inp,
                              const X* __restrict__ weight, const X* __restrict__ bias, size_t N, int C) {
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const size_t row = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
     if (row >= N) return;
     X* x_smem = reinterpret_cast<X*>(rows_smem) + static_cast<size_t>(warp) * C;
-    a += row * C, b += row * C, out += row * C, residual += row * C;
+    inp += row * C, out += row * C;
 
     // Loads go out in batches, because with one load at a time the sum would wait for memory each time.
     float sum = 0.f;
     for (int first = lane * V; first < C; first += kBatch * kWarp * V) {
-        Vec<X, V> x[kBatch], y[kBatch];
+        Vec<X, V> x[kBatch];
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
-            if (c >= C) continue;
-            x[k] = load<V>(a + c);
-            if constexpr (Residual) y[k] = load<V>(b + c);
+            if (c < C) x[k] = load<V>(inp + c);
         }
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
             if (c >= C) continue;
-            if constexpr (Residual) {
-                Vec<float, V> sum_ab;
-                for (int i = 0; i < V; i++) sum_ab.x[i] = x[k][i] + y[k][i];
-                x[k] = round_to<X>(sum_ab);
-            }
             for (int i = 0; i < V; i++) sum += x[k][i];
             store(x_smem + c, x[k]);
         }
     }
     const float mean = warp_sum(sum) / C;
 
-    // The residual may be a or b, so it is stored only now. A store between the loads above would keep the compiler
-    // from issuing them together.
     float squares = 0.f;
     for (int c = lane * V; c < C; c += kWarp * V) {
         const auto x = load<V>(x_smem + c);
         for (int i = 0; i < V; i++) squares += (x[i] - mean) * (x[i] - mean);
-        if constexpr (Residual) store(residual + c, x);
     }
     const float rstd = rsqrtf(warp_sum(squares) / C + kEps);
 
@@ -279,32 +268,18 @@ static void check_channels(int C) {
     if (C < 1 || C > kMaxChannels) throw Error(format("layernorm: C = %d, expected 1..%d", C, kMaxChannels));
 }
 
-template <class X, bool Residual>
-static void launch_forward(const Cuda& dev, X* out, float* mean, float* rstd, X* residual, const X* a, const X* b,
-                           const X* weight, const X* bias, size_t N, int C) {
+template <class X>
+void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
+                       size_t N, int C) {
     check_channels(C);
     if (N == 0) return;
     const size_t row_bytes = C * sizeof(X);
     const int warps = static_cast<int>(std::min<size_t>(kForwardWarps, kForwardSmem / row_bytes));
-    const auto kernel = vectorises<X>(C, out, residual, a, b, weight, bias)
-                            ? layernorm_forward_kernel<X, kVec<X>, Residual>
-                            : layernorm_forward_kernel<X, 1, Residual>;
-    kernel<<<ceil_div(N, warps), warps * kWarp, warps * row_bytes, dev.stream>>>(out, mean, rstd, residual, a, b,
-                                                                                 weight, bias, N, C);
+    const auto kernel = vectorises<X>(C, out, inp, weight, bias) ? layernorm_forward_kernel<X, kVec<X>>
+                                                                 : layernorm_forward_kernel<X, 1>;
+    kernel<<<ceil_div(N, warps), warps * kWarp, warps * row_bytes, dev.stream>>>(out, mean, rstd, inp, weight, bias, N,
+                                                                                 C);
     LAUNCH_CHECK("layernorm_forward_kernel");
-}
-
-template <class X>
-void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
-                       size_t N, int C) {
-    launch_forward<X, false>(dev, out, mean, rstd, nullptr, inp, nullptr, weight, bias, N, C);
-}
-
-template <class X>
-void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
-                                const X* weight, const X* bias, size_t N, int C) {
-    if (!a) return layernorm_forward(dev, out, mean, rstd, b, weight, bias, N, C);
-    launch_forward<X, true>(dev, out, mean, rstd, residual, a, b, weight, bias, N, C);
 }
 
 // As many blocks as are resident together. The number does not depend on N, so neither does the scratch.
@@ -353,8 +328,6 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
 
 #define INSTANTIATE(X)                                                                                             \
     template void layernorm_forward(const Cuda&, X*, float*, float*, const X*, const X*, const X*, size_t, int);   \
-    template void residual_layernorm_forward(const Cuda&, X*, X*, float*, float*, const X*, const X*, const X*,    \
-                                             const X*, size_t, int);                                               \
     template void layernorm_backward(const Cuda&, X*, float*, float*, float*, void*, const X*, const X*, const X*, \
                                      const float*, const float*, size_t, int);
 INSTANTIATE(float)

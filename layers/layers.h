@@ -38,12 +38,6 @@ template <class X>
 void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
                        size_t N, int C);
 
-// residual = a + b, then layer norm of the residual as stored. Writes residual (N,C), out (N,C), mean (N), rstd (N).
-// residual may be a or b. If a is null there is nothing to add: residual must be b, and is only read.
-template <class X>
-void residual_layernorm_forward(const Cuda& dev, X* residual, X* out, float* mean, float* rstd, const X* a, const X* b,
-                                const X* weight, const X* bias, size_t N, int C);
-
 // Adds into dinp (N,C), dweight (C) and dbias (C). Adds the sum over rows of the new dinp into dinp_sum (C), unless
 // that is null. Deterministic. Needs layernorm_scratch_bytes() of scratch.
 template <class X>
@@ -55,9 +49,11 @@ size_t layernorm_scratch_bytes(const Cuda& dev, int C);
 // ---------------------------------------------------------------------------------------------------------------------
 // Matmul (matmul.cu), cuBLASLt with cached plans: out = inp·weightᵀ + bias
 
-// Writes out (N,OC). inp (N,C), weight (OC,C), bias (OC) or null.
+// Writes out (N,OC). inp (N,C), weight (OC,C), bias (OC) or null. Adds residual (N,OC), which may be out, unless that is
+// null.
 template <class X>
-void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
+void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
+                    const X* residual = nullptr);
 
 // The same, followed by GELU. Writes pre (N,OC) = inp·weightᵀ + bias, which backward needs, and out (N,OC) = gelu(pre).
 template <class X>

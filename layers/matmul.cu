@@ -1,6 +1,6 @@
 // The three products of a linear layer, through cuBLASLt, and the bias gradient of q, k and v.
 //
-//   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, or bias and GELU, in the epilogue
+//   out = inp·weightᵀ + bias      (N,OC) = (N,C)·(C,OC)       bias, and GELU or a residual, in the epilogue
 //   dinp = dout·weight            (N,C)  = (N,OC)·(OC,C)      GELU's derivative has only slow algorithms there
 //   dweight += doutᵀ·inp          (OC,C) = (OC,N)·(N,C)       fp32 output, beta = 1, or 0 to write it
 //
@@ -35,7 +35,7 @@ struct PlanKey {
     MatmulProduct product;
     bool tf32;
     int device;
-    int align_a, align_b, align_d;  // bytes by which the pointers are aligned, because some algorithms need 16
+    int align_a, align_b, align_d;  // bytes by which pointers are aligned (d's and c's), as some algorithms need 16
 
     auto tie() const {
         const MatmulProduct& p = product;
@@ -61,8 +61,8 @@ struct MatmulPlan {
     cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, const MatmulOperands& o,
                        bool accumulate) {
         const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
-        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.d, &d, o.d, &d, &algorithm,
-                              dev.workspace, Cuda::kWorkspaceBytes, dev.stream);
+        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.c ? o.c : o.d, &d, o.d, &d,
+                              &algorithm, dev.workspace, Cuda::kWorkspaceBytes, dev.stream);
     }
 };
 
@@ -128,7 +128,8 @@ void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
     product.in = dtype_of<X>(), product.out = dtype_of<Y>();
     const bool tf32 = std::is_same_v<X, float> && dev.tf32;
-    const PlanKey key = {product, tf32, dev.device, alignment(o.a), alignment(o.b), alignment(o.d)};
+    const int align_d = std::min(alignment(o.d), alignment(o.c ? o.c : o.d));
+    const PlanKey key = {product, tf32, dev.device, alignment(o.a), alignment(o.b), align_d};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make_plan(dev, key, o)).first;
@@ -165,10 +166,12 @@ void check_sizes(int C, int OC) {
 }  // namespace
 
 template <class X>
-void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
+void matmul_forward(const Cuda& dev, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
+                    const X* residual) {
     check_sizes(C, OC);
-    multiply<X>(dev, {size_t(OC), N, size_t(C), true, false, bias ? Epilogue::bias : Epilogue::none},
-                {out, weight, inp, bias});
+    multiply<X>(dev,
+                {size_t(OC), N, size_t(C), true, false, bias ? Epilogue::bias : Epilogue::none, residual != nullptr},
+                {out, weight, inp, bias, nullptr, residual == out ? nullptr : residual});
 }
 
 template <class X>
@@ -235,7 +238,7 @@ size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
 }
 
 #define INSTANTIATE(X)                                                                                                \
-    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int);                    \
+    template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int, const X*);          \
     template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);           \
     template void matmul_backward(const Cuda&, X*, float*, const X*, const X*, const X*, size_t, int, int, bool);     \
     template void matmul_gelu_backward(const Cuda&, X*, float*, X*, void*, const X*, const X*, const X*, size_t, int, \

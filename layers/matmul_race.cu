@@ -91,16 +91,17 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
 
     // The memory holds hostile A and B, and also D if the call's own D holds what the product is added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
-    const size_t b_at = aligned(a_bytes), d_at = b_at + aligned(b_bytes), bytes = d_at + (p.accumulate ? d_bytes : 0);
+    const bool in_place = p.accumulate && !o.c;
+    const size_t b_at = aligned(a_bytes), d_at = b_at + aligned(b_bytes), bytes = d_at + (in_place ? d_bytes : 0);
     if (dev.free_bytes() < 2 * bytes) return result;
     char* memory;
     try {
         memory = static_cast<char*>(dev.alloc(bytes));
     } catch (const OutOfMemory&) { return result; }
     MatmulOperands own = o;
-    if (p.accumulate) own.d = memory + d_at;
+    if (in_place) own.d = memory + d_at;
     MatmulOperands hostile = own;
-    hostile.a = memory, hostile.b = memory + b_at;
+    hostile.a = memory, hostile.b = memory + b_at, hostile.c = nullptr;  // the same in every process
 
     // Checksums of what algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those that
     // split K may add D before their parts or behind them.

@@ -18,21 +18,22 @@
 
 enum class Epilogue { none, bias, gelu };
 
-// D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k. C is D.
+// D (rows × cols, column-major) = epilogue(op(A)·op(B) + beta·C), with inner dimension k.
 struct MatmulProduct {
     size_t rows, cols, k;
     bool transpose_a, transpose_b;
     Epilogue epilogue = Epilogue::none;
-    bool accumulate = false;                   // beta = 1
+    bool accumulate = false;                  // beta = 1
     DType in = DType::f32, out = DType::f32;  // the types of A, B, bias and pre, and of D
 };
 
-// `bias` has one value for each row of D. `pre` is D before GELU, which Epilogue::gelu writes.
+// `bias` has one value for each row of D. `pre` is D before GELU, which Epilogue::gelu writes. Without `c`, C is D.
 struct MatmulOperands {
     void* d;
     const void *a, *b;
     const void* bias = nullptr;
     void* pre = nullptr;
+    const void* c = nullptr;
 };
 
 // Enqueues algorithm i, with beta = 1 (`accumulate`) or 0. Returns false if it cannot run.

@@ -106,15 +106,6 @@ void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* 
     }
 }
 
-template <class X>
-void residual_layernorm_forward(const Cpu& dev, X* residual, X* out, Acc<X>* mean, Acc<X>* rstd, const X* a, const X* b,
-                                const X* weight, const X* bias, size_t N, int C) {
-    if (!a) return layernorm_forward(dev, out, mean, rstd, b, weight, bias, N, C);
-#pragma omp parallel for
-    for (size_t i = 0; i < N * C; i++) residual[i] = a[i] + b[i];
-    layernorm_forward(dev, out, mean, rstd, residual, weight, bias, N, C);
-}
-
 // sum[c] += Σ_n term(n, c)
 template <class A, class Term>
 static void add_columns(A* sum, size_t N, int C, Term term) {
@@ -222,10 +213,12 @@ static void add_product(X* c, Matrix<X> a, Matrix<X> b, size_t M, size_t N, size
 }
 
 template <class X>
-void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
+void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
+                    const X* residual) {
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++)
-        for (int o = 0; o < OC; o++) out[n * OC + o] = bias ? bias[o] : X(0);
+        for (int o = 0; o < OC; o++)
+            out[n * OC + o] = (bias ? bias[o] : X(0)) + (residual ? residual[n * OC + o] : X(0));
     add_product<X>(out, {inp, size_t(C), 1}, {weight, 1, size_t(C)}, N, OC, C);
 }
 
@@ -561,11 +554,9 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
     template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int, const Positions&);    \
     template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&);  \
     template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
-    template void residual_layernorm_forward(const Cpu&, X*, X*, X*, X*, const X*, const X*, const X*, const X*,       \
-                                             size_t, int);                                                             \
     template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,        \
                                      const X*, size_t, int);                                                           \
-    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int);                      \
+    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int, const X*);            \
     template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);           \
     template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \
     template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \

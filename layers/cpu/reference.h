@@ -66,15 +66,13 @@ template <class X>
 void layernorm_forward(const Cpu&, X* out, Acc<X>* mean, Acc<X>* rstd, const X* inp, const X* weight, const X* bias,
                        size_t N, int C);
 template <class X>
-void residual_layernorm_forward(const Cpu&, X* residual, X* out, Acc<X>* mean, Acc<X>* rstd, const X* a, const X* b,
-                                const X* weight, const X* bias, size_t N, int C);
-template <class X>
 void layernorm_backward(const Cpu&, X* dinp, Acc<X>* dweight, Acc<X>* dbias, Acc<X>* dinp_sum, void* scratch,
                         const X* dout, const X* inp, const X* weight, const Acc<X>* mean, const Acc<X>* rstd, size_t N,
                         int C);
 
 template <class X>
-void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC);
+void matmul_forward(const Cpu&, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
+                    const X* residual = nullptr);
 template <class X>
 void matmul_backward(const Cpu&, X* dinp, Acc<X>* dweight, const X* dout, const X* inp, const X* weight, size_t N,
                      int C, int OC, bool accumulate = true);
@@ -107,12 +105,11 @@ void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, voi
 template <class X>
 void row_forward(const Cpu& dev, X* y, const X* x, const X* norm_weight, const X* norm_bias, const X* weight,
                  const X* bias, int C, int OC, bool gelu = false) {
-    std::vector<X> n(x, x + C), out(OC);
+    std::vector<X> n(x, x + C);
     Acc<X> mean, rstd;
     if (norm_weight) layernorm_forward(dev, n.data(), &mean, &rstd, x, norm_weight, norm_bias, 1, C);
-    matmul_forward(dev, out.data(), n.data(), weight, bias, 1, C, OC);
-    if (gelu) gelu_forward(dev, out.data(), out.data(), OC);
-    for (int o = 0; o < OC; o++) y[o] = norm_weight ? out[o] : y[o] + out[o];
+    matmul_forward(dev, y, n.data(), weight, bias, 1, C, OC, norm_weight ? nullptr : y);
+    if (gelu) gelu_forward(dev, y, y, OC);
 }
 
 // The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies. out and lse have
