@@ -53,14 +53,15 @@
 #include "layers/gpu/gelu.cuh"
 #include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/vector.cuh"
+#include "layers/sm90/matmul_sm90.h"
 
 #pragma nv_diag_suppress 177  // elsewhere the kernel is empty, and what only it uses counts as "never referenced"
 
 namespace {
 
-constexpr int kCluster = 2;                              // blocks
-constexpr int kRows = 128, kColumns = 256, kChunk = 64;  // a block's tile, and the step along K
-constexpr int kStages = 3;                               // as many as fit
+constexpr int kCluster = 2;                                       // blocks
+constexpr int kRows = 128, kColumns = kSm90Columns, kChunk = 64;  // a block's tile, and the step along K
+constexpr int kStages = 3;                                        // as many as fit
 constexpr int kMmaWarps = 8, kGroupWarps = 4, kGroups = kMmaWarps / kGroupWarps;  // kGroups warpgroups multiply
 constexpr int kTurn = 8, kTurns = kRows / kTurn;          // rows that an epilogue warp takes at a time
 constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // backward

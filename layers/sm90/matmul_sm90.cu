@@ -5,7 +5,6 @@
 #include "layers/gpu/partials.cuh"
 #include "layers/gpu/tensor_map.h"
 #include "layers/sm90/matmul_block.cuh"
-#include "layers/sm90/matmul_sm90.h"
 
 namespace {
 
@@ -99,10 +98,6 @@ void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf1
     p.OC = OC, p.pre_in = pre, p.dpre = dpre, p.out = out, p.partials = static_cast<float*>(scratch);
     out ? launch<Mode::backward_again>(dev, p, N, dout, weight, K) : launch<Mode::backward>(dev, p, N, dout, weight, K);
     add_partials(dev, {dpre_sum}, p.partials, partial_rows(N), OC);
-}
-
-size_t matmul_sm90_sums(size_t N, int OC) {
-    return ceil_div(OC, kColumns) * N;
 }
 
 void matmul_sm90_exponentials(const Cuda& dev, bf16* out, float* sums, const bf16* inp, const bf16* weight,

@@ -17,8 +17,8 @@ void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf1
 size_t matmul_sm90_scratch_bytes(size_t N, int OC);
 
 // For each row of x = inp (N,K)·weight (OC,K)ᵀ writes exp(x − shift) to out (N,OC), unless out is null, and its sums over
-// the tiles' columns to sums, matmul_sm90_sums() floats, row n's at n, n + N, …. shifts (N) are times log2 e. The row's
-// target and columns from V on get 0 and are not in the sums. N ≥ 1, K a multiple of 64, OC of 8.
+// each kSm90Columns columns to sums (⌈OC/kSm90Columns⌉,N). shifts (N) are times log2 e. The row's target and columns from
+// V on get 0 and are not in the sums. N ≥ 1, K a multiple of 64, OC of 8.
+constexpr int kSm90Columns = 256;  // of a block's tile
 void matmul_sm90_exponentials(const Cuda& dev, bf16* out, float* sums, const bf16* inp, const bf16* weight,
                               const float* shifts, const int* targets, size_t N, int K, int V, int OC);
-size_t matmul_sm90_sums(size_t N, int OC);
