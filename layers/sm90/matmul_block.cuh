@@ -24,7 +24,8 @@
 //
 // Two blocks are a cluster. Their tiles lie one below the other and share B. Each block loads half of B and sends it to
 // both. A cluster takes all columns before its next rows, so A is read from memory once, and B stays in L2. For the
-// exponentials B is larger than L2 and A is not, so there a cluster takes all rows before its next columns.
+// exponentials B is larger than L2. There a cluster takes kBand pairs of tiles, whose rows of A stay in L2, before its
+// next columns, and B is read from memory once a band.
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
@@ -63,6 +64,7 @@ constexpr int kCluster = 2;                                       // blocks
 constexpr int kRows = 128, kColumns = kSm90Columns, kChunk = 64;  // a block's tile, and the step along K
 constexpr int kStages = 3;                                        // as many as fit
 constexpr int kMmaWarps = 8, kGroupWarps = 4, kGroups = kMmaWarps / kGroupWarps;  // kGroups warpgroups multiply
+constexpr int kBand = 16;                                 // pairs of tiles, 4096 rows, exponentials
 constexpr int kTurn = 8, kTurns = kRows / kTurn;          // rows that an epilogue warp takes at a time
 constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // backward
 // Shared memory holds the stages of A and B, D and the barriers, 208 KB.
@@ -115,10 +117,15 @@ struct Block {
     __device__ uint32_t empty(int stage) const { return barrier(kStages + stage); }
     __device__ uint32_t d_full(int group) const { return barrier(2 * kStages + group); }
     __device__ uint32_t d_empty(int mma_warp) const { return barrier(2 * kStages + kGroups + mma_warp); }
-    __device__ int row_of(int item) const {
-        return ((Exponentials ? item % p.pairs : item / p.columns) * kCluster + rank) * kRows;
+    // The item's pair of tiles, of those below each other (x), and its column of tiles (y).
+    __device__ int2 place(int item) const {
+        if constexpr (!Exponentials) return {item / p.columns, item % p.columns};
+        const int band = item / (kBand * p.columns), pairs = min(kBand, p.pairs - band * kBand);
+        const int i = item - band * kBand * p.columns;
+        return {band * kBand + i % pairs, i / pairs};
     }
-    __device__ int column_of(int item) const { return (Exponentials ? item / p.pairs : item % p.columns) * kColumns; }
+    __device__ int row_of(int item) const { return (place(item).x * kCluster + rank) * kRows; }
+    __device__ int column_of(int item) const { return place(item).y * kColumns; }
 
     __device__ void init_barriers() const {
         for (int i = 0; i < kStages; i++) {
@@ -163,10 +170,6 @@ struct Block {
         for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
             float d[kParts][kPart][4], shift[2];
             int previous = 0;
-            if constexpr (Exponentials) {
-                for (int i = 0; i < 2; i++)
-                    shift[i] = p.shifts[min(row_of(item) + warp * 16 + i * 8 + lane / 4, p.N - 1)];
-            }
             for (int k = 0; k < p.chunks; k++, at.advance()) {
                 mbarrier_wait(full(at.stage), at.phase);
                 const uint64_t a = wgmma_descriptor(a_smem(at.stage) + warp / kGroupWarps * 64 * kChunk * 2),
@@ -184,6 +187,9 @@ struct Block {
                 }
                 previous = at.stage;
             }
+            if constexpr (Exponentials)  // the last chunk's products are still on the way
+                for (int i = 0; i < 2; i++)
+                    shift[i] = p.shifts[min(row_of(item) + warp * 16 + i * 8 + lane / 4, p.N - 1)];
             wgmma_wait<0>();
             for (int h = 0; h < kParts; h++) wgmma_hold(d[h]);
             release(previous);
