@@ -243,11 +243,12 @@ void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool wit
     const A dloss = with_gradient ? A(1) / (A(N) * num_losses()) : A(0);
     for (size_t row = 0; row < N; row += chunk) {
         const size_t n = std::min(chunk, N - row);
-        matmul_forward<X>(dev, buffers.logits, lnf + row * C, wte, nullptr, n, C, Vp);
-        classifier(dev, buffers.logits, buffers.losses + row, targets + row, dloss, n, V, Vp);
+        X* rows = lnf + row * C;
+        cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte, targets + row, dloss, n, C,
+                      V, Vp);
         if (with_gradient)
-            matmul_backward<X>(dev, lnf + row * C, gradients().wte, buffers.logits, lnf + row * C, wte, n, C, Vp,
-                               accumulate || row > 0);
+            cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits, rows, wte, n, C, Vp,
+                                   accumulate || row > 0);
     }
     reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
 }
@@ -493,10 +494,10 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
     sizes.batch = micro_steps * batch_ints();
     const int most_alone = ring ? 1 : B;  // sequences that attention gets without the ring, which are samples
-    sizes.scratch =
-        std::max({attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS),
-                  encoder_scratch_bytes(dev, B, T, C), layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C),
-                  matmul_gelu_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev), size_t(256)});
+    sizes.scratch = std::max(
+        {attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
+         layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
+         reduce_scratch_bytes(dev), size_t(256), cross_entropy_scratch_bytes(dev, sizes.chunk, C, config.Vp)});
 
     params = Arena("parameters", tensors_of<Parameters<X>>(config), 1);
     if (training) {

@@ -32,6 +32,7 @@ struct Tensor {
     double scale = 1;  // standard deviation of its values; 0 marks an output, which is NaN before the call
     double shift = 0;
     size_t same_as = ~size_t{0};  // an earlier tensor with the same values in another type
+    bool compared = true;         // or each backend has its own form of it
 };
 
 // A call's tensors on one backend.
@@ -98,6 +99,9 @@ struct Memory {
     }
 };
 
+constexpr int V = 50257, Vp = 50304;
+constexpr size_t kChunk = 4096;  // rows of logits that the trainer holds at once
+
 // The least that a call moves and computes, for each row and in addition, and its rows if they are not B·T.
 struct Work {
     double bytes_per_row = 0, bytes = 0, flops_per_row = 0;
@@ -151,7 +155,8 @@ class Bench {
         const int rows = static_cast<int>(std::max(N_, kValidatedRows)), C = o_.C;
         return std::max({encoder_scratch_bytes(dev_, 1, rows, C), layernorm_scratch_bytes(dev_, C),
                          qkv_bias_scratch_bytes(dev_, C), gelu_scratch_bytes(dev_, 4 * C),
-                         matmul_gelu_scratch_bytes(dev_, rows, 4 * C, C), reduce_scratch_bytes(dev_)});
+                         matmul_gelu_scratch_bytes(dev_, rows, 4 * C, C), reduce_scratch_bytes(dev_),
+                         cross_entropy_scratch_bytes(dev_, kChunk, C, Vp)});
     }
     void measure_ceilings() {
         copy_ = copy_rate(dev_, o_.quick), gemm_ = gemm_tflops<X>(dev_, o_.quick);
@@ -173,7 +178,7 @@ class Bench {
         };
         std::vector<size_t> numbers;
         for (size_t i = 0; i < tensors.size(); i++)
-            if (tensors[i].kind != Tensor::Tokens) numbers.push_back(i);
+            if (tensors[i].kind != Tensor::Tokens && tensors[i].compared) numbers.push_back(i);
         for (size_t i : numbers) {
             const std::vector<double> values = on_gpu(i);
             std::copy(values.begin(), values.end(), cpu.x(i));
@@ -205,8 +210,6 @@ class Bench {
 
 template <class X>
 int run(Cuda& dev, const Options& o) {
-    constexpr int V = 50257, Vp = 50304;
-    constexpr size_t kChunk = 4096;  // rows of logits that the trainer holds at once
     const int C = o.C;
     const double x = sizeof(X), f = sizeof(float);
     Bench<X> b(dev, o);
@@ -241,8 +244,12 @@ int run(Cuda& dev, const Options& o) {
     b.layer(
         "gelu backward, gelu again", {X_(4 * C, kOut), g_(4 * C), X_(4 * C, kOut), X_(4 * C), X_(4 * C)}, {16 * x * C},
         [&](const auto& m) { gelu_backward(m.dev, m.x(0), m.a(1), m.x(2), m.scratch, m.x(3), m.x(4), m.N, 4 * C); });
-    b.layer("classifier", {X_(Vp), A_(1, kOut), tokens}, {2 * x * Vp, 0, 0, kChunk},
-            [&](const auto& m) { classifier(m.dev, m.x(0), m.a(1), m.tokens(2), 1e-4f, m.N, V, Vp); });
+    const Tensor dlogits = {Tensor::X, true, Vp, 0, 0, ~size_t{0}, false};
+    b.layer(format("matmul %d to %d forward, cross entropy", C, Vp),
+            {dlogits, A_(1, kOut), X_(C), w_(size_t(Vp) * C, 1 / std::sqrt(C)), tokens},
+            {x * (C + Vp), x * C * Vp, 2. * C * Vp, kChunk}, [&](const auto& m) {
+                cross_entropy(m.dev, m.x(0), m.a(1), m.scratch, m.x(2), m.x(3), m.tokens(4), 1e-4f, m.N, C, V, Vp);
+            });
     const size_t parameters = size_t(124) << 20;
     b.layer("gradient norm", {g_(1, kOut), A_(1)}, {f, 0, 0, parameters},
             [&](const auto& m) { global_norm(m.dev, m.a(0), m.scratch, m.a(1), m.N); });

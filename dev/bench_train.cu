@@ -92,7 +92,7 @@ LAYER(attention_forward, (double B, double T, double NH, double HS), "attention 
       4 * x * B * T * NH * HS)
 LAYER(attention_backward, (double B, double T, double NH, double HS), "attention backward", 5 * B * T * T * NH * HS,
       8 * x * B * T * NH * HS)
-LAYER(classifier, (double, double N, double, double Vp), "classifier", 0, 2 * x * N * Vp)
+LAYER(cross_entropy, (double, double N, double C, double, double Vp), product(x, "forward, cross entropy", N, C, Vp))
 LAYER(global_norm, (double n), "gradient norm", 0, sizeof(float) * n)
 template <class X>
 void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
@@ -110,6 +110,17 @@ void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, con
     if (dinp)
         t.time(product(t.x, "input gradient", N, C, OC),
                [&](const Cuda& dev) { matmul_backward<X>(dev, dinp, nullptr, dout, nullptr, weight, N, C, OC); });
+}
+template <class X>
+void cross_entropy_backward(const Timed& t, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
+                            const X* weight, size_t N, int C, int Vp, bool accumulate) {
+    t.time(product(t.x, "weight gradient", N, C, Vp, double(C) * Vp * ((accumulate ? 8 : 4) - t.x)),
+           [&](const Cuda& dev) {
+               cross_entropy_backward<X>(dev, nullptr, dweight, scratch, dlogits, inp, weight, N, C, Vp, accumulate);
+           });
+    t.time(product(t.x, "input gradient", N, C, Vp), [&](const Cuda& dev) {
+        cross_entropy_backward<X>(dev, dinp, nullptr, scratch, dlogits, inp, weight, N, C, Vp);
+    });
 }
 template <class X>
 void matmul_gelu_backward(const Timed& t, X* dpre, float* dpre_sum, X* out, void* scratch, const X* dout,

@@ -2,41 +2,45 @@
 //
 //   m = max x,   l = Σ e^{x−m},   loss = m + log l − x[target],   dx[v] = dloss·(e^{x[v]−m}/l − [v = target])
 //
-// Pass 1 reads a row once and computes m and l together, online as in flash attention. When a thread meets a larger x
-// it rescales its sum. Pass 2 reads the row again and overwrites it with the gradient. Both kernels are bound by
-// memory, one read and one write of the logits.
+// classifier_kernel does this to logits that are there, one block per row. Pass 1 reads the row once and computes m and
+// l together, online as in flash attention. When a thread meets a larger x it rescales its sum. Pass 2 reads the row
+// again, mostly from the caches, because 50304 logits are 100 or 200 KB, and overwrites it with the gradient. It is
+// bound by memory, one read and one write of the logits.
 //
-// classifier_kernel has one block per row. Pass 2 mostly finds the row in the caches, because 50304 logits are 100 or
-// 200 KB.
+// For bf16 on sm_90 cross_entropy passes over no logits. Their product's epilogue (layers/sm90) writes exponentials
+// instead, for which m must be known before. So m is the target's own logit c, a product of two rows:
 //
-// classifier_rows_kernel is for bf16 on sm_90. It has one block per SM, with two rows in shared memory. While its
-// threads work on one row, the other leaves and the next arrives. A separate thread, the mover, starts each of these as
-// one bulk copy. So a row crosses memory once each way, beside the arithmetic of the other row.
+//   e[v] = e^{x[v]−c},   s = Σ_{v≠target} e[v],   loss = log(1 + s),   dx = scale·e,   scale = dloss/(1 + s)
+//
+// Here e[target] is −s, so that nothing cancels where s is small. dx is not written. Its consumers are the products
+// dxᵀ·inp = eᵀ·(scale·inp) and dx·weight = scale·(e·weight), so rows_kernel scales the rows of inp, and scale_kernel
+// those of the second product. bf16's exponents are as wide as fp32's. Where s reaches 2⁴⁰, a loss above 27.7 nats, or
+// is no number, rows_kernel computes the row again with its largest logit for c.
 //
 // Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  Limits: any 1 ≤ V ≤ Vp.
-#include <algorithm>
 #include <cfloat>
 
-#include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/vector.cuh"
 #include "layers/layers.h"
+#include "layers/sm90/matmul_sm90.h"
 
 namespace {
 
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kThreads = 1024;  // a row of 50304 is up to 7 (bf16) or 13 (fp32) vectors a thread
 
-// m and l of the columns that one of `threads` threads sees. m and the exponents are in units of log 2, so that an
-// exponential is one fma and one ex2. m is rounded, and the error cancels, because every exponent and the loss use the
-// same rounded number. m starts finite, because −∞ − −∞ would be NaN.
+// m and l of the columns that a thread sees. m and the exponents are in units of log 2, so that an exponential is one
+// fma and one ex2. m is rounded, and the error cancels, because every exponent and the loss use the same rounded number.
+// m starts finite, because −∞ − −∞ would be NaN.
 struct Softmax {
     float m = -FLT_MAX, l = 0.f;
     __device__ float loss(float x_target) const { return kLn2 * (log2f(l) - fmaf(x_target, kLog2e, -m)); }
 };
 template <int V, class X>
-__device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab, int threads) {
+__device__ __forceinline__ Softmax softmax_of_columns(const X* x, int vocab) {
     Softmax s;
     const int whole = vocab / V * V;
-    for (int c = threadIdx.x * V; c < whole; c += threads * V) {
+    for (int c = threadIdx.x * V; c < whole; c += kThreads * V) {
         const auto v = load<V>(x + c);
         float largest = v[0];
         for (int i = 1; i < V; i++) largest = fmaxf(largest, v[i]);
@@ -74,8 +78,6 @@ __device__ __forceinline__ Vec<float, V> gradient(const Vec<X, V>& x, int c, flo
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-constexpr int kThreads = 1024;  // a row of 50304 is up to 7 (bf16) or 13 (fp32) vectors a thread
-
 template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
     classifier_kernel(X* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int vocab,
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool valid = target >= 0 && target < vocab;
     const float x_target = valid ? to_float(x[target]) : NAN;  // before anyone overwrites it
 
-    Softmax s = softmax_of_columns<V>(x, vocab, kThreads);
+    Softmax s = softmax_of_columns<V>(x, vocab);
     const float m = block_max(s.m);
     s = {m, block_sum(s.l * exp2_approx(s.m - m))};
     if (threadIdx.x == 0) losses[row] = s.loss(x_target);
@@ -105,75 +107,105 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-constexpr int kRowThreads = 512;
-constexpr size_t kRowsSmem = 220 << 10;  // of 227 KB
+constexpr int kRowsWarps = 8;  // of a block, a row each
+constexpr float kLargestSum = 1ull << 40;
 
-__global__ void __launch_bounds__(kRowThreads + kWarp, 1)
-    classifier_rows_kernel(bf16* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss,
-                           size_t N, int vocab, int padded) {
-#if __CUDA_ARCH__ >= 900
-    constexpr int V = kVec<bf16>, kRowWarps = kRowThreads / kWarp;
-    extern __shared__ uint4 rows_smem[];  // [2][padded] of bf16
-    __shared__ uint64_t full_smem[2];     // the threads wait for the mover, until the row is there
-    __shared__ uint64_t done_smem[2];     // the mover waits for the threads, until the row is its gradient
-    __shared__ Softmax warps_smem[2][kRowWarps];
-    const uint32_t bytes = padded * sizeof(bf16), rows = smem_address(rows_smem);
-    const uint32_t full = smem_address(full_smem), done = smem_address(done_smem);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) mbarrier_init(full + 8 * i, 1), mbarrier_init(done + 8 * i, kRowThreads);
-        fence_mbarrier_init();
-    }
-    __syncthreads();
-
-    if (threadIdx.x >= kRowThreads) {
-        if (threadIdx.x > kRowThreads) return;
-        const size_t two_rows = 2 * size_t{gridDim.x};
-        for (size_t row = blockIdx.x, n = 0; n < 2 || row - two_rows < N; row += gridDim.x, n++) {
-            const uint32_t i = n % 2;
-            if (n >= 2) {
-                mbarrier_wait(done + 8 * i, n / 2 - 1 & 1);
-                if (dloss != 0.f) {
-                    bulk_store(logits + (row - two_rows) * padded, rows + i * bytes, bytes);
-                    bulk_commit();
-                    bulk_wait_read<0>();
-                }
-            }
-            if (row >= N) continue;
-            mbarrier_arrive_expect(full + 8 * i, bytes);
-            bulk_load(rows + i * bytes, logits + row * padded, bytes, full + 8 * i);
+struct Head {
+    const bf16 *inp, *weight;
+    const int* targets;
+    int N, C, V, Vp;
+    __device__ bool valid(int row) const { return targets[row] >= 0 && targets[row] < V; }
+    __device__ __forceinline__ float logit(int row, int v) const {  // by a warp, in units of log 2
+        float sum = 0.f;
+        for (int c = threadIdx.x % kWarp * 8; c < C; c += kWarp * 8) {
+            const auto x = load<8>(inp + size_t(row) * C + c), y = load<8>(weight + size_t(v) * C + c);
+            for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
         }
-        return;
+        return kLog2e * warp_sum(sum);
     }
+};
 
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    int next_target = blockIdx.x < N ? targets[blockIdx.x] : 0;
-    for (size_t row = blockIdx.x, n = 0; row < N; row += gridDim.x, n++) {
-        const int i = n % 2, target = next_target;
-        if (row + gridDim.x < N) next_target = targets[row + gridDim.x];
-        bf16* x = reinterpret_cast<bf16*>(rows_smem) + i * padded;
-        mbarrier_wait(full + 8 * i, n / 2 & 1);
-        const bool valid = target >= 0 && target < vocab;
-        const float x_target = valid ? to_float(x[target]) : NAN;
-
-        Softmax s = softmax_of_columns<V>(x, vocab, kRowThreads);
-        const float warp_m = warp_max(s.m), warp_l = warp_sum(s.l * exp2_approx(s.m - warp_m));
-        if (lane == 0) warps_smem[i][warp] = {warp_m, warp_l};
-        named_barrier_sync(1, kRowThreads);
-        const Softmax other = lane < kRowWarps ? warps_smem[i][lane] : Softmax{};
-        s.m = warp_max(other.m);
-        s.l = warp_sum(other.l * exp2_approx(other.m - s.m));
-        if (threadIdx.x == 0) losses[row] = s.loss(x_target);
-
-        if (dloss != 0.f) {
-            const float scale = valid ? dloss / s.l : NAN;
-            for (int c = threadIdx.x * V; c < padded; c += kRowThreads * V)
-                store(x + c, gradient<V>(load<V>(x + c), c, s.m, scale, dloss, target, vocab));
-            fence_proxy_async();
-        }
-        mbarrier_arrive(done + 8 * i);
-    }
-#endif
+// shifts[n] is the target's logit.
+__global__ void __launch_bounds__(kRowsWarps* kWarp) shifts_kernel(float* shifts, Head h) {
+    const int row = blockIdx.x * kRowsWarps + threadIdx.x / kWarp;
+    if (row >= h.N) return;
+    const float x = h.valid(row) ? h.logit(row, h.targets[row]) : NAN;
+    if (threadIdx.x % kWarp == 0) shifts[row] = x;
 }
+
+// Finishes the rows of e, whose sums over tiles of columns are (tiles, N). Writes losses, and if dloss != 0 scales and
+// scaled = scale·inp too.
+__global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
+    rows_kernel(bf16* e, bf16* scaled, float* scales, float* losses, const float* __restrict__ sums,
+                const float* __restrict__ shifts, Head h, float dloss) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kRowsWarps;
+    const int row = first + warp;
+    // s, the target's own exponential, and how far c is above the target's logit, in units of log 2
+    float sum = 0.f, at_target = 1.f, above = 0.f;
+    if (row < h.N) {
+        for (int t = lane; t * kSm90Columns < h.Vp; t += kWarp) sum += sums[size_t(t) * h.N + row];
+        sum = isfinite(shifts[row]) ? warp_sum(sum) : NAN;
+    }
+
+    // The whole block computes a row again, each warp some of its logits.
+    __shared__ bool again_smem[kRowsWarps];
+    if (lane == 0) again_smem[warp] = row < h.N && isfinite(shifts[row]) && !(sum < kLargestSum);
+    __syncthreads();
+    for (int w = 0; w < kRowsWarps; w++) {
+        if (!again_smem[w]) continue;
+        float largest = -INFINITY, others = 0.f;
+        for (int v = warp; v < h.V; v += kRowsWarps) largest = fmaxf(largest, h.logit(first + w, v));
+        largest = block_max(largest);
+        for (int v = warp; v < h.V; v += kRowsWarps) {
+            const float x = exp2_approx(h.logit(first + w, v) - largest);
+            if (lane > 0 || v == h.targets[first + w]) continue;
+            others += x;
+            if (dloss != 0.f) e[size_t(first + w) * h.Vp + v] = __float2bfloat16_rn(x);
+        }
+        others = block_sum(others);
+        if (warp == w) sum = others, above = largest - shifts[row], at_target = exp2_approx(-above);
+    }
+
+    if (row >= h.N) return;
+    if (lane == 0) losses[row] = log1pf(sum + (at_target - 1.f)) + kLn2 * above;
+    if (dloss == 0.f) return;
+    // e[target] is rounded. The scale makes up for that, so that dx[target] is exact.
+    const float rounded = to_float(__float2bfloat16_rn(sum));
+    const float scale = dloss / (sum + at_target) * (rounded != 0.f ? sum / rounded : 1.f);
+    if (lane == 0) {
+        scales[row] = scale;
+        if (h.valid(row)) e[size_t(row) * h.Vp + h.targets[row]] = __float2bfloat16_rn(-sum);
+    }
+    for (int c = lane * 8; c < h.C; c += kWarp * 8) {
+        const size_t at = size_t(row) * h.C + c;
+        auto x = to_float(load<8>(h.inp + at));
+        for (float& y : x.x) y *= scale;
+        store(scaled + at, x);
+    }
+}
+
+// out = scale·x, row by row.
+__global__ void __launch_bounds__(256)
+    scale_kernel(bf16* out, const float* __restrict__ x, const float* __restrict__ scales, size_t n, int C) {
+    const size_t i = (blockIdx.x * size_t{256} + threadIdx.x) * 8;
+    if (i >= n) return;
+    auto y = load<8>(x + i);
+    const float scale = scales[i / C];
+    for (float& value : y.x) value *= scale;
+    store(out + i, y);
+}
+
+// Is there a product whose epilogue writes exponentials?
+bool fused(const Cuda& dev, int C, int Vp) {
+    return dev.sm90a && C % 64 == 0 && Vp % kVec<bf16> == 0;
+}
+// Its scratch, in which cross_entropy leaves scaled and scales for cross_entropy_backward.
+struct Scratch {
+    float* product;  // (N,C), not scaled yet
+    size_t N, C;
+    bf16* scaled = reinterpret_cast<bf16*>(product + N * C);  // (N,C)
+    float *scales = reinterpret_cast<float*>(scaled + N * C), *shifts = scales + N, *sums = shifts + N;
+};
 
 }  // namespace
 
@@ -183,23 +215,60 @@ template <class X>
 void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp) {
     if (V < 1 || V > Vp) throw Error(format("classifier: V = %d, expected 1..Vp = %d", V, Vp));
     if (N == 0) return;
-    const bool vector = vectorises<X>(Vp, logits);
-    if constexpr (std::is_same_v<X, bf16>) {
-        const size_t smem = 2 * size_t(Vp) * sizeof(bf16);
-        if (dev.sm90a && vector && smem <= kRowsSmem) {
-            CUDA_CHECK(cudaFuncSetAttribute(classifier_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(kRowsSmem)));
-            const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, N));
-            classifier_rows_kernel<<<blocks, kRowThreads + kWarp, smem, dev.stream>>>(logits, losses, targets, dloss, N,
-                                                                                      V, Vp);
-            LAUNCH_CHECK("classifier_rows_kernel");
-            return;
-        }
-    }
-    const auto kernel = vector ? classifier_kernel<X, kVec<X>> : classifier_kernel<X, 1>;
+    const auto kernel = vectorises<X>(Vp, logits) ? classifier_kernel<X, kVec<X>> : classifier_kernel<X, 1>;
     kernel<<<ceil_div(N, 1), kThreads, 0, dev.stream>>>(logits, losses, targets, dloss, V, Vp);
     LAUNCH_CHECK("classifier_kernel");
 }
 
-template void classifier(const Cuda&, float*, float*, const int*, float, size_t, int, int);
-template void classifier(const Cuda&, bf16*, float*, const int*, float, size_t, int, int);
+template <class X>
+void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp, const X* weight,
+                   const int* targets, float dloss, size_t N, int C, int V, int Vp) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (N > 0 && fused(dev, C, Vp)) {
+            const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
+            const Head head = {inp, weight, targets, static_cast<int>(N), C, V, Vp};
+            const unsigned blocks = ceil_div(N, kRowsWarps), threads = kRowsWarps * kWarp;
+            shifts_kernel<<<blocks, threads, 0, dev.stream>>>(s.shifts, head);
+            LAUNCH_CHECK("shifts_kernel");
+            matmul_sm90_exponentials(dev, dloss != 0.f ? dlogits : nullptr, s.sums, inp, weight, s.shifts, targets, N,
+                                     C, V, Vp);
+            rows_kernel<<<blocks, threads, 0, dev.stream>>>(dlogits, s.scaled, s.scales, losses, s.sums, s.shifts, head,
+                                                            dloss);
+            LAUNCH_CHECK("rows_kernel");
+            return;
+        }
+    }
+    matmul_forward<X>(dev, dlogits, inp, weight, nullptr, N, C, Vp);
+    classifier(dev, dlogits, losses, targets, dloss, N, V, Vp);
+}
+
+template <class X>
+void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
+                            const X* weight, size_t N, int C, int Vp, bool accumulate) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (N > 0 && fused(dev, C, Vp)) {
+            const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
+            matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled, weight, N, C, Vp,
+                                      accumulate);
+            if (!dinp) return;
+            scale_kernel<<<ceil_div(N * C, 256 * 8), 256, 0, dev.stream>>>(dinp, s.product, s.scales, N * C, C);
+            LAUNCH_CHECK("scale_kernel");
+            return;
+        }
+    }
+    matmul_backward<X>(dev, dinp, dweight, dlogits, inp, weight, N, C, Vp, accumulate);
+}
+
+size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp) {
+    if (!fused(dev, C, Vp)) return 0;
+    return N * C * (sizeof(float) + sizeof(bf16)) + N * (2 + ceil_div(Vp, kSm90Columns)) * sizeof(float);
+}
+
+#define INSTANTIATE(X)                                                                                              \
+    template void classifier(const Cuda&, X*, float*, const int*, float, size_t, int, int);                         \
+    template void cross_entropy(const Cuda&, X*, float*, void*, const X*, const X*, const int*, float, size_t, int, \
+                                int, int);                                                                          \
+    template void cross_entropy_backward(const Cuda&, X*, float*, void*, const X*, const X*, const X*, size_t, int, \
+                                         int, bool);
+INSTANTIATE(float)
+INSTANTIATE(bf16)

@@ -61,11 +61,11 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
                          int OC);
 
 // Adds into dweight (OC,C), or writes it if !accumulate, then writes dinp (N,C), which may be inp. A null output is not
-// computed. Deterministic. The bias gradient is the sum of dout's rows. The call that made dout computes it
-// (layernorm_backward's dinp_sum, matmul_gelu_backward's dpre_sum), or qkv_bias_backward does.
-template <class X>
-void matmul_backward(const Cuda& dev, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
-                     int C, int OC, bool accumulate = true);
+// computed. dinp is X or, if Y is float, fp32. Deterministic. The bias gradient is the sum of dout's rows. The call that
+// made dout computes it (layernorm_backward's dinp_sum, matmul_gelu_backward's dpre_sum), or qkv_bias_backward does.
+template <class X, class Y = X>
+void matmul_backward(const Cuda& dev, std::common_type_t<Y>* dinp, float* dweight, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC, bool accumulate = true);
 
 // Backward of a linear layer and of the GELU before it. Writes dpre (N,C) = (dout (N,OC)·weight (OC,C))∘gelu'(pre) and
 // adds its sum over rows into dpre_sum (C). Also writes out (N,C) = gelu(pre), unless out is null. Deterministic. Needs
@@ -108,7 +108,19 @@ void gelu_backward(const Cuda& dev, X* dinp, float* dinp_sum, X* out, void* scra
 size_t gelu_scratch_bytes(const Cuda& dev, int C);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Classifier (classifier.cu): softmax cross-entropy over logits
+// Classifier (classifier.cu): logits = inp·weightᵀ, and softmax cross-entropy over them
+
+// Writes losses (N) = −log softmax(logits)[target]. inp (N,C), weight (Vp,C). If dloss != 0 it prepares for the backward
+// call, whose dlogits (N,Vp) and scratch must be these. A target outside [0, V) makes its loss and its gradients NaN.
+// Needs cross_entropy_scratch_bytes() of scratch. Pointers to X are aligned to 16 bytes if X is bf16.
+template <class X>
+void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp, const X* weight,
+                   const int* targets, float dloss, size_t N, int C, int V, int Vp);
+// dweight and dinp as matmul_backward. dlogits is the logits' gradient, except that a row may have a scale in scratch.
+template <class X>
+void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
+                            const X* weight, size_t N, int C, int Vp, bool accumulate = true);
+size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp);
 
 // Writes losses (N) = −log softmax(logits)[target]. If dloss != 0 it overwrites logits (N,Vp) with their gradient
 // dloss·(softmax − onehot), zero in the padding columns [V, Vp). If dloss == 0 it leaves them alone. A target outside

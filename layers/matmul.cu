@@ -190,14 +190,14 @@ void matmul_gelu_forward(const Cuda& dev, X* out, X* pre, const X* inp, const X*
     }
 }
 
-template <class X>
-void matmul_backward(const Cuda& dev, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
-                     int C, int OC, bool accumulate) {
+template <class X, class Y>
+void matmul_backward(const Cuda& dev, std::common_type_t<Y>* dinp, float* dweight, const X* dout, const X* inp,
+                     const X* weight, size_t N, int C, int OC, bool accumulate) {
     check_sizes(C, OC);
     if (dweight)
         multiply<X, float>(dev, {size_t(C), size_t(OC), N, false, true, Epilogue::none, accumulate},
                            {dweight, inp, dout});
-    if (dinp) multiply<X>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
+    if (dinp) multiply<X, Y>(dev, {size_t(C), N, size_t(OC), false, false}, {dinp, weight, dout});
 }
 
 template <class X>
@@ -240,9 +240,11 @@ size_t matmul_gelu_scratch_bytes(const Cuda& dev, size_t N, int C, int OC) {
 #define INSTANTIATE(X)                                                                                                \
     template void matmul_forward(const Cuda&, X*, const X*, const X*, const X*, size_t, int, int, const X*);          \
     template void matmul_gelu_forward(const Cuda&, X*, X*, const X*, const X*, const X*, size_t, int, int);           \
-    template void matmul_backward(const Cuda&, X*, float*, const X*, const X*, const X*, size_t, int, int, bool);     \
+    template void matmul_backward<X>(const Cuda&, X*, float*, const X*, const X*, const X*, size_t, int, int, bool);  \
     template void matmul_gelu_backward(const Cuda&, X*, float*, X*, void*, const X*, const X*, const X*, size_t, int, \
                                        int);                                                                          \
     template void qkv_bias_backward(const Cuda&, float*, void*, const X*, const float*, const X*, size_t, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
+template void matmul_backward<bf16, float>(const Cuda&, float*, float*, const bf16*, const bf16*, const bf16*, size_t,
+                                           int, int, bool);

@@ -53,6 +53,7 @@ struct Cpu {
     friend size_t gelu_scratch_bytes(const Cpu&, int) { return 0; }
     friend size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
     friend size_t reduce_scratch_bytes(const Cpu&) { return 0; }
+    friend size_t cross_entropy_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
 };
 
 template <class X>
@@ -205,6 +206,17 @@ void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);
+template <class X>
+void cross_entropy(const Cpu& dev, X* dlogits, Acc<X>* losses, void*, const X* inp, const X* weight, const int* targets,
+                   Acc<X> dloss, size_t N, int C, int V, int Vp) {
+    matmul_forward<X>(dev, dlogits, inp, weight, nullptr, N, C, Vp);
+    classifier(dev, dlogits, losses, targets, dloss, N, V, Vp);
+}
+template <class X>
+void cross_entropy_backward(const Cpu& dev, X* dinp, Acc<X>* dweight, void*, const X* dlogits, const X* inp,
+                            const X* weight, size_t N, int C, int Vp, bool accumulate = true) {
+    matmul_backward<X>(dev, dinp, dweight, dlogits, inp, weight, N, C, Vp, accumulate);
+}
 
 template <class A>  // A = float or double
 void reduce_sum(const Cpu&, A* out, void* scratch, const A* x, A scale, size_t n);

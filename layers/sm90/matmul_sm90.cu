@@ -1,278 +1,29 @@
-// Matmul with a GELU behind it or before it, bf16: wgmma + TMA + mbarrier, warp-specialised, clusters of two (sm_90a).
-//
-//   forward    pre = A·B + bias,        out = gelu(pre)      A = inp (N,K),   B = weightᵀ (K,OC)
-//   backward   dpre = (A·B)∘gelu'(pre), out = gelu(pre)      A = dout (N,K),  B = weight (K,OC)
-//              dpre_sum += Σ_rows dpre
-//
-// GPT-2's K is short (768) and these products are wide (3072), so what follows a tile's product is much of the work. A
-// GELU kernel of its own reads and writes (N, 3072) twice more. In its epilogue cuBLASLt has GELU at 70 % of its rate,
-// and GELU's derivative only in slow algorithms.
-//
-// Here two kinds of warps share the work on a tile. The MMA warps multiply, leave the tile in shared memory as bf16 and
-// begin the next one. The epilogue warps finish it, a row at a time, 16 bytes a lane, while the tensor cores work.
-//
-//   8 MMA warps                     tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
-//   3 epilogue warps (backward: 7)  tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
-//   1 producer                      TMA, three chunks ahead
-//
-// A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a thread. Forward's three
-// warpgroups leave a thread 168 registers, and m64n256k16 wants 154. Backward's epilogue has twice the work, so it has
-// a fourth warpgroup. Then ptxas allows an instruction 128 registers, an equal share, whatever setmaxnreg gives. So
-// backward multiplies with two m64n128k16, at a cost that forward would not get back.
-//
-// Two blocks are a cluster. Their tiles lie one below the other and share B. Each block loads half of B and sends it to
-// both. A cluster takes all columns before its next rows, so A is read from memory once, and B stays in L2.
-//
-//   operand  where                         layout
-//   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
-//   B        shared memory, these stages   forward: as A, a row is one of OC
-//                                          backward: panels of 64 of OC, a row is one of K, transposed by wgmma
-//   sums     registers                     accumulator of m64n256k16, backward two of m64n128k16
-//   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at c ^ (r % 8)
-//
-//   barrier     who arrives                           who waits
-//   full[3]     the producer; bytes: A, halves of B   the MMA warps
-//   empty[3]    the MMA warps of both blocks          the producer: its half of B goes to both
-//   d_full[2]   4 MMA warps: their 64 rows of D       the epilogue warps
-//   d_empty[8]  two epilogue warps, 8 rows each       the MMA warp of these rows, a tile later
-//
-// A backward thread keeps its column sums for a tile. Each warp then writes its own as a row of partials, and
-// add_partials adds the rows in order. The result is deterministic for a given number of clusters, because that number
-// decides which warp takes which turn. What bounds the kernel and what was tried stand in attention/EXPERIMENTS.md.
-//
-// Writes: pre, out, dpre, every element.  Adds into: dpre_sum.
-// Limits: K a multiple of 64, OC of 256, pointers aligned to 16 bytes, compute capability 9.0, any N.
-// Run: ./dev/bench_layers --layer gelu
+// The matmuls of matmul_sm90.h: the kernel whose warps matmul_block.cuh describes, and its launch.
 #include <algorithm>
 #include <map>
 
-#include "layers/gpu/gelu.cuh"
 #include "layers/gpu/partials.cuh"
-#include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/tensor_map.h"
-#include "layers/sm90/matmul_sm90.h"
-
-#pragma nv_diag_suppress 177  // elsewhere the kernel is empty, and what only it uses counts as "never referenced"
+#include "layers/sm90/matmul_block.cuh"
 
 namespace {
 
-constexpr int kCluster = 2;                              // blocks
-constexpr int kRows = 128, kColumns = 256, kChunk = 64;  // a block's tile, and the step along K
-constexpr int kStages = 3;                               // as many as fit
-constexpr int kMmaWarps = 8, kGroupWarps = 4, kGroups = kMmaWarps / kGroupWarps;  // kGroups warpgroups multiply
-constexpr int kTurn = 8, kTurns = kRows / kTurn;          // rows that an epilogue warp takes at a time
-constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // backward
-// Shared memory holds the stages of A and B, D and the barriers, 208 KB.
-constexpr int kABytes = kRows * kChunk * 2, kBBytes = kColumns * kChunk * 2, kStageBytes = kABytes + kBBytes;
-constexpr int kDRowBytes = kColumns * 2, kOffsetD = kStages * kStageBytes;
-constexpr int kOffsetBarriers = kOffsetD + kRows * kDRowBytes;
-constexpr int kSmem = kOffsetBarriers + (2 * kStages + kGroups + kMmaWarps) * 8;
-static_assert(kSmem <= 227 * 1024);
-
-struct Problem {
-    int N, OC, chunks;
-    int columns, items;  // tiles beside each other, and pairs of tiles, which a cluster takes one at a time
-    const bf16* bias;    // forward
-    const bf16* pre_in;  // backward
-    bf16 *pre, *out, *dpre;
-    float* partials;  // (tiles below each other, kEpilogueWarps, OC)
-};
-
-// What a block's warps share, and what each kind of them does. Backward writes out only if Again.
-template <bool Backward, bool Again>
-struct Block {
-    static constexpr int kEpilogueWarps = Backward ? 7 : 3;
-    static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
-    static constexpr int kParts = Backward ? 2 : 1, kPart = kColumns / 8 / kParts;  // instructions for the columns
-    static constexpr int kAtOnce = Backward ? 2 : 4;  // rows whose arithmetic is interleaved
-    // d_full has one phase per tile, and an epilogue warp must not miss one.
-    static_assert(kEpilogueWarps <= kTurns / kGroups);
-
-    const CUtensorMap &a_map, &b_map;
-    const Problem& p;
-    unsigned char* smem;
-    uint32_t base = smem_address(smem);
-    int rank = blockIdx.x % kCluster;   // in the cluster
-    int first = blockIdx.x / kCluster;  // the cluster's first item
-    int clusters = gridDim.x / kCluster;
-
-    __device__ uint32_t a_smem(int stage) const { return base + stage * kStageBytes; }
-    __device__ uint32_t b_smem(int stage) const { return base + stage * kStageBytes + kABytes; }
-    __device__ uint32_t barrier(int i) const { return base + kOffsetBarriers + i * 8; }
-    __device__ uint32_t full(int stage) const { return barrier(stage); }
-    __device__ uint32_t empty(int stage) const { return barrier(kStages + stage); }
-    __device__ uint32_t d_full(int group) const { return barrier(2 * kStages + group); }
-    __device__ uint32_t d_empty(int mma_warp) const { return barrier(2 * kStages + kGroups + mma_warp); }
-    __device__ int row_of(int item) const { return (item / p.columns * kCluster + rank) * kRows; }
-    __device__ int column_of(int item) const { return item % p.columns * kColumns; }
-
-    __device__ void init_barriers() const {
-        for (int i = 0; i < kStages; i++) {
-            mbarrier_init(full(i), 1);
-            mbarrier_init(empty(i), kCluster * kMmaWarps);
-        }
-        for (int i = 0; i < kGroups; i++) mbarrier_init(d_full(i), kGroupWarps);
-        for (int i = 0; i < kMmaWarps; i++) mbarrier_init(d_empty(i), kRows / kMmaWarps / kTurn);
-        fence_mbarrier_init();
-    }
-
-    __device__ __forceinline__ void producer() const {
-        constexpr uint16_t kBoth = (1 << kCluster) - 1;
-        constexpr int kHalf = kColumns / kCluster;
-        const int mine = rank * kHalf;  // the first column of this block's half of B
-        Cursor<kStages> at;
-        for (int item = first; item < p.items; item += clusters) {
-            const int row = row_of(item), column = column_of(item);
-            for (int k = 0; k < p.chunks; k++, at.advance()) {
-                const uint32_t barrier = full(at.stage), b = b_smem(at.stage);
-                mbarrier_wait(empty(at.stage), at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, kStageBytes);
-                tma_load_4d(a_smem(at.stage), &a_map, barrier, 0, k, row, 0);
-                if constexpr (Backward) {
-                    for (int c = 0; c < kHalf; c += 64)
-                        tma_load_4d_multicast(b + (mine + c) * kChunk * 2, &b_map, barrier, 0, (column + mine + c) / 64,
-                                              k * kChunk, 0, kBoth);
-                } else {
-                    tma_load_4d_multicast(b + mine * kChunk * 2, &b_map, barrier, 0, k, column + mine, 0, kBoth);
-                }
-            }
-        }
-    }
-
-    // Multiplies, and leaves each tile in shared memory, rounded.
-    __device__ __forceinline__ void mma_warp(int warp, int lane) const {
-        auto release = [&](int stage) {  // lanes 0 and 1 each tell one block's producer
-            if (lane < kCluster) mbarrier_arrive_cluster(empty(stage), lane);
-        };
-        Cursor<kStages> at;
-        uint32_t d_phase = 1;
-        for (int item = first; item < p.items; item += clusters, d_phase ^= 1) {
-            float d[kParts][kPart][4];
-            int previous = 0;
-            for (int k = 0; k < p.chunks; k++, at.advance()) {
-                mbarrier_wait(full(at.stage), at.phase);
-                const uint64_t a = wgmma_descriptor(a_smem(at.stage) + warp / kGroupWarps * 64 * kChunk * 2),
-                               b = wgmma_descriptor(b_smem(at.stage), Backward ? 64 * kChunk * 2 : 16);
-                wgmma_fence();
-                for (int kk = 0; kk < kChunk / 16; kk++)
-                    for (int h = 0; h < kParts; h++)
-                        wgmma_ss<false, Backward>(
-                            d[h], wgmma_advance(a, kk * 32),
-                            wgmma_advance(b, h * kBBytes / kParts + kk * (Backward ? 16 * 128 : 32)), k > 0 || kk > 0);
-                wgmma_commit();
-                if (k > 0) {
-                    wgmma_wait<1>();
-                    release(previous);
-                }
-                previous = at.stage;
-            }
-            wgmma_wait<0>();
-            for (int h = 0; h < kParts; h++) wgmma_hold(d[h]);
-            release(previous);
-
-            const bf16* bias = p.bias + column_of(item) + lane % 4 * 2;
-            const uint32_t d_row = base + kOffsetD + (warp * 16 + lane % 16) * kDRowBytes;
-            mbarrier_wait(d_empty(warp), d_phase);
-            for (int n = 0; n < kColumns / 8; n += 2) {
-                uint32_t packed[4];
-                for (int i = 0; i < 4; i++) {
-                    const float* pair = d[n / kPart][n % kPart + i / 2] + i % 2 * 2;
-                    float left = pair[0], right = pair[1];
-                    if constexpr (!Backward) {
-                        const auto b = load<2>(bias + 8 * (n + i / 2));
-                        left += b[0], right += b[1];
-                    }
-                    packed[i] = pack_bf16(left, right);
-                }
-                stmatrix_x4(d_row + (((n + lane / 16) ^ lane % 8) << 4), packed);
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(d_full(warp / kGroupWarps));
-        }
-    }
-
-    // Writes the results of eight elements of a row, if the row is `inside` of N. Backward also has their x of pre, and
-    // adds to the column sums.
-    __device__ __forceinline__ void finish(const Vec<bf16, 8>& d, const Vec<bf16, 8>& x, Vec<float, 8>& sum,
-                                           bool inside, size_t at) const {
-        const Vec<float, 8> product = to_float(d), pre = Backward ? to_float(x) : product;
-        Vec<float, 8> y, dx;
-        for (int k = 0; k < 8; k++) {
-            const float s = gelu_sigmoid(pre[k]);
-            y.x[k] = pre[k] * s;
-            dx.x[k] = product[k] * gelu_derivative(pre[k], s, y.x[k]);
-        }
-        const Vec<bf16, 8> stored = Backward ? round_to<bf16>(dx) : d;
-        const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
-        for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
-        store_16_if(inside, (Backward ? p.dpre : p.pre) + at, stored);
-        if (Again) store_16_if(inside, p.out + at, round_to<bf16>(y));
-    }
-
-    __device__ __forceinline__ void epilogue_warp(int warp, int lane) const {
-        auto pre_piece = [&](int item, int row) {
-            return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
-        };
-        Vec<bf16, 8> x[kTurn];  // of pre. Those of the next turn are on the way as soon as this turn has used its own
-        // The 16 turns of a tile go round 3 (7) warps and on to the next tile. So a warp has 5 or 6 (2 or 3) of each.
-        int turn = warp;
-        if constexpr (Backward) {
-#pragma unroll  // here and below, or x would be in local memory
-            for (int i = 0; i < kTurn; i++) x[i] = pre_piece(first, row_of(first) + turn * kTurn + i);
-        }
-        uint32_t d_phase = 0;
-        for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= kTurns) {
-            const int column = column_of(item) + lane * 8;
-            Vec<float, 8> sum = {};
-#pragma unroll 1
-            for (; turn < kTurns; turn += kEpilogueWarps) {
-                const int writer = turn * kTurn / (kRows / kMmaWarps), row = row_of(item) + turn * kTurn;
-                const int next_turn = turn + kEpilogueWarps;
-                const int next_item = next_turn < kTurns ? item : min(item + clusters, p.items - 1);
-                const int next_row = row_of(next_item) + next_turn % kTurns * kTurn;
-                const unsigned char* d_smem = smem + kOffsetD + turn * kTurn * kDRowBytes;
-                const size_t at = static_cast<size_t>(row) * p.OC + column;
-                mbarrier_wait(d_full(writer / kGroupWarps), d_phase);
-#pragma unroll
-                for (int g = 0; g < kTurn; g += kAtOnce) {
-                    // The branch also keeps the compiler from using all of x at once, when its loads have just begun.
-                    if (row + g < p.N) {
-#pragma unroll
-                        for (int i = g; i < g + kAtOnce; i++)
-                            finish(load<8>(reinterpret_cast<const bf16*>(d_smem + i * kDRowBytes + ((lane ^ i) << 4))),
-                                   x[i], sum, row + i < p.N, at + static_cast<size_t>(i) * p.OC);
-                    }
-                    if constexpr (Backward) {
-                        for (int i = g; i < g + kAtOnce; i++) x[i] = pre_piece(next_item, next_row + i);
-                    }
-                }
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(d_empty(writer));
-            }
-            if constexpr (Backward) {
-                const size_t row = static_cast<size_t>(row_of(item) / kRows) * kEpilogueWarps + warp;
-                store(p.partials + row * p.OC + column, sum);
-            }
-        }
-    }
-};
-
-template <bool Backward, bool Again>
-__global__ void __launch_bounds__(Block<Backward, Again>::kThreads, 1)
-    matmul_gelu_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+template <Mode mode>
+__global__ void __launch_bounds__(Block<mode>::kThreads, 1)
+    matmul_sm90_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                        const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char smem[];
-    const Block<Backward, Again> block{a_map, b_map, p, smem};
+    const Block<mode> block{a_map, b_map, p, smem};
     if (threadIdx.x == 0) block.init_barriers();
     cluster_sync();
     // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where they could part.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
     if (warp < kMmaWarps) {
-        if constexpr (Backward) setmaxnreg_inc<kMmaRegisters>();
+        if constexpr (block.Backward) setmaxnreg_inc<kMmaRegisters>();
         block.mma_warp(warp, lane);
     } else {
-        if constexpr (Backward) setmaxnreg_dec<kOtherRegisters>();
+        if constexpr (block.Backward) setmaxnreg_dec<kOtherRegisters>();
         if (warp == kMmaWarps + block.kEpilogueWarps) {
             if (lane == 0) block.producer();
         } else {
@@ -291,22 +42,23 @@ CUtensorMap matrix_map(const char* name, const bf16* x, size_t rows, int columns
                       columns / 64, 64, box_rows);
 }
 
-template <bool Backward, bool Again>
+template <Mode mode>
 void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, int K) {
     const CUtensorMap a_map = matrix_map("A", a, N, K, kRows);
     const CUtensorMap b_map =
-        Backward ? matrix_map("B", b, K, p.OC, kChunk) : matrix_map("B", b, p.OC, K, kColumns / kCluster);
+        Block<mode>::Backward ? matrix_map("B", b, K, p.OC, kChunk) : matrix_map("B", b, p.OC, K, kColumns / kCluster);
     p.N = static_cast<int>(N);
     p.chunks = K / kChunk;
-    p.columns = p.OC / kColumns;
-    p.items = static_cast<int>(ceil_div(N, kRows * kCluster)) * p.columns;
-    const auto kernel = matmul_gelu_kernel<Backward, Again>;
+    p.columns = static_cast<int>(ceil_div(p.OC, kColumns));
+    p.pairs = static_cast<int>(ceil_div(N, kRows * kCluster));
+    p.items = p.pairs * p.columns;
+    const auto kernel = matmul_sm90_kernel<mode>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = kCluster, config.blockDim = Block<Backward, Again>::kThreads, config.dynamicSmemBytes = kSmem;
+    config.gridDim = kCluster, config.blockDim = Block<mode>::kThreads, config.dynamicSmemBytes = kSmem;
     config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
     // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds,
     // so the answer is kept.
@@ -318,7 +70,7 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
 }
 
 int partial_rows(size_t N) {
-    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * Block<true, true>::kEpilogueWarps;
+    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * Block<Mode::backward>::kEpilogueWarps;
 }
 
 }  // namespace
@@ -332,7 +84,7 @@ void matmul_sm90_gelu_forward(const Cuda& dev, bf16* out, bf16* pre, const bf16*
     if (N == 0) return;
     Problem p{};
     p.OC = OC, p.bias = bias, p.pre = pre, p.out = out;
-    launch<false, true>(dev, p, N, inp, weight, K);
+    launch<Mode::forward>(dev, p, N, inp, weight, K);
 }
 
 size_t matmul_sm90_scratch_bytes(size_t N, int OC) {
@@ -344,6 +96,13 @@ void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf1
     if (N == 0) return;
     Problem p{};
     p.OC = OC, p.pre_in = pre, p.dpre = dpre, p.out = out, p.partials = static_cast<float*>(scratch);
-    out ? launch<true, true>(dev, p, N, dout, weight, K) : launch<true, false>(dev, p, N, dout, weight, K);
+    out ? launch<Mode::backward_again>(dev, p, N, dout, weight, K) : launch<Mode::backward>(dev, p, N, dout, weight, K);
     add_partials(dev, {dpre_sum}, p.partials, partial_rows(N), OC);
+}
+
+void matmul_sm90_exponentials(const Cuda& dev, bf16* out, float* sums, const bf16* inp, const bf16* weight,
+                              const float* shifts, const int* targets, size_t N, int K, int V, int OC) {
+    Problem p{};
+    p.OC = OC, p.V = V, p.shifts = shifts, p.targets = targets, p.out = out, p.partials = sums;
+    launch<Mode::exponentials>(dev, p, N, inp, weight, K);
 }
