@@ -99,7 +99,7 @@ struct Memory {
     }
 };
 
-constexpr int kPadded = 50304;   // of the vocabulary
+constexpr int V = 50257, Vp = 50304;
 constexpr size_t kChunk = 4096;  // rows of logits that the trainer holds at once
 
 // The least that a call moves and computes, for each row and in addition, and its rows if they are not B·T.
@@ -156,7 +156,7 @@ class Bench {
         return std::max({encoder_scratch_bytes(dev_, 1, rows, C), layernorm_scratch_bytes(dev_, C),
                          qkv_bias_scratch_bytes(dev_, C), gelu_scratch_bytes(dev_, 4 * C),
                          matmul_gelu_scratch_bytes(dev_, rows, 4 * C, C), reduce_scratch_bytes(dev_),
-                         cross_entropy_scratch_bytes(dev_, kChunk, C, kPadded)});
+                         cross_entropy_scratch_bytes(dev_, kChunk, C, Vp)});
     }
     void measure_ceilings() {
         copy_ = copy_rate(dev_, o_.quick), gemm_ = gemm_tflops<X>(dev_, o_.quick);
@@ -210,7 +210,6 @@ class Bench {
 
 template <class X>
 int run(Cuda& dev, const Options& o) {
-    constexpr int V = 50257, Vp = kPadded;
     const int C = o.C;
     const double x = sizeof(X), f = sizeof(float);
     Bench<X> b(dev, o);

@@ -195,10 +195,6 @@ __global__ void __launch_bounds__(256)
     store(out + i, y);
 }
 
-void check_vocabulary(int V, int Vp) {
-    if (V < 1 || V > Vp) throw Error(format("classifier: V = %d, expected 1..Vp = %d", V, Vp));
-}
-
 // Is there a product whose epilogue writes exponentials?
 bool fused(const Cuda& dev, int C, int Vp) {
     return dev.sm90a && C % 64 == 0 && Vp % kVec<bf16> == 0;
@@ -217,7 +213,7 @@ struct Scratch {
 
 template <class X>
 void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, float dloss, size_t N, int V, int Vp) {
-    check_vocabulary(V, Vp);
+    if (V < 1 || V > Vp) throw Error(format("classifier: V = %d, expected 1..Vp = %d", V, Vp));
     if (N == 0) return;
     const auto kernel = vectorises<X>(Vp, logits) ? classifier_kernel<X, kVec<X>> : classifier_kernel<X, 1>;
     kernel<<<ceil_div(N, 1), kThreads, 0, dev.stream>>>(logits, losses, targets, dloss, V, Vp);
@@ -227,10 +223,8 @@ void classifier(const Cuda& dev, X* logits, float* losses, const int* targets, f
 template <class X>
 void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp, const X* weight,
                    const int* targets, float dloss, size_t N, int C, int V, int Vp) {
-    check_vocabulary(V, Vp);
-    if (N == 0) return;
     if constexpr (std::is_same_v<X, bf16>) {
-        if (fused(dev, C, Vp)) {
+        if (N > 0 && fused(dev, C, Vp)) {
             const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
             const Head head = {inp, weight, targets, static_cast<int>(N), C, V, Vp};
             const unsigned blocks = ceil_div(N, kRowsWarps), threads = kRowsWarps * kWarp;
@@ -252,11 +246,11 @@ template <class X>
 void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
                             const X* weight, size_t N, int C, int Vp, bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (fused(dev, C, Vp)) {
+        if (N > 0 && fused(dev, C, Vp)) {
             const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
             matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled, weight, N, C, Vp,
                                       accumulate);
-            if (!dinp || N == 0) return;
+            if (!dinp) return;
             scale_kernel<<<ceil_div(N * C, 256 * 8), 256, 0, dev.stream>>>(dinp, s.product, s.scales, N * C, C);
             LAUNCH_CHECK("scale_kernel");
             return;
