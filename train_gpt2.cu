@@ -497,7 +497,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     sizes.scratch = std::max(
         {attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
          layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
-         reduce_scratch_bytes(dev), size_t(256), cross_entropy_scratch_bytes(dev, sizes.chunk, C, config.Vp)});
+         reduce_scratch_bytes(dev), size_t(256), cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
 
     params = Arena("parameters", tensors_of<Parameters<X>>(config), 1);
     if (training) {

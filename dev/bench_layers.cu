@@ -156,7 +156,7 @@ class Bench {
         return std::max({encoder_scratch_bytes(dev_, 1, rows, C), layernorm_scratch_bytes(dev_, C),
                          qkv_bias_scratch_bytes(dev_, C), gelu_scratch_bytes(dev_, 4 * C),
                          matmul_gelu_scratch_bytes(dev_, rows, 4 * C, C), reduce_scratch_bytes(dev_),
-                         cross_entropy_scratch_bytes(dev_, kChunk, C, Vp)});
+                         cross_entropy_scratch_bytes<X>(dev_, kChunk, C, Vp)});
     }
     void measure_ceilings() {
         copy_ = copy_rate(dev_, o_.quick), gemm_ = gemm_tflops<X>(dev_, o_.quick);

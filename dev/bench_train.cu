@@ -95,9 +95,10 @@ LAYER(attention_backward, (double B, double T, double NH, double HS), "attention
 LAYER(cross_entropy, (double, double N, double C, double, double Vp), product(x, "forward, cross entropy", N, C, Vp))
 LAYER(global_norm, (double n), "gradient norm", 0, sizeof(float) * n)
 template <class X>
-void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC) {
-    t.time(product(t.x, "forward", N, C, OC),
-           [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC); });
+void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
+                    const X* residual = nullptr) {
+    t.time(product(t.x, "forward", N, C, OC, residual ? t.x * N * OC : 0),
+           [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual); });
 }
 template <class X>
 void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,

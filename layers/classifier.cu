@@ -196,8 +196,9 @@ __global__ void __launch_bounds__(256)
 }
 
 // Is there a product whose epilogue writes exponentials?
+template <class X>
 bool fused(const Cuda& dev, int C, int Vp) {
-    return dev.sm90a && C % 64 == 0 && Vp % kVec<bf16> == 0;
+    return std::is_same_v<X, bf16> && dev.sm90a && C % 64 == 0 && Vp % kVec<bf16> == 0;
 }
 // Its scratch, in which cross_entropy leaves scaled and scales for cross_entropy_backward.
 struct Scratch {
@@ -224,7 +225,7 @@ template <class X>
 void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, const X* inp, const X* weight,
                    const int* targets, float dloss, size_t N, int C, int V, int Vp) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (N > 0 && fused(dev, C, Vp)) {
+        if (N > 0 && fused<X>(dev, C, Vp)) {
             const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
             const Head head = {inp, weight, targets, static_cast<int>(N), C, V, Vp};
             const unsigned blocks = ceil_div(N, kRowsWarps), threads = kRowsWarps * kWarp;
@@ -246,7 +247,7 @@ template <class X>
 void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
                             const X* weight, size_t N, int C, int Vp, bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (N > 0 && fused(dev, C, Vp)) {
+        if (N > 0 && fused<X>(dev, C, Vp)) {
             const Scratch s{static_cast<float*>(scratch), N, size_t(C)};
             matmul_backward<X, float>(dev, dinp ? s.product : nullptr, dweight, dlogits, s.scaled, weight, N, C, Vp,
                                       accumulate);
@@ -259,8 +260,9 @@ void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scra
     matmul_backward<X>(dev, dinp, dweight, dlogits, inp, weight, N, C, Vp, accumulate);
 }
 
+template <class X>
 size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp) {
-    if (!fused(dev, C, Vp)) return 0;
+    if (!fused<X>(dev, C, Vp)) return 0;
     return N * C * (sizeof(float) + sizeof(bf16)) + N * (2 + ceil_div(Vp, kSm90Columns)) * sizeof(float);
 }
 
@@ -269,6 +271,7 @@ size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp) {
     template void cross_entropy(const Cuda&, X*, float*, void*, const X*, const X*, const int*, float, size_t, int, \
                                 int, int);                                                                          \
     template void cross_entropy_backward(const Cuda&, X*, float*, void*, const X*, const X*, const X*, size_t, int, \
-                                         int, bool);
+                                         int, bool);                                                                \
+    template size_t cross_entropy_scratch_bytes<X>(const Cuda&, size_t, int, int);
 INSTANTIATE(float)
 INSTANTIATE(bf16)

@@ -120,6 +120,7 @@ void cross_entropy(const Cuda& dev, X* dlogits, float* losses, void* scratch, co
 template <class X>
 void cross_entropy_backward(const Cuda& dev, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
                             const X* weight, size_t N, int C, int Vp, bool accumulate = true);
+template <class X>
 size_t cross_entropy_scratch_bytes(const Cuda& dev, size_t N, int C, int Vp);
 
 // Writes losses (N) = −log softmax(logits)[target]. If dloss != 0 it overwrites logits (N,Vp) with their gradient

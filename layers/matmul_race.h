@@ -43,7 +43,7 @@ struct RaceResult {
     int fastest;
     std::vector<int> equal;  // those that took part, the first and all that gave its bits
 };
-// Leaves anything in D and pre, but keeps D if the product accumulates.
+// Leaves anything in D and pre, but keeps D if the product adds to what is there.
 RaceResult race(const Cuda& dev, const MatmulProduct& product, const MatmulOperands& o, int count,
                 const RunAlgorithm& run);
 

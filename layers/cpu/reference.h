@@ -53,7 +53,6 @@ struct Cpu {
     friend size_t gelu_scratch_bytes(const Cpu&, int) { return 0; }
     friend size_t matmul_gelu_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
     friend size_t reduce_scratch_bytes(const Cpu&) { return 0; }
-    friend size_t cross_entropy_scratch_bytes(const Cpu&, size_t, int, int) { return 0; }
 };
 
 template <class X>
@@ -206,6 +205,10 @@ void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const
 
 template <class X>
 void classifier(const Cpu&, X* logits, Acc<X>* losses, const int* targets, Acc<X> dloss, size_t N, int V, int Vp);
+template <class X>
+size_t cross_entropy_scratch_bytes(const Cpu&, size_t, int, int) {
+    return 0;
+}
 template <class X>
 void cross_entropy(const Cpu& dev, X* dlogits, Acc<X>* losses, void*, const X* inp, const X* weight, const int* targets,
                    Acc<X> dloss, size_t N, int C, int V, int Vp) {
