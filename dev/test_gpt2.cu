@@ -121,8 +121,8 @@ void check_gradients(const Cuda& dev, Attention attention, int B, int T, double 
     const std::vector<X> weights = download<X>(model, model.params.base, model.num_parameters);
     std::copy(weights.begin(), weights.end(), reference.weights().wte);
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
-    model.sizes.chunk = B * T * 2 / 3;  // the classifier gets a whole chunk and a smaller one
-    poison(dev, model.acts);            // nothing may be read that this step did not write
+    model.sizes.chunk = (B * T + 1) * 2 / 3;  // the classifier gets a whole chunk and a smaller one
+    poison(dev, model.acts);                  // nothing may be read that this step did not write
     upload_batches(reference, stream, 0), upload_batches(model, stream, 0);
     const double want = loss_and_gradient(reference), got = loss_and_gradient(model);
     CHECK_NEAR(got, want, bound * want);
