@@ -24,8 +24,8 @@
 //
 // Two blocks are a cluster. Their tiles lie one below the other and share B. Each block loads half of B and sends it to
 // both. A cluster takes all columns before its next rows, so A is read from memory once, and B stays in L2. For the
-// exponentials B is larger than L2. There a cluster takes kBand pairs of tiles, whose rows of A stay in L2, before its
-// next columns, and B is read from memory once a band.
+// exponentials B is larger than L2. There a cluster takes kBand pairs of tiles before its next columns. Their rows of A
+// stay in L2, and B is read from memory once a band.
 //
 //   operand  where                         layout
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
