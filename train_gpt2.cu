@@ -137,7 +137,7 @@ struct GPT2 {
     void upload(const int* host, int micro_batches);
     // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence.
     void forward(const int* tokens, int b, int t, bool alone = false);
-    void forward_row(const int* token, int past);  // rows of qkv before `past` are there from earlier calls
+    void forward_row(const int* token, int past);  // → logits. The rows of qkv before `past` are there already
     // Adds to the weight gradients if accumulate is true, and overwrites them otherwise.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
     void backward(const int* plan, bool accumulate, bool sum_over_ranks);

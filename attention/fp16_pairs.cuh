@@ -3,8 +3,8 @@
 //   x · 2^e = hi + lo,  hi = fp16(x · 2^e),  lo = fp16(x · 2^e − hi)      an operand: 22 bits in two halves
 //   a·b ≈ a_lo·b_hi + a_hi·b_lo + a_hi·b_hi                              a product: three MMAs, small terms first
 //
-// Why fp16? It has as many significand bits as TF32, 11. But its MMAs run at twice the rate, a pair takes 4 bytes and
-// not 8, and ldmatrix transposes it. bf16 would take three parts and six products. fp16's weakness is its range. An
+// Why fp16? It has as many significand bits as TF32, 11, and its MMAs run at twice the rate. A pair takes 4 bytes, not
+// 8, and ldmatrix transposes it. Three parts and six products is what bf16 would take. The weakness of fp16 is range. An
 // exact power of two cures it, the 2^e that brings a tile's largest magnitude to [2^14, 2^15). Elements down to 2^-17 of
 // the largest keep all 22 bits, and none is off by more than 2^-39 of it.
 //

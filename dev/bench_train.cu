@@ -100,27 +100,29 @@ void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const
     t.time(product(t.x, "forward", N, C, OC, residual ? t.x * N * OC : 0),
            [&](const Cuda& dev) { matmul_forward(dev, out, inp, weight, bias, N, C, OC, residual); });
 }
+// Each gradient of a linear layer by a call of its own.
+template <class X, class F>
+void time_gradients(const Timed& t, X* dinp, float* dweight, size_t N, int C, int OC, bool accumulate, F call) {
+    const double sums = double(C) * OC * ((accumulate ? 8 : 4) - t.x);
+    if (dweight)
+        t.time(product(t.x, "weight gradient", N, C, OC, sums),
+               [&](const Cuda& dev) { call(dev, static_cast<X*>(nullptr), dweight); });
+    if (dinp)
+        t.time(product(t.x, "input gradient", N, C, OC),
+               [&](const Cuda& dev) { call(dev, dinp, static_cast<float*>(nullptr)); });
+}
 template <class X>
 void matmul_backward(const Timed& t, X* dinp, float* dweight, const X* dout, const X* inp, const X* weight, size_t N,
                      int C, int OC, bool accumulate = true) {
-    const double sums = double(C) * OC * ((accumulate ? 8 : 4) - t.x);
-    if (dweight)
-        t.time(product(t.x, "weight gradient", N, C, OC, sums), [&](const Cuda& dev) {
-            matmul_backward<X>(dev, nullptr, dweight, dout, inp, nullptr, N, C, OC, accumulate);
-        });
-    if (dinp)
-        t.time(product(t.x, "input gradient", N, C, OC),
-               [&](const Cuda& dev) { matmul_backward<X>(dev, dinp, nullptr, dout, nullptr, weight, N, C, OC); });
+    time_gradients(t, dinp, dweight, N, C, OC, accumulate, [&](const Cuda& dev, X* dinp, float* dweight) {
+        matmul_backward<X>(dev, dinp, dweight, dout, inp, weight, N, C, OC, accumulate);
+    });
 }
 template <class X>
 void cross_entropy_backward(const Timed& t, X* dinp, float* dweight, void* scratch, const X* dlogits, const X* inp,
                             const X* weight, size_t N, int C, int Vp, bool accumulate) {
-    t.time(product(t.x, "weight gradient", N, C, Vp, double(C) * Vp * ((accumulate ? 8 : 4) - t.x)),
-           [&](const Cuda& dev) {
-               cross_entropy_backward<X>(dev, nullptr, dweight, scratch, dlogits, inp, weight, N, C, Vp, accumulate);
-           });
-    t.time(product(t.x, "input gradient", N, C, Vp), [&](const Cuda& dev) {
-        cross_entropy_backward<X>(dev, dinp, nullptr, scratch, dlogits, inp, weight, N, C, Vp);
+    time_gradients(t, dinp, dweight, N, C, Vp, accumulate, [&](const Cuda& dev, X* dinp, float* dweight) {
+        cross_entropy_backward<X>(dev, dinp, dweight, scratch, dlogits, inp, weight, N, C, Vp, accumulate);
     });
 }
 template <class X>

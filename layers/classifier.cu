@@ -29,9 +29,9 @@ namespace {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kThreads = 1024;  // a row of 50304 is up to 7 (bf16) or 13 (fp32) vectors a thread
 
-// m and l of the columns that a thread sees. m and the exponents are in units of log 2, so that an exponential is one
-// fma and one ex2. m is rounded, and the error cancels, because every exponent and the loss use the same rounded number.
-// m starts finite, because −∞ − −∞ would be NaN.
+// The m and l of the columns that a thread sees. In units of log 2, as m and the exponents are, an exponential is one fma
+// and one ex2. That m is rounded does no harm, because every exponent and the loss use the same number. It starts finite,
+// because −∞ − −∞ would be NaN.
 struct Softmax {
     float m = -FLT_MAX, l = 0.f;
     __device__ float loss(float x_target) const { return kLn2 * (log2f(l) - fmaf(x_target, kLog2e, -m)); }

@@ -31,7 +31,6 @@
 
 namespace {
 
-constexpr float kEps = 1e-5f;
 constexpr int kMaxChannels = 8192;
 
 constexpr int kForwardWarps = 8;           // per block, fewer when their rows would not fit in shared memory
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
         const auto x = load<V>(x_smem + c);
         for (int i = 0; i < V; i++) squares += (x[i] - mean) * (x[i] - mean);
     }
-    const float rstd = rsqrtf(warp_sum(squares) / C + kEps);
+    const float rstd = rsqrtf(warp_sum(squares) / C + kLayernormEps);
 
     for (int c = lane * V; c < C; c += kWarp * V) {
         const auto x = load<V>(x_smem + c), w = load<V>(weight + c), beta = load<V>(bias + c);

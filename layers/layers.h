@@ -31,7 +31,8 @@ size_t encoder_plan_ints(const Cuda& dev, size_t N);
 void encoder_plan(const Cuda& dev, int* plan, const int* tokens, size_t N);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Layer norm (layernorm.cu), over the last dimension, eps = 1e-5
+// Layer norm (layernorm.cu), over the last dimension
+constexpr float kLayernormEps = 1e-5f;
 
 // Writes out (N,C), mean (N), rstd (N).
 template <class X>

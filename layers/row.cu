@@ -16,7 +16,6 @@
 
 namespace {
 
-constexpr float kEps = 1e-5f;
 constexpr int kRows = 4, kMaxThreads = 512;
 
 template <class X, class Y>
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kMaxThreads)
             const auto v = load<V>(x + c);
             for (int i = 0; i < V; i++) squares += (v[i] - mean) * (v[i] - mean);
         }
-        rstd = rsqrtf(block_sum(squares) / C + kEps);
+        rstd = rsqrtf(block_sum(squares) / C + kLayernormEps);
     }
     for (int c = begin; c < C; fetch(c += stride)) {
         Vec<float, V> n = load<V>(x + c);

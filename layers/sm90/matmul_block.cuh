@@ -46,7 +46,7 @@
 // decides which warp takes which turn. What bounds the kernel and what was tried stand in attention/EXPERIMENTS.md.
 //
 // Writes: pre, out, dpre, sums, every element.  Adds into: dpre_sum.
-// Limits: K a multiple of 64, OC of 256 (exponentials: 8), pointers aligned to 16 bytes, compute capability 9.0, any N.
+// Limits: K is a multiple of 64, and OC of 256, or of 8 for exponentials. Pointers are aligned to 16 bytes. Any N.
 // Run: ./dev/bench_layers --layer gelu, or --layer entropy
 #pragma once
 #include <cuda_fp16.h>
@@ -82,7 +82,7 @@ struct Problem {
     const bf16* bias;    // forward
     const bf16* pre_in;  // backward
     bf16 *pre, *out, *dpre;
-    float* partials;  // backward: (tiles below each other, kEpilogueWarps, OC); exponentials: sums (columns, N)
+    float* partials;  // backward's column sums (tiles below each other, kEpilogueWarps, OC), or row sums (columns, N)
     // Exponentials, which are written if out is not null
     int pairs;            // of tiles below each other
     int V;                // padding begins at this column
