@@ -5,8 +5,9 @@
 //   g = weight∘dout;   dinp += rstd·(g − mean(g) − n·mean(g∘n));   dweight += Σ_rows dout∘n;   dbias += Σ_rows dout
 //   dinp_sum += Σ_rows dinp
 //
-// Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it in shared memory as stored, so
-// the variance needs no second trip to memory. Each lane reads back only what it wrote, so nobody waits at a barrier.
+// Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it, so the variance needs no
+// second trip to memory. Rows of 768 or 1024 bf16 stay in registers, others in shared memory. There each lane reads back
+// only what it wrote, so nobody waits at a barrier.
 //
 // Backward is bound by memory, too. It reads dout, inp and dinp, and writes dinp. The sums over rows want a thread that
 // stays on its columns, and the sums over a row want all columns at once. So a warp (rows kernel) or a block (general
@@ -33,51 +34,64 @@ namespace {
 
 constexpr int kMaxChannels = 8192;
 
+// Rows go from the last to the first, because the product before wrote the last ones last. They are still in L2.
+__device__ size_t row_of_turn(size_t turn, size_t N) {
+    return N - 1 - turn;
+}
+
 constexpr int kForwardWarps = 8;           // per block, fewer when their rows would not fit in shared memory
-constexpr int kBatch = 4;                  // vectors that a lane loads at once, a row of 1024 bf16 or 512 fp32
 constexpr size_t kForwardSmem = 48 << 10;  // what a block gets without asking
 
-template <class X, int V>
+// With K = 0 rows of any C wait in shared memory, as stored. Else C = K·32·V, and a lane keeps K vectors in registers.
+template <class X, int V, int K>
 __global__ void __launch_bounds__(kForwardWarps* kWarp)
     layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, const X* __restrict__ inp,
-                             const X* __restrict__ weight, const X* __restrict__ bias, size_t N, int C) {
+                             const X* __restrict__ weight, const X* __restrict__ bias, size_t N, int any_C) {
+    constexpr int kBatch = K ? K : 4;  // vectors that a lane loads at once, or the sum would wait for each of them
+    const int C = K ? K * kWarp * V : any_C;
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const size_t row = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
-    if (row >= N) return;
+    const size_t turn = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
+    if (turn >= N) return;
+    const size_t row = row_of_turn(turn, N);
     X* x_smem = reinterpret_cast<X*>(rows_smem) + static_cast<size_t>(warp) * C;
     inp += row * C, out += row * C;
 
-    // Loads go out in batches, because with one load at a time the sum would wait for memory each time.
+    Vec<X, V> batch[kBatch];
     float sum = 0.f;
     for (int first = lane * V; first < C; first += kBatch * kWarp * V) {
-        Vec<X, V> x[kBatch];
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
-            if (c < C) x[k] = load<V>(inp + c);
+            if (c < C) batch[k] = load<V>(inp + c);
         }
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
             if (c >= C) continue;
-            for (int i = 0; i < V; i++) sum += x[k][i];
-            store(x_smem + c, x[k]);
+            const auto x = to_float(batch[k]);
+            for (int i = 0; i < V; i++) sum += x[i];
+            if (K == 0) store(x_smem + c, batch[k]);
         }
     }
     const float mean = warp_sum(sum) / C;
-
+    // Calls f(c, x) for each of the lane's vectors.
+    const auto each = [&](auto f) {
+        if constexpr (K > 0) {
+            for (int k = 0; k < K; k++) f((k * kWarp + lane) * V, to_float(batch[k]));
+        } else {
+            for (int c = lane * V; c < C; c += kWarp * V) f(c, to_float(load<V>(x_smem + c)));
+        }
+    };
     float squares = 0.f;
-    for (int c = lane * V; c < C; c += kWarp * V) {
-        const auto x = load<V>(x_smem + c);
+    each([&](int, const Vec<float, V>& x) {
         for (int i = 0; i < V; i++) squares += (x[i] - mean) * (x[i] - mean);
-    }
+    });
     const float rstd = rsqrtf(warp_sum(squares) / C + kLayernormEps);
-
-    for (int c = lane * V; c < C; c += kWarp * V) {
-        const auto x = load<V>(x_smem + c), w = load<V>(weight + c), beta = load<V>(bias + c);
+    each([&](int c, const Vec<float, V>& x) {
+        const auto w = to_float(load<V>(weight + c)), beta = to_float(load<V>(bias + c));
         Vec<float, V> y;
         for (int i = 0; i < V; i++) y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
         store(out + c, y);
-    }
+    });
     if (lane == 0) mean_out[row] = mean, rstd_out[row] = rstd;
 }
 
@@ -179,8 +193,9 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const size_t stride = size_t{gridDim.x} * W;
     bf16* const ring = reinterpret_cast<bf16*>(ring_smem) + static_cast<size_t>(warp) * kRowStages * 3 * C;
-    const auto fetch = [&](size_t row, int stage) {
-        if (lane > 0 || row >= N) return;
+    const auto fetch = [&](size_t turn, int stage) {
+        if (lane > 0 || turn >= N) return;
+        const size_t row = row_of_turn(turn, N);
         const uint32_t full = smem_address(&full_smem[warp][stage]), to = smem_address(ring + stage * 3 * C);
         mbarrier_arrive_expect(full, 3 * C * sizeof(bf16));
         bulk_load(to, dout + row * C, C * sizeof(bf16), full);
@@ -188,29 +203,30 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         bulk_load(to + 2 * C * sizeof(bf16), dinp + row * C, C * sizeof(bf16), full);
     };
 
-    size_t row = static_cast<size_t>(blockIdx.x) * W + warp;
+    size_t turn = static_cast<size_t>(blockIdx.x) * W + warp;
     if (lane == 0) {
         for (int stage = 0; stage < kRowStages; stage++) mbarrier_init(smem_address(&full_smem[warp][stage]), 1);
         fence_mbarrier_init();
     }
     for (int c = threadIdx.x; c < C; c += W * kWarp) weight_smem[c] = weight[c];
     __syncthreads();
-    for (int stage = 0; stage < kRowStages; stage++) fetch(row + stage * stride, stage);
+    for (int stage = 0; stage < kRowStages; stage++) fetch(turn + stage * stride, stage);
 
     float dweight[K][V] = {}, dbias[K][V] = {}, dsum[K][V] = {};
     float m = 0.f, s = 0.f;
-    if (row < N) m = mean[row], s = rstd[row];
-    for (int stage = 0, phase = 0; row < N; row += stride) {
+    if (turn < N) m = mean[row_of_turn(turn, N)], s = rstd[row_of_turn(turn, N)];
+    for (int stage = 0, phase = 0; turn < N; turn += stride) {
+        const size_t row = row_of_turn(turn, N);
         float next_m = 0.f, next_s = 0.f;
-        if (row + stride < N) next_m = mean[row + stride], next_s = rstd[row + stride];
+        if (turn + stride < N) next_m = mean[row - stride], next_s = rstd[row - stride];
         const bf16* const dy_smem = ring + stage * 3 * C + lane * V;
         mbarrier_wait(smem_address(&full_smem[warp][stage]), phase);
 
         float sum_g = 0.f, sum_gn = 0.f;
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
-            const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
-                       w = load<V>(weight_smem + c);
+            const auto dy = to_float(load<V>(dy_smem + k * kWarp * V)), w = to_float(load<V>(weight_smem + c)),
+                       x = to_float(load<V>(dy_smem + C + k * kWarp * V));
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
                 sum_g += g;
@@ -219,23 +235,25 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
                 dbias[k][i] += dy[i];
             }
         }
-        const float mean_g = warp_sum(sum_g) * (1.f / C), mean_gn = warp_sum(sum_gn) * (1.f / C);
+        const float mean_g = warp_sum(sum_g) * (1.f / C), s_mean_gn = s * warp_sum(sum_gn) * (1.f / C);
         __syncwarp();  // stops the compiler from keeping what is read above, because there are no registers for it
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
-            const auto dy = load<V>(dy_smem + k * kWarp * V), x = load<V>(dy_smem + C + k * kWarp * V),
-                       old = load<V>(dy_smem + 2 * C + k * kWarp * V), w = load<V>(weight_smem + c);
+            const auto dy = to_float(load<V>(dy_smem + k * kWarp * V)), w = to_float(load<V>(weight_smem + c)),
+                       x = to_float(load<V>(dy_smem + C + k * kWarp * V)),
+                       old = to_float(load<V>(dy_smem + 2 * C + k * kWarp * V));
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
-                const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
-                dx.x[i] = old[i] + s * (g - mean_g - n * mean_gn);
+                const float g = __fmul_rn(w[i], dy[i]);
+                dx.x[i] = old[i] + s * (g - mean_g - (x[i] - m) * s_mean_gn);
             }
             const Vec<bf16, V> stored = round_to<bf16>(dx);
             store(dinp + row * C + c, stored);
-            for (int i = 0; i < V; i++) dsum[k][i] += stored[i];
+            const auto summand = to_float(stored);
+            for (int i = 0; i < V; i++) dsum[k][i] += summand[i];
         }
         __syncwarp();  // all lanes have read the stage
-        fetch(row + kRowStages * stride, stage);
+        fetch(turn + kRowStages * stride, stage);
         m = next_m, s = next_s;
         if (++stage == kRowStages) stage = 0, phase ^= 1;
     }
@@ -274,8 +292,12 @@ void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const 
     if (N == 0) return;
     const size_t row_bytes = C * sizeof(X);
     const int warps = static_cast<int>(std::min<size_t>(kForwardWarps, kForwardSmem / row_bytes));
-    const auto kernel = vectorises<X>(C, out, inp, weight, bias) ? layernorm_forward_kernel<X, kVec<X>>
-                                                                 : layernorm_forward_kernel<X, 1>;
+    auto kernel = layernorm_forward_kernel<X, 1, 0>;
+    if (vectorises<X>(C, out, inp, weight, bias)) {
+        kernel = layernorm_forward_kernel<X, kVec<X>, 0>;
+        if (C == 3 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 3>;
+        if (C == 4 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 4>;
+    }
     kernel<<<ceil_div(N, warps), warps * kWarp, warps * row_bytes, dev.stream>>>(out, mean, rstd, inp, weight, bias, N,
                                                                                  C);
     LAUNCH_CHECK("layernorm_forward_kernel");
