@@ -227,84 +227,107 @@ struct Block {
             const float s = gelu_sigmoid(pre[k]);
             y.x[k] = pre[k] * s;
             dx.x[k] = product[k] * gelu_derivative(pre[k], s, y.x[k]);
+            sum.x[k] += dx[k];  // of 0 beyond N, where A is 0
         }
-        const Vec<bf16, 8> stored = Backward ? round_to<bf16>(dx) : d;
-        const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
-        for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
-        store_16_if(inside, (Backward ? p.dpre : p.pre) + at, stored);
+        store_16_if(inside, (Backward ? p.dpre : p.pre) + at, Backward ? round_to<bf16>(dx) : d);
         if (mode != Mode::backward) store_16_if(inside, p.out + at, round_to<bf16>(y));
     }
 
     // Writes 2^z of eight elements of a row if `inside`, and 0 where `wanted` lacks a bit. Returns their sum.
+    template <bool All>
     __device__ __forceinline__ float raise(const Vec<__half, 8>& z, uint32_t wanted, bool inside, size_t at) const {
         Vec<float, 8> e;
         float sum = 0.f;
         for (int k = 0; k < 8; k++) {
-            e.x[k] = wanted >> k & 1 ? exp2_approx(z[k]) : 0.f;
+            e.x[k] = All || wanted >> k & 1 ? exp2_approx(z[k]) : 0.f;
             sum += e.x[k];
         }
         store_16_if(inside, p.out + at, round_to<bf16>(e));
         return sum;
     }
 
+    // Sums of kTurn numbers over a warp, in a fixed order. Lane i gets the one of number i / 4.
+    __device__ __forceinline__ float sums_over_warp(float (&x)[kTurn], int lane) const {
+        for (int n = kTurn / 2, bit = kWarp / 2; n > 0; n /= 2, bit /= 2)  // half of the numbers to the other half
+            for (int i = 0; i < n; i++) {
+                const float mine = lane & bit ? x[i + n] : x[i], other = lane & bit ? x[i] : x[i + n];
+                x[i] = mine + __shfl_xor_sync(kFullMask, other, bit);
+            }
+        for (int bit = kWarp / kTurn / 2; bit > 0; bit /= 2) x[0] += __shfl_xor_sync(kFullMask, x[0], bit);
+        return x[0];
+    }
+
     __device__ __forceinline__ void epilogue_warp(int warp, int lane) const {
-        auto pre_piece = [&](int item, int row) {
-            return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column_of(item) + lane * 8);
+        auto pre_piece = [&](int row, int column) {
+            return load<8>(p.pre_in + static_cast<size_t>(min(row, p.N - 1)) * p.OC + column + lane * 8);
         };
         Vec<bf16, 8> x[kTurn];  // of pre. Those of the next turn are on the way as soon as this turn has used its own
         // The 16 turns of a tile go round 3 (7) warps and on to the next tile. So a warp has 5 or 6 (2 or 3) of each.
         int turn = warp;
         if constexpr (Backward) {
 #pragma unroll  // here and below, or x would be in local memory
-            for (int i = 0; i < kTurn; i++) x[i] = pre_piece(first, row_of(first) + turn * kTurn + i);
+            for (int i = 0; i < kTurn; i++) x[i] = pre_piece(row_of(first) + turn * kTurn + i, column_of(first));
         }
         uint32_t d_phase = 0;
         for (int item = first; item < p.items; item += clusters, d_phase ^= 1, turn -= kTurns) {
-            const int column = column_of(item) + lane * 8;
+            const int first_row = row_of(item), first_column = column_of(item), column = first_column + lane * 8;
             const uint32_t in_vocabulary = (1u << min(max(p.V - column, 0), 8)) - 1;
+            const int later = min(item + clusters, p.items - 1), later_row = row_of(later),
+                      later_column = column_of(later);
             const bool write = p.out && column < p.OC;  // exponentials, whose last tile may reach past OC
             Vec<float, 8> sum = {};
 #pragma unroll 1
             for (; turn < kTurns; turn += kEpilogueWarps) {
-                const int writer = turn * kTurn / (kRows / kMmaWarps), row = row_of(item) + turn * kTurn;
+                const int writer = turn * kTurn / (kRows / kMmaWarps), row = first_row + turn * kTurn;
                 const int next_turn = turn + kEpilogueWarps;
-                const int next_item = next_turn < kTurns ? item : min(item + clusters, p.items - 1);
-                const int next_row = row_of(next_item) + next_turn % kTurns * kTurn;
+                const int next_row = (next_turn < kTurns ? first_row : later_row) + next_turn % kTurns * kTurn;
+                const int next_column = next_turn < kTurns ? first_column : later_column;
                 const unsigned char* d_smem = smem + kOffsetD + turn * kTurn * kDRowBytes;
                 const size_t at = static_cast<size_t>(row) * p.OC + column;
-                const int target = Exponentials ? p.targets[min(row + lane, p.N - 1)] : 0;  // lane i's is of row i
-                float row_sum = 0.f;                                                        // likewise
+                const int target = Exponentials ? p.targets[min(row + lane % kTurn, p.N - 1)] : 0;
+                float row_sums[kTurn] = {};
                 mbarrier_wait(d_full(writer / kGroupWarps), d_phase);
+                // Of 25 turns one has an element that is left out.
+                const bool all = first_column + kColumns <= p.V &&
+                                 __all_sync(kFullMask, unsigned(target - first_column) >= kColumns);
 #pragma unroll
                 for (int g = 0; g < kTurn; g += kAtOnce) {
                     // The branch also keeps the compiler from using all of x at once, when its loads have just begun.
                     if (row + g < p.N) {
+                        const auto rows = [&](auto all) {
 #pragma unroll
-                        for (int i = g; i < g + kAtOnce; i++) {
-                            const void* piece = d_smem + i * kDRowBytes + ((lane ^ i) << 4);
-                            const size_t to = at + static_cast<size_t>(i) * p.OC;
-                            if constexpr (Exponentials) {
-                                const uint32_t k = __shfl_sync(~0u, target, i) - column;
-                                const uint32_t wanted = in_vocabulary & ~(k < 8 ? 1u << k : 0u);
-                                const float s = warp_sum(raise(load<8>(static_cast<const __half*>(piece)), wanted,
-                                                               write && row + i < p.N, to));
-                                if (lane == i) row_sum = s;
-                            } else {
-                                finish(load<8>(static_cast<const bf16*>(piece)), x[i], sum, row + i < p.N, to);
+                            for (int i = g; i < g + kAtOnce; i++) {
+                                const void* piece = d_smem + i * kDRowBytes + ((lane ^ i) << 4);
+                                const size_t to = at + static_cast<size_t>(i) * p.OC;
+                                if constexpr (Exponentials) {
+                                    const uint32_t k = __shfl_sync(kFullMask, target, i) - column;
+                                    row_sums[i] =
+                                        raise<all>(load<8>(static_cast<const __half*>(piece)),
+                                                   in_vocabulary & ~(k < 8 ? 1u << k : 0u), write && row + i < p.N, to);
+                                } else {
+                                    finish(load<8>(static_cast<const bf16*>(piece)), x[i], sum, row + i < p.N, to);
+                                }
                             }
-                        }
+                        };
+                        if (Exponentials && all)
+                            rows(std::true_type());
+                        else
+                            rows(std::false_type());
                     }
                     if constexpr (Backward) {
-                        for (int i = g; i < g + kAtOnce; i++) x[i] = pre_piece(next_item, next_row + i);
+                        for (int i = g; i < g + kAtOnce; i++) x[i] = pre_piece(next_row + i, next_column);
                     }
                 }
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(d_empty(writer));
-                if (Exponentials && lane < kTurn && row + lane < p.N)
-                    p.partials[static_cast<size_t>(column_of(item) / kColumns) * p.N + row + lane] = row_sum;
+                if constexpr (Exponentials) {
+                    const float sum = sums_over_warp(row_sums, lane);
+                    if (lane % (kWarp / kTurn) == 0 && row + lane / (kWarp / kTurn) < p.N)
+                        p.partials[size_t(first_column / kColumns) * p.N + row + lane / (kWarp / kTurn)] = sum;
+                }
             }
             if constexpr (Backward) {
-                const size_t row = static_cast<size_t>(row_of(item) / kRows) * kEpilogueWarps + warp;
+                const size_t row = static_cast<size_t>(first_row / kRows) * kEpilogueWarps + warp;
                 store(p.partials + row * p.OC + column, sum);
             }
         }
