@@ -51,7 +51,7 @@ __device__ inline float update(float p, float& m, float& v, float g, float decay
     m = plan.beta1 * m + (1.f - plan.beta1) * g;
     v = plan.beta2 * v + (1.f - plan.beta2) * g * g;
     const float m_hat = m * plan.correction1, v_hat = v * plan.correction2;
-    return p - plan.lr * (m_hat / (sqrtf(v_hat) + plan.eps) + decay * p);
+    return p - plan.lr * (m_hat * reciprocal_approx(sqrt_approx(v_hat) + plan.eps) + decay * p);
 }
 
 // Updates V elements from parameter i on, whose state is at s. V is 4, or 1 in a group that the range shares with its

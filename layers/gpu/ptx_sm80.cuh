@@ -116,6 +116,12 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
 }
+// √x to 1 ulp, but 0 if x is subnormal. #floating-point-instructions-sqrt
+__device__ __forceinline__ float sqrt_approx(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
 constexpr float kLog2e = static_cast<float>(M_LOG2E);  // eˣ = 2^(x·kLog2e)
 // 2^x to 2 ulp, without exp2f's care for subnormal results. 2^−inf = 0. #floating-point-instructions-ex2
 __device__ __forceinline__ float exp2_approx(float x) {
