@@ -453,7 +453,7 @@ void GPT2<Dev, X>::update(const AdamW& hyper) {
 // Rows of logits that exist at once. They are enough to fill the GPU, and so few that (B·T, Vp) never exists whole.
 static size_t classifier_chunk(size_t rows, int Vp, DType t) {
     size_t chunk = 512;
-    while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(512) << 20)) chunk *= 2;
+    while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(2) << 30)) chunk *= 2;
     return std::min(chunk, rows);
 }
 

@@ -492,7 +492,7 @@ TEST(reference_model_gradient_by_finite_differences) {
 
 // The second vocabulary is so large that the rows of one batch's logits, 640, are computed in two parts.
 TEST(accumulated_micro_batches_equal_one_batch) {
-    for (const Config& config : {Config{16, 30, 32, 2, 2, 8}, Config{160, 65600, 65664, 1, 1, 8}}) {
+    for (const Config& config : {Config{16, 30, 32, 2, 2, 8}, Config{160, 262300, 262400, 1, 1, 8}}) {
         const int T = config.max_T;
         const std::vector<int> stream = make_tokens(4 * T + 1, config.V, 5);
         Ready<double> whole(config, 4, T), parts(config, 1, T, 4);

@@ -1,5 +1,6 @@
 // What a step works with beside parameters and activations: the optimizer's state, and buffers that every layer reuses.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "run/tensors.h"
@@ -38,14 +39,14 @@ struct Buffers : Tensors {
     Buffers(const Tensors& place, const Sizes& s) : Tensors(place), s(s), gradient(s.training ? s.N * s.C : 0) {}
     using A = Acc<X>;
     const Sizes& s;
-    const size_t gradient, logits_size = s.chunk * s.Vp;
+    const size_t gradient, logits_size = std::max(s.chunk * s.Vp, s.recompute >= 1 ? 4 * gradient : 0);
     X* logits = once<X>("logits", logits_size);  // (chunk, Vp): the classifier works on a chunk of rows at a time
+    X* wide = logits;                            // (N, 4C) gradient of fch, then of qkv. At recompute 0 it is in gelu
     A* losses = once<A>("losses", s.N);          // (N)
     A* stats = once<A>("stats", s.stats);        // micro-batches' losses, rank after rank; the norm; each share's norm
     A* share = once<A>("share", s.share);  // if the optimizer is sharded: this rank's summed gradients, and a gate
-    X* dresidual = once<X>("dresidual", gradient);                   // (N, C) gradient of the residual stream
-    X* wide = once<X>("wide", s.recompute >= 1 ? 4 * gradient : 0);  // (N, 4C) of fch, then of qkv; else over gelu
-    A* row = once<A>("row", s.training || s.cache ? 5 * s.C : 0);    // (5, C) of one token: residual, and att or gelu
+    X* dresidual = once<X>("dresidual", gradient);                 // (N, C) gradient of the residual stream
+    A* row = once<A>("row", s.training || s.cache ? 5 * s.C : 0);  // (5, C) of one token: residual, and att or gelu
     void* scratch = once<void>("scratch", (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, pointers
     int* batch = once<int>("batch", s.batch);                    // tokens, targets and encoder plans of a whole step
 };
