@@ -227,9 +227,11 @@ struct Block {
             const float s = gelu_sigmoid(pre[k]);
             y.x[k] = pre[k] * s;
             dx.x[k] = product[k] * gelu_derivative(pre[k], s, y.x[k]);
-            sum.x[k] += dx[k];  // of 0 beyond N, where A is 0
         }
-        store_16_if(inside, (Backward ? p.dpre : p.pre) + at, Backward ? round_to<bf16>(dx) : d);
+        const Vec<bf16, 8> stored = Backward ? round_to<bf16>(dx) : d;
+        const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
+        for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
+        store_16_if(inside, (Backward ? p.dpre : p.pre) + at, stored);
         if (mode != Mode::backward) store_16_if(inside, p.out + at, round_to<bf16>(y));
     }
 
