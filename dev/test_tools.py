@@ -34,6 +34,9 @@ OUTER = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "B", "GPUS", "COMMIT", "TRE
 FULL_DISK = ("sh", "-c", 'ulimit -f 8; exec "$@"', "sh", sys.executable)  # a limit on the size of files stands for it
 LIBRARIES = dict.fromkeys(["matplotlib", "matplotlib.pyplot", "matplotlib.ticker", "tensorboard.compat.proto.event_pb2",
                            "tensorboard.summary.writer.record_writer"], mock.MagicMock())  # stand for them
+for library in "numpy", "torch":  # neither can be imported twice, and script() forgets what it imported
+    with contextlib.suppress(ImportError):
+        __import__(library)
 refused = unittest.TestCase().assertRaisesRegex
 sys.path += [str(SCRIPTS), str(ROOT / "dev")]
 import results  # sets RUN
