@@ -1248,6 +1248,21 @@ def test_measuring_in_parts(tmp):
     wait_for_end_of(tmp / "pid", 5)
 
 
+def test_soak():
+    """A run that is killed loses nothing, and what is lost is seen, here a loss and the bytes of another seed."""
+    built()
+    import soak
+    small = "--kill 2 --steps 8 --every 3 --seconds .4 .6 --device cpu -e tiny -b 1 -t 16 -v 0 -s 0".split()
+    assert "0 of 2 files and 0 losses differ" in script("soak.py", *small).stdout
+    start = soak.start
+
+    def other_seed(folder, *options):
+        return start(folder, *options, *(["--seed", 2] if folder.name == "calm" else []))
+    with mock.patch.object(soak, "start", other_seed):
+        result = script("soak.py", *small, code=1, function=lambda: sys.exit(soak.main()))
+    assert "2 of 2 files and 8 losses differ" in result.stdout, result
+
+
 def test_sanitizer_of_the_kernels(tmp):
     """scripts/sanitize.sh with a stand-in for compute-sanitizer: what it runs, its exit code, and Ctrl-C."""
     sanitize = executable(tmp / "scripts" / "sanitize.sh", (SCRIPTS / "sanitize.sh").read_text())

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Trains for a long time: does memory stay flat, and is nothing lost when the run is killed again and again?
+
+    make && python3 scripts/soak.py --minutes 20                       # one run with checkpoints; memory every 5 s
+    python3 scripts/soak.py --kill 20 --steps 4000                     # a run killed 20 times, each 3 to 20 s after its start
+    python3 scripts/soak.py --kill 5 --steps 60 --device cpu -e tiny   # the trainer's options come last
+
+A run that is killed (SIGKILL) is resumed. Another goes to the same step without being disturbed, and every byte of the
+last checkpoint and every loss in both logs must be the same. Exit code 1: something was lost, or memory grew by more
+than 2 % after the first fifth of the time. Up to six checkpoints lie in $TMPDIR.
+"""
+import argparse
+import json
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MIB = 2**20
+
+
+def start(folder, *options):
+    with open(folder / "output.txt", "a") as output:
+        return subprocess.Popen([ROOT / "train_gpt2cu", "-o", folder / "run", *map(str, options)], stdout=output,
+                                stderr=subprocess.STDOUT)
+
+
+def ended(run, folder, *codes):
+    """Waits for its end. Another exit code than these is the end of this script."""
+    if run.wait() not in codes:
+        sys.exit(f"soak.py: the run ended with {run.returncode}: {(folder / 'output.txt').read_text()[-300:]}")
+
+
+def losses(folder):
+    rows = map(json.loads, (folder / "run" / "log.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss_nats"] for row in rows if row["kind"] == "train"}
+
+
+def memory(pid):
+    """MiB of the process in host memory, and of everybody on the GPU."""
+    host = int(re.search(r"VmRSS:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text())[1]) * 1024 // MIB
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return host, int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+    except (OSError, subprocess.CalledProcessError):
+        return host, 0
+
+
+def soak(a, folder):
+    run, begin, samples = start(folder, "-x", 10**8, "-n", a.every, "-nk", 2, *a.options), time.monotonic(), []
+    while run.poll() is None and time.monotonic() - begin < 60 * a.minutes:
+        time.sleep(min(5, 60 * a.minutes / 20))
+        if run.poll() is None:
+            samples.append(memory(run.pid))
+    run.send_signal(signal.SIGINT)
+    ended(run, folder, 128 + signal.SIGINT)
+    steps = max(losses(folder))
+    warm, last = [max(column) for column in zip(*samples[:len(samples) // 5 + 1])], [max(c) for c in zip(*samples)]
+    print(f"{steps} steps, {steps // a.every} checkpoints and one at the end. MiB of host and device: at most {warm[0]} and "
+          f"{warm[1]} in the first fifth, {last[0]} and {last[1]} in all")
+    return any(now > 1.02 * then for then, now in zip(warm, last))
+
+
+def kill(a, folder):
+    kills, code = 0, None
+    while code is None:
+        run = start(folder, "-x", a.steps, "-n", a.every, "-nk", 2, "-y", 1, *a.options)
+        try:
+            code = run.wait(random.uniform(*a.seconds) if kills < a.kill else None)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
+            kills += 1
+    ended(run, folder, 0)
+    calm = folder / "calm"
+    calm.mkdir()
+    ended(start(calm, "-x", a.steps, "-n", a.every, "-nk", 2, *a.options), calm, 0)
+    names = [f"{kind}_{a.steps:08}.bin" for kind in ("model", "state")]
+    different = [n for n in names if (folder / "run" / n).read_bytes() != (calm / "run" / n).read_bytes()]
+    apart = [step for step, loss in losses(calm).items() if losses(folder).get(step) != loss]
+    print(f"{a.steps} steps with {kills} kills beside {a.steps} undisturbed ones: "
+          f"{len(different)} of {len(names)} files and {len(apart)} losses differ")
+    return different or apart
+
+
+def main():
+    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg.add_argument("--minutes", type=float, default=20, help="of the run whose memory is watched (default: %(default)s)")
+    arg.add_argument("--kill", type=int, metavar="N", default=0, help="kill and resume a run so many times")
+    arg.add_argument("--steps", type=int, default=1000, help="of a run that is killed (default: %(default)s)")
+    arg.add_argument("--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
+    arg.add_argument("--seconds", type=float, nargs=2, default=(3, 20), metavar=("FROM", "TO"),
+                     help="from a start to its kill (default: 3 20)")
+    a, a.options = arg.parse_known_args()
+    if not (ROOT / "train_gpt2cu").exists():
+        sys.exit("soak.py: there is no ./train_gpt2cu: make")
+    with tempfile.TemporaryDirectory(prefix="soak.") as folder:
+        return 1 if (kill if a.kill else soak)(a, pathlib.Path(folder)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
