@@ -40,10 +40,10 @@ struct Buffers : Tensors {
     using A = Acc<X>;
     const Sizes& s;
     const size_t gradient, logits_size = std::max(s.chunk * s.Vp, s.recompute >= 1 ? 4 * gradient : 0);
-    X* logits = once<X>("logits", logits_size);  // (chunk, Vp): the classifier works on a chunk of rows at a time
-    X* wide = logits;                            // (N, 4C) gradient of fch, then of qkv. At recompute 0 it is in gelu
-    A* losses = once<A>("losses", s.N);          // (N)
-    A* stats = once<A>("stats", s.stats);        // micro-batches' losses, rank after rank; the norm; each share's norm
+    X* logits = once<X>("logits", logits_size);     // (chunk, Vp): the classifier works on a chunk of rows at a time
+    X* wide = s.recompute >= 1 ? logits : nullptr;  // (N, 4C) gradient of fch, then of qkv. Backward needs no logits
+    A* losses = once<A>("losses", s.N);             // (N)
+    A* stats = once<A>("stats", s.stats);  // micro-batches' losses, rank after rank; the norm; each share's norm
     A* share = once<A>("share", s.share);  // if the optimizer is sharded: this rank's summed gradients, and a gate
     X* dresidual = once<X>("dresidual", gradient);                 // (N, C) gradient of the residual stream
     A* row = once<A>("row", s.training || s.cache ? 5 * s.C : 0);  // (5, C) of one token: residual, and att or gelu
