@@ -6,8 +6,8 @@
 //   dinp_sum += Σ_rows dinp
 //
 // Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it, so the variance needs no
-// second trip to memory. Rows of 768 or 1024 bf16 stay in registers, others in shared memory. There each lane reads back
-// only what it wrote, so nobody waits at a barrier.
+// second trip to memory. Rows of 3 or 4 vectors a lane (768 or 1024 bf16) stay in registers, others in shared memory.
+// There each lane reads back only what it wrote, so nobody waits at a barrier.
 //
 // Backward is bound by memory, too. It reads dout, inp and dinp, and writes dinp. The sums over rows want a thread that
 // stays on its columns, and the sums over a row want all columns at once. So a warp (rows kernel) or a block (general
@@ -34,7 +34,7 @@ namespace {
 
 constexpr int kMaxChannels = 8192;
 
-// Rows go from the last to the first, because the product before wrote the last ones last. They are still in L2.
+// Forward and the rows kernel begin with the last row. The product before wrote the last ones last, so they are in L2.
 __device__ size_t row_of_turn(size_t turn, size_t N) {
     return N - 1 - turn;
 }
@@ -293,13 +293,13 @@ void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const 
     const size_t row_bytes = C * sizeof(X);
     const int warps = static_cast<int>(std::min<size_t>(kForwardWarps, kForwardSmem / row_bytes));
     auto kernel = layernorm_forward_kernel<X, 1, 0>;
+    size_t smem = warps * row_bytes;
     if (vectorises<X>(C, out, inp, weight, bias)) {
         kernel = layernorm_forward_kernel<X, kVec<X>, 0>;
-        if (C == 3 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 3>;
-        if (C == 4 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 4>;
+        if (C == 3 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 3>, smem = 0;
+        if (C == 4 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 4>, smem = 0;
     }
-    kernel<<<ceil_div(N, warps), warps * kWarp, warps * row_bytes, dev.stream>>>(out, mean, rstd, inp, weight, bias, N,
-                                                                                 C);
+    kernel<<<ceil_div(N, warps), warps * kWarp, smem, dev.stream>>>(out, mean, rstd, inp, weight, bias, N, C);
     LAUNCH_CHECK("layernorm_forward_kernel");
 }
 

@@ -1,5 +1,6 @@
 // The race among algorithms for one matrix product (see matmul_race.h).
 #include <algorithm>
+#include <array>
 
 #include "layers/matmul_race.h"
 
@@ -124,12 +125,14 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
         equal.erase(std::remove_if(equal.begin() + 1, equal.end(), [&](int i) { return outcome(i, x) != expected; }),
                     equal.end());
     }
-    // They take turns, because the GPU slows down while it gets warm.
-    std::vector<float> ms(equal.size());
+    // They take turns, because the GPU slows down while it gets warm. The median of a candidate's times counts.
+    std::vector<std::array<float, 5>> times(equal.size());
     for (int round = 0; round < 5 && equal.size() > 1; round++)
         for (size_t k = 0; k < equal.size(); k++)
-            ms[k] += time_of(dev, [&] { run(equal[k], own, p.accumulate); });
-    result.fastest = equal[std::min_element(ms.begin(), ms.end()) - ms.begin()];
+            times[k][round] = time_of(dev, [&] { run(equal[k], own, p.accumulate); });
+    for (auto& t : times) std::sort(t.begin(), t.end());
+    const auto fastest = std::min_element(times.begin(), times.end(), [](auto& a, auto& b) { return a[2] < b[2]; });
+    result.fastest = equal[fastest - times.begin()];
     dev.free(memory);
     return result;
 }

@@ -59,13 +59,13 @@ __device__ inline Vec<float, N> to_float(const Vec<bf16, N>& v) {
     Vec<float, N> r;
     if constexpr (N == 1) {
         r.x[0] = v[0];
-        return r;
-    }
-    unsigned pairs[(N + 1) / 2];
-    memcpy(pairs, &v, sizeof v);
-    for (int i = 0; i < N; i += 2) {
-        r.x[i] = __uint_as_float(pairs[i / 2] << 16);
-        r.x[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    } else {
+        unsigned pairs[N / 2];
+        memcpy(pairs, &v, sizeof v);
+        for (int i = 0; i < N; i += 2) {
+            r.x[i] = __uint_as_float(pairs[i / 2] << 16);
+            r.x[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+        }
     }
     return r;
 }

@@ -235,7 +235,8 @@ struct Block {
         if (mode != Mode::backward) store_16_if(inside, p.out + at, round_to<bf16>(y));
     }
 
-    // Writes 2^z of eight elements of a row if `inside`, and 0 where `wanted` lacks a bit. Returns their sum.
+    // Writes 2^z of eight elements of a row if `inside`. Unless All are wanted it writes 0 where `wanted` lacks a bit.
+    // Returns their sum.
     template <bool All>
     __device__ __forceinline__ float raise(const Vec<__half, 8>& z, uint32_t wanted, bool inside, size_t at) const {
         Vec<float, 8> e;
@@ -289,9 +290,9 @@ struct Block {
                 const int target = Exponentials ? p.targets[min(row + lane % kTurn, p.N - 1)] : 0;
                 float row_sums[kTurn] = {};
                 mbarrier_wait(d_full(writer / kGroupWarps), d_phase);
-                // Of 25 turns one has an element that is left out.
-                const bool all = first_column + kColumns <= p.V &&
-                                 __all_sync(kFullMask, unsigned(target - first_column) >= kColumns);
+                // In 21 turns of 22 there is neither a target nor padding, and no element needs to be tested.
+                const bool all_wanted = first_column + kColumns <= p.V &&
+                                        __all_sync(kFullMask, unsigned(target - first_column) >= kColumns);
 #pragma unroll
                 for (int g = 0; g < kTurn; g += kAtOnce) {
                     // The branch also keeps the compiler from using all of x at once, when its loads have just begun.
@@ -311,7 +312,7 @@ struct Block {
                                 }
                             }
                         };
-                        if (Exponentials && all)
+                        if (Exponentials && all_wanted)
                             rows(std::true_type());
                         else
                             rows(std::false_type());
@@ -323,9 +324,10 @@ struct Block {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(d_empty(writer));
                 if constexpr (Exponentials) {
-                    const float sum = sums_over_warp(row_sums, lane);
-                    if (lane % (kWarp / kTurn) == 0 && row + lane / (kWarp / kTurn) < p.N)
-                        p.partials[size_t(first_column / kColumns) * p.N + row + lane / (kWarp / kTurn)] = sum;
+                    const float row_sum = sums_over_warp(row_sums, lane);
+                    const int its_row = row + lane / (kWarp / kTurn);
+                    if (lane % (kWarp / kTurn) == 0 && its_row < p.N)
+                        p.partials[static_cast<size_t>(first_column / kColumns) * p.N + its_row] = row_sum;
                 }
             }
             if constexpr (Backward) {
