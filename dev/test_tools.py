@@ -1252,15 +1252,18 @@ def test_soak():
     """A run that is killed loses nothing, and what is lost is seen, here a loss and the bytes of another seed."""
     built()
     import soak
-    small = "--kill 2 --steps 8 --every 3 --seconds .4 .6 --device cpu -e tiny -b 1 -t 16 -v 0 -s 0".split()
-    assert "0 of 2 files and 0 losses differ" in script("soak.py", *small).stdout
+    small = "--kill 2 --steps 60 --every 3 --seconds .1 .3 --device cpu -e tiny -b 1 -t 16 -v 0 -s 0".split()
+    said = script("soak.py", *small).stdout
+    assert "60 steps with 2 kills" in said and "0 of 2 files and 0 losses differ" in said
     start = soak.start
 
     def other_seed(folder, *options):
         return start(folder, *options, *(["--seed", 2] if folder.name == "calm" else []))
     with mock.patch.object(soak, "start", other_seed):
         result = script("soak.py", *small, code=1, function=lambda: sys.exit(soak.main()))
-    assert "2 of 2 files and 8 losses differ" in result.stdout, result
+    assert "2 of 2 files and 60 losses differ" in result.stdout, result
+    script("soak.py", *small[2:], "--kill", 9, "--steps", 2, "--seconds", 60, 60, code=1, says=["after 0 of 9 kills: raise --steps"])
+    script("soak.py", "--minutes", .02, "-e", "none", code=1, says=["the run ended with 2", "none"])
 
 
 def test_sanitizer_of_the_kernels(tmp):

@@ -2,14 +2,16 @@
 """Trains for a long time: does memory stay flat, and is nothing lost when the run is killed again and again?
 
     make && python3 scripts/soak.py --minutes 20                       # one run with checkpoints; memory every 5 s
-    python3 scripts/soak.py --kill 20 --steps 4000                     # a run killed 20 times, each 3 to 20 s after its start
-    python3 scripts/soak.py --kill 5 --steps 60 --device cpu -e tiny   # the trainer's options come last
+    python3 scripts/soak.py --kill 20 --steps 20000                    # killed 20 times, 3 to 20 s after each start
+    python3 scripts/soak.py --kill 5 --steps 200 --device cpu -e tiny  # the trainer's options come last
 
 A run that is killed (SIGKILL) is resumed. Another goes to the same step without being disturbed, and every byte of the
 last checkpoint and every loss in both logs must be the same. Exit code 1: something was lost, or memory grew by more
-than 2 % after the first fifth of the time. Up to six checkpoints lie in $TMPDIR.
+than 2 % after the first fifth of the time. Up to six checkpoints lie in $TMPDIR. It looks at the memory of one process
+and of the first GPU.
 """
 import argparse
+import filecmp
 import json
 import pathlib
 import random
@@ -22,18 +24,21 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MIB = 2**20
+runs = []  # all that were started
 
 
 def start(folder, *options):
     with open(folder / "output.txt", "a") as output:
-        return subprocess.Popen([ROOT / "train_gpt2cu", "-o", folder / "run", *map(str, options)], stdout=output,
-                                stderr=subprocess.STDOUT)
+        runs.append(subprocess.Popen([ROOT / "train_gpt2cu", "-o", folder / "run", *map(str, options)], stdout=output,
+                                     stderr=subprocess.STDOUT))
+    return runs[-1]
 
 
 def ended(run, folder, *codes):
     """Waits for its end. Another exit code than these is the end of this script."""
     if run.wait() not in codes:
-        sys.exit(f"soak.py: the run ended with {run.returncode}: {(folder / 'output.txt').read_text()[-300:]}")
+        said = "".join((folder / "output.txt").read_text().splitlines()[-1:])
+        sys.exit(f"soak.py: the run ended with {run.returncode}: {said}")
 
 
 def losses(folder):
@@ -42,28 +47,30 @@ def losses(folder):
 
 
 def memory(pid):
-    """MiB of the process in host memory, and of everybody on the GPU."""
-    host = int(re.search(r"VmRSS:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text())[1]) * 1024 // MIB
+    """MiB of the process in host memory, and of everybody on the first GPU. 0 is unknown."""
+    host = re.search(r"VmRSS:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text())  # none of one that just ended
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        return host, int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, subprocess.CalledProcessError):
-        return host, 0
+        device = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+    except (OSError, ValueError, IndexError, subprocess.CalledProcessError):
+        device = 0
+    return int(host[1]) * 1024 // MIB if host else 0, device
 
 
 def soak(a, folder):
     run, begin, samples = start(folder, "-x", 10**8, "-n", a.every, "-nk", 2, *a.options), time.monotonic(), []
     while run.poll() is None and time.monotonic() - begin < 60 * a.minutes:
         time.sleep(min(5, 60 * a.minutes / 20))
-        if run.poll() is None:
-            samples.append(memory(run.pid))
+        samples.append(memory(run.pid))
     run.send_signal(signal.SIGINT)
     ended(run, folder, 128 + signal.SIGINT)
-    steps = max(losses(folder))
-    warm, last = [max(column) for column in zip(*samples[:len(samples) // 5 + 1])], [max(c) for c in zip(*samples)]
-    print(f"{steps} steps, {steps // a.every} checkpoints and one at the end. MiB of host and device: at most {warm[0]} and "
-          f"{warm[1]} in the first fifth, {last[0]} and {last[1]} in all")
-    return any(now > 1.02 * then for then, now in zip(warm, last))
+    steps = max(losses(folder), default=0)
+    if not samples or steps == 0:
+        sys.exit("soak.py: not one step was made: raise --minutes")
+    warm, most = [[max(column) for column in zip(*part)] for part in (samples[:len(samples) // 5 + 1], samples)]
+    print(f"{steps} steps, {steps // a.every} checkpoints and one at the end. MiB of host and device: at most "
+          f"{warm[0]} and {warm[1]} in the first fifth, {most[0]} and {most[1]} in all")
+    return any(now > 1.02 * then for then, now in zip(warm, most))
 
 
 def kill(a, folder):
@@ -77,12 +84,15 @@ def kill(a, folder):
             run.wait()
             kills += 1
     ended(run, folder, 0)
+    if kills < a.kill:
+        sys.exit(f"soak.py: the run ended after {kills} of {a.kill} kills: raise --steps")
     calm = folder / "calm"
     calm.mkdir()
     ended(start(calm, "-x", a.steps, "-n", a.every, "-nk", 2, *a.options), calm, 0)
     names = [f"{kind}_{a.steps:08}.bin" for kind in ("model", "state")]
-    different = [n for n in names if (folder / "run" / n).read_bytes() != (calm / "run" / n).read_bytes()]
-    apart = [step for step, loss in losses(calm).items() if losses(folder).get(step) != loss]
+    different = [n for n in names if not filecmp.cmp(folder / "run" / n, calm / "run" / n, shallow=False)]
+    killed, undisturbed = losses(folder), losses(calm)
+    apart = [s for s in range(1, a.steps + 1) if s not in undisturbed or killed.get(s) != undisturbed[s]]
     print(f"{a.steps} steps with {kills} kills beside {a.steps} undisturbed ones: "
           f"{len(different)} of {len(names)} files and {len(apart)} losses differ")
     return different or apart
@@ -90,9 +100,9 @@ def kill(a, folder):
 
 def main():
     arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arg.add_argument("--minutes", type=float, default=20, help="of the run whose memory is watched (default: %(default)s)")
+    arg.add_argument("--minutes", type=float, default=20, help="of the run whose memory is watched (default: 20)")
     arg.add_argument("--kill", type=int, metavar="N", default=0, help="kill and resume a run so many times")
-    arg.add_argument("--steps", type=int, default=1000, help="of a run that is killed (default: %(default)s)")
+    arg.add_argument("--steps", type=int, default=20000, help="of a run that is killed (default: %(default)s)")
     arg.add_argument("--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
     arg.add_argument("--seconds", type=float, nargs=2, default=(3, 20), metavar=("FROM", "TO"),
                      help="from a start to its kill (default: 3 20)")
@@ -100,8 +110,14 @@ def main():
     if not (ROOT / "train_gpt2cu").exists():
         sys.exit("soak.py: there is no ./train_gpt2cu: make")
     with tempfile.TemporaryDirectory(prefix="soak.") as folder:
-        return 1 if (kill if a.kill else soak)(a, pathlib.Path(folder)) else 0
+        try:
+            return 1 if (kill if a.kill else soak)(a, pathlib.Path(folder)) else 0
+        finally:  # also when this is interrupted, because a run goes on for ever
+            for run in runs:
+                run.kill()
+                run.wait()
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
