@@ -13,10 +13,10 @@ Before it is timed the loss must start at ln V and fall over 20 steps on one bat
 after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
 "ours/peer" is how many times as fast ours is: above 1, ours wins.
 
---llmc FOLDER names the sources of llm.c, whose program this builds (with cuDNN: see its README) unless it is there. For
-CUDA 13 cudnn-frontend must be 1.14 or later. There llmc/cuda_utils.cuh, in its second cudaMemAdvise, needs
-cudaMemLocation{cudaMemLocationTypeHost, 0} in place of cudaCpuDeviceId. It runs on random tokens at -r 0, once for each
-of its -ge 0, 1 and 2. Milliseconds and memory are those that it prints.
+--llmc FOLDER names the sources of llm.c, whose program this builds (with cuDNN: see its README) unless it is there. It
+runs on random tokens at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds and memory are those that it prints.
+With CUDA 13 it needs cudnn-frontend 1.14 or later. Its second cudaMemAdvise, in llmc/cuda_utils.cuh, then wants
+cudaMemLocation{cudaMemLocationTypeHost, 0} in place of cudaCpuDeviceId.
 """
 import argparse
 import array
