@@ -10,9 +10,7 @@ last checkpoint and every loss in both logs must be the same. Exit code 1: somet
 than 2 % after the first fifth of the time. Up to six checkpoints lie in $TMPDIR. It looks at the memory of one process
 and of the first GPU.
 """
-import argparse
 import filecmp
-import json
 import pathlib
 import random
 import re
@@ -22,8 +20,8 @@ import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-MIB = 2**20
+from results import ROOT, arguments, fail, need, output_of, read_log
+
 runs = []  # all that were started
 
 
@@ -38,23 +36,18 @@ def ended(run, folder, *codes):
     """Waits for its end. Another exit code than these is the end of this script."""
     if run.wait() not in codes:
         said = "".join((folder / "output.txt").read_text().splitlines()[-1:])
-        sys.exit(f"soak.py: the run ended with {run.returncode}: {said}")
+        fail(f"the run ended with {run.returncode}: {said}")
 
 
 def losses(folder):
-    rows = map(json.loads, (folder / "run" / "log.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss_nats"] for row in rows if row["kind"] == "train"}
+    return {row["step"]: row["loss_nats"] for row in read_log(folder / "run")["train"]}
 
 
 def memory(pid):
     """MiB of the process in host memory, and of everybody on the first GPU. 0 is unknown."""
     host = re.search(r"VmRSS:\s+(\d+)", pathlib.Path(f"/proc/{pid}/status").read_text())  # none of one that just ended
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        device = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
-    except (OSError, ValueError, IndexError, subprocess.CalledProcessError):
-        device = 0
-    return int(host[1]) * 1024 // MIB if host else 0, device
+    device = output_of("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0")
+    return int(host[1]) // 1024 if host else 0, int(device) if device.isdecimal() else 0
 
 
 def soak(a, folder):
@@ -66,7 +59,7 @@ def soak(a, folder):
     ended(run, folder, 128 + signal.SIGINT)
     steps = max(losses(folder), default=0)
     if not samples or steps == 0:
-        sys.exit("soak.py: not one step was made: raise --minutes")
+        fail("not one step was made: raise --minutes")
     warm, most = [[max(column) for column in zip(*part)] for part in (samples[:len(samples) // 5 + 1], samples)]
     print(f"{steps} steps, {steps // a.every} checkpoints and one at the end. MiB of host and device: at most "
           f"{warm[0]} and {warm[1]} in the first fifth, {most[0]} and {most[1]} in all")
@@ -85,7 +78,7 @@ def kill(a, folder):
             kills += 1
     ended(run, folder, 0)
     if kills < a.kill:
-        sys.exit(f"soak.py: the run ended after {kills} of {a.kill} kills: raise --steps")
+        fail(f"the run ended after {kills} of {a.kill} kills: raise --steps")
     calm = folder / "calm"
     calm.mkdir()
     ended(start(calm, "-x", a.steps, "-n", a.every, "-nk", 2, *a.options), calm, 0)
@@ -99,7 +92,7 @@ def kill(a, folder):
 
 
 def main():
-    arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg = arguments(__doc__)
     arg.add_argument("--minutes", type=float, default=20, help="of the run whose memory is watched (default: 20)")
     arg.add_argument("--kill", type=int, metavar="N", default=0, help="kill and resume a run so many times")
     arg.add_argument("--steps", type=int, default=20000, help="of a run that is killed (default: %(default)s)")
@@ -107,8 +100,7 @@ def main():
     arg.add_argument("--seconds", type=float, nargs=2, default=(3, 20), metavar=("FROM", "TO"),
                      help="from a start to its kill (default: 3 20)")
     a, a.options = arg.parse_known_args()
-    if not (ROOT / "train_gpt2cu").exists():
-        sys.exit("soak.py: there is no ./train_gpt2cu: make")
+    need("train_gpt2cu")
     with tempfile.TemporaryDirectory(prefix="soak.") as folder:
         try:
             return 1 if (kill if a.kill else soak)(a, pathlib.Path(folder)) else 0
