@@ -61,7 +61,7 @@ struct MatmulPlan {
     cublasStatus_t run(const Cuda& dev, const cublasLtMatmulAlgo_t& algorithm, const MatmulOperands& o,
                        bool accumulate) {
         const float alpha = 1.f, beta = accumulate ? 1.f : 0.f;
-        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.c ? o.c : o.d, &d, o.d, &d,
+        return cublasLtMatmul(dev.blaslt, &operation, &alpha, o.a, &a, o.b, &b, &beta, o.addend(), &d, o.d, &d,
                               &algorithm, dev.workspace, Cuda::kWorkspaceBytes, dev.stream);
     }
 };
@@ -128,7 +128,7 @@ void multiply(const Cuda& dev, MatmulProduct product, const MatmulOperands& o) {
     if (product.rows == 0 || product.cols == 0 || product.k == 0) return;
     product.in = dtype_of<X>(), product.out = dtype_of<Y>();
     const bool tf32 = std::is_same_v<X, float> && dev.tf32;
-    const int align_d = std::min(alignment(o.d), alignment(o.c ? o.c : o.d));
+    const int align_d = std::min(alignment(o.d), alignment(o.addend()));
     const PlanKey key = {product, tf32, dev.device, alignment(o.a), alignment(o.b), align_d};
     static std::map<PlanKey, MatmulPlan> plans;
     auto found = plans.find(key);

@@ -34,6 +34,7 @@ struct MatmulOperands {
     const void* bias = nullptr;
     void* pre = nullptr;
     const void* c = nullptr;
+    const void* addend() const { return c ? c : d; }  // C
 };
 
 // Enqueues algorithm i, with beta = 1 (`accumulate`) or 0. Returns false if it cannot run.
