@@ -33,8 +33,8 @@ __global__ void D_kernel(float* D, const X* dout, const X* out, int T, int NH, s
     const size_t row = thread / kLanes;  // (b·T + t)·NH + h
     float sum = 0.f;
     if (row < rows) {
-        const auto dout_regs = to_float(load<kTerms>(dout + thread * kTerms));
-        const auto out_regs = to_float(load<kTerms>(out + thread * kTerms));
+        const auto dout_regs = load<kTerms>(dout + thread * kTerms);
+        const auto out_regs = load<kTerms>(out + thread * kTerms);
         for (int i = 0; i < kTerms; i++) sum = fmaf(dout_regs[i], out_regs[i], sum);
     }
     float total = 0.f;

@@ -178,9 +178,10 @@ __global__ void __launch_bounds__(kRowsWarps* kWarp, 4)
     }
     for (int c = lane * 8; c < h.C; c += kWarp * 8) {
         const size_t at = size_t(row) * h.C + c;
-        auto x = to_float(load<8>(h.inp + at));
-        for (float& y : x.x) y *= scale;
-        store(scaled + at, x);
+        const auto x = load<8>(h.inp + at);
+        Vec<float, 8> y;
+        for (int i = 0; i < 8; i++) y.x[i] = scale * x[i];
+        store(scaled + at, y);
     }
 }
 

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     checksum_kernel(unsigned long long* sum, const uint32_t* __restrict__ words, size_t n) {
     unsigned long long part = 0;
     for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t{gridDim.x} * kThreads)
-        part += mix64((i + 1) * kGolden + words[i]);
+        if (words[i]) part += mix64((i + 1) * kGolden + words[i]);
     part = warp_sum(part);
     if (threadIdx.x % kWarp == 0) atomicAdd(sum, part);
 }

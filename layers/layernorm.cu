@@ -6,8 +6,8 @@
 //   dinp_sum += Σ_rows dinp
 //
 // Forward is bound by memory. It reads x and writes out. One warp owns a row and keeps it, so the variance needs no
-// second trip to memory. Rows of 3 or 4 vectors a lane (768 or 1024 bf16) stay in registers, others in shared memory.
-// There each lane reads back only what it wrote, so nobody waits at a barrier.
+// second trip to memory. Rows of GPT-2's sizes stay in registers, others in shared memory. There each lane reads back
+// only what it wrote, so nobody waits at a barrier.
 //
 // Backward is bound by memory, too. It reads dout, inp and dinp, and writes dinp. The sums over rows want a thread that
 // stays on its columns, and the sums over a row want all columns at once. So a warp (rows kernel) or a block (general
@@ -15,7 +15,7 @@
 // Each block then writes one partial row per sum, and add_partials adds these in a fixed order, for the same bits on
 // every run.
 //
-// The warp of the rows kernel needs no barrier. But three sums of all of its columns leave registers for only 12 to 16
+// The warp of the rows kernel needs no barrier. But three sums of all of its columns leave registers for only 8 to 16
 // warps an SM, too few to hide the way to memory. So while a warp works on one row, the TMA unit of sm_90 fetches its
 // next one into shared memory.
 //
@@ -42,13 +42,14 @@ __device__ size_t row_of_turn(size_t turn, size_t N) {
 constexpr int kForwardWarps = 8;           // per block, fewer when their rows would not fit in shared memory
 constexpr size_t kForwardSmem = 48 << 10;  // what a block gets without asking
 
-// With K = 0 rows of any C wait in shared memory, as stored. Else C = K·32·V, and a lane keeps K vectors in registers.
-template <class X, int V, int K>
+// With kC = 0 rows of any C wait in shared memory, as stored. Else C = kC, and a lane keeps its part in registers.
+template <class X, int V, int kC>
 __global__ void __launch_bounds__(kForwardWarps* kWarp)
     layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, const X* __restrict__ inp,
                              const X* __restrict__ weight, const X* __restrict__ bias, size_t N, int any_C) {
-    constexpr int kBatch = K ? K : 4;  // vectors that a lane loads at once, or the sum would wait for each of them
-    const int C = K ? K * kWarp * V : any_C;
+    // The vectors that a lane loads at once, or the sum would wait for each of them.
+    constexpr int kBatch = kC ? (kC + kWarp * V - 1) / (kWarp * V) : 4;
+    const int C = kC ? kC : any_C;
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const size_t turn = static_cast<size_t>(blockIdx.x) * (blockDim.x / kWarp) + warp;
@@ -67,27 +68,28 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
         for (int k = 0; k < kBatch; k++) {
             const int c = first + k * kWarp * V;
             if (c >= C) continue;
-            const auto x = to_float(batch[k]);
-            for (int i = 0; i < V; i++) sum += x[i];
-            if (K == 0) store(x_smem + c, batch[k]);
+            for (int i = 0; i < V; i++) sum += batch[k][i];
+            if (kC == 0) store(x_smem + c, batch[k]);
         }
     }
     const float mean = warp_sum(sum) / C;
     // Calls f(c, x) for each of the lane's vectors.
     const auto each = [&](auto f) {
-        if constexpr (K > 0) {
-            for (int k = 0; k < K; k++) f((k * kWarp + lane) * V, to_float(batch[k]));
+        if constexpr (kC > 0) {
+#pragma unroll
+            for (int k = 0; k < kBatch; k++)
+                if (const int c = (k * kWarp + lane) * V; c < C) f(c, batch[k]);
         } else {
-            for (int c = lane * V; c < C; c += kWarp * V) f(c, to_float(load<V>(x_smem + c)));
+            for (int c = lane * V; c < C; c += kWarp * V) f(c, load<V>(x_smem + c));
         }
     };
     float squares = 0.f;
-    each([&](int, const Vec<float, V>& x) {
+    each([&](int, const Vec<X, V>& x) {
         for (int i = 0; i < V; i++) squares += (x[i] - mean) * (x[i] - mean);
     });
     const float rstd = rsqrtf(warp_sum(squares) / C + kLayernormEps);
-    each([&](int c, const Vec<float, V>& x) {
-        const auto w = to_float(load<V>(weight + c)), beta = to_float(load<V>(bias + c));
+    each([&](int c, const Vec<X, V>& x) {
+        const auto w = load<V>(weight + c), beta = load<V>(bias + c);
         Vec<float, V> y;
         for (int i = 0; i < V; i++) y.x[i] = (x[i] - mean) * rstd * w[i] + beta[i];
         store(out + c, y);
@@ -174,19 +176,18 @@ __global__ void __launch_bounds__(MaxThreads, MaxThreads == kFewThreads ? kBackw
     }
 }
 
-// For sm_90, and rows of C = 256·K bf16. A warp owns a row, K vectors a lane. partials is as above.
-template <int K>
-constexpr int kRowWarps = K <= 3 ? 16 : 12;  // 128 or 168 registers a thread, of which 24·K are sums
+// For sm_90, and rows of C bf16. A warp owns a row, K vectors a lane. partials is as above.
+// A thread has 128, 168 or 255 registers, of which 24·K are sums.
+template <int C>
+constexpr int kRowWarps = C > 1024 ? 8 : (C > 768 ? 12 : 16);
 constexpr int kRowStages = 2;
-template <int K>
-constexpr int kRowSmem = kRowWarps<K>* kRowStages * 3 * K * 512;
 
-template <int K>
-__global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
+template <int C>
+__global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     layernorm_backward_rows_kernel(bf16* dinp, float* partials, const bf16* dout, const bf16* inp, const bf16* weight,
                                    const float* __restrict__ mean, const float* __restrict__ rstd, size_t N) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int V = 8, C = K * kWarp * V, W = kRowWarps<K>;
+    constexpr int V = 8, K = (C + kWarp * V - 1) / (kWarp * V), W = kRowWarps<C>;
     extern __shared__ uint4 ring_smem[];  // [W][kRowStages][3: dout, inp, dinp][C] of bf16, in the end (W, 3, C) floats
     __shared__ alignas(16) bf16 weight_smem[C];  // no registers for it, dout and inp, so each is read twice
     __shared__ uint64_t full_smem[W][kRowStages];
@@ -225,8 +226,9 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         float sum_g = 0.f, sum_gn = 0.f;
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
-            const auto dy = to_float(load<V>(dy_smem + k * kWarp * V)), w = to_float(load<V>(weight_smem + c)),
-                       x = to_float(load<V>(dy_smem + C + k * kWarp * V));
+            if (c >= C) continue;
+            const auto dy = load<V>(dy_smem + k * kWarp * V), w = load<V>(weight_smem + c),
+                       x = load<V>(dy_smem + C + k * kWarp * V);
             for (int i = 0; i < V; i++) {
                 const float n = (x[i] - m) * s, g = __fmul_rn(w[i], dy[i]);
                 sum_g += g;
@@ -239,9 +241,9 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
         __syncwarp();  // stops the compiler from keeping what is read above, because there are no registers for it
         for (int k = 0; k < K; k++) {
             const int c = (k * kWarp + lane) * V;
-            const auto dy = to_float(load<V>(dy_smem + k * kWarp * V)), w = to_float(load<V>(weight_smem + c)),
-                       x = to_float(load<V>(dy_smem + C + k * kWarp * V)),
-                       old = to_float(load<V>(dy_smem + 2 * C + k * kWarp * V));
+            if (c >= C) continue;
+            const auto dy = load<V>(dy_smem + k * kWarp * V), w = load<V>(weight_smem + c),
+                       x = load<V>(dy_smem + C + k * kWarp * V), old = load<V>(dy_smem + 2 * C + k * kWarp * V);
             Vec<float, V> dx;
             for (int i = 0; i < V; i++) {
                 const float g = __fmul_rn(w[i], dy[i]);
@@ -249,8 +251,7 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
             }
             const Vec<bf16, V> stored = round_to<bf16>(dx);
             store(dinp + row * C + c, stored);
-            const auto summand = to_float(stored);
-            for (int i = 0; i < V; i++) dsum[k][i] += summand[i];
+            for (int i = 0; i < V; i++) dsum[k][i] += stored[i];
         }
         __syncwarp();  // all lanes have read the stage
         fetch(turn + kRowStages * stride, stage);
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(kRowWarps<K>* kWarp, 1)
     float* const sums_smem = reinterpret_cast<float*>(ring_smem);
     float* const mine = sums_smem + static_cast<size_t>(warp) * 3 * C + lane * V;
     for (int k = 0; k < K; k++)
-        for (int i = 0; i < V; i++) {
+        for (int i = 0; i < V && (k * kWarp + lane) * V < C; i++) {
             mine[k * kWarp * V + i] = dweight[k][i];
             mine[C + k * kWarp * V + i] = dbias[k][i];
             mine[2 * C + k * kWarp * V + i] = dsum[k][i];
@@ -285,6 +286,14 @@ static void check_channels(int C) {
     if (C < 1 || C > kMaxChannels) throw Error(format("layernorm: C = %d, expected 1..%d", C, kMaxChannels));
 }
 
+// Calls f with C as a constant, if C is that of a GPT-2. Returns whether it is.
+template <class F>
+static bool at_size_of_gpt2(int C, F f) {
+    const auto is = [&](auto size) { return C == size && (f(size), true); };
+    return is(std::integral_constant<int, 768>()) || is(std::integral_constant<int, 1024>()) ||
+           is(std::integral_constant<int, 1280>()) || is(std::integral_constant<int, 1600>());
+}
+
 template <class X>
 void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const X* inp, const X* weight, const X* bias,
                        size_t N, int C) {
@@ -296,8 +305,7 @@ void layernorm_forward(const Cuda& dev, X* out, float* mean, float* rstd, const 
     size_t smem = warps * row_bytes;
     if (vectorises<X>(C, out, inp, weight, bias)) {
         kernel = layernorm_forward_kernel<X, kVec<X>, 0>;
-        if (C == 3 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 3>, smem = 0;
-        if (C == 4 * kWarp * kVec<X>) kernel = layernorm_forward_kernel<X, kVec<X>, 4>, smem = 0;
+        at_size_of_gpt2(C, [&](auto size) { kernel = layernorm_forward_kernel<X, kVec<X>, size>, smem = 0; });
     }
     kernel<<<ceil_div(N, warps), warps * kWarp, smem, dev.stream>>>(out, mean, rstd, inp, weight, bias, N, C);
     LAUNCH_CHECK("layernorm_forward_kernel");
@@ -324,17 +332,16 @@ void layernorm_backward(const Cuda& dev, X* dinp, float* dweight, float* dbias, 
     if (N == 0) return;
     float* partials = static_cast<float*>(scratch);
     if constexpr (std::is_same_v<X, bf16>) {
-        const auto kernel = C == 768    ? layernorm_backward_rows_kernel<3>
-                            : C == 1024 ? layernorm_backward_rows_kernel<4>
-                                        : nullptr;
-        if (kernel && dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight)) {
-            const int warps = C == 768 ? kRowWarps<3> : kRowWarps<4>, smem = C == 768 ? kRowSmem<3> : kRowSmem<4>;
+        const auto launch = [&](auto size) {
+            constexpr int warps = kRowWarps<size>, smem = warps * kRowStages * 3 * size * sizeof(bf16);
+            const auto kernel = layernorm_backward_rows_kernel<size>;
             CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
             const int blocks = static_cast<int>(std::min<size_t>(dev.num_sms, (N - 1) / warps + 1));
             kernel<<<blocks, warps * kWarp, smem, dev.stream>>>(dinp, partials, dout, inp, weight, mean, rstd, N);
             LAUNCH_CHECK("layernorm_backward_rows_kernel");
-            return add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
-        }
+            add_partials(dev, {dweight, dbias, dinp_sum}, partials, blocks, C);
+        };
+        if (dev.sm90a && vectorises<X>(C, dinp, dout, inp, weight) && at_size_of_gpt2(C, launch)) return;
     }
     const bool few = backward_threads(C) <= kFewThreads;
     constexpr int V = kVec<X>, kMany = kMaxChannels / kBackwardColumns;

@@ -142,7 +142,7 @@ size_t reduce_scratch_bytes(const Cuda& dev);
 // Returns how many elements are NaN or ±inf. Waits for the device, so only for error reports. Needs 8 bytes of scratch.
 template <class X>
 size_t count_nonfinite(const Cuda& dev, void* scratch, const X* x, size_t n);
-// A hash of 4-byte words and their places. Waits for the device. Needs 8 bytes of scratch.
+// A hash of 4-byte words and their places, 0 if all words are 0. Waits for the device. Needs 8 bytes of scratch.
 uint64_t checksum(const Cuda& dev, void* scratch, const void* x, size_t bytes);
 
 // One AdamW step (Loshchilov & Hutter 2019, Algorithm 2) over all ranges in one launch. Updates master, m and v, and

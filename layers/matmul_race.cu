@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 
+#include "data/random.h"
+#include "layers/layers.h"
 #include "layers/matmul_race.h"
 
 namespace {
@@ -9,46 +11,22 @@ namespace {
 constexpr double kRaceFlops = 1e9;  // smaller products are not worth it
 constexpr int kThreads = 256;
 
-__device__ unsigned long long mix(unsigned long long z) {
-    z = (z ^ (z >> 31)) * 0xbf58476d1ce4e5b9ull;
-    return z ^ (z >> 29);
-}
-
-// sum += a hash of (i, words[i]) over all i where words[i] is not 0. The hashes are integers, so the order does not
-// matter.
-__global__ void checksum_kernel(unsigned long long* sum, const unsigned* words, size_t n) {
-    unsigned long long mine = 0;
-    for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += size_t(gridDim.x) * kThreads)
-        if (words[i]) mine += mix(words[i] + 0x9e3779b97f4a7c15ull * (i + 1));
-    atomicAdd(sum, mine);
-}
-
 template <class X>
 __global__ void hostile_kernel(X* x, size_t lines, size_t K, bool k_inner, int set, bool second) {
     for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < lines * K; i += size_t(gridDim.x) * kThreads) {
         const size_t line = k_inner ? i / K : i % lines, k = k_inner ? i % K : i / lines;
         const bool mirror = set == 0 && k > K - 1 - k;
-        const auto h = mix(mix(2 * set + second + 1) + line * K + (mirror ? K - 1 - k : k));
+        const auto h = mix64(mix64(2 * set + second + 1) + line * K + (mirror ? K - 1 - k : k));
         float value = 1.f + (h >> 40) * 0x1p-24f;  // random bits to the last
         if (h & 1) value = -value;
         if (mirror && second) value = -value;
         if (set == 1) value = ldexpf(value, static_cast<int>(h >> 1 & 15) - 8);
-        if (set == 2 && !second && k == mix(line + 1) % K) value *= 4096.f;
+        if (set == 2 && !second && k == mix64(line + 1) % K) value *= 4096.f;
         x[i] = X(value);
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-
-unsigned long long checksum(const Cuda& dev, const void* x, size_t bytes) {
-    unsigned long long sum, *device_sum = static_cast<unsigned long long*>(dev.workspace);
-    dev.zero(device_sum, sizeof sum);
-    checksum_kernel<<<4 * dev.num_sms, kThreads, 0, dev.stream>>>(device_sum, static_cast<const unsigned*>(x),
-                                                                  bytes / 4);
-    LAUNCH_CHECK("checksum_kernel");
-    dev.download(&sum, device_sum, sizeof sum);
-    return sum;
-}
 
 // Milliseconds that three runs take.
 template <class F>
@@ -84,7 +62,8 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
         if (reinterpret_cast<uintptr_t>(x) % 4) return result;  // checksums read words
     const size_t a_bytes = p.rows * p.k * size_of(p.in), b_bytes = p.k * p.cols * size_of(p.in),
                  d_bytes = p.rows * p.cols * size_of(p.out), pre_bytes = p.rows * p.cols * size_of(p.in);
-    if (!checksum(dev, o.a, a_bytes) || !checksum(dev, o.b, b_bytes)) return result;
+    const auto sum = [&](const void* x, size_t bytes) { return checksum(dev, dev.workspace, x, bytes); };
+    if (!sum(o.a, a_bytes) || !sum(o.b, b_bytes)) return result;
 
     // The memory holds hostile A and B, and also D if the call's own D holds what the product is added to.
     const auto aligned = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
@@ -103,12 +82,12 @@ RaceResult race(const Cuda& dev, const MatmulProduct& p, const MatmulOperands& o
     // Checksums of what algorithm i makes of x. First it makes D = A·B, then it adds A·B to that, because those that
     // split K may add D before their parts or behind them.
     const auto outcome = [&](int i, const MatmulOperands& x) {
-        std::vector<unsigned long long> sums;
+        std::vector<uint64_t> sums;
         dev.zero(x.d, d_bytes);  // nobody is judged by what another left there
         for (const bool accumulate : {false, true}) {
             sums.push_back(run(i, x, accumulate));
-            sums.push_back(checksum(dev, x.d, d_bytes));
-            if (x.pre) sums.push_back(checksum(dev, x.pre, pre_bytes));
+            sums.push_back(sum(x.d, d_bytes));
+            if (x.pre) sums.push_back(sum(x.pre, pre_bytes));
         }
         return sums;
     };

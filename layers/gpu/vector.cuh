@@ -20,7 +20,15 @@ __device__ inline float to_float(X x) {
 template <class X, int N>
 struct alignas(N * sizeof(X)) Vec {
     X x[N];
-    __device__ float operator[](int i) const { return to_float(x[i]); }
+    __device__ float operator[](int i) const {
+        if constexpr (std::is_same_v<X, bf16> && N > 1) {  // one instruction, where the toolkit's function takes two
+            unsigned pairs[N / 2];
+            memcpy(pairs, x, sizeof x);
+            return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+        } else {
+            return to_float(x[i]);
+        }
+    }
 };
 
 // Elements of X in 16 bytes.
@@ -51,27 +59,6 @@ __device__ inline void store(X* p, const Vec<X, N>& v) {
     Word words[kWords];
     memcpy(words, &v, sizeof v);
     for (int i = 0; i < kWords; i++) reinterpret_cast<Word*>(p)[i] = words[i];
-}
-
-// Converts all of them to float with one instruction a value, where v[i] takes two for every other bf16.
-template <int N>
-__device__ inline Vec<float, N> to_float(const Vec<bf16, N>& v) {
-    Vec<float, N> r;
-    if constexpr (N == 1) {
-        r.x[0] = v[0];
-    } else {
-        unsigned pairs[N / 2];
-        memcpy(pairs, &v, sizeof v);
-        for (int i = 0; i < N; i += 2) {
-            r.x[i] = __uint_as_float(pairs[i / 2] << 16);
-            r.x[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
-        }
-    }
-    return r;
-}
-template <int N>
-__device__ inline Vec<float, N> to_float(const Vec<float, N>& v) {
-    return v;
 }
 
 // Rounds to nearest.

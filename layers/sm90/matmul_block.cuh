@@ -221,16 +221,14 @@ struct Block {
     // adds to the column sums.
     __device__ __forceinline__ void finish(const Vec<bf16, 8>& d, const Vec<bf16, 8>& x, Vec<float, 8>& sum,
                                            bool inside, size_t at) const {
-        const Vec<float, 8> product = to_float(d), pre = Backward ? to_float(x) : product;
         Vec<float, 8> y, dx;
         for (int k = 0; k < 8; k++) {
-            const float s = gelu_sigmoid(pre[k]);
-            y.x[k] = pre[k] * s;
-            dx.x[k] = product[k] * gelu_derivative(pre[k], s, y.x[k]);
+            const float pre = Backward ? x[k] : d[k], s = gelu_sigmoid(pre);
+            y.x[k] = pre * s;
+            dx.x[k] = d[k] * gelu_derivative(pre, s, y.x[k]);
         }
         const Vec<bf16, 8> stored = Backward ? round_to<bf16>(dx) : d;
-        const Vec<float, 8> summand = to_float(stored);  // 0 beyond N, where A is 0
-        for (int k = 0; k < 8; k++) sum.x[k] += summand[k];
+        for (int k = 0; k < 8; k++) sum.x[k] += stored[k];  // 0 beyond N, where A is 0
         store_16_if(inside, (Backward ? p.dpre : p.pre) + at, stored);
         if (mode != Mode::backward) store_16_if(inside, p.out + at, round_to<bf16>(y));
     }
@@ -291,7 +289,7 @@ struct Block {
                 float row_sums[kTurn] = {};
                 mbarrier_wait(d_full(writer / kGroupWarps), d_phase);
                 // In 21 turns of 22 there is neither a target nor padding, and no element needs to be tested.
-                const bool all_wanted = first_column + kColumns <= p.V &&
+                const bool all_wanted = Exponentials && first_column + kColumns <= p.V &&
                                         __all_sync(kFullMask, unsigned(target - first_column) >= kColumns);
 #pragma unroll
                 for (int g = 0; g < kTurn; g += kAtOnce) {
@@ -312,7 +310,7 @@ struct Block {
                                 }
                             }
                         };
-                        if (Exponentials && all_wanted)
+                        if (all_wanted)
                             rows(std::true_type());
                         else
                             rows(std::false_type());
