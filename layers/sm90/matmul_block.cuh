@@ -14,13 +14,13 @@
 // begin the next one. The epilogue warps finish it, a row at a time, 16 bytes a lane, while the tensor cores work.
 //
 //   8 MMA warps                     tile i: K in chunks of 64 │ to D │ tile i + 1: …            │ to D │ …
-//   3 epilogue warps (backward: 7)  tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
+//   3 epilogue warps, or 7          tile i − 1                       │ tile i: gelu, to memory         │ tile i + 1 …
 //   1 producer                      TMA, three chunks ahead
 //
-// A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a thread. Forward's three
-// warpgroups leave a thread 168 registers, and m64n256k16 wants 154. Backward's epilogue has twice the work, so it has
-// a fourth warpgroup. Then ptxas allows an instruction 128 registers, an equal share, whatever setmaxnreg gives. So
-// backward multiplies with two m64n128k16, at a cost that forward would not get back.
+// A block's tile is 128 × 256. Each of two warpgroups has 64 rows, which is 128 accumulators a thread. Three warpgroups
+// leave a thread 168 registers, and m64n256k16 wants 154. Backward's epilogue has twice the work. If K is short, that
+// takes longer than the products, and a fourth warpgroup helps. Then ptxas allows an instruction 128 registers, an
+// equal share, whatever setmaxnreg gives. So two m64n128k16 multiply, which read A twice and take longer.
 //
 // Two blocks are a cluster. Their tiles lie one below the other and share B. Each block loads half of B and sends it to
 // both. A cluster takes all columns before its next rows, so A is read from memory once, and B stays in L2. For the
@@ -31,7 +31,7 @@
 //   A        shared memory, 3 stages       rows of 64 of K = 128 bytes, in TMA's 128-byte swizzle
 //   B        shared memory, these stages   forward: as A, a row is one of OC
 //                                          backward: panels of 64 of OC, a row is one of K, transposed by wgmma
-//   sums     registers                     accumulator of m64n256k16, backward two of m64n128k16
+//   sums     registers                     accumulator of m64n256k16, or two of m64n128k16
 //   D        shared memory, 128 rows       rows of 512 bytes, 16-byte piece c of row r at c ^ (r % 8). Exponents of 2
 //                                          are there in fp16, which is exacter than bf16 and has range enough
 //
@@ -66,7 +66,8 @@ constexpr int kStages = 3;                                        // as many as 
 constexpr int kMmaWarps = 8, kGroupWarps = 4, kGroups = kMmaWarps / kGroupWarps;  // kGroups warpgroups multiply
 constexpr int kBand = 16;                                 // pairs of tiles, 4096 rows, exponentials
 constexpr int kTurn = 8, kTurns = kRows / kTurn;          // rows that an epilogue warp takes at a time
-constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // backward
+constexpr int kMmaRegisters = 160, kOtherRegisters = 96;  // of four warpgroups
+constexpr int kFew = 3, kMany = 7;                        // epilogue warps, of three or four warpgroups
 // Shared memory holds the stages of A and B, D and the barriers, 208 KB.
 constexpr int kABytes = kRows * kChunk * 2, kBBytes = kColumns * kChunk * 2, kStageBytes = kABytes + kBBytes;
 constexpr int kDRowBytes = kColumns * 2, kOffsetD = kStages * kStageBytes;
@@ -91,13 +92,13 @@ struct Problem {
 };
 
 // What a block's warps share, and what each kind of them does. Of the backward modes one also writes out.
-template <Mode mode>
+template <Mode mode, int kEpilogueWarps>
 struct Block {
     static constexpr bool Again = mode == Mode::backward_again, Backward = Again || mode == Mode::backward;
     static constexpr bool Exponentials = mode == Mode::exponentials;
-    static constexpr int kEpilogueWarps = Backward ? 7 : 3;
     static constexpr int kThreads = (kMmaWarps + kEpilogueWarps + 1) * kWarp;
-    static constexpr int kParts = Backward ? 2 : 1, kPart = kColumns / 8 / kParts;  // instructions for the columns
+    static constexpr int kParts = kEpilogueWarps == kMany ? 2 : 1;  // instructions for the columns
+    static constexpr int kPart = kColumns / 8 / kParts;
     static constexpr int kAtOnce = Backward ? 2 : 4;  // rows whose arithmetic is interleaved
     // d_full has one phase per tile, and an epilogue warp must not miss one.
     static_assert(kEpilogueWarps <= kTurns / kGroups);

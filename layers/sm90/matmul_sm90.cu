@@ -8,23 +8,25 @@
 
 namespace {
 
-template <Mode mode>
-__global__ void __launch_bounds__(Block<mode>::kThreads, 1)
+constexpr int kLongK = 1024;  // from here on a backward product outlasts its epilogue by few warps
+
+template <Mode mode, int kEpilogueWarps>
+__global__ void __launch_bounds__(Block<mode, kEpilogueWarps>::kThreads, 1)
     matmul_sm90_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                        const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char smem[];
-    const Block<mode> block{a_map, b_map, p, smem};
+    const Block<mode, kEpilogueWarps> block{a_map, b_map, p, smem};
     if (threadIdx.x == 0) block.init_barriers();
     cluster_sync();
     // The shuffle tells the compiler that a warp's threads agree, because wgmma may not stand where they could part.
     const int warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
     if (warp < kMmaWarps) {
-        if constexpr (block.Backward) setmaxnreg_inc<kMmaRegisters>();
+        if constexpr (kEpilogueWarps == kMany) setmaxnreg_inc<kMmaRegisters>();
         block.mma_warp(warp, lane);
     } else {
-        if constexpr (block.Backward) setmaxnreg_dec<kOtherRegisters>();
-        if (warp == kMmaWarps + block.kEpilogueWarps) {
+        if constexpr (kEpilogueWarps == kMany) setmaxnreg_dec<kOtherRegisters>();
+        if (warp == kMmaWarps + kEpilogueWarps) {
             if (lane == 0) block.producer();
         } else {
             block.epilogue_warp(warp - kMmaWarps, lane);
@@ -42,23 +44,24 @@ CUtensorMap matrix_map(const char* name, const bf16* x, size_t rows, int columns
                       columns / 64, 64, box_rows);
 }
 
-template <Mode mode>
+template <Mode mode, int kEpilogueWarps = kFew>
 void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, int K) {
+    using Block = ::Block<mode, kEpilogueWarps>;
     const CUtensorMap a_map = matrix_map("A", a, N, K, kRows);
     const CUtensorMap b_map =
-        Block<mode>::Backward ? matrix_map("B", b, K, p.OC, kChunk) : matrix_map("B", b, p.OC, K, kColumns / kCluster);
+        Block::Backward ? matrix_map("B", b, K, p.OC, kChunk) : matrix_map("B", b, p.OC, K, kColumns / kCluster);
     p.N = static_cast<int>(N);
     p.chunks = K / kChunk;
     p.columns = static_cast<int>(ceil_div(p.OC, kColumns));
     p.pairs = static_cast<int>(ceil_div(N, kRows * kCluster));
     p.items = p.pairs * p.columns;
-    const auto kernel = matmul_sm90_kernel<mode>;
+    const auto kernel = matmul_sm90_kernel<mode, kEpilogueWarps>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = kCluster, config.blockDim = Block<mode>::kThreads, config.dynamicSmemBytes = kSmem;
+    config.gridDim = kCluster, config.blockDim = Block::kThreads, config.dynamicSmemBytes = kSmem;
     config.stream = dev.stream, config.attrs = &cluster, config.numAttrs = 1;
     // A cluster needs SMs that lie together, of which there may be fewer than half of all. Asking takes microseconds,
     // so the answer is kept.
@@ -69,8 +72,8 @@ void launch(const Cuda& dev, Problem p, size_t N, const bf16* a, const bf16* b, 
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a_map, b_map, static_cast<const Problem&>(p)));
 }
 
-int partial_rows(size_t N) {
-    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * Block<Mode::backward>::kEpilogueWarps;
+int partial_rows(size_t N, int epilogue_warps) {
+    return static_cast<int>(ceil_div(N, kCluster * kRows)) * kCluster * epilogue_warps;
 }
 
 }  // namespace
@@ -88,7 +91,7 @@ void matmul_sm90_gelu_forward(const Cuda& dev, bf16* out, bf16* pre, const bf16*
 }
 
 size_t matmul_sm90_scratch_bytes(size_t N, int OC) {
-    return static_cast<size_t>(partial_rows(N)) * OC * sizeof(float);
+    return static_cast<size_t>(partial_rows(N, kMany)) * OC * sizeof(float);
 }
 
 void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf16* out, void* scratch, const bf16* dout,
@@ -96,8 +99,13 @@ void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf1
     if (N == 0) return;
     Problem p{};
     p.OC = OC, p.pre_in = pre, p.dpre = dpre, p.out = out, p.partials = static_cast<float*>(scratch);
-    out ? launch<Mode::backward_again>(dev, p, N, dout, weight, K) : launch<Mode::backward>(dev, p, N, dout, weight, K);
-    add_partials(dev, {dpre_sum}, p.partials, partial_rows(N), OC);
+    constexpr auto again = Mode::backward_again, once = Mode::backward;
+    const bool few = K >= kLongK;
+    const auto run = out   ? few ? launch<again, kFew> : launch<again, kMany>
+                       : few ? launch<once, kFew>
+                           : launch<once, kMany>;
+    run(dev, p, N, dout, weight, K);
+    add_partials(dev, {dpre_sum}, p.partials, partial_rows(N, few ? kFew : kMany), OC);
 }
 
 void matmul_sm90_exponentials(const Cuda& dev, bf16* out, float* sums, const bf16* inp, const bf16* weight,
