@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     layernorm_forward_kernel(X* out, float* mean_out, float* rstd_out, const X* __restrict__ inp,
                              const X* __restrict__ weight, const X* __restrict__ bias, size_t N, int any_C) {
     // The vectors that a lane loads at once, or the sum would wait for each of them.
-    constexpr int kBatch = kC ? (kC + kWarp * V - 1) / (kWarp * V) : 4;
+    constexpr int kBatch = kC ? ceil_div(kC, kWarp * V) : 4;
     const int C = kC ? kC : any_C;
     extern __shared__ uint4 rows_smem[];  // (warps, C) of X
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kRowWarps<C>* kWarp, 1)
     layernorm_backward_rows_kernel(bf16* dinp, float* partials, const bf16* dout, const bf16* inp, const bf16* weight,
                                    const float* __restrict__ mean, const float* __restrict__ rstd, size_t N) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int V = 8, K = (C + kWarp * V - 1) / (kWarp * V), W = kRowWarps<C>;
+    constexpr int V = 8, K = ceil_div(C, kWarp * V), W = kRowWarps<C>;
     extern __shared__ uint4 ring_smem[];  // [W][kRowStages][3: dout, inp, dinp][C] of bf16, in the end (W, 3, C) floats
     __shared__ alignas(16) bf16 weight_smem[C];  // no registers for it, dout and inp, so each is read twice
     __shared__ uint64_t full_smem[W][kRowStages];

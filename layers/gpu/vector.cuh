@@ -126,6 +126,6 @@ __device__ inline float block_max(float x) {
     return block_reduce(x, -INFINITY, [](float y) { return warp_max(y); });
 }
 
-inline unsigned ceil_div(size_t a, size_t b) {
+__host__ __device__ constexpr unsigned ceil_div(size_t a, size_t b) {
     return static_cast<unsigned>((a + b - 1) / b);
 }

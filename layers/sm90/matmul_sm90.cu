@@ -99,13 +99,12 @@ void matmul_sm90_gelu_backward(const Cuda& dev, bf16* dpre, float* dpre_sum, bf1
     if (N == 0) return;
     Problem p{};
     p.OC = OC, p.pre_in = pre, p.dpre = dpre, p.out = out, p.partials = static_cast<float*>(scratch);
-    constexpr auto again = Mode::backward_again, once = Mode::backward;
-    const bool few = K >= kLongK;
-    const auto run = out   ? few ? launch<again, kFew> : launch<again, kMany>
-                       : few ? launch<once, kFew>
-                           : launch<once, kMany>;
-    run(dev, p, N, dout, weight, K);
-    add_partials(dev, {dpre_sum}, p.partials, partial_rows(N, few ? kFew : kMany), OC);
+    const auto run = [&](auto epilogue_warps) {
+        const auto kind = out ? launch<Mode::backward_again, epilogue_warps> : launch<Mode::backward, epilogue_warps>;
+        kind(dev, p, N, dout, weight, K);
+        add_partials(dev, {dpre_sum}, p.partials, partial_rows(N, epilogue_warps), OC);
+    };
+    K < kLongK ? run(std::integral_constant<int, kMany>()) : run(std::integral_constant<int, kFew>());
 }
 
 void matmul_sm90_exponentials(const Cuda& dev, bf16* out, float* sums, const bf16* inp, const bf16* weight,
