@@ -450,11 +450,11 @@ void GPT2<Dev, X>::update(const AdamW& hyper) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Making a model
 
-// Rows of logits that exist at once, at most 1 GiB of them. Every chunk adds to the head's whole gradient, so there
+// Rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the head's whole gradient, so there
 // should be few.
 static size_t classifier_chunk(size_t rows, int Vp, DType t) {
     size_t chunk = 512;
-    while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(1) << 30)) chunk *= 2;
+    while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(2) << 30)) chunk *= 2;
     return std::min(chunk, rows);
 }
 

@@ -100,7 +100,7 @@ struct Memory {
 };
 
 constexpr int V = 50257, Vp = 50304;
-constexpr size_t kChunk = 8192;  // rows of bf16 logits that the trainer holds at once
+constexpr size_t kChunk = 16384;  // rows of bf16 logits that the trainer holds at once
 
 // The least that a call moves and computes, for each row and in addition, and its rows if they are not B·T.
 struct Work {

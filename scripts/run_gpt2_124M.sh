@@ -5,10 +5,10 @@
 #   tokens   19 073 steps · 524 288 tokens = 1.00e10     80 for each of the 124 475 904 parameters
 #   FLOPs    6·N + 6·L·C·T = 6·124 475 904 + 6·12·768·1024 = 8.03e8 a token;  8.03e18 in all
 #   time     4.3 hours at 640 000 tokens/s, which is 52 % of an H200's 989 TFLOP/s, as measured; each step prints its rate
-#   memory   17.1 GiB of tensors at B=64, 10.0 at B=32, 6.5 at B=16. B changes only how a step is cut up:
+#   memory   17.9 GiB of tensors at B=64, 10.8 at B=32, 7.3 at B=16. B changes only how a step is cut up:
 #            B=16 scripts/run_gpt2_124M.sh
-#   4 GPUs   1.1 hours, 16.2 GiB each, at 2 540 000 tokens/s as measured: scripts/run_gpt2_124M.sh --gpus 4
-#   8 GPUs   0.6 hours, 15.9 GiB each, at 96 % of eight times what one does; not measured here
+#   4 GPUs   1.1 hours, 17.0 GiB each, at 2 540 000 tokens/s as measured: scripts/run_gpt2_124M.sh --gpus 4
+#   8 GPUs   0.6 hours, 16.8 GiB each, at 96 % of eight times what one does; not measured here
 #   disk     1.7 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
 #   result   not measured here. Published for llm.c's trainer with these settings: a validation loss of 3.28 on FineWeb
 #            (the baseline in github.com/KellerJordan/modded-nanogpt); OpenAI's own weights have 3.29 there

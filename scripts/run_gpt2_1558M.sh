@@ -7,9 +7,9 @@
 #   FLOPs    6·N + 6·L·C·T = 6·1 557 686 400 + 6·48·1600·1024 = 9.82e9 a token;  3.29e20 in all
 #   time     6.9 days at 56 000 tokens/s, which is 56 % of an H200's 989 TFLOP/s, as measured at B=16; every step prints
 #            its rate
-#   memory   55.5 GiB of tensors at B=16, 41.3 at B=8, 33.7 at B=4: B=4 scripts/run_gpt2_1558M.sh
-#   4 GPUs   43.3 hours, 43.9 GiB each: scripts/run_gpt2_1558M.sh --gpus 4
-#   8 GPUs   21.7 hours, 41.0 GiB each, at 96 % of eight times what one does; neither is measured here
+#   memory   56.4 GiB of tensors at B=16, 41.3 at B=8, 33.7 at B=4: B=4 scripts/run_gpt2_1558M.sh
+#   4 GPUs   43.3 hours, 44.8 GiB each: scripts/run_gpt2_1558M.sh --gpus 4
+#   8 GPUs   21.7 hours, 41.9 GiB each, at 96 % of eight times what one does; neither is measured here
 #   disk     21.8 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
 cd "$(dirname "$0")/.." && make train_gpt2cu && exec ./train_gpt2cu \
     -e d48 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \

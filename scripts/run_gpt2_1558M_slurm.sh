@@ -10,7 +10,7 @@
 #   FLOPs    6·N + 6·L·C·T = 6·1 557 686 400 + 6·48·1600·1024 = 9.82e9 a token;  3.29e20 in all
 #   time     5.8 hours at 1 610 000 tokens/s, which is 50 % of the 32 · 989 TFLOP/s of 32 H100s or H200s: 90 % of 32
 #            times what one does; several machines are not measured here
-#   memory   55.5 GiB of tensors on each at B=16: 1600 channels cannot be divided among 32 (ZeRO-1), as they can among 8
+#   memory   56.4 GiB of tensors on each at B=16: 1600 channels cannot be divided among 32 (ZeRO-1), as they can among 8
 #   disk     21.8 GB a checkpoint, two are kept; five minutes before its time is over the job writes one and ends, and
 #            the same sbatch goes on
 #

@@ -6,9 +6,9 @@
 #   FLOPs    6·N + 6·L·C·T = 6·354 871 296 + 6·24·1024·1024 = 2.28e9 a token;  7.17e19 in all
 #   time     38 hours at 230 000 tokens/s, which is 53 % of an H200's 989 TFLOP/s (measured: 56 % at B=64); every step
 #            prints its rate
-#   memory   43.8 GiB of tensors at B=64, 25.3 at B=32, 16.0 at B=16: B=16 scripts/run_gpt2_350M.sh
-#   4 GPUs   9.9 hours, 22.6 GiB each: scripts/run_gpt2_350M.sh --gpus 4
-#   8 GPUs   4.9 hours, 22.0 GiB each, at 96 % of eight times what one does; neither is measured here
+#   memory   44.6 GiB of tensors at B=64, 26.1 at B=32, 16.8 at B=16: B=16 scripts/run_gpt2_350M.sh
+#   4 GPUs   9.9 hours, 23.4 GiB each: scripts/run_gpt2_350M.sh --gpus 4
+#   8 GPUs   4.9 hours, 22.8 GiB each, at 96 % of eight times what one does; neither is measured here
 #   disk     5.0 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
 cd "$(dirname "$0")/.." && make train_gpt2cu && exec ./train_gpt2cu \
     -e d24 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \

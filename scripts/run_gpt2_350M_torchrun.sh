@@ -10,7 +10,7 @@
 #   FLOPs    6·N + 6·L·C·T = 6·354 871 296 + 6·24·1024·1024 = 2.28e9 a token;  7.17e19 in all
 #   time     4.9 hours at 1 770 000 tokens/s, which is 51 % of the 8 · 989 TFLOP/s of 8 H100s or H200s: 96 % of eight
 #            times what one is taken to do; eight, and several machines, are not measured here
-#   memory   22.0 GiB of tensors on each of 8 at B=32
+#   memory   22.8 GiB of tensors on each of 8 at B=32
 #   disk     5.0 GB a checkpoint on the first machine, two are kept; Ctrl-C writes one, the same command goes on
 #
 # torchrun (of PyTorch) only starts the processes and says who is who. GPUS=4: so many of each machine.

@@ -7,9 +7,9 @@
 #   FLOPs    6·N + 6·L·C·T = 6·774 090 240 + 6·36·1280·1024 = 4.93e9 a token;  7.75e19 in all
 #   time     44 hours at 100 000 tokens/s, which is 50 % of an H100's or H200's 989 TFLOP/s: smaller models reach that,
 #            this one is not measured; every step prints its rate
-#   memory   48.2 GiB of tensors at B=32, 31.0 at B=16, 22.4 at B=8: B=8 scripts/run_gpt2_774M.sh
-#   4 GPUs   11.4 hours, 25.2 GiB each: scripts/run_gpt2_774M.sh --gpus 4
-#   8 GPUs   5.7 hours, 23.8 GiB each, at 96 % of eight times what one does
+#   memory   49.1 GiB of tensors at B=32, 31.9 at B=16, 22.4 at B=8: B=8 scripts/run_gpt2_774M.sh
+#   4 GPUs   11.4 hours, 26.1 GiB each: scripts/run_gpt2_774M.sh --gpus 4
+#   8 GPUs   5.7 hours, 24.6 GiB each, at 96 % of eight times what one does
 #   disk     10.8 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
 cd "$(dirname "$0")/.." && make train_gpt2cu && exec ./train_gpt2cu \
     -e d36 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \

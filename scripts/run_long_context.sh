@@ -9,9 +9,9 @@
 #   FLOPs    6·N + 6·L·C·T = 6·136 272 384 + 6·12·768·16 384 = 8.18e8 + 9.06e8 = 1.72e9 a token;  9.04e17 in all.
 #            At this length attention is more than half of the work.
 #   time     32 minutes at 270 000 tokens/s, which is 47 % of an H200's 989 TFLOP/s, as measured at B=1
-#   memory   17.4 GiB of tensors at B=4, about what 64 sequences of 1 024 take: flash attention's memory is linear in T.
+#   memory   18.1 GiB of tensors at B=4, about what 64 sequences of 1 024 take: flash attention's memory is linear in T.
 #            The T×T matrices of --attention naive alone would be 12·4·12·16 384²·2 B = 288 GiB.
-#            B=1 scripts/run_long_context.sh needs 6.7 GiB
+#            B=1 scripts/run_long_context.sh needs 7.5 GiB
 set -e
 cd "$(dirname "$0")/.."
 from=${1:-log_gpt2_124M/model_00019073.bin}
