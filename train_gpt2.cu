@@ -32,7 +32,7 @@
 #include "run/training.h"
 #include "run/weights.h"
 // This comes last, because it is written over both backends' partial forms.
-#include "attention/ring/ring.h"
+#include "attention/ring/heads.h"
 
 // =====================================================================================================================
 // Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint.h)
@@ -110,9 +110,9 @@ struct GPT2 {
     const Ranks<Dev> ranks;
     const size_t num_parameters;
     Sizes sizes;
-    Arena params, grads, adam, acts, buffers, ring_memory;
-    std::unique_ptr<Ring<Dev, X>> ring;  // if several ranks share a sequence
-    typename Dev::Graph graph;           // of train_micro_batches
+    Arena params, grads, adam, acts, buffers, split_memory;
+    std::unique_ptr<Split<Dev, X>> split;  // if several ranks share a sequence
+    typename Dev::Graph graph;             // of train_micro_batches
 
     // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
     // needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer norms', and backward computes them
@@ -127,8 +127,8 @@ struct GPT2 {
     void allocate();
     // The orderly end. All ranks call it together, and afterwards the memory may be freed. Nobody calls it while an
     // Error unwinds, because the others might not come.
-    void leave_ring() {
-        if (ring) ring->stop();
+    void leave_split() {
+        if (split) split->stop();
     }
 
     // A step uploads all its micro-batches, then calls forward, loss (which starts backward) and backward for each.
@@ -163,7 +163,7 @@ struct GPT2 {
     A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
-    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
+    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &split_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
@@ -195,8 +195,8 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
         const Parameters<X> w = weights(l);
         layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
         matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        if (ring && !alone)
-            ring->forward(a.atty, a.lse, a.qkv);
+        if (split && !alone)
+            split->forward(a.atty, a.lse, a.qkv);
         else
             attention_forward(dev, attention, a.atty, a.lse, a.att, scratch, a.qkv, b, t, config.NH, config.HS());
         matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
@@ -297,8 +297,8 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
                            a.ln2_rstd, N, C);
         X *datty = dln, *dqkv = wide;  // their old contents have been used
         matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
-        if (ring)
-            ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
+        if (split)
+            split->backward(dqkv, datty, a.atty, a.lse, a.qkv);
         else
             attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
@@ -351,7 +351,7 @@ void GPT2<Dev, X>::gather_parameters() {
 
 template <class Dev, class X>
 Positions GPT2<Dev, X>::positions() const {
-    if (!ring) return {};
+    if (!split) return {};
     const Zigzag zigzag{ranks.context};
     const int chunk = T / 2;
     return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
@@ -360,7 +360,7 @@ Positions GPT2<Dev, X>::positions() const {
 // All ranks of a group read the same sequences, and each keeps its own tokens of them.
 template <class Dev, class X>
 void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
-    if (ring) {
+    if (split) {
         const size_t all = size_t(B) * sequence();
         std::vector<int> whole(2 * all);
         loader.next(whole.data(), whole.data() + all);
@@ -483,8 +483,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     const size_t N = size_t(B) * T, C = config.C, NH = config.NH;
     const int HS = config.HS();
     if (ranks.context > 1)
-        ring =
-            std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
+        split = split_attention<Dev, X>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, attention);
 
     sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.NH = NH, sizes.Vp = config.Vp;
     sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
@@ -494,7 +493,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     sizes.parameters = num_parameters / shards();
     sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
     sizes.batch = micro_steps * batch_ints();
-    const int most_alone = ring ? 1 : B;  // sequences that attention gets without the ring, which are samples
+    const int most_alone = split ? 1 : B;  // sequences that attention gets without the split, which are samples
     sizes.scratch = std::max(
         {attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
          layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
@@ -510,14 +509,14 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     acts = Arena("activations", tensors_of<Activations<X>>(sizes));
     buffers = Arena("buffers", tensors_of<Buffers<X>>(sizes));
     // A separate allocation, because other ranks map it and write into it.
-    if (ring) ring_memory = Arena("ring", {{"ring", DType::i32, ring->bytes() / 4}});
+    if (split) split_memory = Arena("split attention", {{"split attention", DType::i32, split->bytes() / 4}});
 }
 
 template <class Dev, class X>
 void GPT2<Dev, X>::allocate() {
     for (Arena* a : arenas())
         if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-    if (ring) ring->start(ring_memory.base, ranks.ring);
+    if (split) split->start(split_memory.base, ranks.sharers);
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -546,7 +545,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     from_file ? load(model, o.init) : init_random(model, o.seed);
-    if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_ring(), job.leave(), 0; });
+    if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_split(), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
@@ -567,7 +566,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
         if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
         if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
         run.conclude();
-        model.leave_ring();
+        model.leave_split();
         job.leave();
     });
     return run.interrupted() ? 128 + run.interrupted() : 0;
@@ -607,15 +606,15 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         return run_generate<GPT2<Dev, X>>(dev, o, config);
     }
     using Comm = typename Dev::Comm;
-    std::unique_ptr<Comm> comm, ring;
+    std::unique_ptr<Comm> comm, sharers;
     Ranks<Dev> ranks;
     ranks.rank = job.rank, ranks.size = job.size, ranks.context = o.context_parallel;
     job.expect_progress(kStallSeconds);
     if (job.size > 1 && !o.memory && (!o.eval_only || ranks.context > 1)) {
         comm = std::make_unique<Comm>(dev, job);
-        if (ranks.context > 1) ring = std::make_unique<Comm>(*comm, ranks.group() * ranks.context, ranks.context);
+        if (ranks.context > 1) sharers = std::make_unique<Comm>(*comm, ranks.group() * ranks.context, ranks.context);
     }
-    ranks.comm = comm.get(), ranks.ring = ring.get();
+    ranks.comm = comm.get(), ranks.sharers = sharers.get();
     job.expect_progress(0);
     if (o.eval_only) return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, job, ranks);
     return run_train<Dev, X>(dev, o, config, !preset, job, ranks);

@@ -101,9 +101,11 @@ void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* a
 
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
-    attention_kernel<X>(dev, kind, HS)
-        .backward(dev, dqkv, scratch, dout, out, lse, att, qkv, AttentionShape{B, T, NH, HS});
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head,
+                        int all_heads) {
+    AttentionShape s{B, T, NH, HS};
+    s.first_head = first_head, s.all_heads = all_heads;
+    attention_kernel<X>(dev, kind, HS).backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
 }
 
 template <class X>
@@ -123,7 +125,7 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int 
     template void check_attention<X>(const Cuda&, Attention, int, bool, bool);                                      \
     template void attention_forward(const Cuda&, Attention, X*, float*, X*, void*, const X*, int, int, int, int);   \
     template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*, const float*, const X*, \
-                                     const X*, int, int, int, int);                                                 \
+                                     const X*, int, int, int, int, int, int);                                       \
     template size_t attention_scratch_bytes<X>(const Cuda&, Attention, int, int, int, int);                         \
     template size_t attention_saved_bytes<X>(const Cuda&, Attention, int, int, int, int)
 INSTANTIATE(float);

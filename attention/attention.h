@@ -23,10 +23,12 @@ template <class X>
 void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
                        int T, int NH, int HS);
 
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic.
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic. A call may have some of
+// a model's heads, from first_head of all_heads on. It writes the bits that they get in a call with all of them.
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head = 0,
+                        int all_heads = 0);
 template <class X>
 size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
 // Writes out (C) in fp32, the last row's attention over all rows of qkv (T,3,NH,HS). Serves every `kind`, and all head
@@ -42,7 +44,8 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int 
 struct AttentionShape {
     int B, T, NH, HS;
     bool causal = true;
-    float scale = 0.f;  // 0: 1/√HS
+    float scale = 0.f;                  // 0: 1/√HS
+    int first_head = 0, all_heads = 0;  // of a model, if the call has some of its heads
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
 };
 

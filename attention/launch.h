@@ -16,7 +16,9 @@ Heads<X> contiguous(X* x, int T, int NH, int HS) {
 }
 // The whole form as a block.
 inline PartialShape whole(const AttentionShape& s) {
-    return {s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
+    PartialShape p{s.B, s.T, s.T, s.NH, s.HS, 0, 0, s.causal, s.scale};
+    p.first_head = s.first_head, p.all_heads = s.all_heads;
+    return p;
 }
 // How many tiles of b cover a ≥ 1.
 inline int ceil_div(int a, int b) {

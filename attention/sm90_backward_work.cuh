@@ -8,6 +8,11 @@
 // A head's key tiles walk forward, from the diagonal to the last query, and the last key tile begins. So each is one
 // query tile behind the next one and finds its turn come. But the longest items would be the last. The last group of
 // heads therefore walks back, from the last query to the diagonal, and ends with its shortest items.
+//
+// Where a group is one head, every third of the model's heads walks back, or every second. The key tiles of a head that
+// walks forward can begin together and end one after the other. Of one that walks back they have to begin one after the
+// other, and end together. So each fits behind the one before it. A call with some of a model's heads ends well, too,
+// if its first head walks back, which is worked on last.
 #pragma once
 #include <algorithm>
 
@@ -36,6 +41,7 @@ struct Args {
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
     int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see PartialShape
     bool write_dkv;
+    int first_head, all_heads, period;  // of the model: the call's first one, their number, backward_period()
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
     int q_tiles, k_tiles;
     int group;                // of heads that are worked on together: see item_of
@@ -50,9 +56,11 @@ struct Args {
 };
 
 // Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile,
-// then all have the next. A head's direction depends on its number alone. Without a mask all walk back.
+// then all have the next. A head's direction depends on its place in the model and the batch alone, because it decides
+// in which order dQ is added up. Without a mask all walk back.
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
-    return args.masked && bh >= args.group;
+    const int h = args.first_head + bh % args.NH, number = bh / args.NH * args.all_heads + h;
+    return args.masked && (args.group == 1 ? h % args.period > 0 : number >= args.group);
 }
 // The item of a ticket, {key tile, head}, or {−1, −1} if there are no more.
 __device__ __forceinline__ int2 item_of(const Args& args, int ticket) {

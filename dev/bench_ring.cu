@@ -1,10 +1,11 @@
-// Ring attention's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
+// Split attention's speed: N GPUs against our own kernel on one, at the same total length. bf16, causal, B = 1.
 //
-//   single     the time of one GPU's kernel for all tokens, divided by N. A ring without any cost would take this long
-//   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
-//   no travel  compute only: the same blocks without communication. Against single it shows the cost of cutting into
-//              blocks, and against ring the transfers that compute does not hide
-//   hop        the largest transfer of a step, timed alone: K and V (forward), and also dK and dV in fp32 (backward)
+//   single     the time of one GPU's kernel for all tokens, divided by N. Without any cost a split would take this long
+//   split      the slowest rank's time, from a start that all ranks reach together (a collective before the clock), by
+//              an exchange of heads or by the ring
+//   no travel  compute only: the same calls without communication. Against single it shows the cost of cutting, and
+//              against split the transfers that compute does not hide
+//   hop        the largest transfer of the ring's steps, alone: K and V (forward), and also dK and dV in fp32 (backward)
 //
 // One process a GPU, as in the trainer. Each rank's chunks are validated first, at 2048 tokens a GPU. They are compared
 // with the unchunked kernel of one GPU, relative to the largest value. dev/bench.h has the protocols.
@@ -22,7 +23,7 @@
 
 struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
-    std::string hs = "64";
+    std::string hs = "64", form = "heads";
     bool quick = false, blocks = false, nccl = false;
 };
 
@@ -37,9 +38,9 @@ struct NoComm : CallsInOrder {
     const int rank, size;
     NoComm(int rank, int size) : rank(rank), size(size) {}
     template <class X>
-    void send_recv(int, const X*, size_t, int, X*, size_t) {}
+    void send_recv(int, const X*, size_t, int, X*, size_t, X* = nullptr) {}
     template <class X>
-    void send_recv_rows(int, X*, const X*, size_t, size_t, size_t, int, X*) {}
+    void send_recv_rows(int, X*, const X*, size_t, size_t, size_t, int, X*, X* = nullptr) {}
 };
 
 template <class Comm>
@@ -78,16 +79,22 @@ struct Bench {
         if (!options.quick) ms.sustained = slowest(sustained_ms(dev, ms.cool, [&](int) { launch(); }));
         return ms;
     }
-    // Calls use(ring) with a rank's ring of chunks of Tc tokens. Its memory is random, because zeros draw less power.
-    template <class RingComm, class Use>
-    void with_ring(RingComm& through, int Tc, Use use) const {
-        Ring<Cuda, bf16, RingComm> ring(dev, job.rank, job.size, 1, Tc, NH, HS);
-        const DeviceMemory memory = device_memory(dev, ring.bytes());
-        fill_normal(dev, as<bf16>(memory), ring.bytes() / sizeof(bf16), 2);
-        dev.sync();  // others write into it from here on
-        ring.start(memory.get(), &through);
-        use(ring);
-        ring.stop();
+    // Calls use(split) with a rank's part in it, of chunks of Tc tokens. Its memory is random, because zeros draw less
+    // power.
+    template <class Through, class Use>
+    void with_split(Through& through, int Tc, Use use) const {
+        const auto with = [&](auto&& split) {
+            const DeviceMemory memory = device_memory(dev, split.bytes());
+            fill_normal(dev, as<bf16>(memory), split.bytes() / sizeof(bf16), 2);
+            dev.sync();  // others write into it from here on
+            split.start(memory.get(), &through);
+            use(split);
+            split.stop();
+        };
+        if (options.form == "ring")
+            with(Ring<Cuda, bf16, Through>(dev, job.rank, job.size, 1, Tc, NH, HS));
+        else
+            with(HeadExchange<Cuda, bf16, Through>(dev, job.rank, job.size, 1, Tc, NH, HS));
     }
 };
 
@@ -98,9 +105,9 @@ void validate(const Bench<Comm>& b) {
     const Sequence<bf16> whole(b.dev, 2 * N * Tc, b.NH, b.HS, 1), part(whole, zigzag, b.job.rank);
     whole.forward();
     whole.backward();
-    b.with_ring(b.comm, Tc, [&](auto& ring) {
-        part.forward(ring);
-        part.backward(ring);
+    b.with_split(b.comm, Tc, [&](auto& split) {
+        part.forward(split);
+        part.backward(split);
     });
     const auto check = [&](const char* name, const bf16* got, const bf16* want, size_t n) {  // n elements a chunk
         std::vector<bf16> x(n), y(n);
@@ -190,16 +197,16 @@ void run_bench(const Bench<Comm>& b) {
     const int N = b.job.size, Tc = o.tokens / 2;
     validate(b);
     const Sequence<bf16> whole(b.dev, N * o.tokens, b.NH, b.HS, 1), part(whole, Zigzag{N}, b.job.rank);
-    const auto time = [&](const Sequence<bf16>& on, auto&... ring) -> std::array<Figures, 2> {
-        return {b.measure([&] { on.forward(ring...); }), b.measure([&] { on.forward(ring...), on.backward(ring...); })};
+    const auto time = [&](const Sequence<bf16>& on, auto&... by) -> std::array<Figures, 2> {
+        return {b.measure([&] { on.forward(by...); }), b.measure([&] { on.forward(by...), on.backward(by...); })};
     };
-    const auto time_ring = [&](auto& comm) {
+    const auto time_split = [&](auto& comm) {
         std::array<Figures, 2> ms;
-        b.with_ring(comm, Tc, [&](auto& ring) { ms = time(part, ring); });
+        b.with_split(comm, Tc, [&](auto& split) { ms = time(part, split); });
         return ms;
     };
     NoComm none(b.job.rank, N);
-    const std::array<Figures, 2> single = time(whole), ring_ms = time_ring(b.comm), still = time_ring(none);
+    const std::array<Figures, 2> single = time(whole), split_ms = time_split(b.comm), still = time_split(none);
 
     const size_t n = 2 * part.n, bytes = 2 * n * (sizeof(bf16) + sizeof(float));  // n: K and V
     const DeviceMemory memory = device_memory(b.dev, bytes);
@@ -231,13 +238,18 @@ void run_bench(const Bench<Comm>& b) {
                         100 * one.sustained / ms.sustained);
         };
         std::printf("  %-16s single/%d %7.3f/%7.3f", passes[pass], N, one.cool, one.sustained);
-        show("ring", ring_ms[pass]);
+        show(o.form.c_str(), split_ms[pass]);
         show("no travel", still[pass]);
         std::printf("  hop %.3f/%.3f\n", hop[pass].cool, hop[pass].sustained);
         Row row = result_row(b.dev, "ring_speed");
-        row.add("pass", passes[pass]).add("gpus", N).add("tokens_per_gpu", o.tokens).add("NH", b.NH).add("HS", b.HS);
+        row.add("form", o.form)
+            .add("pass", passes[pass])
+            .add("gpus", N)
+            .add("tokens_per_gpu", o.tokens)
+            .add("NH", b.NH)
+            .add("HS", b.HS);
         row.add("single_ms", one.cool).add("single_ms_sustained", one.sustained);
-        row.add("ms", ring_ms[pass].cool).add("ms_sustained", ring_ms[pass].sustained);
+        row.add("ms", split_ms[pass].cool).add("ms_sustained", split_ms[pass].sustained);
         row.add("still_ms", still[pass].cool).add("still_ms_sustained", still[pass].sustained);
         log.write(row.add("hop_ms", hop[pass].cool).add("hop_ms_sustained", hop[pass].sustained));
     }
@@ -250,24 +262,29 @@ int main(int argc, char** argv) {
         {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
+        {"--form", "", Option::Choice, &o.form, "an exchange of heads or the ring", "heads|ring"},
         {"--quick", "", Option::Flag, &o.quick, "cool figures only"},
         {"--nccl", "", Option::Flag, &o.nccl, "send and receive by NCCL, as between machines"},
         {"--blocks", "", Option::Flag, &o.blocks, "each kind of block alone, then exit"},
     };
-    return bench_main(argc, argv, "bench_ring", "Ring attention's speed.", "ring_speed.jsonl", o, table, [&] {
-        const Place place = place_from_environment();
-        if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
-        if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
-        Job job(place);
-        return job.guard([&] {
-            Cuda dev(job.local_rank);
-            const auto with = [&](auto&& comm) {
-                const Bench bench(o, dev, job, comm);
-                o.blocks ? run_blocks(bench) : run_bench(bench);
-                job.leave();
-            };
-            o.nccl ? with(ByNccl(dev, job)) : with(NcclComm(dev, job));
-            return 0;
+    return bench_main(
+        argc, argv, "bench_ring", "The speed of attention that is split over GPUs.", "ring_speed.jsonl", o, table, [&] {
+            const Place place = place_from_environment();
+            if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
+            if (place.size < 2) throw UsageError("a split has at least two ranks: give --gpus, or use a launcher");
+            if (o.form == "heads" && o.heads % place.size > 0)
+                throw UsageError(
+                    format("%d heads cannot be divided among %d GPUs: add --form ring", o.heads, place.size));
+            Job job(place);
+            return job.guard([&] {
+                Cuda dev(job.local_rank);
+                const auto with = [&](auto&& comm) {
+                    const Bench bench(o, dev, job, comm);
+                    o.blocks ? run_blocks(bench) : run_bench(bench);
+                    job.leave();
+                };
+                o.nccl ? with(ByNccl(dev, job)) : with(NcclComm(dev, job));
+                return 0;
+            });
         });
-    });
 }

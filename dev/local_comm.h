@@ -42,14 +42,15 @@ class LocalComm : public CallsInOrder {
     const int rank, size;
 
     template <class X>
-    void send_recv(int, const X* send, size_t, int from, X* recv, size_t m) {
+    void send_recv(int, const X* send, size_t, int from, X* recv, size_t m, X* = nullptr) {
         shared_.sent[rank] = send;
         pthread_barrier_wait(&shared_.all_here);  // now every rank's work on what it sends is enqueued
         copy_bytes(dev_, recv, shared_.sent[from], m * sizeof(X));
         pthread_barrier_wait(&shared_.all_here);  // now the copies are enqueued too
     }
     template <class X>
-    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv,
+                        X* = nullptr) {
         copy_rows(dev_, packed, n, send, stride, n, rows);
         send_recv(to, packed, rows * n, from, recv, rows * n);
     }

@@ -13,7 +13,7 @@
 #include "layers/cpu/reference.h"
 // These use both backends' partial forms, so they come after them.
 #include "attention/ring/chunks.h"
-#include "attention/ring/ring.h"
+#include "attention/ring/heads.h"
 #include "dev/local_comm.h"
 #include "dev/test.h"
 
@@ -106,7 +106,9 @@ std::string ring_name(const AttentionShape& s, int ranks) {
     return format("%s, T %d, HS %d, %d ranks", name_of(dtype_of<X>()), s.T, s.HS, ranks);
 }
 
-// Attention over a whole sequence and its gradients in fp64, from inputs that X can hold.
+// Attention over a whole sequence and its gradients in fp64, from inputs that X can hold. With kBitsOnly for `threads`
+// there are only the inputs.
+constexpr int kBitsOnly = -1;
 template <class X>
 struct Whole {
     AttentionShape s;
@@ -118,6 +120,7 @@ struct Whole {
         const std::vector<double> q = normal<X>(3 * n, 3 * seed + 2, q_sigma);
         for (size_t i = 0; i < 3 * n; i++)
             if (i / C() % 3 == 0) qkv[i] = q[i];
+        if (threads == kBitsOnly) return;
         want = {std::vector<double>(n), std::vector<double>(n / s.HS), std::vector<double>(3 * n)};
         const Cpu cpu(threads);
         attention_forward<double>(cpu, want.out.data(), want.lse.data(), qkv.data(), s.B, s.T, s.NH, s.HS, s.causal,
@@ -198,18 +201,49 @@ Written written_by_parts(const Dev& dev, Parts& parts, const std::vector<double>
     });
 }
 
-// One rank's part of the sequence.
+// One rank's part of the sequence, by a form of split attention.
+template <class X, class Dev, class Comm>
+Written split_part(const Dev& dev, Comm& comm, const Whole<X>& whole, Split<Dev, X, Comm>& split) {
+    const Zigzag zigzag{comm.size};
+    Tensor<Dev, float> memory(dev, split.bytes() / sizeof(float));
+    split.start(memory.ptr, &comm);
+    const Written part = written_by_parts<X>(dev, split, part_of(whole.qkv, zigzag, comm.rank, whole.s.B),
+                                             part_of(whole.dout, zigzag, comm.rank, whole.s.B), whole.s.HS);
+    split.stop();
+    return part;
+}
 template <class X, class Dev, class Comm>
 Written ring_part(const Dev& dev, Comm& comm, const Whole<X>& whole) {
     const AttentionShape& s = whole.s;
-    const Zigzag zigzag{comm.size};
     Ring<Dev, X, Comm> ring(dev, comm.rank, comm.size, s.B, s.T / (2 * comm.size), s.NH, s.HS, s.scale);
-    Tensor<Dev, float> memory(dev, ring.bytes() / sizeof(float));
-    ring.start(memory.ptr, &comm);
-    const Written part = written_by_parts<X>(dev, ring, part_of(whole.qkv, zigzag, comm.rank, s.B),
-                                             part_of(whole.dout, zigzag, comm.rank, s.B), s.HS);
-    ring.stop();
-    return part;
+    return split_part(dev, comm, whole, ring);
+}
+
+// The exchange of heads gives every bit of the unchunked call, `one`. Every rank makes this call.
+template <class X, class Dev, class Comm>
+void check_exchange(const Dev& dev, Comm& comm, const Whole<X>& whole, const Written& one) {
+    const AttentionShape& s = whole.s;
+    HeadExchange<Dev, X, Comm> exchange(dev, comm.rank, comm.size, s.B, s.T / (2 * comm.size), s.NH, s.HS);
+    Ring<Dev, X, Comm> ring(dev, comm.rank, comm.size, s.B, s.T / (2 * comm.size), s.NH, s.HS);
+    const Written got = split_part(dev, comm, whole, exchange);
+    Written want = part_of(one, {comm.size}, comm.rank, s);
+    want.lse.clear();  // (cohorts, B, heads, T) of this rank's heads
+    const int own = s.NH / comm.size, heads = exchange.heads();
+    for (int first = comm.rank * own; first < (comm.rank + 1) * own; first += heads)
+        for (int b = 0; b < s.B; b++) {
+            const auto begin = one.lse.begin() + (size_t(b) * s.NH + first) * s.T;
+            want.lse.insert(want.lse.end(), begin, begin + size_t(heads) * s.T);
+        }
+    const std::string what = ring_name<X>(s, comm.size);
+    if (!(got == want)) test::report(__FILE__, __LINE__, what + ": the exchange of heads gives other bits");
+    if (comm.size > 1 && exchange.bytes() > ring.bytes())
+        test::report(__FILE__, __LINE__, what + ": more memory than the ring's");
+}
+template <class X, class Dev>
+void check_local_exchange(const Dev& dev, const AttentionShape& s, int ranks) {
+    const Whole<X> whole(s, 1, 1, kBitsOnly);
+    const Written one = unchunked(dev, whole);
+    on_local_ranks(dev, ranks, [&](auto& comm) { check_exchange(dev, comm, whole, one); });
 }
 
 // Errors of all ranks' parts, and the unchunked call's at the same places. All ranks count together, because few

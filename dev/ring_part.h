@@ -1,7 +1,7 @@
 // What the ring's study and its benchmark share: attention's tensors for one sequence (B = 1), or a rank's part of it.
 #pragma once
 #include "attention/ring/blocks.h"
-#include "attention/ring/ring.h"
+#include "attention/ring/heads.h"
 #include "dev/oracle.cuh"
 #include "layers/layers.h"
 

@@ -54,8 +54,8 @@ std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
         Ranks<Cpu> ranks;
         ranks.comm = &comm, ranks.rank = job.rank, ranks.size = job.size;
         ranks.sharded = g.sharded, ranks.overlap = g.overlap, ranks.context = g.context;
-        CpuComm ring(comm, ranks.group() * g.context, g.context);
-        ranks.ring = &ring;
+        CpuComm sharers(comm, ranks.group() * g.context, g.context);
+        ranks.sharers = &sharers;
         GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true,
                            1, ranks);
         Run<GPT2<Cpu, X>> run(o, model, {o.train_data, o.val_data}, job);
@@ -66,7 +66,7 @@ std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
         for (uint64_t of_rank : job.all_gather(checksum))
             if (of_rank != checksum) throw Error("ranks have other numbers");
         if (job.rank == 0) write_file(left, bytes_of(mine));
-        model.leave_ring();
+        model.leave_split();
         job.leave();
     });
     processes.check();

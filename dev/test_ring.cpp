@@ -172,6 +172,20 @@ TEST(ring_equals_the_whole) {
     check_job<float>(4, {1, 264, 2, 64}, 5);
 }
 
+// The exchange of heads has the bits of one call, over processes and with threads as ranks.
+TEST(exchanged_heads_are_bit_identical) {
+    for (int ranks : {1, 2, 3, 4})
+        run_ranks(ranks, [=](Job& job) {
+            const Cpu cpu(1);
+            CpuComm comm(cpu, job);
+            const Whole<float> whole({2, 2 * ranks * 7, 2 * ranks, 16}, 1, 1, kBitsOnly);
+            check_exchange(cpu, comm, whole, unchunked(cpu, whole));
+            job.leave();
+        });
+    for (const auto& [ranks, NH] : {std::pair{1, 1}, {2, 6}, {2, 12}, {3, 15}, {8, 8}})
+        check_local_exchange<double>(Cpu(1), {1, 2 * ranks * 5, NH, 64}, ranks);
+}
+
 // The ring's studies and its benchmark judge by this.
 TEST(worst_keeps_nan) {
     double worst = 0;

@@ -520,7 +520,7 @@ wgmma, NH 2, HS 64
 <!-- table: plot accumulation -->
 forward](dev/results/A/accumulation.svg)
 <!-- table: ring speed -->
-| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / ≈97.1 % | 96.8 / ≈98.5 % | 0.20 |
+| 4 | 12, 64 | ring | forward | 3.00 | 3.20 | 93.8 / ≈97.1 % | 96.8 / ≈98.5 % | 0.20 |
 """
 
 

@@ -58,13 +58,13 @@ constexpr char kNoneFound[] = "none on a second run";
 
 template <class Model>
 std::string first_nonfinite(Model& model) {
-    const bool ring = model.ranks.context > 1;
+    const bool shared = model.ranks.context > 1;
     std::string found = first_nonfinite_in(model, model.params);
-    // No rank of a ring may stop before the others do.
-    for (int i = 0; i < model.micro_steps && (found.empty() || ring); i++) {
+    // No rank that shares sequences may stop before the others do.
+    for (int i = 0; i < model.micro_steps && (found.empty() || shared); i++) {
         model.evaluate_micro_batch(i);
         if (found.empty()) found = first_nonfinite_in(model, model.acts);
-        if (!found.empty() && !ring) break;
+        if (!found.empty() && !shared) break;
         model.train_micro_batch(i);
         if (found.empty()) found = first_nonfinite_in(model, model.grads, true);
     }

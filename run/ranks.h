@@ -49,14 +49,14 @@ void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, s
 }
 
 // In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
-// of every sequence (attention/ring/ring.h). Layers that work on single rows do not notice, and attention goes around
-// the ring. A group reads the batches that a single rank would read otherwise. Gradients are summed over all ranks as
-// before.
+// of every sequence (attention/ring/split.h). Layers that work on single rows do not notice, and for attention the
+// ranks exchange heads, or keys go around a ring. A group reads the batches that a single rank would read otherwise.
+// Gradients are summed over all ranks as before.
 //
 // What a model needs to know about the other ranks. By default it is alone.
 template <class Dev>
 struct Ranks {
-    typename Dev::Comm *comm = nullptr, *ring = nullptr;  // of all ranks, and of those that share sequences
+    typename Dev::Comm *comm = nullptr, *sharers = nullptr;  // of all ranks, and of those that share sequences
     int rank = 0, size = 1;
     bool sharded = false, overlap = false;
     int context = 1;                                     // ranks that share a sequence

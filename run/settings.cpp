@@ -40,7 +40,7 @@ std::vector<Option> Options::table() {
         {"--overlap", "", O::Int, &overlap,
          "1: add up gradients layer by layer beside backward; 0: after it; default: 1 between machines", "-1..1"},
         {"--context-parallel", "", O::Int, &context_parallel,
-         "divide each sequence among so many GPUs (ring attention), for T beyond the memory of one", "1..1024"},
+         "divide each sequence among so many GPUs, for T beyond the memory of one", "1..1024"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
          "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: 64)", "0..4194304"},

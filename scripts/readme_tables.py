@@ -284,18 +284,18 @@ def ring_errors(rows):
 
 
 def ring_speed(rows):
-    rows.sort(key=itemgetter("HS", "gpus", "pass"))
+    rows.sort(key=lambda r: (r["HS"], r["gpus"], r.get("form", "ring"), r["pass"]))
 
     def share(r, ms):
         states = [state for state in ("", "_sustained") if r.get(ms + state)]
         return " / ".join(figure(r, lambda r: 100 * r["single_ms" + state] / r[ms + state], [100], "{:.1f}".format)
                           for state in states) + " %"
-    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
-        sustained. Nothing sent: the ring's blocks without its travel. A hop: the most that travels in a step, by
-        itself"""
+    title = f"""Attention split over GPUs, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates
+        cool / sustained. Nothing sent: the same calls without travel. A hop: the most that travels in a step of the
+        ring, by itself"""
     return listed(title, rows, {
-        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", "pass": "{pass}", "one GPU's time / GPUs, ms": "{single_ms:.2f}",
-        "ring, ms": "{ms:.2f}", "of one GPU's rate": lambda r: share(r, "ms"),
+        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", "by": lambda r: r.get("form", "ring"), "pass": "{pass}",
+        "one GPU's time / GPUs, ms": "{single_ms:.2f}", "ms": "{ms:.2f}", "of one GPU's rate": lambda r: share(r, "ms"),
         "nothing sent": lambda r: share(r, "still_ms"), "a hop, ms": "{hop_ms:.2f}"})
 
 

@@ -17,81 +17,44 @@
 //   keys from a later rank   s > r    its late chunk sees both chunks and its early one neither
 // So these steps need no mask. The first step, with its own keys, has the mask of an ordinary sequence of two chunks.
 //
-// Include the backend's partial form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. A rank's
-// tensors hold its 2·Tc tokens in the order (early chunk, late chunk). They are qkv (B, 2Tc, 3, NH, HS), out and dout
-// (B, 2Tc, NH, HS), lse (B, NH, 2Tc), and dqkv as qkv.
+// Include the backend's partial form (attention/ring/blocks.h or layers/cpu/reference.h) before this header. The tensors
+// are those of split.h, with lse (B, NH, 2Tc).
 //
 // Writes: forward out and lse, backward dqkv (every element).   Run: ./dev/test_ring
 #pragma once
-#include <algorithm>
-
-#include "layers/gpu/types.h"
-
-// Which rank has what of the sequence.
-struct Zigzag {
-    int ranks;
-    int chunk(int rank, int half) const { return half == 0 ? rank : 2 * ranks - 1 - rank; }
-    int owner(int chunk) const { return std::min(chunk, 2 * ranks - 1 - chunk); }
-    int source(int rank, int step) const { return (rank - step + ranks) % ranks; }  // of the keys at a step
-    // True if any query of one chunk sees any key of the other. The mask cuts a pair only if both are the same chunk.
-    static bool sees(int query_chunk, int key_chunk) { return key_chunk <= query_chunk; }
-    // How many chunks of another rank's keys the queries of `rank` see at a step, which is both or only the early one.
-    // The gradients of those keys reach the ranks that see both last. So until then nobody has added to the late
-    // chunk's, and from then on every rank adds.
-    int seen(int rank, int step) const { return sees(chunk(rank, 1), chunk(source(rank, step), 1)) ? 2 : 1; }
-};
+#include "attention/ring/split.h"
 
 // A rank's part in the ring. It holds keys and values of two ranks, the fp32 state of its own tokens, and four fp32
-// buffers for gradients of keys and values. Comm connects the ranks of one sequence, as in layers/comm/comm.h.
+// buffers for gradients of keys and values.
 template <class Dev, class X, class Comm = typename Dev::Comm>
-class Ring {
+class Ring : public Split<Dev, X, Comm> {
+    using Base = Split<Dev, X, Comm>;
+    using Base::comm_, Base::dev_, Base::rank_, Base::take, Base::zigzag_;
+
   public:
     using A = Acc<X>;
-    // start() gives it memory of bytes(), which must be one whole allocation, and the communicator. Other ranks map
-    // that memory, so nobody may free it before stop(), which all ranks call together.
     Ring(const Dev& dev, int rank, int ranks, int B, int Tc, int NH, int HS, float scale = 0,
          Attention attention = Attention::flash)
-        : dev_(dev), zigzag_{ranks}, rank_(rank), Tc_(Tc), shape_{B, 2 * Tc, 2 * Tc, NH, HS, 0, 0, true, scale} {
+        : Base(dev, rank, ranks), Tc_(Tc), shape_{B, 2 * Tc, 2 * Tc, NH, HS, 0, 0, true, scale} {
         shape_.attention = attention;
-        bytes_ = place(nullptr);
     }
-    size_t bytes() const { return bytes_; }
-    void start(void* memory, Comm* comm) {
-        place(memory);
-        comm_ = comm;
-        if (zigzag_.ranks > 1) comm_->share(memory, bytes_);
-    }
-    void stop() {
-        if (comm_ && zigzag_.ranks > 1) comm_->share(nullptr, 0);
-        comm_ = nullptr;
-    }
-
-    void forward(X* out, A* lse, const X* qkv);
-    void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv);
+    void forward(X* out, A* lse, const X* qkv) override;
+    void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) override;
 
   private:
     enum class Pass { forward, backward };
-    const Dev& dev_;
-    const Zigzag zigzag_;
-    const int rank_, Tc_;
+    const int Tc_;
     PartialShape shape_;  // its own tokens against themselves
-    size_t bytes_;
-    Comm* comm_ = nullptr;
-    X* kv_[2];       // (B, 2Tc, 2, NH, HS), [0] at work and [1] on its way in
-    A* dkv_[2];      // (K and V, B, 2Tc, NH, HS), the sum of the ranks so far, [0] at work and [1] on its way in
-    A* own_;         // the same shape, this rank's addition to it
-    A* home_;        // the same shape, from its own keys and queries
+    X* kv_[2];            // (B, 2Tc, 2, NH, HS), [0] at work and [1] on its way in
+    A* dkv_[2];           // (K and V, B, 2Tc, NH, HS), the sum of the ranks so far, [0] at work and [1] on its way in
+    A* own_;              // the same shape, this rank's addition to it
+    A* home_;             // the same shape, from its own keys and queries
     A* o_;           // (B, 2Tc, NH, HS) running output, and in backward dq_sum of all queries (attention/attention.h)
     A* D_;           // (B, NH, 2Tc)
     double* lse_;    // as D_, the running one
     char* scratch_;  // the kernels'
 
-    size_t place(void* memory) {
-        size_t used = 0;
-        const auto take = [&](auto*& p, size_t n) {
-            p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(memory) + used);
-            used += (n * sizeof(*p) + 255) / 256 * 256;
-        };
+    void buffers() override {
         const size_t of_travel = zigzag_.ranks > 1 ? 2 * elements() : 0;
         for (X*& p : kv_) take(p, of_travel);
         for (A*& p : dkv_) take(p, of_travel);
@@ -101,7 +64,6 @@ class Ring {
         take(D_, elements() / shape_.HS);
         take(lse_, elements() / shape_.HS);
         take(scratch_, std::max<size_t>(16, attention_partial_scratch_bytes<X>(dev_, own_keys(0, 2 * Tc_))));
-        return used;
     }
 
     size_t dq_sum_bytes() const { return attention_dq_sum_bytes<X>(dev_, own_keys(0, 2 * Tc_)); }

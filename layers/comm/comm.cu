@@ -112,9 +112,10 @@ void NcclComm::all_gather_bytes(char* x, size_t bytes) {
     NCCL_CHECK(ncclAllGather(x + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
 
-void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in) {
+void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in,
+                               void* there) {
     if (copies_ && copies_->has(send, bytes_out) && copies_->has(recv, bytes_in))
-        return copies_->send_recv(stream_, to, send, bytes_out, bytes_out, 1, from, recv);
+        return copies_->send_recv(stream_, to, send, bytes_out, bytes_out, 1, there, from);
     group([&] {
         NCCL_CHECK(ncclSend(send, bytes_out, ncclChar, to, comm_, stream_));
         NCCL_CHECK(ncclRecv(recv, bytes_in, ncclChar, from, comm_, stream_));
@@ -124,12 +125,12 @@ void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int f
 // NCCL's blocks must not come after the blocks of the device's further work (see head_start), so packing is part of the
 // work so far. It takes 61 µs for 50 MB, and a hop between machines takes ten times that.
 void NcclComm::send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
-                                    int from, void* recv) {
+                                    int from, void* recv, void* there) {
     if (copies_ && copies_->has(recv, rows * bytes))
-        return copies_->send_recv(stream_, to, send, stride, bytes, rows, from, recv);
+        return copies_->send_recv(stream_, to, send, stride, bytes, rows, there, from);
     CUDA_CHECK(cudaMemcpy2DAsync(packed, bytes, send, stride, bytes, rows, cudaMemcpyDeviceToDevice, dev_.stream));
     fork();
-    send_recv_bytes(to, packed, rows * bytes, from, recv, rows * bytes);
+    send_recv_bytes(to, packed, rows * bytes, from, recv, rows * bytes, there);
 }
 
 #else
@@ -150,7 +151,7 @@ void NcclComm::group(const std::function<void()>&) {}
 void NcclComm::all_reduce(float*, size_t) {}
 void NcclComm::reduce_scatter(float*, const float*, size_t) {}
 void NcclComm::all_gather_bytes(char*, size_t) {}
-void NcclComm::send_recv_bytes(int, const void*, size_t, int, void*, size_t) {}
-void NcclComm::send_recv_rows_bytes(int, void*, const void*, size_t, size_t, size_t, int, void*) {}
+void NcclComm::send_recv_bytes(int, const void*, size_t, int, void*, size_t, void*) {}
+void NcclComm::send_recv_rows_bytes(int, void*, const void*, size_t, size_t, size_t, int, void*, void*) {}
 
 #endif

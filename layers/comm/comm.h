@@ -9,9 +9,10 @@
 //   all_reduce(x, n)             x ← Σ over ranks of x
 //   reduce_scatter(out, x, n)    x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x has size parts of n elements, and part r ← rank r's part r
-//   send_recv(to, send, n, from, recv, m)
-//                                sends n elements to one rank and receives m from one, the step of a ring
-//   send_recv_rows(to, packed, send, stride, n, rows, from, recv)
+//   send_recv(to, send, n, from, recv, m, there)
+//                                sends n elements to one rank and receives m from one, the step of a ring. `there` is
+//                                where this rank has what the other one calls recv, and recv itself if left out
+//   send_recv_rows(to, packed, send, stride, n, rows, from, recv, there)
 //                                sends rows of n elements, `stride` apart, to one rank, which gets them without gaps,
 //                                and receives as many from one. With NCCL the device first closes the gaps in `packed`
 //                                (rows·n), and the call forks anew
@@ -52,12 +53,14 @@ class NcclComm {
         all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
     }
     template <class X>
-    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
-        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m, X* there = nullptr) {
+        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X), there ? there : recv);
     }
     template <class X>
-    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
-        send_recv_rows_bytes(to, packed, send, stride * sizeof(X), n * sizeof(X), rows, from, recv);
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv,
+                        X* there = nullptr) {
+        send_recv_rows_bytes(to, packed, send, stride * sizeof(X), n * sizeof(X), rows, from, recv,
+                             there ? there : recv);
     }
 
   private:
@@ -72,7 +75,8 @@ class NcclComm {
     void begin();
     std::string asynchronous_error() const;
     void all_gather_bytes(char* x, size_t bytes);
-    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
+    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in,
+                         void* there);
     void send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
-                              int from, void* recv);
+                              int from, void* recv, void* there);
 };

@@ -98,10 +98,10 @@ void PeerCopies::wait(cudaStream_t stream, int rank, int which) const {
 }
 
 void PeerCopies::send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows,
-                           int from, void* recv) const {
+                           const void* there, int from) const {
     say(stream, from, kFree);
     wait(stream, to, kFree);
-    char* const target = regions_[to] + (static_cast<char*>(recv) - own_);
+    char* const target = regions_[to] + (static_cast<const char*>(there) - own_);
     if (rows == 1)
         CUDA_CHECK(cudaMemcpyAsync(target, send, bytes, cudaMemcpyDeviceToDevice, stream));
     else

@@ -36,10 +36,10 @@ class PeerCopies {
         return x >= own_ && x + bytes <= own_ + bytes_;
     }
     // Enqueues a transfer. It sends rows of `bytes` bytes, `stride` bytes apart, to one rank, which gets them without
-    // gaps. It receives what one rank sends. `recv` is the same place in every rank's own region. `send` may be
-    // anywhere.
-    void send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows, int from,
-                   void* recv) const;
+    // gaps, at the place that `there` is in this rank's own region. `send` may be anywhere. It receives what one rank
+    // sends.
+    void send_recv(cudaStream_t stream, int to, const void* send, size_t stride, size_t bytes, size_t rows,
+                   const void* there, int from) const;
 
   private:
     explicit PeerCopies(const Cuda& dev) : dev_(dev) {}

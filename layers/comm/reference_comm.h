@@ -77,13 +77,14 @@ class CpuComm : public CallsInOrder {
         job_.gather_bytes(x, n * sizeof(X), first_, size);
     }
     template <class X>
-    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m, X* = nullptr) {
         if (to == rank) std::copy_n(send, n, recv);
         job_.exchange(
             {Transfer::to(first_ + to, send, n * sizeof(X)), Transfer::from(first_ + from, recv, m * sizeof(X))});
     }
     template <class X>
-    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv) {
+    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv,
+                        X* = nullptr) {
         for (size_t r = 0; r < rows; r++) std::copy_n(send + r * stride, n, packed + r * n);
         send_recv(to, packed, rows * n, from, recv, rows * n);
     }

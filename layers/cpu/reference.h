@@ -129,7 +129,7 @@ void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, void*
 }
 template <class X>
 void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
-                        const X*, const X* qkv, int B, int T, int NH, int HS) {
+                        const X*, const X* qkv, int B, int T, int NH, int HS, int = 0, int = 0) {
     attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(X(HS)));
 }
 template <class X>

@@ -65,6 +65,7 @@ struct PartialShape {
     bool write_dkv = false;  // backward writes dk and dv, instead of adding to them
     int q_begin = 0;
     Attention attention = Attention::flash;  // which kernel runs
+    int first_head = 0, all_heads = 0;       // see AttentionShape
     int rows_of_q() const { return q_rows ? q_rows : Tq; }
     int rows_of_k() const { return k_rows ? k_rows : Tk; }
     float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
@@ -76,8 +77,12 @@ struct PartialShape {
     }
 };
 
+// Of a model with NH heads every such head walks through its backward in the other direction, where sequences are long
+// (see attention/sm90_backward_work.cuh). A call with some of the heads should have a multiple.
+constexpr int backward_period(int NH) { return NH % 3 == 0 ? 3 : 2; }
+
 // The positions of a rank's rows in their sequence. The first `chunk` rows begin at position `early`, the others at
-// `late`, as a ring deals them out (attention/ring/ring.h). By default row t has position t.
+// `late`, as split attention deals them out (attention/ring/split.h). By default row t has position t.
 struct Positions {
     int chunk = INT_MAX, early = 0, late = 0;
     __host__ __device__ int of(int row) const { return row < chunk ? early + row : late + (row - chunk); }
