@@ -1225,7 +1225,8 @@ def test_measuring_in_parts(tmp):
     tests, json = ["test_attention", "test_layers", "test_gpt2"], ["*--json*"]
     end = [f"python3 scripts/{name}.py" for name in ("plot_results", "pictures", "readme_tables")]
     compare_torch = [f"python3 scripts/compare_torch.py --json{more}" for more in ("", " --precision bf16")]
-    bench_ring = [f"bench_ring --json --gpus 4 --heads {heads}" for heads in ("12 --hs 64", "32 --hs 128")]
+    bench_ring = [f"bench_ring --json --form {form} --gpus 4 --heads {heads}"
+                  for form in ("heads", "ring") for heads in ("12 --hs 64", "32 --hs 128")]
     others = [f"python3 scripts/{name}" for name in ("trace_ring.py --json --gpus 4", "scaling.py --json")]
     stuck = {"BAD": "accuracy*64", "SLOW": "study_accum*", "PART_LIMIT": "1"}
     for parts, variables, code, says, expected in (

@@ -33,8 +33,10 @@ measure() {  # part
     ring)
         ./dev/study_ring --json
         [ "$gpus" -gt 1 ] || return 0
-        ./dev/bench_ring --json --gpus "$gpus" --heads 12 --hs 64
-        ./dev/bench_ring --json --gpus "$gpus" --heads 32 --hs 128
+        for form in heads ring; do
+            ./dev/bench_ring --json --form "$form" --gpus "$gpus" --heads 12 --hs 64
+            ./dev/bench_ring --json --form "$form" --gpus "$gpus" --heads 32 --hs 128
+        done
         if make dev/trace.so >/dev/null; then python3 scripts/trace_ring.py --json --gpus "$gpus"; else echo "no timeline"; fi ;;
     layers) ./dev/bench_layers --json ;;
     train)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What a ring's GPUs do at a time: the blocks of one layer's attention, forward and backward, and what travels meanwhile.
+"""What GPUs that share a sequence do at a time: one layer's attention, forward and backward, and what travels meanwhile.
 
     make train_gpt2cu dev/trace.so && python3 scripts/trace_ring.py --gpus 4 --json   # then scripts/plot_results.py
 
 Trains GPT-2 124M for six steps, a sequence over all GPUs, the last step under dev/trace.so, and prints how much of the
-travel is behind kernels. --keep leaves the whole timelines, trace.*.json for https://ui.perfetto.dev.
+travel is behind kernels. They exchange heads where their number divides 12; 5 GPUs are a ring. --keep leaves the whole
+timelines, trace.*.json for https://ui.perfetto.dev.
 """
 import json
 import pathlib
