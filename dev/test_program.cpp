@@ -426,6 +426,13 @@ TEST(standard_streams_may_be_closed_or_full) {
         CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
 }
 
+// On the CPU it starts itself anew, and pkill should find it still.
+TEST(its_process_has_its_name) {
+    unsetenv("OMP_WAIT_POLICY");
+    CHECK_RUN(run_and_act(tiny() + "-x 2", "step 1/", "cat /proc/$pid/comm"), 0, "\ntrain_gpt2cu\n");
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+}
+
 // Three gigabytes are more single tokens than an int counts. With a sample at every other step they take for ever.
 TEST(numbers_at_the_edge) {
     const std::string text = dir() + "/large.txt", huge = "--device cpu -e tiny -b 1 -v 0 -s 2 -i " + text;

@@ -1,6 +1,8 @@
 // The process around a run: its descriptors, the signals that end it, and its exit code.
 #pragma once
+#include <errno.h>
 #include <fcntl.h>
+#include <sys/prctl.h>
 
 #include <csignal>
 #include <cstdio>
@@ -12,6 +14,7 @@ inline void prepare_process() {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
+    prctl(PR_SET_NAME, program_invocation_short_name);  // for top and pkill, or one that started itself is "exe"
 }
 
 // SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave, or end the text that is written. A second

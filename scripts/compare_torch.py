@@ -184,8 +184,9 @@ def main():
     other = train(model, data, a, *(F.scaled_dot_product_attention, torch.float32) if a.precision == "fp32" else
                   (plain_attention, torch.bfloat16))
     for step in [*range(0, a.steps - 1, 10), a.steps - 1]:
-        (loss, norm), (our_loss, our_norm) = reference[step], ours[step]
-        print(f"step {step + 1:3d}  torch {loss:.6f}  ours {our_loss:.6f}  norm torch {norm:.5f}  ours {our_norm:.5f}")
+        (loss, norm), (our_loss, our_norm), (again, _) = reference[step], ours[step], other[step]
+        print(f"step {step + 1:3d}  torch {loss:.6f} and {again:.6f}  ours {our_loss:.6f}  "
+              f"norm torch {norm:.5f}  ours {our_norm:.5f}")
     found, ok = judge(a, ours, reference, other)
     print(f"largest difference over {a.steps} steps: {found['difference']:.2e} ({'fine' if ok else 'WRONG'}: "
           f"{found['allowed']:.2e} is allowed, PyTorch's own is {found['torch_itself']:.2e}); {found['clipped']} clipped")
