@@ -529,8 +529,10 @@ void launch(const Inputs& in, Args& args, void* scratch, const PartialShape& s, 
     if (tiles > INT_MAX / 4)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
     char* at = static_cast<char*>(scratch);
-    args.first_head = s.first_head, args.all_heads = s.all_heads ? s.all_heads : s.NH;
-    args.period = backward_period(args.all_heads);
+    // Of a batch with all heads the first layout.group would walk back.
+    const int all_heads = s.all_heads ? s.all_heads : s.NH;
+    args.back = layout.group / all_heads * s.NH + std::clamp(layout.group % all_heads - s.first_head, 0, s.NH);
+    args.first_head = s.first_head, args.period = backward_period(all_heads);
     args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = layout.before + s.Tq, args.Tk = s.Tk;
     args.before = layout.before, args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k();
     args.write_dkv = s.write_dkv, args.shift = s.shift() - layout.before;

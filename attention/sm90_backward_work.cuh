@@ -41,10 +41,11 @@ struct Args {
     int NH, heads, Tq, Tk;                  // heads = B·NH; Tq with the `before` that are not the block's
     int before, q_rows, k_rows;             // rows of lse and D, and of dk_acc and dv_acc: see PartialShape
     bool write_dkv;
-    int first_head, all_heads, period;  // of the model: the call's first one, their number, backward_period()
     int shift;  // query i sees keys j ≤ i + shift: q_offset − k_offset − before, or Tk − before if not causal
     int q_tiles, k_tiles;
     int group;                // of heads that are worked on together: see item_of
+    int back;                 // the first so many heads walk back, if a group has several
+    int first_head, period;   // if it has one: the call's first head of the model's, and backward_period()
     bool masked;              // some query does not see some key
     int sum_heads;            // heads that dq_sum has room for, in the partial form all
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
@@ -59,8 +60,7 @@ struct Args {
 // then all have the next. A head's direction depends on its place in the model and the batch alone, because it decides
 // in which order dQ is added up. Without a mask all walk back.
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
-    const int h = args.first_head + bh % args.NH, number = bh / args.NH * args.all_heads + h;
-    return args.masked && (args.group == 1 ? h % args.period > 0 : number >= args.group);
+    return args.masked && (args.group == 1 ? (args.first_head + bh % args.NH) % args.period > 0 : bh >= args.back);
 }
 // The item of a ticket, {key tile, head}, or {−1, −1} if there are no more.
 __device__ __forceinline__ int2 item_of(const Args& args, int ticket) {

@@ -167,7 +167,8 @@ TEST(ring_of_threads) {
             }
     });
 }
-// A rank has 12, 6 or 4 heads. In a long sequence some heads walk back in flash_bf16_sm90's backward.
+// A rank has 12, 6 or 4 heads. In flash_bf16_sm90's backward all heads of a short sequence walk back, the first 8 of one
+// with 6000 tokens, and in a long sequence every third.
 TEST(exchanged_heads_are_bit_identical_on_a_gpu) {
     on_one_gpu([](const Cuda& dev) {
         for (const int HS : {64, 128}) {
@@ -175,6 +176,7 @@ TEST(exchanged_heads_are_bit_identical_on_a_gpu) {
                 check_local_exchange<float>(dev, {2, 2 * ranks * 150, 12, HS}, ranks);
                 check_local_exchange<bf16>(dev, {2, 2 * ranks * 150, 12, HS}, ranks);
             }
+            check_local_exchange<bf16>(dev, {2, 6000 * 64 / HS, 12, HS}, 3);
             check_local_exchange<bf16>(dev, {1, 25800 * 64 / HS, 6, HS}, 3);
         }
     });

@@ -56,11 +56,11 @@ EXERCISES = [
      "Give K and V two stages instead of four: `Stages = 2`. Does the producer still keep ahead?",
      "Nearly. A stage is free once the slowest warpgroup has left it, and then a copy has one tile's time to arrive."),
     ("returns false", "flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
-     {"return args.masked && (args.group == 1 ? h % args.period > 0 : number >= args.group);": "return false;"},
+     {"return args.masked && (args.group == 1 ? (args.first_head + bh % args.NH) % args.period > 0 : bh >= args.back);": "return false;"},
      "Let all heads walk back: `walks_forward` returns false. What do the turns cost?",
      "Key tiles that begin together at the last query wait for each other's sums."),
     ("returns `args.masked`", "flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
-     {"return args.masked && (args.group == 1 ? h % args.period > 0 : number >= args.group);": "return args.masked;"},
+     {"return args.masked && (args.group == 1 ? (args.first_head + bh % args.NH) % args.period > 0 : bh >= args.back);": "return args.masked;"},
      "Then let all of them walk forward: it returns `args.masked`. What does the end of the kernel cost?",
      "The longest items begin last, and most SMs wait for them."),
 ]
