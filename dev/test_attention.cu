@@ -200,8 +200,10 @@ std::vector<double> as_double(const std::vector<X>& v) {
 // (B, T, 3, NH, HS) as three tensors (B, T, NH, HS).
 static void split(Result& to, const std::vector<double>& dqkv, const AttentionShape& s) {
     const size_t C = size_t(s.NH) * s.HS;
-    for (int part = 0; part < 3; part++) to[Dq + part].clear();
-    for (size_t i = 0; i < dqkv.size(); i++) to[Dq + i / C % 3].push_back(dqkv[i]);
+    for (int part = 0; part < 3; part++) {
+        std::vector<double>& x = to[Dq + part] = std::vector<double>(dqkv.size() / 3);
+        for (size_t i = 0; i < x.size(); i++) x[i] = dqkv[(i / C * 3 + part) * C + i % C];
+    }
 }
 
 static double max_abs(const std::vector<double>& x) {
@@ -994,14 +996,15 @@ void limits(const AttentionKernel<X>& kernel) {
                  {{2, 100, 3, 128}, 1}, {{65537, 1, 1, 64}},  // more than a grid's y or z
                  {{2731, 2, 25, 64}}};
     for (const auto& [shape, misalign] : cases) {
+        const Problem<X>& p = problem<X>({shape});
         Result got;
-        const std::string error = test::error_of([&, misalign = misalign, &shape = shape] {
-            Run<X> r(kernel, inputs_of<X>({shape}), 1, misalign);
+        const std::string error = test::error_of([&, misalign = misalign] {
+            Run<X> r(kernel, p, 1, misalign);
             r.forward();
             r.backward();
             got = r.result();
         });
-        if (error.empty()) check_result(kernel, problem<X>({shape}), got);
+        if (error.empty()) check_result(kernel, p, got);
         gpu().sync();  // an Error from a launcher leaves the device fit for work
     }
     if (kernel.flash)
