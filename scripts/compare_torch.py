@@ -169,6 +169,7 @@ def main():
         results.fail("needs torch and numpy: pip install -c scripts/requirements-more.txt torch numpy")
     L, NH, C = SIZES[a.model]
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # a sum split in bf16 is ten times as far
     torch.manual_seed(1)
 
     model, tokens = gpt2(torch, L, NH, C, MAX_T, V), random_chain(a.steps * a.B * a.T + 1)
