@@ -509,7 +509,7 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     acts = Arena("activations", tensors_of<Activations<X>>(sizes));
     buffers = Arena("buffers", tensors_of<Buffers<X>>(sizes));
     // A separate allocation, because other ranks map it and write into it.
-    if (split) split_memory = Arena("split attention", {{"split attention", DType::i32, split->bytes() / 4}});
+    if (split) split_memory = Arena("split", {{"attention", DType::i32, split->bytes() / 4}});
 }
 
 template <class Dev, class X>

@@ -24,7 +24,7 @@ void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* a
                        int T, int NH, int HS);
 
 // Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic. A call may have some of
-// a model's heads, from first_head of all_heads on. It writes the bits that they get in a call with all of them.
+// a model's heads, from first_head of all_heads on. A flash kernel writes the bits of a call with all of them.
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
                         const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head = 0,

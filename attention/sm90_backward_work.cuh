@@ -58,7 +58,7 @@ struct Args {
 
 // Groups of heads go one after the other, from the last heads to the first. Within a group all heads have one key tile,
 // then all have the next. A head's direction depends on its place in the model and the batch alone, because it decides
-// in which order dQ is added up. Without a mask all walk back.
+// in which order dQ, dK and dV are added up. Without a mask all walk back.
 __device__ __forceinline__ bool walks_forward(const Args& args, int bh) {
     return args.masked && (args.group == 1 ? (args.first_head + bh % args.NH) % args.period > 0 : bh >= args.back);
 }

@@ -1,4 +1,4 @@
-// Ranks of a ring as threads that share one device. This runs the real ring at any N without a second GPU. On a GPU all
+// Ranks as threads that share one device. This runs real split attention at any N without a second GPU. On a GPU all
 // work goes to one stream, so that work enqueued before a barrier runs before work enqueued after it.
 #pragma once
 #include <pthread.h>
@@ -34,7 +34,13 @@ class LocalComm : public CallsInOrder {
         explicit Shared(int size) : sent(size) { pthread_barrier_init(&all_here, nullptr, size); }
         ~Shared() { pthread_barrier_destroy(&all_here); }
         Shared(const Shared&) = delete;
-        std::vector<const void*> sent;
+        struct Message {
+            const void* data;
+            size_t bytes;
+            int to;
+            ptrdiff_t lands;  // where in its memory the receiver wants it, says the sender
+        };
+        std::vector<Message> sent;
         pthread_barrier_t all_here;
     };
     LocalComm(const Dev& dev, Shared& shared, int rank)
@@ -42,17 +48,21 @@ class LocalComm : public CallsInOrder {
     const int rank, size;
 
     template <class X>
-    void send_recv(int, const X* send, size_t, int from, X* recv, size_t m, X* = nullptr) {
-        shared_.sent[rank] = send;
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m, X* there = nullptr) {
+        const auto lands = [&](X* at) { return reinterpret_cast<char*>(at) - static_cast<char*>(memory_); };
+        shared_.sent[rank] = {send, n * sizeof(X), to, lands(there ? there : recv)};
         pthread_barrier_wait(&shared_.all_here);  // now every rank's work on what it sends is enqueued
-        copy_bytes(dev_, recv, shared_.sent[from], m * sizeof(X));
+        const auto& its = shared_.sent[from];
+        if (its.to != rank || its.bytes != m * sizeof(X) || its.lands != lands(recv))
+            throw Error(format("rank %d sends rank %d %zu bytes for offset %td", from, its.to, its.bytes, its.lands));
+        copy_bytes(dev_, recv, its.data, its.bytes);
         pthread_barrier_wait(&shared_.all_here);  // now the copies are enqueued too
     }
     template <class X>
     void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv,
-                        X* = nullptr) {
+                        X* there = nullptr) {
         copy_rows(dev_, packed, n, send, stride, n, rows);
-        send_recv(to, packed, rows * n, from, recv, rows * n);
+        send_recv(to, packed, rows * n, from, recv, rows * n, there);
     }
 
   private:

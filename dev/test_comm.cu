@@ -167,8 +167,8 @@ TEST(ring_of_threads) {
             }
     });
 }
-// A rank has 12, 6 or 4 heads. In flash_bf16_sm90's backward all heads of a short sequence walk back, the first 8 of one
-// with 6000 tokens, and in a long sequence every third.
+// A rank has 12, 6 or 4 heads. In flash_bf16_sm90's backward these walk back: of a short sequence all heads, or 16 at
+// HS 128; the first 8 of one with 6000 tokens; of a long one every third.
 TEST(exchanged_heads_are_bit_identical_on_a_gpu) {
     on_one_gpu([](const Cuda& dev) {
         for (const int HS : {64, 128}) {
@@ -199,7 +199,7 @@ void check_splits(const Cuda& dev, Comm& comm, Job& job) {
     check_ring<float>(dev, comm, job, s);
     check_ring<bf16>(dev, comm, job, s);
     check_ring<bf16>(dev, comm, job, {1, 2 * comm.size * 128, 1, 128}, 3);
-    const Whole<bf16> whole({2, 2 * comm.size * 100, 6 * comm.size, 64}, 1, 1, kBitsOnly);
+    const Whole<bf16> whole({2, 2 * comm.size * 100, 9 * comm.size, 64}, 1, 1, kBitsOnly);  // three cohorts
     check_exchange(dev, comm, whole, unchunked(dev, whole));
 }
 // Checks every flash kernel that this GPU would choose against the whole sequence in fp64, and the exchange of heads

@@ -655,9 +655,10 @@ def test_timeline_of_a_ring(tmp):
     # As dev/trace.so writes it: a layer's attention, both ways, a copy half behind each. GPU 1 starts later.
     for gpu in 0, 1:
         events = [("range", "step 5", 0, 9000, "")]
-        for at, way in (1000, "forward"), (5000, "backward"):
-            inside, kernel = f"step 5 / forward and backward / {way} / layer 6", f"{way}_kernel<64, true>"
-            events += [("kernel", kernel, at, 700, inside), ("copy", "copy to another GPU", at + 600, 200, inside),
+        # A ring's forward has blocks, an exchange's backward is whole, and its last journey ends after it.
+        for at, way, form in (1000, "forward", "true"), (5000, "backward", "false"):
+            inside, kernel = f"step 5 / forward and backward / {way} / layer 6", f"{way}_kernel<64, {form}>"
+            events += [("kernel", kernel, at, 700, inside), ("copy", "copy 9 B to another GPU", at + 600, 200, inside),
                        ("copy", "copy", at, 150, inside), ("kernel", kernel, at, 700, inside.replace("6", "7")),
                        ("kernel", "long before", at - 300, 50, inside), ("kernel", "long after", at + 950, 50, inside)]
         written(tmp / f"gpu{gpu}", json.dumps({"traceEvents": [
@@ -671,7 +672,7 @@ def test_timeline_of_a_ring(tmp):
     (tmp / "kept").mkdir()
     printed = trace_ring("--keep", "--out", tmp / "rows.jsonl", cwd=tmp / "kept").stdout
     assert "GPU 1, backward: 0.20 ms of travel, 50 % of it behind kernels" in printed
-    assert "--gpus 2 --context-parallel 2 -b 1 -t 32768 --profile 1 " in (tmp / "args").read_text()
+    assert "--gpus 2 --context-parallel 2 -e d12 -b 1 -t 32768 --profile 1 " in (tmp / "args").read_text()
     found = [(r["rank"], r["pass"], len(r["events"]), min(e["start_ms"] for e in r["events"]), r["dirty"])
              for r in rows_of(tmp / "rows.jsonl")]
     assert found == [(gpu, way, 2, 0.04 * gpu, True) for way in ("forward", "backward") for gpu in (0, 1)], found

@@ -212,8 +212,8 @@ def plot_timeline(plt, rows):
         axes.invert_yaxis()
         axes.set(xlabel=f"{way}: ms")
     marks = [plt.Rectangle((0, 0), 1, 1, color=colour, label=text) for colour, text in
-             ((COLOURS[0], "attention, a block"), (GREY, "other kernels"), (COLOURS[1], "copies to the next GPU"))]
-    title = "Ring of {gpus}, {tokens_per_gpu} tokens each, one layer of GPT-2 124M, {gpu}".format_map(rows[0])
+             ((COLOURS[0], "attention, a block"), (GREY, "other kernels"), (COLOURS[1], "copies to another GPU"))]
+    title = "A sequence over {gpus} GPUs, {tokens_per_gpu} tokens each, one layer, {gpu}".format_map(rows[0])
     return finish(figure, title, marks, 3)
 
 

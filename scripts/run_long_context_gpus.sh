@@ -10,7 +10,7 @@
 #            Attention is nine tenths of the work.
 #   time     41 minutes at 107 000 tokens/s, which is 44 % of the 4 · 989 TFLOP/s of 4 H100s or H200s; 2.45 s a sequence
 #   memory   20.4 GiB of tensors on each of 4: 65 536 tokens take what 64 sequences of 1 024 do, and the heads that it
-#            exchanges another 1.5 GiB
+#            exchanges another 1.3 GiB
 set -e
 cd "$(dirname "$0")/.."
 from=${1:-log_gpt2_124M/model_00019073.bin}

@@ -9,7 +9,8 @@
 //   out (B, 2Tc, NH, HS)
 //
 // A rank works on its NH/N heads in cohorts. While one computes, the next one's tensors come and the results of the one
-// before go home, so only the first journey and the last are waited for:
+// before go home, so only the first journey and the last are waited for. A rank with few heads has a single cohort, and
+// waits for all:
 //
 //   compute    ·              cohort 0       cohort 1          cohort 2
 //   travel     0 comes        1 comes        0 home, 2 comes   1 home          2 home
@@ -21,7 +22,7 @@
 // Include the backend's attention (attention/attention.h or layers/cpu/reference.h) before this header. lse is (cohorts,
 // B, heads, T) of this rank's heads.
 //
-// Limits: N divides NH.   Run: ./dev/test_ring
+// Limits: N divides NH, and the kernel takes the whole sequence (flash_fp32: 2^20 tokens).   Run: ./dev/test_ring
 #pragma once
 #include <memory>
 
@@ -38,7 +39,8 @@ class HeadExchange : public Split<Dev, X, Comm> {
                  Attention attention = Attention::flash)
         : Base(dev, rank, ranks), B_(B), Tc_(Tc), T_(2 * ranks * Tc), NH_(NH), HS_(HS), attention_(attention) {
         const int own = NH / ranks, period = backward_period(NH), periods = own / period;
-        cohorts_ = own % period > 0 || periods == 1 ? 1 : periods % 2 == 0 ? 2 : periods % 3 == 0 ? 3 : periods;
+        if (own % period == 0 && periods > 1)
+            for (cohorts_ = 2; periods % cohorts_ > 0;) cohorts_++;  // few, because a short kernel is a slower one
         heads_ = own / cohorts_;
     }
     void forward(X* out, A* lse, const X* qkv) override;
@@ -48,14 +50,14 @@ class HeadExchange : public Split<Dev, X, Comm> {
   private:
     const int B_, Tc_, T_, NH_, HS_;
     const Attention attention_;
-    int cohorts_, heads_;  // of a rank, of a cohort
+    int cohorts_ = 1, heads_;  // of a rank, of a cohort
     // A cohort's tensors for all tokens. One is at work, and the other's arguments come while its results go.
     struct Cohort {
         X *qkv, *dqkv;  // (B, T, 3, heads, HS)
         X *out, *dout;  // (B, T, heads, HS)
     } cohort_[2];
     X* home_;            // (N, B, 2Tc, 3, heads, HS), results of each rank's heads for this rank's tokens
-    X *packed_, *next_;  // what NCCL sends of (B, T, 5, heads, HS), and what is free of it
+    X *packed_, *free_;  // what NCCL sends of (B, T, 5, heads, HS), and what is free of it
     char* scratch_;      // the kernels'
 
     void buffers() override {
@@ -94,8 +96,8 @@ class HeadExchange : public Split<Dev, X, Comm> {
             const X* send = x + (size_t(b) * 2 + half) * rows * C() + size_t(first_head(to, c)) * HS_;
             X *recv = y + place(b, from, half, parts), *there = y + place(b, rank_, half, parts);
             if (to == rank_) return copy_rows(dev_, recv, row(), send, C(), row(), rows);
-            comm_->send_recv_rows(to, next_, send, C(), row(), rows, from, recv, there);
-            next_ += rows * row();
+            comm_->send_recv_rows(to, free_, send, C(), row(), rows, from, recv, there);
+            free_ += rows * row();
         });
     }
     // The other way: y (B, T, parts, heads, HS) → home_, and this rank's own heads into x at once.
@@ -125,7 +127,7 @@ class HeadExchange : public Split<Dev, X, Comm> {
         for (int c = -1; c <= cohorts_ + 1; c++) {  // the cohort at work
             if (c >= 2) unpack(x, parts, c - 2);
             const bool comes = c + 1 < cohorts_, goes = 0 < c && c <= cohorts_;
-            next_ = packed_;
+            free_ = packed_;
             if (comes || goes) {
                 comm_->fork();
                 comm_->group([&] {

@@ -34,7 +34,10 @@ class Split {
 
     // start() gives it memory of bytes(), which must be one whole allocation, and the communicator. Other ranks map
     // that memory, so nobody may free it before stop(), which all ranks call together.
-    size_t bytes() { return place(nullptr); }
+    size_t bytes() {
+        if (!bytes_) place(nullptr);
+        return bytes_;
+    }
     void start(void* memory, Comm* comm) {
         place(memory);
         comm_ = comm;
@@ -63,9 +66,9 @@ class Split {
   private:
     uintptr_t next_ = 0;
     size_t bytes_ = 0;
-    size_t place(void* memory) {
+    void place(void* memory) {
         next_ = reinterpret_cast<uintptr_t>(memory);
         buffers();
-        return bytes_ = next_ - reinterpret_cast<uintptr_t>(memory);
+        bytes_ = next_ - reinterpret_cast<uintptr_t>(memory);
     }
 };

@@ -10,7 +10,7 @@
 //   reduce_scatter(out, x, n)    x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x has size parts of n elements, and part r ← rank r's part r
 //   send_recv(to, send, n, from, recv, m, there)
-//                                sends n elements to one rank and receives m from one, the step of a ring. `there` is
+//                                sends n elements to one rank and receives m from one, for split attention. `there` is
 //                                where this rank has what the other one calls recv, and recv itself if left out
 //   send_recv_rows(to, packed, send, stride, n, rows, from, recv, there)
 //                                sends rows of n elements, `stride` apart, to one rank, which gets them without gaps,

@@ -1,4 +1,4 @@
-// The step of a ring between the GPUs of one machine, by their copy engines and without a multiprocessor.
+// What split attention sends between the GPUs of one machine, by their copy engines and without a multiprocessor.
 //
 // NCCL sends and receives with kernels. Beside kernels that fill the GPU, as attention's do, that costs twice. NCCL's
 // blocks take multiprocessors away, and they move a fraction of what the links can. A copy engine takes none and moves

@@ -17,21 +17,21 @@ class CallsInOrder {
     CallsInOrder() = default;
     CallsInOrder(const CallsInOrder&) = delete;
     ~CallsInOrder() {
-        if (!shared_ || std::uncaught_exceptions() > 0) return;
+        if (!memory_ || std::uncaught_exceptions() > 0) return;
         std::fprintf(stderr, "a rank ends while it shares memory with the others\n");
         std::abort();
     }
     void fork() {}
     void join() {}
     void head_start() {}
-    void share(void* memory, size_t) { shared_ = memory; }
+    void share(void* memory, size_t) { memory_ = memory; }
     template <class Calls>
     void group(Calls calls) {
         calls();
     }
 
-  private:
-    void* shared_ = nullptr;
+  protected:
+    void* memory_ = nullptr;  // that is shared
 };
 
 class CpuComm : public CallsInOrder {

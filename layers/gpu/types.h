@@ -77,7 +77,7 @@ struct PartialShape {
     }
 };
 
-// Of a model with NH heads every such head walks through its backward in the other direction, where sequences are long
+// Of a model with NH heads every backward_period(NH)-th walks through its backward in the other direction, where sequences are long
 // (see attention/sm90_backward_work.cuh). A call with some of the heads should have a multiple.
 constexpr int backward_period(int NH) { return NH % 3 == 0 ? 3 : 2; }
 
