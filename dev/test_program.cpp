@@ -96,7 +96,6 @@ static std::string parsed(const std::vector<std::string>& arguments) {
 
 // An option changes nothing but itself, takes the ends of its range, and refuses what is just beyond them.
 TEST(every_option_sets_what_it_names) {
-    std::string names;
     for (const Option& o : Options().table()) {
         const std::string name = o.name, range = o.range, title = *o.letter ? name + " (" + o.letter + ")" : name;
         const bool flag = o.kind == Option::Flag, whole = o.kind == Option::Int;
@@ -120,17 +119,7 @@ TEST(every_option_sets_what_it_names) {
             if (const std::string found = parsed({name + "=" + value});
                 found.find(title + ": \"" + value + "\" " + why) != 0)
                 test::report(__FILE__, __LINE__, title + " " + value + ": " + found);
-        names += name + " " + o.letter + (*o.letter ? " " : "");
     }
-    if (names !=
-        "--train-data -i --val-data -j --init -e --precision --attention --device --no-graph --recompute -r "
-        "--no-tf32 --gpus --zero -z --overlap --context-parallel --batch -b --tokens -t --tokens-per-step -d "
-        "--max-steps -x --no-shuffle --overfit -a --lr -l --warmup -u --final-lr -q --schedule -k "
-        "--weight-decay -c --beta2 --max-norm --seed --val-every -v --val-batches -m --hellaswag --eval-only "
-        "--sample-every -s --sample-length -g --memory --profile --watch-power --output-dir -o "
-        "--checkpoint-every -n --keep -nk --keep-every -nm --resume -y --verify --verify-every --tokenizer "
-        "--generate --samples --prompt --temperature --top-k ")
-        test::report(__FILE__, __LINE__, names);
 }
 
 // Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
@@ -194,6 +183,7 @@ TEST(help_and_log_have_every_option) {
         {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
         {"--temperature", "", " X", "(default 1)", "0.71", "0.72", "0.73"},
         {"--top-k", "", " N", "default: all", "51", "52", "53"}};
+    CHECK(rows.size() == Options().table().size());
     const std::string help = run("--help").out;
     std::string flat;
     std::istringstream words(help);

@@ -105,7 +105,7 @@ def test_scripts_have_help():
             done = run("python3", "-S", script, "--help")
             assert done.returncode == 0 and "usage" in done.stdout, f"{script}: {done.stderr}"
         assert script.endswith(".py") or os.access(ROOT / script, os.X_OK), f"{script} is not there or not executable"
-    for script, says in ("measure.sh", "losses"), ("sanitize.sh", "compute-sanitizer"):
+    for script, says in ("measure.sh", "exercises"), ("sanitize.sh", "compute-sanitizer"):
         done = run(f"scripts/{script}", "--help")
         assert done.returncode == 0 and says in done.stdout, done
 

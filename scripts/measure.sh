@@ -7,11 +7,11 @@
 #   bf16, fp32   attention: our kernels and PyTorch's     memory    the step by T
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
-#   ring         chunks and rings: errors, speed          losses    flash's beside naive's
-#   layers       each other layer alone                   train     tokens/s, memory, where the time goes
-#   scaling      tokens/s and losses of several GPUs      exercises the tutorial's answers, and its timelines
+#   ring         chunks and rings: errors, speed          train     tokens/s, memory, where the time goes
+#   layers       each other layer alone                   exercises the tutorial's answers, and its timelines
+#   scaling      tokens/s and losses of several GPUs
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study ring layers train memory default torch losses scaling exercises"
+all="bf16 fp32 accuracy study ring layers train memory default torch scaling exercises"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
@@ -53,7 +53,6 @@ measure() {  # part
         python3 scripts/compare_torch.py --json
         python3 scripts/compare_torch.py --json --precision bf16 ;;
     scaling) if [ "$gpus" -gt 1 ]; then python3 scripts/scaling.py --json; else echo "one GPU"; fi ;;
-    losses) python3 scripts/compare_losses.py --json ;;
     exercises)
         python3 scripts/exercises.py --json
         ./dev/timeline --json

@@ -23,7 +23,7 @@ STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "
                 "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
 SHAPE = ["HS", "NH", "T", "B", "pass"]
-LOSSES, TRAIN = ["model", "dtype", "tf32", "B", "T"], ["model", "dtype", "B", "T"]
+TRAIN = ["model", "dtype", "B", "T"]
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
@@ -197,14 +197,6 @@ def accumulation_errors(rows):
     title = f"""L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite),
         {vehicle}, {shared(rows, ['NH', 'HS'])[0]}"""
     return crossed(title, rows, ["dtype", "variant"], "data", columns, cell)
-
-
-def losses(rows):
-    rows.sort(key=lambda r: (r["model"], r["dtype"], r["B"], r["T"], r["attention"] != "naive"))
-    return listed(f"Training with naive and with flash attention, {shared(rows, ['steps', 'seeds'])[0]}", rows, {
-        "model": "{model}", "matmuls": lambda r: "tf32" if r["tf32"] else r["dtype"], **plain("B", "T", "attention"),
-        "ms a step": lambda r: compared(r, rows, LOSSES, "ms", "{:.2f}".format),
-        "mean final loss": "{loss:.4f}", "least – most of the seeds": "{loss_min:.4f} – {loss_max:.4f}"})
 
 
 def train(rows):
@@ -387,7 +379,6 @@ TABLES = {
     "attention fp32": (attention, "attention", {"dtype": "fp32", "causal": True}, "fp32"),
     "ladder": (ladder, "attention", {"apart": ["dtype"], "causal": True}, "bf16"),
     "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
-    "losses": (losses, "losses", {"apart": LOSSES}, "losses"),
     "train": (train, "train", {"apart": TRAIN}, "train"),
     "step": (step, "train", {"apart": TRAIN}, "train"),
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),

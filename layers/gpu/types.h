@@ -77,8 +77,8 @@ struct PartialShape {
     }
 };
 
-// Of a model with NH heads every backward_period(NH)-th walks through its backward in the other direction, where sequences are long
-// (see attention/sm90_backward_work.cuh). A call with some of the heads should have a multiple.
+// In long sequences the backward of every backward_period(NH)-th head of a model walks in the other direction (see
+// attention/sm90_backward_work.cuh). A call with some of the heads should have a multiple.
 constexpr int backward_period(int NH) { return NH % 3 == 0 ? 3 : 2; }
 
 // The positions of a rank's rows in their sequence. The first `chunk` rows begin at position `early`, the others at
