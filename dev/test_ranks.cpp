@@ -284,8 +284,8 @@ TEST(an_interrupted_run_waits_for_its_checkpoint) {
     CHECK(count_files(out) == size_t(2 * newest + 2));  // with the log and the lock
 }
 
-// In a split sequence what is broken reaches the others at once, and no rank may stop before the others do. If the optimizer is
-// divided, gathering the parameters heals this break, because another rank owns that element.
+// In a split sequence what is broken reaches the others at once, and no rank may stop before the others do. If the
+// optimizer is divided, gathering the parameters heals this break, because another rank owns that element.
 TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
     for (const Grouping& g : {Grouping{2, 1, false, false}, {4, 1, true, true}, {2, 2, false, false}})
         on_ranks<float>(g, options(), [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {

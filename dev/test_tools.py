@@ -1041,6 +1041,8 @@ def test_recipes_arithmetic():
     """Steps and tokens a step in the command are those of the comment, and what follows from them is what it says."""
     for recipe in RECIPES:
         text = recipe.read_text()
+        if "LAUNCH=" in text:
+            continue  # starts another recipe
         said = re.search(FIGURES.replace("\n", ".*?"), text, re.S).groupdict(default="1")
         seconds = {"minutes": 60, "hours": 3600, "days": 86400}[said.pop("unit")]
         f = SimpleNamespace(**{name: number(value) for name, value in said.items()})
@@ -1055,7 +1057,7 @@ def test_recipes_arithmetic():
         for n, hours in others:
             expected = trained / (f.rate / f.gpus * int(n) * 0.96) / 3600
             assert abs(expected - float(hours)) < max(0.051, 0.01 * expected), (recipe.name, n, expected)
-        assert "long" in recipe.name or f.gpus > 1 or [n for n, _ in others] == ["4", "8"], recipe.name
+        assert "long" in recipe.name or [n for n, _ in others] == ["4", "8"], recipe.name
 
 
 def test_recipes_are_what_was_measured():

@@ -11,7 +11,7 @@
 #   4 GPUs   43.3 hours, 44.8 GiB each: scripts/run_gpt2_1558M.sh --gpus 4
 #   8 GPUs   21.7 hours, 41.9 GiB each, at 96 % of eight times what one does; neither is measured here
 #   disk     21.8 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
-cd "$(dirname "$0")/.." && make train_gpt2cu && exec ./train_gpt2cu \
+cd "$(dirname "$0")/.." && make train_gpt2cu && exec $LAUNCH ./train_gpt2cu \
     -e d48 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \
     --tokenizer data/cache/fineweb100B/gpt2_tokenizer.bin \
     -b "${B:-16}" -t 1024 -d 1048576 -x 32000 -l 6e-4 -u 700 -q 0.1 -c 0.1 -k cosine \
