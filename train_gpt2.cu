@@ -540,7 +540,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data, job);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
-    resolve_steps(o, on_cpu, run.train_tokens());
+    resolve_steps(o, on_cpu, run.train_windows());
     run.describe();
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
@@ -599,8 +599,11 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         config = read_model_header(o.init).config;
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
-    if (preset && config.V == kByteVocab && !o.train_data.empty())
-        config.V = vocabulary_of(o.train_data, !o.tokenizer.empty()), config.Vp = (config.V + 127) / 128 * 128;
+    if (preset && config.V == kByteVocab) {
+        for (const std::string& data : {o.train_data, o.val_data})
+            if (!data.empty()) config.V = std::max(config.V, vocabulary_of(data, !o.tokenizer.empty()));
+        config.Vp = (config.V + 127) / 128 * 128;
+    }
     if (o.generate > 0) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);

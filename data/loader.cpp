@@ -11,6 +11,7 @@
 #include <climits>
 
 #include "data/random.h"
+#include "data/text.h"
 
 namespace {
 
@@ -43,8 +44,8 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     struct stat info;
     if (stat(pattern.c_str(), &info) == 0) {  // an existing name means that file, even if it has brackets
         if (S_ISDIR(info.st_mode))
-            throw Error(pattern + ": is a directory; give a file or a quoted pattern such as '" + pattern +
-                        "/train_*.bin'");
+            throw Error(pattern + ": is a directory; give a file or a quoted pattern such as " +
+                        shell_quoted(glob_escaped(pattern) + "/train_*.bin"));
         return {pattern};
     }
     glob_t found;
@@ -65,17 +66,43 @@ std::vector<std::string> matching_files(const std::string& pattern) {
 }  // namespace
 
 int vocabulary_of(const std::string& pattern, bool encoded) {
-    const InputFile file(matching_files(pattern)[0]);
-    int32_t magic = 0;
-    file.read(0, &magic, std::min<uint64_t>(sizeof magic, file.size));
-    if (magic != kShardMagic) return encoded ? kEndOfText + 1 : kByteVocab;
-    std::vector<uint16_t> tokens(std::min<uint64_t>(4096, (std::max(file.size, kHeaderBytes) - kHeaderBytes) / 2));
-    file.read(kHeaderBytes, tokens.data(), tokens.size() * sizeof(uint16_t));
+    constexpr uint64_t kAtOnce = 1 << 20;  // tokens
+    if (encoded) return kEndOfText + 1;
     const auto is_byte = [](int token) { return token < kByteEndOfText || token == kEndOfText; };
-    return std::all_of(tokens.begin(), tokens.end(), is_byte) ? kByteVocab : kEndOfText + 1;
+    for (const std::string& path : matching_files(pattern)) {
+        const InputFile file(path);
+        int32_t magic = 0;
+        file.read(0, &magic, std::min<uint64_t>(sizeof magic, file.size));
+        if (magic != kShardMagic) continue;
+        std::vector<uint16_t> tokens(kAtOnce);
+        for (uint64_t at = kHeaderBytes; at + sizeof(uint16_t) <= file.size; at += tokens.size() * sizeof(uint16_t)) {
+            tokens.resize(std::min(kAtOnce, (file.size - at) / sizeof(uint16_t)));
+            file.read(at, tokens.data(), tokens.size() * sizeof(uint16_t));
+            if (!std::all_of(tokens.begin(), tokens.end(), is_byte)) return kEndOfText + 1;
+        }
+    }
+    return kByteVocab;
 }
 
-// Checks the header of a shard, or finds that it is a text file, whose tokens are <|endoftext|> and then its own.
+// Every document's tokens behind <|endoftext|>.
+Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenizer) {
+    if (end_of_text_ >= vocab_)
+        throw Error(
+            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token shards",
+                   file.path.c_str(), kByteVocab, kEndOfText + 1, vocab_));
+    const std::string text = file.rest();
+    check_is_text(text, file.path);
+    is_text_ = true;
+    is_bpe_ = tokenizer.has_pairs_for(vocab_);
+    for (const std::string& document : documents(text)) {
+        const std::vector<int> tokens = tokenizer.encode(document, vocab_, file.path);
+        text_.push_back(static_cast<uint16_t>(end_of_text_));
+        text_.insert(text_.end(), tokens.begin(), tokens.end());
+    }
+    return {file.path, text_.size(), file.size};
+}
+
+// Checks the header of a shard, or finds that it is a text file.
 Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer) {
     const InputFile file(path);
     int32_t header[3] = {};  // magic, version, count
@@ -89,11 +116,7 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
                                : only_file
                                    ? "give llm.c token shards, or rename a text file so that it does not end in .bin"
                                    : "a pattern takes token shards only, a text file has to be given alone"));
-        is_text_ = true;
-        if (!tokenizer.has_pairs_for(vocab_)) return {path, file.size + 1, file.size};
-        encoded_ = tokenizer.encode(file.rest(), vocab_, path);
-        encoded_.insert(encoded_.begin(), end_of_text_);
-        return {path, encoded_.size(), file.size};
+        return read_text(file, tokenizer);
     }
     if (file.size < kHeaderBytes)
         throw Error(format("%s: truncated: expected a header of %zu bytes, found a file of %zu; get the file again",
@@ -126,18 +149,35 @@ Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle
         windows_ += windows_in(shards_.back());
     }
     const bool one = paths.size() == 1;
-    if (windows_ < B_)
+    if (windows_ == 0)
         throw Error(
-            format("%s: too little data: %zu tokens in %zu %s make %zu sequences of %d, and a batch needs %d; choose a "
-                   "smaller -b or -t",
-                   pattern.c_str(), tokens_, paths.size(), one ? "file" : "files", windows_, T, B));
-    if (is_text_ && end_of_text_ >= vocab)
-        throw Error(
-            format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token shards",
-                   pattern.c_str(), kByteVocab, kEndOfText + 1, vocab));
+            format("%s: too little data: %zu tokens in %zu %s, none with the %d of a sequence; choose a smaller -t",
+                   pattern.c_str(), tokens_, paths.size(), one ? "file" : "files", T + 1));
     description_ = (is_text_ ? "text file" : format("%zu %s", paths.size(), one ? "shard" : "shards")) + ", " +
-                   human(tokens_) + (encoded_.empty() ? " tokens" : " BPE tokens");
+                   human(tokens_) + (is_bpe_ ? " BPE tokens" : " tokens") + left_out();
     begin_epoch();
+}
+
+// A shard's last window needs the first token of the one that would follow it.
+std::string Loader::left_out() const {
+    constexpr size_t kNamed = 10;
+    uint64_t tails = 0, in_short = 0;
+    size_t count = 0;
+    std::string names;
+    for (const Shard& shard : shards_) {
+        if (windows_in(shard) > 0) {
+            tails += shard.tokens - windows_in(shard) * T_ - 1;
+            continue;
+        }
+        in_short += shard.tokens;
+        if (count++ < kNamed) names += (count == 1 ? " " : ", ") + shard.path;
+    }
+    if (count > kNamed) names += format(" and %zu more", count - kNamed);
+    std::string text;
+    if (tails) text += format("; left out: %zu at the %s", tails, shards_.size() > 1 ? "shards' ends" : "end");
+    if (count)
+        text += format("%s %zu in shards shorter than %zu:", tails ? "," : "; left out:", in_short, T_ + 1) + names;
+    return text;
 }
 
 uint64_t Loader::key(uint64_t epoch, uint64_t what) const {
@@ -162,26 +202,20 @@ std::vector<int> Loader::read_window() {
     uint64_t local = state_.window - first_window_[place];
     if (shuffle_) local = permute(local, windows_in(shard), key(state_.epoch, index));
     const uint64_t begin = local * T_;  // token of the shard
-    if (!encoded_.empty()) return {&encoded_[begin], &encoded_[begin] + T_ + 1};
+    if (is_text_) return {&text_[begin], &text_[begin] + T_ + 1};
     if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
     std::vector<int> window(T_ + 1);
-    if (is_text_) {
-        const bool first = begin == 0;  // token 0 is <|endoftext|>, token i is byte i-1
-        std::vector<unsigned char> bytes(T_ + 1 - first);
-        file_->read(begin - 1 + first, bytes.data(), bytes.size());
-        if (first) window[0] = end_of_text_;
-        std::transform(bytes.begin(), bytes.end(), window.begin() + first, byte_to_token);
-        return window;
-    }
     std::vector<uint16_t> tokens(T_ + 1);
     file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(), tokens.size() * sizeof(uint16_t));
     for (size_t i = 0; i < window.size(); i++) {
         window[i] = tokens[i] == kEndOfText ? end_of_text_ : tokens[i];
-        if (window[i] >= vocab_)
+        // A byte vocabulary's 256 is <|endoftext|>, which is 50256 in every shard.
+        const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
+        if (window[i] >= vocab_ || (tokens[i] != kEndOfText && tokens[i] >= limit))
             throw Error(
                 format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a model with "
                        "a larger vocabulary on this data",
-                       shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), vocab_, window[i]));
+                       shard.path.c_str(), kHeaderBytes + (begin + i) * sizeof(uint16_t), limit, tokens[i]));
     }
     return window;
 }
@@ -219,13 +253,13 @@ void Loader::restore(const LoaderState& state) {
 
 // Hashes blocks of 4 KiB spread over each file, its first and its last among them. They are about 256 in all and at
 // least three a file. A file no larger than its share is hashed whole. Names do not count, because moved data is the
-// same data. The tokens of an encoded text do, because another tokenizer makes other data of it.
+// same data. The tokens of a text do, because another tokenizer makes other data of it.
 uint64_t Loader::identity() const {
     constexpr uint64_t kBlockBytes = 4096, kBlocks = 256;
     const uint64_t blocks = std::max<uint64_t>(3, kBlocks / shards_.size());
     std::vector<char> block(kBlockBytes);
     uint64_t hash = shards_.size();
-    if (!encoded_.empty()) hash = checksum64(encoded_.data(), encoded_.size() * sizeof(int), hash);
+    hash = checksum64(text_.data(), text_.size() * sizeof(uint16_t), hash);
     for (const Shard& shard : shards_) {
         const InputFile input(shard.path);
         hash = checksum64(&shard.file_bytes, sizeof shard.file_bytes, hash);

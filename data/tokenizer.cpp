@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "data/file.h"
+#include "data/text.h"
 #include "data/unicode_kinds.h"
 
 namespace {
@@ -28,7 +29,6 @@ const Bytes kBytes = [] {
     return bytes;
 }();
 
-constexpr char kEndOfTextPiece[] = "<|endoftext|>";
 constexpr uint32_t kMagic = 20240328;
 
 // The kind of the character that begins at `at`: L, N, S or O, for a letter, a number, white space or another.
@@ -76,6 +76,10 @@ Character character(const std::string& text, size_t at) {
     return {bytes, code};
 }
 
+bool is_white_space(const std::string& text, size_t at) {
+    return kind_of(text, at) == 'S';
+}
+
 int byte_to_token(unsigned char byte) {
     return kBytes.token_of[byte];
 }
@@ -110,11 +114,12 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
                    name, header[1]));
     const std::string text = file.rest(kHeaderBytes);
     const uint32_t count = header[2];
-    if (count == 0 || count > text.size())
+    const size_t most = std::min<size_t>(text.size(), 65536);  // a token of a shard has 16 bits
+    if (count == 0 || count > most)
         throw Error(format(
             "%s: number of tokens at offset 8: expected 1..%zu (what %zu bytes can hold), found %u; get the file "
             "again",
-            name, text.size(), text.size(), count));
+            name, most, text.size(), count));
     if (header[1] == 2 && header[3] >= count)
         throw Error(format("%s: id of <|endoftext|> at offset 12: expected less than %u, found %u; get the file again",
                            name, count, header[3]));
@@ -179,6 +184,16 @@ void Tokenizer::encode_word(const std::string& word, std::vector<int>& tokens) c
             throw Error(format("%s: no token for byte 0x%02x; give GPT-2's tokenizer file", path_.c_str(),
                                static_cast<unsigned char>(word[begin])));
     }
+}
+
+std::vector<int> Tokenizer::encode_prompt(const std::string& text, int vocab, const std::string& name) const {
+    std::vector<int> tokens;
+    for (const std::string& part : split(text, kEndOfTextPiece)) {
+        const std::vector<int> ordinary = encode(part, vocab, name);
+        tokens.push_back(vocab == kByteVocab ? kByteEndOfText : kEndOfText);
+        tokens.insert(tokens.end(), ordinary.begin(), ordinary.end());
+    }
+    return {tokens.begin() + 1, tokens.end()};
 }
 
 std::vector<int> Tokenizer::encode(const std::string& text, int vocab, const std::string& name) const {

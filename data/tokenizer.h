@@ -20,6 +20,7 @@ struct Character {
     uint32_t code;
 };
 Character character(const std::string& text, size_t at);
+bool is_white_space(const std::string& text, size_t at);
 
 // Encodes text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
@@ -36,6 +37,8 @@ class Tokenizer {
     // whose ids data/prepare.py writes: "<|endoftext|>" is a text like any other. Invalid UTF-8 is an Error, as it is
     // there. `name` says in it where the text comes from. Takes n·log n for n bytes, whatever they are.
     std::vector<int> encode(const std::string& text, int vocab, const std::string& name) const;
+    // The same of what a user writes to a model, where <|endoftext|> is the token.
+    std::vector<int> encode_prompt(const std::string& text, int vocab, const std::string& name) const;
     bool has_pairs_for(int vocab) const { return vocab > kEndOfText && !pieces_.empty(); }
 
   private:

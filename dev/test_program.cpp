@@ -485,10 +485,13 @@ TEST(texts_are_streamed) {
               0, "> Once", "> Fox", "\n18 tokens in ");
 }
 
-// Without -x a run takes one pass over the text. 1000 bytes and the token before them are 15 steps of 64 and a rest.
+// Without -x a run sees every window at least once. 1000 bytes and the token before them are 15 of 64 and a rest.
 TEST(trains_for_one_epoch_of_own_data) {
     write_file(dir() + "/thousand.txt", read_file(text_file()).substr(0, 1000));
-    CHECK_RUN(run("--device cpu -e tiny -b 1 -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt"), 0, "step 15/15 | loss ");
+    const std::string options = "--device cpu -e tiny -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt ";
+    CHECK_RUN(run(options + "-b 1"), 0, "step 15/15 | loss ", "; left out: 40 at the end");
+    CHECK_RUN(run(options + "-b 2 -d 512"), 0, "step 2/2 | loss ");
+    CHECK_RUN(run(options + "-b 16"), 1, "15 sequences of 64, and a batch takes 16");
 }
 
 // The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
@@ -499,6 +502,16 @@ TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
         CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -i " + data + " -j " + data), 0, vocabulary, "sample\n");
     }
     CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
+    // One token of all decides, wherever it is.
+    std::vector<int> bytes(3000000, 7);
+    write_shard(dir() + "/late_1.bin", bytes);
+    CHECK(vocabulary_of(dir() + "/late_*.bin", false) == 257 && vocabulary_of(dir() + "/late_1.bin", true) == 50257);
+    bytes.back() = 40000;
+    write_shard(dir() + "/late_2.bin", bytes);
+    CHECK(vocabulary_of(dir() + "/late_*.bin", false) == 50257);
+    CHECK_RUN(
+        run("--device cpu -e tiny -b 1 -t 8 -x 1 -v 0 -s 0 -i " + dir() + "/late_1.bin -j " + dir() + "/late_2.bin"), 0,
+        "vocabulary 50257");
 }
 
 TEST(memory_table_and_profile) {

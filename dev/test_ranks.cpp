@@ -21,6 +21,7 @@ namespace {
 const Config kConfig = {16, kByteVocab, 384, 2, 2, 32};
 constexpr int kSteps = 3, kMicroBatches = 8, kValBatches = 7;
 constexpr int kValBytes = 16 * kValBatches + 11;  // <|endoftext|> and a window more, but no eighth batch
+constexpr int kValWindows = kValBytes / 8;
 
 struct Grouping {
     int ranks, context;
@@ -100,7 +101,7 @@ std::vector<double> train(const Grouping& g) {
             numbers.push_back(model.stats()[g.ranks * steps]);
         }
         const Validation last = validate(model, val, 1000, job);
-        CHECK(first.batches == kValBatches && few.batches == 5 && last.batches == kValBatches);
+        CHECK(first.windows == kValWindows && few.windows == 10 && last.windows == kValWindows);
         numbers.insert(numbers.end(), {first.loss, few.loss, last.loss});
         const double* parameters = static_cast<const double*>(model.params.at(0));
         numbers.insert(numbers.end(), parameters, parameters + model.num_parameters);

@@ -260,8 +260,7 @@ void check_recipe(const std::string& options, const std::string& meant, const st
     };
     const auto watch = [&](int step) {
         if (step % o.val_every == 0 || step == kSteps) {
-            const int all = kValWindows / o.B, batches = o.val_batches < 0 ? all : std::min(o.val_batches, all);
-            const int windows = batches * o.B;
+            const int windows = o.val_batches < 0 ? kValWindows : std::min(o.val_batches * o.B, kValWindows);
             CHECK_NEAR(value(row("val", vals), "step"), step, 0);
             CHECK_NEAR(value(row("val", vals), "loss_nats"), model.mean_loss(val_windows(windows)), 5e-6);
             int correct = 0;
@@ -420,25 +419,27 @@ TEST(samples_follow_the_model) {
     CHECK(texts.size() == 10 && ended > 0 && ended < 10);
 }
 
-// --eval-only prints the loss over all whole batches, or over -m of them, and the loss of each ending.
+// --eval-only prints the loss over all windows, whatever B and the number of ranks, or over those of -m batches, and the
+// loss of each ending.
 TEST(evaluation_says_what_the_model_loses) {
     Gpt2 model(kEndOften);
     const std::string only = format("--device cpu --eval-only -t %d ", T) + kModelOptions;
     const struct {
         std::string options;
-        int batches, B;
+        int windows;
         bool questions;
-    } cases[] = {{kValOptions + "-b 3 " + kQuestionOptions, kValWindows / 3, 3, true},
-                 {kValOptions + "-b 3 -m 2 --gpus 3 " + kQuestionOptions, 2, 3, true},
-                 {kValOptions + "-b 3 -m 5 --gpus 4 --context-parallel 2", 5, 3, false},
-                 {kValOptions + "-b 1", kValWindows, 1, false},  // all batches, although training takes 20
-                 {kQuestionOptions + "-b 3", 0, 3, true}};
+    } cases[] = {{kValOptions + "-b 3 " + kQuestionOptions, kValWindows, true},
+                 {kValOptions + "-b 3 -m 2 --gpus 3 " + kQuestionOptions, 6, true},
+                 {kValOptions + "-b 3 -m 5 --gpus 4 --context-parallel 2", 15, false},
+                 {kValOptions + "-b 1", kValWindows, false},  // all, although training takes 20 batches
+                 {kValOptions + "-b 7 --gpus 2", kValWindows, false},
+                 {kValOptions + format("-b %d", kValWindows + 5), kValWindows, false},
+                 {kQuestionOptions + "-b 3", 0, true}};
     for (const auto& c : cases) {
         const Result r = run(only + c.options);
-        CHECK_RUN(r, 0, c.batches ? format("over %d batches of %d x %d tokens\n", c.batches, c.B, T) : "");
-        if (c.batches)
-            CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_windows(c.batches * c.B)), 5e-6);
-        CHECK(contains(r.out, "val loss") == (c.batches > 0) && contains(r.out, "hellaswag") == c.questions);
+        CHECK_RUN(r, 0, c.windows ? format("over %d sequences of %d tokens\n", c.windows, T) : "");
+        if (c.windows) CHECK_NEAR(number_after(r.out, "val loss "), model.mean_loss(val_windows(c.windows)), 2e-6);
+        CHECK(contains(r.out, "val loss") == (c.windows > 0) && contains(r.out, "hellaswag") == c.questions);
         if (!c.questions) continue;
         int correct = 0;
         for (const Choice& q : kChoices) {

@@ -1,6 +1,7 @@
 // What a model knows: its loss on data that it has not seen, and its answers to multiple-choice questions.
 #pragma once
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <vector>
 
@@ -11,35 +12,46 @@
 
 struct Validation {
     double loss;
-    uint64_t batches;
+    uint64_t windows;
 };
 
-// Mean loss over the loader's first `at_most` batches, or over all whole ones if it is not positive or too large. Each
-// rank evaluates its share of them. Their losses are summed in the order of the batches, so that the sum does not depend
-// on the number of ranks. Ranks that share sequences have the same batches, and each adds its tokens' part of their mean.
+// Mean loss over the windows of the loader's first `at_most` batches, or over all windows if it is not positive or too
+// large. Each rank evaluates its share of the batches. The windows' losses are summed in fp64 and in their order, so that
+// the sum does not depend on the number of ranks. Ranks that share sequences have the same windows, and each adds its
+// tokens' part of their mean. The last batch is filled up with windows that do not count. If the data cannot be read, all
+// ranks end together, and this one throws.
 template <class Model>
 Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
     const auto& ranks = model.ranks;
     Range range("validate");
     loader.reset();
     std::vector<int> host(model.batch_ints());
-    const uint64_t all = loader.batches_per_epoch();
-    const uint64_t batches = at_most > 0 ? std::min<uint64_t>(at_most, all) : all;
-    std::vector<double> losses(batches);
-    for (uint64_t i = 0; i < batches; i++) {
-        if (i % ranks.groups() != uint64_t(ranks.group())) {
-            loader.skip(1);
-            continue;
+    const uint64_t B = model.B, T = model.T, all = loader.windows();
+    const uint64_t windows = at_most > 0 ? std::min(at_most * B, all) : all;
+    std::vector<double> losses(windows);
+    std::vector<typename Model::A> tokens(B * T);
+    std::exception_ptr error;
+    try {
+        for (uint64_t first = 0; first < windows; first += B) {
+            if (first / B % ranks.groups() != uint64_t(ranks.group())) {
+                loader.skip(1);
+                continue;
+            }
+            model.fill_batch(host.data(), loader);
+            model.upload(host.data(), 1);
+            model.evaluate_micro_batch(0);
+            model.dev.download(tokens.data(), model.losses(), tokens.size() * sizeof(tokens[0]));
+            for (uint64_t w = first; w < std::min(first + B, windows); w++) {
+                const auto begin = tokens.begin() + (w - first) * T;
+                losses[w] = std::accumulate(begin, begin + T, 0.0) / (T * ranks.context);
+            }
         }
-        typename Model::A loss;
-        model.fill_batch(host.data(), loader);
-        model.upload(host.data(), 1);
-        model.evaluate_micro_batch(0);
-        model.dev.download(&loss, model.own_stats(), sizeof loss);
-        losses[i] = loss / ranks.context;
+    } catch (const Error&) {
+        error = std::current_exception();
     }
     CpuComm(job).all_reduce(losses.data(), losses.size());
-    return {std::accumulate(losses.begin(), losses.end(), 0.0) / batches, batches};
+    if (error) std::rethrow_exception(error);
+    return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
 }
 
 // losses[i][e] is the mean loss of the tokens of ending e of choice i after its context. The model's answer is the

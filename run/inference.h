@@ -39,8 +39,8 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     from_file ? load(model, o.init) : init_random(model, o.seed);
     if (val) {
         if (job.rank == 0) std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
-        const auto [loss, batches] = validate(model, *val, o.val_batches, job);
-        std::printf("val loss %.6f over %zu batches of %d x %d tokens%s\n", loss, batches, o.B, o.T,
+        const auto [loss, windows] = validate(model, *val, o.val_batches, job);
+        std::printf("val loss %.6f over %zu sequences of %d tokens%s\n", loss, windows, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
     const std::vector<std::vector<double>> losses = ending_losses(model, choices, job);

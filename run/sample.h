@@ -65,7 +65,7 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
         throw Error(
             format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at least %d tokens", V,
                    kByteVocab, kEndOfText + 1));
-    std::vector<int> context = tokenizer.encode(prompt, V, "--prompt");
+    std::vector<int> context = tokenizer.encode_prompt(prompt, V, "--prompt");
     context.insert(context.begin(), end_of_text(V));
     const int dropped = window_begin(static_cast<int>(context.size()), T) - 1;
     if (dropped > 0)

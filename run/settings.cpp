@@ -172,9 +172,10 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(C, all_ranks);
     if (o.lr < 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
 }
-void resolve_steps(Options& o, bool on_cpu, uint64_t tokens) {
+void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
     if (o.max_steps < 0 && o.train_data.empty()) o.max_steps = on_cpu ? 2000 : 6500;
-    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::clamp<uint64_t>(tokens / o.tokens_per_step, 1, INT_MAX));
+    const uint64_t a_step = o.tokens_per_step / o.T;
+    if (o.max_steps < 0) o.max_steps = static_cast<int>(std::min<uint64_t>((windows + a_step - 1) / a_step, INT_MAX));
     if (o.warmup < 0) o.warmup = std::max(o.max_steps / 20, std::min(50, o.max_steps / 3));
     if (o.val_batches == 0) o.val_batches = 20;
     if (o.val_every < 0) o.val_every = std::max(1, o.max_steps / 10);

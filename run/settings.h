@@ -42,7 +42,7 @@ std::vector<Foreign> llm_c_options();
 // The defaults that depend on the device, the model and the ranks. resolve_steps has those that need the size of the
 // data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
-void resolve_steps(Options& o, bool on_cpu, uint64_t tokens);
+void resolve_steps(Options& o, bool on_cpu, uint64_t windows);  // of the training data
 
 // Warns of text in single bytes for a model from a file, which does not say whether it was trained on bytes.
 void warn_of_bytes(const Options& o, int vocab);

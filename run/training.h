@@ -61,7 +61,7 @@ class Run {
     void conclude();            // how it went, what is kept, what to do next
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
-    uint64_t train_tokens() const { return train.num_tokens(); }
+    uint64_t train_windows() const { return train.windows(); }
     bool has_text_in_bytes() const {
         return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
     }
@@ -153,6 +153,9 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
       train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer),
       power(job.rank == 0 ? o.watch_power : 0, model.dev) {
     const auto& c = model.config;
+    if (train.windows() < uint64_t(o.B))
+        throw Error(format("%s: too little data: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
+                           data.train.c_str(), train.windows(), o.T, o.B));
     if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
     if (o.sample_every && job.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
