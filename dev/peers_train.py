@@ -6,17 +6,17 @@
 
 The peer is what people run: the same model compiled by torch.compile, matmuls and attention in bf16 by autocast over
 fp32 weights, F.scaled_dot_product_attention, fused AdamW, gradients clipped at norm 1. Initial weights, learning rate,
-weight decay, random tokens and the vocabulary of 50257 padded to 50304 are bench_train's, and so is what is timed: the
-whole step, from the upload of its batch to the loss read back, 3 s of steps to warm up, then the mean of the next 5 s.
+weight decay, token ids drawn as text has them and the vocabulary of 50257 padded to 50304 are bench_train's, and so is
+what is timed: the whole step, from the upload of its batch to the loss read back, 3 s of steps to warm up, then the
+mean of the next 5 s.
 Each backend of attention (FlashAttention 2 and cuDNN's) trains in a process of its own, and the faster one is recorded.
 Before it is timed the loss must start at ln V and fall over 20 steps on one batch. "GiB" is the device memory in use
 after the last step, with the CUDA context and all that PyTorch's allocator holds for the peak of a step.
-"ours/peer" is how many times as fast ours is: above 1, ours wins.
+Ours runs at -r 1, the default, and at -r 0, which recomputes nothing, as the peers do. "ours/peer" is how many times as
+fast ours is at -r 0: above 1, ours wins.
 
---llmc FOLDER names the sources of llm.c, whose program this builds (with cuDNN: see its README) unless it is there. It
-runs on random tokens at -r 0, once for each of its -ge 0, 1 and 2. Milliseconds and memory are those that it prints.
-With CUDA 13 it needs cudnn-frontend 1.14 or later. Its second cudaMemAdvise, in llmc/cuda_utils.cuh, then wants
-cudaMemLocation{cudaMemLocationTypeHost, 0} in place of cudaCpuDeviceId.
+--llmc PROGRAM is llm.c's train_gpt2cu, built with cuDNN as its README says. It runs on such tokens at -r 0, once for
+each of its -ge 0, 1 and 2. The fastest is recorded, with the milliseconds and the memory that it prints.
 """
 import argparse
 import array
@@ -25,7 +25,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import random
 import re
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from operator import itemgetter
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 import results  # noqa: E402
-from compare_torch import MAX_T, SIZES, V, VP, adamw, gpt2, write  # noqa: E402, F401
+from compare_torch import MAX_T, SIZES, V, VP, adamw, gpt2, text_ids, write  # noqa: E402, F401
 
 BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION"}
 
@@ -45,10 +44,10 @@ class Wrong(Exception):
     """The peer does not train: its time would mean nothing."""
 
 
-def our_row(model, B, T):
+def our_row(model, B, T, recompute):
     """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
     done, rows = results.rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision",
-                                 "bf16", capture_output=True)
+                                 "bf16", "-r", recompute, capture_output=True)
     if done.returncode and re.search("out of memory|the model needs", done.stderr):
         return None
     if done.returncode:
@@ -76,7 +75,7 @@ def training_step(torch, model, batch):
 
 def random_batch(torch, B, T):
     """(2, B, T): tokens, and as targets the tokens that follow them."""
-    tokens = torch.randint(V, (B * T + 1,))
+    tokens = torch.tensor(text_ids(B * T + 1))
     return torch.stack([tokens[:-1], tokens[1:]]).view(2, B, T)
 
 
@@ -112,15 +111,15 @@ def measure(size, backend, B, T):
             "mem_gib": (total - free) / 2**30, "loss": losses[-1]}
 
 
-def llmc_figures(folder, model, ge, B, T):
+def llmc_figures(program, model, ge, B, T):
     """What llm.c prints of its steps: 3 s to warm up, then the mean of the next 5 s."""
     with tempfile.TemporaryDirectory() as shards:
-        tokens = array.array("H", random.Random(1).choices(range(V), k=20 * B * T + 1))
+        tokens = array.array("H", text_ids(20 * B * T + 1))
         for name in "train.bin", "val.bin":
             write(pathlib.Path(shards, name), [20240520, 1, len(tokens)], tokens)
         options = f"-i {shards}/train.bin -j {shards}/val.bin -e {model} -b {B} -t {T} -d {B * T} -x 100000 -r 0"
-        command = ["./train_gpt2cu", *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split()]
-        run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [program, *f"{options} -ge {ge} -l 0.0003 -c 0.1 -v 100000 -s 100000 -h 0".split()]
+        run = subprocess.Popen(command, cwd=shards, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         text, warm, ms = "", 0, []
         for line in run.stdout:
             step = re.search(r"^step .* \| loss ([\d.]+) .*\| ([\d.]+) ms \|", line)
@@ -170,7 +169,8 @@ def torch_figures(model, backend, B, T):
 def line(row, ours=None):
     mfu = f"{row['mfu']:.1f}" if row["mfu"] else "n/a"
     ratio = f" {ours['tok_s'] / row['tok_s']:10.2f}" if ours else ""
-    return (f"{row['kernel']:13} {row.get('sdpa', row['attention']):12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
+    attention = row.get("sdpa") or f"{row['attention']}, -r {row['recompute']}"
+    return (f"{row['kernel']:13} {attention:12} {row['B']:4} {row['T']:6} | {row['ms']:9.2f} "
             f"{row['tok_s']:9.0f} {mfu:>6} {row['mem_gib']:7.2f}{ratio}")
 
 
@@ -183,8 +183,8 @@ def fastest(kernel, model, B, T, ours, tried, **about):
             continue
         # The same model on the same GPU: MFU goes with tokens per second.
         mfu = figures["tok_s"] * ours["mfu"] / ours["tok_s"] if ours and ours["mfu"] else None
-        found.append(results.row("train", kernel=kernel, model=model, dtype="bf16", B=B, T=T, gpus=1, attention="sdpa",
-                                 sdpa=sdpa, deterministic=False, mfu=mfu, **about, **figures))
+        found.append(results.row("train", kernel=kernel, model=model, dtype="bf16", B=B, T=T, ids="text-like", gpus=1,
+                                 attention="sdpa", sdpa=sdpa, deterministic=False, mfu=mfu, **about, **figures))
         print(line(found[-1], ours), flush=True)
     return sorted(found, key=itemgetter("ms"))[:1]
 
@@ -200,27 +200,28 @@ def main():
     arg.add_argument("--model", default="d12", choices=SIZES)
     arg.add_argument("--shapes", default="64x1024,16x1024,4x1024", type=shapes_of,
                      help="BxT,BxT,… (default: %(default)s)")
-    arg.add_argument("--llmc", type=pathlib.Path, metavar="FOLDER", default=os.environ.get("LLMC"),
-                     help="the sources of llm.c (default: $LLMC; without them it is left out)")
+    arg.add_argument("--llmc", type=pathlib.Path, metavar="PROGRAM", default=os.environ.get("LLMC"),
+                     help="llm.c's train_gpt2cu (default: $LLMC; without it llm.c is left out)")
     a = arg.parse_args()
+    if a.llmc and not a.llmc.is_file():
+        arg.error(f"--llmc {a.llmc}: no such program: build llm.c's train_gpt2cu as its README says")
     torch = results.torch_with_gpu("peers_train.py")
-    build = ["make", "train_gpt2cu", "USE_CUDNN=1"]
-    built = not a.llmc or (a.llmc / "train_gpt2cu").exists()
-    if not built and subprocess.run(build, cwd=a.llmc, stdout=subprocess.DEVNULL).returncode:
-        sys.exit(f"peers_train.py: {a.llmc}: llm.c does not build: see its README for cuDNN and its frontend")
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
     print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "
           f"{'B':>4} {'T':>6} | {'ms':>9} {'tok/s':>9} {'MFU %':>6} {'GiB':>7} {'ours/peer':>10}", flush=True)
     path = None
     for B, T in a.shapes:
-        ours = our_row(a.model, B, T)
-        print(line(ours) if ours else f"{'train_gpt2cu':13} {'':12} {B:4} {T:6} | skipped: out of memory", flush=True)
-        rows = [ours] if ours else []
+        rows, ours = [], None
+        for recompute in 1, 0:
+            ours = our_row(a.model, B, T, recompute)
+            rows += [ours] if ours else []
+            name = f"train_gpt2cu  flash, -r {recompute}"
+            print(line(ours) if ours else f"{name:26} {B:4} {T:6} | skipped: out of memory", flush=True)
         figures = ((backend, torch_figures(a.model, backend, B, T)) for backend in BACKENDS)
         rows += fastest("torch_compile", a.model, B, T, ours, figures, cuda=torch.version.cuda, torch=torch.__version__)
         if a.llmc and rows:
-            figures = ((f"cudnn, -ge {ge}", llmc_figures(a.llmc, a.model, ge, B, T)) for ge in range(3))
+            figures = ((f"cudnn, -ge {ge}", llmc_figures(a.llmc.resolve(), a.model, ge, B, T)) for ge in range(3))
             about = {field: rows[0][field] for field in ("gpu", "cuda")}
             rows += fastest("llm.c", a.model, B, T, ours, figures, **about)
         if rows and (a.json or a.out):  # what came before a shape that fails, or is ended, stays

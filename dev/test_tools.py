@@ -298,6 +298,7 @@ def test_what_scripts_need_is_named(tmp):
         ../dev/peers_train.py --model d13            | 2 | d13 | d48
         ../dev/peers_train.py --shapes 4x1024,4by4   | 2 | 4x1024,4by4 | 16x1024
         ../dev/peers_train.py --shapes 0x1024        | 2 | 0x1024 | 16x1024
+        ../dev/peers_train.py --llmc {log}/none      | 2 | {log}/none
         plot.py {log} -o {log}/out.gif               | 1 | out.gif | .png
         plot_results.py memory sound                 | 2 | sound | ring_timeline
         plot_results.py memory --root {log}          | 1 | no rows for memory.svg | bench_train
@@ -375,6 +376,7 @@ fp32_row = functools.partial(attention_row, dtype="fp32", kernel="naive")
 train_row = functools.partial(row, kernel="train_gpt2cu", model="d12", gpus=1, attention="flash", ms=8.0, tok_s=5e5,
                               mfu=None, mem_gib=3.5)
 OLD, NEW = {"run": "1"}, {"run": "2", "date": "2030-02-01T00:00:00Z"}
+text_row = functools.partial(train_row, ids="text-like", **NEW)
 
 
 def write_rows(root, name, rows):
@@ -456,6 +458,12 @@ ROWS = {
     # A row without a level has level 0, and a newer one replaces it. Two levels make a column. Peers have none.
     "A/train": [train_row(tok_s=3e5), train_row(recompute=0), train_row(recompute=1, T=4096, B=1),
                 train_row(kernel="torch_compile", attention="sdpa", sdpa="torch_cudnn")],
+    # Of ids as text has them: a job with peers at one B, an older job, and a newer one without peers.
+    "C/train": [text_row(recompute=1), text_row(recompute=0, tok_s=6e5), text_row(recompute=0, B=8),
+                text_row(kernel="llm.c", sdpa="cudnn, -ge 2"), text_row(recompute=0, tok_s=9e5, **OLD),
+                text_row(kernel="llm.c", sdpa="cudnn", B=16, **OLD),
+                train_row(kernel="llm.c", sdpa="cudnn", B=32, **NEW),
+                text_row(recompute=0, tok_s=1e5, run="3", date="2030-03-01T00:00:00Z")],
     "A/accuracy": [row(tensor=tensor, input="normal", ratio_max=1.25, ratio_l2=None if tensor == "dv" else 0.5)
                    for tensor in ("out", "lse", "dq", "dk", "dv")],
     # A call that is faster than its yardstick, and a yardstick of another size.
@@ -490,6 +498,10 @@ Not measured yet: `scripts/measure.sh torch`
 | flash | 0 | 4 | 1024 | ≈500k | ≈8.00 | n/a | 3.5 |
 | flash | 1 | 1 | 4096 | 500k |
 | torch_compile, cudnn | – | 4 | 1024 | ≈500k |
+<!-- table: step -->
+| B | train_gpt2cu -r 1 | train_gpt2cu -r 0 | llm.c |
+| --- | --: | --: | --: |
+| 4 | 500k · 3.5 | 600k · 3.5 | 500k · 1.20× · 3.5 |
 <!-- table: accuracy -->
 | bf16 | flash_bf16 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / 0.50 | 1.25 / NaN |
 <!-- table: breakdown -->
@@ -572,7 +584,7 @@ def test_rows_of_a_benchmark(tmp):
 def test_memory_of_naive():
     """What the plot computes is what was measured, within 2 %."""
     from plot_results import SQUARES
-    shape = ["model", "dtype", "B", "T"]
+    shape = ["model", "dtype", "B", "T", "recompute", "ids"]
     rows = results.read_rows(ROOT / "dev" / "results" / "NVIDIA-H200" / "train.jsonl", shape, kernel="train_gpt2cu")
     for naive in results.matching(rows, attention="naive"):
         flash, = results.matching(rows, attention="flash", **{field: naive[field] for field in shape})
@@ -801,20 +813,20 @@ def test_peers_of_training_side_by_side(tmp):
     """A pretended ./dev/bench_train, pretended figures of PyTorch with two backends, a pretended llm.c, and memory that
     ends."""
     import peers_train
-    ours = {"kernel": "train_gpt2cu", "gpu": "GPU A", "cuda": "13", "attention": "flash", "B": 4, "T": 1024, "ms": 8.0,
-            "tok_s": 5e5, "mfu": 40.0, "mem_gib": 3.5}
+    ours = {"kernel": "train_gpt2cu", "gpu": "GPU A", "cuda": "13", "attention": "flash", "recompute": 7777, "B": 4,
+            "T": 1024, "ms": 8.0, "tok_s": 5e5, "mfu": 40.0, "mem_gib": 3.5}
     peer = {"gpu": "GPU A", "ms": 10.0, "tok_s": 4e5, "mem_gib": 5.0, "loss": 9.0}
     figures = {("torch_flash", 4): peer, ("torch_cudnn", 4): {**peer, "ms": 16.0, "tok_s": 2.5e5},
                ("torch_flash", 64): "out of memory", ("torch_cudnn", 64): {**peer, "ms": 160.0}}
     torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True), version=SimpleNamespace(cuda="13.0"),
                             __version__="2.15")
-    executable(tmp / "dev" / "bench_train", f"""case "$4" in
-        4x1024) echo '{json.dumps(ours)}' >"$8" ;;
+    executable(tmp / "dev" / "bench_train", f"""case "$4 $7" in
+        "4x1024 -r") echo '{json.dumps(ours)}' | sed "s/7777/$8/" >"${{10}}" ;;
         *) echo "the model needs 200 GiB" >&2; exit 1 ;;
     esac""")
-    written(tmp / "llm.c" / "Makefile", "train_gpt2cu:\n\ttest $(USE_CUDNN) = 1 && cp source $@\n")
     step = "step 1/9 | loss 9.5 (+nanz)| norm 1 (+nanz)| lr 1e-04 | {}.00 ms | 9.0% bf16 MFU | 9 tok/s"
-    executable(tmp / "llm.c" / "source", f"""echo 'device memory usage: 2048 MiB / 9999 MiB'
+    llmc = executable(tmp / "llmc", f"""echo 'device memory usage: 2048 MiB / 9999 MiB'
+    cp "$2" {tmp}/shard
     case "${{18}}" in
         0) yes '{step.format(4000)}' ;;
         1) echo 'cuda: out of memory'; exit 1 ;;
@@ -822,23 +834,30 @@ def test_peers_of_training_side_by_side(tmp):
     esac""")
     out, peers = tmp / "rows.jsonl", lambda _, size, sdpa, B, T: figures[sdpa, B]
     with mock.patch.multiple(peers_train, ROOT=tmp, in_a_fresh_process=peers):
-        printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--llmc", tmp / "llm.c", "--out", out,
+        printed = script("../dev/peers_train.py", "--shapes", "4x1024,64x1024", "--llmc", llmc, "--out", out,
                          function=peers_train.main, modules={"torch": torch}).stdout
     # Each line's first and last two words: name and attention, a ratio, or that it ran out of memory.
     shown = [(*words[:2], *words[-2:]) for words in (line.split() for line in printed.splitlines()[2:])]
     no_room = "of", "memory"
     assert shown == [
-        ("train_gpt2cu", "flash", "40.0", "3.50"), ("torch_compile", "torch_flash", "5.00", "1.25"),
+        *2 * [("train_gpt2cu", "flash,", "40.0", "3.50")], ("torch_compile", "torch_flash", "5.00", "1.25"),
         ("torch_compile", "torch_cudnn", "5.00", "2.00"), ("llm.c", "cudnn,", "2.00", "488.28"),
-        ("llm.c", "cudnn,", *no_room), ("llm.c", "cudnn,", "2.00", "244.14"), ("train_gpt2cu", "64", *no_room),
+        ("llm.c", "cudnn,", *no_room), ("llm.c", "cudnn,", "2.00", "244.14"),
+        *2 * [("train_gpt2cu", "flash,", *no_room)],
         ("torch_compile", "torch_flash", *no_room), ("torch_compile", "torch_cudnn", "n/a", "5.00"),
         ("llm.c", "cudnn,", "n/a", "2.00"), ("llm.c", "cudnn,", *no_room), ("llm.c", "cudnn,", "n/a", "2.00"),
         (str(out), str(out))], shown
-    first, faster, plain, long, _ = rows_of(out)
-    assert first == ours and [r["sdpa"] for r in (faster, long)] == ["torch_flash", "torch_cudnn"]
+    *both, faster, plain, long, _ = rows_of(out)
+    assert both == [{**ours, "recompute": 1}, {**ours, "recompute": 0}]
+    assert [r["sdpa"] for r in (faster, long)] == ["torch_flash", "torch_cudnn"]
     assert tuple(plain[field] for field in ("kernel", "sdpa", "ms", "mem_gib")) == ("llm.c", "cudnn, -ge 2", 2000, 2)
     assert [faster[field] for field in ("kind", "kernel", "dtype", "mfu")] == ["train", "torch_compile", "bf16", 32.0]
-    assert long["mfu"] is None and long["B"] == 64
+    assert long["mfu"] is None and long["B"] == 64 and {r["ids"] for r in rows_of(out)[2:]} == {"text-like"}
+    tokens = array.array("H", (tmp / "shard").read_bytes()[1024:])  # the commonest, 100 of them, and rare ones
+    shares = [sum(id < n for id in tokens) / len(tokens) for n in (1, 100, 20000)]
+    weights = [1 / (id + 2.7) for id in range(50257)]
+    for n, share in zip((1, 100, 20000), shares):
+        assert abs(share - sum(weights[:n]) / sum(weights)) < 0.002, (n, share)
 
 
 def test_the_peer_is_gpt2_and_trains():

@@ -17,6 +17,7 @@ import array
 import itertools
 import math
 import pathlib
+import random
 import sys
 import tempfile
 
@@ -123,6 +124,12 @@ def trainer_options(a, checkpoint, shard):
     return ["-e", checkpoint, "-i", shard, "-b", a.B, "-t", a.T, "-x", a.steps, "-l", a.lr, "-u", 0, "-k", "constant",
             "-v", 0, "-s", 0, "-c", a.weight_decay, "--max-norm", a.max_norm, "--precision", a.precision,
             "--no-shuffle", "--attention", a.attention, *(["--no-tf32"] if a.precision == "fp32" else [])]
+
+
+def text_ids(n):
+    """Random token ids with p ∝ 1/(id + 2.7), about as often as text has them: dev/bench_train.cu says why."""
+    up_to = list(itertools.accumulate(1 / (token + 2.7) for token in range(V)))
+    return random.Random(1).choices(range(V), cum_weights=up_to, k=n)
 
 
 def write(path, header, *arrays):

@@ -40,7 +40,7 @@ measure() {  # part
         if make dev/trace.so >/dev/null; then python3 scripts/trace_ring.py --json --gpus "$gpus"; else echo "no timeline"; fi ;;
     layers) ./dev/bench_layers --json ;;
     train)
-        $training --json --shapes 4x1024,8x1024,16x1024,64x1024
+        $training --json --shapes 4x1024,16x1024,64x1024
         ./dev/bench_train --json --precision fp32 --shapes 4x1024,16x1024
         ./dev/bench_train --json --attention naive --shapes 4x1024,16x1024
         ./dev/bench_train --json --breakdown ;;

@@ -24,6 +24,7 @@ STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
 SHAPE = ["HS", "NH", "T", "B", "pass"]
 TRAIN = ["model", "dtype", "B", "T"]
+STEP = {"ids": "text-like", "model": "d12", "dtype": "bf16", "T": 1024}  # of README's table
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
@@ -204,9 +205,10 @@ def train(rows):
     peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
              for r in rows if r["kernel"] != "train_gpt2cu"]
     rows = sorted(ours + sorted(peers, key=itemgetter("T", "B", "attention")), key=itemgetter("model", "dtype"))
-    same, varying = shared(ours, ["recompute"])
-    return listed("The whole training step, sustained" + (f", {same}" if same else ""), rows, {
-        **plain("model", "dtype", "attention", *varying, "B", "T"),
+    told = [shared(ours, ["recompute"]), shared(rows, ["ids"])]
+    title = ", ".join(["The whole training step, sustained", *(same for same, _ in told if same)])
+    return listed(title, rows, {
+        **plain("model", "dtype", "attention", *(field for _, varying in told for field in varying), "B", "T"),
         "tok/s": lambda r: compared(r, rows, TRAIN, "tok_s", thousands),
         "ms": lambda r: compared(r, rows, TRAIN, "ms", "{:.2f}".format),
         "MFU": lambda r: compared(r, rows, TRAIN, "mfu", "{:.1f} %".format) if r["mfu"] else "n/a",
@@ -214,19 +216,25 @@ def train(rows):
 
 
 def step(rows):
-    """Ours beside the peers on the same shapes: tokens a second, how many times a peer's rate, and memory."""
-    rows = matching(rows, model="d12", dtype="bf16", T=1024)
-    ours = {r["B"]: r for r in matching(rows, kernel="train_gpt2cu", attention="flash", recompute=1)}
-    peers = [r for r in rows if r["kernel"] != "train_gpt2cu" and r["B"] in ours]
-    names = dict.fromkeys(["train_gpt2cu", *(r["kernel"] for r in peers)])
-    title = """The whole step of GPT-2 124M in bf16 at T = 1024, sustained: tokens a second, how many times as fast
-        train_gpt2cu is, GiB of memory"""
+    """Ours beside the peers on the same shapes: tokens a second, how many times a peer's rate, and memory. All rows are
+    of one job, the newest with peers."""
+    job = max((values(r, ["date", "run"]) for r in rows if r["kernel"] != "train_gpt2cu"), default=["", ""])[1]
+    rows = sorted(matching(rows, run=job), key=itemgetter("B"))
+    peers = [r for r in rows if r["kernel"] != "train_gpt2cu"]
+    shapes = {r["B"] for r in peers}
+    ours = [{**r, "kernel": f"train_gpt2cu -r {r['recompute']}"}
+            for r in matching(rows, kernel="train_gpt2cu", attention="flash") if r["B"] in shapes]
+    rate = {r["B"]: r["tok_s"] for r in matching(ours, recompute=0)}
+    names = dict.fromkeys(r["kernel"] for r in [*ours, *peers])
+    title = """The whole step of GPT-2 124M in bf16 at T = 1024, sustained, ids drawn with p ∝ 1/(rank + 2.7), as text
+        has them: tokens a second, how many times as fast train_gpt2cu is at -r 0, which recomputes nothing, as the
+        peers do, GiB of memory. The default is -r 1"""
     about = {"torch_compile": "torch.compile has fused AdamW and its faster attention",
              "llm.c": "llm.c has cuDNN and its fastest options"}
     title += "".join(f". {about[name]}" for name in names if name in about)
-    return crossed(title, [*ours.values(), *peers], ["B"], "kernel", list(names), lambda r: " ".join(
-        [thousands(r["tok_s"])] + [f"· {ours[r['B']]['tok_s'] / r['tok_s']:.2f}×"] * (r is not ours[r["B"]])
-        + [f"· {r['mem_gib']:.1f}"]))
+    return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), lambda r: " · ".join(
+        [thousands(r["tok_s"])] + [f"{rate[r['B']] / r['tok_s']:.2f}×"] * (r in peers and r["B"] in rate)
+        + [f"{r['mem_gib']:.1f}"]))
 
 
 def scaling(rows):
@@ -380,7 +388,7 @@ TABLES = {
     "ladder": (ladder, "attention", {"apart": ["dtype"], "causal": True}, "bf16"),
     "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
     "train": (train, "train", {"apart": TRAIN}, "train"),
-    "step": (step, "train", {"apart": TRAIN}, "train"),
+    "step": (step, "train", {"apart": ["run"], **STEP}, "train"),
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
     "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),

@@ -16,11 +16,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
-        "ranks", "chunk", "tokens_per_gpu", "rank", "step", "warp"]
+        "ranks", "chunk", "tokens_per_gpu", "rank", "step", "warp", "ids"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
 VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
-DEFAULTS = {"recompute": 0}  # rows from before there was a choice do not say it
+DEFAULTS = {"recompute": 0, "ids": "uniform"}  # rows from before there was a choice do not say it
 # Of a run's log.
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
@@ -159,7 +159,7 @@ def read_rows(path, apart=(), **where):
         jobs.setdefault(values(row, WHAT + SOURCES), {})[row["of"]] = row
     for row in rows:
         if row["of"] == run[values(row, apart)]:
-            newest[values(row, WHAT)] = jobs[values(row, WHAT + SOURCES)][row["of"]]
+            newest[values(row, [*WHAT, *apart])] = jobs[values(row, WHAT + SOURCES)][row["of"]]
     for row in newest.values():
         row["jobs"] = list(jobs[values(row, WHAT + SOURCES)].values())
     return list(newest.values())
