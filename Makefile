@@ -6,13 +6,27 @@
 # make archs          every kernel for every architecture (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
-# NVCC=…  CXX=…   compilers; nvcc is found on the PATH, in CUDA_HOME, /usr/local/cuda* or /opt/cuda; CXX is a g++
+# CUDA_HOME=…     the toolkit, or NVCC=… names its nvcc; default: on the PATH, in /usr/local/cuda* or /opt/cuda
+# CXX=…           the host compiler, a g++
 # MARCH=…         host instruction set, default native
 # WERROR=1        warnings are errors, as in make test        -j1       one job at a time, default all cores
 # TEST_PATIENCE=3 three times the time limits of make test, on a slow machine
 # NCCL_HOME=…     where NCCL is, for several GPUs; default: the toolkit or the system, "none": build without
-TOOLKITS := $(CUDA_HOME) /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
-NVCC  := $(or $(NVCC),$(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc)))
+TOOLKITS := /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -rV) /opt/cuda
+FOUND  = $(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc))
+GIVEN := $(NVCC)
+override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(FOUND))
+# nvcc, headers and libraries are of one toolkit. It is where nvcc is, or where a link to nvcc leads, as from /usr/bin.
+COMPILER := $(shell command -v $(lastword $(NVCC)))
+HOMES    := $(abspath $(addsuffix ..,$(dir $(COMPILER) $(realpath $(COMPILER)))))
+OF_NVCC  := $(firstword $(patsubst %/include/cuda_runtime.h,%,$(wildcard $(HOMES:%=%/include/cuda_runtime.h))) $(HOMES))
+ifneq ($(words $(CUDA_HOME)),$(words $(wildcard $(CUDA_HOME:%=%/.))))
+$(error CUDA_HOME: there is no folder $(CUDA_HOME))
+endif
+ifneq ($(and $(GIVEN),$(CUDA_HOME),$(filter-out $(realpath $(CUDA_HOME)),$(realpath $(OF_NVCC)))),)
+$(error NVCC is of $(OF_NVCC), and CUDA_HOME is $(CUDA_HOME): give one of them)
+endif
+override CUDA_HOME := $(abspath $(or $(CUDA_HOME),$(OF_NVCC)))
 CXX   ?= g++
 MARCH ?= native
 ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
@@ -44,7 +58,6 @@ NVCCFLAGS := -std=c++17 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -
 # is strict with the rest. In a fresh checkout that is everything.
 STRICT     = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
 CXXSTRICT  = $(if $(filter 1,$(WERROR)),-Werror)
-CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v $(NVCC) 2>/dev/null))
 CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
 LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
 
@@ -60,9 +73,9 @@ LDLIBS    += $(NCCL_LIBS)
 endif
 endif
 
-ifeq ($(shell command -v $(NVCC)),)
-MISSING := $(NVCC)
-override NVCC = $(error there is no $(MISSING): install the CUDA Toolkit 12 or 13, or name its nvcc with NVCC=…)
+ifeq ($(COMPILER),)
+MISSING := $(lastword $(NVCC))
+override NVCC = $(error there is no $(MISSING): install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
 ROOMS     := attention attention/ring layers layers/gpu layers/sm90 layers/comm data run

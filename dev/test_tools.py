@@ -711,28 +711,6 @@ def variable(name, *arguments, cwd=ROOT, **variables):
     return found and found[1].strip()
 
 
-def test_what_the_makefile_finds(tmp):
-    """GENCODE by what nvidia-smi says or by ARCH, nvcc's host compiler by CXX, and as many jobs as cores."""
-    none = "-gencode arch=compute_80,code=[sm_80,compute_80]"
-    for smi, expected, *arguments in (
-            ("echo 8.0", "80"), ("echo 9.0", "90a"), ("echo '8.0\n8.0\n8.0'", "80"), ("echo '8.6\n9.0'", "86 90a"),
-            ("echo '9.0\n7.5'", "75 90a"), ("echo 10.0", "100"), ("echo 12.0", "120"), ("echo '[N/A]'", none),
-            ("echo No devices were found", none), ("echo '9.0.1\n8\nx8.0\n\n'", none), ("exit 127", none),
-            ("echo 8.0 >&2; exit 1", none), ("echo 8.6", "75 90a", "ARCH=75 90a"),
-            ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9", none)):
-        executable(tmp / "nvidia-smi", smi)
-        if expected != none:
-            expected = " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in expected.split())
-        assert variable("GENCODE", *arguments, **before_others(tmp)) == expected, smi
-    for cxx, ccbin in ("g++", ""), ("ccache g++", ""), ("g++-12", "-ccbin g++-12"):
-        assert variable("CCBIN", f"CXX={cxx}", "NCCL_HOME=none") == ccbin, cxx
-    clang = executable(tmp / "c++", "echo Debian clang version 14.0.6")
-    run("make", f"CXX={clang}", code=2, says=[f"{clang} is clang", "name a g++"])
-    cores = run("nproc").stdout.strip()
-    for arguments, jobs in ([], [f"-j{cores}"]), (["-j1"], ["-j1"]), (["-sj7"], ["-j7"]), (["clean", "all"], []):
-        assert re.findall(r"-j\d+", variable("MAKEFLAGS", *arguments)) == jobs, arguments
-
-
 def test_probe_of_nccl(tmp):
     """Where a header and a library are that can be linked, in lib or lib64; NCCL_HOME=none is an answer too."""
     def probed(home):
@@ -750,19 +728,42 @@ def test_probe_of_nccl(tmp):
     assert probed(tmp)[0] == flags
 
 
-def test_nvcc_is_found(tmp):
-    """On the PATH or where toolkits are, the newest first. If it is nowhere, a build says so in one line."""
+def test_one_toolkit_is_chosen(tmp):
+    """CUDA_HOME, or the nvcc that NVCC names, on the PATH, or where toolkits are, the newest first. All that is compiled
+    and linked with is of that one."""
     text = (ROOT / "Makefile").read_text()
     written(tmp / "Makefile", text.replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt"))
-    written(tmp / "train_gpt2.cu", "")
-    options = {"cwd": tmp, "CUDA_HOME": str(tmp / "home"),
-               **only(tmp / "tools", "make sh grep tr sort find nproc sed ls mkdir")}
-    run("make", code=2, says=["there is no nvcc: install the CUDA Toolkit", "NVCC=", "Stop."], **options)
-    run("make", "NVCC=/no/nvcc", code=2, says=["there is no /no/nvcc"], **options)
-    for place in "opt/cuda", "local/cuda-9.2", "local/cuda-12.8", "local/cuda-13.0", "local/cuda", "home":
-        nvcc = str(executable(tmp / place / "bin" / "nvcc", ""))
-        assert variable("NVCC", **options) == nvcc and variable("NVCC", "NVCC=sh", **options) == "sh"
-    assert variable("NVCC", **{**options, "PATH": f"{options['PATH']}:{tmp}/opt/cuda/bin"}) == "nvcc"
+    for name in "train_gpt2.cu", "dev/trace.cpp", "run/a.cpp":
+        written(tmp / name, "")
+
+    def toolkit(place):
+        written(tmp / place / "include" / "cuda_runtime.h", "")
+        return executable(tmp / place / "bin" / "nvcc", "")
+    (tmp / "path").mkdir()
+    tools = only(tmp / "tools", "make sh g++ grep tr sort find nproc sed ls mkdir")["PATH"]
+    for found, given, code, expected in (  # a folder of this one, or what make says
+            (None, [], 2, "CUDA_HOME"), (None, ["NVCC=none/nvcc"], 2, "none/nvcc"),
+            (None, ["CUDA_HOME=none"], 2, "none"), ("opt/cuda", [], 0, "opt/cuda"),
+            ("local/cuda-9.2", [], 0, "local/cuda-9.2"), ("local/cuda-12.8", [], 0, "local/cuda-12.8"),
+            ("local/cuda", [], 0, "local/cuda"), ("A", [], 0, "local/cuda"), ("path/nvcc", [], 0, "A"),
+            ("B", ["CUDA_HOME={}/B"], 0, "B"), (None, ["NVCC={}/B/bin/nvcc"], 0, "B"),
+            (None, ["NVCC=ccache {}/B/bin/nvcc"], 0, "B"), (None, ["NVCC=nvcc"], 0, "A"),
+            (None, ["NVCC={}/B/bin/nvcc", "CUDA_HOME={}/B"], 0, "B"), (None, ["NVCC=nvcc", "CUDA_HOME={}/B"], 2, "B"),
+            (None, ["CUDA_HOME=path"], 2, "path/bin/nvcc"), (None, ["CUDA_HOME=none"], 2, "none")):
+        if found == "path/nvcc":
+            (tmp / found).symlink_to("../A/bin/nvcc")  # as a system has it in /usr/bin
+        elif found:
+            toolkit(found)
+        given = [value.format(tmp) for value in given]
+        in_environment = dict(value.split("=") for value in given)
+        for arguments, variables in (given, {}), ([], in_environment):
+            result = run("make", "-nB", "train_gpt2cu", "dev/trace.so", *arguments, cwd=tmp, code=code,
+                         **{"PATH": f"{tools}:{tmp}/path", "CUDA_HOME": "", "NVCC": "", **variables})
+            if code:
+                assert expected in result.stderr, result
+                continue
+            places = set(re.findall(rf"{tmp}/((?:local/|opt/)?[\w.-]+)/(?:bin|include|lib64|lib|extras)", result.stdout))
+            assert places == {expected} and f"-rpath,{tmp}/{expected}/lib64" in result.stdout, (given, result)
 
 
 def test_other_flags_compile_anew(tmp):
@@ -774,7 +775,7 @@ def test_other_flags_compile_anew(tmp):
     cc = executable(tmp / "cc", '[ "$1" != --list-gpu-code ] || echo sm_75 sm_80 sm_90\nall="$*"\n'
                     'while [ "$1" != -o ]; do shift || exit; done\ntouch "$2"\n'
                     'case $all in *-Werror*) echo "$2:strict" ;; *) echo "$2" ;; esac')
-    make = functools.partial(run, "make", f"CXX={cc}", f"NVCC={cc}", "NCCL_HOME=none", cwd=tmp)
+    make = functools.partial(run, "make", f"CXX={cc}", f"NVCC={cc}", "NCCL_HOME=none", cwd=tmp, CUDA_HOME="")
     executable(tmp / "dev" / "run_tests.sh", "exec $1")
     objects = a, b = ["build/data/a.o", "build/layers/b.o"]
     for flags, expected in ([], objects), ([], []), (["EXTRA=-DX"], objects), (["EXTRA=-DX"], []), (
@@ -795,15 +796,6 @@ def test_other_flags_compile_anew(tmp):
         assert "-Werror all-warnings" in line and ("-warn-spills" in line) == ("spills" in name), line
     make("clean")
     assert not (tmp / "build").exists() and not (tmp / "dev" / "test_d").exists()
-
-
-def test_profile_without_nsys_builds_nothing(tmp):
-    tools = only(tmp / "tools", "make sh grep tr sort find nproc sed")
-    assert "train_gpt2cu" not in run("make", "profile", code=2, says=["needs nsys (Nsight Systems)"], **tools).stdout
-    (tmp / "nsys").symlink_to(shutil.which("true"))
-    result = run("make", "-n", "profile", **before_others(tmp))
-    assert "-lineinfo" in result.stdout or not shutil.which("nvcc"), result
-    assert re.search(r"nsys profile .*\n? *\./train_gpt2cu --profile 3", result.stdout.replace("\\\n", "")), result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
