@@ -556,15 +556,16 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     catch_signals();
     job.guard([&] {
         if (run.step == 0) run.watch();
-        while (run.step < o.max_steps && !run.interrupted()) {
+        while (run.step < o.max_steps && !run.interrupted() && !run.failed()) {
             if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
             run.train_step();
             run.watch();
-            if (o.checkpoint_every && run.step % o.checkpoint_every == 0) run.save();
+            if (o.checkpoint_every && run.step % o.checkpoint_every == 0 && !run.failed()) run.save();
         }
         if (o.profile) dev.profile(false);
         if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
-        if (!o.output_dir.empty() && run.step > 0 && !run.saved()) run.save();
+        run.save_at_the_end();
+        run.rethrow();
         run.conclude();
         model.leave_split();
         job.leave();
@@ -593,7 +594,7 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
-        const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init) : 0;
+        const int newest = S_ISDIR(file.st_mode) ? newest_model(o.init) : 0;
         if (newest < 0) throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
         if (newest > 0) o.init = model_path(o.init, newest);
         config = read_model_header(o.init).config;
@@ -688,6 +689,8 @@ int main(int argc, char** argv) {
         }
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every || o.verify))
             throw UsageError("-y, -n, -nk, -nm and --verify need a directory: give it with -o");
+        if (o.generate > 0 && (o.eval_only || !o.output_dir.empty() || o.overfit))
+            throw UsageError("--generate only writes a text: leave out --eval-only, -o and -a");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         const Place place = place_from_environment();

@@ -48,8 +48,8 @@ static void in_pieces(const std::string& path, const char* action, Once once, in
     constexpr size_t kThreads = 4, kLeast = 1 << 20;
     const auto transfer = [=, &path](size_t done, size_t end) {
         while (done < end) {
-            const ssize_t n = once(fd, p + done, end - done, static_cast<off_t>(at + done));
-            if (n < 0 && errno == EINTR) continue;
+            const ssize_t n =
+                uninterrupted([&] { return once(fd, p + done, end - done, static_cast<off_t>(at + done)); });
             if (n < 0) throw file_error(path, action, errno);
             if (n == 0)
                 throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(), bytes,
@@ -73,7 +73,8 @@ void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
                       const std::function<void()>& before_rename) {
     check_regular(path);
     const std::string temporary = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
-    const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    const int fd =
+        uninterrupted([&] { return open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
     if (fd < 0) throw file_error(path, "create", errno);
     try {
         size_t written = 0;
@@ -84,8 +85,9 @@ void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
         if (before_rename) before_rename();
         // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole
         // file is there.
-        if (fsync(fd)) throw file_error(path, "write", errno);
-        if (rename(temporary.c_str(), path.c_str())) throw file_error(path, "rename the finished file to", errno);
+        if (uninterrupted([&] { return fsync(fd); })) throw file_error(path, "write", errno);
+        if (uninterrupted([&] { return rename(temporary.c_str(), path.c_str()); }))
+            throw file_error(path, "rename the finished file to", errno);
     } catch (...) {
         close(fd);
         unlink(temporary.c_str());
@@ -94,9 +96,9 @@ void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
     close(fd);
     const size_t slash = path.rfind('/');
     const std::string dir = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-    const int dir_fd = open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int dir_fd = uninterrupted([&] { return open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
     if (dir_fd < 0) throw file_error(dir, "open", errno);
-    const int error = fsync(dir_fd) ? errno : 0;
+    const int error = uninterrupted([&] { return fsync(dir_fd); }) ? errno : 0;
     close(dir_fd);
     if (error && error != EINVAL) throw file_error(dir, "sync", error);  // EINVAL: the file system has nothing to sync
 }

@@ -31,10 +31,26 @@ inline Error file_error(const std::string& path, const char* action, int error) 
     return Error(format("%s: cannot %s: %s%s", path.c_str(), action, std::strerror(error), advice));
 }
 
+// Calls `call`, a function of the system, until no signal interrupts it.
+template <class F>
+auto uninterrupted(F call) {
+    auto result = call();
+    while (result < 0 && errno == EINTR) result = call();
+    return result;
+}
+
+// True if `path` still names the file that was opened as `fd`.
+inline bool still_there(const std::string& path, int fd) {
+    struct stat opened, named;
+    return uninterrupted([&] { return fstat(fd, &opened); }) == 0 &&
+           uninterrupted([&] { return stat(path.c_str(), &named); }) == 0 && opened.st_dev == named.st_dev &&
+           opened.st_ino == named.st_ino;
+}
+
 // Refuses what exists and is no file before it is opened. Opening a pipe may wait, and a device may have no end.
 inline void check_regular(const std::string& path) {
     struct stat info;
-    if (stat(path.c_str(), &info) || S_ISREG(info.st_mode)) return;
+    if (uninterrupted([&] { return stat(path.c_str(), &info); }) || S_ISREG(info.st_mode)) return;
     if (S_ISDIR(info.st_mode)) throw file_error(path, "open", EISDIR);
     throw Error(path + ": not a regular file, but a pipe or a device; give a file");
 }
@@ -42,10 +58,10 @@ inline void check_regular(const std::string& path) {
 struct InputFile {
     explicit InputFile(const std::string& path) : path(path) {
         check_regular(path);
-        fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        fd = uninterrupted([&] { return open(path.c_str(), O_RDONLY | O_CLOEXEC); });
         if (fd < 0) throw file_error(path, "open", errno);
         struct stat info;
-        size = fstat(fd, &info) ? 0 : static_cast<uint64_t>(info.st_size);
+        size = uninterrupted([&] { return fstat(fd, &info); }) ? 0 : static_cast<uint64_t>(info.st_size);
     }
     ~InputFile() { close(fd); }
     InputFile(const InputFile&) = delete;

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
@@ -64,8 +65,46 @@ inline Result shell(const std::string& command, const std::function<void(const s
     r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return r;
 }
+// Tests begin with common options and change some. The program refuses one that is given twice, so the earlier goes, with
+// its value. Words of the shell stay as they are, and what follows a ; or a | or an &.
+inline std::string given_once(const std::string& arguments) {
+    std::vector<std::string> words;
+    char quote = 0;
+    bool inside = false;
+    for (const char c : arguments) {
+        if (!quote && c == ' ') {
+            inside = false;
+            continue;
+        }
+        if (!inside) words.emplace_back();
+        inside = true;
+        words.back() += c;
+        quote = quote ? (c == quote ? 0 : quote) : (c == '\'' || c == '"') ? c : 0;
+    }
+    Options o;
+    const std::vector<Option> table = o.table();
+    std::vector<std::pair<const Option*, std::string>> parts;
+    size_t i = 0;
+    for (; i < words.size() && words[i].find_first_of(";|&") == std::string::npos; i++) {
+        const std::string name = words[i].substr(0, words[i].find('='));
+        const auto option = std::find_if(table.begin(), table.end(),
+                                         [&](const Option& o) { return name == o.name || name == o.letter; });
+        const Option* const known = option == table.end() || name.empty() ? nullptr : &*option;
+        for (auto& [earlier, text] : parts)
+            if (known && earlier == known) text.clear();
+        parts.push_back({known, words[i]});
+        const bool flag = known && known->kind == Option::Flag;
+        const std::string next = i + 1 < words.size() ? words[i + 1] : "";
+        if (known && name == words[i] && (flag ? next == "0" || next == "1" : !next.empty()))
+            parts.back().second += " " + words[++i];
+    }
+    std::string text;
+    for (const auto& part : parts) text += part.second + " ";
+    for (; i < words.size(); i++) text += words[i] + " ";
+    return text;
+}
 inline Result run(const std::string& arguments) {
-    return shell("./train_gpt2cu " + arguments);
+    return shell("./train_gpt2cu " + given_once(arguments));
 }
 // Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which
 // stands still meanwhile, and $(ranks) are its ranks. The result has what both print.
@@ -73,7 +112,7 @@ inline Result run_and_act(const std::string& arguments, const std::string& sign,
     pid_t pid = 0;
     bool acted = false;
     std::string said;
-    Result r = shell("echo $$; exec ./train_gpt2cu " + arguments, [&](const std::string& line) {
+    Result r = shell("echo $$; exec ./train_gpt2cu " + given_once(arguments), [&](const std::string& line) {
         if (!pid) pid = std::atoi(line.c_str());
         if (acted || line.compare(0, sign.size(), sign)) return;
         acted = kill(pid, SIGSTOP) == 0;

@@ -149,16 +149,19 @@ TEST(log_append_truncate) {
     Log(path).write(start);
     Log log(path);
     for (int i = 1; i <= 5; i++) {
-        if (i == 4) {  // a disk that is full in the middle of a row: the rows before it stay, and the part of it goes
+        if (i ==
+            4) {  // a disk that is full in the middle of a row: the rows before it stay, and it comes with the next
             const Limit full(RLIMIT_FSIZE, 300);
-            CHECK_ERROR(log.write(Row("train").add("text", std::string(300, 'x'))),
-                        path + ": cannot write: File too large");
+            const Row row = Row("train").add("text", std::string(300, 'x'));
+            CHECK_ERROR(log.write(row), path + ": cannot write: File too large");
             CHECK(read_file(path) == logs[3]);
+            for (const int j : {4, 5}) logs[j].insert(logs[3].size(), row.text() + "\n");
         }
         log.write(train(i));
         CHECK(read_file(path) == logs[i]);  // each row is there as soon as it is written
     }
     // A row cut off by a crash goes away, both when the log is cut and when it is appended to.
+    for (const int j : {4, 5}) logs[j] = logs[j - 1] + train(j).text() + "\n";
     for (const std::string& whole : {logs[5], logs[3], logs[3] + "{\"kind\": \"tr"}) {
         write_file(path, whole);
         Log::truncate_after(path, 3);
@@ -555,6 +558,8 @@ TEST(checkpoint_directory) {
         for (const auto& path : {model_path, state_path}) write_file(path(here, step), "x");
     CHECK(newest_checkpoint(here) == 123456789);
     fs::remove(model_path(here, 100));  // a prune that was interrupted
+    write_file(model_path(here, 50), "x");
+    CHECK(newest_model(here) == 123456789);
     prune_checkpoints(here, 2, 0);
     left.insert({"model_00000200.bin", "state_00000200.bin", "model_123456789.bin", "state_123456789.bin"});
     CHECK(names_in(here) == left);

@@ -28,6 +28,7 @@ enum Fault {
     kShort,
     kNoSpace,
     kInputOutput,
+    kInterrupted,  // by a signal, once
     kOtherDies,
     kFaults
 };
@@ -95,8 +96,8 @@ Result operation(const char* name, const std::string& path, Act act) {
     if (now == kPowerCut) cut_power();
     if (now == kPowerCut || now == kDiesBefore) die();
     if (now == kOtherDies) kill(counted->last, SIGKILL);
-    if (now == kNoSpace || now == kInputOutput) {
-        errno = now == kNoSpace ? ENOSPC : EIO;
+    if (now == kNoSpace || now == kInputOutput || now == kInterrupted) {
+        errno = now == kNoSpace ? ENOSPC : now == kInputOutput ? EIO : EINTR;
         return std::is_signed_v<Result> ? Result(intptr_t(-1)) : Result(intptr_t(0));
     }
     const Result result = act(now == kDiesInside || now == kShort);
@@ -148,7 +149,7 @@ Result train(const std::string& options, int ranks = 1, const std::string& out =
             for (const auto& [name, value] : place) setenv(name, std::to_string(value).c_str(), 1);
             setenv("MASTER_ADDR", "127.0.0.1", 1);
             std::vector<std::string> words = {"train_gpt2cu"};
-            std::istringstream rest(options);
+            std::istringstream rest(given_once(options));
             for (std::string word; rest >> word;) words.push_back(word);
             std::vector<char*> argv;
             for (std::string& word : words) argv.push_back(word.data());
@@ -199,7 +200,8 @@ void check_faults(const std::string& begin, const std::string& command, int rank
             // A checkpoint that was announced is never lost.
             const double announced = number_after(first.out, "checkpoint " + out + "/state_"),
                          resumed = number_after(second.out, "resumed at step ");
-            const bool same = content(out) == wanted && (!first.code || std::isnan(announced) || resumed >= announced);
+            const bool same = content(out) == wanted && (kind != kInterrupted || first.code == 0) &&
+                              (!first.code || std::isnan(announced) || resumed >= announced);
             if (same && second.code == 0 && (said || first.code == 0 || first.code == 128 + SIGKILL))
                 said ? refused++ : survived++;
             else

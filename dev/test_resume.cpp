@@ -240,18 +240,19 @@ TEST(a_finished_run_is_left_alone) {
 TEST(a_second_run_in_a_directory_is_refused) {
     const std::string out = dir() + "/shared", command = options(kEndless) + "-v 0 -s 0 -n 1 -nk 2 -y 1 -o " + out;
     std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
-    const Result r = run_and_act(command, "step 7/", "./train_gpt2cu " + command + "; echo code $?; kill $pid");
+    const Result r =
+        run_and_act(command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
     CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run writes to this directory (process ",
               "code 1\n");
     check_same("log", log_of(out, true), expected_log(newest_checkpoint(out), 0, 0));
 }
 
-// Of a run that was killed. What another program wrote there stays, and so does a model before the newest state.
+// Of a run that was killed. What another program wrote there stays.
 TEST(what_killed_runs_left_goes_at_the_start) {
     const std::string out = dir() + "/left_over";
     for (const int step : {2, 3, 4}) copy_checkpoint(straight_run(), out, step);
-    std::set<std::string> left = {"model_00000001.bin", "notes.tmp.7", "x_log.jsonl.tmp.7"}, all = left;
-    all.insert({"model_00000009.bin", "state_00000005.bin.tmp.7", "log.jsonl.tmp.7"});
+    std::set<std::string> left = {"notes.tmp.7", "x_log.jsonl.tmp.7"}, all = left;
+    all.insert({"model_00000001.bin", "model_00000009.bin", "state_00000005.bin.tmp.7", "log.jsonl.tmp.7"});
     for (const std::string& name : all) write_file(out + "/" + name, "x");
     CHECK_RUN(run(options(4) + "-v 0 -s 0 -y 1 -nk 1 -o " + out), 0, "nothing left to do");
     left.insert({"log.jsonl", "model_00000004.bin", "state_00000004.bin"});
@@ -344,10 +345,23 @@ TEST(refuses_damaged_checkpoints) {
     CHECK_RUN(run(command), 1, state_path(out, 5) + ": was renamed, by its content it is of step 4");
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 5), path(out, 4));
     std::filesystem::remove(file);
-    CHECK_RUN(run(command), 1, file + ": cannot open");
+    CHECK_RUN(run(command), 1, file + ": is missing");
     std::filesystem::remove(state_file);  // as if the program died between the two files
     write_file(file, model);
-    CHECK_RUN(run(command), 0, "resumed at step 2\n");
+    const std::string alone = dir() + "/alone", generate = "--device cpu --generate 3 -e ";
+    std::filesystem::create_directory(alone);
+    write_file(model_path(alone, 4), model);
+    CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 4) + ": is missing");
+    CHECK_RUN(run(options() + "-o " + alone), 1, model_path(alone, 4));
+    CHECK(run(generate + alone + " 2>/dev/null").out == run(generate + file + " 2>/dev/null").out);
+    CHECK(run(generate + out + " 2>/dev/null").out == run(generate + file + " 2>/dev/null").out);
+    write_file(
+        out + "/log.jsonl",
+        "{\"kind\": \"x\", \"a\": [1]}\n{\"kind\": \"x\", \"a\": -1.5e-3, \"b\": \"\\\"}\"}\n{\"kind\": \"x\"\n");
+    const Result resumed = run(command);
+    CHECK_RUN(resumed, 0, "resumed at step 2\n", state_file + ": is missing", "log.jsonl: line 1 is no JSON",
+              "line 3 is no JSON");
+    CHECK(!contains(resumed.out, "line 2"));
     check_same("state", read_file(state_path(out, kSteps)), read_file(state_path(straight_run(), kSteps)));
 }
 
@@ -371,8 +385,9 @@ TEST(which_checkpoints_are_written_and_kept) {
     for (const auto& c : cases) {
         const std::string out = dir() + "/kept" + c.options;
         int written = 0;
-        const Result r = shell("./train_gpt2cu " + options() + "-v 0 -s 0 " + c.options + " -o '" + out + "'",
-                               [&](const std::string& line) { written += line.find("checkpoint ") == 0; });
+        const Result r =
+            shell("./train_gpt2cu " + given_once(options() + "-v 0 -s 0 " + c.options + " -o '" + out + "'"),
+                  [&](const std::string& line) { written += line.find("checkpoint ") == 0; });
         CHECK(r.code == 0 && written == c.written);
         std::set<std::string> expected = {"log.jsonl"};
         for (const int step : c.kept)
@@ -402,14 +417,17 @@ TEST(a_full_disk_leaves_whole_files) {
         int blocks, steps;
         const char* message;
         std::set<std::string> left;
-    } cases[] = {{100, kSteps, "model_00000002.bin: cannot write", {"log.jsonl"}},
-                 {400, 2, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};
+    } cases[] = {
+        {100, kSteps, "model_00000002.bin: cannot write", {"log.jsonl"}},
+        {400, 2, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};  // and an empty temporary
     for (const auto& c : cases) {
         const std::string out = dir() + format("/full_%d", c.blocks);
-        CHECK_RUN(
-            shell(format("ulimit -f %d; ./train_gpt2cu ", c.blocks) + options(c.steps) + "-v 0 -s 0 -n 2 -o " + out), 1,
-            c.message);
-        CHECK(files_of(out) == c.left && newest_checkpoint(out) == -1);
+        CHECK_RUN(shell(format("ulimit -f %d; ./train_gpt2cu ", c.blocks) +
+                        given_once(options(c.steps) + "-v 0 -s 0 -n 2 -o " + out)),
+                  1, c.message);
+        std::set<std::string> files = files_of(out);
+        for (auto f = files.begin(); f != files.end();) f = contains(*f, ".tmp.") ? files.erase(f) : std::next(f);
+        CHECK(files == c.left && newest_checkpoint(out) == -1);
         const size_t steps = rows(out, "train").size();
         check_same("log", log_of(out, true), expected_log(steps, 0, 0));
         CHECK(steps >= 2 && steps <= 4);  // the checkpoint of step 4 would wait for the one of step 2
@@ -417,11 +435,62 @@ TEST(a_full_disk_leaves_whole_files) {
     }
 }
 
-// A checkpoint is named by whichever of its two files is next, to be created or renamed.
 TEST(a_directory_that_is_gone_ends_the_run) {
     const std::string out = dir() + "/gone";
     CHECK_RUN(run_and_act(options(kEndless) + "-v 0 -s 0 -n 6 -o " + out, "checkpoint ", "mv " + out + " " + out + "_"),
-              1, out + "/", ".bin: cannot ", ": No such file or directory; check the path\n");
+              1, out + "/log.jsonl: was removed", ": No such file or directory; check the path\n");
+}
+
+// A log or a lock that somebody removes is named and made anew, and the run goes on.
+TEST(a_log_that_is_removed_is_named) {
+    const std::string out = dir() + "/removed", log = out + "/log.jsonl", lock = out + "/run.lock";
+    CHECK_RUN(run_and_act(options(40) + "-v 0 -s 0 -n 10 -o " + out, "step 12/", "rm " + log + " " + lock), 0,
+              log + ": was removed", lock + ": was removed", "step 40/40");
+    CHECK(exists(lock) && rows(out, "train").size() >= 20 && rows(out, "train").size() <= 30);
+    CHECK(newest_checkpoint(out) == 40);
+}
+
+// An error of the data ends the run with a checkpoint of the last whole step: a token in the sixth of seven windows, or a
+// file of validation data that is cut meanwhile. Two ranks stop together, at the step before.
+TEST(an_error_of_the_data_ends_with_a_checkpoint) {
+    std::vector<int> tokens = make_tokens(7 * 16 + 1, 1);
+    tokens[5 * 16 + 10] = 9999;
+    const std::string bad = write_shard(dir() + "/bad.bin", tokens), val = write_shard(dir() + "/val.bin", tokens);
+    const std::string common = options() + "-v 0 -s 0 --no-shuffle -b 1 -d ", cut = "truncate -s 1030 " + val;
+    for (const auto& [more, steps] : {std::pair{"16 ", 5}, {"32 --gpus 2 ", 2}}) {
+        const std::string out = dir() + format("/data_%d", steps);
+        CHECK_RUN(run(common + more + "-i " + bad + " -o " + out), 1, bad + ": token at offset 1204");
+        CHECK(newest_checkpoint(out) == steps && rows(out, "train").size() == size_t(steps));
+        CHECK_RUN(run(common + more + "-x 1 -o " + out + " -y"), 1, "checkpoint of another run: data");
+    }
+    tokens[5 * 16 + 10] = 1;
+    write_shard(val, tokens);
+    const std::string out = dir() + "/cut_val";
+    CHECK_RUN(run_and_act(options(60) + "-s 0 -v 5 -m -1 -j " + val + " -o " + out, "step 7/60 |", cut), 1,
+              val + ": truncated");
+    CHECK(newest_checkpoint(out) == 10);
+    CHECK_RUN(run(options(12) + "-s 0 -v 0 -m -1 -y -o " + out), 0, "resumed at step 10", "step 12/12");
+}
+
+// Ctrl-C reaches all of a pipeline, and tee may end first. A run that nobody reads goes on, saves, and says so.
+TEST(a_reader_that_ends_takes_no_run_along) {
+    for (const auto& [signal, code] : {std::pair{"INT", 130}, {"TERM", 143}})
+        for (const char* ranks : {"", " --gpus 2 -d 64 -b 1"}) {
+            const std::string out = dir() + "/tee_" + signal + (*ranks ? "_2" : ""), log = out + ".log";
+            const std::string program =
+                "./train_gpt2cu " + given_once(options(kEndless) + "-v 0 -s 0 -o " + out + ranks);
+            write_file(out + ".sh", "(trap : INT TERM; " + program + "; echo $? >" + out + ".code) 2>" + out +
+                                        ".err | tee " + log + " >/dev/null");
+            shell(format("timeout -s %s 2 sh ", signal) + out + ".sh; while [ ! -s " + out +
+                  ".code ]; do sleep 0.1; done");
+            CHECK(read_file(out + ".code") == format("%d\n", code));
+            const int step = newest_checkpoint(out);
+            CHECK(step > 0 && rows(out, "train").size() == size_t(step));
+            if (step > 0 && !*ranks) CHECK(contains(read_file(out + ".err"), "stdout: a line could not be written"));
+        }
+    const std::string out = dir() + "/head", program = given_once(options(40) + "-v 0 -s 0 -o " + out);
+    shell("(./train_gpt2cu " + program + "; echo $? >" + out + ".code) 2>/dev/null | head -12");
+    CHECK(read_file(out + ".code") == "1\n" && newest_checkpoint(out) == 40 && rows(out, "train").size() == 40);
 }
 
 // What is read is what is written, header and tensors, in both types of file. The rate is too small to change a weight.

@@ -15,11 +15,15 @@
 // unnoticed.
 #include "run/checkpoint.h"
 
+#include <algorithm>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <map>
 #include <regex>
+
+#include "data/text.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
@@ -332,20 +336,52 @@ int newest_checkpoint(const std::string& dir, bool of_llm_c) {
     return newest;
 }
 
+int newest_model(const std::string& dir) {
+    int newest = -1;
+    for (const CheckpointFile& f : list_checkpoints(dir))
+        if (f.kind == "model" && !f.temporary) newest = std::max(newest, f.step);
+    return newest;
+}
+
+int checkpoint_to_resume(const std::string& dir) {
+    const int state = newest_checkpoint(dir), model = newest_model(dir);
+    const std::string newer = state_path(dir, model);
+    if (state >= 0 && access(model_path(dir, state).c_str(), F_OK))
+        throw Error(
+            format("%s: is missing, and -y needs it beside its state; bring it back, or remove the state to go on from "
+                   "the checkpoint before",
+                   model_path(dir, state).c_str()));
+    if (model <= state) return state;
+    // A run that was killed between the two renames leaves its state under a temporary name.
+    bool killed = state >= 0;
+    for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "state" && f.temporary;
+    if (!killed)
+        throw Error(
+            format("%s: is missing, and -y needs it beside its model; bring it back, or give another -o, and -e %s for "
+                   "the weights",
+                   newer.c_str(), shell_quoted(model_path(dir, model)).c_str()));
+    std::fprintf(stderr, "%s: is missing, so its model does not count\n", newer.c_str());
+    return state;
+}
+
 void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
+    const auto remove = [](const std::string& path) {
+        if (uninterrupted([&] { return unlink(path.c_str()); }) && errno != ENOENT)
+            throw file_error(path, "remove", errno);
+    };
     std::vector<int> steps;
-    const int newest = newest_checkpoint(dir);
-    for (const CheckpointFile& f : list_checkpoints(dir)) {
-        if (f.temporary || (f.kind == "model" && newest >= 0 && f.step > newest))
-            unlink((dir + "/" + f.name).c_str());
-        else if (f.kind == "state")
-            steps.push_back(f.step);
+    const std::vector<CheckpointFile> files = list_checkpoints(dir);
+    for (const CheckpointFile& f : files)
+        if (f.kind == "state" && !f.temporary) steps.push_back(f.step);
+    for (const CheckpointFile& f : files) {
+        const bool has_state = std::find(steps.begin(), steps.end(), f.step) != steps.end();
+        if (f.temporary || (f.kind == "model" && !steps.empty() && !has_state)) remove(dir + "/" + f.name);
     }
     std::sort(steps.rbegin(), steps.rend());
     for (size_t i = keep > 0 ? keep : steps.size(); i < steps.size(); i++) {
         if (keep_every > 0 && steps[i] % keep_every == 0) continue;
         // The state goes first, because without it the step no longer counts as complete if we stop before the model.
-        for (const std::string& path : {state_path(dir, steps[i]), model_path(dir, steps[i])})
-            if (unlink(path.c_str()) && errno != ENOENT) throw file_error(path, "remove", errno);
+        remove(state_path(dir, steps[i]));
+        remove(model_path(dir, steps[i]));
     }
 }

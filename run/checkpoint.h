@@ -54,7 +54,11 @@ std::string read_state(const std::string& path, const Identity&, const std::vect
 // last, so a step is complete when its state is there.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-int newest_checkpoint(const std::string& dir, bool of_llm_c = false);  // step, or -1
-// Removes what runs that were killed left in the directory: temporaries, and models after the newest state. Removes the
+int newest_checkpoint(const std::string& dir, bool of_llm_c = false);  // step of the newest state, or -1
+int newest_model(const std::string& dir);                              // whether it has a state or not
+// The step from which a run goes on, or -1. Throws Error if the newest state has no model, or models have no state.
+// Says on stderr what a killed run left incomplete.
+int checkpoint_to_resume(const std::string& dir);
+// Removes what runs that were killed left in the directory: temporaries and, if it has states, models without one. Removes the
 // complete checkpoints too but the newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
 void prune_checkpoints(const std::string& dir, int keep, int keep_every);

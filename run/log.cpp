@@ -4,8 +4,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cctype>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <limits>
 #include <sstream>
@@ -91,36 +94,104 @@ static bool ends_inside_row(const std::string& path) {
     return log.size > 0 && log.rest(log.size - 1) != "\n";
 }
 
+static int open_to_append(const std::string& path, int flags = 0) {
+    const int fd =
+        uninterrupted([&] { return open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | flags, 0666); });
+    if (fd < 0) throw file_error(path, "open", errno);
+    return fd;
+}
+
 Log::Log(const std::string& path, bool append) : path_(path) {
     if (append && ends_inside_row(path)) truncate_after(path, std::numeric_limits<long long>::max());
-    file_ = std::fopen(path.c_str(), "ae");
-    if (!file_ || (!append && ftruncate(fileno(file_), 0))) throw file_error(path, "open", errno);
-    std::setvbuf(file_, nullptr, _IONBF, 0);  // each row is one write(2), so that none is left to be written at exit
+    fd_ = open_to_append(path, append ? 0 : O_TRUNC);
 }
 
 Log::~Log() {
-    if (file_) std::fclose(file_);
+    if (fd_ >= 0) close(fd_);
 }
 
 void Log::write(const Row& row) {
-    if (!file_) return;
-    const std::string line = row.text() + "\n";
+    if (path_.empty()) return;
+    pending_ += row.text() + "\n";
+    retry();
+}
+
+void Log::retry() {
+    if (pending_.empty()) return;
     struct stat before;
-    const bool known = fstat(fileno(file_), &before) == 0 && S_ISREG(before.st_mode);
-    if (std::fwrite(line.data(), 1, line.size(), file_) == line.size()) return;
-    const int error = errno;
-    // A full disk may have taken part of the row, and the rows before it must stay readable.
-    if (known && ftruncate(fileno(file_), before.st_size))
-        throw file_error(path_, "write (and its last row is cut)", error);
-    throw file_error(path_, "write", error);
+    const bool known = uninterrupted([&] { return fstat(fd_, &before); }) == 0 && S_ISREG(before.st_mode);
+    if (fd_ < 0 || (known && !still_there(path_, fd_))) {
+        std::fprintf(stderr, "%s: was removed or replaced while this run writes it; its rows go on in a new file\n",
+                     path_.c_str());
+        if (fd_ >= 0) close(fd_);
+        fd_ = -1;
+        fd_ = open_to_append(path_);
+        before.st_size = lseek(fd_, 0, SEEK_END);
+    }
+    for (size_t done = 0; done < pending_.size();) {
+        const ssize_t n = uninterrupted([&] { return ::write(fd_, pending_.data() + done, pending_.size() - done); });
+        if (n >= 0) {
+            done += static_cast<size_t>(n);
+            continue;
+        }
+        const int error = errno;
+        // A full disk may have taken part of the row, and the rows before it must stay readable.
+        if (known && uninterrupted([&] { return ftruncate(fd_, before.st_size); }))
+            throw file_error(path_, "write (and its last row is cut)", error);
+        throw file_error(path_, "write", error);
+    }
+    pending_.clear();
+}
+
+// True if the line is an object in JSON without others inside, as rows are.
+static bool is_row(const std::string& line) {
+    const char* p = line.c_str();
+    const auto blank = [&] {
+        while (*p == ' ' || *p == '\t' || *p == '\r') p++;
+    };
+    const auto take = [&](const char* text) {
+        const size_t n = std::strlen(text);
+        const bool is = std::strncmp(p, text, n) == 0;
+        if (is) p += n;
+        return is;
+    };
+    const auto string = [&] {
+        if (!take("\"")) return false;
+        for (; *p != '"'; p++) {
+            if (static_cast<unsigned char>(*p) < 0x20) return false;
+            if (*p == '\\' && !std::strchr("\"\\/bfnrtu", *++p)) return false;
+        }
+        return take("\"");
+    };
+    const auto value = [&] {
+        if (*p == '"') return string();
+        if (take("null") || take("true") || take("false")) return true;
+        const char* const begin = p;
+        char* end = nullptr;
+        std::strtod(p, &end);
+        p = end;
+        return p > begin && (*begin == '-' || std::isdigit(static_cast<unsigned char>(*begin)));
+    };
+    if (blank(), !take("{")) return false;
+    do {
+        if (blank(), !string()) return false;
+        if (blank(), !take(":")) return false;
+        if (blank(), !value()) return false;
+        blank();
+    } while (take(","));
+    if (!take("}")) return false;
+    return blank(), p == line.c_str() + line.size();
 }
 
 void Log::truncate_after(const std::string& path, long long step) {
-    if (access(path.c_str(), F_OK)) return;  // no log yet
+    if (uninterrupted([&] { return access(path.c_str(), F_OK); })) return;  // no log yet
     std::istringstream in(InputFile(path).rest());
     std::string kept;
     const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
+    size_t number = 0;
     for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
+        number++;
+        if (!is_row(line)) std::fprintf(stderr, "%s: line %zu is no JSON; it stays as it is\n", path.c_str(), number);
         const size_t at = line.find(key);
         if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
         kept += line + '\n';

@@ -1,6 +1,5 @@
 // log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid whatever comes next.
 #pragma once
-#include <cstdio>
 #include <string>
 
 // Makes text safe for a terminal. Bytes that are not UTF-8, and control characters except newline and tab, become
@@ -26,7 +25,9 @@ class Row {
     std::string text_;
 };
 
-// Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay.
+// Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay, and the next call tries
+// those that are not again. If the file is removed
+// or replaced, a line on stderr says so, and rows go on in what has its name then.
 class Log {
   public:
     Log() = default;  // writes nowhere
@@ -35,10 +36,13 @@ class Log {
     Log(const Log&) = delete;
     Log& operator=(const Log&) = delete;
     void write(const Row& row);
-    // Drops rows with "step" greater than `step`, because a resumed run is about to write them again.
+    void retry();  // what could not be written
+    // Drops rows with "step" greater than `step`, because a resumed run is about to write them again. Names lines that are
+    // no rows on stderr, and leaves them.
     static void truncate_after(const std::string& path, long long step);
 
   private:
-    std::FILE* file_ = nullptr;
+    int fd_ = -1;
+    std::string pending_;
     std::string path_;
 };

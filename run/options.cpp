@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 
+#include "data/text.h"
 #include "layers/gpu/error.h"
 
 namespace {
@@ -31,15 +33,6 @@ std::string value_text(const Option& option) {
 // How messages name an option, for example "--batch (-b)".
 std::string title(const Option& option) {
     return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
-}
-
-std::vector<std::string> split(const std::string& text, char separator) {
-    std::vector<std::string> parts;
-    for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
-        end = text.find(separator, begin);
-        parts.push_back(text.substr(begin, end == std::string::npos ? end : end - begin));
-    }
-    return parts;
 }
 
 // The Levenshtein distance: how many insertions, deletions and replacements turn a into b.
@@ -110,15 +103,17 @@ void set_value(const Option& option, const std::string& text) {
         }
         case Option::Float: {
             char* end = nullptr;
+            errno = 0;
             const float value = std::strtof(text.c_str(), &end);
             const bool whole = !text.empty() && !std::isspace(static_cast<unsigned char>(text[0])) && !*end;
             if (!whole || !std::isfinite(value)) bad_value(option, text, "is not a finite number");
+            if (errno == ERANGE) bad_value(option, text, "is too small for a float: give 0 or a larger number");
             check_range(option, text, std::strtod(text.c_str(), nullptr));
             *static_cast<float*>(option.value) = value;
             break;
         }
         case Option::Choice: {
-            const std::vector<std::string> choices = split(option.range, '|');
+            const std::vector<std::string> choices = split(option.range, "|");
             if (std::find(choices.begin(), choices.end(), text) == choices.end())
                 bad_value(option, text, format("is not one of %s%s", option.range, suggestion(text, choices).c_str()));
             *static_cast<std::string*>(option.value) = text;
@@ -141,7 +136,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
     const auto is_flag_value = [&](size_t i) { return i < args.size() && (args[i] == "0" || args[i] == "1"); };
     const auto refuse_foreign = [&](const std::string& name) {
         for (const Foreign& f : llm_c)
-            for (const std::string& letter : split(f.letters, ' '))
+            for (const std::string& letter : split(f.letters, " "))
                 if (name == letter)
                     throw UsageError(
                         format("%s is an option of llm.c, not of this program: %s", letter.c_str(), f.instead));
@@ -153,6 +148,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         return true;
     }
 
+    std::vector<const Option*> given;
     for (size_t i = 0; i < args.size(); i++) {
         const size_t equals = args[i][0] == '-' ? args[i].find('=') : std::string::npos;
         const bool attached = equals != std::string::npos;
@@ -168,6 +164,9 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
             for (const Option& o : table) names.push_back(o.name);
             throw UsageError(format("unknown option %s%s; see --help", name.c_str(), suggestion(name, names).c_str()));
         }
+        if (std::find(given.begin(), given.end(), option) != given.end())
+            throw UsageError(format("%s is given twice: leave out one", title(*option).c_str()));
+        given.push_back(option);
         if (!attached && option->kind != Option::Flag) {
             // "-1" is a value, but the name of another option means that this one's value was forgotten.
             const std::string next = i + 1 < args.size() ? args[i + 1] : "";
@@ -211,7 +210,7 @@ std::string options_help(const std::string& program, const std::string& about, c
         // Help in the second column, wrapped at words.
         std::string line = left(option);
         line.resize(width - 1, ' ');
-        for (const std::string& word : split(help, ' ')) {
+        for (const std::string& word : split(help, " ")) {
             if (line.size() + 1 + word.size() > kHelpWidth) {
                 text += line + "\n";
                 line.assign(width - 1, ' ');
@@ -241,7 +240,7 @@ std::string options_changed(const std::vector<Option>& table, const std::vector<
         if (value == value_text(defaults[i])) continue;
         if (!group.empty()) text += format("%s%-17s", text.empty() ? "" : "\n", group.c_str());
         group.clear();
-        text += format("  %s", table[i].name) + (table[i].kind == Option::Flag ? "" : " " + value);
+        text += format("  %s", table[i].name) + (table[i].kind == Option::Flag ? "" : " " + shell_quoted(value));
     }
     return text + "\n";
 }

@@ -13,6 +13,7 @@ inline void prepare_process() {
     // A file must not get the number of a stream that is closed, because what is printed would go into it.
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    std::signal(SIGPIPE, SIG_IGN);  // a reader that ends, such as tee at Ctrl-C, ends no run; check_stdout() says it
     std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
     prctl(PR_SET_NAME, program_invocation_short_name);  // for top and pkill, or one that started itself is "exe"
 }

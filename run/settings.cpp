@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstdio>
 #include <filesystem>
 
 #include "attention/attention.h"
 #include "data/corpus.h"
+#include "data/text.h"
 #include "data/tokenizer.h"
 #include "run/checkpoint.h"
 #include "run/ranks.h"
@@ -188,18 +190,30 @@ void warn_of_bytes(const Options& o, int vocab) {
     if (vocab > kEndOfText && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
 }
 
+static int lock_fd = -1;
+
 // Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
 static void lock_output_dir(const std::string& path) {
     check_regular(path);
-    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    const int fd = uninterrupted([&] { return open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666); });
     if (fd < 0) throw file_error(path, "create", errno);
+    lock_fd = fd;
     char text[400] = "", host[256] = "";
-    if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+    if (uninterrupted([&] { return flock(fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
         throw Error(format("%s: another run writes to this directory%s; wait for its end, or give another -o",
                            path.c_str(), pread(fd, text, sizeof text - 1, 0) > 0 ? text : ""));
     gethostname(host, sizeof host - 1);
     const std::string owner = format(" (process %d on %s)", static_cast<int>(getpid()), host);
-    if (ftruncate(fd, 0) || pwrite(fd, owner.data(), owner.size(), 0) < 0) throw file_error(path, "write", errno);
+    if (uninterrupted([&] { return ftruncate(fd, 0); }) ||
+        uninterrupted([&] { return pwrite(fd, owner.data(), owner.size(), 0); }) < 0)
+        throw file_error(path, "write", errno);
+}
+
+void check_lock(const Options& o) {
+    const std::string path = o.output_dir + "/run.lock";
+    if (lock_fd < 0 || still_there(path, lock_fd)) return;
+    std::fprintf(stderr, "%s: was removed or replaced while this run holds it; it is locked anew\n", path.c_str());
+    lock_output_dir(path);
 }
 
 void prepare_output_dir(const Options& o) {
@@ -215,7 +229,10 @@ void prepare_output_dir(const Options& o) {
         throw Error(
             format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
                    "for its weights",
-                   o.output_dir.c_str(), theirs, model_path(o.output_dir, theirs).c_str()));
+                   o.output_dir.c_str(), theirs, shell_quoted(model_path(o.output_dir, theirs)).c_str()));
+    if (!o.resume && !o.verify && old < 0 && newest_model(o.output_dir) >= 0)
+        throw Error(format("%s is there, which a run in this directory would replace: give another -o",
+                           model_path(o.output_dir, newest_model(o.output_dir)).c_str()));
     const std::string what = old >= 0 ? format("a checkpoint of step %d: add -y to resume it, or", old)
                                       : "a log but no checkpoint: -y would begin both anew, so rather";
     struct stat log;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "data/loader.h"
+#include "data/text.h"
 #include "run/checkpoint.h"
 #include "run/evaluate.h"
 #include "run/log.h"
@@ -61,6 +62,12 @@ class Run {
     void conclude();            // how it went, what is kept, what to do next
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
+    // An error of the data or the log, on any rank. The run ends with a checkpoint, and the rank that has it throws it.
+    bool failed() const { return job.size == 1 ? late_error != nullptr : others_failed; }
+    void rethrow() const {
+        if (late_error) std::rethrow_exception(late_error);
+    }
+    void save_at_the_end();
     uint64_t train_windows() const { return train.windows(); }
     bool has_text_in_bytes() const {
         return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
@@ -92,8 +99,17 @@ class Run {
     // `position` after the first of them.
     int *host = nullptr, *batch = nullptr, *next = nullptr;
     bool prepared = false;
-    std::exception_ptr late_error;  // thrown while `next` was prepared
     LoaderState position{};
+    std::exception_ptr late_error;  // the first one of this rank that does not spoil the step
+    bool others_failed = false;
+    template <class F>
+    void keep_error_of(F body) {
+        try {
+            body();
+        } catch (const Error&) {
+            if (!late_error) late_error = std::current_exception();
+        }
+    }
     void prepare(int* to) {  // group r of n takes micro-batches r, r + n, … of the step
         for (int i = 0; i < model.micro_steps; i++) {
             train.skip(model.ranks.group());
@@ -240,7 +256,6 @@ void Run<Model>::train_step() {
     Range range("step", step);
     const double start = now();
     if (o.verify_every && kept.step < 0) remember();
-    if (late_error) std::rethrow_exception(late_error);
     if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
     if (!prepared) prepare(batch);
     prepared = true;
@@ -253,16 +268,16 @@ void Run<Model>::train_step() {
         {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)});
     const bool another = !o.overfit && step + 1 < o.max_steps;
     if (!o.overfit) position = train.state();
-    if (another) {
-        try {
-            prepare(next);  // while the GPU works
-        } catch (...) {
-            late_error = std::current_exception();
-        }  // this step's result comes first
-    }
-    // This too runs while the GPU works. A signal to one rank becomes one to all, at the same step.
+    if (another) keep_error_of([&] { prepare(next); });  // while the GPU works
+    // This too runs while the GPU works. A signal or an error of one rank becomes one of all, at the same step.
+    struct Ends {
+        int signal, failed;
+    };
     if (job.size > 1)
-        for (int s : job.all_gather(int(g_signal))) signal = std::max(signal, s);
+        for (const Ends& e : job.all_gather(Ends{int(g_signal), late_error != nullptr})) {
+            signal = std::max(signal, e.signal);
+            others_failed |= e.failed != 0;
+        }
     power.look(step + 1);
 
     std::vector<A> stats(model.num_losses() + 1);
@@ -303,7 +318,7 @@ void Run<Model>::train_step() {
     row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
     power.add_to(row);
     if (o.verify_every) row.add("checksums", own_sums);
-    log->write(row);
+    keep_error_of([&] { log->write(row); });
     if (o.verify_every && step % o.verify_every == 0) verify();
 }
 
@@ -311,18 +326,20 @@ template <class Model>
 void Run<Model>::watch() {
     auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
     double start = now();
-    if (val && due(o.val_every)) {
-        val_loss = validate(model, *val, o.val_batches, job).loss;
-        const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
-        std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
-        log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
-    }
+    if (val && due(o.val_every))
+        keep_error_of([&] {
+            val_loss = validate(model, *val, o.val_batches, job).loss;
+            const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
+            std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
+            log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
+        });
     if (!choices.empty() && due(o.val_every)) {
         const int correct = count_correct(ending_losses(model, choices, job), choices);
         std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
                     100.0 * correct / choices.size());
         Row row("hellaswag");
-        log->write(row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size())));
+        row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size()));
+        keep_error_of([&] { log->write(row); });
     }
     if (due(o.val_every)) pace.val = now() - start;
     start = now();
@@ -332,7 +349,7 @@ void Run<Model>::watch() {
         const std::string text =
             o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
         std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
-        log->write(Row("sample").add("step", step).add("text", text));
+        keep_error_of([&] { log->write(Row("sample").add("step", step).add("text", text)); });
         pace.sample = now() - start;
     }
 }
@@ -350,8 +367,8 @@ void Run<Model>::conclude() {
         return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
     std::string next = "the same command with -y, which goes on";
     if (!interrupted() && can_generate(model.config.V))
-        next = "./train_gpt2cu -e " + o.output_dir + " --generate 500 --prompt Once" +
-               (o.tokenizer.empty() ? "" : " --tokenizer " + o.tokenizer);
+        next = "./train_gpt2cu -e " + shell_quoted(o.output_dir) + " --generate 500 --prompt Once" +
+               (o.tokenizer.empty() ? "" : " --tokenizer " + shell_quoted(o.tokenizer));
     std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
 }
 
@@ -392,7 +409,10 @@ template <class Model>
 void Run<Model>::compute_again(const std::string& advice) {
     const int from = step + 1;
     first_difference = "", again = true;
-    while (step < once.step) train_step();
+    while (step < once.step) {
+        train_step();
+        rethrow();
+    }
     again = false;
     kept.take(model, step, position);
     throw_if_different(model, job, once, kept, first_difference, o.verify == 0, from, advice);
@@ -432,6 +452,7 @@ void Run<Model>::verify_checkpoints() {
 template <class Model>
 void Run<Model>::save() {
     verify();
+    if (job.rank == 0) check_lock(o);
     Range range("checkpoint");
     const double start = now();
     await_checkpoint();
@@ -444,6 +465,19 @@ void Run<Model>::save() {
     identity.recipe = o.recipe();
     pace.save = now() - start;
     written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
+}
+
+// A checkpoint of what is good. After an error its message is what the user needs most, so it comes last.
+template <class Model>
+void Run<Model>::save_at_the_end() {
+    try {
+        if (!o.output_dir.empty() && step > 0 && !saved()) save();
+        await_checkpoint();
+        log->retry();
+    } catch (const Error& e) {
+        if (!failed() || job.size > 1) throw;
+        std::fprintf(stderr, "%s\n", e.what());
+    }
 }
 
 // Runs beside training, and reads nothing that changes until await_checkpoint() returns.
@@ -460,6 +494,8 @@ void Run<Model>::write_checkpoint(Counters counters) {
         write_state(path, identity, sections(counters), [&] { model_written.get(); });
     } catch (...) {
         if (model_written.valid()) model_written.get();  // if both failed, the model's error is thrown
+        // Without a state the model does not count, as if the run had been killed between the two files. This says so.
+        if (access(path.c_str(), F_OK)) close(creat(format("%s.tmp.%d", path.c_str(), int(getpid())).c_str(), 0666));
         throw;
     }
     std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(), step,
@@ -470,7 +506,7 @@ void Run<Model>::write_checkpoint(Counters counters) {
 // Rank 0 reads and sends, because the directory need not exist on other machines.
 template <class Model>
 bool Run<Model>::restore(int from) {
-    int newest = from >= 0 || job.rank > 0 ? from : newest_checkpoint(o.output_dir);
+    int newest = from >= 0 || job.rank > 0 ? from : checkpoint_to_resume(o.output_dir);
     job.broadcast(&newest, sizeof newest);
     if (newest < 0) return false;
     std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
