@@ -101,20 +101,39 @@ def encode(texts):
 # ---------------------------------------------------------------------------------------------------------- the readers
 # Each yields (position, bytes of the file before it, [(begins a document, text)]) from a position that it once yielded.
 
-DOCUMENTS = re.compile(r"\n?<\|endoftext\|>\n?")  # stands between them
+# Plain text, here and in the trainer. A byte order mark at the file's beginning is dropped. Between documents stands
+# <|endoftext|> with at most one line end before and one behind it, \n or \r\n each. A line end between two of them
+# belongs to the first. Nothing else is stripped, even at the file's beginning and end: a last line end is text.
+DOCUMENTS = re.compile(r"(?:\r?\n)?<\|endoftext\|>(?:\r?\n)?")
 SPEECHES = re.compile(r"(?<=\n\n)")  # an empty line ends one
 # The last place where cutting a text changes no token: between a visible character and white space, since GPT-2's
 # pattern looks ahead only from white space and never back. Not after >, which may end a separator.
 LAST_CUT = re.compile(r"(?s:.*)[^\s>](?=[ \t\r\n])")
 
 
+NO_TEXT = {rb"\x93NUMPY": "a NumPy array", rb"\xff\xfe\0\0|\0\0\xfe\xff": "UTF-32", rb"\xff\xfe|\xfe\xff": "UTF-16",
+           rb"\x1f\x8b": "gzip", rb"PK\x03\x04": "a zip archive", rb"PAR1": "Parquet", rb"(?s:.{7})\0\{": "safetensors"}
+
+
+def no_text(path, found):
+    return Fail(f"{path}: looks like {found}, expected plain text in UTF-8; convert it, or correct its name's end")
+
+
 def read_text(path, position, separator=DOCUMENTS):
     decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
     with open(path, "rb") as file:
+        begins = file.read(16)
+        for pattern, name in NO_TEXT.items():
+            if re.match(pattern, begins):
+                raise no_text(path, name)
+        start = len(codecs.BOM_UTF8) if begins.startswith(codecs.BOM_UTF8) else 0
+        position = max(position, start)
         file.seek(position)
         while more:
             block = file.read(BATCH_BYTES)
             more = bool(block)
+            if b"\0" in block:
+                raise no_text(path, f"binary data: a NUL byte at offset {file.tell() - len(block) + block.index(0)}")
             try:
                 text += decoder.decode(block, final=not more)
             except UnicodeDecodeError as error:
@@ -122,7 +141,7 @@ def read_text(path, position, separator=DOCUMENTS):
             cut = LAST_CUT.match(text) if more else re.match("(?s:.*)", text)
             if cut and text:
                 parts = separator.split(cut.group())
-                yield position, position, [(i > 0 or position == 0, part) for i, part in enumerate(parts)]
+                yield position, position, [(i > 0 or position == start, part) for i, part in enumerate(parts)]
                 position += len(cut.group().encode())
                 text = text[cut.end():]
 
