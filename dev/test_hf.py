@@ -188,6 +188,17 @@ def test_conversion_of_precision():
     for name, (raw, dtype, shape) in read_tensors("floats/model.safetensors").items():
         assert (unpack("f", raw), dtype, shape) == (unpack("e", halves[name][0]), "F32", halves[name][2]), name
 
+    # One tensor of another type, the file's last: no bit of it is lost, nor of the others.
+    new_export(version=5)
+    tensors, wide = read_tensors(), [x << 16 for x in unpack("H", read("a.bin")[1024:])]
+    for code, dtype in ("f", "F32"), ("e", "F16"):
+        raw = struct.pack(f"<{C}{code}", *(chance.gauss(0, 1) for _ in range(C)))
+        written(TENSORS, pack_tensors({**tensors, "ln_f.bias": (raw, dtype, [C])}))
+        converts("import", "hf", f"{dtype}.bin")
+        header, values = read(f"{dtype}.bin")[:8], struct.pack(f"<{len(wide)}I", *wide)[:-4 * C]
+        assert header == struct.pack("<2i", 20240326, 3), dtype
+        assert read(f"{dtype}.bin")[1024:] == values + struct.pack(f"<{C}f", *unpack(code, raw)), dtype
+
 
 def test_sharded_safetensors_and_old_names():
     """Large models come in several files. Early ones have names without "transformer." and keep the causal masks."""
@@ -203,6 +214,8 @@ def test_sharded_safetensors_and_old_names():
     written(index, json.dumps({"weight_map": {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}}))
     converts(*IMPORT)
     assert read("a.bin") == read("b.bin")
+    written("hf/model-1.safetensors", pack_tensors({name: tensors[name] for name in [names[0], *names[1::2]]}))
+    refuses(f"model-1.safetensors: tensor {names[0]} ", "import", "hf", "c.bin")
     os.unlink("hf/model-1.safetensors")
     refuses("index.json: names 'model-1.safetensors', but no such file is beside it", "import", "hf", "c.bin")
     for name in "../a.bin", os.path.abspath("a.bin"), "", "..", "a\0", "\ud800", 1, None, ["model-0.safetensors"]:
@@ -298,6 +311,7 @@ def test_files_that_are_refused():
     cases += [(TENSORS, pack_tensors(wrong), message) for wrong, message in (
         ({key.replace(name, other): tensor for key, tensor in tensors.items()}, f"tensor {name} is missing"),
         ({**tensors, name: (data, "I32", shape)}, "expected F32, F16 or BF16, found I32"),
+        ({**tensors, name: (data * 2, "F64", shape)}, "found F64"),
         ({**tensors, name: (data, "F32", shape[::-1])}, "expected shape (32, 128) by config.json, found (128, 32)"),
         ({**tensors, "a\n\0\ud800": (bytes(64), "F32", [16])}, "tensor a\\n\\x00\\ud800: GPT-2 as config"),
         ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]

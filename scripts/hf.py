@@ -164,8 +164,13 @@ def read_tensors(folder, config):
     elif not os.path.exists(path):
         raise Fail(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, "
                     "and its save_pretrained writes this one")
-    found = {name.removeprefix("transformer."): tensor
-             for file in files for name, tensor in read_safetensors(file).items()}
+    found = {}
+    for file in files:
+        for name, tensor in read_safetensors(file).items():
+            name = name.removeprefix("transformer.")
+            if name in found:
+                raise Fail(f"{file}: tensor {name} is here a second time; get the folder again")
+            found[name] = tensor
     last = f"h.{config['n_layer'] - 1}.ln_1.weight"
     if last not in found:  # said before a list of as many layers as a damaged config.json has
         raise Fail(f"{folder}: tensor {last} is missing")
@@ -191,7 +196,7 @@ def import_model(source, out, want, _):
     folder = find_folder(source)
     config = read_config(folder)
     found = read_tensors(folder, config)
-    want = want or ("BF16" if found["wte.weight"][0] == "BF16" else "F32")
+    want = want or ("BF16" if all(found[name][0] == "BF16" for name, _ in tensors(config)) else "F32")
     version = next(v for v, dtype in VERSIONS.items() if dtype == want)
     padding = -config["vocab_size"] % 128
 
@@ -316,7 +321,8 @@ def main():
     arg.add_argument("command", choices=["import", "export"])
     arg.add_argument("source", help="import: folder or name on the hub; export: a checkpoint, or a run's folder")
     arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
-    arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: the source's")
+    arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: bf16 if all "
+                     "of the source is, else fp32")
     arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
                      "was trained without --tokenizer; default: bytes for a vocabulary of 257, else none")
     a = arg.parse_args()
