@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prepare_common import (Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
                             progress, regular, run, write_file, write_tokenizer)
+from stdout import guard_stdout
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -74,6 +75,7 @@ def convert(args):
 
 
 def main():
+    guard_stdout()
     parser = argparse.ArgumentParser(
         description="Writes HellaSwag in llm.c's format for multiple-choice evaluation.", epilog="""examples:
   python3 data/hellaswag.py                                            downloads the validation split

@@ -31,6 +31,7 @@ from pathlib import Path
 from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, commit, download, encodable, fetch, invalid_utf8,
                             json_lines, load_ranks, make_encoding, need, progress, reading, regular, run, sha256_of,
                             write_file, write_tokenizer)
+from stdout import guard_stdout
 
 SHARD_MAGIC = 20240520
 BATCH_BYTES = 1 << 20
@@ -387,6 +388,7 @@ def tokens(text):
 
 
 def main():
+    guard_stdout()
     parser = argparse.ArgumentParser(
         description="Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding.",
         epilog="""examples:

@@ -255,9 +255,10 @@ def add_ranks_options(parser):
 
 def run(main, args):
     """Runs main(args); what goes wrong is one line on stderr and exit code 1."""
-    sys.stdout.reconfigure(errors="surrogateescape")  # a path need not be UTF-8
     try:
         return main(args)
+    except SystemExit:  # stdout has said why
+        os._exit(1)
     except Fail as error:
         message = str(error)
     except OSError as error:
@@ -269,6 +270,6 @@ def run(main, args):
     except KeyboardInterrupt:
         message = "interrupted; run again to go on, what is finished is kept"
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(SystemExit):
         sys.stdout.flush()
     os._exit(1)  # sys.exit would wait for what is left of a pool of workers; they leave with this process

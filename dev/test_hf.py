@@ -386,6 +386,13 @@ def test_output_that_cannot_be():
         fifth = [module.convert] * 4 + [mock.Mock(side_effect=KeyboardInterrupt)]
         refuses(f"interrupted; {command[2]} is not written", *command, convert=lambda *how: fifth.pop(0)(*how))
         assert not fifth
+        for buffered in "1", "":  # stdout is full when the files are written, and they stay
+            with open("/dev/full", "w") as stdout:
+                done = subprocess.run([sys.executable, HF, *command], stdout=stdout, stderr=subprocess.PIPE, text=True,
+                                      env={**os.environ, "PYTHONUNBUFFERED": buffered})
+            assert done.returncode == 1 and done.stderr.startswith("hf.py: stdout: "), done
+            assert done.stderr.count("\n") == 1, done
+            os.rename(command[2], f"{command[2]}{buffered}.full")
         converts(*command)
 
 

@@ -289,6 +289,20 @@ def test_gpt2_ids():
     assert all_tokens("hello") == [50256, 15496, 995, 11, 340, 338, 48609]
 
 
+def test_stdout():
+    path = written("stdout.txt", LETTERS)
+    command = [sys.executable, "data/prepare.py", path, *ranks_options(), "-o"]
+    full = "/dev/full", 1, "prepare.py: stdout: "
+    for folder, where, code, says in ("a", *full), ("b", *full), ("\u00e9", "out", 0, ""), ("\udcff", "out", 0, ""):
+        with open(where, "w") as out:
+            done = subprocess.run([*command, folder], stdout=out, stderr=subprocess.PIPE, text=True, env={
+                **os.environ, "PYTHONUNBUFFERED": "1" if folder == "a" else "", "PYTHONIOENCODING": "ascii"})
+        assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") == code, done
+        assert len(list(Path(folder).glob("*_0*.bin"))) == 1 + (folder != "a")  # what is finished stays
+    assert b"\xff/val_*.bin" in Path("out").read_bytes()
+    run(path, "-o", "a", says=["1 finished shard kept"])
+
+
 # ----------------------------------------------------------------------------------------------------------- restarting
 
 

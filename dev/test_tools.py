@@ -89,9 +89,14 @@ def check_refusals(table, **names):
         script(*command.split(), code=int(code), says=says, modules=LIBRARIES)
 
 
+def copy_scripts(folder):
+    shutil.copytree(SCRIPTS, folder / "scripts", dirs_exist_ok=True)
+    written(folder / "data" / "stdout.py", (ROOT / "data" / "stdout.py").read_bytes())
+
+
 def copied(folder, name):
     """A function that runs this script of a copy of scripts/."""
-    shutil.copytree(SCRIPTS, folder / "scripts", dirs_exist_ok=True)
+    copy_scripts(folder)
     return functools.partial(run, sys.executable, folder / "scripts" / name)
 
 
@@ -113,6 +118,24 @@ def jsonl(rows):
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_stdout_that_fails():
+    """Of every tool: on a full disk, closed, into a pipe that nobody reads, in an encoding without its characters."""
+    tools = [path for pattern in ("scripts/*.py", "dev/peers*.py", "data/*.py") for path in sorted(ROOT.glob(pattern))
+             if path.read_text().startswith("#!")]
+    assert len(tools) > 15, tools
+    reader, pipe = os.pipe()
+    os.close(reader)
+    for tool in tools:
+        for where, code, says in ((">/dev/full", 1, f"{tool.name}: stdout: "), (">&-", 1, f"{tool.name}: stdout: "),
+                                  (f">&{pipe}", 1, ""), (">/dev/null", 0, "")):
+            result = subprocess.run(["sh", "-c", f'"$@" {where}', "sh", sys.executable, tool, "--help"], text=True,
+                                    stderr=subprocess.PIPE, pass_fds=[pipe],
+                                    env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""})
+            assert (result.returncode, result.stderr.count("\n")) == (code, bool(says)), (where, result)
+            assert result.stderr.startswith(says), (where, result)
+    os.close(pipe)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -334,8 +357,7 @@ def test_rows_name_the_sources(tmp):
     others = [tmp / "README.md", tmp / "dev" / "results" / "A" / "attention.jsonl"]
     for path in sources + others:
         written(path, "1\n")
-    for name in "tree.sh", "results.py":
-        shutil.copy(SCRIPTS / name, tmp / "scripts")
+    copy_scripts(tmp)
     git = ["git", "-C", tmp, "-c", "user.name=A", "-c", "user.email=a@b"]
     for command in ["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]:
         run(*git, *command)
@@ -967,7 +989,7 @@ def test_ranks_by_the_stand_in(tmp):
 
 def run_recipe(recipe, tmp, program, *arguments, **more):
     """Runs a copy of the recipe where there is no data, with `program` as ./train_gpt2cu and a make of no effect."""
-    shutil.copytree(SCRIPTS, tmp / "scripts", dirs_exist_ok=True)
+    copy_scripts(tmp)
     executable(tmp / "make", "")
     write_launcher(tmp / "torchrun", shown=tmp / "launched")
     write_launcher(tmp / "srun")
