@@ -11,6 +11,7 @@ Endings are tokenised with the space before them, as GPT-2 has it; there is no <
 the ending of the least mean loss over the ending's tokens."""
 import argparse
 import array
+import shlex
 import struct
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def convert(args):
     write_file(args.output, [header, *examples])
     write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
     print(f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
-          f"./train_gpt2cu ... --hellaswag {args.output}")
+          f"./train_gpt2cu ... --hellaswag {shlex.quote(str(args.output))}")
 
 
 def main():

@@ -17,11 +17,13 @@ import array
 import codecs
 import collections
 import concurrent.futures
+import glob
 import hashlib
 import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import struct
 import sys
@@ -371,9 +373,11 @@ def prepare(args):
                        f"go to validation, found {total:,}; give more text or a smaller --val-tokens")
         manifest.update(complete=True, tokens=total, documents=end["documents"], empty=end["empty"])
         save_manifest(directory, manifest)
+    pattern = glob.escape(str(directory)).replace("\\", r"\\")  # C's glob() takes one for an escape
+    command = ["./train_gpt2cu", "-i", f"{pattern}/train_*.bin", "-j", f"{pattern}/val_*.bin", "--tokenizer",
+               f"{directory}/gpt2_tokenizer.bin", "-o", "run1"]
     print(f"{manifest['tokens']:,} tokens, documents: {manifest['documents']:,}, empty ones skipped: "
-          f"{manifest['empty']:,}\nnext: ./train_gpt2cu -i '{directory}/train_*.bin' -j '{directory}/val_*.bin' "
-          f"--tokenizer {directory}/gpt2_tokenizer.bin -o run1")
+          f"{manifest['empty']:,}\nnext: {shlex.join(command)}")
 
 
 def tokens(text):

@@ -58,6 +58,12 @@ def written(path, content):
     return path
 
 
+def shell_words(command):
+    """What a shell makes of a command that was printed."""
+    done = subprocess.run(["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True)
+    return done.stdout.split("\0")[:-1]
+
+
 def executable(path, text):
     """The path of a program, of sh's if its text names no other."""
     path = written(path, text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import errno
 import functools
+import glob
 import hashlib
 import http.server
 import importlib.util
@@ -27,7 +28,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from harness import ROOT, Skip, built, main, need, new_folder, run_program, written
+from harness import ROOT, Skip, built, main, need, new_folder, run_program, shell_words, written
 from stand_ins import stand_in
 
 SEED = int(os.environ.get("SEED", 1))
@@ -186,8 +187,7 @@ def test_one_stream_of_tokens_in_shards():
         if not most:  # else it ends within a batch, whose documents are not counted
             full = sum(bool(text.strip()) for text in texts)
             assert [manifest["documents"], manifest["empty"]] == [full, len(texts) - full], manifest
-            assert f"tokens, documents: {full}, empty ones skipped: {len(texts) - full}\nnext: ./train" in said, said
-            assert said.endswith("gpt2_tokenizer.bin -o run1\n"), said
+            assert f"documents: {full}, empty ones skipped: {len(texts) - full}\n" in said, said
 
 
 def test_text_is_cut_where_no_token_changes():
@@ -251,6 +251,8 @@ def test_hellaswag_file():
         found = content("hellaswag")[f"hellaswag_{name.removeprefix('hellaswag_')}.bin"]
         assert found == header + struct.pack(f"<{len(stream)}H", *stream)
         assert "gpt2_tokenizer.bin" in content("hellaswag")
+    said = hellaswag(written("one.jsonl", json_lines(QUESTIONS)), "-o", "it's [1] *.bin")
+    assert Path(shell_words(said.splitlines()[-1])[-1]).exists(), said
 
 
 # ------------------------------------------------------------------------------------------------------------ the ranks
@@ -301,6 +303,14 @@ def test_stdout():
         assert len(list(Path(folder).glob("*_0*.bin"))) == 1 + (folder != "a")  # what is finished stays
     assert b"\xff/val_*.bin" in Path("out").read_bytes()
     run(path, "-o", "a", says=["1 finished shard kept"])
+
+
+def test_printed_command():
+    said = run(written("command.txt", LETTERS), "-o", folder := "it's [1] $x *")
+    words = shell_words(said.split("next: ")[1])
+    for option, name in ("-i", "train_000001.bin"), ("-j", "val_000000.bin"):
+        assert glob.glob(words[words.index(option) + 1]) == [f"{folder}/{name}"], words
+    assert Path(words[words.index("--tokenizer") + 1]).exists(), words
 
 
 # ----------------------------------------------------------------------------------------------------------- restarting
@@ -696,6 +706,12 @@ def test_trainer_reads_shards_and_tokenizer():
                                            "trainer/val_*.bin", "--prompt", "A", *arguments)
     answers = train("--eval-only", "-t", 128, "--hellaswag", "questions.bin")
     assert re.search(r"hellaswag [0-7] of 7", answers), answers
+    # The command that is printed, run by a shell.
+    os.symlink(built(), "train_gpt2cu")
+    said = run("trainer.txt", "-o", "my [1] *\\'x", "--shard-tokens", 3000)
+    done = subprocess.run(f"{said.split('next: ')[1].strip()} --device cpu -e {model} -b 1 -t 16 -x 0", shell=True,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and len(re.findall(r"\d+ shards?", done.stdout)) == 2, done
     # The same ids without and with the tokenizer: <id> against the bytes of the token.
     pieces = {rank: token.decode(errors="replace") for token, rank in RANKS.items()}
     training = ["-i", "trainer/train_*.bin", "-t", 16, "-x", 1, "-m", 1, "-s", 1, "-g", 12]

@@ -26,7 +26,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import ROOT, Skip, built, executable, main, need, write_launcher, written
+from harness import ROOT, Skip, built, executable, main, need, shell_words, write_launcher, written
 
 SCRIPTS = ROOT / "scripts"
 RECIPES = sorted(SCRIPTS.glob("run_*.sh"))
@@ -181,9 +181,11 @@ def test_smoothing():
 
 def test_plot_of_runs(tmp):
     """What stands in each panel, what the options do, and where the plot goes."""
-    one, two = write_log(tmp / "one", steps=300), write_log(tmp / "two", steps=40, floor=1.2)
+    one, two = write_log(tmp / "one's [1]", steps=300), write_log(tmp / "two", steps=40, floor=1.2)
     (figure,), printed = drawn("plot.py", one, two / "log.jsonl", "--title", "Two")
-    check_in_order(printed, [one / "plot.png", f"next: python3 scripts/tensorboard.py {one}"])
+    png, command = printed.strip().split("\nnext: ")
+    assert png == str(one / "plot.png")
+    assert shell_words(command) == ["python3", "scripts/tensorboard.py", str(one), str(two / "log.jsonl")]
     assert (one / "plot.png").read_bytes().startswith(b"\x89PNG") and figure.get_suptitle() == "Two"
     panels = {"Loss": "loss_nats", "Gradient norm": "grad_norm", "Learning rate": "lr",
               "Tokens per second": "tokens_per_s", "MFU, %": "mfu_percent"}
@@ -198,7 +200,7 @@ def test_plot_of_runs(tmp):
             assert list(lines[2]) == [2 + 25 / step for step in range(50, 301, 50)] and len(lines) == 7
             assert [line[0] for line in lines[5:]] == [1.1, 1.2]
             assert texts(axes.texts) == ["floor 1.1000", "floor 1.2000"]
-            assert texts(axes.get_legend().texts) == ["one, validation 2.0833", "two", "training, mean of 3 steps",
+            assert texts(axes.get_legend().texts) == [f"{one.name}, validation 2.0833", "two", "training, mean of 3 steps",
                                                       "training, each step", "validation"]
         else:
             assert not axes.texts and abs(high / (1.1 * values[-1]) - 1) < 0.01, title
@@ -262,11 +264,13 @@ def test_tensorboard_files_hold_the_log(tmp):
                 value = v.tensor.string_val[0].decode() if v.tag == "sample" else v.simple_value
                 found.setdefault(v.tag, []).append((e.step, value))
         return found, min(times), max(times)
-    log, other = write_log(tmp / "a"), write_log(tmp / "none", mfu=None, floor=None)
+    log, other = write_log(tmp / "a"), write_log(tmp / "no  $ne", mfu=None, floor=None)
     a, none = log / "tensorboard", other / "tensorboard"
     written(a / "events.out.tfevents.1.earlier.1", "")  # is replaced
     result = script("tensorboard.py", log, other / "log.jsonl")
-    assert result.stdout == f"{a}\n{none}\nnext: tensorboard --logdir_spec a:{a},none:{none}\n"
+    folders, command = result.stdout.split("\nnext: ")
+    assert folders == f"{a}\n{none}"
+    assert shell_words(command) == ["tensorboard", "--logdir_spec", f"a:{a},no  $ne:{none}"]
     found, first, last = events(a)
     assert found.pop("sample") == [(step, "    Once\n    upon a time") for step in (50, 100)]
     assert found.pop("hellaswag") == [(50, 0.75), (100, 0.75)]
@@ -280,10 +284,10 @@ def test_tensorboard_files_hold_the_log(tmp):
     assert not found and abs(last - os.path.getmtime(log / "log.jsonl")) < 1e-3 > abs(last - first - 99 * 0.020)
     tags = events(none)[0]
     assert "loss/val" in tags and not {"loss/floor", "speed/mfu_percent"} & set(tags)
-    named = script("tensorboard.py", f"{a}/..", "-o", tmp / "out")  # as its folder is
-    assert named.stdout == f"{tmp / 'out' / 'a'}\nnext: tensorboard --logdir {tmp / 'out'}\n"
-    assert len(list((tmp / "out" / "a").iterdir())) == 1
-    script("tensorboard.py", log, write_log(tmp / "c" / "a"), "-o", tmp / "out", code=1, says=["one folder"])
+    named = script("tensorboard.py", f"{a}/..", "-o", out := tmp / "o ut")  # as its folder is
+    assert named.stdout.startswith(f"{out / 'a'}\n") and shell_words(named.stdout.split("next: ")[1])[2] == str(out)
+    assert len(list((out / "a").iterdir())) == 1
+    script("tensorboard.py", log, write_log(tmp / "c" / "a"), "-o", out, code=1, says=["one folder"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

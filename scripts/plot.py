@@ -7,6 +7,7 @@
 import itertools
 import math
 import pathlib
+import shlex
 
 import results
 
@@ -129,7 +130,7 @@ def main():
     if out.suffix not in (".png", ".svg", ".pdf"):
         results.fail(f"--out {out}: expected a name that ends in .png, .svg or .pdf")
     plot(runs, [folder.resolve().name for folder in folders], out, a.smooth, a.title)
-    print(f"{out}\nnext: python3 scripts/tensorboard.py {' '.join(map(str, a.runs))}")
+    print(f"{out}\nnext: python3 scripts/tensorboard.py {shlex.join(map(str, a.runs))}")
 
 
 if __name__ == "__main__":

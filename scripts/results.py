@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -246,7 +247,7 @@ def run_trainer(*options, **variables):
     command = ["./train_gpt2cu", *map(str, options)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True)
     if done.returncode:
-        fail(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        fail(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
     return done.stdout, done.stderr
 
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import pathlib
+import shlex
 import sys
 import time
 
@@ -75,7 +76,8 @@ def main():
             print(folder)
         spec = ",".join(f"{home.resolve().name}:{folder}" for home, folder in zip(homes, folders))
         one = a.out or len(folders) == 1
-        print("next: tensorboard", f"--logdir {a.out or folders[0]}" if one else f"--logdir_spec {spec}")
+        options = ["--logdir", str(a.out or folders[0])] if one else ["--logdir_spec", spec]
+        print("next: tensorboard", shlex.join(options))
     except ImportError:
         results.fail("needs tensorboard: pip install -c scripts/requirements-more.txt tensorboard")
     except OSError as e:
