@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -142,8 +143,27 @@ def test_checkpoint_to_hf_and_back_is_the_same_file():
         assert int.from_bytes(read(TENSORS)[:8], "little") % 8 == 0  # P and V change its header's length
         converts(*IMPORT)
         assert read("a.bin") == read("b.bin"), (version, V)
-    written("run/model_00000009.bin", b"older"), written("run/model_00000010.bin", read("a.bin"))
-    converts("export", "run", "hf2")
+
+
+def test_newest_of_a_run():
+    """Only the file with the true name is a model, so that any other choice is refused."""
+    new_export()
+    for newest, *others in (
+            ("model_00000010.bin", "model_00000009.bin", "state_00000011.bin", "model_00000012.bin.tmp.7"),
+            ("model_100000000.bin", "model_99999999.bin"), ("model_1234567890.bin", "model_999999999.bin"),
+            ("model_00000001.bin", "model_9.bin", "model_best.bin", "model_000000009.bin", "model_00000009_old.bin",
+             "old_model_00000009.bin", "model_\u0661\u0661111111.bin")):
+        shutil.rmtree("run", ignore_errors=True)
+        for name in others:
+            written(f"run/{name}", b"another")
+        written(f"run/{newest}", read("a.bin"))
+        converts("export", "run", "hf2")
+        assert read_tensors("hf2/model.safetensors") == read_tensors(), newest
+        shutil.rmtree("hf2")
+        written(f"run/{newest}", read("a.bin")[:-1])  # an older one does not silently take the place of this one
+        refuses(f"run/{newest}: damaged", "export", "run", "hf2")
+        os.unlink(f"run/{newest}")
+    refuses("run: expected a file, or a folder", "export", "run", "hf2")
 
 
 def test_each_tensor_is_where_hugging_face_has_it():

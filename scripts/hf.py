@@ -15,7 +15,6 @@ layers; our wte has rows of zeros up to a multiple of 128. A model that our prog
 import argparse
 import contextlib
 import errno
-import glob
 import json
 import math
 import os
@@ -219,9 +218,17 @@ def import_model(source, out, want, _):
 # ----------------------------------------------------------------------------------------------------------------------
 # Export
 
+def newest_model(folder):
+    """The trainer's rule: of the files with a checkpoint's name the largest step, whether its state is there or not."""
+    found = [re.fullmatch(r"model_([0-9]{8}|[1-9][0-9]{8,9})\.bin", name) for name in os.listdir(folder)]
+    if not any(found):
+        raise Fail(f"{folder}: expected a file, or a folder with one such as model_00001000.bin; give a run's folder")
+    return os.path.join(folder, max(filter(None, found), key=lambda name: int(name[1]))[0])
+
+
 def read_model(path):
     """Our checkpoint, or a run's newest: sizes, rows of padding, storage type, parameters as one flat array."""
-    path = max(glob.glob(os.path.join(glob.escape(path), "model_*.bin")), default=path)
+    path = newest_model(path) if os.path.isdir(path) else path
     header = np.fromfile(regular(path), "<i4", HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
         raise Fail(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
