@@ -125,7 +125,7 @@ Corpus builtin_corpus(const std::string& dir, bool quiet) {
         // A second process waits here, and then finds the corpus. Where locks do not exist both write the same bytes,
         // each under its own temporary name.
         const std::unique_ptr<FILE, int (*)(FILE*)> lock(std::fopen((dir + "/corpus.lock").c_str(), "ae"), fclose);
-        const bool locked = lock && flock(fileno(lock.get()), LOCK_EX) == 0;
+        const bool locked = lock && uninterrupted([&] { return flock(fileno(lock.get()), LOCK_EX); }) == 0;
         if (find_corpus(about, train, val)) return corpus();
         if (locked)  // so a temporary is of a process that was killed
             for (const auto& entry : std::filesystem::directory_iterator(dir))

@@ -94,6 +94,7 @@ Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenize
     check_is_text(text, file.path);
     is_text_ = true;
     is_bpe_ = tokenizer.has_pairs_for(vocab_);
+    if (is_bpe_) check_utf8(text, file.path);
     for (const std::string& document : documents(text)) {
         const std::vector<int> tokens = tokenizer.encode(document, vocab_, file.path);
         text_.push_back(static_cast<uint16_t>(end_of_text_));

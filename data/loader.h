@@ -45,8 +45,8 @@ class Loader {
 
     uint64_t num_tokens() const { return tokens_; }  // in all shards
     uint64_t windows() const { return windows_; }    // of an epoch
-    // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens" / "text file, 0.9 M BPE tokens", and which of them no window
-    // has: "; left out: 39 tokens in tails, 576 in shards shorter than 65: a.bin, b.bin and 7 more"
+    // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens" / "text file, 0.9 M BPE tokens". Behind it stands what no
+    // window has, for example "; left out: 39 at the shards' ends, 576 in shards shorter than 65: a.bin, b.bin".
     const std::string& description() const { return description_; }
     bool is_text_in_bytes() const { return is_text_ && !is_bpe_; }
     uint64_t identity() const;  // tells data apart: a hash of the shards' sizes and samples of their content

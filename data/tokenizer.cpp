@@ -87,6 +87,13 @@ int token_to_byte(int token) {
     return token >= 0 && token < 256 ? kBytes.byte_of[token] : -1;
 }
 
+void check_utf8(const std::string& text, const std::string& name) {
+    for (size_t at = 0, bytes; at < text.size(); at += bytes)
+        if (bytes = character(text, at).bytes; bytes == 0)
+            throw Error(format("%s: invalid UTF-8 at offset %zu: found byte 0x%02x; convert it to UTF-8", name.c_str(),
+                               at, static_cast<unsigned char>(text[at])));
+}
+
 std::vector<int> encode_bytes(const std::string& text) {
     std::vector<int> tokens;
     tokens.reserve(text.size());
@@ -201,10 +208,7 @@ std::vector<int> Tokenizer::encode(const std::string& text, int vocab, const std
     if (pieces_.size() > static_cast<size_t>(vocab))
         throw Error(format("%s: %zu tokens, but the model's vocabulary is %d; give the tokenizer of this model",
                            path_.c_str(), pieces_.size(), vocab));
-    for (size_t at = 0, bytes; at < text.size(); at += bytes)
-        if (bytes = character(text, at).bytes; bytes == 0)
-            throw Error(format("%s: invalid UTF-8 at offset %zu: found byte 0x%02x; convert it to UTF-8", name.c_str(),
-                               at, static_cast<unsigned char>(text[at])));
+    check_utf8(text, name);
     std::vector<int> tokens;
     for (size_t at = 0, end; at < text.size(); at = end) {
         end = end_of_word(text, at);

@@ -22,6 +22,9 @@ struct Character {
 Character character(const std::string& text, size_t at);
 bool is_white_space(const std::string& text, size_t at);
 
+// Throws Error with the offset of the first byte that is no UTF-8. `name` says in it where the text comes from.
+void check_utf8(const std::string& text, const std::string& name);
+
 // Encodes text byte by byte.
 std::vector<int> encode_bytes(const std::string& text);
 

@@ -856,6 +856,8 @@ TEST(documents_of_a_text) {
     const Tokenizer pairs(write_pairs({"ab"}));
     CHECK((TestLoader(path, 1, 4, 50257, false, 0, pairs).batch()[0][0] == 50256));
     CHECK((pairs.encode_prompt("ab" + end, 50257, "") == Tokens{256, 50256}));
+    write_file(path, "a" + end + "b\xFF");
+    CHECK_ERROR(TestLoader(path, 1, 1, 50257, false, 0, pairs), path + ": invalid UTF-8 at offset 15");
     for (const auto& [bytes, what] : {std::pair<std::string, const char*>{"\x93NUMPY and more", "NumPy"},
                                       {std::string("\x08\0\0\0\0\0\0\0{}", 10), "safetensors"},
                                       {"\x1F\x8B\x08", "gzip"},

@@ -265,16 +265,16 @@ TEST(defaults) {
         int given;
         const char* data;
         bool on_cpu;
-        uint64_t tokens;
+        uint64_t windows;  // of which a step takes 4
         int steps, warmup, val_every, sample_every;
     } lengths[] = {{-1, "", false, 0, 6500, 325, 650, 1300}, {-1, "", true, 0, 2000, 100, 200, 400},
-                   {-1, "x", true, 99999, 390, 50, 39, 78},  {-1, "x", false, 255, 1, 0, 1, 20},
-                   {30, "x", false, 99999, 30, 10, 3, 20},   {150, "", false, 0, 150, 50, 15, 30},
+                   {-1, "x", true, 1561, 391, 50, 39, 78},   {-1, "x", false, 3, 1, 0, 1, 20},
+                   {30, "x", false, 9999, 30, 10, 3, 20},    {150, "", false, 0, 150, 50, 15, 30},
                    {1200, "", true, 0, 1200, 60, 120, 240}};
     for (const auto& c : lengths) {
         Options o;
-        o.max_steps = c.given, o.train_data = c.data, o.tokens_per_step = 256;
-        resolve_steps(o, c.on_cpu, c.tokens);
+        o.max_steps = c.given, o.train_data = c.data, o.tokens_per_step = 256, o.T = 64;
+        resolve_steps(o, c.on_cpu, c.windows);
         CHECK(o.max_steps == c.steps && o.warmup == c.warmup && o.val_every == c.val_every &&
               o.sample_every == c.sample_every && o.val_batches == 20);
     }

@@ -450,8 +450,8 @@ TEST(a_log_that_is_removed_is_named) {
     CHECK(newest_checkpoint(out) == 40);
 }
 
-// An error of the data ends the run with a checkpoint of the last whole step: a token in the sixth of seven windows, or a
-// file of validation data that is cut meanwhile. Two ranks stop together, at the step before.
+// An error of the data ends the run with a checkpoint of the last whole step. There is a wrong token in the sixth of seven
+// windows, or validation data is cut meanwhile. Two ranks stop together.
 TEST(an_error_of_the_data_ends_with_a_checkpoint) {
     std::vector<int> tokens = make_tokens(7 * 16 + 1, 1);
     tokens[5 * 16 + 10] = 9999;
