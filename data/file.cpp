@@ -72,7 +72,7 @@ void InputFile::read(uint64_t offset, void* out, size_t bytes) const {
 void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
                       const std::function<void()>& before_rename) {
     check_regular(path);
-    const std::string temporary = format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
+    const std::string temporary = temporary_of(path);
     const int fd =
         uninterrupted([&] { return open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
     if (fd < 0) throw file_error(path, "create", errno);

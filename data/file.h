@@ -79,6 +79,11 @@ struct InputFile {
     int fd;
 };
 
+// What a file is called until it is whole.
+inline std::string temporary_of(const std::string& path) {
+    return format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));
+}
+
 struct Block {
     const void* data;
     size_t bytes;

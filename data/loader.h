@@ -28,8 +28,8 @@ int vocabulary_of(const std::string& pattern, bool encoded);
 // <|endoftext|>. With a tokenizer file and GPT-2's vocabulary they are in BPE, else in byte ids. Text is kept in memory,
 // two bytes a token. Shards may be many and larger than 2 GiB, because they are read as needed, never whole.
 // `vocab`: an id ≥ vocab is an error that names file and offset. With vocab == kByteVocab <|endoftext|> is mapped to
-// 256. Throws Error on no match, a wrong magic or version, truncation (expected and found bytes), a token ≥ vocab, a file
-// that is neither shard nor text, and fewer windows than one.
+// 256. Throws Error on no match, a wrong magic or version, truncation (expected and found bytes), and a token ≥ vocab.
+// Data that is neither shard nor text is an Error too, and so is data without a window.
 class Loader {
   public:
     Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed,
@@ -43,10 +43,9 @@ class Loader {
     LoaderState state() const { return state_; }
     void restore(const LoaderState&);
 
-    uint64_t num_tokens() const { return tokens_; }  // in all shards
-    uint64_t windows() const { return windows_; }    // of an epoch
-    // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens" / "text file, 0.9 M BPE tokens". Behind it stands what no
-    // window has, for example "; left out: 39 at the shards' ends, 576 in shards shorter than 65: a.bin, b.bin".
+    uint64_t windows() const { return windows_; }  // of an epoch
+    // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens" / "text file, 0.9 M BPE tokens". It goes on with what no
+    // window has: "; left out: 39 at the shards' ends, 576 in shards shorter than 65: a.bin, b.bin".
     const std::string& description() const { return description_; }
     bool is_text_in_bytes() const { return is_text_ && !is_bpe_; }
     uint64_t identity() const;  // tells data apart: a hash of the shards' sizes and samples of their content

@@ -647,15 +647,13 @@ TEST(loader_reads_each_window_from_any_point) {
         {book, format("text file, %zu BPE tokens", in_pairs.size()), 50257, {in_pairs}, true}};
     for (const auto& c : cases)
         for (const bool shuffle : {false, true}) {
-            size_t tokens = 0;
             std::vector<Tokens> windows;
             for (const Tokens& shard : c.shards) {
-                tokens += shard.size();
                 for (size_t at = 0; at + 4 < shard.size(); at += 4) windows.emplace_back(&shard[at], &shard[at] + 5);
             }
             const size_t n = windows.size(), B = std::min<size_t>(n, 4), batches = (3 * n + B - 1) / B;
             TestLoader loader(c.pattern, B, 4, c.vocab, shuffle, 3, c.paired ? pairs : none);
-            CHECK(loader.num_tokens() == tokens && loader.windows() == n);
+            CHECK(loader.windows() == n);
             CHECK(loader.description().compare(0, c.description.size(), c.description) == 0);
             std::vector<std::vector<Tokens>> stream;
             std::vector<Tokens> read;
@@ -822,7 +820,7 @@ TEST(loader_larger_than_2_gib) {
     write_file(path, header({20240520, 1, static_cast<int>(tokens)}));
     make_sparse(path, 1024 + 2 * tokens, bytes_of(end));
     TestLoader loader(path, 2, T);
-    CHECK(loader.num_tokens() == tokens && loader.windows() == 2147000);
+    CHECK(loader.windows() == 2147000);
     CHECK(loader.description() == "1 shard, 2.1 G tokens");
     loader.restore({3, 2146998, 0});
     CHECK((loader.batch() == std::vector<Tokens>{counting(T + 1, 100), counting(T + 1, 100 + T)}));

@@ -352,7 +352,7 @@ int checkpoint_to_resume(const std::string& dir) {
                    "the checkpoint before",
                    model_path(dir, state).c_str()));
     if (model <= state) return state;
-    // A run that was killed between the two renames leaves its state under a temporary name.
+    // A run that ended between the two renames leaves its state's temporary (Run::write_checkpoint).
     bool killed = state >= 0;
     for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "state" && f.temporary;
     if (!killed)

@@ -473,7 +473,7 @@ void Run<Model>::save_at_the_end() {
     try {
         if (!o.output_dir.empty() && step > 0 && !saved()) save();
         await_checkpoint();
-        log->retry();
+        keep_error_of([&] { log->retry(); });
     } catch (const Error& e) {
         if (!failed() || job.size > 1) throw;
         std::fprintf(stderr, "%s\n", e.what());
@@ -485,17 +485,23 @@ template <class Model>
 void Run<Model>::write_checkpoint(Counters counters) {
     const double start = now(), waited = pace.save;
     const int step = static_cast<int>(counters.step);
+    const std::string path = state_path(o.output_dir, step);
+    // A model beside a state's temporary is not finished, and -y does not miss its state. So the temporary is there first.
+    const auto mark_unfinished = [&] {
+        const std::string name = temporary_of(path);
+        const int fd = uninterrupted([&] { return open(name.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666); });
+        if (fd >= 0) close(fd);
+    };
+    mark_unfinished();
     std::future<void> model_written = std::async(std::launch::async, [&] {
         write_model(model_path(o.output_dir, step), {dtype_of<X>(), model.config}, snapshot);
     });
     counters.model_checksum = checksum64(snapshot, model.params.bytes);
-    const std::string path = state_path(o.output_dir, step);
     try {
         write_state(path, identity, sections(counters), [&] { model_written.get(); });
     } catch (...) {
+        if (access(path.c_str(), F_OK)) mark_unfinished();
         if (model_written.valid()) model_written.get();  // if both failed, the model's error is thrown
-        // Without a state the model does not count, as if the run had been killed between the two files. This says so.
-        if (access(path.c_str(), F_OK)) close(creat(format("%s.tmp.%d", path.c_str(), int(getpid())).c_str(), 0666));
         throw;
     }
     std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(), step,
