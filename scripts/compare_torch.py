@@ -126,10 +126,10 @@ def trainer_options(a, checkpoint, shard):
             "--no-shuffle", "--attention", a.attention, *(["--no-tf32"] if a.precision == "fp32" else [])]
 
 
-def text_ids(n):
+def text_ids(n, seed=1):
     """Random token ids with p ∝ 1/(id + 2.7), about as often as text has them: dev/bench_train.cu says why."""
     up_to = list(itertools.accumulate(1 / (token + 2.7) for token in range(V)))
-    return random.Random(1).choices(range(V), cum_weights=up_to, k=n)
+    return random.Random(seed).choices(range(V), cum_weights=up_to, k=n)
 
 
 def write(path, header, *arrays):
@@ -148,11 +148,11 @@ def checkpoint_tensors(model):
 
 
 def random_chain(n):
-    """Tokens that mostly follow a random first-order chain, so that there is something to learn."""
+    """Tokens as text has them that mostly follow a random first-order chain, so that there is something to learn."""
     rng = np.random.default_rng(2)
-    follow = rng.integers(0, V, size=(V, 2))
+    follow, free = np.reshape(text_ids(2000, 2), (1000, 2)), text_ids(n, 3)
     tokens = np.zeros(n, np.int64)
-    choice, jump, free = rng.integers(0, 2, n), rng.random(n), rng.integers(0, V, n)
+    choice, jump = rng.integers(0, 2, n), rng.random(n)
     for i in range(1, n):
         tokens[i] = free[i] if jump[i] < 0.1 else follow[tokens[i - 1] % 1000, choice[i]]
     return tokens
