@@ -500,9 +500,14 @@ void Run<Model>::write_checkpoint(Counters counters) {
     try {
         write_state(path, identity, sections(counters), [&] { model_written.get(); });
     } catch (...) {
-        if (access(path.c_str(), F_OK)) mark_unfinished();
-        if (model_written.valid()) model_written.get();  // if both failed, the model's error is thrown
-        throw;
+        std::exception_ptr error = std::current_exception();
+        try {
+            if (model_written.valid()) model_written.get();
+        } catch (const Error&) {
+            error = std::current_exception();
+        }  // if both failed, the model's error is thrown
+        if (!access(model_path(o.output_dir, step).c_str(), F_OK) && access(path.c_str(), F_OK)) mark_unfinished();
+        std::rethrow_exception(error);
     }
     std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(), step,
                 snapshot_bytes(model) / 1e9, now() - start, waited);
