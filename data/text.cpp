@@ -49,6 +49,16 @@ std::vector<std::string> split(const std::string& text, const std::string& separ
     return parts;
 }
 
+// Nothing but white space, as Python's str.isspace() counts it.
+static bool is_blank(const std::string& text) {
+    for (size_t at = 0; at < text.size();) {
+        const Character c = character(text, at);
+        if (c.bytes == 0 || !(is_white_space(text, at) || (c.code >= 0x1C && c.code <= 0x1F))) return false;
+        at += c.bytes;
+    }
+    return true;
+}
+
 std::vector<std::string> documents(const std::string& text) {
     const std::string mark = "\xEF\xBB\xBF";
     std::vector<std::string> parts =
@@ -65,15 +75,6 @@ std::vector<std::string> documents(const std::string& text) {
         if (!is_blank(part)) found.push_back(std::move(part));
     }
     return found;
-}
-
-bool is_blank(const std::string& text) {
-    for (size_t at = 0; at < text.size();) {
-        const Character c = character(text, at);
-        if (c.bytes == 0 || !(is_white_space(text, at) || (c.code >= 0x1C && c.code <= 0x1F))) return false;
-        at += c.bytes;
-    }
-    return true;
 }
 
 std::string shell_quoted(const std::string& text) {

@@ -15,7 +15,6 @@ void check_is_text(const std::string& text, const std::string& path);
 std::vector<std::string> documents(const std::string& text);
 
 std::vector<std::string> split(const std::string& text, const std::string& separator);
-bool is_blank(const std::string& text);  // nothing but white space, as Python's str.isspace() counts it
 
 std::string shell_quoted(const std::string& text);  // one word of a shell's command line
 std::string glob_escaped(const std::string& path);  // the pattern that only this path matches

@@ -26,8 +26,8 @@ class Row {
 };
 
 // Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay, and the next call tries
-// those that are not again. If the file is removed
-// or replaced, a line on stderr says so, and rows go on in what has its name then.
+// the others again. If somebody removes or replaces the file, a line on stderr says so. Rows then go on in the file that
+// has the name.
 class Log {
   public:
     Log() = default;  // writes nowhere

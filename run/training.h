@@ -504,8 +504,8 @@ void Run<Model>::write_checkpoint(Counters counters) {
         try {
             if (model_written.valid()) model_written.get();
         } catch (const Error&) {
-            error = std::current_exception();
-        }  // if both failed, the model's error is thrown
+            error = std::current_exception();  // if both failed, the model's is thrown
+        }
         if (!access(model_path(o.output_dir, step).c_str(), F_OK) && access(path.c_str(), F_OK)) mark_unfinished();
         std::rethrow_exception(error);
     }
