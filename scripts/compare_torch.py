@@ -4,7 +4,8 @@ batches, clipping and AdamW, and compares their losses step by step with PyTorch
 step's are further apart than allowed, or if fewer than half of the steps were clipped.
 
 fp32: --tol is allowed. A second PyTorch run, whose attention adds in another order (SDPA), shows how far rounding alone
-carries: where training is unstable (--lr 3e-4 without warm-up, say) two correct programs part after some tens of steps.
+carries. Where training is unstable two correct programs part: at --lr 1e-4, without warm-up, the loss jumps by 1.6 at step 7,
+and PyTorch's own runs with bf16 copies are 0.08 to 0.28 from its fp32 there. At the default no run is 0.007 away.
 
 bf16: twice as far is allowed as PyTorch's own bf16 is from its fp32. Both keep fp32 masters and compute with bf16 copies of
 all weights and with bf16 activations. PyTorch rounds the copies to nearest and we stochastically, whose errors are up
@@ -164,7 +165,7 @@ def main():
     arg.add_argument("--steps", type=int, default=50)
     arg.add_argument("-B", type=int, default=4)
     arg.add_argument("-T", type=int, default=1024)
-    arg.add_argument("--lr", type=float, default=1e-4)
+    arg.add_argument("--lr", type=float, default=3e-5)
     arg.add_argument("--attention", default="flash", choices=["flash", "naive"])
     arg.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     arg.add_argument("--max-norm", type=float, default=0.5, help="where gradients are clipped (default: %(default)s)")
