@@ -35,38 +35,15 @@ std::string title(const Option& option) {
     return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
 }
 
-// The Levenshtein distance: how many insertions, deletions and replacements turn a into b.
-size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-    for (size_t i = 1; i <= a.size(); i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= b.size(); j++) {
-            const size_t replace = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            row[j] = std::min({replace, row[j] + 1, row[j - 1] + 1});
-        }
-    }
-    return row.back();
-}
-
-// " (did you mean x?)", or "" if no candidate is near. Near is one that starts with `word`, has it inside or is inside
-// it, or is a few typing errors away.
+// " (did you mean x?)" for the first candidate that begins with `word` or that `word` begins with, or "".
 std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {
     const std::string stem = word.substr(std::min(word.find_first_not_of('-'), word.size()));
-    if (stem.empty()) return "";
-    size_t best = stem.size() < 4 ? 1 : std::max<size_t>(2, stem.size() / 3) + 1;  // the first distance that is too far
-    std::string nearest;
     for (const std::string& candidate : candidates) {
         const std::string name = candidate.substr(std::min(candidate.find_first_not_of('-'), candidate.size()));
-        const bool prefix = stem.size() >= 2 && name.compare(0, stem.size(), stem) == 0;
-        const bool inside = std::min(stem.size(), name.size()) >= 4 &&
-                            (name.find(stem) != std::string::npos || stem.find(name) != std::string::npos);
-        const size_t distance = prefix || inside ? 0 : edit_distance(stem, name);
-        if (distance < best) best = distance, nearest = candidate;
+        const size_t shared = std::min(stem.size(), name.size());
+        if (shared >= 2 && name.compare(0, shared, stem, 0, shared) == 0) return " (did you mean " + candidate + "?)";
     }
-    return nearest.empty() ? "" : " (did you mean " + nearest + "?)";
+    return "";
 }
 
 Option* find_option(std::vector<Option>& table, const std::string& name) {

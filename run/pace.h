@@ -24,8 +24,7 @@ struct Pace {
         const auto times = [&](int every) {
             return every > 0 ? (o.max_steps - 1) / every - (done - 1) / every + 1 : 0;
         };
-        return (o.max_steps - done) * step * (o.verify_every ? 2 : 1) + times(o.val_every) * val +
-               times(o.checkpoint_every) * save +
+        return (o.max_steps - done) * step + times(o.val_every) * val + times(o.checkpoint_every) * save +
                times(o.sample_every) * (sample > 0 ? sample : o.sample_length * step / (3. * sequences));
     }
 };

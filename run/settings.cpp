@@ -75,8 +75,6 @@ std::vector<Option> Options::table() {
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
         {"--profile", "", O::Int, &profile,
          "after five steps, so many inside cudaProfilerStart and Stop, then exit; default: train", "0..1000000"},
-        {"--watch-power", "", O::Int, &watch_power,
-         "steps between looks at the GPU's power, clock and temperature, for the log; default: none", "0.."},
         {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
          "", "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
@@ -88,10 +86,6 @@ std::vector<Option> Options::table() {
         {"--verify", "", O::Int, &verify,
          "compute again from the checkpoint of this step in -o to the next one, compare, then exit (3 if a bit "
          "differs); default: train",
-         "0.."},
-        {"--verify-every", "", O::Int, &verify_every,
-         "every so many steps and before a checkpoint compute them again, and exit with 3 if a bit differs; default: "
-         "compute once",
          "0.."},
         {"--tokenizer", "", O::String, &tokenizer,
          "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
@@ -130,7 +124,7 @@ std::vector<Foreign> llm_c_options() {
             {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
             {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
             {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
-            {"-lg", "use --watch-power N"},
+            {"-lg", "leave it out, because nvidia-smi --loop=1 shows power, clock and temperature"},
             {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
             {"-pn -pr -pg -pi -pm -ps -pf -pp",
              "use --gpus N on one machine, without mpirun, or start with torchrun, srun or mpirun"}};

@@ -21,7 +21,6 @@
 #include "run/nonfinite.h"
 #include "run/pace.h"
 #include "run/peak.h"
-#include "run/power.h"
 #include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
@@ -56,10 +55,8 @@ class Run {
     void watch();                 // validation and samples, if they are due after this step
     void save();                  // a checkpoint of this step, which a thread writes
     bool restore(int from = -1);  // from this step's checkpoint or the newest, false if there is none
-    void remember() { kept.take(model, step, position); }  // where verify() begins
-    void verify();              // computes the steps since remember(), or the last verify(), again and compares
-    void verify_checkpoints();  // the same from --verify's checkpoint to the next
-    void conclude();            // how it went, what is kept, what to do next
+    void verify();                // computes the steps from --verify's checkpoint to the next again, and compares
+    void conclude();              // how it went, what is kept, what to do next
     bool saved() const { return last_checkpoint == step; }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     // An error of the data or the log, on any rank. The run ends with a checkpoint, and the rank that has it throws it.
@@ -92,7 +89,6 @@ class Run {
     const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
     double shown = -1;  // when a terminal got the last step's line
     Pace pace;
-    PowerWatch power;
     double loss = NAN, val_loss = NAN;  // the last ones
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
@@ -150,12 +146,6 @@ class Run {
     }
     std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
     int first_step = 0;  // of this process
-
-    Snapshot kept, once;              // before the steps that verify() computes again, and after their first time
-    std::map<int, std::string> sums;  // the checksums of the steps since `kept`, the first time
-    std::string first_difference;     // of the second time's
-    bool again = false;               // it is the second time
-    void compute_again(const std::string& advice);
 };
 
 template <class Model>
@@ -166,8 +156,7 @@ Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
       data(data),
       job(job),
       tokenizer(o.tokenizer),
-      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer),
-      power(job.rank == 0 ? o.watch_power : 0, model.dev) {
+      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
     const auto& c = model.config;
     if (train.windows() < uint64_t(o.B))
         throw Error(format("%s: too little data: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
@@ -218,9 +207,6 @@ void Run<Model>::describe() const {
     std::printf("train data         %s\n", train.description().c_str());
     if (val) std::printf("validation data    %s\n", val->description().c_str());
     std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
-    if (o.verify_every)
-        std::printf("to verify          %.1f MiB of the host's memory%s\n",
-                    2 * (model.params.bytes + model.adam.bytes) / kMiB, job.size > 1 ? " for each rank" : "");
 }
 
 template <class Model>
@@ -255,7 +241,6 @@ template <class Model>
 void Run<Model>::train_step() {
     Range range("step", step);
     const double start = now();
-    if (o.verify_every && kept.step < 0) remember();
     if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
     if (!prepared) prepare(batch);
     prepared = true;
@@ -278,7 +263,6 @@ void Run<Model>::train_step() {
             signal = std::max(signal, e.signal);
             others_failed |= e.failed != 0;
         }
-    power.look(step + 1);
 
     std::vector<A> stats(model.num_losses() + 1);
     dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
@@ -288,7 +272,7 @@ void Run<Model>::train_step() {
         for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
     loss /= model.num_losses();
     const double norm = stats.back();
-    if (!again && (!std::isfinite(loss) || !std::isfinite(norm))) {
+    if (!std::isfinite(loss) || !std::isfinite(norm)) {
         throw Error(
             format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
                    "good checkpoint: %s; a lower -l or a longer -u may help",
@@ -296,12 +280,6 @@ void Run<Model>::train_step() {
     }
     if (another) std::swap(batch, next);
     step++;
-    const std::string own_sums = o.verify_every || again ? checksums(model) : "";
-    if (again) {
-        if (first_difference.empty()) first_difference = difference(step, sums[step], own_sums);
-        return;
-    }
-    if (o.verify_every) sums[step] = own_sums;
 
     const double ms = 1e3 * (now() - start);
     pace.add_step(ms / 1e3);
@@ -316,10 +294,7 @@ void Run<Model>::train_step() {
     Row row("train");
     row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
     row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
-    power.add_to(row);
-    if (o.verify_every) row.add("checksums", own_sums);
     keep_error_of([&] { log->write(row); });
-    if (o.verify_every && step % o.verify_every == 0) verify();
 }
 
 template <class Model>
@@ -362,7 +337,6 @@ void Run<Model>::conclude() {
     const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
     std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
                 loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
-    std::printf("%s", power.summary().c_str());
     if (o.output_dir.empty())
         return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
     std::string next = "the same command with -y, which goes on";
@@ -404,36 +378,8 @@ void Run<Model>::move_optimizer(char* host, bool to_host) {
     dev.sync();
 }
 
-// Computes the steps up to `once` again.
-template <class Model>
-void Run<Model>::compute_again(const std::string& advice) {
-    const int from = step + 1;
-    first_difference = "", again = true;
-    while (step < once.step) {
-        train_step();
-        rethrow();
-    }
-    again = false;
-    kept.take(model, step, position);
-    throw_if_different(model, job, once, kept, first_difference, o.verify == 0, from, advice);
-    sums.clear();
-    std::printf("steps %d to %d were computed again and have the same bits\n", from, step);
-}
-
 template <class Model>
 void Run<Model>::verify() {
-    if (!o.verify_every || kept.step == step) return;
-    once.take(model, step, position);
-    dev.upload(model.params.base, kept.params.data(), kept.params.size());
-    dev.upload(model.adam.base, kept.adam.data(), kept.adam.size());
-    dev.sync();
-    step = kept.step;
-    if (!o.overfit) train.restore(position = kept.position), prepared = false, late_error = nullptr;
-    compute_again("last good checkpoint: " + last_good() + "; go on from it with -y on another GPU");
-}
-
-template <class Model>
-void Run<Model>::verify_checkpoints() {
     int next = o.verify + 1;
     const int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
     while (next <= newest && access(state_path(o.output_dir, next).c_str(), F_OK)) next++;
@@ -442,16 +388,25 @@ void Run<Model>::verify_checkpoints() {
                            o.verify, o.output_dir.c_str()));
     job.broadcast(&next, sizeof next);
     restore(next);
-    once.take(model, step, position);
+    const Snapshot kept(model);
     restore(o.verify);
-    if (job.rank == 0) sums = logged_checksums(o.output_dir + "/log.jsonl");
-    compute_again("a GPU erred, unless the program, GPU model, number of GPUs, driver or libraries were others then");
+    while (step < next) {
+        train_step();
+        rethrow();
+    }
+    const std::vector<std::string> found = job.all_gather(differences(model, kept, Snapshot(model)));
+    for (int r = 0; r < job.size; r++)
+        if (!found[r].empty())
+            throw Corruption(format(
+                "steps %d to %d computed again end otherwise%s, in %s; a GPU erred, unless the program, GPU model, "
+                "number of GPUs, driver or libraries were others then",
+                o.verify + 1, next, job.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
+    std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
 }
 
 // Training waits only for the snapshot, and for the checkpoint before if it is still being written.
 template <class Model>
 void Run<Model>::save() {
-    verify();
     if (job.rank == 0) check_lock(o);
     Range range("checkpoint");
     const double start = now();
