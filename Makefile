@@ -119,8 +119,7 @@ build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/layers/comm/comm.o build/layers/comm/peer_copy.o build/dev/test_gpt2.o \
-build/dev/dump_gradients.o: LANGUAGE := -x c++
+build/train_gpt2.o build/layers/comm/comm.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
 build/layers/cpu/reference.o build/run/sample.o build/data/file.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
@@ -171,16 +170,12 @@ profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Com
 profile: train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
-# Where there is no Nsight Systems: CUDA_INJECTION64_PATH=dev/trace.so ./train_gpt2cu --profile 3 -v 0 -s 0
-dev/trace.so: dev/trace.cpp build/cxx.flags
-	$(CXX) $(filter-out -M%,$(CXXFLAGS)) -shared -fPIC -I$(CUDA_HOME)/extras/CUPTI/include -o $@ $< \
-	    $(foreach d,extras/CUPTI/lib64 lib64 lib,-L$(CUDA_HOME)/$d -Wl,-rpath,$(CUDA_HOME)/$d) -lcupti
 ifeq ($(filter profile,$(MAKECMDGOALS))$(shell command -v nsys),profile)
 $(error make profile needs nsys (Nsight Systems) on the PATH)
 endif
 
 clean:
-	rm -rf build train_gpt2cu dev/trace.so dev/timeline $(TESTS) $(BENCHES) $(TOOLS)
+	rm -rf build train_gpt2cu dev/timeline $(TESTS) $(BENCHES) $(TOOLS)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 

@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/ring/blocks.h"
 #include "layers/comm/comm.h"
 #include "layers/comm/reference_comm.h"
 #include "layers/layers.h"
@@ -31,8 +30,8 @@
 #include "run/inference.h"
 #include "run/training.h"
 #include "run/weights.h"
-// This comes last, because it is written over both backends' partial forms.
-#include "attention/ring/heads.h"
+// This comes last, because it is written over both backends' attention.
+#include "attention/ring/ring.h"
 
 // =====================================================================================================================
 // Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint.h)
@@ -77,7 +76,7 @@ struct Activations : Tensors {
     A* ln1_rstd = each<A>("ln1_rstd", N, L);       // (N)
     X* qkv = each<X>("qkv", 3 * NC, s.cached());   // (N, 3, NH, HS), also the cache of samples
     X* atty = each<X>("atty", NC, L);              // (N, NH, HS)
-    A* lse = each<A>("lse", s.NH* N, L);           // (B, NH, T)
+    A* lse = each<A>("lse", s.lse, L);             // (B, NH, T), or what the ring keeps
     X* att = each<X>("att", s.att, L);             // (B, NH, T, T), naive attention only
     X* residual2 = each<X>("residual2", NC, L);    // (N, C) after attention
     X* ln2 = each<X>("ln2", NC, s.kept(2));        // (N, C)
@@ -110,9 +109,9 @@ struct GPT2 {
     const Ranks<Dev> ranks;
     const size_t num_parameters;
     Sizes sizes;
-    Arena params, grads, adam, acts, buffers, split_memory;
-    std::unique_ptr<Split<Dev, X>> split;  // if several ranks share a sequence
-    typename Dev::Graph graph;             // of train_micro_batches
+    Arena params, grads, adam, acts, buffers, ring_memory;
+    std::unique_ptr<Ring<Dev, X>> ring;  // if several ranks share a sequence
+    typename Dev::Graph graph;           // of train_micro_batches
 
     // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
     // needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer norms', and backward computes them
@@ -125,19 +124,14 @@ struct GPT2 {
     GPT2(const GPT2&) = delete;
     GPT2& operator=(const GPT2&) = delete;
     void allocate();
-    // The orderly end. All ranks call it together, and afterwards the memory may be freed. Nobody calls it while an
-    // Error unwinds, because the others might not come.
-    void leave_split() {
-        if (split) split->stop();
-    }
 
     // A step uploads all its micro-batches, then calls forward, loss (which starts backward) and backward for each.
     size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }  // of one micro-batch
     void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
     void upload(const int* host, int micro_batches);
-    // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence.
-    void forward(const int* tokens, int b, int t, bool alone = false);
-    void forward_row(const int* token, int past);  // → logits. The rows of qkv before `past` are there already
+    // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence. Or they
+    // are the end of one, whose first `past` tokens have left their rows in qkv.
+    void forward(const int* tokens, int b, int t, bool alone = false, int past = 0);
     // Adds to the weight gradients if accumulate is true, and overwrites them otherwise.
     void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
     void backward(const int* plan, bool accumulate, bool sum_over_ranks);
@@ -163,7 +157,7 @@ struct GPT2 {
     A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
-    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &split_memory}; }
+    std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
@@ -176,29 +170,30 @@ struct GPT2 {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Forward: tokens (b, t) → the final layer norm's output
+// Forward: tokens (b, t) → the final layer norm's output. Where a text grows token by token, a call computes one row.
+// Every layer's qkv is then the cache of keys and values.
 
 template <class Dev, class X>
-void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
+void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone, int past) {
     Range range("forward");
     const size_t N = size_t(b) * t;
     const int C = config.C;
     const Activations<X> whole = activations();
     const Parameters<X> table = weights();
-    void* scratch = workspace().scratch;
+    const X* wpe = table.wpe + size_t(past) * C;
 
-    encoder_forward(dev, whole.encoded, tokens, table.wte, table.wpe, b, t, C, alone ? Positions() : positions());
+    encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C, alone ? Positions() : positions());
     const X* residual = whole.encoded;
     for (int l = 0; l < config.L; l++) {
         Range range("layer", l);
         const Activations<X> a = activations(l);
         const Parameters<X> w = weights(l);
         layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        matmul_forward(dev, a.qkv, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        if (split && !alone)
-            split->forward(a.atty, a.lse, a.qkv);
+        matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
+        if (ring && !alone)
+            ring->forward(a.atty, a.lse, a.qkv);
         else
-            attention_forward(dev, attention, a.atty, a.lse, a.att, scratch, a.qkv, b, t, config.NH, config.HS());
+            attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, b, t, past + t, config.NH, config.HS());
         matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
         layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
         matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
@@ -206,27 +201,6 @@ void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone) {
         residual = a.residual3;
     }
     layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw, table.lnfb, N, C);
-}
-
-// The token that follows `past` others → its logits. Its row is fp32 from end to end, but for qkv, which is the cache.
-template <class Dev, class X>
-void GPT2<Dev, X>::forward_row(const int* token, int past) {
-    const int C = config.C;
-    const Buffers<X> buffers = workspace();
-    A *residual = buffers.row, *wide = residual + C;
-    const Parameters<X> table = weights();
-
-    encoder_forward(dev, residual, token, table.wte, table.wpe + size_t(past) * C, 1, 1, C);
-    for (int l = 0; l < config.L; l++) {
-        X* qkv = activations(l).qkv;
-        const Parameters<X> w = weights(l);
-        row_forward(dev, qkv + size_t(past) * 3 * C, residual, w.ln1w, w.ln1b, w.qkvw, w.qkvb, C, 3 * C);
-        attention_last_row(dev, wide, qkv, past + 1, config.NH, config.HS());
-        row_forward<X>(dev, residual, wide, nullptr, nullptr, w.attprojw, w.attprojb, C, C);
-        row_forward(dev, wide, residual, w.ln2w, w.ln2b, w.fcw, w.fcb, C, 4 * C, true);
-        row_forward<X>(dev, residual, wide, nullptr, nullptr, w.fcprojw, w.fcprojb, 4 * C, C);
-    }
-    row_forward<X>(dev, buffers.logits, residual, table.lnfw, table.lnfb, table.wte, nullptr, C, config.Vp);
 }
 
 // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does what
@@ -297,8 +271,8 @@ void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_rank
                            a.ln2_rstd, N, C);
         X *datty = dln, *dqkv = wide;  // their old contents have been used
         matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
-        if (split)
-            split->backward(dqkv, datty, a.atty, a.lse, a.qkv);
+        if (ring)
+            ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
         else
             attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
         if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
@@ -351,7 +325,7 @@ void GPT2<Dev, X>::gather_parameters() {
 
 template <class Dev, class X>
 Positions GPT2<Dev, X>::positions() const {
-    if (!split) return {};
+    if (!ring) return {};
     const Zigzag zigzag{ranks.context};
     const int chunk = T / 2;
     return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
@@ -360,7 +334,7 @@ Positions GPT2<Dev, X>::positions() const {
 // All ranks of a group read the same sequences, and each keeps its own tokens of them.
 template <class Dev, class X>
 void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
-    if (split) {
+    if (ring) {
         const size_t all = size_t(B) * sequence();
         std::vector<int> whole(2 * all);
         loader.next(whole.data(), whole.data() + all);
@@ -480,22 +454,23 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
             format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
                    "ranks that divides %d",
                    config.C, ranks.size, config.C / 4));
-    const size_t N = size_t(B) * T, C = config.C, NH = config.NH;
-    const int HS = config.HS();
+    const size_t N = size_t(B) * T, C = config.C;
+    const int NH = config.NH, HS = config.HS();
     if (ranks.context > 1)
-        split = split_attention<Dev, X>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, attention);
+        ring =
+            std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
 
-    sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.NH = NH, sizes.Vp = config.Vp;
+    sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.Vp = config.Vp;
     sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
-    sizes.att = attention_saved_bytes<X>(dev, attention, B, T, NH, HS) / sizeof(X);
+    sizes.lse = ring ? ring->lse_elements() : N * NH;
+    sizes.att = attention_saved_bytes<X>(dev, attention, {B, T, T, NH, HS}) / sizeof(X);
     sizes.chunk = classifier_chunk(N, config.Vp, dtype_of<X>());
     sizes.stats = num_losses() + 1 + ranks.size;
     sizes.parameters = num_parameters / shards();
     sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
     sizes.batch = micro_steps * batch_ints();
-    const int most_alone = split ? 1 : B;  // sequences that attention gets without the split, which are samples
     sizes.scratch = std::max(
-        {attention_scratch_bytes<X>(dev, attention, most_alone, T, NH, HS), encoder_scratch_bytes(dev, B, T, C),
+        {ring ? 0 : attention_scratch_bytes<X>(dev, attention, {B, T, T, NH, HS}), encoder_scratch_bytes(dev, B, T, C),
          layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
          reduce_scratch_bytes(dev), size_t(256), cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
 
@@ -508,15 +483,14 @@ GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, in
     }
     acts = Arena("activations", tensors_of<Activations<X>>(sizes));
     buffers = Arena("buffers", tensors_of<Buffers<X>>(sizes));
-    // A separate allocation, because other ranks map it and write into it.
-    if (split) split_memory = Arena("split", {{"attention", DType::i32, split->bytes() / 4}});
+    if (ring) ring_memory = Arena("ring", {{"ring", DType::i32, ring->bytes() / 4}});
 }
 
 template <class Dev, class X>
 void GPT2<Dev, X>::allocate() {
     for (Arena* a : arenas())
         if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-    if (split) split->start(split_memory.base, ranks.sharers);
+    if (ring) ring->start(ring_memory.base, ranks.sharers);
     if (adam.base) dev.zero(adam.base, adam.bytes);
 }
 
@@ -545,7 +519,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     from_file ? load(model, o.init) : init_random(model, o.seed);
-    if (o.verify) return job.guard([&] { return run.verify_checkpoints(), model.leave_split(), job.leave(), 0; });
+    if (o.verify) return job.guard([&] { return run.verify(), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
@@ -567,7 +541,6 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
         run.save_at_the_end();
         run.rethrow();
         run.conclude();
-        model.leave_split();
         job.leave();
     });
     return run.interrupted() ? 128 + run.interrupted() : 0;

@@ -22,7 +22,7 @@ AttentionKernels<bf16> attention_kernels() {
 
 namespace {
 
-// What `flash` means: the first of these that the GPU can run. All have backward and the partial form.
+// What `flash` means: the first of these that the GPU can run. All have backward, and calls in fp32.
 template <class X>
 const std::vector<const char*> kFastest = {"flash_fp16x3", "flash_fp32"};
 template <>
@@ -72,8 +72,9 @@ void check_attention(const Cuda& dev, Attention kind, int HS, bool training, boo
         throw UsageError(
             format("--attention %s has no backward, so it can only generate and evaluate: train with --attention flash",
                    kernel.name));
-    if (context_parallel && !kernel.partial)
-        throw UsageError(format("--context-parallel needs --attention flash: %s has no partial form", kernel.name));
+    if (context_parallel && !kernel.backward_fp32)
+        throw UsageError(
+            format("--context-parallel needs --attention flash: %s takes whole sequences only", kernel.name));
 }
 
 const char* attention_names() {
@@ -94,28 +95,37 @@ const char* attention_names() {
 // The layer: causal, scale 1/√HS
 
 template <class X>
-void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
-                       int T, int NH, int HS) {
-    attention_kernel<X>(dev, kind, HS).forward(dev, out, lse, att, scratch, qkv, AttentionShape{B, T, NH, HS});
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv, int B, int Tq, int Tk,
+                       int NH, int HS) {
+    AttentionForward<X> c = layer_forward(out, lse, qkv, {B, Tq, Tk, NH, HS});
+    c.att = att;
+    attention_kernel<X>(dev, kind, HS).forward(dev, c);
 }
 
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head,
-                        int all_heads) {
-    AttentionShape s{B, T, NH, HS};
-    s.first_head = first_head, s.all_heads = all_heads;
-    attention_kernel<X>(dev, kind, HS).backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS) {
+    AttentionBackward<X> c = layer_backward(dqkv, dout, out, lse, qkv, {B, T, T, NH, HS});
+    c.att = att, c.scratch = scratch;
+    attention_kernel<X>(dev, kind, HS).backward(dev, c);
 }
 
 template <class X>
-size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS) {
-    return attention_kernel<X>(dev, kind, HS).scratch_bytes(AttentionShape{B, T, NH, HS});
+void attention_forward(const Cuda& dev, Attention kind, const AttentionForward<X, float>& call) {
+    attention_kernel<X>(dev, kind, call.s.HS).forward_fp32(dev, call);
+}
+template <class X>
+void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward<X, float>& call) {
+    attention_kernel<X>(dev, kind, call.s.HS).backward_fp32(dev, call);
 }
 
 template <class X>
-size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS) {
-    return attention_kernel<X>(dev, kind, HS).saved_bytes(AttentionShape{B, T, NH, HS});
+size_t attention_scratch_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape) {
+    return attention_kernel<X>(dev, kind, shape.HS).scratch_bytes(shape);
+}
+template <class X>
+size_t attention_saved_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape) {
+    return attention_kernel<X>(dev, kind, shape.HS).saved_bytes(shape);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -123,10 +133,12 @@ size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int 
 #define INSTANTIATE(X)                                                                                              \
     template const AttentionKernel<X>& attention_kernel(const Cuda&, Attention, int);                               \
     template void check_attention<X>(const Cuda&, Attention, int, bool, bool);                                      \
-    template void attention_forward(const Cuda&, Attention, X*, float*, X*, void*, const X*, int, int, int, int);   \
+    template void attention_forward(const Cuda&, Attention, X*, float*, X*, const X*, int, int, int, int, int);     \
     template void attention_backward(const Cuda&, Attention, X*, void*, const X*, const X*, const float*, const X*, \
-                                     const X*, int, int, int, int, int, int);                                       \
-    template size_t attention_scratch_bytes<X>(const Cuda&, Attention, int, int, int, int);                         \
-    template size_t attention_saved_bytes<X>(const Cuda&, Attention, int, int, int, int)
+                                     const X*, int, int, int, int);                                                 \
+    template void attention_forward(const Cuda&, Attention, const AttentionForward<X, float>&);                     \
+    template void attention_backward(const Cuda&, Attention, const AttentionBackward<X, float>&);                   \
+    template size_t attention_scratch_bytes<X>(const Cuda&, Attention, const AttentionShape&);                      \
+    template size_t attention_saved_bytes<X>(const Cuda&, Attention, const AttentionShape&)
 INSTANTIATE(float);
 INSTANTIATE(bf16);

@@ -1,56 +1,35 @@
-// The attention contract.
+// The attention contract. call.h says what a call is, this header which kernels there are.
 //
-//   S = scale·Q Kᵀ,  masked where the query's position < the key's;  P = softmax S;  out = P V;  lse = log Σ exp S
-//
-// Shapes: B batch, T tokens, NH heads, HS head size (64 or 128), C = NH·HS, all in row-major device memory.
-//   qkv   (B, T, 3, NH, HS)  X     the packed output of the QKV matmul, read through strides
-//   out   (B, T, NH, HS)     X
-//   lse   (B, NH, T)         fp32  L = m + log l, kept per layer for backward
-//   D     (B, NH, T)         fp32  rowsum(dout∘out), lives in scratch
-// X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run.
-//
-// Chunks and rings call kernels for parts of a sequence: attention/partial.h. Flash kernels allocate nothing of size T².
-// A launcher throws Error for unsupported shapes.
+// X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run. Flash kernels
+// allocate nothing of size T². A launcher throws Error for unsupported shapes.
 #pragma once
+#include "attention/call.h"
 #include "layers/gpu/cuda.h"
-#include "layers/gpu/types.h"
 
 // The layer: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
 
-// Writes out (B,T,C) and lse (B,NH,T). Only naive uses att, attention_saved_bytes() that it fills for backward. Needs
-// attention_scratch_bytes() of scratch, as backward does.
+// Writes out (B,Tq,NH,HS) and lse (B,NH,Tq) of the last Tq tokens of qkv (B,Tk,3,NH,HS). Only naive uses att,
+// attention_saved_bytes() that it fills for backward.
 template <class X>
-void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, void* scratch, const X* qkv, int B,
-                       int T, int NH, int HS);
-
-// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Deterministic. A call may have some of
-// a model's heads, from first_head of all_heads on. A flash kernel writes the bits of a call with all of them.
+void attention_forward(const Cuda& dev, Attention kind, X* out, float* lse, X* att, const X* qkv, int B, int Tq, int Tk,
+                       int NH, int HS);
+// Writes dqkv (B,T,3,NH,HS). Reads out, lse and att as forward left them. Needs attention_scratch_bytes() of scratch.
 template <class X>
 void attention_backward(const Cuda& dev, Attention kind, X* dqkv, void* scratch, const X* dout, const X* out,
-                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS, int first_head = 0,
-                        int all_heads = 0);
+                        const float* lse, const X* att, const X* qkv, int B, int T, int NH, int HS);
 template <class X>
-size_t attention_scratch_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
-// Writes out (C) in fp32, the last row's attention over all rows of qkv (T,3,NH,HS). Serves every `kind`, and all head
-// sizes that naive has (last_row.cu).
+size_t attention_scratch_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape);
 template <class X>
-void attention_last_row(const Cuda& dev, float* out, const X* qkv, int T, int NH, int HS);
+size_t attention_saved_bytes(const Cuda& dev, Attention kind, const AttentionShape& shape);
+
+// Calls whose results are fp32, for sequences in pieces (attention/ring).
 template <class X>
-size_t attention_saved_bytes(const Cuda& dev, Attention kind, int B, int T, int NH, int HS);
+void attention_forward(const Cuda& dev, Attention kind, const AttentionForward<X, float>& call);
+template <class X>
+void attention_backward(const Cuda& dev, Attention kind, const AttentionBackward<X, float>& call);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernels behind it
-
-struct AttentionShape {
-    int B, T, NH, HS;
-    bool causal = true;
-    float scale = 0.f;                  // 0: 1/√HS
-    int first_head = 0, all_heads = 0;  // of a model, if the call has some of its heads
-    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
-};
-
-template <class X>
-struct PartialForm;
 
 // One row of the ladder. Table-driven so that tests and benchmarks run every kernel there is.
 template <class X>
@@ -60,17 +39,20 @@ struct AttentionKernel {
     bool runs_on(const Cuda& dev) const { return min_sm == 90 ? dev.sm90a : dev.sm >= min_sm; }
     bool flash;  // no T×T buffer
 
-    // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and scratch bytes for either pass.
+    // Bytes that forward leaves in `att` for backward, per layer (0 for flash), and backward's scratch. What is enough
+    // without a mask is enough with one, and with fewer queries or keys.
     size_t (*saved_bytes)(const AttentionShape&);
     size_t (*scratch_bytes)(const AttentionShape&);
 
-    // Writes out, lse and (naive) att.
-    void (*forward)(const Cuda&, X* out, float* lse, X* att, void* scratch, const X* qkv, const AttentionShape&);
-    // Writes every element of dqkv. Clears what it accumulates into in scratch. Null in a kernel that has only forward.
-    // Such a kernel can generate and evaluate, and the trainer refuses to train with it.
-    void (*backward)(const Cuda&, X* dqkv, void* scratch, const X* dout, const X* out, const float* lse, const X* att,
-                     const X* qkv, const AttentionShape&) = nullptr;
-    const PartialForm<X>* partial = nullptr;  // naive, and the rungs that teach one idea, have none
+    void (*forward)(const Cuda&, const AttentionForward<X>&);
+    // Null in a kernel that has only forward. Such a kernel can generate and evaluate, and the trainer refuses to train
+    // with it.
+    void (*backward)(const Cuda&, const AttentionBackward<X>&) = nullptr;
+
+    // The same with results in fp32, for sequences in pieces. Null in a kernel whose backward takes only whole
+    // sequences, with Tq = Tk and all of their keys.
+    void (*forward_fp32)(const Cuda&, const AttentionForward<X, float>&) = nullptr;
+    void (*backward_fp32)(const Cuda&, const AttentionBackward<X, float>&) = nullptr;
 };
 
 // All kernels for X, slowest first.
@@ -85,7 +67,7 @@ AttentionKernels<X> attention_kernels();
 // not fit.
 template <class X>
 const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int HS);
-// Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel the partial form.
+// Throws Error too if the kernel lacks what a model needs. Training needs backward, --context-parallel calls in fp32.
 template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel);
 // What --attention accepts: "flash|naive|…", all names of both tables.

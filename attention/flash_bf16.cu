@@ -15,18 +15,13 @@
 // streams queries. It computes Sᵀ and dPᵀ, with keys as rows. In both kernels S, P, dP and dS never leave registers,
 // because dS (dSᵀ) is the A operand of its product, as P is of P·V. The price is 7 products, not 5.
 //
-// The whole form is the partial form with Tq = Tk = T and no offsets, but for the epilogue. A causal warp skips keys and
-// queries that it cannot see, and masks only where the diagonal or the end of the keys is. A row that sees no key has
-// o = 0, lse = −inf and zero gradients.
+// A causal warp skips keys and queries that it cannot see, and masks only where the diagonal or the end of the keys is.
 //
-// Writes: forward out, lse; backward dqkv (every element).
-// Partial form: merges into o_acc, lse; adds into dq_sum, and adds into or writes dk, dv.
-// Scratch: float2 {log2(e)·lse, D} (B, NH, T), which dq_kernel writes for dkdv_kernel.
+// Writes: forward out, lse; backward dq, dk, dv (every element, in bf16 or fp32).
+// Scratch: float2 {log2(e)·lse, D} (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <cmath>
 
-#include "attention/forms.h"
-#include "attention/merge.cuh"
 #include "attention/mma_bf16.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -130,45 +125,14 @@ struct Softmax {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 const float sum = quad_sum(l[i][r]);
-                const bool unseen = sum == 0.f;  // the row saw no key. With one the sum is at least 1, or NaN
-                const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
-                lse[i][r] = unseen ? -INFINITY : (m[i][r] * scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
-                scale_row(o, i, r, inverse);
+                lse[i][r] = (m[i][r] * scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+                scale_row(o, i, r, __fdividef(1.f, sum));
             }
     }
 };
 
-// The partial form's epilogue. Merges the warp's rows, from first_q on, into o_acc and lse_acc.
-template <int HS, int M>
-__device__ __forceinline__ void merge_rows(const ForwardArgs<bf16>& args, const Work& w, int first_q,
-                                           const float (&o)[M][HS / 8][4], const float (&lse)[M][2]) {
-    const Problem<bf16>& p = args.p;
-    const int lane = threadIdx.x % 32;
-    const size_t token = static_cast<size_t>(p.NH) * HS, lse_row = static_cast<size_t>(w.bh) * p.q_rows;
-#pragma unroll  // else o is indexed while it runs, so it lies in local memory
-    for (int i = 0; i < M; i++)
-        for (int r = 0; r < 2; r++) {
-            const int row = first_q + lane / 4 + 16 * i + 8 * r;
-            if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-            const double old = args.lse_acc[lse_row + row];
-            const auto [weight, merged] = merge(old, lse[i][r]);
-            float* o_acc = args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS;
-            float2* acc = reinterpret_cast<float2*>(o_acc) + lane % 4;
-            for (int n = 0; n < HS / 8; n++) {
-                float2 x = make_float2(o[i][n][2 * r], o[i][n][2 * r + 1]);
-                if (old != -INFINITY) {
-                    const float2 y = acc[4 * n];
-                    x = make_float2(y.x - weight * (y.x - x.x), y.y - weight * (y.y - x.y));
-                }
-                acc[4 * n] = x;
-            }
-            __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-            if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged;
-        }
-}
-
-template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<bf16> args) {
+template <int HS, class Y>
+__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<bf16, Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M, TileBytes = Bc * HS * 2;
@@ -177,12 +141,12 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     const uint32_t q_smem = smem_address(smem);
     const uint32_t k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * TileBytes;
 
-    const Work w = work_of_block(p, true);
+    const Work w = work_of(p, true);
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
     const bf16 *q = head_of(p.q, w, HS), *k = head_of(p.k, w, HS), *v = head_of(p.v, w, HS);
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);  // the last query sees keys before this
-    const int k_tiles = (k_end + Bc - 1) / Bc;                  // ≤ 0 if no query of this tile sees a key
+    const int k_tiles = (k_end + Bc - 1) / Bc;
 
     auto load_kv = [&](int j) {
         load_tile<HS, Bc, kThreads>(k_smem + (j & 1) * TileBytes, k, p.k.token, j * Bc, p.Tk);
@@ -190,7 +154,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     };
     load_tile<HS, Br, kThreads>(q_smem, q, p.q.token, q0, p.Tq);
     cp_async_commit();
-    if (k_tiles > 0) load_kv(k_tiles - 1);
+    load_kv(k_tiles - 1);
     cp_async_commit();
 
     RowOperand<HS, M, Tiles::QInRegisters> q_rows;
@@ -241,74 +205,56 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 
     float lse[M][2];
     softmax.finish(p.scale_log2, o, lse);
-    const int first_row = first_q + lane / 4;
-    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
-    if (args.o_acc) {
-        merge_rows<HS>(args, w, first_q, o, lse);
-    } else {
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++) {
-                const int row = first_row + 16 * i + 8 * r;
-                if (lane % 4 == 0 && row < p.Tq) args.lse[lse_row + row] = lse[i][r];
-            }
-        store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
-    }
+    for (int i = 0; i < M; i++)
+        for (int r = 0; r < 2; r++) {
+            const int row = first_q + lane / 4 + 16 * i + 8 * r;
+            if (lane % 4 == 0 && row < p.Tq) args.lse.ptr[w.bh * args.lse.head + row] = lse[i][r];
+        }
+    store_tile<HS>(o, smem, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
+template <class Y>
 struct BackwardArgs {
     Problem<bf16> p;
-    Heads<const bf16> dout, out;      // out is for the whole form only
-    const float *lse, *D;             // D is for the partial form only
-    float2* lse_D;                    // (B, NH, Tq) {log2(e)·lse, or +inf for a row that sees no key; D}
-    Heads<bf16> dq, dk, dv;           // written in the whole form
-    float *dq_acc, *dk_acc, *dv_acc;  // added into in the partial form, null otherwise
-    bool write_dkv;
+    Heads<const bf16> dout, out;
+    Stats<const float> lse;
+    float2* lse_D;  // (B, NH, Tq) {log2(e)·lse, D}
+    Heads<Y> dq, dk, dv;
 };
 
-// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D. D comes with the
-// partial form. In the whole form HS/8 lanes share a row of dO and O, 8 elements each.
-template <int HS, int M>
-__device__ __forceinline__ void make_lse_D(const BackwardArgs& args, const Work& w, const bf16* dout,
-                                           float2* lse_D_smem, int q0, int warp_row) {
-    constexpr int Pieces = HS / 8, RowsAtOnce = 32 / Pieces;
+// Writes lse_D of the warp's rows, for this kernel to shared memory and for dkdv_kernel to args.lse_D. HS/8 lanes share a
+// row of dO and O, 8 elements each. Rows past Tq get lse = +inf, so that their P is 0.
+template <int HS, int M, class Args>
+__device__ __forceinline__ void make_lse_D(const Args& args, const Work& w, const bf16* dout, float2* lse_D_smem,
+                                           int q0, int warp_row) {
+    constexpr int Pieces = HS / 8, RowsAtOnce = 32 / Pieces, N = 16 * M / RowsAtOnce;
     const Problem<bf16>& p = args.p;
     const int lane = threadIdx.x % 32, row = warp_row + lane % (16 * M), t = q0 + row;
-    const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
-    float2 lse_D = {t < p.Tq ? args.lse[at] : -INFINITY, 0.f};
-    if (args.D) {
-        lse_D.y = args.D[at];
-    } else {
-        constexpr int N = 16 * M / RowsAtOnce;
-        const bf16* out = head_of(args.out, w, HS);
-        uint4 x[N], y[N];  // all loads come before the first sum, so that their latency is paid once
-        float D[N];
-        for (int i = 0; i < N; i++) {
-            const size_t t = min(q0 + warp_row + i * RowsAtOnce + lane / Pieces, p.Tq - 1);
-            x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token + lane % Pieces * 8);
-            y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token + lane % Pieces * 8);
-        }
-        for (int i = 0; i < N; i++) {
-            D[i] = dot8(x[i], y[i]);
-            for (int lanes = 1; lanes < Pieces; lanes *= 2) D[i] += __shfl_xor_sync(~0u, D[i], lanes);
-        }
-        for (int i = 0; i < N; i++)
-            if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D[i];
-        __syncwarp();
-        lse_D.y = lse_D_smem[row].y;
-        __syncwarp();
+    const float lse = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
+    const bf16* out = head_of(args.out, w, HS);
+    uint4 x[N], y[N];  // all loads come before the first sum, so that their latency is paid once
+    for (int i = 0; i < N; i++) {
+        const size_t t = min(q0 + warp_row + i * RowsAtOnce + lane / Pieces, p.Tq - 1);
+        x[i] = *reinterpret_cast<const uint4*>(dout + t * args.dout.token + lane % Pieces * 8);
+        y[i] = *reinterpret_cast<const uint4*>(out + t * args.out.token + lane % Pieces * 8);
     }
-    lse_D.x = lse_D.x == -INFINITY ? INFINITY : lse_D.x * kLog2e;
-    lse_D_smem[row] = lse_D;
-    if (t < p.Tq) args.lse_D[at] = lse_D;
+    for (int i = 0; i < N; i++) {
+        float D = dot8(x[i], y[i]);
+        for (int lanes = 1; lanes < Pieces; lanes *= 2) D += __shfl_xor_sync(~0u, D, lanes);
+        if (lane % Pieces == 0) lse_D_smem[warp_row + i * RowsAtOnce + lane / Pieces].y = D;
+    }
+    __syncwarp();
+    lse_D_smem[row].x = lse;
+    if (t < p.Tq) args.lse_D[static_cast<size_t>(w.bh) * p.Tq + t] = make_float2(lse, lse_D_smem[row].y);
     __syncwarp();
 }
 
-template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__ BackwardArgs args) {
+template <int HS, class Y>
+__global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DqTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
@@ -320,7 +266,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     float2* lse_D_smem = reinterpret_cast<float2*>(smem + 2 * Br * HS * 2 + 4 * TileBytes);
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, true);
+    if (threadIdx.x == 0) w = work_of(p, true);
     __syncthreads();
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // the warp's
@@ -334,7 +280,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     load_tile<HS, Br, kThreads>(q_smem, head_of(p.q, w, HS), p.q.token, q0, p.Tq);
     load_tile<HS, Br, kThreads>(do_smem, dout, args.dout.token, q0, p.Tq);
     cp_async_commit();
-    if (k_tiles > 0) load_kv(0);
+    load_kv(0);
     cp_async_commit();
 
     make_lse_D<HS, M>(args, w, dout, lse_D_smem, q0, warp_row);  // beside those copies
@@ -397,18 +343,12 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     }
 
     scale(dq, p.scale);
-    if (args.dq_acc) {
-        const size_t token = static_cast<size_t>(p.NH) * HS;
-        add_tile<HS>(dq, warp_row, args.dq_acc + (static_cast<size_t>(w.b) * p.q_rows + q0) * token + w.h * HS, token,
-                     p.Tq - q0, true);
-    } else {
-        store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0);
-    }
+    store_tile<HS>(dq, smem, warp_row, head_of(args.dq, w, HS) + q0 * args.dq.token, args.dq.token, p.Tq - q0);
 #endif
 }
 
-template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs args) {
+template <int HS, class Y>
+__global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant__ BackwardArgs<Y> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = DkdvTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, M = Tiles::M;
@@ -421,7 +361,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     const float4* lse_D = reinterpret_cast<const float4*>(smem + 2 * Bc * HS * 2 + 4 * TileBytes);  // two rows each
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, false);
+    if (threadIdx.x == 0) w = work_of(p, false);
     __syncthreads();
     const int k0 = w.tile * Bc, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_k = k0 + warp_row, last_k = first_k + 16 * M - 1;  // the warp's
@@ -436,13 +376,13 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         load_tile<HS, Br, kThreads>(do_smem + stage * TileBytes, head_of(args.dout, w, HS), args.dout.token, j * Br,
                                     p.Tq);
         if (threadIdx.x < Br)
-            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8,
-                       args.lse_D + static_cast<size_t>(w.bh) * p.q_rows + row, row < p.Tq);
+            cp_async_8(lse_D_smem + (stage * Br + threadIdx.x) * 8, args.lse_D + static_cast<size_t>(w.bh) * p.Tq + row,
+                       row < p.Tq);
         cp_async_commit();
     };
     load_tile<HS, Bc, kThreads>(k_smem, head_of(p.k, w, HS), p.k.token, k0, p.Tk);
     load_tile<HS, Bc, kThreads>(v_smem, head_of(p.v, w, HS), p.v.token, k0, p.Tk);
-    if (first_tile < q_tiles) load_q(first_tile);
+    load_q(first_tile);
 
     float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
     auto step = [&](int j, int sub, auto masked) {  // queries [j·Br + sub, j·Br + sub + kSub)
@@ -498,20 +438,10 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
                 step(j, sub, std::false_type{});
         }
     }
-    cp_async_wait<0>();
-    __syncthreads();  // the epilogue overwrites K and V, so they must have landed even if no query saw them
-
     scale(dk, p.scale);
-    if (args.dk_acc) {
-        const size_t token = static_cast<size_t>(p.NH) * HS;
-        const size_t at = (static_cast<size_t>(w.b) * p.k_rows + k0) * token + w.h * HS;
-        add_tile<HS>(dk, warp_row, args.dk_acc + at, token, p.Tk - k0, !args.write_dkv);
-        add_tile<HS>(dv, warp_row, args.dv_acc + at, token, p.Tk - k0, !args.write_dkv);
-    } else {
-        store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
-        store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
-                       p.Tk - k0);
-    }
+    store_tile<HS>(dk, smem, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
+    store_tile<HS>(dv, smem + Bc * HS * 2, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token,
+                   p.Tk - k0);
 #endif
 }
 
@@ -520,30 +450,32 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
 
 constexpr char kName[] = "flash_bf16";
 
-void forward(const Cuda& dev, const ForwardCall<bf16>& c) {
-    const ForwardArgs<bf16> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, c.o_acc, c.lse_acc};
+template <class Y>
+void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
+    check_flash(kName, c);
+    const ForwardArgs<bf16, Y> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, {}};
     with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
-        launch(kName, forward_kernel<HS>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
+        launch(kName, forward_kernel<HS, Y>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
     });
 }
-void backward(const Cuda& dev, const BackwardCall<bf16>& c) {
-    BackwardArgs args{};
-    args.p = problem(c.q, c.k, c.v, c.s);
-    args.dout = c.dout, args.out = c.out, args.lse = c.lse, args.D = c.D, args.lse_D = static_cast<float2*>(c.scratch);
-    args.dq = c.dq, args.dk = c.dk, args.dv = c.dv, args.write_dkv = c.s.write_dkv;
-    args.dq_acc = c.dq_sum.ptr, args.dk_acc = c.dk_sum.ptr, args.dv_acc = c.dv_sum.ptr;
+template <class Y>
+void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
+    check_flash(kName, c);
+    const BackwardArgs<Y> args{problem(c.q, c.k, c.v, c.s),     c.dout, c.out, c.lse,
+                               static_cast<float2*>(c.scratch), c.dq,   c.dk,  c.dv};
     with_head_size(c.s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;
-        launch(kName, dq_kernel<HS>, args, ceil_div(c.s.Tq, Dq::Br), c.s.Tk, HS, kThreads, Dq::Smem, dev);
-        launch(kName, dkdv_kernel<HS>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
+        launch(kName, dq_kernel<HS, Y>, args, ceil_div(c.s.Tq, Dq::Br), c.s.Tk, HS, kThreads, Dq::Smem, dev);
+        launch(kName, dkdv_kernel<HS, Y>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
     });
 }
-size_t scratch_bytes(const PartialShape& s, bool) {
-    return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * sizeof(float2);
+size_t scratch_bytes(const AttentionShape& s) {
+    return s.rows() * sizeof(float2);
 }
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_bf16 = BothForms<bf16, kName, forward, backward, scratch_bytes>::kernel(80);
+const AttentionKernel<bf16> flash_bf16 = {
+    kName, 80, true, no_bytes, scratch_bytes, forward<bf16>, backward<bf16>, forward<float>, backward<float>};

@@ -15,7 +15,7 @@
 //
 // A warpgroup's step j, while the tensor cores also serve the other warpgroups:
 //
-//   wait k_full(j) │ S = Q K_jᵀ    │ O += P V_{j+1}, 16 keys at a time  │ O done: release, P to bf16
+//   wait KFull(j)  │ S = Q K_jᵀ    │ O += P V_{j+1}, 16 keys at a time  │ O done: release, P to bf16
 //                  │ tensor cores  │ between them P = exp(S − m), l     │
 //
 //   operand   where                                          layout
@@ -26,16 +26,15 @@
 //   S, O      registers                                       accumulators, fp32
 //
 //   barrier           who arrives                 who waits
-//   q_full[2][W]      TMA                         the warpgroup: its queries and its Work are there
-//   q_empty[2][W]     the warpgroup's threads     the producer: Work has been read, the last product with Q is done
-//   k_full, v_full    TMA                         all consumers
-//   k_empty, v_empty  every consumer warp         the producer
+//   QFull[2][W]       TMA                         the warpgroup: its queries and its Work are there
+//   QEmpty[2][W]      the warpgroup's threads     the producer: Work has been read, the last product with Q is done
+//   KFull, VFull      TMA                         all consumers
+//   KEmpty, VEmpty    every consumer warp         the producer
 //
 // A block stays on its SM and fetches tiles of queries until none are left. While consumers finish one, the producer
-// loads the next. The whole form is the partial form with Tq = Tk = T, no offsets and the strides of the packed qkv.
-// Only the epilogue differs. A row that sees no key has lse = −inf and o = 0.
+// loads the next.
 //
-// Writes: out, lse (every element).  Partial form: merges into o_acc, lse.  Backward: flash_bf16_sm90_backward.cu.
+// Writes: out (bf16 or fp32), lse (every element).  Backward: flash_bf16_sm90_backward.cu.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0; compute capability 9.0 only.
 // Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
@@ -43,11 +42,8 @@
 #include <climits>
 #include <cmath>
 
-#include "attention/attention.h"
 #include "attention/flash_bf16_sm90.h"
 #include "attention/launch.h"
-#include "attention/merge.cuh"
-#include "attention/partial.h"
 #include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/tensor_map.h"
 
@@ -72,9 +68,10 @@ struct ForwardTiles {
     static constexpr int QBytes = 64 * HS * 2, KvBytes = Bc * HS * 2;
     // Offsets in shared memory: Q twice, out, the stages, barriers, Work twice. 200 KB, 224 KB.
     static constexpr int Out = 2 * Warpgroups * QBytes, K = Out + Warpgroups * QBytes, V = K + Stages * KvBytes;
-    static constexpr int Barriers = V + Stages * KvBytes, NextWork = Barriers + 4 * (Warpgroups + Stages) * 8;
+    static constexpr int MostOfABarrier = 2 * Warpgroups;  // of six kinds
+    static constexpr int Barriers = V + Stages * KvBytes, NextWork = Barriers + 6 * MostOfABarrier * 8;
     static constexpr int Smem = NextWork + 2 * 16;
-    static_assert(Smem <= 227 * 1024);
+    static_assert(Smem <= 227 * 1024 && Stages <= MostOfABarrier);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -82,14 +79,12 @@ struct ForwardTiles {
 
 struct Problem {
     int NH, Tq, Tk, heads;    // heads = B·NH
-    int q_rows;               // of lse and o_acc: see PartialShape
-    int shift;                // query i sees keys j ≤ i + shift: q_offset − k_offset, or Tk if not causal
+    int shift;                // query i sees keys j ≤ i + shift
     int tiles, group, items;  // items = tiles·heads
     int counter;              // which of next_item
     float scale_log2;         // scale·log2(e): the exponentials are powers of 2
-    float* lse;               // whole form: written
-    float* o_acc;             // partial form: merged into
-    double* lse_acc;
+    Stats<float> lse;
+    Heads<float> out;  // if the results are fp32. In bf16 a tensor map says where they go
 };
 
 // Tiles are handed out as blocks come for them, which balances what no fixed assignment does: their lengths differ, and
@@ -103,7 +98,7 @@ std::atomic<unsigned> launches;
 struct Work {
     int b, h;  // b = −1: there is no more
     int q0;
-    int k_tiles;  // of the last query; 0: no query sees a key
+    int k_tiles;  // of the last query
 };
 // Heads go in groups whose keys and values stay in L2; within a group the longest tiles come first, so that the last to
 // finish are short. Tiles are counted from the last query: if 64·Warpgroups does not divide Tq, it is the first, short
@@ -114,17 +109,20 @@ __device__ __forceinline__ Work work_item(const Problem& p, int item) {
     const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     const int q0 = (p.Tq + 63) / 64 * 64 - (tile + 1) * Br;
     const int k_end = min(p.Tk, min(q0 + Br, p.Tq) + p.shift);
-    return {bh / p.NH, bh % p.NH, q0, max(0, (k_end + Bc - 1) / Bc)};
+    return {bh / p.NH, bh % p.NH, q0, (k_end + Bc - 1) / Bc};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
+enum Barrier { QFull, QEmpty, KFull, VFull, KEmpty, VEmpty, kBarriers };
+
 // What lies where in a block's shared memory. `slot` counts Q and Work, w the consumers.
 template <int HS>
 struct Shared {
     using Tiles = ForwardTiles<HS>;
-    static constexpr int W = Tiles::Warpgroups, Stages = Tiles::Stages;
+    static constexpr int W = Tiles::Warpgroups;
+    static constexpr int kMost = Tiles::MostOfABarrier;
     uint32_t base, barriers;
     Work* work;  // [2], beside the slots of Q
     __device__ __forceinline__ explicit Shared(unsigned char* smem)
@@ -132,24 +130,14 @@ struct Shared {
           barriers(base + Tiles::Barriers),
           work(reinterpret_cast<Work*>(smem + Tiles::NextWork)) {}
     __device__ __forceinline__ void init() const {
-        for (int i = 0; i < 2 * W; i++) {
-            mbarrier_init(q_full(0, i), 1);
-            mbarrier_init(q_empty(0, i), 128);
-        }
-        for (int i = 0; i < Stages; i++) {
-            mbarrier_init(k_full(i), 1);
-            mbarrier_init(v_full(i), 1);
-            mbarrier_init(k_empty(i), 4 * W);
-            mbarrier_init(v_empty(i), 4 * W);
-        }
+        constexpr int kArrivals[kBarriers] = {1, 128, 1, 1, 4 * W, 4 * W};
+        for (int i = 0; i < kBarriers * kMost; i++) mbarrier_init(barriers + i * 8, kArrivals[i / kMost]);
         fence_mbarrier_init();
     }
-    __device__ __forceinline__ uint32_t q_full(int slot, int w) const { return barriers + (slot * W + w) * 8; }
-    __device__ __forceinline__ uint32_t q_empty(int slot, int w) const { return barriers + (2 * W + slot * W + w) * 8; }
-    __device__ __forceinline__ uint32_t k_full(int stage) const { return barriers + (4 * W + stage) * 8; }
-    __device__ __forceinline__ uint32_t v_full(int stage) const { return barriers + (4 * W + Stages + stage) * 8; }
-    __device__ __forceinline__ uint32_t k_empty(int stage) const { return barriers + (4 * W + 2 * Stages + stage) * 8; }
-    __device__ __forceinline__ uint32_t v_empty(int stage) const { return barriers + (4 * W + 3 * Stages + stage) * 8; }
+    __device__ __forceinline__ uint32_t at(Barrier barrier, int i) const {  // of a stage
+        return barriers + (barrier * kMost + i) * 8;
+    }
+    __device__ __forceinline__ uint32_t at(Barrier barrier, int slot, int w) const { return at(barrier, slot * W + w); }
     __device__ __forceinline__ uint32_t q(int slot, int w) const { return base + (slot * W + w) * Tiles::QBytes; }
     __device__ __forceinline__ uint32_t k(int stage) const { return base + Tiles::K + stage * Tiles::KvBytes; }
     __device__ __forceinline__ uint32_t v(int stage) const { return base + Tiles::V + stage * Tiles::KvBytes; }
@@ -170,10 +158,10 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
         for (int d = 0; d < HS; d += 64) tma_load_4d(to + d * rows * 2, &map, barrier, d, w.h, row0, w.b);
     };
     for (int i = 0, item = blockIdx.x;; i++) {
-        for (int wg = 0; wg < W; wg++) mbarrier_wait(shared.q_empty(i % 2, wg), (i / 2 & 1) ^ 1);
+        for (int wg = 0; wg < W; wg++) mbarrier_wait(shared.at(QEmpty, i % 2, wg), (i / 2 & 1) ^ 1);
         if (item >= p.items) {
             shared.work[i % 2].b = -1;
-            for (int wg = 0; wg < W; wg++) mbarrier_arrive(shared.q_full(i % 2, wg));
+            for (int wg = 0; wg < W; wg++) mbarrier_arrive(shared.at(QFull, i % 2, wg));
             break;
         }
         w = work_item<Br, Bc>(p, item);
@@ -183,12 +171,12 @@ __device__ __forceinline__ void producer(const Shared<HS>& shared, const CUtenso
         item = gridDim.x + taken;
         shared.work[i % 2] = w;
         for (int wg = 0; wg < W; wg++)
-            load(shared.q(i % 2, wg), q_map, shared.q_full(i % 2, wg), 64, max(0, w.q0 + 64 * wg));
+            load(shared.q(i % 2, wg), q_map, shared.at(QFull, i % 2, wg), 64, max(0, w.q0 + 64 * wg));
         for (int j = w.k_tiles - 1; j >= 0; j--, at.advance()) {
-            mbarrier_wait(shared.k_empty(at.stage), at.phase ^ 1);
-            load(shared.k(at.stage), k_map, shared.k_full(at.stage), Bc, j * Bc);
-            mbarrier_wait(shared.v_empty(at.stage), at.phase ^ 1);
-            load(shared.v(at.stage), v_map, shared.v_full(at.stage), Bc, j * Bc);
+            mbarrier_wait(shared.at(KEmpty, at.stage), at.phase ^ 1);
+            load(shared.k(at.stage), k_map, shared.at(KFull, at.stage), Bc, j * Bc);
+            mbarrier_wait(shared.at(VEmpty, at.stage), at.phase ^ 1);
+            load(shared.v(at.stage), v_map, shared.at(VFull, at.stage), Bc, j * Bc);
         }
     }
 }
@@ -316,7 +304,7 @@ struct Consumer {
     __device__ __forceinline__ void first(float (&s)[N][4], int j) {
         multiply_qk(s);
         wgmma_wait<0>(s);
-        release(shared.k_empty(at.stage));
+        release(shared.at(KEmpty, at.stage));
         softmax<true>(s, j);
         pack(s);
     }
@@ -325,7 +313,7 @@ struct Consumer {
     __device__ __forceinline__ void step(int j) {
         const int previous = at.stage;
         at.advance();
-        mbarrier_wait(shared.k_full(at.stage), at.phase);
+        mbarrier_wait(shared.at(KFull, at.stage), at.phase);
         multiply_qk(s);
         bool out_of_range = false;
         if constexpr (Masked) {
@@ -349,15 +337,15 @@ struct Consumer {
         }
         // For the next step's P V. Here, because a loop keeps the compiler from moving the exponentials past the wait
         // below: they are to run beside O += P V.
-        mbarrier_wait(shared.v_full(at.stage), at.phase);
+        mbarrier_wait(shared.at(VFull, at.stage), at.phase);
         wgmma_wait<0>(o);
         if (out_of_range) {
             multiply_qk_alone();
             softmax<false>(s, j);
         }
         if (out_of_range || Masked) rescale();
-        release(shared.k_empty(at.stage));
-        release(shared.v_empty(previous));
+        release(shared.at(KEmpty, at.stage));
+        release(shared.at(VEmpty, previous));
         pack(s);
         for (int r = 0; r < 2; r++) l[r] += l_tile[0][2 * r] + l_tile[0][2 * r + 1];
     }
@@ -365,9 +353,9 @@ struct Consumer {
     // All of a tile of queries but its end: O, m and l.
     __device__ __forceinline__ void attend(const Work& w, int slot) {
         first_q = w.q0 + 64 * wg, q = shared.q(slot, wg);
-        const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);
+        const int k_end = first_q < 0 ? 0 : min(p.Tk, min(first_q + 64, p.Tq) + p.shift);  // 0: no queries here
         // The tiles that some query here sees, and those that all see whole.
-        const int my_tiles = max(0, (k_end + Bc - 1) / Bc);
+        const int my_tiles = (k_end + Bc - 1) / Bc;
         const int unmasked = max(0, min(p.Tk, first_q + p.shift + 1) / Bc);
         for (int r = 0; r < 2; r++) m[r] = -INFINITY, l[r] = 0.f;
         for (int n = 0; n < HS / 8; n++)
@@ -375,16 +363,16 @@ struct Consumer {
 
         int j = w.k_tiles - 1;
         for (; j >= my_tiles; j--, at.advance()) {  // beyond this warpgroup's queries
-            mbarrier_wait(shared.k_full(at.stage), at.phase);
-            release(shared.k_empty(at.stage));
-            mbarrier_wait(shared.v_full(at.stage), at.phase);
-            release(shared.v_empty(at.stage));
+            mbarrier_wait(shared.at(KFull, at.stage), at.phase);
+            release(shared.at(KEmpty, at.stage));
+            mbarrier_wait(shared.at(VFull, at.stage), at.phase);
+            release(shared.at(VEmpty, at.stage));
         }
         if (my_tiles == 0) {
-            mbarrier_arrive(shared.q_empty(slot, wg));
+            mbarrier_arrive(shared.at(QEmpty, slot, wg));
             return;
         }
-        mbarrier_wait(shared.k_full(at.stage), at.phase);
+        mbarrier_wait(shared.at(KFull, at.stage), at.phase);
         // The diagonal leaves every other warpgroup only half a tile: half the products, half the exponentials.
         float half[8][4];
         const bool is_half = k_end - j * Bc <= 64;
@@ -392,16 +380,16 @@ struct Consumer {
             first(half, j);
         else
             first(s, j);
-        mbarrier_wait(shared.v_full(at.stage), at.phase);
+        mbarrier_wait(shared.at(VFull, at.stage), at.phase);
         for (int r = 0; r < 2; r++) l[r] = l_tile[0][2 * r] + l_tile[0][2 * r + 1];
         j--;
         if (is_half && j >= 0 && j < unmasked) step<false, 64>(j--);
         for (; j >= unmasked; j--) step<true>(j);
         for (; j >= 0; j--) step<false>(j);
-        mbarrier_arrive(shared.q_empty(slot, wg));
+        mbarrier_arrive(shared.at(QEmpty, slot, wg));
         multiply_pv<Bc>(at.stage, [](int) {});
         wgmma_wait<0>(o);
-        release(shared.v_empty(at.stage));
+        release(shared.at(VEmpty, at.stage));
         at.advance();
     }
 
@@ -411,22 +399,30 @@ struct Consumer {
             float sum = l[r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const bool unseen = sum == 0.f;  // the row saw no key; the sum of one that did is at least 1, or NaN
-            const float inverse = unseen ? 0.f : __fdividef(1.f, sum);
-            lse[r] = unseen ? -INFINITY : (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
+            const float inverse = __fdividef(1.f, sum);
+            lse[r] = (m[r] * p.scale_log2 + __log2f(sum)) * static_cast<float>(M_LN2);
             for (int n = 0; n < HS / 8; n++) o[n][2 * r] *= inverse, o[n][2 * r + 1] *= inverse;
         }
     }
 
-    // Whole form: writes lse, and out by way of shared memory.
+    // Writes lse, and out by way of shared memory if it is bf16. A tile of fp32 would not fit there at HS 128.
+    template <class Y>
     __device__ __forceinline__ void store(const Work& w, const float (&lse)[2], const CUtensorMap& out_map) const {
-        float* lse_rows = p.lse + (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
+        float* lse_rows = p.lse.ptr + (static_cast<size_t>(w.b) * p.NH + w.h) * p.lse.head;
         const int row = first_q + 16 * warp + lane / 4;
         for (int r = 0; r < 2; r++)
             if (lane % 4 == 0 && first_q >= 0 && row + 8 * r < p.Tq) lse_rows[row + 8 * r] = lse[r];
         const bool leader = threadIdx.x % 128 == 0;
         if (leader) bulk_wait_read<0>();
-        named_barrier_sync(1 + wg, 128);  // the last store has left shared memory
+        named_barrier_sync(1 + wg, 128);  // the last store has left shared memory. Without it fp32 would spill
+        if constexpr (std::is_same_v<Y, float>) {
+            for (int r = 0; r < 2; r++) {
+                if (first_q < 0 || row + 8 * r >= p.Tq) continue;
+                float2* to = reinterpret_cast<float2*>(p.out.row(w.b, row + 8 * r, w.h, HS)) + lane % 4;
+                for (int n = 0; n < HS / 8; n++) to[4 * n] = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+            }
+            return;
+        }
         const uint32_t out = shared.out(wg) + (16 * warp + lane % 16) * 128;
         for (int n = 0; n < HS / 8; n += 2) {
             uint32_t packed[4];
@@ -440,38 +436,9 @@ struct Consumer {
             bulk_commit();
         }
     }
-
-    // Partial form: merges the rows into the caller's.
-    __device__ __forceinline__ void merge_rows(const Work& w, const float (&lse)[2]) const {
-        const size_t lse_row = (static_cast<size_t>(w.b) * p.NH + w.h) * p.q_rows;
-        const int row = first_q + 16 * warp + lane / 4;
-        double old[2];
-        bool sees[2];
-        for (int r = 0; r < 2; r++) {  // both loads before what waits for them
-            sees[r] = row + 8 * r < p.Tq && lse[r] != -INFINITY;
-            old[r] = sees[r] ? p.lse_acc[lse_row + row + 8 * r] : 0.;
-        }
-        __syncwarp();  // the rows' four lanes have read their lse
-        for (int r = 0; r < 2; r++) {
-            if (!sees[r]) continue;
-            const int t = row + 8 * r;
-            float2* acc =
-                reinterpret_cast<float2*>(p.o_acc + ((static_cast<size_t>(w.b) * p.q_rows + t) * p.NH + w.h) * HS) +
-                lane % 4;
-            const bool first = old[r] == -INFINITY;
-            float2 x[HS / 8];
-            for (int n = 0; n < HS / 8; n++) x[n] = first ? make_float2(0.f, 0.f) : acc[4 * n];
-            const auto [weight, merged] = merge(old[r], lse[r]);  // first: its weight is 1
-            for (int n = 0; n < HS / 8; n++)
-                acc[4 * n] =
-                    make_float2(x[n].x - weight * (x[n].x - o[n][2 * r]), x[n].y - weight * (x[n].y - o[n][2 * r + 1]));
-            if (lane % 4 == 0) p.lse_acc[lse_row + t] = merged;
-        }
-        __syncwarp();
-    }
 };
 
-template <int HS, bool Partial>
+template <int HS, class Y>
 __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
                              1) void forward_kernel(const __grid_constant__ CUtensorMap q_map,
                                                     const __grid_constant__ CUtensorMap k_map,
@@ -494,7 +461,7 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
         setmaxnreg_inc<Tiles::ConsumerRegisters>();
         Consumer<HS> consumer(p, shared, warpgroup - 1);
         for (int i = 0;; i++) {
-            mbarrier_wait(shared.q_full(i % 2, warpgroup - 1), i / 2 & 1);
+            mbarrier_wait(shared.at(QFull, i % 2, warpgroup - 1), i / 2 & 1);
             Work w = shared.work[i % 2];
             w.b = __shfl_sync(~0u, w.b, 0), w.q0 = __shfl_sync(~0u, w.q0, 0);
             w.k_tiles = __shfl_sync(~0u, w.k_tiles, 0);
@@ -502,12 +469,9 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
             consumer.attend(w, i % 2);
             float lse[2];
             consumer.normalise(lse);
-            if constexpr (Partial)
-                consumer.merge_rows(w, lse);
-            else
-                consumer.store(w, lse, out_map);
+            consumer.template store<Y>(w, lse, out_map);
         }
-        if (!Partial && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
+        if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the reads
     }
 #endif
 }
@@ -517,69 +481,55 @@ __global__ __launch_bounds__(ForwardTiles<HS>::Threads,
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-template <int HS, bool Partial>
-void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, double* lse_acc, Heads<const bf16> q,
-                    Heads<const bf16> k, Heads<const bf16> v, const PartialShape& s) {
+template <int HS, class Y>
+void launch(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
     using Tiles = ForwardTiles<HS>;
+    const AttentionShape& s = c.s;
     // K and V of a group of heads stay in L2 (50 MB). Not less: each group ends with its short tiles, in which SMs
     // wait. And groups as alike as can be: a small last one begins its long tiles when the others have ended theirs.
     constexpr size_t kGroupBytes = 32 << 20;
     Problem p{};
-    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH, p.q_rows = s.rows_of_q();
-    p.shift = s.shift();
-    p.scale_log2 = s.scale_log2();
+    p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
+    p.shift = s.shift(), p.scale_log2 = s.scale_log2();
     p.tiles = ceil_div(s.Tq, Tiles::Br);
     const size_t most = std::clamp<size_t>(kGroupBytes / (4 * static_cast<size_t>(s.Tk) * HS), 1, p.heads);
     p.group = ceil_div(p.heads, ceil_div(p.heads, static_cast<int>(most)));
-    p.lse = lse, p.o_acc = o_acc, p.lse_acc = lse_acc;
+    p.lse = c.lse;
     const size_t items = static_cast<size_t>(p.tiles) * p.heads;
     if (items > INT_MAX / 2)
-        throw Error(format("flash_bf16_sm90: %zu tiles, more than %d: use a smaller batch", items, INT_MAX / 2));
+        throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, items, INT_MAX / 2));
     p.items = static_cast<int>(items);
     p.counter = launches++ % kCounters;
 
-    const CUtensorMap q_map = tensor_map("q", q, s.B, s.Tq, s.NH, HS, 64),
-                      k_map = tensor_map("k", k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
-                      v_map = tensor_map("v", v, s.B, s.Tk, s.NH, HS, Tiles::Bc),
-                      out_map = Partial ? q_map : tensor_map("out", out, s.B, s.Tq, s.NH, HS, 64);
-    const auto kernel = forward_kernel<HS, Partial>;
+    const CUtensorMap q_map = tensor_map("q", c.q, s.B, s.Tq, s.NH, HS, 64),
+                      k_map = tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Tiles::Bc),
+                      v_map = tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Tiles::Bc);
+    CUtensorMap out_map = q_map;
+    if constexpr (std::is_same_v<Y, float>)
+        p.out = c.out;
+    else
+        out_map = tensor_map("out", c.out, s.B, s.Tq, s.NH, HS, 64);
+    const auto kernel = forward_kernel<HS, Y>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::Smem));
     kernel<<<std::min(p.items, dev.num_sms), Tiles::Threads, Tiles::Smem, dev.stream>>>(q_map, k_map, v_map, out_map,
                                                                                         p);
-    LAUNCH_CHECK("flash_bf16_sm90");
+    LAUNCH_CHECK(kName);
 }
 
-template <bool Partial>
-void launch_forward(const Cuda& dev, Heads<bf16> out, float* lse, float* o_acc, double* lse_acc, Heads<const bf16> q,
-                    Heads<const bf16> k, Heads<const bf16> v, const PartialShape& s) {
-    check_shape(kName, s);
-    check_aligned(kName, "q", q);
-    check_aligned(kName, "k", k);
-    check_aligned(kName, "v", v);
-    if (Partial)
-        check_aligned(kName, "o_acc", o_acc);
-    else
-        check_aligned(kName, "out", out);
-    if (s.HS == 64)
-        launch_forward<64, Partial>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
-    else
-        launch_forward<128, Partial>(dev, out, lse, o_acc, lse_acc, q, k, v, s);
+template <class Y>
+void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
+    check_flash(kName, c);
+    with_head_size(c.s.HS, [&](auto HS) { launch<HS>(dev, c); });
 }
-
-void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
-    launch_forward<false>(dev, contiguous(out, s.T, s.NH, s.HS), lse, nullptr, nullptr, packed(qkv, s, 0),
-                          packed(qkv, s, 1), packed(qkv, s, 2), whole(s));
-}
-void forward_partial(const Cuda& dev, float* o_acc, double* lse, Heads<const bf16> q, Heads<const bf16> k,
-                     Heads<const bf16> v, const PartialShape& s) {
-    launch_forward<true>(dev, {}, nullptr, o_acc, lse, q, k, v, s);
-}
-
-const PartialForm<bf16> kPartial{forward_partial, flash_bf16_sm90_backward_partial,
-                                 flash_bf16_sm90_partial_scratch_bytes, flash_bf16_sm90_dq_sum_bytes,
-                                 flash_bf16_sm90_write_dq};
 
 }  // namespace
 
-const AttentionKernel<bf16> flash_bf16_sm90 = {
-    "flash_bf16_sm90", 90, true, no_bytes, flash_bf16_sm90_scratch_bytes, forward, flash_bf16_sm90_backward, &kPartial};
+const AttentionKernel<bf16> flash_bf16_sm90 = {kName,
+                                               90,
+                                               true,
+                                               no_bytes,
+                                               sm90_scratch_bytes,
+                                               forward<bf16>,
+                                               sm90_backward<bf16>,
+                                               forward<float>,
+                                               sm90_backward<float>};

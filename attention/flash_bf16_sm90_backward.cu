@@ -23,26 +23,23 @@
 //   senders  one for each consumer, which waits for the turn, sends dQ out of shared memory and passes the turn on
 //   storer   writes dK out of K's place in shared memory and dV out of dS's
 // The other two warpgroups are the consumers. Who waits for whom at an mbarrier, [2] by stage or consumer:
-//   k_full[2]     all others  ← loader: K is there, and which item it is
-//   k_empty[2]    loader      ← storer: dK has left; senders: they know the item
-//   v_full        consumers   ← loader: V is there
-//   v_empty       loader      ← consumers: the item's last dP is done
-//   q_full[2]     consumers   ← loader: Q, dO, lse and D are there
-//   q_empty[2]    loader      ← consumers: dK is done
-//   ds_full[2]    consumers   ← consumers: dS is there
-//   ds_empty[2]   consumers   ← consumers: dQ is done
-//   dq_full[2]    sender      ← consumer: dQ is in shared memory
-//   dq_empty[2]   consumer    ← sender: dQ has been read
-//   kv_done       storer      ← consumers: dK and dV are in their places
-//   kv_stored     consumers   ← storer: dV has left, so the next item may write dS
+//   KFull[2]      all others  ← loader: K is there, and which item it is
+//   KEmpty[2]     loader      ← storer: dK has left; senders: they know the item
+//   VFull         consumers   ← loader: V is there
+//   VEmpty        loader      ← consumers: the item's last dP is done
+//   QFull[2]      consumers   ← loader: Q, dO, lse and D are there
+//   QEmpty[2]     loader      ← consumers: dK is done
+//   DsFull[2]     consumers   ← consumers: dS is there
+//   DsEmpty[2]    consumers   ← consumers: dQ is done
+//   DqFull[2]     sender      ← consumer: dQ is in shared memory
+//   DqEmpty[2]    consumer    ← sender: dQ has been read
+//   KvDone        storer      ← consumers: dK and dV are in their places
+//   KvStored      consumers   ← storer: dV has left, so the next item may write dS
 //
-// The partial form is the same kernel. It adds dK and dV to the caller's fp32 and leaves dQ in the caller's sum, until
-// write_dq_kernel rounds it. Its query tiles are those of the sum, so the first may begin with queries that are not the
-// block's: rows of zeros.
+// Results in fp32 leave from the consumers' registers. A tile of them would not fit into shared memory at HS 128.
 //
-// Writes: dqkv (every element).  Partial form: adds into dq_sum, and adds into or writes dk, dv. write_dq writes dq.
-// Scratch: log2(e)·lse, D, turns, the ticket, and in the whole form dQ's sum in fp32. The kernels write all of it before
-// they read it.
+// Writes: dq, dk, dv (every element, in bf16 or fp32).
+// Scratch: log2(e)·lse, D, dQ's sum in fp32, turns and the ticket. The kernels write all of it before they read it.
 // Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <climits>
 #include <cmath>
@@ -50,6 +47,7 @@
 #include "attention/flash_bf16_sm90.h"
 #include "attention/sm90_backward_work.cuh"
 #include "layers/gpu/ptx_sm90.cuh"
+#include "layers/gpu/tensor_map.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
@@ -58,42 +56,72 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Before the main kernel: lse and D of each query, and counters to zero
+// Tiles, and what a launch covers
 
-struct Inputs {
-    Heads<const bf16> q, k, v, dout, out;
-    const float *lse, *D;  // D is null in the whole form, and out in the partial form
+constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
+
+// What lies where in shared memory: panels of 64 columns, rows of 128 bytes in TMA's 128-byte swizzle.
+template <int HS>
+struct Tiles {
+    static constexpr int Br = HS == 64 ? 128 : 64;  // queries; at HS 128 dK and dV take twice the registers
+    static constexpr int Bc = 128;                  // keys, 64 a warpgroup
+    static constexpr int KvBytes = Bc * HS * 2, QBytes = Br * HS * 2, DsBytes = Bc * Br * 2, DqBytes = Br * HS * 4,
+                         LseDBytes = Br * 8;
+    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dK leaves from K's place, dV from dS's.
+    static constexpr int K = 0, V = K + 2 * KvBytes, Q = V + KvBytes, Do = Q + 2 * QBytes, Ds = Do + 2 * QBytes,
+                         Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes, Control = LseD + 2 * LseDBytes;
+    static constexpr int Smem = Control + 24 * 8 + 2 * 8;  // mbarriers, items
+    static_assert(Smem <= 227 * 1024);
 };
 
+template <class Y>
+struct Results {  // bf16 leaves by TMA, fp32 from registers
+    std::conditional_t<std::is_same_v<Y, float>, Heads<float>, CUtensorMap> dq, dk, dv;
+};
+
+template <int HS, class Y>
+struct Args {
+    using Order = ::Order<Tiles<HS>::Br, Tiles<HS>::Bc>;
+    CUtensorMap q, k, v, dout;
+    Results<Y> to;
+    Order order;
+    float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
+    float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
+    float* dq_sum;            // (sum_heads, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
+    int* turns;               // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
+    int* ticket;              // the next item
+    __device__ float* sum(int bh, int i, int wg) const {
+        return dq_sum + order.sum_index(bh, i, wg) * (Tiles<HS>::DqBytes / 8);
+    }
+    __device__ int* turn(int bh, int i, int wg) const { return turns + order.turn_index(bh, i, wg); }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Before the main kernel: lse and D of each query, and counters to zero
+
 // One block for each query tile of a head. HS/8 lanes share a row.
-template <int HS>
-__global__ __launch_bounds__(1024) void prepare_kernel(const __grid_constant__ Inputs in,
-                                                       const __grid_constant__ Args args) {
+template <int HS, class Y>
+__global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, Heads<const bf16> out,
+                                                       Stats<const float> lse,
+                                                       const __grid_constant__ Args<HS, Y> args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     grid_allow_dependents();
     constexpr int Br = Tiles<HS>::Br, Lanes = HS / 8;
     static_assert(Br * Lanes == 1024);
     // Blocks that run together read whole tokens: the heads of one come one after the other.
-    const int h = blockIdx.x % args.NH, tile = blockIdx.x / args.NH % args.q_tiles,
-              b = blockIdx.x / args.NH / args.q_tiles, bh = b * args.NH + h;
+    const int q_tiles = args.order.q_tiles, h = blockIdx.x % args.order.NH, tile = blockIdx.x / args.order.NH % q_tiles,
+              b = blockIdx.x / args.order.NH / q_tiles, bh = b * args.order.NH + h;
     if (threadIdx.x == 0 && blockIdx.x == 0) *args.ticket = 0;
-    if (threadIdx.x < 2) args.turn[blockIdx.x * 2 + threadIdx.x] = 0;
-    const int row = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, t = tile * Br + row - args.before;
-    float lse = INFINITY, D = 0.f;
-    if (!in.D) {
-        const size_t read = min(t, args.Tq - 1), column = h * HS + lane * 8;  // whole form: t ≥ 0
-        const bf16 *dout = in.dout.ptr + b * in.dout.batch + read * in.dout.token + column,
-                   *out = in.out.ptr + b * in.out.batch + read * in.out.token + column;
-        D = dot8(*reinterpret_cast<const uint4*>(dout), *reinterpret_cast<const uint4*>(out));
-        for (int lanes = 1; lanes < Lanes; lanes *= 2) D += __shfl_xor_sync(~0u, D, lanes);
-    }
+    if (threadIdx.x < 2) args.turns[blockIdx.x * 2 + threadIdx.x] = 0;
+    const int row = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, t = tile * Br + row;
+    const size_t read = min(t, args.order.Tq - 1), column = h * HS + lane * 8;
+    float D = dot8(*reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch + read * dout.token + column),
+                   *reinterpret_cast<const uint4*>(out.ptr + b * out.batch + read * out.token + column));
+    for (int lanes = 1; lanes < Lanes; lanes *= 2) D += __shfl_xor_sync(~0u, D, lanes);
     if (lane > 0) return;
-    const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
-    const bool exists = t >= 0 && t < args.Tq - args.before;
-    if (exists && in.lse[at] != -INFINITY) lse = in.lse[at] * kLog2e;
-    if (in.D || !exists) D = exists ? in.D[at] : 0.f;
-    float* lse_D = args.lse_D + (static_cast<size_t>(bh) * args.q_tiles + tile) * 2 * Br + row;
-    lse_D[0] = lse, lse_D[Br] = D;
+    float* lse_D = args.lse_D + (static_cast<size_t>(bh) * q_tiles + tile) * 2 * Br + row;
+    lse_D[0] = t < args.order.Tq ? lse.ptr[bh * lse.head + t] * kLog2e : INFINITY;
+    lse_D[Br] = t < args.order.Tq ? D : 0.f;
 #endif
 }
 
@@ -101,130 +129,128 @@ __global__ __launch_bounds__(1024) void prepare_kernel(const __grid_constant__ I
 // Who waits for whom: the mbarriers by name, as addresses. Stage n % 2 is in its (n / 2)-th round; a full barrier is
 // waited for with the round's parity, an empty one with the opposite, so that the first round passes at once.
 
+enum Barrier { KFull, KEmpty, VFull, VEmpty, QFull, QEmpty, DsFull, DsEmpty, DqFull, DqEmpty, KvDone, KvStored };
+
 template <int HS>
 struct Control {
-    static constexpr int Items = Tiles<HS>::Control + 24 * 8;  // int2[2], in the keeping of k_full and k_empty
+    static constexpr int Items = Tiles<HS>::Control + 24 * 8;  // int2[2], in the keeping of KFull and KEmpty
     unsigned char* smem;
     uint32_t base;  // the same as an address of shared memory
 
-    __device__ uint32_t at(int index, int n) const { return base + Tiles<HS>::Control + 8 * (2 * index + (n & 1)); }
-    __device__ uint32_t k_full(int n) const { return at(0, n); }
-    __device__ uint32_t k_empty(int n) const { return at(1, n); }
-    __device__ uint32_t v_full() const { return at(2, 0); }
-    __device__ uint32_t v_empty() const { return at(3, 0); }
-    __device__ uint32_t q_full(int n) const { return at(4, n); }
-    __device__ uint32_t q_empty(int n) const { return at(5, n); }
-    __device__ uint32_t ds_full(int n) const { return at(6, n); }
-    __device__ uint32_t ds_empty(int n) const { return at(7, n); }
-    __device__ uint32_t dq_full(int wg) const { return at(8, wg); }
-    __device__ uint32_t dq_empty(int wg) const { return at(9, wg); }
-    __device__ uint32_t kv_done() const { return at(10, 0); }
-    __device__ uint32_t kv_stored() const { return at(11, 0); }
-
     __device__ void init() const {
-        constexpr int kAll = kConsumers, kArrivals[12] = {1, 3, 1, kAll, 1, kAll, kAll, kAll, kAll / 2, 1, kAll, 1};
-        for (int i = 0; i < 24; i++) mbarrier_init(at(i / 2, i), kArrivals[i / 2]);
+        constexpr int kAll = kConsumers;
+        constexpr int kArrivals[] = {1, 3, 1, kAll, 1, kAll, kAll, kAll, kAll / 2, 1, kAll, 1};  // in that order
+        for (int i = 0; i < 24; i++) mbarrier_init(at(Barrier(i / 2), i), kArrivals[i / 2]);
         fence_mbarrier_init();
     }
+    __device__ uint32_t at(Barrier barrier, int n = 0) const {  // n: stage or consumer
+        return base + Tiles<HS>::Control + 8 * (2 * barrier + (n & 1));
+    }
+
     // Waits for the item's K and says which it is.
     __device__ int2 wait_item(int item) const {
-        mbarrier_wait(k_full(item), item >> 1 & 1);
+        mbarrier_wait(at(KFull, item), item >> 1 & 1);
         const volatile int* at = reinterpret_cast<const volatile int*>(smem + Items) + 2 * (item & 1);
         return {at[0], at[1]};
     }
 };
 
-template <int HS, bool Partial>
-__device__ __forceinline__ void loader(const Args& args, const Control<HS>& control) {
+template <int HS, class Y>
+__device__ __forceinline__ void loader(const Args<HS, Y>& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     for (int item = 0, n = 0;; item++) {
         // Late, so that the longest do not pile up on one block.
-        const int2 next = item_of(args, atomicAdd(args.ticket, 1));
-        mbarrier_wait(control.k_empty(item), item >> 1 & 1 ^ 1);
+        const int2 next = args.order.item(atomicAdd(args.ticket, 1));
+        mbarrier_wait(control.at(KEmpty, item), item >> 1 & 1 ^ 1);
         volatile int* at = reinterpret_cast<volatile int*>(control.smem + control.Items) + 2 * (item & 1);
         at[0] = next.x, at[1] = next.y;
         if (next.x < 0) {
-            mbarrier_arrive(control.k_full(item));
+            mbarrier_arrive(control.at(KFull, item));
             return;
         }
-        const Work w = work_of<HS>(args, next.x, next.y);
-        const int b = w.bh / args.NH, h = w.bh % args.NH;
+        const Work w = args.order.work(next.x, next.y);
+        const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
         auto load = [&](int to, const CUtensorMap& map, uint32_t barrier, int rows, int t) {
             for (int d = 0; d < HS; d += 64) tma_load_4d(control.base + to + d * rows * 2, &map, barrier, d, h, t, b);
         };
         auto load_q = [&](int i) {
-            const uint32_t q_full = control.q_full(n), stage = n & 1;
-            mbarrier_wait(control.q_empty(n), n >> 1 & 1 ^ 1);
+            const uint32_t q_full = control.at(QFull, n), stage = n & 1;
+            mbarrier_wait(control.at(QEmpty, n), n >> 1 & 1 ^ 1);
             mbarrier_arrive_expect(q_full, 2 * T::QBytes + T::LseDBytes);
-            const int t = i * T::Br - (Partial ? args.before : 0);  // before row 0 are zeros, as behind the last
-            load(T::Q + stage * T::QBytes, args.q, q_full, T::Br, t);
-            load(T::Do + stage * T::QBytes, args.dout, q_full, T::Br, t);
+            load(T::Q + stage * T::QBytes, args.q, q_full, T::Br, i * T::Br);
+            load(T::Do + stage * T::QBytes, args.dout, q_full, T::Br, i * T::Br);
             bulk_load(control.base + T::LseD + stage * T::LseDBytes,
-                      args.lse_D + (static_cast<size_t>(w.bh) * args.q_tiles + i) * 2 * T::Br, T::LseDBytes, q_full);
+                      args.lse_D + (static_cast<size_t>(w.bh) * args.order.q_tiles + i) * 2 * T::Br, T::LseDBytes,
+                      q_full);
             n++;
         };
-        mbarrier_arrive_expect(control.k_full(item), T::KvBytes);
-        load(T::K + (item & 1) * T::KvBytes, args.k, control.k_full(item), T::Bc, w.k_tile * T::Bc);
+        mbarrier_arrive_expect(control.at(KFull, item), T::KvBytes);
+        load(T::K + (item & 1) * T::KvBytes, args.k, control.at(KFull, item), T::Bc, w.k_tile * T::Bc);
         load_q(w.i);
-        mbarrier_wait(control.v_empty(), item & 1 ^ 1);
-        mbarrier_arrive_expect(control.v_full(), T::KvBytes);
-        load(T::V, args.v, control.v_full(), T::Bc, w.k_tile * T::Bc);
+        mbarrier_wait(control.at(VEmpty), item & 1 ^ 1);
+        mbarrier_arrive_expect(control.at(VFull), T::KvBytes);
+        load(T::V, args.v, control.at(VFull), T::Bc, w.k_tile * T::Bc);
         for (int t = 1; t < w.left; t++) load_q(w.i + t * w.step);
     }
 }
 
 // Sends what consumer wg has of each dQ: 64 × 64.
-template <int HS, bool Partial>
-__device__ __forceinline__ void sender(const Args& args, const Control<HS>& control, int wg) {
+template <int HS, class Y>
+__device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS>& control, int wg) {
     using T = Tiles<HS>;
     const uint32_t dq_smem = control.base + T::Dq + wg * T::DqBytes / 2;
     for (int item = 0, n = 0;; item++) {
         const int2 next = control.wait_item(item);
         if (next.x < 0) return;
-        mbarrier_arrive(control.k_empty(item));
-        Work w = work_of<HS>(args, next.x, next.y);
-        const int b = w.bh / args.NH, h = w.bh % args.NH;
+        mbarrier_arrive(control.at(KEmpty, item));
+        Work w = args.order.work(next.x, next.y);
+        const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
         for (int i = w.i; w.left > 0; w.left--, i += w.step, n++) {
-            const int last = last_k_tile<HS>(args, i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
-            const bool begins = !Partial && turn == 0, ends = !Partial && turn == last;
+            const int last = args.order.last_k_tile(i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
-            const bool inherits = begins && w.bh + args.sum_heads < args.heads;
+            const int sum_heads = args.order.sum_heads;
+            const bool inherits = turn == 0 && w.bh + sum_heads < args.order.heads;
             const int wanted = inherits ? last + 1 : turn;
             if (wanted > 0)
-                while (load_acquire_gpu(turn_of(args, w.bh + (inherits ? args.sum_heads : 0), i, wg)) < wanted) {}
-            mbarrier_wait(control.dq_full(wg), n & 1);
-            float* sum = sum_of<HS>(args, w.bh, i, wg);
-            if (ends)
-                tma_store_4d(&args.dq, dq_smem, HS == 128 ? 64 * wg : 0, h, i * T::Br + (HS == 64 ? 64 * wg : 0), b);
-            else if (begins)
+                while (load_acquire_gpu(args.turn(w.bh + (inherits ? sum_heads : 0), i, wg)) < wanted) {}
+            mbarrier_wait(control.at(DqFull, wg), n & 1);
+            float* sum = args.sum(w.bh, i, wg);
+            if (turn == last) {  // dQ itself. In fp32 it has left
+                if constexpr (std::is_same_v<Y, bf16>)
+                    tma_store_4d(&args.to.dq, dq_smem, HS == 128 ? 64 * wg : 0, h, i * T::Br + (HS == 64 ? 64 * wg : 0),
+                                 b);
+            } else if (turn == 0) {
                 bulk_store(sum, dq_smem, T::DqBytes / 2);
-            else
+            } else {
                 bulk_add(sum, dq_smem, T::DqBytes / 2);
+            }
             bulk_commit();
             bulk_wait_read<0>();
-            mbarrier_arrive(control.dq_empty(wg));
+            mbarrier_arrive(control.at(DqEmpty, wg));
             bulk_wait<0>();
-            store_release_gpu(turn_of(args, w.bh, i, wg), turn + 1);
+            store_release_gpu(args.turn(w.bh, i, wg), turn + 1);
         }
     }
 }
 
-template <int HS, bool Partial>
-__device__ __forceinline__ void storer(const Args& args, const Control<HS>& control) {
+template <int HS, class Y>
+__device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     for (int item = 0;; item++) {
         const int2 next = control.wait_item(item);
         if (next.x < 0) return;
-        const int b = next.y / args.NH, h = next.y % args.NH, t = next.x * T::Bc;
-        mbarrier_wait(control.kv_done(), item & 1);
-        for (int d = 0; d < (Partial ? 0 : HS); d += 64) {
-            tma_store_4d(&args.dk, control.base + T::K + (item & 1) * T::KvBytes + d * T::Bc * 2, d, h, t, b);
-            tma_store_4d(&args.dv, control.base + T::Ds + d * T::Bc * 2, d, h, t, b);
+        const int b = next.y / args.order.NH, h = next.y % args.order.NH, t = next.x * T::Bc;
+        mbarrier_wait(control.at(KvDone), item & 1);
+        if constexpr (std::is_same_v<Y, bf16>) {
+            for (int d = 0; d < HS; d += 64) {
+                tma_store_4d(&args.to.dk, control.base + T::K + (item & 1) * T::KvBytes + d * T::Bc * 2, d, h, t, b);
+                tma_store_4d(&args.to.dv, control.base + T::Ds + d * T::Bc * 2, d, h, t, b);
+            }
         }
         bulk_commit();
         bulk_wait_read<0>();
-        mbarrier_arrive(control.k_empty(item));
-        mbarrier_arrive(control.kv_stored());
+        mbarrier_arrive(control.at(KEmpty, item));
+        mbarrier_arrive(control.at(KvStored));
     }
 }
 
@@ -280,74 +306,69 @@ __device__ __forceinline__ void add_product(float (&d)[HS / 8][4], const uint32_
 }
 
 // Sets what the tile's queries may not see, in the rows of this warp, to −∞.
-template <int HS>
-__device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Args& args, const Work& w, int row) {
+template <int HS, class Y>
+__device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Args<HS, Y>& args, const Work& w,
+                                     int row) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    const int k0 = w.k_tile * Bc, q0 = w.i * Br;
-    if (q0 + args.shift >= k0 + Bc - 1 && k0 + Bc <= args.Tk) return;
+    const int k0 = w.k_tile * Bc, q0 = w.i * Br, shift = args.order.shift;
+    if (q0 + shift >= k0 + Bc - 1 && k0 + Bc <= args.order.Tk) return;
     const int lane = lane_id();  // a register less in the loop
     for (int r = 0; r < 2; r++) {
         const int key = k0 + row + 8 * r + lane / 4;
         const int hidden =
-            (key < args.Tk ? key - args.shift - q0 : Br) - lane % 4 * 2;  // queries before it do not see it
+            (key < args.order.Tk ? key - shift - q0 : Br) - lane % 4 * 2;  // queries before it do not see it
         for (int c = 0; c < Br / 8; c++)
             for (int e = 0; e < 2; e++)
                 if (8 * c + e < hidden) s[c][2 * r + e] = -INFINITY;
     }
 }
 
+// Writes rows [row, row + 16) of factor·c to the tokens from t0 + row on, but none at or past `end`.
+template <int N>
+__device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor, float* head, size_t token, int t0,
+                                           int row, int end) {
+    const int lane = lane_id();
+    for (int r = 0; r < 2; r++) {
+        const int t = t0 + row + 8 * r + lane / 4;
+        float2* to = reinterpret_cast<float2*>(head + t * token) + lane % 4;
+        for (int n = 0; n < N && t < end; n++) to[4 * n] = make_float2(factor * c[n][2 * r], factor * c[n][2 * r + 1]);
+    }
+}
+
 // Gives dQ of query tile i, the n-th of this block, to the sender. The last key tile to add fetches the others' sum and
-// rounds what it becomes.
-template <int HS, bool Partial>
-__device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args& args, const Control<HS>& control, const Work& w,
-                                        int n, int i, int warp) {
+// makes dQ of it.
+template <int HS, class Y>
+__device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args<HS, Y>& args, const Control<HS>& control,
+                                        const Work& w, int n, int i, int warp) {
     using T = Tiles<HS>;
-    const int wg = warp / 4 - 1, last = last_k_tile<HS>(args, i);
-    const bool ends = !Partial && w.k_tile == (w.step > 0 ? 0 : last);
+    const int wg = warp / 4 - 1, last = args.order.last_k_tile(i);
+    const bool ends = w.k_tile == (w.step > 0 ? 0 : last);
     if (ends && last > 0) {
-        while (load_acquire_gpu(turn_of(args, w.bh, i, wg)) < last) {}
-        const float4* sum = reinterpret_cast<const float4*>(sum_of<HS>(args, w.bh, i, wg)) + threadIdx.x % 128;
+        while (load_acquire_gpu(args.turn(w.bh, i, wg)) < last) {}
+        const float4* sum = reinterpret_cast<const float4*>(args.sum(w.bh, i, wg)) + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) {
             const float4 x = __ldcg(sum + c * 128);
             dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
         }
     }
-    mbarrier_wait(control.dq_empty(wg), n & 1 ^ 1);
-    if (ends) {
-        round_tile(dq, args.scale, control.base + T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
-    } else {
+    mbarrier_wait(control.at(DqEmpty, wg), n & 1 ^ 1);
+    if (!ends) {
         float4* to = reinterpret_cast<float4*>(control.smem + T::Dq) + wg * 1024 + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) to[c * 128] = make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+    } else if constexpr (std::is_same_v<Y, bf16>) {
+        round_tile(dq, args.scale, control.base + T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
+    } else {
+        const Heads<float>& to = args.to.dq;
+        float* head = to.row(w.bh / args.order.NH, 0, w.bh % args.order.NH, HS) + (HS == 128 ? 64 * wg : 0);
+        store_rows(dq, args.scale, head, to.token, i * T::Br, (HS == 64 ? 64 * wg : 0) + 16 * (warp % 4),
+                   args.order.Tq);
     }
     fence_proxy_async();
-    mbarrier_arrive(control.dq_full(wg));
+    mbarrier_arrive(control.at(DqFull, wg));
 }
 
-// Partial form: adds 16 rows of dK and dV to the caller's, or writes them.
-template <int HS>
-__device__ __forceinline__ void put_dkv(const float (&dk)[HS / 8][4], const float (&dv)[HS / 8][4], const Args& args,
-                                        const Work& w, int row) {
-    const int lane = threadIdx.x % 32;
-    auto put = [&](float* to, float x, float y) {
-        if (args.write_dkv)
-            *reinterpret_cast<float2*>(to) = make_float2(x, y);
-        else
-            red_add_v2(to, x, y);  // waits for no answer; nobody else adds to these elements
-    };
-    const size_t row0 = static_cast<size_t>(w.bh / args.NH) * args.k_rows;
-    for (int r = 0; r < 2; r++) {
-        // Element (row lane/4, column 2·(lane % 4)) of a warp's 16×8 tiles.
-        const int key = w.k_tile * Tiles<HS>::Bc + row + 8 * r + lane / 4;
-        const size_t at = ((row0 + key) * args.NH + w.bh % args.NH) * HS + lane % 4 * 2;
-        for (int c = 0; c < HS / 8 && key < args.Tk; c++) {
-            put(args.dk_acc + at + 8 * c, dk[c][2 * r] * args.scale, dk[c][2 * r + 1] * args.scale);
-            put(args.dv_acc + at + 8 * c, dv[c][2 * r], dv[c][2 * r + 1]);
-        }
-    }
-}
-
-template <int HS, bool Partial>
-__device__ __forceinline__ void consumer(const Args& args, const Control<HS>& control) {
+template <int HS, class Y>
+__device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<HS>& control) {
     using T = Tiles<HS>;
     constexpr int Br = T::Br, Bc = T::Bc;
     const uint32_t base = control.base;
@@ -358,7 +379,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
 
     for (int item = 0, n = 0;; item++) {  // n: query tiles so far
         const int2 next = control.wait_item(item);
-        Work w = work_of<HS>(args, __shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0));  // uniform
+        Work w = args.order.work(__shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0));  // uniform
         if (w.k_tile < 0) break;
         const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
         const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
@@ -368,11 +389,11 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
         float dk[HS / 8][4] = {}, dv[HS / 8][4] = {}, dq[8][4] = {};
         float s[Br / 8][4];  // Sᵀ, then Pᵀ
         auto start_s = [&](int n) {
-            mbarrier_wait(control.q_full(n), n >> 1 & 1);
+            mbarrier_wait(control.at(QFull, n), n >> 1 & 1);
             multiply<HS>(s, k_rows, wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes));
         };
         auto start_dq = [&](int n) {
-            mbarrier_wait(control.ds_full(n), n >> 1 & 1);
+            mbarrier_wait(control.at(DsFull, n), n >> 1 & 1);
             const uint64_t ds_transposed =
                 wgmma_descriptor(base + T::Ds + (n & 1) * T::DsBytes + (HS == 64 ? wg * Bc * 128 : 0));
             wgmma_fence();
@@ -383,7 +404,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
 
         start_s(n);
         wgmma_commit();
-        mbarrier_wait(control.v_full(), item & 1);
+        mbarrier_wait(control.at(VFull), item & 1);
         const int first = n;
 #pragma unroll 1
         do {
@@ -407,10 +428,10 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             }
             add_product<HS>(dv, p, do_smem);
 
-            mbarrier_wait(control.ds_empty(n), n >> 1 & 1 ^ 1);
-            if (n == first) mbarrier_wait(control.kv_stored(), item & 1 ^ 1);  // the last item's dV has left
+            mbarrier_wait(control.at(DsEmpty, n), n >> 1 & 1 ^ 1);
+            if (n == first) mbarrier_wait(control.at(KvStored), item & 1 ^ 1);  // the last item's dV has left
             wgmma_wait<1>(dp);
-            if (w.left == 1) mbarrier_arrive(control.v_empty());
+            if (w.left == 1) mbarrier_arrive(control.at(VEmpty));
             uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
             for (int c = 0; c < Br / 8; c++) {
                 const float2 D = lse_D[Br / 2 + 4 * c];
@@ -422,7 +443,7 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
             for (int kk = 0; kk < Br / 16; kk++)
                 stmatrix_x4((ds_block ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128, ds[kk]);
             fence_proxy_async();
-            mbarrier_arrive(control.ds_full(n));
+            mbarrier_arrive(control.at(DsFull, n));
             // [quote]
             wgmma_wait<0>(dv);
             clear(s);
@@ -437,10 +458,10 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
 
             wgmma_wait<1>(dk, dq);  // the next Sᵀ runs on
             // [end]
-            mbarrier_arrive(control.q_empty(n));
+            mbarrier_arrive(control.at(QEmpty, n));
             if (n > first) {
-                mbarrier_arrive(control.ds_empty(n - 1));
-                send_dq<HS, Partial>(dq, args, control, w, n - 1, w.i - w.step, warp);
+                mbarrier_arrive(control.at(DsEmpty, n - 1));
+                send_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
             }
             n++, w.i += w.step;
         } while (--w.left > 0);
@@ -448,23 +469,25 @@ __device__ __forceinline__ void consumer(const Args& args, const Control<HS>& co
         start_dq(n - 1);
         wgmma_commit();
         wgmma_wait<0>(dk, dv, dq);
-        mbarrier_arrive(control.ds_empty(n - 1));
+        mbarrier_arrive(control.at(DsEmpty, n - 1));
 
-        if (Partial) {
-            put_dkv<HS>(dk, dv, args, w, row);
+        if constexpr (std::is_same_v<Y, float>) {
+            const int b = w.bh / args.order.NH, h = w.bh % args.order.NH, k0 = w.k_tile * Bc;
+            store_rows(dk, args.scale, args.to.dk.row(b, 0, h, HS), args.to.dk.token, k0, row, args.order.Tk);
+            store_rows(dv, 1.f, args.to.dv.row(b, 0, h, HS), args.to.dv.token, k0, row, args.order.Tk);
         } else {
             named_barrier_sync(2, kConsumers);  // nobody reads K and dS any more
             round_tile(dk, args.scale, k_smem, row, Bc);
             round_tile(dv, 1.f, base + T::Ds, row, Bc);
             fence_proxy_async();
         }
-        mbarrier_arrive(control.kv_done());
-        send_dq<HS, Partial>(dq, args, control, w, n - 1, w.i, warp);
+        mbarrier_arrive(control.at(KvDone));
+        send_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
     }
 }
 
-template <int HS, bool Partial>
-__global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_constant__ Args args) {
+template <int HS, class Y>
+__global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_constant__ Args<HS, Y> args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char smem[];
     const Control<HS> control{smem, smem_address(smem)};
@@ -472,46 +495,15 @@ __global__ __launch_bounds__(kThreads, 1) void backward_kernel(const __grid_cons
     __syncthreads();
     if (threadIdx.x >= 128) {
         setmaxnreg_inc<240>();
-        consumer<HS, Partial>(args, control);
+        consumer<HS>(args, control);
     } else {
         setmaxnreg_dec<24>();
-        // lse and D, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by k_full.
+        // lse and D, turns, the ticket and zeros are prepare_kernel's. The consumers are behind this by KFull.
         grid_wait_dependency();
-        if (threadIdx.x == 0) loader<HS, Partial>(args, control);  // a warp each, because lanes wait for one another
-        if (threadIdx.x == 32) sender<HS, Partial>(args, control, 0);
-        if (threadIdx.x == 64) sender<HS, Partial>(args, control, 1);
-        if (threadIdx.x == 96) storer<HS, Partial>(args, control);
-    }
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// After the last block: scale·(the sum of dQ), rounded, into rows. A block has a consumer's part of a query tile. A
-// thread has what four neighbours had of two rows and 8 columns, 16 bytes of each row.
-
-template <int HS>
-__global__ __launch_bounds__(256) void write_dq_kernel(Heads<bf16> dq, const float* dq_sum, int NH, int heads, int T,
-                                                       float scale) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int Br = Tiles<HS>::Br;
-    // Blocks of all heads of a row run together: their rows are neighbours.
-    const int wg = blockIdx.x % 2, bh = blockIdx.x / 2 % heads, i = blockIdx.x / 2 / heads;
-    const int c = threadIdx.x % 8, quad = threadIdx.x / 8;
-    const float4* sum = reinterpret_cast<const float4*>(dq_sum) +
-                        (static_cast<size_t>(bh) * (gridDim.x / 2 / heads) + i) * (Br * HS / 4) + wg * 1024 + c * 128 +
-                        quad * 4;
-    uint32_t rows[2][4];
-    for (int j = 0; j < 4; j++) {
-        const float4 x = sum[j];
-        rows[0][j] = pack_bf16(scale * x.x, scale * x.y);
-        rows[1][j] = pack_bf16(scale * x.z, scale * x.w);
-    }
-    const int first = i * Br + (HS == 64 ? 64 * wg : 0) + quad / 8 * 16 + quad % 8;
-    bf16* to = dq.ptr + bh / NH * dq.batch + bh % NH * HS + (HS == 128 ? 64 * wg : 0) + 8 * c;
-    for (int r = 0; r < 2; r++) {
-        const size_t t = first + 8 * r;
-        if (t < T)
-            *reinterpret_cast<uint4*>(to + t * dq.token) = make_uint4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]);
+        if (threadIdx.x == 0) loader<HS>(args, control);  // a warp each, because lanes wait for one another
+        if (threadIdx.x == 32) sender<HS>(args, control, 0);
+        if (threadIdx.x == 64) sender<HS>(args, control, 1);
+        if (threadIdx.x == 96) storer<HS>(args, control);
     }
 #endif
 }
@@ -521,105 +513,73 @@ __global__ __launch_bounds__(256) void write_dq_kernel(Heads<bf16> dq, const flo
 
 constexpr char kName[] = "flash_bf16_sm90";
 
-template <int HS, bool Partial>
-void launch(const Inputs& in, Args& args, void* scratch, const PartialShape& s, const Cuda& dev) {
+// Where each part of scratch begins.
+template <int HS>
+struct Scratch {
+    size_t dq_sum, turn, ticket, bytes;
+    explicit Scratch(const AttentionShape& s) {
+        const typename Args<HS, bf16>::Order order(s);
+        const size_t tiles = static_cast<size_t>(order.heads) * order.q_tiles;
+        dq_sum = tiles * Tiles<HS>::LseDBytes;
+        turn = dq_sum + order.sums * Tiles<HS>::DqBytes;
+        ticket = turn + 2 * tiles * sizeof(int);
+        bytes = ticket + sizeof(int);
+    }
+};
+
+template <int HS, class Y>
+void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     constexpr int Br = Tiles<HS>::Br, Bc = Tiles<HS>::Bc;
-    const Layout layout(s, Partial);
-    const size_t heads = static_cast<size_t>(s.B) * s.NH, tiles = heads * std::max(layout.q_tiles, layout.k_tiles);
+    const AttentionShape& s = c.s;
+    const typename Args<HS, Y>::Order order(s);
+    const Scratch<HS> scratch(s);
+    const size_t heads = order.heads, tiles = heads * std::max(order.q_tiles, order.k_tiles);
     if (tiles > INT_MAX / 4)
         throw Error(format("%s: %zu tiles, more than %d: use a smaller batch", kName, tiles, INT_MAX / 4));
-    char* at = static_cast<char*>(scratch);
-    // Of a batch with all heads the first layout.group would walk back.
-    const int all_heads = s.all_heads ? s.all_heads : s.NH;
-    args.back = layout.group / all_heads * s.NH + std::clamp(layout.group % all_heads - s.first_head, 0, s.NH);
-    args.first_head = s.first_head, args.period = backward_period(all_heads);
-    args.NH = s.NH, args.heads = s.B * s.NH, args.Tq = layout.before + s.Tq, args.Tk = s.Tk;
-    args.before = layout.before, args.q_rows = s.rows_of_q(), args.k_rows = s.rows_of_k();
-    args.write_dkv = s.write_dkv, args.shift = s.shift() - layout.before;
-    args.q_tiles = layout.q_tiles, args.k_tiles = layout.k_tiles;
-    args.group = layout.group, args.sum_heads = layout.sum_heads, args.masked = layout.masked;
-    args.scale = s.resolved_scale(), args.scale_log2 = s.scale_log2();
-    args.lse_D = reinterpret_cast<float*>(at);
-    args.sum_tiles = Partial ? ceil_div(s.rows_of_q(), Br) : layout.q_tiles;
-    args.dq_sum = Partial ? args.dq_sum + static_cast<size_t>(s.q_begin / Br) * Br * HS
-                          : reinterpret_cast<float*>(at + layout.dq_sum);
-    args.turn = reinterpret_cast<int*>(at + layout.turn), args.ticket = reinterpret_cast<int*>(at + layout.ticket);
-    args.q = tensor_map("q", in.q, s.B, s.Tq, s.NH, HS, Br), args.k = tensor_map("k", in.k, s.B, s.Tk, s.NH, HS, Bc);
-    args.v = tensor_map("v", in.v, s.B, s.Tk, s.NH, HS, Bc);
-    args.dout = tensor_map("dout", in.dout, s.B, s.Tq, s.NH, HS, Br);
+    char* at = static_cast<char*>(c.scratch);
+    Args<HS, Y> args{tensor_map("q", c.q, s.B, s.Tq, s.NH, HS, Br),
+                     tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Bc),
+                     tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Bc),
+                     tensor_map("dout", c.dout, s.B, s.Tq, s.NH, HS, Br),
+                     {},
+                     order,
+                     s.resolved_scale(),
+                     s.scale_log2(),
+                     reinterpret_cast<float*>(at),
+                     reinterpret_cast<float*>(at + scratch.dq_sum),
+                     reinterpret_cast<int*>(at + scratch.turn),
+                     reinterpret_cast<int*>(at + scratch.ticket)};
+    if constexpr (std::is_same_v<Y, float>)
+        args.to = {c.dq, c.dk, c.dv};
+    else
+        args.to = {tensor_map("dq", c.dq, s.B, s.Tq, s.NH, HS, 64), tensor_map("dk", c.dk, s.B, s.Tk, s.NH, HS, Bc),
+                   tensor_map("dv", c.dv, s.B, s.Tk, s.NH, HS, Bc)};
 
-    prepare_kernel<HS><<<static_cast<unsigned>(heads * layout.q_tiles), 1024, 0, dev.stream>>>(in, args);
+    prepare_kernel<HS, Y>
+        <<<static_cast<unsigned>(heads * order.q_tiles), 1024, 0, dev.stream>>>(c.dout, c.out, c.lse, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");
-    const auto kernel = backward_kernel<HS, Partial>;
+    const auto kernel = backward_kernel<HS, Y>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles<HS>::Smem));
     cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(std::min<size_t>(heads * layout.k_tiles, dev.num_sms));
+    config.gridDim = static_cast<unsigned>(std::min<size_t>(heads * order.k_tiles, dev.num_sms));
     config.blockDim = kThreads, config.dynamicSmemBytes = Tiles<HS>::Smem;
     config.stream = dev.stream, config.attrs = &overlap, config.numAttrs = 1;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-void check_problem(const Inputs& in, const PartialShape& s, const void* scratch) {
-    check_shape(kName, s);
-    for (const auto& [name, x] : {std::pair("q", in.q), {"k", in.k}, {"v", in.v}, {"dout", in.dout}})
-        check_aligned(kName, name, x);
-    check_aligned(kName, "scratch", scratch);
-}
-
 }  // namespace
 
-void flash_bf16_sm90_backward(const Cuda& dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* out,
-                              const float* lse, const bf16*, const bf16* qkv, const AttentionShape& s) {
-    const Heads<const bf16> douts = contiguous(dout, s.T, s.NH, s.HS), outs = contiguous(out, s.T, s.NH, s.HS);
-    const Inputs in{packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), douts, outs, lse, nullptr};
-    check_problem(in, whole(s), scratch);
-    check_aligned(kName, "out", in.out);
-    check_aligned(kName, "dqkv", packed(dqkv, s, 0));
-    Args args{};
-    args.dq = tensor_map("dq", packed(dqkv, s, 0), s.B, s.T, s.NH, s.HS, 64);
-    args.dk = tensor_map("dk", packed(dqkv, s, 1), s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
-    args.dv = tensor_map("dv", packed(dqkv, s, 2), s.B, s.T, s.NH, s.HS, Tiles<64>::Bc);
-    with_head_size(s.HS, [&](auto HS) { launch<HS, false>(in, args, scratch, whole(s), dev); });
+template <class Y>
+void sm90_backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
+    check_flash(kName, c);
+    with_head_size(c.s.HS, [&](auto HS) { launch<HS>(dev, c); });
 }
+template void sm90_backward(const Cuda&, const AttentionBackward<bf16, bf16>&);
+template void sm90_backward(const Cuda&, const AttentionBackward<bf16, float>&);
 
-void flash_bf16_sm90_backward_partial(const Cuda& dev, float* dq_sum, float* dk, float* dv, void* scratch,
-                                      Heads<const bf16> q, Heads<const bf16> k, Heads<const bf16> v,
-                                      Heads<const bf16> dout, const float* lse, const float* D, const PartialShape& s) {
-    const Inputs in{q, k, v, dout, {}, lse, D};
-    check_problem(in, s, scratch);
-    check_aligned(kName, "dq_sum", dq_sum);
-    check_aligned(kName, "dk", dk);
-    check_aligned(kName, "dv", dv);
-    Args args{};
-    args.dq_sum = dq_sum, args.dk_acc = dk, args.dv_acc = dv;
-    with_head_size(s.HS, [&](auto HS) { launch<HS, true>(in, args, scratch, s, dev); });
-}
-
-size_t flash_bf16_sm90_dq_sum_bytes(const PartialShape& s) {
-    const int Br = Layout::rows_of_tile(s.HS);
-    return static_cast<size_t>(s.B) * s.NH * ceil_div(s.rows_of_q(), Br) * Br * s.HS * sizeof(float);
-}
-void flash_bf16_sm90_write_dq(const Cuda& dev, Heads<bf16> dq, const float* dq_sum, const PartialShape& s) {
-    check_shape(kName, s);
-    check_aligned(kName, "dq", dq);
-    check_aligned(kName, "dq_sum", dq_sum);
-    const int heads = s.B * s.NH, T = s.rows_of_q();
-    const size_t blocks = 2 * static_cast<size_t>(heads) * ceil_div(T, Layout::rows_of_tile(s.HS));
-    if (blocks > INT_MAX)
-        throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", kName, blocks, INT_MAX));
-    with_head_size(s.HS, [&](auto HS) {
-        write_dq_kernel<HS>
-            <<<static_cast<unsigned>(blocks), 256, 0, dev.stream>>>(dq, dq_sum, s.NH, heads, T, s.resolved_scale());
-    });
-    LAUNCH_CHECK("flash_bf16_sm90 write_dq_kernel");
-}
-
-size_t flash_bf16_sm90_partial_scratch_bytes(const PartialShape& s) {
-    return Layout(s, true).bytes;
-}
-size_t flash_bf16_sm90_scratch_bytes(const AttentionShape& s) {
-    return Layout(whole(s), false).bytes;
+size_t sm90_scratch_bytes(const AttentionShape& s) {
+    return s.HS == 64 ? Scratch<64>(s).bytes : Scratch<128>(s).bytes;
 }

@@ -17,22 +17,19 @@
 // its own largest magnitude.
 //
 // Backward's D comes from the same MMAs as dP, as the diagonal of dO Oᵀ. So dP − D is exactly 0 where one key has all the
-// weight. In the whole form two sums of a row show errors that all its keys share. Its dS should add up to
+// weight. In a call with all of a row's keys two sums show errors that these share. The row's dS should add up to
 // 0, and what they add up to is D's error. Its P should add up to 1, and what is missing is lse's error. dq_kernel
-// corrects dQ, and D and lse for dkdv_kernel. It walks rows of few keys twice. The partial form sees only part of a row.
+// corrects dQ, and D and lse for dkdv_kernel. It walks rows of few keys twice. A call with some of the keys has lse_rest.
 //
-// Writes: forward out and lse, backward dqkv (every element). The partial form merges into o_acc and lse, adds into
-// dq_sum, and adds into or writes dk and dv.
-// Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, q_rows), which dq_kernel writes for dkdv_kernel.
+// Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).
+// Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
 // Limits: HS in {64, 128}, any T ≥ 1, scale > 0. A NaN or infinity spreads over the tile it is in.
 // Run: ./dev/bench_attention --kernel flash_fp16x3
 #include <cfloat>
-#include <climits>
 #include <cmath>
 
-#include "attention/forms.h"
 #include "attention/fp16_pairs.cuh"
-#include "attention/merge.cuh"
+#include "attention/log.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"
@@ -74,6 +71,7 @@ struct DkdvTiles {
 
 constexpr float kPScale = 0x1p14f;  // the tensor cores get P times this, and P ≤ 2
 constexpr float kLn2 = static_cast<float>(M_LN2), kLn2Rest = static_cast<float>(M_LN2 - kLn2);
+constexpr float kLog2eRest = static_cast<float>(M_LOG2E - kLog2e);
 
 // s (16·M × 8·N) += Q Kᵀ, with Q's hi part in registers. The large terms go in two chains as in product_abt, so that
 // backward's S has the same bits.
@@ -167,48 +165,19 @@ struct Softmax {
         for (int i = 0; i < M; i++)
             for (int r = 0; r < 2; r++) {
                 const float sum = quad_sum(l[i][r]);
-                const bool unseen = sum == 0.f;  // the row saw no key, as any other sum is at least 1/2, or NaN
-                const float inverse = unseen ? 0.f : 1.f / sum;
-                lse[i][r] = unseen ? -INFINITY : fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
+                lse[i][r] = fmaf(m[i][r], kLn2, fmaf(m[i][r], kLn2Rest, logf(sum)));
                 l[i][r] = sum;
-                scale_row(o, i, r, inverse);
+                scale_row(o, i, r, 1.f / sum);
             }
     }
-
-    // The partial form's end. Merges the rows into o_acc and lse_acc (merge.cuh).
-    __device__ __forceinline__ void merge_rows(const float (&o)[M][HS / 8][4], const float (&lse)[M][2],
-                                               const ForwardArgs<float>& args, const Work& w, size_t lse_row,
-                                               int first_row) const {
-        const Problem<float>& p = args.p;
-        const size_t token = static_cast<size_t>(p.NH) * HS;
-        const int lane = threadIdx.x % 32;
-#pragma unroll  // else the compiler keeps the loop at HS 64, because it has a `continue`, and O in local memory
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++) {
-                const int row = first_row + 16 * i + 8 * r;
-                if (row >= p.Tq || lse[i][r] == -INFINITY) continue;
-                const double old = args.lse_acc[lse_row + row], own = m[i][r] * M_LN2 + log_of(l[i][r]);
-                const bool heavier = own > old;  // true if ours is. The lighter part's weight is σ(−|own − old|)
-                const Merge merged = merge(heavier ? own : old, heavier ? old : own);
-                const float weight = merged.weight;
-                float* o_acc = args.o_acc + (static_cast<size_t>(w.b) * p.q_rows + row) * token + w.h * HS;
-                float2* acc = reinterpret_cast<float2*>(o_acc) + lane % 4;
-                auto blend = [&](float theirs, float ours) {
-                    const float x = heavier ? ours : theirs, y = heavier ? theirs : ours;
-                    return old == -INFINITY ? ours : x - weight * (x - y);
-                };
-                for (int n = 0; n < HS / 8; n++) {
-                    const float2 x = acc[4 * n];
-                    acc[4 * n] = make_float2(blend(x.x, o[i][n][2 * r]), blend(x.y, o[i][n][2 * r + 1]));
-                }
-                __syncwarp(0xfu << lane / 4 * 4);  // the row's four lanes have read its lse
-                if (lane % 4 == 0) args.lse_acc[lse_row + row] = merged.lse;
-            }
+    // What rounding took from lse.
+    __device__ __forceinline__ float rest(int i, int r, float lse) const {
+        return static_cast<float>(m[i][r] * M_LN2 + log_of(l[i][r]) - lse);
     }
 };
 
 template <int HS>
-__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<float> args) {
+__global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_constant__ ForwardArgs<float, float> args) {
 #if __CUDA_ARCH__ >= 800
     using Tiles = ForwardTiles<HS>;
     constexpr int Br = Tiles::Br, Bc = Tiles::Bc, Sub = Tiles::Sub, M = kM<HS>;
@@ -218,7 +187,7 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
     const KV kv{smem};
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, true);
+    if (threadIdx.x == 0) w = work_of(p, true);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     auto first_q = [&] { return w.tile * Br + warp_row; };  // the warp's
@@ -288,17 +257,15 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 
     float lse[M][2];
     softmax.finish(o, lse);
-    const size_t lse_row = static_cast<size_t>(w.bh) * p.q_rows;
     const int q0 = w.tile * Br, first_row = first_q() + lane / 4;
-    if (args.o_acc) {
-        softmax.merge_rows(o, lse, args, w, lse_row, first_row);
-    } else {
-        for (int i = 0; i < M; i++)
-            for (int r = 0; r < 2; r++)
-                if (lane % 4 == 0 && first_row + 16 * i + 8 * r < p.Tq)
-                    args.lse[lse_row + first_row + 16 * i + 8 * r] = lse[i][r];
-        add_tile<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0, false);
-    }
+    for (int i = 0; i < M; i++)
+        for (int r = 0; r < 2; r++) {
+            const int t = first_row + 16 * i + 8 * r;
+            if (lane % 4 > 0 || t >= p.Tq) continue;
+            args.lse.ptr[w.bh * args.lse.head + t] = lse[i][r];
+            if (args.lse_rest.ptr) args.lse_rest.ptr[w.bh * args.lse_rest.head + t] = softmax.rest(i, r, lse[i][r]);
+        }
+    store_rows<HS>(o, warp_row, head_of(args.out, w, HS) + q0 * args.out.token, args.out.token, p.Tq - q0);
 #endif
 }
 
@@ -307,12 +274,11 @@ __global__ __launch_bounds__(kThreads, 2) void forward_kernel(const __grid_const
 
 struct BackwardArgs {
     Problem<float> p;
-    Heads<const float> dout, out;  // out in the whole form only
-    const float *lse, *D;          // D in the partial form only
-    float2* lse_D;   // (B, NH, q_rows) {log2(e)·lse, D·factor}, with +inf as lse of a row that sees no key
-    float* factors;  // (B, NH, q_rows) P's factor, for what log2(e)·lse has no bits for
+    Heads<const float> dout, out;
+    Stats<const float> lse, lse_rest;  // lse_rest is null in a call with all of its rows' keys
+    float2* lse_D;                     // (B, NH, Tq) {log2(e)·lse, D·factor}
+    float* factors;                    // (B, NH, Tq) P's factor, for what log2(e)·lse has no bits for
     Heads<float> dq, dk, dv;
-    bool add_dq, add_dkv;  // whether to add into dq, and into dk and dv, rather than write them
 };
 
 // The bits of the largest magnitude in the warp's tile of dS.
@@ -343,8 +309,8 @@ __device__ __forceinline__ RowError settle(float& dS_sum, uint32_t& P_sum, float
     return {dS, static_cast<float>(static_cast<int>(P - (1u << 30))) * 0x1p-30f};
 }
 
-// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. The whole form makes D
-// of O, which lies where Q will lie.
+// Splits Q and dO of the warp's rows into shared memory and finds their units, log2(e)·lse and D. O lies where Q will
+// lie.
 template <int HS, int M, class FirstRow>
 __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (&lse_log2)[M][2], float (&D)[M][2],
                                           unsigned char* q_rows, const BackwardArgs& args, const Work& w,
@@ -355,26 +321,23 @@ __device__ __forceinline__ void load_rows(float& q_unit, float& do_unit, float (
     const int lane = threadIdx.x % 32;
     const int src_lane = lane / 4 * 4 + lane / 8;  // has, in its columns, the diagonal of row lane/4
     do_unit = keep_rows<HS, Rows, QLo>(q_rows + 2 * QLo, head_of(args.dout, w, HS), args.dout.token, first_q(), p.Tq);
-    float d[M][2 * M][4] = {}, d_unit = 0.f;
-    if (!args.D) {
-        d_unit = do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
-        __syncwarp();
-        product_abt<HS, 1>(d, do_tile, q_tile);
-        __syncwarp();  // Q takes O's place
-    }
+    float d[M][2 * M][4] = {};
+    const float d_unit =
+        do_unit * keep_rows<HS, Rows, QLo>(q_rows, head_of(args.out, w, HS), args.out.token, first_q(), p.Tq);
+    __syncwarp();
+    // Always so. The branch keeps 8 bytes from spilling.
+    if (args.out.ptr) product_abt<HS, 1>(d, do_tile, q_tile);
+    __syncwarp();  // Q takes O's place
     q_unit = keep_rows<HS, Rows, QLo>(q_rows, head_of(p.q, w, HS), p.q.token, first_q(), p.Tq);
     __syncwarp();
     for (int i = 0; i < M; i++)
         for (int r = 0; r < 2; r++) {
             const int t = first_q() + 16 * i + 8 * r + lane / 4;
-            const size_t at = static_cast<size_t>(w.bh) * p.q_rows + t;
             const float* diagonal = d[i][2 * i + r] + 2 * r;
-            const float lse = t < p.Tq ? args.lse[at] : -INFINITY;
-            const float own_D = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
-            // An infinite lse makes P 0 in a row that sees no key or is past Tq. Past Tq S is 0, so with a finite
-            // lse P = e^−lse could be infinite and spoil the scale that the warp's rows share.
-            lse_log2[i][r] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-            D[i][r] = !args.D ? own_D : t < p.Tq ? args.D[at] : 0.f;
+            // An infinite lse makes P 0 in a row past Tq. There S is 0, so with a finite lse P = e^−lse could be
+            // infinite and spoil the scale that the warp's rows share.
+            lse_log2[i][r] = t < p.Tq ? args.lse.ptr[w.bh * args.lse.head + t] * kLog2e : INFINITY;
+            D[i][r] = d_unit * __shfl_sync(~0u, lane / 4 % 2 ? diagonal[1] : diagonal[0], src_lane);
         }
 }
 
@@ -390,7 +353,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     const KV kv{smem + 4 * QLo};
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, true);
+    if (threadIdx.x == 0) w = work_of(p, true);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
     auto first_q = [&] { return w.tile * Br + static_cast<int>(thread_again() / 32 * Rows); };  // the warp's
@@ -400,7 +363,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
         kv.copy(p.k, p.v, w, j * Bc, p.Tk);
         cp_async_commit();
     };
-    if (k_tiles > 0) copy_kv(0);
+    copy_kv(0);
 
     unsigned char* q_rows = smem + warp_row * HS * 2;
     const PairTile<QLo> q_tile{smem_address(q_rows)}, do_tile = q_tile.at(2 * QLo);
@@ -415,7 +378,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
 
     // Rows of few keys are walked twice, the first time for D and lse alone. Longer rows are corrected by the mean key,
     // but the weights of few keys are too unlike for that.
-    const bool whole_row = !args.D;
+    const bool whole_row = !args.lse_rest.ptr;
     auto few_keys = [&] { return whole_row && k_tiles <= Br / Bc; };
     auto tile_of = [&](int n) { return n < 0 ? n + k_tiles : n; };
     for (int n = few_keys() ? -k_tiles : 0; n < k_tiles; n++) {
@@ -488,7 +451,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
         for (int r = 0; r < 2; r++) {
             const unsigned thread = thread_again();
             const int t = w.tile * Br + thread / 32 * Rows + 16 * i + 8 * r + thread % 32 / 4;
-            const size_t at = static_cast<size_t>(w.bh) * p.q_rows + min(t, p.Tq - 1);
+            const int row = min(t, p.Tq - 1);
+            const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
             float change;  // of log2(e)·lse
             if (whole_row) {
                 const RowError error = settle(dS_sum[i][r], P_sum[i][r], D[i][r]);
@@ -496,20 +460,22 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 for (int n = 0; n < HS / 8; n++)
                     dq[i][n][2 * r] -= error.dS * k_mean[n].x, dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
             } else {
-                // what rounding took from lse_log2
-                change = lse_log2[i][r] == INFINITY ? 0.f : fmaf(args.lse[at], kLog2e, -lse_log2[i][r]);
+                // What rounding took from lse_log2, from log2(e) and from lse.
+                const float lse = args.lse.ptr[w.bh * args.lse.head + row],
+                            rest = args.lse_rest.ptr[w.bh * args.lse_rest.head + row];
+                change = fmaf(lse, kLog2e, -lse_log2[i][r]) + (lse * kLog2eRest + rest * kLog2e);
             }
             const float factor = p.scale * (1.f - kLn2 * change);
             scale_row(dq, i, r, factor);
             if (thread % 4 == 0 && t < p.Tq) {  // for dkdv_kernel
                 const float lse = lse_log2[i][r] + change;
-                const float rest = lse == INFINITY ? 0.f : (lse_log2[i][r] - lse) + change, f = 1.f - kLn2 * rest;
+                const float rest = (lse_log2[i][r] - lse) + change, f = 1.f - kLn2 * rest;
                 args.lse_D[at] = make_float2(lse, D[i][r] * f);
                 args.factors[at] = f;
             }
         }
-    add_tile<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token, p.Tq - w.tile * Br,
-                 args.add_dq);
+    store_rows<HS>(dq, warp_row, head_of(args.dq, w, HS) + w.tile * Br * args.dq.token, args.dq.token,
+                   p.Tq - w.tile * Br);
 #endif
 }
 
@@ -526,7 +492,7 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
     unsigned char* lse_D_smem = smem + 4 * KLo + 4 * QdO::Pair;  // two stages of lse_D, then of factors
 
     __shared__ Work w;  // the loops leave no register for it
-    if (threadIdx.x == 0) w = work_of_block(p, false);
+    if (threadIdx.x == 0) w = work_of(p, false);
     __syncthreads();
     const int warp_row = threadIdx.x / 32 * Rows, lane = threadIdx.x % 32;
     auto first_k = [&] { return w.tile * Bc + warp_row; };      // the warp's
@@ -539,14 +505,14 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
         const int row = j * Br + threadIdx.x;
         q_do.copy(p.q, args.dout, w, j * Br, p.Tq);
         if (threadIdx.x < Br) {
-            const size_t at = static_cast<size_t>(w.bh) * p.q_rows + row;
+            const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
             const uint32_t stage = smem_address(lse_D_smem), i = (j & 1) * Br + threadIdx.x;
             cp_async_8(stage + i * 8, args.lse_D + at, row < p.Tq);
             cp_async_4(stage + 16 * Br + i * 4, args.factors + at, row < p.Tq);
         }
         cp_async_commit();
     };
-    if (first_tile < q_tiles) copy_q(first_tile);
+    copy_q(first_tile);
 
     unsigned char* k_rows = smem + warp_row * HS * 2;
     __shared__ float2 units[kWarps];  // of K and V. The loop leaves no register for them
@@ -616,8 +582,8 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
 
     scale(dk, p.scale);
     const int k0 = w.tile * Bc;
-    add_tile<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0, args.add_dkv);
-    add_tile<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0, args.add_dkv);
+    store_rows<HS>(dk, warp_row, head_of(args.dk, w, HS) + k0 * args.dk.token, args.dk.token, p.Tk - k0);
+    store_rows<HS>(dv, warp_row, head_of(args.dv, w, HS) + k0 * args.dv.token, args.dv.token, p.Tk - k0);
 #endif
 }
 
@@ -626,28 +592,26 @@ __global__ __launch_bounds__(kThreads, 2) void dkdv_kernel(const __grid_constant
 
 constexpr char kName[] = "flash_fp16x3";
 
-void check_length(const PartialShape& s) {
-    if (std::max(s.Tq, s.Tk) > INT_MAX / 4)
-        throw Error(format("%s: Tq %d, Tk %d: at most %d fit a launch", kName, s.Tq, s.Tk, INT_MAX / 4));
+template <class Call>
+void check_call(const Call& c) {
+    check_flash(kName, c);
+    if (std::max(c.s.Tq, c.s.Tk) > INT_MAX / 4)
+        throw Error(format("%s: Tq %d, Tk %d: at most %d fit a launch", kName, c.s.Tq, c.s.Tk, INT_MAX / 4));
 }
-void forward(const Cuda& dev, const ForwardCall<float>& c) {
-    check_length(c.s);
-    const ForwardArgs<float> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, c.o_acc, c.lse_acc};
+void forward(const Cuda& dev, const AttentionForward<float>& c) {
+    check_call(c);
+    const ForwardArgs<float, float> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, c.lse_rest};
     with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
         launch(kName, forward_kernel<HS>, args, ceil_div(c.s.Tq, Tiles::Br), c.s.Tk, HS, kThreads, Tiles::Smem, dev);
     });
 }
-void backward(const Cuda& dev, const BackwardCall<float>& c) {
-    check_length(c.s);
-    const bool partial = c.D;
-    BackwardArgs args{};
-    args.p = problem(c.q, c.k, c.v, c.s);
-    args.dout = c.dout, args.out = c.out, args.lse = c.lse, args.D = c.D;
-    args.lse_D = static_cast<float2*>(c.scratch);
-    args.factors = reinterpret_cast<float*>(args.lse_D + static_cast<size_t>(args.p.heads) * args.p.q_rows);
-    args.dq = partial ? c.dq_sum : c.dq, args.add_dq = partial;
-    args.dk = partial ? c.dk_sum : c.dk, args.dv = partial ? c.dv_sum : c.dv, args.add_dkv = partial && !c.s.write_dkv;
+void backward(const Cuda& dev, const AttentionBackward<float>& c) {
+    check_call(c);
+    float2* lse_D = static_cast<float2*>(c.scratch);
+    float* factors = reinterpret_cast<float*>(lse_D + c.s.rows());
+    const BackwardArgs args{
+        problem(c.q, c.k, c.v, c.s), c.dout, c.out, c.lse, c.lse_rest, lse_D, factors, c.dq, c.dk, c.dv};
     with_head_size(c.s.HS, [&](auto HS) {
         using Dq = DqTiles<HS>;
         using Dkdv = DkdvTiles<HS>;
@@ -655,10 +619,11 @@ void backward(const Cuda& dev, const BackwardCall<float>& c) {
         launch(kName, dkdv_kernel<HS>, args, ceil_div(c.s.Tk, Dkdv::Bc), c.s.Tq, HS, kThreads, Dkdv::Smem, dev);
     });
 }
-size_t scratch_bytes(const PartialShape& s, bool) {
-    return static_cast<size_t>(s.B) * s.NH * s.rows_of_q() * (sizeof(float2) + sizeof(float));
+size_t scratch_bytes(const AttentionShape& s) {
+    return s.rows() * (sizeof(float2) + sizeof(float));
 }
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp16x3 = BothForms<float, kName, forward, backward, scratch_bytes>::kernel(80);
+const AttentionKernel<float> flash_fp16x3 = {kName,   80,       true,    no_bytes, scratch_bytes,
+                                             forward, backward, forward, backward};

@@ -19,13 +19,12 @@
 // dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
 // query tile's counter. So there are no atomics on floats, and every run gives the same bits.
 //
-// Writes: forward out, lse; backward dqkv (every element).  Scratch: D, lse_rest and the counters.
-// Partial form: updates o_acc and lse, adds into dq_sum, and adds into or writes dk, dv.
+// Writes: forward out, lse, lse_rest; backward dq, dk, dv (every element).  Scratch: D, lse_rest and the counters.
 // Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <climits>
 
-#include "attention/forms.h"
-#include "attention/merge.cuh"
+#include "attention/launch.h"
+#include "attention/log.cuh"
 #include "layers/gpu/ptx_sm80.cuh"  // exp2_approx, kLog2e
 
 namespace {
@@ -35,7 +34,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;  // a warp for each scheduler of an SM
 constexpr int kLaneRows = 4, kLaneCols = 8;        // a warp's lanes as a grid
-constexpr int kTerms = 16;  // terms of a dot product that are summed in one go, as in attention_D
+constexpr int kTerms = 16;                         // terms of a dot product that are summed in one go, as in D_kernel
 
 // Br query rows and Bc keys. Two blocks share an SM where shared memory allows, so that one computes while the other
 // loads or waits at a barrier.
@@ -179,53 +178,35 @@ __device__ void matmul_tn(float (&acc)[M][N], const float* a, int a_row, const f
 // Forward
 
 struct ForwardArgs {
-    float* out;           // (B,Tq,NH,HS)
-    float* lse;           // (B,NH,Tq), whole form
-    double* lse_acc;      // partial form, where out and lse_acc hold the state of earlier calls
-    const float* lse_in;  // for lse_rest_kernel, what forward wrote
-    float* lse_rest;      // written by lse_rest_kernel, null otherwise
     Heads<const float> q, k, v;
+    Heads<float> out;
+    Stats<float> lse, lse_rest;  // lse_rest may be null. lse_rest_kernel reads lse
     int Tq, Tk, NH;
-    int q_rows;  // of out and lse (see PartialShape)
-    int shift;   // query i sees the keys j ≤ i + shift
+    int shift;  // query i sees the keys j ≤ i + shift
     float scale;
 };
 
-// Writes O / l and lse. The partial form merges them into what earlier calls left. A thread has rows row, row + 4, ….
+// Writes O / l and lse. A thread has rows row, row + 4, ….
 template <class Tile, int M, int N>
 __device__ void store_out(const ForwardArgs& args, int b, int h, int row, int col, const float (&o_regs)[M][N],
                           const float (&m)[M], float (&l)[M]) {
-    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
-    const bool carry = args.lse_acc;
-    double lse_old[M];
+#pragma unroll  // before the compiler orders the loads, not after
     for (int i = 0; i < M; i++) {
         l[i] = row_sum(l[i]);
         const int t = row + i * kLaneRows;
-        lse_old[i] = carry && t < args.Tq ? args.lse_acc[lse_row + t] : -INFINITY;
-    }
-    __syncwarp();  // all lanes of a row have read lse
-
-#pragma unroll  // before the compiler orders the loads, not after
-    for (int i = 0; i < M; i++) {
-        const int t = row + i * kLaneRows;
         if (t >= args.Tq) continue;
-        float* out = args.out + ((static_cast<size_t>(b) * args.q_rows + t) * args.NH + h) * Tile::HS + 4 * col;
-        const float inv_l = l[i] == 0.f ? 0.f : 1.f / l[i];
-        // A row to which this block shows no key stays as it is.
-        const auto [weight, lse] = l[i] == 0.f ? Merge{0.f, lse_old[i]} : merge(lse_old[i], m[i] + log_of(l[i]));
+        float* out = args.out.row(b, t, h, Tile::HS) + 4 * col;
+        const float inv_l = 1.f / l[i];
         for (int n = 0; n < N / 4; n++) {
-            float4* o = reinterpret_cast<float4*>(out + n * 4 * kLaneCols);
-            const float* from = &o_regs[i][4 * n];
-            float4 o_b{from[0] * inv_l, from[1] * inv_l, from[2] * inv_l, from[3] * inv_l};
-            if (carry && lse_old[i] != -INFINITY) {
-                const float4 old = *o;
-                o_b.x = old.x - weight * (old.x - o_b.x), o_b.y = old.y - weight * (old.y - o_b.y);
-                o_b.z = old.z - weight * (old.z - o_b.z), o_b.w = old.w - weight * (old.w - o_b.w);
-            }
-            *o = o_b;
+            const float* o = &o_regs[i][4 * n];
+            *reinterpret_cast<float4*>(out + n * 4 * kLaneCols) =
+                float4{o[0] * inv_l, o[1] * inv_l, o[2] * inv_l, o[3] * inv_l};
         }
-        if (col == 0 && carry) args.lse_acc[lse_row + t] = lse;
-        if (col == 0 && !carry) args.lse[lse_row + t] = static_cast<float>(lse);
+        if (col > 0) continue;
+        const double exact = m[i] + log_of(l[i]);
+        const float lse = static_cast<float>(exact);
+        args.lse.ptr[blockIdx.x * args.lse.head + t] = lse;
+        if (args.lse_rest.ptr) args.lse_rest.ptr[blockIdx.x * args.lse_rest.head + t] = static_cast<float>(exact - lse);
     }
 }
 
@@ -278,12 +259,11 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
             float m_new = s_regs[i][0];
             for (int j = 1; j < N; j++) m_new = fmaxf(m_new, s_regs[i][j]);
             m_new = fmaxf(m[i], row_max(m_new));
-            const float base = m_new == -INFINITY ? 0.f : m_new;  // a row without keys gets exp(−∞ − 0), not −∞ + ∞
-            const float correction = exp2_approx((m[i] - base) * kLog2e);
+            const float correction = exp2_approx((m[i] - m_new) * kLog2e);
             m[i] = m_new;
             float l_tile = 0.f;
             for (int j = 0; j < N; j++) {
-                const float p = exp2_approx((s_regs[i][j] - base) * kLog2e);
+                const float p = exp2_approx((s_regs[i][j] - m_new) * kLog2e);
                 l_tile += p;
                 p_smem[(row + i * kLaneRows) * kPRow + col + j * kLaneCols] = p;
             }
@@ -312,9 +292,30 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(ForwardArgs args) 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Runs before backward in the whole form. It finds what lse lost when it was rounded to fp32, in units of log 2. At
-// |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's error. A row's P must add up to 1, so log Σ P is
-// what is missing. Tiles without a large lse only write zeros, and in ordinary training no tile has one.
+// D = rowsum(dO∘O). HS/16 neighbouring lanes own a row, kTerms each, and add their sums from left to right. dP = dO Vᵀ is
+// summed in the same order. So dP − D is exactly 0 where one key has all the weight, because O is its V.
+template <int HS>
+__global__ void D_kernel(float* D, Heads<const float> dout, Heads<const float> out, int Tq, int NH, size_t rows) {
+    constexpr int kLanes = HS / kTerms;
+    const size_t thread = blockIdx.x * static_cast<size_t>(kThreads) + threadIdx.x, row = thread / kLanes;
+    const size_t h = row % NH, t = row / NH % Tq, b = row / NH / Tq;
+    float sum = 0.f;
+    if (row < rows) {
+        const int column = thread % kLanes * kTerms;
+        const float *x = dout.row(b, t, h, HS) + column, *y = out.row(b, t, h, HS) + column;
+        float x_regs[kTerms], y_regs[kTerms];
+        load(x_regs, x);
+        load(y_regs, y);
+        for (int i = 0; i < kTerms; i++) sum = fmaf(x_regs[i], y_regs[i], sum);
+    }
+    float total = 0.f;
+    for (int lane = 0; lane < kLanes; lane++) total += __shfl_sync(~0u, sum, lane, kLanes);
+    if (row < rows && thread % kLanes == 0) D[(b * NH + h) * Tq + t] = total;
+}
+
+// Runs before a backward to which nobody gave lse_rest. It finds what lse lost when it was rounded to fp32, in units of
+// log 2. At |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's error. A row's P must add up to 1, so
+// log Σ P is what is missing. Tiles without a large lse only write zeros, and in ordinary training no tile has one.
 constexpr float kLargeLse = 16;
 
 template <class Tile>
@@ -327,12 +328,11 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
 
     const int b = blockIdx.x / args.NH, h = blockIdx.x % args.NH, q0 = (gridDim.y - 1 - blockIdx.y) * Br;
     const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row(), col = lane_col();  // this thread's first
-    const size_t lse_row = static_cast<size_t>(blockIdx.x) * args.q_rows;
     float lse[M], sum[M] = {};
     bool large = false;
     for (int i = 0; i < M; i++) {
         const int t = q0 + row + i * kLaneRows;
-        lse[i] = t < args.Tq ? args.lse_in[lse_row + t] : 0.f;
+        lse[i] = t < args.Tq ? args.lse.ptr[blockIdx.x * args.lse.head + t] : 0.f;
         large |= fabsf(lse[i]) > kLargeLse;
     }
     large = __syncthreads_or(large);
@@ -361,25 +361,26 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
     for (int i = 0; i < M; i++) {
         const int t = q0 + row + i * kLaneRows;
         const float total = row_sum(sum[i]);
-        if (col == 0 && t < args.Tq) args.lse_rest[lse_row + t] = large ? log2f(total) : 0.f;
+        if (col == 0 && t < args.Tq)
+            args.lse_rest.ptr[blockIdx.x * args.lse_rest.head + t] = large ? log2f(total) : 0.f;
     }
 }
 
 struct BackwardArgs {
-    Heads<float> dq, dk, dv;
     Heads<const float> q, k, v, dout;
-    const float *lse, *D;   // (B,NH,Tq)
-    const float* lse_rest;  // (B,NH,Tq), in units of log 2, or null in the partial form
-    int* ticket;            // the next block's number
-    int* key_tiles_added;   // (B·NH, query tiles), how many key tiles are in dq
+    Heads<float> dq, dk, dv;
+    Stats<const float> lse, lse_rest;
+    float rest_log2;       // lse_rest times this is in units of log 2
+    const float* D;        // (B,NH,Tq)
+    int* ticket;           // the next block's number
+    int* key_tiles_added;  // (B·NH, query tiles), how many key tiles are in dq
     int Tq, Tk, NH, heads;
-    int q_rows;  // of lse and D (see PartialShape)
-    int shift;   // query i sees the keys j ≤ i + shift
+    int shift;  // query i sees the keys j ≤ i + shift
     float scale;
-    bool add_dq, add_dkv;  // into dq, dk, dv. If false they are written
 };
 
-__device__ void add4(float* to, const float* x, bool add, float factor = 1.f) {
+// Writes x·factor, or adds it to what is there.
+__device__ void put4(float* to, const float* x, bool add = false, float factor = 1.f) {
     float4 sum{x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
     if (add) {
         const float4 old = __ldcg(reinterpret_cast<float4*>(to));  // bypasses L1, which does not see other SMs' writes
@@ -413,7 +414,6 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
 
     const int query_tiles = (args.Tq + Br - 1) / Br;
     const int first_query_tile = max(0, kv0 - args.shift) / Br;  // the first that sees a key of this tile
-    if (first_query_tile >= query_tiles && args.add_dkv) return;
 
     const int keys = min(Bc, args.Tk - kv0);
     {
@@ -443,11 +443,9 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         float lse[M], rest[M], D[M];
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
-            const size_t at = static_cast<size_t>(bh) * args.q_rows + t;
-            lse[i] = t < args.Tq ? args.lse[at] : INFINITY;
-            rest[i] = t < args.Tq && args.lse_rest ? args.lse_rest[at] : 0.f;
-            D[i] = t < args.Tq ? args.D[at] : 0.f;
-            if (lse[i] == -INFINITY) lse[i] = INFINITY;  // the row saw no key at all, so P = 0
+            lse[i] = t < args.Tq ? args.lse.ptr[bh * args.lse.head + t] : INFINITY;  // a row past Tq has P = 0
+            rest[i] = t < args.Tq ? args.lse_rest.ptr[bh * args.lse_rest.head + t] * args.rest_log2 : 0.f;
+            D[i] = t < args.Tq ? args.D[static_cast<size_t>(bh) * args.Tq + t] : 0.f;
         }
 
         float* p_own = p_smem + row * kPRow + col;  // this thread's elements of P, then of dS
@@ -464,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
                 }
         }
         // dP is summed kTerms terms at a time, which halves its rounding error. If P is close to 1, dP − D cancels and
-        // dS is that error. attention_D adds in the same order, so at P = 1 they cancel exactly.
+        // dS is that error. D_kernel adds in the same order, so at P = 1 they cancel exactly.
         float ds_regs[M][N] = {};
 #pragma unroll 1
         for (int k = 0; k < HS; k += kTerms) {
@@ -499,7 +497,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             if (t >= args.Tq) continue;
             float* dq = args.dq.ptr + b * args.dq.batch + t * args.dq.token + h * HS + 4 * col;
             for (int n = 0; n < kOut / 4; n++)
-                add4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], args.add_dq || key_tile > 0, args.scale);
+                put4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], key_tile > 0, args.scale);
         }
         if (tile > first_query_tile) load_queries(tile - 1);
         __threadfence();
@@ -513,8 +511,8 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         float* dk = args.dk.ptr + b * args.dk.batch + t * args.dk.token + h * HS + 4 * col;
         float* dv = args.dv.ptr + b * args.dv.batch + t * args.dv.token + h * HS + 4 * col;
         for (int n = 0; n < kOut / 4; n++) {
-            add4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n], args.add_dkv);
-            add4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n], args.add_dkv);
+            put4(dk + n * 4 * kLaneCols, &dk_regs[i][4 * n]);
+            put4(dv + n * 4 * kLaneCols, &dv_regs[i][4 * n]);
         }
     }
 }
@@ -527,7 +525,7 @@ constexpr char kName[] = "flash_fp32";
 // Fills what the kernels' arguments have in common.
 template <class Args, class Call>
 Args common_args(const Call& c) {
-    const PartialShape& s = c.s;
+    const AttentionShape& s = c.s;
     if (s.Tq > (1 << 20) || s.Tk > (1 << 20) || static_cast<long long>(s.B) * s.NH * (s.Tk / 32 + 1) > INT_MAX)
         throw Error(
             format("%s: B %d, Tq %d, Tk %d, NH %d is more than one launch covers (T ≤ 2^20, B·NH·T ≤ 2^36); "
@@ -535,7 +533,7 @@ Args common_args(const Call& c) {
                    kName, s.B, s.Tq, s.Tk, s.NH));
     Args args{};
     args.q = c.q, args.k = c.k, args.v = c.v;
-    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH, args.q_rows = s.rows_of_q();
+    args.Tq = s.Tq, args.Tk = s.Tk, args.NH = s.NH;
     args.shift = s.shift(), args.scale = s.resolved_scale();
     return args;
 }
@@ -557,54 +555,62 @@ void throw_no_tile(const Cuda& dev) {
                kName, dev.name.c_str()));
 }
 
+// Launches forward_kernel, or lse_rest_kernel, with the largest tiles that fit.
 template <class Tile>
-bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B) {
-    const auto kernel = args.lse_rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
+bool launch_forward(const Cuda& dev, const ForwardArgs& args, int B, bool rest) {
+    const auto kernel = rest ? lse_rest_kernel<Tile> : forward_kernel<Tile>;
     return launch(dev, kernel, args, dim3(B * args.NH, ceil_div(args.Tq, Tile::Br)), Tile::forward_floats());
 }
-void launch_forward(const Cuda& dev, const ForwardArgs& args, const PartialShape& s) {
-    if (!(s.HS == 64 ? launch_forward<Forward64>(dev, args, s.B) || launch_forward<ForwardSmall64>(dev, args, s.B)
-                     : launch_forward<Forward128>(dev, args, s.B) || launch_forward<ForwardSmall128>(dev, args, s.B)))
-        throw_no_tile(dev);
+void launch_forward(const Cuda& dev, const ForwardArgs& args, const AttentionShape& s, bool rest) {
+    const bool launched =
+        s.HS == 64
+            ? launch_forward<Forward64>(dev, args, s.B, rest) || launch_forward<ForwardSmall64>(dev, args, s.B, rest)
+            : launch_forward<Forward128>(dev, args, s.B, rest) || launch_forward<ForwardSmall128>(dev, args, s.B, rest);
+    if (!launched) throw_no_tile(dev);
 }
-void forward(const Cuda& dev, const ForwardCall<float>& c) {
+void forward(const Cuda& dev, const AttentionForward<float>& c) {
+    check_flash(kName, c);
     auto args = common_args<ForwardArgs>(c);
-    args.out = c.o_acc ? c.o_acc : c.out.ptr, args.lse = c.lse, args.lse_acc = c.lse_acc;
-    launch_forward(dev, args, c.s);
+    args.out = c.out, args.lse = c.lse, args.lse_rest = c.lse_rest;
+    launch_forward(dev, args, c.s, false);
 }
 
 template <class Tile>
 bool launch_backward(const Cuda& dev, const BackwardArgs& args) {
     return launch(dev, backward_kernel<Tile>, args, args.heads * ceil_div(args.Tk, Tile::Bc), Tile::backward_floats());
 }
-// Scratch holds the counters: the ticket, then one for each query tile of at least 16 rows of each head. In the whole
-// form D and lse_rest come before them.
-size_t counter_bytes(const PartialShape& s) {
+// Scratch holds D and lse_rest, then the counters. These are the ticket, and one for each query tile of at least 16 rows
+// of each head.
+size_t counter_bytes(const AttentionShape& s) {
     return (1 + static_cast<size_t>(s.B) * s.NH * ceil_div(s.Tq, 16)) * sizeof(int);
 }
-size_t scratch_bytes(const PartialShape& s, bool partial) {
-    return counter_bytes(s) + (partial ? 0 : 2 * static_cast<size_t>(s.B) * s.NH * s.Tq * sizeof(float));
+size_t scratch_bytes(const AttentionShape& s) {
+    return counter_bytes(s) + 2 * s.rows() * sizeof(float);
 }
-void backward(const Cuda& dev, const BackwardCall<float>& c) {
-    const PartialShape& s = c.s;
+void backward(const Cuda& dev, const AttentionBackward<float>& c) {
+    check_flash(kName, c);
+    const AttentionShape& s = c.s;
+    float *D = static_cast<float*>(c.scratch), *rest = D + s.rows();
     auto args = common_args<BackwardArgs>(c);
-    args.heads = s.B * s.NH, args.dout = c.dout, args.lse = c.lse;
-    args.ticket = static_cast<int*>(c.scratch);
-    if (c.D) {
-        args.dq = c.dq_sum, args.dk = c.dk_sum, args.dv = c.dv_sum, args.D = c.D;
-        args.add_dq = true, args.add_dkv = !s.write_dkv;
-    } else {
-        const size_t rows = static_cast<size_t>(args.heads) * s.Tq;
-        float *D = static_cast<float*>(c.scratch), *lse_rest = D + rows;
-        attention_D(dev, D, c.dout.ptr, c.out.ptr, s.B, s.Tq, s.NH, s.HS);
-        auto rest = common_args<ForwardArgs>(c);
-        rest.lse_in = c.lse, rest.lse_rest = lse_rest;
-        launch_forward(dev, rest, s);
-        args.dq = c.dq, args.dk = c.dk, args.dv = c.dv, args.D = D, args.lse_rest = lse_rest;
-        args.ticket = reinterpret_cast<int*>(lse_rest + rows);
-    }
-    args.key_tiles_added = args.ticket + 1;
+    args.heads = s.B * s.NH, args.dout = c.dout, args.lse = c.lse, args.D = D;
+    args.dq = c.dq, args.dk = c.dk, args.dv = c.dv;
+    args.ticket = reinterpret_cast<int*>(rest + s.rows()), args.key_tiles_added = args.ticket + 1;
     dev.zero(args.ticket, counter_bytes(s));
+
+    const size_t blocks = (s.rows() * s.HS / kTerms + kThreads - 1) / kThreads;
+    if (blocks > INT_MAX) throw Error(format("%s: %zu rows are too many: use a smaller batch", kName, s.rows()));
+    const auto D_of_rows = s.HS == 64 ? D_kernel<64> : D_kernel<128>;
+    D_of_rows<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(D, c.dout, c.out, s.Tq, s.NH, s.rows());
+    LAUNCH_CHECK("flash_fp32 D_kernel");
+    if (c.lse_rest.ptr) {
+        args.lse_rest = c.lse_rest, args.rest_log2 = kLog2e;
+    } else {
+        auto find_rest = common_args<ForwardArgs>(c);
+        find_rest.lse = {const_cast<float*>(c.lse.ptr), c.lse.head};
+        find_rest.lse_rest = {rest, static_cast<size_t>(s.Tq)};
+        launch_forward(dev, find_rest, s, true);
+        args.lse_rest = {rest, static_cast<size_t>(s.Tq)}, args.rest_log2 = 1.f;
+    }
     if (!(s.HS == 64 ? launch_backward<Backward64>(dev, args) || launch_backward<BackwardSmall64>(dev, args)
                      : launch_backward<Backward128>(dev, args) || launch_backward<BackwardSmall128>(dev, args)))
         throw_no_tile(dev);
@@ -612,4 +618,5 @@ void backward(const Cuda& dev, const BackwardCall<float>& c) {
 
 }  // namespace
 
-const AttentionKernel<float> flash_fp32 = BothForms<float, kName, forward, backward, scratch_bytes>::kernel(75);
+const AttentionKernel<float> flash_fp32 = {kName,   75,       true,    no_bytes, scratch_bytes,
+                                           forward, backward, forward, backward};

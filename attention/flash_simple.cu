@@ -13,10 +13,8 @@
 //
 // One thread owns one row. At HS 128 two neighbours share it. A block's own rows stay in shared memory, and tiles of
 // others pass by. Each output has one writer, so every run gives the same bits. Exercise: give a thread two rows.
-// Writes: forward out, lse; backward dqkv (every element).  Scratch: D and 1/ΣP.
-// Limits: HS in {64, 128}; any T ≥ 1; no partial form.   Run: ./dev/bench_attention --kernel flash_simple
-#include <climits>
-
+// Writes: forward out, lse; backward dq, dk, dv (every element).  Scratch: D and 1/ΣP.
+// Limits: HS in {64, 128}; any Tq and Tk, in backward Tq = Tk.   Run: ./dev/bench_attention --kernel flash_simple
 #include "attention/launch.h"
 
 namespace {
@@ -77,24 +75,37 @@ __device__ void store(float* to, const float (&x)[kOwn], float factor) {
     for (int d = 0; d < kOwn; d++) to[d] = x[d] * factor;
 }
 
-struct Args {
-    float *out, *lse, *dqkv, *D, *inverse_sum;  // (B,T,NH,HS), (B,NH,T), (B,T,3,NH,HS), (B,NH,T), (B,NH,T)
-    const float *qkv, *dout = nullptr;
-    int T = 0, NH = 0, heads = 0, causal = 0;  // heads = B·NH
-    float scale = 0.f;
+template <class Call>
+struct Args : Call {   // the tensors
+    int heads, shift;  // heads = B·NH. Query i sees keys j ≤ i + shift
+    float scale;
+    float *D = nullptr, *inverse_sum = nullptr;  // (B,NH,T) each, in backward's scratch
+    explicit Args(const Call& c) : Call(c), heads(c.s.B * c.s.NH), shift(c.s.shift()), scale(c.s.resolved_scale()) {}
 };
+using ForwardArgs = Args<AttentionForward<float>>;
+using BackwardArgs = Args<AttentionBackward<float>>;
 
 // What a block works on. Long rows come first, so that the last blocks to finish have little to do.
 template <int HS>
 struct Work {
-    size_t C, qkv, out, stat;                        // where the head begins in tensors like qkv, out and lse
+    int bh, b, h;                                    // the head
     int row0, row, line = threadIdx.x % kSplit<HS>;  // the block's first row, this thread's row and line
-    __device__ Work(const Args& args, bool last_first) : C(static_cast<size_t>(args.NH) * HS) {
-        const int bh = blockIdx.x % args.heads, tile = blockIdx.x / args.heads, tiles = gridDim.x / args.heads;
-        const size_t token = static_cast<size_t>(bh / args.NH) * args.T, h = bh % args.NH;
-        qkv = token * 3 * C + h * HS, out = token * C + h * HS, stat = static_cast<size_t>(bh) * args.T;
+    __device__ Work(int heads, int NH, bool last_first) {
+        const int tile = blockIdx.x / heads, tiles = gridDim.x / heads;
+        bh = blockIdx.x % heads;
+        b = bh / NH;
+        h = bh % NH;
         row0 = (last_first ? tiles - 1 - tile : tile) * (kThreads / kSplit<HS>);
         row = row0 + threadIdx.x / kSplit<HS>;
+    }
+    template <class X>
+    __device__ X* head(const Heads<X>& x) const {
+        return x.ptr + b * x.batch + h * HS;
+    }
+    // This thread's part of its row.
+    template <class X>
+    __device__ X* own(const Heads<X>& x) const {
+        return head(x) + row * x.token + line * kOwn;
     }
 };
 
@@ -102,25 +113,25 @@ struct Work {
 // Forward
 
 template <int HS>
-__global__ void __launch_bounds__(kThreads, 4) forward_kernel(Args args) {
+__global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args) {
     constexpr int Br = kThreads / kSplit<HS>, Bc = kPassing / kSplit<HS>;
     __shared__ __align__(16) Line q_smem[kThreads], k_smem[kPassing], v_smem[kPassing];
-    const Work<HS> w(args, true);
-    const float *q = args.qkv + w.qkv, *k = q + w.C, *v = k + w.C;
-    load_tile<HS>(q_smem, q, 3 * w.C, w.row0, args.T, args.scale);
+    const Work<HS> w(args.heads, args.s.NH, true);
+    const int Tq = args.s.Tq, Tk = args.s.Tk;
+    load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
 
     float o[kOwn] = {}, m = -INFINITY;
     double l = 0.;  // in fp32 its rounding errors would be D's, the same for all keys, and add up in dQ
-    for (int kv0 = 0; kv0 < (args.causal ? min(args.T, w.row0 + Br) : args.T); kv0 += Bc) {
+    for (int kv0 = 0; kv0 < min(Tk, w.row0 + Br + args.shift); kv0 += Bc) {
         __syncthreads();  // everyone is done with the last tile
-        load_tile<HS>(k_smem, k, 3 * w.C, kv0, args.T);
-        load_tile<HS>(v_smem, v, 3 * w.C, kv0, args.T);
+        load_tile<HS>(k_smem, w.head(args.k), args.k.token, kv0, Tk);
+        load_tile<HS>(v_smem, w.head(args.v), args.v.token, kv0, Tk);
         __syncthreads();  // the tile is there
         // [quote]
         float s[Bc], m_new = m, l_tile = 0.f;
         dot_rows<HS>(s, q_smem[threadIdx.x], k_smem[w.line]);
         for (int j = 0; j < Bc; j++) {
-            if (kv0 + j >= args.T || (args.causal && kv0 + j > w.row)) s[j] = -INFINITY;
+            if (kv0 + j >= Tk || kv0 + j > w.row + args.shift) s[j] = -INFINITY;
             m_new = fmaxf(m_new, s[j]);
         }
         const float correction = expf(m - m_new);          // everything so far was relative to the old m
@@ -130,9 +141,9 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(Args args) {
         add_rows<HS>(o, s, v_smem[w.line]);
         // [end]
     }
-    if (w.row >= args.T) return;
-    args.lse[w.stat + w.row] = m + logf(static_cast<float>(l));
-    store(args.out + w.out + w.row * w.C + w.line * kOwn, o, static_cast<float>(1. / l));
+    if (w.row >= Tq) return;
+    args.lse.ptr[w.bh * args.lse.head + w.row] = m + logf(static_cast<float>(l));
+    store(w.own(args.out), o, static_cast<float>(1. / l));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -140,101 +151,106 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(Args args) {
 // sums to 1, so dq_kernel also finds the sum that it gets, and both kernels divide by it.
 
 template <int HS>
-__global__ void __launch_bounds__(kThreads, 4) dq_kernel(Args args) {
+__global__ void __launch_bounds__(kThreads, 4) dq_kernel(BackwardArgs args) {
     constexpr int Br = kThreads / kSplit<HS>, Bc = kPassing / kSplit<HS>;
     __shared__ __align__(16) Line q_smem[kThreads], do_smem[kThreads], k_smem[kPassing], v_smem[kPassing];
-    const Work<HS> w(args, true);
-    const float *q = args.qkv + w.qkv, *k = q + w.C, *v = k + w.C;
-    load_tile<HS>(q_smem, q, 3 * w.C, w.row0, args.T, args.scale);
-    load_tile<HS>(do_smem, args.dout + w.out, w.C, w.row0, args.T);
+    const Work<HS> w(args.heads, args.s.NH, true);
+    const int Tq = args.s.Tq, Tk = args.s.Tk;
+    load_tile<HS>(q_smem, w.head(args.q), args.q.token, w.row0, Tq, args.scale);
+    load_tile<HS>(do_smem, w.head(args.dout), args.dout.token, w.row0, Tq);
     __syncthreads();
     // D is summed like dO Vᵀ. So dP − D is exactly 0 where one key has all the weight, because O is its V.
     float D[1], dq[kOwn] = {}, sum = 0.f;
-    const int row = min(w.row, args.T - 1);  // threads without a row compute another one's again
-    dot_rows<HS>(D, do_smem[threadIdx.x], args.out + w.out + row * w.C + w.line * kOwn);
-    const float lse = args.lse[w.stat + row];
+    const int row = min(w.row, Tq - 1);  // threads without a row compute another one's again
+    dot_rows<HS>(D, do_smem[threadIdx.x], w.head(args.out) + row * args.out.token + w.line * kOwn);
+    const float lse = args.lse.ptr[w.bh * args.lse.head + row];
 
-    for (int kv0 = 0; kv0 < (args.causal ? min(args.T, w.row0 + Br) : args.T); kv0 += Bc) {
+    for (int kv0 = 0; kv0 < min(Tk, w.row0 + Br + args.shift); kv0 += Bc) {
         __syncthreads();
-        load_tile<HS>(k_smem, k, 3 * w.C, kv0, args.T);
-        load_tile<HS>(v_smem, v, 3 * w.C, kv0, args.T);
+        load_tile<HS>(k_smem, w.head(args.k), args.k.token, kv0, Tk);
+        load_tile<HS>(v_smem, w.head(args.v), args.v.token, kv0, Tk);
         __syncthreads();
         float p[Bc], ds[Bc], sum_tile = 0.f;
         dot_rows<HS>(p, q_smem[threadIdx.x], k_smem[w.line]);
         dot_rows<HS>(ds, do_smem[threadIdx.x], v_smem[w.line]);
         for (int j = 0; j < Bc; j++) {
-            p[j] = kv0 + j >= args.T || (args.causal && kv0 + j > w.row) ? 0.f : expf(p[j] - lse);
+            p[j] = kv0 + j >= Tk || kv0 + j > w.row + args.shift ? 0.f : expf(p[j] - lse);
             sum_tile += p[j];
             ds[j] = p[j] * (ds[j] - D[0]);
         }
         sum += sum_tile;
         add_rows<HS>(dq, ds, k_smem[w.line]);
     }
-    if (w.row >= args.T) return;
-    args.D[w.stat + w.row] = D[0], args.inverse_sum[w.stat + w.row] = 1.f / sum;
-    store(args.dqkv + w.qkv + w.row * 3 * w.C + w.line * kOwn, dq, args.scale / sum);
+    if (w.row >= Tq) return;
+    const size_t stat = static_cast<size_t>(w.bh) * Tq + w.row;
+    args.D[stat] = D[0];
+    args.inverse_sum[stat] = 1.f / sum;
+    store(w.own(args.dq), dq, args.scale / sum);
 }
 
 template <int HS>
-__global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(Args args) {
+__global__ void __launch_bounds__(kThreads, 4) dkdv_kernel(BackwardArgs args) {
     constexpr int kLines = kPassing / 2, Br = kLines / kSplit<HS>;  // half as many, because there are two sums
     __shared__ __align__(16) Line k_smem[kThreads], v_smem[kThreads], q_smem[kLines], do_smem[kLines];
-    const Work<HS> w(args, false);  // its rows are keys
-    const float *q = args.qkv + w.qkv, *k = q + w.C, *v = k + w.C;
-    load_tile<HS>(k_smem, k, 3 * w.C, w.row0, args.T);
-    load_tile<HS>(v_smem, v, 3 * w.C, w.row0, args.T);
+    const Work<HS> w(args.heads, args.s.NH, false);  // its rows are keys
+    const int Tq = args.s.Tq, Tk = args.s.Tk;
+    const float *lse = args.lse.ptr + w.bh * args.lse.head, *D = args.D + static_cast<size_t>(w.bh) * Tq;
+    const float* inverse_sum = args.inverse_sum + static_cast<size_t>(w.bh) * Tq;
+    load_tile<HS>(k_smem, w.head(args.k), args.k.token, w.row0, Tk);
+    load_tile<HS>(v_smem, w.head(args.v), args.v.token, w.row0, Tk);
 
     float dk[kOwn] = {}, dv[kOwn] = {};
-    for (int q0 = args.causal ? w.row0 : 0; q0 < args.T; q0 += Br) {
+    for (int q0 = max(0, w.row0 - args.shift); q0 < Tq; q0 += Br) {
         __syncthreads();
-        load_tile<HS>(q_smem, q, 3 * w.C, q0, args.T, args.scale);
-        load_tile<HS>(do_smem, args.dout + w.out, w.C, q0, args.T);
+        load_tile<HS>(q_smem, w.head(args.q), args.q.token, q0, Tq, args.scale);
+        load_tile<HS>(do_smem, w.head(args.dout), args.dout.token, q0, Tq);
         __syncthreads();
         float p[Br], ds[Br];
         dot_rows<HS>(p, k_smem[threadIdx.x], q_smem[w.line]);
         dot_rows<HS>(ds, v_smem[threadIdx.x], do_smem[w.line]);
         for (int i = 0; i < Br; i++) {
-            const bool seen = q0 + i < args.T && (!args.causal || w.row <= q0 + i);
-            p[i] = seen ? expf(p[i] - args.lse[w.stat + q0 + i]) * args.inverse_sum[w.stat + q0 + i] : 0.f;
-            ds[i] = seen ? p[i] * (ds[i] - args.D[w.stat + q0 + i]) : 0.f;
+            const bool seen = q0 + i < Tq && w.row <= q0 + i + args.shift;
+            p[i] = seen ? expf(p[i] - lse[q0 + i]) * inverse_sum[q0 + i] : 0.f;
+            ds[i] = seen ? p[i] * (ds[i] - D[q0 + i]) : 0.f;
         }
         add_rows<HS>(dv, p, do_smem[w.line]);
         add_rows<HS>(dk, ds, q_smem[w.line]);  // q_smem is scaled
     }
-    if (w.row >= args.T) return;
-    store(args.dqkv + w.qkv + (w.row * 3 + 1) * w.C + w.line * kOwn, dk, 1.f);
-    store(args.dqkv + w.qkv + (w.row * 3 + 2) * w.C + w.line * kOwn, dv, 1.f);
+    if (w.row >= Tk) return;
+    store(w.own(args.dk), dk, 1.f);
+    store(w.own(args.dv), dv, 1.f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// Completes args from the shape, and starts a block for each tile of rows of each head.
-void launch(const Cuda& dev, void (*kernel)(Args), const AttentionShape& s, Args args) {
-    check_shape(kName, whole(s));
-    for (const float* x : {args.qkv, args.dout}) check_aligned(kName, "qkv or dout", x);
-    args.T = s.T, args.NH = s.NH, args.heads = s.B * s.NH, args.causal = s.causal, args.scale = s.resolved_scale();
-    const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(s.T, kThreads * kOwn / s.HS);
+// Starts a block for each tile of queries of each head, or of keys, because backward has as many.
+template <class Call>
+void launch(const Cuda& dev, void (*kernel)(Args<Call>), const Args<Call>& args) {
+    const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(args.s.Tq, kThreads * kOwn / args.s.HS);
     if (blocks > INT_MAX) throw Error(format("%s: %zu tiles are too many: use a smaller batch", kName, blocks));
     kernel<<<static_cast<unsigned>(blocks), kThreads, 0, dev.stream>>>(args);
     LAUNCH_CHECK(kName);
 }
 
-void forward(const Cuda& dev, float* out, float* lse, float*, void*, const float* qkv, const AttentionShape& s) {
-    launch(dev, s.HS == 64 ? forward_kernel<64> : forward_kernel<128>, s, {out, lse, nullptr, nullptr, nullptr, qkv});
+void forward(const Cuda& dev, const AttentionForward<float>& c) {
+    check_flash(kName, c);
+    launch(dev, c.s.HS == 64 ? forward_kernel<64> : forward_kernel<128>, ForwardArgs(c));
 }
 
 // dq_kernel comes first, because dkdv_kernel needs the D and the inverse_sum that it writes.
-void backward(const Cuda& dev, float* dqkv, void* scratch, const float* dout, const float* out, const float* lse,
-              const float*, const float* qkv, const AttentionShape& s) {
-    float *D = static_cast<float*>(scratch), *inverse_sum = D + static_cast<size_t>(s.B) * s.NH * s.T;
-    const Args args{const_cast<float*>(out), const_cast<float*>(lse), dqkv, D, inverse_sum, qkv, dout};
-    launch(dev, s.HS == 64 ? dq_kernel<64> : dq_kernel<128>, s, args);
-    launch(dev, s.HS == 64 ? dkdv_kernel<64> : dkdv_kernel<128>, s, args);
+void backward(const Cuda& dev, const AttentionBackward<float>& c) {
+    check_flash(kName, c);
+    check_whole(kName, c);
+    BackwardArgs args(c);
+    args.D = static_cast<float*>(c.scratch);
+    args.inverse_sum = args.D + c.s.rows();
+    launch(dev, c.s.HS == 64 ? dq_kernel<64> : dq_kernel<128>, args);
+    launch(dev, c.s.HS == 64 ? dkdv_kernel<64> : dkdv_kernel<128>, args);
 }
 
 size_t scratch_bytes(const AttentionShape& s) {
-    return 2 * static_cast<size_t>(s.B) * s.NH * s.T * sizeof(float);
+    return 2 * s.rows() * sizeof(float);
 }
 
 }  // namespace

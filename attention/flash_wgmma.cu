@@ -23,10 +23,8 @@
 //   V        shared memory                              B of O, transposed by wgmma
 //
 // Writes: out, lse (every element).  Scratch: none.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; no backward, no partial form; compute capability 9.0 only.
+// Limits: HS in {64, 128}; any Tq and Tk; scale > 0; no backward; compute capability 9.0 only.
 // Run: ./dev/bench_attention --kernel flash_wgmma
-#include <climits>
-
 #include "attention/launch.h"
 #include "layers/gpu/ptx_sm90.cuh"
 #include "layers/gpu/tensor_map.h"
@@ -42,21 +40,25 @@ namespace {
 
 constexpr int kThreads = 128, Br = 64, Bc = 128;
 
-// Bytes in shared memory: Q, K, V, three barriers. 40 KB and 80 KB.
+// A phase of each barrier is one copy. Its one arrival is that of the thread that starts the copy.
+enum Barrier { QFull, KFull, VFull, kBarriers };
+constexpr int kArrivals = 1;
+
+// Bytes in shared memory: Q, K, V, barriers. 40 KB and 80 KB.
 template <int HS>
 struct Smem {
-    static constexpr int K = Br * HS * 2, V = K + Bc * HS * 2, Barriers = V + Bc * HS * 2, Bytes = Barriers + 3 * 8;
+    static constexpr int K = Br * HS * 2, V = K + Bc * HS * 2, Barriers = V + Bc * HS * 2,
+                         Bytes = Barriers + kBarriers * 8;
 };
 
-struct Args {
-    bf16* out;         // (B,T,NH,HS)
-    float* lse;        // (B,NH,T)
-    int T, NH, heads;  // heads = B·NH
-    bool causal;
-    float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
+struct Args : AttentionForward<bf16> {  // the tensors
+    int heads = s.B * s.NH;
+    int shift = s.shift();  // query i sees keys j ≤ i + shift
+    float scale = s.resolved_scale();
+    float scale_log2 = s.scale_log2();  // exponentials are powers of 2
 };
 
-// One thread starts copying `Rows` tokens of a head from row0 on. Tokens from T on become zeros. A box of TMA is 64
+// One thread starts copying `Rows` tokens of a head from row0 on. Tokens that do not exist become zeros. A box of TMA is 64
 // columns wide, so HS 128 takes two, one behind the other. The barrier's phase ends when all bytes have landed.
 template <int Rows, int HS>
 __device__ void load_tile(uint32_t smem, const CUtensorMap& map, uint32_t barrier, int row0, int h, int b) {
@@ -84,34 +86,34 @@ __global__ void __launch_bounds__(kThreads)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Smem<HS>::K, v_smem = q_smem + Smem<HS>::V;
-    const uint32_t q_full = q_smem + Smem<HS>::Barriers, k_full = q_full + 8, v_full = q_full + 16;
+    const auto barrier = [&](Barrier x) { return q_smem + Smem<HS>::Barriers + 8 * x; };
     // Blocks take the last tile of every head first. Its rows see the most keys, so the last to finish are short.
-    const int bh = blockIdx.x % args.heads, b = bh / args.NH, h = bh % args.NH;
+    const int bh = blockIdx.x % args.heads, b = bh / args.s.NH, h = bh % args.s.NH;
     const int q0 = (gridDim.x / args.heads - 1 - blockIdx.x / args.heads) * Br;
     const int lane = threadIdx.x % 32, row0 = q0 + threadIdx.x / 32 * 16 + lane / 4;  // its rows: row0 and row0 + 8
     const bool leader = threadIdx.x == 0;
 
     if (leader) {
-        for (uint32_t barrier : {q_full, k_full, v_full}) mbarrier_init(barrier, 1);
+        for (Barrier x : {QFull, KFull, VFull}) mbarrier_init(barrier(x), kArrivals);
         fence_mbarrier_init();
-        load_tile<Br, HS>(q_smem, q_map, q_full, q0, h, b);
-        load_tile<Bc, HS>(k_smem, k_map, k_full, 0, h, b);
-        load_tile<Bc, HS>(v_smem, v_map, v_full, 0, h, b);
+        load_tile<Br, HS>(q_smem, q_map, barrier(QFull), q0, h, b);
+        load_tile<Bc, HS>(k_smem, k_map, barrier(KFull), 0, h, b);
+        load_tile<Bc, HS>(v_smem, v_map, barrier(VFull), 0, h, b);
     }
     __syncthreads();  // the barriers are there for all
     const uint64_t q_tile = wgmma_descriptor(q_smem), k_tile = wgmma_descriptor(k_smem),
                    v_tile = wgmma_descriptor(v_smem, Bc * 128);
-    mbarrier_wait(q_full, parity(0));
+    mbarrier_wait(barrier(QFull), parity(0));
 
     float s[Bc / 8][4], o[HS / 8][4] = {};
     uint32_t p_regs[Bc / 16][4];
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {};  // of this lane's two rows. l is of its own columns until the end
-    const int kv_end = args.causal ? min(args.T, q0 + Br) : args.T, tiles = (kv_end + Bc - 1) / Bc;
+    const int Tq = args.s.Tq, Tk = args.s.Tk, tiles = (min(Tk, q0 + Br + args.shift) + Bc - 1) / Bc;
     for (int j = 0; j < tiles; j++) {
         const int kv0 = j * Bc;
         // [quote]
         // S = Q Kᵀ
-        mbarrier_wait(k_full, parity(j));
+        mbarrier_wait(barrier(KFull), parity(j));
         wgmma_hold(s);
         wgmma_fence();
         for (int kk = 0; kk < HS / 16; kk++) wgmma_ss(s, k_step<Br>(q_tile, kk), k_step<Bc>(k_tile, kk), kk > 0);
@@ -119,14 +121,14 @@ __global__ void __launch_bounds__(kThreads)
         wgmma_wait<0>();
         wgmma_hold(s);
         __syncthreads();  // all warps are done with K, because wgmma_wait covers only this one
-        if (leader && j + 1 < tiles) load_tile<Bc, HS>(k_smem, k_map, k_full, kv0 + Bc, h, b);
+        if (leader && j + 1 < tiles) load_tile<Bc, HS>(k_smem, k_map, barrier(KFull), kv0 + Bc, h, b);
         // [end]
 
-        if (kv0 + Bc > args.T || (args.causal && kv0 + Bc > q0)) {  // the last keys, and the diagonal
+        if (kv0 + Bc > Tk || kv0 + Bc - 1 > q0 + args.shift) {  // the last keys, and the diagonal
             for (int n = 0; n < Bc / 8; n++)
                 for (int e = 0; e < 4; e++) {
                     const int key = kv0 + 8 * n + lane % 4 * 2 + e % 2;
-                    if (key >= args.T || (args.causal && key > row0 + e / 2 * 8)) s[n][e] = -INFINITY;
+                    if (key >= Tk || key > row0 + e / 2 * 8 + args.shift) s[n][e] = -INFINITY;
                 }
         }
 
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
         }
 
         // O += P V
-        mbarrier_wait(v_full, parity(j));
+        mbarrier_wait(barrier(VFull), parity(j));
         wgmma_hold(p_regs);
         wgmma_hold(o);
         wgmma_fence();
@@ -158,17 +160,17 @@ __global__ void __launch_bounds__(kThreads)
         wgmma_wait<0>();
         wgmma_hold(o);
         __syncthreads();  // all warps are done with V
-        if (leader && j + 1 < tiles) load_tile<Bc, HS>(v_smem, v_map, v_full, kv0 + Bc, h, b);
+        if (leader && j + 1 < tiles) load_tile<Bc, HS>(v_smem, v_map, barrier(VFull), kv0 + Bc, h, b);
     }
 
     for (int r = 0; r < 2; r++) {
         for (int bit = 1; bit <= 2; bit *= 2) l[r] += __shfl_xor_sync(~0u, l[r], bit);
         const int row = row0 + 8 * r;
-        if (row >= args.T) continue;
-        bf16* out = args.out + ((static_cast<size_t>(b) * args.T + row) * args.NH + h) * HS + lane % 4 * 2;
+        if (row >= Tq) continue;
+        bf16* out = args.out.ptr + b * args.out.batch + row * args.out.token + h * HS + lane % 4 * 2;
         for (int n = 0; n < HS / 8; n++)
             *reinterpret_cast<uint32_t*>(out + 8 * n) = pack_bf16(o[n][2 * r] / l[r], o[n][2 * r + 1] / l[r]);
-        if (lane % 4 == 0) args.lse[static_cast<size_t>(bh) * args.T + row] = m[r] * args.scale + logf(l[r]);
+        if (lane % 4 == 0) args.lse.ptr[bh * args.lse.head + row] = m[r] * args.scale + logf(l[r]);
     }
 #endif
 }
@@ -179,11 +181,12 @@ __global__ void __launch_bounds__(kThreads)
 constexpr char kName[] = "flash_wgmma";
 
 template <int HS>
-void launch(const Cuda& dev, const Args& args, const bf16* qkv, const AttentionShape& s) {
-    const CUtensorMap q_map = tensor_map("q", packed(qkv, s, 0), s.B, s.T, s.NH, HS, Br),
-                      k_map = tensor_map("k", packed(qkv, s, 1), s.B, s.T, s.NH, HS, Bc),
-                      v_map = tensor_map("v", packed(qkv, s, 2), s.B, s.T, s.NH, HS, Bc);
-    const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(s.T, Br);
+void launch(const Cuda& dev, const Args& args) {
+    const AttentionShape& s = args.s;
+    const CUtensorMap q_map = tensor_map("q", args.q, s.B, s.Tq, s.NH, HS, Br),
+                      k_map = tensor_map("k", args.k, s.B, s.Tk, s.NH, HS, Bc),
+                      v_map = tensor_map("v", args.v, s.B, s.Tk, s.NH, HS, Bc);
+    const size_t blocks = static_cast<size_t>(args.heads) * ceil_div(s.Tq, Br);
     if (blocks > INT_MAX) throw Error(format("%s: %zu tiles are too many: use a smaller batch", kName, blocks));
     constexpr int kSmem = Smem<HS>::Bytes;
     CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<HS>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
@@ -191,13 +194,9 @@ void launch(const Cuda& dev, const Args& args, const bf16* qkv, const AttentionS
     LAUNCH_CHECK(kName);
 }
 
-void forward(const Cuda& dev, bf16* out, float* lse, bf16*, void*, const bf16* qkv, const AttentionShape& s) {
-    check_shape(kName, whole(s));
-    check_aligned(kName, "qkv", qkv);
-    check_aligned(kName, "out", out);
-    const float scale = s.resolved_scale();
-    const Args args{out, lse, s.T, s.NH, s.B * s.NH, s.causal, scale, static_cast<float>(scale * M_LOG2E)};
-    s.HS == 64 ? launch<64>(dev, args, qkv, s) : launch<128>(dev, args, qkv, s);
+void forward(const Cuda& dev, const AttentionForward<bf16>& c) {
+    check_flash(kName, c);
+    c.s.HS == 64 ? launch<64>(dev, {c}) : launch<128>(dev, {c});
 }
 
 }  // namespace

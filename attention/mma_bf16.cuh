@@ -97,3 +97,9 @@ __device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsig
                 *reinterpret_cast<const uint4*>(tile + swizzled<HS>(r, piece));
     }
 }
+// The same for results in fp32, which leave from registers.
+template <int HS, int M>
+__device__ __forceinline__ void store_tile(const float (&c)[M][HS / 8][4], unsigned char*, int row, float* dst,
+                                           size_t token, int end) {
+    store_rows<HS>(c, row, dst, token, end);
+}

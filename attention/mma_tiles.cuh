@@ -62,21 +62,16 @@ __device__ __forceinline__ X quad_sum(X x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Adds c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, or writes it if !add. Skips rows at or past
-// `end`.
+// Writes c to fp32 rows [row, row + 16·M) of a tile whose row 0 is at dst, but none at or past `end`.
 template <int HS, int M>
-__device__ __forceinline__ void add_tile(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end,
-                                         bool add) {
+__device__ __forceinline__ void store_rows(const float (&c)[M][HS / 8][4], int row, float* dst, size_t token, int end) {
     const int lane = threadIdx.x % 32;
     for (int m = 0; m < M; m++)
         for (int r = 0; r < 2; r++) {
             const int t = row + 16 * m + 8 * r + lane / 4;
             if (t >= end) continue;
             float2* p = reinterpret_cast<float2*>(dst + t * token) + lane % 4;
-            for (int n = 0; n < HS / 8; n++) {
-                const float2 old = add ? p[4 * n] : float2{0.f, 0.f};
-                p[4 * n] = make_float2(old.x + c[m][n][2 * r], old.y + c[m][n][2 * r + 1]);
-            }
+            for (int n = 0; n < HS / 8; n++) p[4 * n] = make_float2(c[m][n][2 * r], c[m][n][2 * r + 1]);
         }
 }
 
@@ -88,19 +83,16 @@ template <class X>
 struct Problem {
     Heads<const X> q, k, v;
     int NH, Tq, Tk, heads;  // heads = B·NH
-    int q_rows, k_rows;     // of lse, D, o_acc, dq_acc and scratch, and of dk_acc and dv_acc (see PartialShape)
-    int shift;              // query i sees keys j ≤ i + shift. It is q_offset − k_offset, or Tk if not causal
+    int shift;              // query i sees keys j ≤ i + shift
     int tiles, group;
     float scale, scale_log2;  // scale_log2 = scale·log2(e), because the exponentials are powers of 2
 };
 
-template <class X>
+template <class X, class Y>
 struct ForwardArgs {
     Problem<X> p;
-    Heads<X> out;  // whole form: written
-    float* lse;
-    float* o_acc;  // partial form: merged into (null in the whole form)
-    double* lse_acc;
+    Heads<Y> out;
+    Stats<float> lse, lse_rest;
 };
 
 struct Work {
@@ -108,20 +100,16 @@ struct Work {
 };
 // An item is a tile of a head. A block takes the one of its own number, unless it takes several.
 template <class X>
-__device__ __forceinline__ Work work_of_item(const Problem<X>& p, unsigned item, bool descending) {
+__device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending, unsigned item = blockIdx.x) {
     const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
     const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
     return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
 }
-// How many tiles of Bc keys the tile'th Br queries see. It is ≤ 0 if they see no key.
+// How many tiles of Bc keys the tile'th Br queries see.
 template <int Br, int Bc, class X>
 __device__ __forceinline__ int visible_tiles(const Problem<X>& p, int tile) {
     const int k_end = min(p.Tk, min((tile + 1) * Br, p.Tq) + p.shift);  // the last query sees keys before this
     return (k_end + Bc - 1) / Bc;
-}
-template <class X>
-__device__ __forceinline__ Work work_of_block(const Problem<X>& p, bool descending) {
-    return work_of_item(p, blockIdx.x, descending);
 }
 template <class X>
 __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) {
@@ -129,11 +117,10 @@ __device__ __forceinline__ X* head_of(const Heads<X>& x, const Work& w, int HS) 
 }
 
 template <class X>
-Problem<X> problem(const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v, const PartialShape& s) {
+Problem<X> problem(const Heads<const X>& q, const Heads<const X>& k, const Heads<const X>& v, const AttentionShape& s) {
     Problem<X> p{};
     p.q = q, p.k = k, p.v = v;
     p.NH = s.NH, p.Tq = s.Tq, p.Tk = s.Tk, p.heads = s.B * s.NH;
-    p.q_rows = s.rows_of_q(), p.k_rows = s.rows_of_k();
     p.shift = s.shift(), p.scale = s.resolved_scale(), p.scale_log2 = s.scale_log2();
     return p;
 }

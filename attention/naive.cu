@@ -5,22 +5,20 @@
 //   dV = Pᵀ dO          dP = dO Vᵀ         dS = P∘(dP − D),  D = rowsum(P∘dP)
 //   dQ = scale·dS K     dK = scale·dSᵀ Q
 //
-// cuBLAS does the products, one batched call for the matrices of all B·NH heads. It reads q, k and v where the QKV
-// matmul left them. A head is a matrix with row stride 3C, so nothing is permuted. The two softmax kernels in between
-// are ours.
+// cuBLAS does the products, on q, k and v where the QKV matmul left them. A head is a matrix with row stride 3C, so
+// nothing is permuted. The two softmax kernels in between are ours.
 //
-// S, P, dP and dS are (B, NH, T, T), and they bound this kernel. At HS = 64 an element of S costs 256 FLOPs and crosses
-// the memory bus four times in forward. In backward it is 512 FLOPs and seven times. Flash attention's whole idea is
-// never to write them.
+// S, P, dP and dS are (B, NH, Tq, Tk), and they bound this kernel. At HS = 64 an element of S costs 256 FLOPs and
+// crosses the memory bus four times in forward. In backward it is 512 FLOPs and seven times. Flash attention's whole
+// idea is never to write them.
 //
-// P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch, which also holds the pointers. Their
-// rows are padded to 16 bytes, so that any T gets wide accesses. Products and softmax work on full squares. Above the
-// diagonal a causal P and dS are zero.
+// P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch. Rows are padded to 16 bytes, so that any
+// Tk gets wide accesses. Products work on full squares. P and dS are zero where a causal mask hides the key.
 //
-// Writes: out, lse, att; dqkv (every element).  Accumulates into: nothing.
-// Limits: any T ≥ 1. A row of HS elements is a multiple of 16 bytes. Every buffer is 16-byte aligned.
+// Writes: forward out, lse, att; backward dq, dk, dv (every element).  Scratch: dP.
+// Limits: any Tq ≤ Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
 // Run: ./dev/bench_attention --kernel naive
-#include "attention/attention.h"
+#include "attention/launch.h"
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/vector.cuh"
 
@@ -31,24 +29,20 @@ namespace {
 constexpr int kBlock = 128;
 constexpr int kShortRowBytes = 2048;
 
-template <int Threads>
-__device__ float row_sum(float x) {
-    return Threads == kWarp ? warp_sum(x) : block_sum(x);
-}
-template <int Threads>
-__device__ float row_max(float x) {
-    return Threads == kWarp ? warp_max(x) : block_max(x);
+template <class X>
+__host__ __device__ constexpr int row_length(int Tk) {  // elements from one row of S to the next
+    return (Tk + kVec<X> - 1) / kVec<X> * kVec<X>;
 }
 
-// Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse (rows). A row is a query
+// Overwrites S with P in att (rows, ld), with zeros behind the row's last key, and writes lse. A row is a query
 // (b, h, i).
-template <class X, int Threads, bool Causal>
-__global__ void softmax_forward_kernel(X* att, float* lse, size_t rows, int T, int ld) {
+template <class X, int Threads>
+__global__ void softmax_forward_kernel(X* att, Stats<float> lse, size_t rows, int Tq, int Tk, int shift) {
     constexpr int V = kVec<X>;
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
     if (row >= rows) return;  // all threads of a row, or none
-    const int lane = threadIdx.x % Threads;
-    const int keys = Causal ? static_cast<int>(row % T) + 1 : T;
+    const int lane = threadIdx.x % Threads, i = row % Tq;
+    const int keys = min(Tk, i + shift + 1), ld = row_length<X>(Tk);
     X* s = att + row * ld;
 
     // One pass finds the maximum m and the sum l. When m grows, what was summed so far shrinks.
@@ -63,9 +57,10 @@ __global__ void softmax_forward_kernel(X* att, float* lse, size_t rows, int T, i
         l = l * expf(m - m_new) + sum;
         m = m_new;
     }
-    const float m_row = row_max<Threads>(m);
-    l = row_sum<Threads>(l * expf(m - m_row));
-    if (lane == 0) lse[row] = m_row + logf(l);
+    const float m_row = Threads == kWarp ? warp_max(m) : block_max(m);
+    l *= expf(m - m_row);
+    l = Threads == kWarp ? warp_sum(l) : block_sum(l);
+    if (lane == 0) lse.ptr[row / Tq * lse.head + i] = m_row + logf(l);
 
     const float inv_l = 1.f / l;
     for (int j = lane * V; j < ld; j += Threads * V) {
@@ -79,13 +74,13 @@ __global__ void softmax_forward_kernel(X* att, float* lse, size_t rows, int T, i
 }
 
 // Overwrites dP with dS in datt (rows, ld). The products that follow apply scale.
-template <class X, int Threads, bool Causal>
-__global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int T, int ld) {
+template <class X, int Threads>
+__global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int Tq, int Tk, int shift) {
     constexpr int V = kVec<X>;
     const size_t row = size_t(blockIdx.x) * (kBlock / Threads) + threadIdx.x / Threads;
     if (row >= rows) return;
-    const int lane = threadIdx.x % Threads;
-    const int keys = Causal ? static_cast<int>(row % T) + 1 : T;
+    const int lane = threadIdx.x % Threads, i = row % Tq;
+    const int keys = min(Tk, i + shift + 1), ld = row_length<X>(Tk);
     const X* p_row = att + row * ld;
     X* dp_row = datt + row * ld;
 
@@ -95,7 +90,7 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
         for (int e = 0; e < V; e++)
             if (j + e < keys) D += p[e] * dp[e];
     }
-    D = row_sum<Threads>(D);
+    D = Threads == kWarp ? warp_sum(D) : block_sum(D);
 
     for (int j = lane * V; j < ld; j += Threads * V) {
         Vec<float, V> ds{};
@@ -110,161 +105,113 @@ __global__ void softmax_backward_kernel(X* datt, const X* att, size_t rows, int 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// One matrix for each (b, h). It begins at ptr + b·batch + h·head bytes, and its rows are `ld` elements apart.
+constexpr char kName[] = "naive";
+
+// One row-major matrix for each (b, h). It begins at ptr + b·batch + h·head, and its rows are `ld` elements apart.
+template <class X>
 struct Matrices {
-    char* ptr;
+    const X* ptr;
     size_t batch, head;
-    int ld;
+    int ld, rows, cols;
+    cublasOperation_t op = CUBLAS_OP_N;  // what a product does with it first
+    Matrices transposed() const { return {ptr, batch, head, ld, rows, cols, CUBLAS_OP_T}; }
 };
-// Part 0, 1, 2 = q, k, v of a packed (B, T, 3, NH, HS).
 template <class X>
-Matrices part(X* qkv, int which, const AttentionShape& s) {
-    const size_t C = size_t(s.NH) * s.HS;
-    return {(char*)(qkv + which * C), s.T * 3 * C * sizeof(X), s.HS * sizeof(X), static_cast<int>(3 * C)};
+auto tokens(const Heads<X>& x, int T, int HS) {
+    return Matrices<std::remove_const_t<X>>{x.ptr, x.batch, size_t(HS), static_cast<int>(x.token), T, HS};
 }
 template <class X>
-Matrices tokens(X* x, const AttentionShape& s) {  // (B, T, NH, HS)
-    const size_t C = size_t(s.NH) * s.HS;
-    return {(char*)x, s.T * C * sizeof(X), s.HS * sizeof(X), static_cast<int>(C)};
-}
-template <class X>
-Matrices squares(X* att, const AttentionShape& s) {  // (B, NH, T, T), rows padded to 16 bytes
-    const int ld = ceil_div(s.T, kVec<X>) * kVec<X>;
-    const size_t head = size_t(s.T) * ld * sizeof(X);
-    return {(char*)att, head * s.NH, head, ld};
+Matrices<X> squares(const X* att, const AttentionShape& s) {  // (B, NH, Tq, Tk), rows padded to 16 bytes
+    const int ld = row_length<X>(s.Tk);
+    return {att, size_t(s.NH) * s.Tq * ld, size_t(s.Tq) * ld, ld, s.Tq, s.Tk};
 }
 
-// Writes pointers (count, B, NH), in which cublasGemmBatchedEx finds its matrices. One launch does all of a pass.
-constexpr int kMostOperands = 9;
-struct Operands {
-    Matrices of[kMostOperands];
-    int count;
-};
-__global__ void pointers_kernel(void** pointers, Operands operands, size_t heads, int NH) {
-    const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= operands.count * heads) return;
-    const Matrices& m = operands.of[i / heads];
-    const size_t head = i % heads;
-    pointers[i] = m.ptr + head / NH * m.batch + head % NH * m.head;
-}
-
-// Batched products among the operands of a pass. An operand is named by its index.
+// What att holds, and backward's scratch: squares, and behind them the pointers of a product.
 template <class X>
-class Products {
-  public:
-    Products(const Cuda& dev, void** pointers, const Operands& operands, const AttentionShape& s)
-        : dev_(dev), pointers_(pointers), operands_(operands), heads_(size_t(s.B) * s.NH) {
-        pointers_kernel<<<ceil_div(operands.count * heads_, kBlock), kBlock, 0, dev.stream>>>(pointers, operands,
-                                                                                              heads_, s.NH);
-        LAUNCH_CHECK("pointers_kernel");
-    }
-    // Row-major c (m × n) = alpha · a b, where a is (m × k), or (k × m) if transposed, and b likewise. cuBLAS is
-    // column-major, and a row-major matrix is its transpose already. So it is asked for cᵀ = bᵀ aᵀ.
-    void multiply(int c, float alpha, int a, bool transpose_a, int b, bool transpose_b, int m, int n, int k) const {
-        constexpr cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_32F;
-        const bool tf32 = std::is_same_v<X, float> && dev_.tf32;
-        const float beta = 0.f;
-        const auto matrices = [&](int i) { return pointers_ + i * heads_; };
-        CUBLAS_CHECK(cublasGemmBatchedEx(
-            dev_.blas, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k,
-            &alpha, matrices(b), type, operands_.of[b].ld, matrices(a), type, operands_.of[a].ld, &beta, matrices(c),
-            type, operands_.of[c].ld, static_cast<int>(heads_),
-            tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-    }
-
-  private:
-    const Cuda& dev_;
-    void** pointers_;
-    const Operands& operands_;
-    size_t heads_;
-};
-
-template <class X>
-size_t saved_bytes(const AttentionShape& s) {
-    return squares<X>(nullptr, s).batch * s.B;
-}
-// dP, then the pointers.
-template <class X>
-size_t scratch_bytes(const AttentionShape& s) {
-    return saved_bytes<X>(s) + kMostOperands * size_t(s.B) * s.NH * sizeof(void*);
+size_t squares_bytes(const AttentionShape& s) {
+    return s.B * squares<X>(nullptr, s).batch * sizeof(X);
 }
 template <class X>
-void** pointers_in(void* scratch, const AttentionShape& s) {
-    return reinterpret_cast<void**>(static_cast<char*>(scratch) + saved_bytes<X>(s));
-}
-
-// cuBLAS cannot see how the pointers in an array are aligned, so it relies on 16 bytes. So do our kernels.
-template <class X, class... P>
-void check_limits(const AttentionShape& s, const P*... buffers) {
-    if (s.HS * sizeof(X) % 16 != 0)
-        throw Error(format("naive attention: head size %d, expected a multiple of %d", s.HS, kVec<X>));
-    if (((reinterpret_cast<uintptr_t>(buffers) % 16 != 0) || ...))
-        throw Error("naive attention: a buffer is not 16-byte aligned; Cuda::alloc gives aligned memory");
-}
-
-// Calls launch(threads, causal, blocks) with the first two as compile-time constants.
-template <class X, class Launch>
-void for_rows(const AttentionShape& s, Launch launch) {
-    const size_t rows = size_t(s.B) * s.NH * s.T;
-    auto with = [&](auto threads) {
-        const size_t blocks = (rows + kBlock / threads - 1) / (kBlock / threads);
-        if (blocks > 0x7fffffff)
-            throw Error(format("naive attention: %zu rows of attention are too many for a grid", rows));
-        if (s.causal)
-            launch(threads, std::true_type(), static_cast<unsigned>(blocks));
-        else
-            launch(threads, std::false_type(), static_cast<unsigned>(blocks));
-    };
-    if (s.T * sizeof(X) <= kShortRowBytes)
-        with(std::integral_constant<int, kWarp>());
-    else
-        with(std::integral_constant<int, kBlock>());
+size_t bytes(const AttentionShape& s) {
+    return squares_bytes<X>(s) + 3 * size_t(s.B) * s.NH * sizeof(void*);
 }
 
 template <class X>
-void forward(const Cuda& dev, X* out, float* lse, X* att, void* scratch, const X* qkv, const AttentionShape& s) {
-    check_limits<X>(s, out, att, static_cast<const X*>(scratch), qkv);
-    enum { Q, K, V, P, Out, kCount };  // S becomes P
-    const Operands operands = {{part(qkv, 0, s), part(qkv, 1, s), part(qkv, 2, s), squares(att, s), tokens(out, s)},
-                               kCount};
-    const Products<X> products(dev, pointers_in<X>(scratch, s), operands, s);
+__global__ void pointers_kernel(const X** pointers, Matrices<X> a, Matrices<X> b, Matrices<X> c, int heads, int NH) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= heads) return;
+    const auto at = [&](const Matrices<X>& x) { return x.ptr + i / NH * x.batch + i % NH * x.head; };
+    pointers[i] = at(a), pointers[heads + i] = at(b), pointers[2 * heads + i] = at(c);
+}
 
+// c = alpha · a b for each (b, h). cuBLAS is column-major, and a row-major matrix is its transpose already. So it is
+// asked for cᵀ = bᵀ aᵀ. `squares` is att or datt, behind which the pointers lie.
+template <class X>
+void multiply(const Cuda& dev, const AttentionShape& s, const X* squares, const Matrices<X>& c, float alpha,
+              const Matrices<X>& a, const Matrices<X>& b) {
+    constexpr cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_32F;
+    const auto compute = std::is_same_v<X, float> && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    const float beta = 0.f;
+    const int heads = s.B * s.NH, k = a.op == CUBLAS_OP_N ? a.cols : a.rows;
+    const X** pointers = (const X**)((const char*)squares + squares_bytes<X>(s));
+    pointers_kernel<<<(heads - 1) / kBlock + 1, kBlock, 0, dev.stream>>>(pointers, a, b, c, heads, s.NH);
+    LAUNCH_CHECK("pointers_kernel");
+    const auto list = [&](int i) { return (void**)(pointers + i * heads); };
+    CUBLAS_CHECK(cublasGemmBatchedEx(dev.blas, b.op, a.op, c.cols, c.rows, k, &alpha, list(1), type, b.ld, list(0),
+                                     type, a.ld, &beta, list(2), type, c.ld, heads, compute, CUBLAS_GEMM_DEFAULT));
+}
+
+// Launches the one of a softmax's two kernels that suits the rows' length.
+template <class X, class Kernel, class... Tensors>
+void launch(const Cuda& dev, const AttentionShape& s, Kernel* of_warps, Kernel* of_blocks, Tensors... tensors) {
+    const bool short_rows = s.Tk * sizeof(X) <= kShortRowBytes;
+    const size_t rows = s.rows(), blocks = short_rows ? (rows - 1) / (kBlock / kWarp) + 1 : rows;
+    if (blocks > INT_MAX) throw Error(format("%s: %zu rows of attention are too many for a grid", kName, rows));
+    Kernel* kernel = short_rows ? of_warps : of_blocks;
+    kernel<<<unsigned(blocks), kBlock, 0, dev.stream>>>(tensors..., rows, s.Tq, s.Tk, s.shift());
+    LAUNCH_CHECK("softmax kernel");
+}
+
+template <class X, class Call>
+void check(const Call& c) {
+    if (c.s.HS % kVec<X>) throw Error(format("%s: head size %d, expected a multiple of %d", kName, c.s.HS, kVec<X>));
+    check_shape(kName, c.s);
+    check_views(kName, c);
+    check_aligned(kName, "att", c.att);
+}
+
+template <class X>
+void forward(const Cuda& dev, const AttentionForward<X>& c) {
+    check<X>(c);
+    const AttentionShape& s = c.s;
+    const auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
+    const auto out = tokens(c.out, s.Tq, s.HS), att = squares(c.att, s);
     // [quote]
-    products.multiply(P, s.resolved_scale(), Q, false, K, true, s.T, s.T, s.HS);
-    for_rows<X>(s, [&](auto threads, auto causal, unsigned blocks) {
-        softmax_forward_kernel<X, threads, causal>
-            <<<blocks, kBlock, 0, dev.stream>>>(att, lse, size_t(s.B) * s.NH * s.T, s.T, operands.of[P].ld);
-        LAUNCH_CHECK("softmax_forward_kernel");
-    });
-    products.multiply(Out, 1.f, P, false, V, false, s.T, s.HS, s.T);
+    multiply(dev, s, c.att, att, s.resolved_scale(), q, k.transposed());  // S, which becomes P
+    launch<X>(dev, s, softmax_forward_kernel<X, kWarp>, softmax_forward_kernel<X, kBlock>, c.att, c.lse);
+    multiply(dev, s, c.att, out, 1.f, att, v);
     // [end]
 }
 
 template <class X>
-void backward(const Cuda& dev, X* dqkv, void* scratch, const X* dout, const X*, const float*, const X* att,
-              const X* qkv, const AttentionShape& s) {
-    X* datt = static_cast<X*>(scratch);
-    check_limits<X>(s, dqkv, datt, dout, att, qkv);
-    enum { Q, K, P, V, DOut, DS, DQ, DK, DV, kCount };  // dP becomes dS
-    const Operands operands = {{part(qkv, 0, s), part(qkv, 1, s), squares(att, s), part(qkv, 2, s), tokens(dout, s),
-                                squares(datt, s), part(dqkv, 0, s), part(dqkv, 1, s), part(dqkv, 2, s)},
-                               kCount};
-    const Products<X> products(dev, pointers_in<X>(scratch, s), operands, s);
-    const float scale = s.resolved_scale();
+void backward(const Cuda& dev, const AttentionBackward<X>& c) {
+    check<X>(c);
+    check_whole(kName, c);
+    const AttentionShape& s = c.s;
+    X* dp = static_cast<X*>(c.scratch);  // becomes dS
+    const auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
+    const auto dq = tokens(c.dq, s.Tq, s.HS), dk = tokens(c.dk, s.Tk, s.HS), dv = tokens(c.dv, s.Tk, s.HS);
+    const auto dout = tokens(c.dout, s.Tq, s.HS), att = squares(c.att, s), datt = squares(dp, s);
 
-    products.multiply(DV, 1.f, P, true, DOut, false, s.T, s.HS, s.T);
-    products.multiply(DS, 1.f, DOut, false, V, true, s.T, s.T, s.HS);
-    for_rows<X>(s, [&](auto threads, auto causal, unsigned blocks) {
-        softmax_backward_kernel<X, threads, causal>
-            <<<blocks, kBlock, 0, dev.stream>>>(datt, att, size_t(s.B) * s.NH * s.T, s.T, operands.of[DS].ld);
-        LAUNCH_CHECK("softmax_backward_kernel");
-    });
-    products.multiply(DQ, scale, DS, false, K, false, s.T, s.HS, s.T);
-    products.multiply(DK, scale, DS, true, Q, false, s.T, s.HS, s.T);
+    multiply(dev, s, dp, dv, 1.f, att.transposed(), dout);
+    multiply(dev, s, dp, datt, 1.f, dout, v.transposed());
+    launch<X>(dev, s, softmax_backward_kernel<X, kWarp>, softmax_backward_kernel<X, kBlock>, dp, c.att);
+    multiply(dev, s, dp, dq, s.resolved_scale(), datt, k);
+    multiply(dev, s, dp, dk, s.resolved_scale(), datt.transposed(), q);
 }
 
 template <class X>
-constexpr AttentionKernel<X> kNaive = {"naive", 75, false, saved_bytes<X>, scratch_bytes<X>, forward<X>, backward<X>};
+constexpr AttentionKernel<X> kNaive = {kName, 75, false, bytes<X>, bytes<X>, forward<X>, backward<X>};
 
 }  // namespace
 

@@ -16,7 +16,7 @@ struct AttentionOptions : Output {
     bool has() const {
         return dtype == "all" || dtype == name_of(dtype_of<X>());
     }
-    AttentionShape shape(int B, int T) const { return {B, T, heads, std::atoi(hs.c_str()), !no_causal}; }
+    AttentionShape shape(int B, int T) const { return {B, T, T, heads, std::atoi(hs.c_str()), !no_causal}; }
 };
 
 // What differs between the two programs.
@@ -77,12 +77,33 @@ struct Poisoned {
     operator X*() const { return static_cast<X*>(memory.get()); }
 };
 
+// Calls on whole sequences, with the trainer's tensors.
+template <class X>
+AttentionForward<X> forward_call(const AttentionShape& s, X* out, Acc<X>* lse, X* att, const X* qkv) {
+    const auto part = [&](int which) { return packed(qkv, s.Tk, s.NH, s.HS, which); };
+    return {s, part(0), part(1), part(2), contiguous(out, s.Tq, s.NH, s.HS), {lse, size_t(s.Tq)}, {}, att};
+}
+template <class X>
+AttentionBackward<X> backward_call(const AttentionShape& s, X* dqkv, void* scratch, const X* dout, const X* out,
+                                   const Acc<X>* lse, const X* att, const X* qkv) {
+    const auto part = [&](auto* x, int which) { return packed(x, s.Tk, s.NH, s.HS, which); };
+    AttentionBackward<X> call{s, part(qkv, 0), part(qkv, 1), part(qkv, 2), contiguous(dout, s.Tq, s.NH, s.HS)};
+    call.out = contiguous(out, s.Tq, s.NH, s.HS);
+    call.lse = {lse, size_t(s.Tq)};
+    call.dq = part(dqkv, 0);
+    call.dk = part(dqkv, 1);
+    call.dv = part(dqkv, 2);
+    call.scratch = scratch;
+    call.att = att;
+    return call;
+}
+
 // All that a kernel writes, poisoned, and its passes.
 template <class X>
 struct KernelRun {
     const AttentionKernel<X>& kernel;
     const AttentionShape s;
-    const size_t rows = size_t(s.B) * s.T * s.NH, n = rows * s.HS;
+    const size_t rows = size_t(s.B) * s.Tq * s.NH, n = rows * s.HS;
     Poisoned<X> out, dqkv, att;
     Poisoned<float> lse;
     Poisoned<char> scratch;
@@ -95,8 +116,8 @@ struct KernelRun {
           att(dev, kernel.saved_bytes(s) / sizeof(X)),
           lse(dev, rows),
           scratch(dev, kernel.scratch_bytes(s)) {}
-    void forward(const Cuda& dev, const X* qkv) const { kernel.forward(dev, out, lse, att, scratch, qkv, s); }
+    void forward(const Cuda& dev, const X* qkv) const { kernel.forward(dev, forward_call<X>(s, out, lse, att, qkv)); }
     void backward(const Cuda& dev, const X* qkv, const X* dout) const {
-        if (kernel.backward) kernel.backward(dev, dqkv, scratch, dout, out, lse, att, qkv, s);
+        if (kernel.backward) kernel.backward(dev, backward_call<X>(s, dqkv, scratch, dout, out, lse, att, qkv));
     }
 };

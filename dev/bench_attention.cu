@@ -32,9 +32,9 @@ struct Buffers {
     }
     void forward(const Cuda& dev) const { run.forward(dev, qkv); }
     void backward(const Cuda& dev) const { run.backward(dev, qkv, dout); }
-    static size_t elements(const AttentionShape& s) { return size_t(s.B) * s.T * s.NH * s.HS; }
+    static size_t elements(const AttentionShape& s) { return size_t(s.B) * s.Tq * s.NH * s.HS; }
     static size_t bytes(const AttentionKernel<X>& kernel, const AttentionShape& s) {
-        return 8 * elements(s) * sizeof(X) + size_t(s.B) * s.NH * s.T * sizeof(float) + kernel.saved_bytes(s) +
+        return 8 * elements(s) * sizeof(X) + size_t(s.B) * s.NH * s.Tq * sizeof(float) + kernel.saved_bytes(s) +
                kernel.scratch_bytes(s);
     }
 };
@@ -71,10 +71,10 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
            std::map<std::string, Measured>& naive_ms, Log& log) {
     const AttentionKernel<X>& kernel = *subject.kernel;
     const char* dtype = name_of(dtype_of<X>());
-    const std::string shape = format("%4d %6d %3d %4d", s.B, s.T, s.NH, s.HS);
+    const std::string shape = format("%4d %6d %3d %4d", s.B, s.Tq, s.NH, s.HS);
     const auto row_of = [&](const char* pass) {
         Row row = result_row(dev, "attention");
-        row.add("kernel", subject.name).add("pass", pass).add("dtype", dtype).add("B", s.B).add("T", s.T);
+        row.add("kernel", subject.name).add("pass", pass).add("dtype", dtype).add("B", s.B).add("T", s.Tq);
         return row.add("NH", s.NH).add("HS", s.HS).add("causal", s.causal).add("deterministic", true);
     };
 
@@ -83,7 +83,7 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, dev.device));
     const size_t touched = 4 * Buffers<X>::elements(s) * sizeof(X) + kernel.saved_bytes(s);
     const size_t sets = (2 * size_t(l2_bytes) + touched - 1) / touched;
-    const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + Oracle::bytes(s.T, s.HS), free = dev.free_bytes();
+    const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + Oracle::bytes(s.Tq, s.HS), free = dev.free_bytes();
     if (bytes + (size_t{1} << 30) > free) {
         std::printf("%-17s %-5s %-4s %s | out of memory: needs %.1f GiB, free are %.1f\n", subject.name, dtype, "",
                     shape.c_str(), bytes / 0x1p30, free / 0x1p30);
@@ -118,7 +118,7 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
         std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
     if (subject.is_naive()) naive_ms[shape] = measured;
     const auto naive = naive_ms.find(shape);
-    const double forward_flops = 4. * s.B * s.NH * s.T * s.T * s.HS * (s.causal ? 0.5 : 1.);
+    const double forward_flops = 4. * s.B * s.NH * s.Tq * s.Tk * s.HS * (s.causal ? 0.5 : 1.);
     for (int pass = 0; pass < (kernel.backward ? 2 : 1); pass++) {
         const Figures ms = measured[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
         const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second[pass];

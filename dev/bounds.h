@@ -42,8 +42,8 @@ struct ErrorBound {
 };
 template <class X>
 ErrorBound error_bound(const AttentionKernel<X>& kernel, int tensor, const AttentionShape& s) {
-    const size_t elements = size_t(s.B) * s.T * s.NH * s.HS;
-    if (std::is_same_v<X, bf16>) return {elements < 1 << 16 ? 1.5 : 1, tensor == Dq && s.T > 4096 ? 2 : 1.25};
+    const size_t elements = size_t(s.B) * (tensor >= Dk ? s.Tk : s.Tq) * s.NH * s.HS;
+    if (std::is_same_v<X, bf16>) return {elements < 1 << 16 ? 1.5 : 1, tensor == Dq && s.Tk > 4096 ? 2 : 1.25};
     if (std::strcmp(kernel.name, "flash_fp16x3") == 0)
         return tensor == Lse ? ErrorBound{2.5, 2.5} : ErrorBound{1.25, 1.25, 0x1p-22};
     return {2, tensor == Dq ? 2.5 : 1.5};

@@ -1,5 +1,5 @@
 // Attention in fp64 on the GPU. It judges long sequences, because layers/cpu takes minutes where this takes
-// milliseconds.
+// milliseconds. It takes whole sequences, with T = Tq = Tk.
 //
 // It computes the plain formula for one (b, h) at a time. cuBLAS multiplies a block of query rows with all keys, and a
 // softmax kernel runs between the products. It keeps only 2·1024·T doubles of T×T, which is 1 GiB at T = 65536.
@@ -137,20 +137,20 @@ __global__ void gather_kernel(double* to, const X* from, size_t stride, int T, i
 // Copies one head of a packed qkv (B, T, 3, NH, HS) and dout (B, T, NH, HS) into the oracle.
 template <class X>
 void gather(const Cuda& dev, Oracle& oracle, const X* qkv, const X* dout, const AttentionShape& s, int b, int h) {
-    const size_t C = size_t(s.NH) * s.HS, token = size_t(b) * s.T;
+    const size_t C = size_t(s.NH) * s.HS, token = size_t(b) * s.Tq;
     double* const parts[] = {oracle.q, oracle.k, oracle.v};
-    const unsigned blocks = blocks_of(size_t(s.T) * s.HS);
+    const unsigned blocks = blocks_of(size_t(s.Tq) * s.HS);
     for (int part = 0; part < 3; part++)
         gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(parts[part], qkv + (token * 3 + part) * C + h * s.HS, 3 * C,
-                                                           s.T, s.HS);
-    gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(oracle.dout, dout + token * C + h * s.HS, C, s.T, s.HS);
+                                                           s.Tq, s.HS);
+    gather_kernel<<<blocks, kThreads, 0, dev.stream>>>(oracle.dout, dout + token * C + h * s.HS, C, s.Tq, s.HS);
     LAUNCH_CHECK("gather_kernel");
 }
 
 // Calls use(oracle, b, h) with fp64's results of each head.
 template <class X, class Use>
 void for_each_head(const Cuda& dev, const X* qkv, const X* dout, const AttentionShape& s, Use use) {
-    Oracle oracle(dev, s.T, s.HS);
+    Oracle oracle(dev, s.Tq, s.HS);
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < s.NH; h++) {
             gather(dev, oracle, qkv, dout, s, b, h);
@@ -210,15 +210,15 @@ class Errors {
     // dqkv (B, T, 3, NH, HS), or null if there was no backward.
     template <class X>
     void add(const Oracle& oracle, const X* out, const float* lse, const X* dqkv, int b, int h) {
-        const size_t C = size_t(s_.NH) * s_.HS, token = size_t(b) * s_.T;
+        const size_t C = size_t(s_.NH) * s_.HS, token = size_t(b) * s_.Tq;
         const auto compare = [&](int tensor, const auto* got, size_t stride, int n) {
-            const unsigned blocks = std::min(blocks_of(size_t(s_.T) * n), 4u * dev_.num_sms);
+            const unsigned blocks = std::min(blocks_of(size_t(s_.Tq) * n), 4u * dev_.num_sms);
             error_kernel<<<blocks, kThreads, 0, dev_.stream>>>(static_cast<ErrorSums*>(device_.get()) + tensor, got,
-                                                               stride, oracle.results[tensor], s_.T, n);
+                                                               stride, oracle.results[tensor], s_.Tq, n);
             LAUNCH_CHECK("error_kernel");
         };
         compare(Out, out + token * C + h * s_.HS, C, s_.HS);
-        compare(Lse, lse + (size_t(b) * s_.NH + h) * s_.T, 1, 1);
+        compare(Lse, lse + (size_t(b) * s_.NH + h) * s_.Tq, 1, 1);
         for (int part = 0; dqkv && part < 3; part++)
             compare(Dq + part, dqkv + (token * 3 + part) * C + h * s_.HS, 3 * C, s_.HS);
         heads_++;
@@ -228,7 +228,7 @@ class Errors {
     double largest_value(int tensor) const { return sums_[tensor].largest; }
     double max(int tensor) const { return sums_[tensor].largest_error; }
     double mean(int tensor) const {
-        return sums_[tensor].error / (double(heads_) * s_.T * (tensor == Lse ? 1 : s_.HS));
+        return sums_[tensor].error / (double(heads_) * s_.Tq * (tensor == Lse ? 1 : s_.HS));
     }
     double l2(int tensor) const { return std::sqrt(sums_[tensor].error2 / sums_[tensor].value2); }  // relative
     double snr_db(int tensor) const { return -20 * std::log10(l2(tensor)); }

@@ -133,10 +133,8 @@ __device__ __forceinline__ auto& registers(P (&x)[N][2]) {
 // P = 2^(scale_log2·S − reference), where reference = scale_log2·m + shift, and O += P V.
 
 template <class X>
-struct Args {
-    Problem<X> p;
-    Heads<X> out;
-    float *lse, shift_log2;  // shift_log2 = log2(T), or 0
+struct Args : ForwardArgs<X, X> {
+    float shift_log2;  // log2(T), or 0
 };
 
 template <class V, int Bc>
@@ -252,7 +250,7 @@ struct Rows {
             const float sum = V::InLoop ? l[r] : sum_of_row(l[r]), factor = V::InLoop ? 1.f : __fdividef(1.f, sum);
             if (row < 0 || row >= args.p.Tq) continue;
             if (threadIdx.x % 4 == 0)
-                args.lse[size_t(w.bh) * args.p.Tq + row] = (reference[r] + __log2f(sum)) * static_cast<float>(M_LN2);
+                args.lse.ptr[w.bh * args.lse.head + row] = (reference[r] + __log2f(sum)) * static_cast<float>(M_LN2);
             auto* out = reinterpret_cast<Pair*>(head_of(args.out, w, HS) + row * args.out.token);
             for (int n = 0; n < HS / 8; n++)
                 out[4 * n + threadIdx.x % 4] = as<Pair>(as<Float2>(o[n][r]) * Float2{factor, factor});
@@ -332,7 +330,7 @@ __global__ void __launch_bounds__(Mma<V>::Threads, V::MoreWarps ? 3 : 2)
     constexpr int M = Mma<V>::M, Br = Mma<V>::Br, Bc = Mma<V>::Bc, KvBytes = Mma<V>::KvBytes;
     const auto& p = args.p;
     const uint32_t q_smem = smem_address(smem), k_smem = q_smem + Br * HS * 2, v_smem = k_smem + 2 * KvBytes;
-    const Work w = work_of_block(p, true);
+    const Work w = work_of(p, true);
     const int q0 = w.tile * Br, warp_row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32;
     const int first_q = q0 + warp_row, last_q = first_q + 16 * M - 1;  // of the warp
     const int k_tiles = (min(q0 + Br, p.Tq) + Bc - 1) / Bc;
@@ -423,7 +421,7 @@ struct Wgmma {
                 for (int wg = 0; wg < W; wg++) mbarrier_arrive(q_full(i, wg));
                 break;
             }
-            w = work_of_item(p, next, false);
+            w = work_of(p, false, next);
             const int taken = atomicAdd(&next_item, 1);
             if (taken == items - 1) next_item = 0;  // every block has asked for the last time
             next = gridDim.x + taken;
@@ -493,7 +491,7 @@ struct Wgmma {
             mbarrier_wait(q_full(i, wg), q_parity(i));
             const int taken = __shfl_sync(~0u, item(i), 0);
             if (taken < 0) break;
-            const Work w = work_of_item(p, taken, false);
+            const Work w = work_of(p, false, taken);
             const int q0 = first_query(T, w.tile), first_q = q0 + 64 * wg, row = first_q + 16 * warp + lane / 4;
             // my_tiles are those that some query here sees. Only the first is masked, because all queries see the
             // others whole.
@@ -579,19 +577,21 @@ __global__ void __launch_bounds__(Wgmma<V>::Threads, 1)
 template <class X, int F, bool OnWgmma>
 void forward(const Cuda& dev, X* out, float* lse, const X* qkv, const AttentionShape& s) {
     using V = Variant<X, F & ~kShift>;
-    const Args<X> args{problem(packed(qkv, s, 0), packed(qkv, s, 1), packed(qkv, s, 2), whole(s)),
-                       contiguous(out, s.T, s.NH, HS), lse, F & kShift ? std::log2(static_cast<float>(s.T)) : 0.f};
+    const auto part = [&](int which) { return packed(qkv, s.Tk, s.NH, HS, which); };
+    const Args<X> args{
+        {problem(part(0), part(1), part(2), s), contiguous(out, s.Tq, s.NH, HS), {lse, size_t(s.Tq)}, {}},
+        F & kShift ? std::log2(static_cast<float>(s.Tq)) : 0.f};
     if constexpr (OnWgmma) {
         using Tiles = Wgmma<V>;
         const auto map = [&](const char* name, const Heads<const X>& x, int rows) {
-            return tensor_map(name, x, s.B, s.T, s.NH, HS, rows);
+            return tensor_map(name, x, s.B, s.Tq, s.NH, HS, rows);
         };
         const WgmmaArgs<X> wgmma_args{
             args, map("q", args.p.q, 64), {map("k", args.p.k, Tiles::Bc), map("v", args.p.v, Tiles::Bc)}};
-        launch("wgmma_kernel", wgmma_kernel<V>, wgmma_args, ceil_div(s.T, Tiles::Br), s.T, HS, Tiles::Threads,
+        launch("wgmma_kernel", wgmma_kernel<V>, wgmma_args, ceil_div(s.Tq, Tiles::Br), s.Tq, HS, Tiles::Threads,
                Tiles::Smem, dev, dev.num_sms);
     } else {
-        launch("mma_kernel", mma_kernel<V>, args, ceil_div(s.T, Mma<V>::Br), s.T, HS, Mma<V>::Threads, Mma<V>::Smem,
+        launch("mma_kernel", mma_kernel<V>, args, ceil_div(s.Tq, Mma<V>::Br), s.Tq, HS, Mma<V>::Threads, Mma<V>::Smem,
                dev);
     }
 }
@@ -612,7 +612,7 @@ __global__ void softmax_kernel(X* s, int T) {  // a block owns a row
 template <class X>
 void naive(const Cuda& dev, X* out, const X* qkv, const AttentionShape& s) {
     const cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_16F;
-    const int T = s.T, C = s.NH * HS;
+    const int T = s.Tq, C = s.NH * HS;
     const DeviceMemory memory = poisoned(dev, size_t(T) * T * sizeof(X));
     X* const att = static_cast<X*>(memory.get());
     const float scale = s.resolved_scale(), one = 1.f, zero = 0.f;
@@ -668,7 +668,7 @@ struct Result {
     float* lse;
     Errors errors;
 
-    Result(const Cuda& dev, const AttentionShape& s) : elements(size_t(s.B) * s.T * s.NH * HS), errors(dev, s) {
+    Result(const Cuda& dev, const AttentionShape& s) : elements(size_t(s.B) * s.Tq * s.NH * HS), errors(dev, s) {
         memory[0] = poisoned(dev, elements * sizeof(X));
         memory[1] = poisoned(dev, elements / HS * sizeof(float));
         out = static_cast<X*>(memory[0].get());
@@ -738,7 +738,7 @@ struct Study {
     Row row_of(const char* kernel, const std::string& variant, const AttentionShape& s) const {
         Row row = result_row(dev, "accumulation");
         row.add("kernel", kernel).add("variant", variant).add("pass", "fwd").add("dtype", dtype).add("B", s.B);
-        return row.add("T", s.T).add("NH", s.NH).add("HS", HS).add("causal", true);
+        return row.add("T", s.Tq).add("NH", s.NH).add("HS", HS).add("causal", true);
     }
 
     void errors(const AttentionShape& s, const Input& input) {
@@ -747,7 +747,7 @@ struct Study {
         const size_t n = results[0].elements;
         const DeviceMemory memory = device_memory(dev, 3 * n * sizeof(X));
         X* const qkv = static_cast<X*>(memory.get());
-        fill_normal(dev, qkv, 3 * n, s.T);
+        fill_normal(dev, qkv, 3 * n, s.Tq);
         shape_inputs_kernel<<<blocks_of(3 * n), kThreads, 0, dev.stream>>>(qkv, 3 * n, s.NH * HS, input);
         LAUNCH_CHECK("shape_inputs_kernel");
 
@@ -760,15 +760,15 @@ struct Study {
         for (Result<X>& r : results) r.errors.fetch();
 
         const double naive_l2 = results[0].errors.l2(Out);
-        std::printf("\n%s B%d T%d NH%d, %s: max |out| %.3g, naive's L2 error %.2e\n", dtype, s.B, s.T, s.NH, input.text,
-                    results[0].errors.largest_value(Out), naive_l2);
+        std::printf("\n%s B%d T%d NH%d, %s: max |out| %.3g, naive's L2 error %.2e\n", dtype, s.B, s.Tq, s.NH,
+                    input.text, results[0].errors.largest_value(Out), naive_l2);
         for (size_t i = 0; i < subjects.size(); i++) {
             Subject<X>& x = subjects[i];
             const Result<X>& r = results[i + 1];
             const Errors& e = r.errors;
             const unsigned not_finite = r.not_finite(dev);
             const double ratio = e.l2(Out) / naive_l2;
-            const bool ok = !(&input == &kInputs[0] && s.T == kValidated) || ratio <= kAllowed;
+            const bool ok = !(&input == &kInputs[0] && s.Tq == kValidated) || ratio <= kAllowed;
             x.wrong |= !ok;
             std::printf("  %-8s %-26s max %9.2e  L2 %9.2e  %6.1f dB  x%-6.2f lse %8.1e", x.vehicle,
                         name_of(x.flags).c_str(), e.max(Out), e.l2(Out), e.snr_db(Out), ratio, e.max(Lse));
@@ -788,9 +788,9 @@ struct Study {
         const DeviceMemory memory = device_memory(dev, 3 * to.elements * sizeof(X));
         X* const qkv = static_cast<X*>(memory.get());
         fill_normal(dev, qkv, 3 * to.elements, 1);
-        std::printf("\n%s B%d T%d NH%d: TFLOP/s cool\n", dtype, s.B, s.T, s.NH);
+        std::printf("\n%s B%d T%d NH%d: TFLOP/s cool\n", dtype, s.B, s.Tq, s.NH);
         const auto timed = [&](const char* kernel, const std::string& variant, auto launch) {
-            const double ms = cool_ms(dev, launch), rate = 4. * s.B * s.NH * s.T * s.T * HS / 2 / ms * 1e-9;
+            const double ms = cool_ms(dev, launch), rate = 4. * s.B * s.NH * s.Tq * s.Tk * HS / 2 / ms * 1e-9;
             std::printf("  %-15s %-26s %8.4f ms  %6.1f\n", kernel, variant.c_str(), ms, rate);
             std::fflush(stdout);
             log.write(row_of(kernel, variant, s).add("ms", ms).add("tflops", rate));
@@ -801,16 +801,19 @@ struct Study {
         if constexpr (std::is_same_v<X, bf16>)  // the vehicles are to be judged beside the trainer's kernels
             for (const AttentionKernel<bf16>* k : {&flash_bf16, &flash_bf16_sm90})
                 if (k->runs_on(dev) && options.variant == "all")
-                    timed(k->name, "trainer", [&](int) { k->forward(dev, to.out, to.lse, nullptr, nullptr, qkv, s); });
+                    timed(k->name, "trainer", [&](int) {
+                        attention_forward<bf16>(dev, Attention{k->name}, to.out, to.lse, nullptr, qkv, s.B, s.Tq, s.Tk,
+                                                s.NH, HS);
+                    });
     }
 
     int run() {  // how many variants are wrong
         if (options.dtype == "all" || options.dtype == dtype) choose_all();
         if (subjects.empty()) return 0;
         for (const auto& [B, T] : parse_shapes(options.lengths))
-            for (const Input& input : kInputs) errors({B, T, 2, HS}, input);
+            for (const Input& input : kInputs) errors({B, T, T, 2, HS}, input);
         if (!options.shapes.empty())
-            for (const auto& [B, T] : parse_shapes(options.shapes)) time({B, T, 12, HS});
+            for (const auto& [B, T] : parse_shapes(options.shapes)) time({B, T, T, 12, HS});
         return std::count_if(subjects.begin(), subjects.end(), [](const Subject<X>& x) { return x.wrong; });
     }
 };

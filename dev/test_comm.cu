@@ -5,7 +5,6 @@
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
 
-#include "attention/ring/blocks.h"
 #include "dev/ranks.h"
 #include "dev/ring_check.h"
 #include "layers/comm/comm.h"
@@ -49,13 +48,12 @@ void on_gpus(const Body& body) {
 
 // On one GPU, where ranks are threads.
 void on_one_gpu(const std::function<void(const Cuda&)>& body) {
+    gpus();
     Processes one;
     one.start([&] {
-        if (Cuda::count() == 0) return 77;
         body(Cuda());
         return 0;
     });
-    if (one.wait(100)[0] == 77) SKIP("no GPU");
     one.check();
 }
 
@@ -86,8 +84,7 @@ TEST(nccl_collectives) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
             Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)), own(dev, n);
             Floats all(dev, elements(size * n, [=](size_t i) { return i / n == size_t(rank) ? mine(i) : NAN; }));
-            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)), packed(dev, n / 2),
-                rows(dev, n / 2);
+            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1));
             comm.fork();
             comm.group([&] {
                 comm.all_reduce(reduced.ptr, n);
@@ -96,14 +93,10 @@ TEST(nccl_collectives) {
             });
             comm.send_recv(next, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
             comm.join();
-            comm.fork();
-            comm.send_recv_rows(next, packed.ptr, sent.ptr, 4, 2, n / 4, before, rows.ptr);
-            comm.join();
             CHECK(reduced.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
             CHECK(own.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
             CHECK(all.values() == elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
             CHECK(got.values() == elements(n, [=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
-            CHECK(rows.values() == elements(n / 2, [=](size_t i) { return value(before, i / 2 * 4 + i % 2); }));
         }
     });
 }
@@ -158,59 +151,51 @@ TEST(nccl_in_a_graph) {
     });
 }
 
+// Chunks that divide T and chunks that do not, with the kernel that --attention flash names on this GPU.
+template <class X>
+static void check_chunks_on(const Cuda& dev) {
+    for (const int HS : {64, 128})
+        for (const bool causal : {true, false}) {
+            const Whole<X, Cuda> whole(dev, {2, 1000, 1000, 3, HS, causal}, 1, 1, 0);
+            for (const auto& [q_chunk, k_chunk] : {std::pair{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}})
+                check_chunks(whole, q_chunk, k_chunk);
+        }
+}
+TEST(chunks_on_a_gpu) {
+    on_one_gpu([](const Cuda& dev) {
+        check_chunks_on<float>(dev);
+        check_chunks_on<bf16>(dev);
+    });
+}
 TEST(ring_of_threads) {
     on_one_gpu([](const Cuda& dev) {
-        for (const AttentionShape& s : {AttentionShape{2, 48 * 17, 2, 64, true, 0.2f}, {2, 48 * 22, 2, 128}})
-            for (double q_sigma : {1., 3.}) {
+        for (const AttentionShape& s :
+             {AttentionShape{2, 48 * 17, 48 * 17, 2, 64, true, 0.2f}, {2, 48 * 22, 48 * 22, 2, 128}})
+            for (const double q_sigma : {1., 3.}) {
                 check_local_rings<float>(dev, s, q_sigma, 0);
                 check_local_rings<bf16>(dev, s, q_sigma, 0);
             }
     });
 }
-// A rank has 12, 6 or 4 heads. In flash_bf16_sm90's backward these walk back: of a short sequence all heads, or 16 at
-// HS 128; the first 8 of one with 6000 tokens; of a long one every third.
-TEST(exchanged_heads_are_bit_identical_on_a_gpu) {
-    on_one_gpu([](const Cuda& dev) {
-        for (const int HS : {64, 128}) {
-            for (const int ranks : {1, 2, 3}) {
-                check_local_exchange<float>(dev, {2, 2 * ranks * 150, 12, HS}, ranks);
-                check_local_exchange<bf16>(dev, {2, 2 * ranks * 150, 12, HS}, ranks);
-            }
-            check_local_exchange<bf16>(dev, {2, 6000 * 64 / HS, 12, HS}, 3);
-            check_local_exchange<bf16>(dev, {1, 25800 * 64 / HS, 6, HS}, 3);
-        }
-    });
-}
 TEST(ring_errors_do_not_grow_on_a_gpu) {
     on_one_gpu([](const Cuda& dev) {
-        check_flat<float>(dev, {1, 2048, 4, 64}, 0);
-        check_flat<bf16>(dev, {1, 2048, 4, 64}, 0);
+        check_local_rings<float>(dev, {1, 2064, 2064, 4, 64}, 1, 0, 5);
+        check_local_rings<bf16>(dev, {1, 2064, 2064, 4, 64}, 1, 0, 5);
     });
 }
 
-// Goes through NCCL, as between machines, whether or not the GPUs reach each other's memory.
-struct ByNccl : NcclComm {
-    using NcclComm::NcclComm;
-    void share(void*, size_t) {}
-};
-template <class Comm>
-void check_splits(const Cuda& dev, Comm& comm, Job& job) {
-    const AttentionShape s{2, 2 * comm.size * 100, 2, 64, true, 0.2f};
-    check_ring<float>(dev, comm, job, s);
-    check_ring<bf16>(dev, comm, job, s);
-    check_ring<bf16>(dev, comm, job, {1, 2 * comm.size * 128, 1, 128}, 3);
-    const Whole<bf16> whole({2, 2 * comm.size * 100, 9 * comm.size, 64}, 1, 1, kBitsOnly);  // three cohorts
-    check_exchange(dev, comm, whole, unchunked(dev, whole));
+static void check_rings(const Cuda& dev, NcclComm& comm, Job& job) {
+    const int T = 2 * comm.size * 100;
+    check_ring<float>(dev, comm, job, {2, T, T, 2, 64, true, 0.2f});
+    check_ring<bf16>(dev, comm, job, {2, T, T, 2, 64, true, 0.2f});
+    check_ring<bf16>(dev, comm, job, {1, T, T, 1, 128}, 3);
 }
-// Checks every flash kernel that this GPU would choose against the whole sequence in fp64, and the exchange of heads
-// against one call, with copy engines and with NCCL, and two groups of two ranks side by side.
-TEST(nccl_split_attention) {
+// All ranks in a ring, and two groups of two ranks side by side.
+TEST(nccl_ring) {
     on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
-        check_splits(dev, comm, job);
-        ByNccl by_nccl(comm, 0, comm.size);
-        check_splits(dev, by_nccl, job);
+        check_rings(dev, comm, job);
         NcclComm pair(comm, comm.rank / 2 * 2, 2);
-        check_splits(dev, pair, job);
+        check_rings(dev, pair, job);
     });
 }
 

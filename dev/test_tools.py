@@ -312,7 +312,7 @@ def test_what_scripts_need_is_named(tmp):
     named = re.findall(r"-c scripts/requirements-more.txt ([a-z_]+)",
                        "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("*/*.py")]))
     assert set(named) <= set(more) and len(set(named)) >= 4, named
-    for name in "default_run.py", "scaling.py", "trace_ring.py":
+    for name in "default_run.py", "scaling.py":
         copied(tmp, name)(code=1, says=[f"{name}: there is no ./train_gpt2cu: make"])
     no_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
     for name in "peers.py", "peers_train.py":
@@ -327,7 +327,7 @@ def test_what_scripts_need_is_named(tmp):
         ../dev/peers_train.py --shapes 0x1024        | 2 | 0x1024 | 16x1024
         ../dev/peers_train.py --llmc {log}/none      | 2 | {log}/none
         plot.py {log} -o {log}/out.gif               | 1 | out.gif | .png
-        plot_results.py memory sound                 | 2 | sound | ring_timeline
+        plot_results.py memory sound                 | 2 | sound | accumulation
         plot_results.py memory --root {log}          | 1 | no rows for memory.svg | bench_train
         plot_results.py --root {log}                 | 1 | no rows | bench_attention
         scaling.py --gpus 2,4                        | 2 | error: --gpus | 2,4
@@ -549,7 +549,7 @@ wgmma, NH 2, HS 64
 <!-- table: plot accumulation -->
 forward](dev/results/A/accumulation.svg)
 <!-- table: ring speed -->
-| 4 | 12, 64 | ring | forward | 3.00 | 3.20 | 93.8 / ≈97.1 % | 96.8 / ≈98.5 % | 0.20 |
+| 4 | 12, 64 | forward | 3.00 | 3.20 | 93.8 / ≈97.1 % | 96.8 / ≈98.5 % |
 """
 
 
@@ -677,56 +677,6 @@ def test_rows_of_the_default_run(tmp):
     default_run(code=1, says=["default_run.py: ./train_gpt2cu failed"])
 
 
-def test_timeline_of_a_ring(tmp):
-    from trace_ring import behind
-    kernels = [{"ts": ts, "dur": dur} for ts, dur in ((660, 80), (0, 700), (500, 150))]  # that overlap
-    assert behind([{"ts": 600, "dur": 200}, {"ts": 50, "dur": 10}, {"ts": 800, "dur": 9}], kernels) == 150
-    # As dev/trace.so writes it: a layer's attention, both ways, a copy half behind each. GPU 1 starts later.
-    for gpu in 0, 1:
-        events = [("range", "step 5", 0, 9000, "")]
-        # A ring's forward has blocks, an exchange's backward is whole, and its last journey ends after it.
-        for at, way, form in (1000, "forward", "true"), (5000, "backward", "false"):
-            inside, kernel = f"step 5 / forward and backward / {way} / layer 6", f"{way}_kernel<64, {form}>"
-            events += [("kernel", kernel, at, 700, inside), ("copy", "copy 9 B to another GPU", at + 600, 200, inside),
-                       ("copy", "copy", at, 150, inside), ("kernel", kernel, at, 700, inside.replace("6", "7")),
-                       ("kernel", "long before", at - 300, 50, inside), ("kernel", "long after", at + 950, 50, inside)]
-        written(tmp / f"gpu{gpu}", json.dumps({"traceEvents": [
-            {"name": name, "cat": kind, "ts": start + 40 * gpu, "dur": duration,
-             "args": {"gpu": -1 if kind == "range" else gpu, "range": inside}}
-            for kind, name, start, duration, inside in events]}))
-    trace_ring = copied(tmp, "trace_ring.py")
-    executable(tmp / "train_gpt2cu", 'echo "$@" >args\nfor i in 0 1; do cp gpu$i "$TRACE.10$i.json"; done')
-    trace_ring(code=1, says=["there is no ./dev/trace.so"])
-    executable(tmp / "dev" / "trace.so", "")
-    (tmp / "kept").mkdir()
-    printed = trace_ring("--keep", "--out", tmp / "rows.jsonl", cwd=tmp / "kept").stdout
-    assert "GPU 1, backward: 0.20 ms of travel, 50 % of it behind kernels" in printed
-    assert "--gpus 2 --context-parallel 2 -e d12 -b 1 -t 32768 --profile 1 " in (tmp / "args").read_text()
-    found = [(r["rank"], r["pass"], len(r["events"]), min(e["start_ms"] for e in r["events"]), r["dirty"])
-             for r in rows_of(tmp / "rows.jsonl")]
-    assert found == [(gpu, way, 2, 0.04 * gpu, True) for way in ("forward", "backward") for gpu in (0, 1)], found
-    assert {p.name for p in (tmp / "kept").iterdir()} == {"trace.100.json", "trace.101.json"}
-    trace_ring("--gpus", "4", code=1, says=["traces of 2 GPUs, not 4"])
-    trace_ring("--layer", "8", code=1, says=["no blocks of forward in layer 8"])
-    executable(tmp / "train_gpt2cu", "echo boom >&2\nexit 1")
-    trace_ring(code=1, says=["ended with 1", "boom"])
-
-
-def test_timeline_of_a_training_step(tmp):
-    made = run("make", "dev/trace.so", code=None)
-    if made.returncode and "cupti" in made.stderr.lower():
-        raise Skip("needs CUPTI of CUDA 13")
-    assert made.returncode == 0, made.stderr
-    result = run(built(), "-e", "tiny", "-b", "1", "--profile", "1", "-v", "0", "-s", "0",
-                 CUDA_INJECTION64_PATH=str(ROOT / "dev" / "trace.so"), TRACE=str(tmp / "trace"))
-    if "using the CPU" in result.stderr:
-        raise Skip("no GPU")
-    (path,) = tmp.glob("trace.*.json")
-    kernels = [e for e in json.loads(path.read_text())["traceEvents"] if e["cat"] == "kernel"]
-    for way in "forward", "backward":
-        assert any(e["args"]["range"].endswith(f"{way} / layer 3") and e["dur"] > 0 for e in kernels), result.stderr
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The Makefile
 
@@ -759,7 +709,7 @@ def test_one_toolkit_is_chosen(tmp):
     and linked with is of that one."""
     text = (ROOT / "Makefile").read_text()
     written(tmp / "Makefile", text.replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt"))
-    for name in "train_gpt2.cu", "dev/trace.cpp", "run/a.cpp":
+    for name in "train_gpt2.cu", "run/a.cpp":
         written(tmp / name, "")
 
     def toolkit(place):
@@ -783,7 +733,7 @@ def test_one_toolkit_is_chosen(tmp):
         given = [value.format(tmp) for value in given]
         in_environment = dict(value.split("=") for value in given)
         for arguments, variables in (given, {}), ([], in_environment):
-            result = run("make", "-nB", "train_gpt2cu", "dev/trace.so", *arguments, cwd=tmp, code=code,
+            result = run("make", "-nB", "train_gpt2cu", *arguments, cwd=tmp, code=code,
                          **{"PATH": f"{tools}:{tmp}/path", "CUDA_HOME": "", "NVCC": "", **variables})
             if code:
                 assert expected in result.stderr, result
@@ -1218,13 +1168,11 @@ def test_measuring_in_parts(tmp):
     tests, json = ["test_attention", "test_layers", "test_gpt2"], ["*--json*"]
     end = [f"python3 scripts/{name}.py" for name in ("plot_results", "pictures", "readme_tables")]
     compare_torch = [f"python3 scripts/compare_torch.py --json{more}" for more in ("", " --precision bf16")]
-    bench_ring = [f"bench_ring --json --form {form} --gpus 4 --heads {heads}"
-                  for form in ("heads", "ring") for heads in ("12 --hs 64", "32 --hs 128")]
-    others = [f"python3 scripts/{name}" for name in ("trace_ring.py --json --gpus 4", "scaling.py --json")]
+    bench_ring = [f"bench_ring --json --gpus 4 --heads {heads}" for heads in ("12 --hs 64", "32 --hs 128")]
     stuck = {"BAD": "accuracy*64", "SLOW": "study_accum*", "PART_LIMIT": "1"}
     for parts, variables, code, says, expected in (
             ("", {}, 0, "one GPU", [*tests, *15 * json, "*default_run.py", *compare_torch, *3 * json, *end]),
-            ("--no-tests ring scaling", {"GPUS": 4}, 0, "", ["study_ring --json", *bench_ring, *others, *end]),
+            ("--no-tests ring scaling", {"GPUS": 4}, 0, "", ["study_ring --json", *bench_ring, "python3 scripts/scaling.py --json", *end]),
             ("--no-tests accuracy study layers", stuck, 1, "study: no end after 1 s … failed: accuracy study; no table",
              ["accuracy --json --hs 64", "study_accumulation --json", "bench_layers --json"]),
             ("--no-tests fp32 torch train", {"BAD": "*import?torch"}, 0, "no PyTorch",
@@ -1269,7 +1217,7 @@ def test_sanitizer_of_the_kernels(tmp):
     path = before_others(tmp)
     said, ran = run(sanitize, **path).stdout, (tmp / "ran").read_text().splitlines()
     assert said.count("\n") == len(ran) == 26, (said, ran)
-    assert "racecheck flash_fp16x3 fp32 few blocks" in ran and "memcheck flash_fp16x3 fp32 block" in ran, ran
+    assert "racecheck flash_fp16x3 fp32 few" in ran and "memcheck flash_fp16x3 fp32 pieces" in ran, ran
     said = run(sanitize, "good", "bad one", code=1, **path).stdout
     assert "synccheck  bad one: FAILED" in said and said.count("0 errors") == 8 and said.count("FAILED") == 1, said
     interrupt_and_wait(sanitize, "slow", cwd=tmp, **path)

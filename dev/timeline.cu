@@ -6,6 +6,7 @@
 //
 // Run: ./dev/timeline --help
 #include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -24,14 +25,21 @@ struct Options : Output {
     int T = 8192, from = 60'000, clocks = 8'000;
 };
 
-// "mbarrier_wait(shared.k_full(at.stage), …);" → "k_full", "wgmma_wait<1>(dk, dq);" → "dk,dq".
+// "mbarrier_wait(shared.at(KFull, at.stage), …);" → "k_full", "wgmma_wait<1>(dk, dq);" → "dk,dq".
 static std::string what_waits(const std::vector<std::string>& lines, int line) {
     const std::string& text = lines.at(line - 1);
     const size_t wait = text.find("_wait"), open = text.find('(', wait) + 1;
     if (wait == std::string::npos) throw Error(format("line %d of the kernel has no wait: run make again", line));
-    std::string name = text.substr(open, text.find_first_of("()", open) - open);
-    name.erase(0, name.find('.') + 1);  // shared., control.
-    name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
+    std::string name;
+    if (const size_t at = text.find("at(", open); at != std::string::npos) {  // a barrier of shared or control
+        for (size_t i = at + 3; std::isalpha(text[i]); i++) {
+            if (std::isupper(text[i]) && !name.empty()) name += '_';
+            name += static_cast<char>(std::tolower(text[i]));
+        }
+    } else {
+        name = text.substr(open, text.find(')', open) - open);
+        name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
+    }
     return name;
 }
 
@@ -71,18 +79,19 @@ static void report(const Cuda& dev, const Options& o, const char* pass, const st
 
 static int run(const Options& o) {
     Cuda dev;
-    const AttentionShape s{2, o.T, 12, std::atoi(o.hs.c_str()), true};
+    const AttentionShape s{2, o.T, o.T, 12, std::atoi(o.hs.c_str()), true};
     const AttentionKernel<bf16>& kernel = flash_bf16_sm90;
     if (!kernel.runs_on(dev)) throw Error("flash_bf16_sm90 does not run on a " + dev.name);
-    const size_t n = size_t(s.B) * s.T * s.NH * s.HS;
+    const size_t n = size_t(s.B) * s.Tq * s.NH * s.HS;
     const DeviceMemory memory = device_memory(dev, 8 * n * sizeof(bf16)),
                        lse = device_memory(dev, n / s.HS * sizeof(float)),
                        scratch = device_memory(dev, kernel.scratch_bytes(s));
     bf16 *qkv = static_cast<bf16*>(memory.get()), *dout = qkv + 3 * n, *out = dout + n, *dqkv = out + n;
     float* const rows = static_cast<float*>(lse.get());
     fill_normal(dev, qkv, 4 * n, 1);
-    kernel.forward(dev, out, rows, nullptr, scratch.get(), qkv, s);
-    kernel.backward(dev, dqkv, scratch.get(), dout, out, rows, nullptr, qkv, s);
+    const Attention kind{kernel.name};
+    attention_forward<bf16>(dev, kind, out, rows, nullptr, qkv, s.B, s.Tq, s.Tk, s.NH, s.HS);
+    attention_backward<bf16>(dev, kind, dqkv, scratch.get(), dout, out, rows, nullptr, qkv, s.B, s.Tq, s.NH, s.HS);
     dev.sync();
     Log log = results_log(dev, "timeline", o);
     const std::string file = "attention/flash_bf16_sm90";

@@ -48,9 +48,9 @@ struct PlanLayout {
 };
 
 // A warp per row.
-template <class X, int V, class Y>
+template <class X, int V>
 __global__ void __launch_bounds__(kThreads)
-    encoder_forward_kernel(Y* __restrict__ out, const int* __restrict__ tokens, const X* __restrict__ wte,
+    encoder_forward_kernel(X* __restrict__ out, const int* __restrict__ tokens, const X* __restrict__ wte,
                            const X* __restrict__ wpe, size_t N, int T, int C, Positions positions) {
     const size_t row = size_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
     if (row >= N) return;
@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-template <class Y, class X>
-void encoder_forward(const Cuda& dev, Y* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+template <class X>
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
                      const Positions& positions) {
     const size_t N = size_t(B) * T;
     if (N == 0) return;
     const auto kernel =
-        vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>, Y> : encoder_forward_kernel<X, 1, Y>;
+        vectorises<X>(C, out, wte, wpe) ? encoder_forward_kernel<X, kVec<X>> : encoder_forward_kernel<X, 1>;
     kernel<<<ceil_div(N, kWarps), kThreads, 0, dev.stream>>>(out, tokens, wte, wpe, N, T, C, positions);
     LAUNCH_CHECK("encoder_forward_kernel");
 }
@@ -228,5 +228,3 @@ void encoder_backward(const Cuda& dev, float* dwte, float* dwpe, void* scratch, 
                                    const Positions&);
 INSTANTIATE(float)
 INSTANTIATE(bf16)
-template void encoder_forward(const Cuda&, float*, const int*, const bf16*, const bf16*, int, int, int,
-                              const Positions&);

@@ -13,9 +13,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Encoder (encoder.cu): out = wte[token] + wpe[position of t]
 
-// Writes out (B,T,C), of type X or float. tokens (B,T) in [0, V).
-template <class Y, class X>
-void encoder_forward(const Cuda& dev, Y* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+// Writes out (B,T,C). tokens (B,T) in [0, V).
+template <class X>
+void encoder_forward(const Cuda& dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
                      const Positions& positions = {});
 
 // Adds into dwte (Vp,C) and dwpe (maxT,C). Deterministic. Needs encoder_scratch_bytes() of scratch. plan is a device
@@ -87,12 +87,6 @@ template <class X>
 void qkv_bias_backward(const Cuda& dev, float* dqkvb, void* scratch, const X* dqkv, const float* dprojb, const X* projw,
                        size_t N, int C);
 size_t qkv_bias_scratch_bytes(const Cuda& dev, int C);
-
-// A linear layer for one row x (row.cu). Writes y (OC) = weight·layernorm(x) + bias, or GELU of that. If norm_weight is
-// null it adds weight·x + bias into y, which is not x. bias may be null. Y is X or float. Deterministic.
-template <class X, class Y>
-void row_forward(const Cuda& dev, Y* y, const float* x, const X* norm_weight, const X* norm_bias, const X* weight,
-                 const X* bias, int C, int OC, bool gelu = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // GELU, tanh form (gelu.cu)

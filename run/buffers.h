@@ -13,7 +13,7 @@ constexpr size_t kGate = 4;
 // What the sizes of the other tensors follow from. N = B·T rows.
 struct Sizes {
     int L;
-    size_t N, C, NH, Vp, att, chunk, stats, scratch, batch, parameters, share;
+    size_t N, C, Vp, lse, att, chunk, stats, scratch, batch, parameters, share;
     bool training, cache;
     int recompute;
     // The layers for which a tensor is kept that backward computes again from this level of --recompute on.
@@ -45,8 +45,7 @@ struct Buffers : Tensors {
     A* losses = once<A>("losses", s.N);             // (N)
     A* stats = once<A>("stats", s.stats);  // micro-batches' losses, rank after rank; the norm; each share's norm
     A* share = once<A>("share", s.share);  // if the optimizer is sharded: this rank's summed gradients, and a gate
-    X* dresidual = once<X>("dresidual", gradient);                 // (N, C) gradient of the residual stream
-    A* row = once<A>("row", s.training || s.cache ? 5 * s.C : 0);  // (5, C) of one token: residual, and att or gelu
-    void* scratch = once<void>("scratch", (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, pointers
+    X* dresidual = once<X>("dresidual", gradient);               // (N, C) gradient of the residual stream
+    void* scratch = once<void>("scratch", (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, …
     int* batch = once<int>("batch", s.batch);                    // tokens, targets and encoder plans of a whole step
 };

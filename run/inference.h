@@ -53,7 +53,6 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     const int correct = count_correct(losses, choices);
     if (!choices.empty())
         std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
-    model.leave_split();
     job.leave();
     return 0;
 }

@@ -49,8 +49,8 @@ void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, s
 }
 
 // In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
-// of every sequence (attention/ring/split.h). Layers that work on single rows do not notice, and for attention the
-// ranks exchange heads, or keys go around a ring. A group reads the batches that a single rank would read otherwise.
+// of every sequence (attention/ring/ring.h). Layers that work on single rows do not notice, and for attention keys and
+// values go around a ring. A group reads the batches that a single rank would read otherwise.
 // Gradients are summed over all ranks as before.
 //
 // What a model needs to know about the other ranks. By default it is alone.

@@ -40,13 +40,9 @@ std::vector<typename Model::X> logits_of_last(Model& model, const std::vector<in
     tokens.resize(t);
     const auto buffers = model.workspace();
     model.dev.upload(buffers.batch, tokens.data(), tokens.size() * sizeof(int));
-    if (past) {
-        model.forward_row(buffers.batch, past);
-    } else {
-        model.forward(buffers.batch, 1, t, true);
-        matmul_forward<X>(model.dev, buffers.logits, model.activations().lnf + size_t(used - 1) * config.C,
-                          model.weights().wte, nullptr, 1, config.C, config.Vp);
-    }
+    model.forward(buffers.batch, 1, t, true, past);
+    matmul_forward<X>(model.dev, buffers.logits, model.activations().lnf + size_t(used - past - 1) * config.C,
+                      model.weights().wte, nullptr, 1, config.C, config.Vp);
     std::vector<X> logits(config.V);
     model.dev.download(logits.data(), buffers.logits, logits.size() * sizeof(X));
     return logits;

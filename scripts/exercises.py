@@ -43,11 +43,6 @@ EXERCISES = [
      "Take all exponentials of a tile before its first product: `if (kk == 0) for (int k = 0; k < Bc / 16; k++) "
      "softmax.exponentials(p.scale_log2, s, k);` in place of the first line. What is lost?",
      "Little. Two blocks of four warps share the SM, and while one takes exponentials another multiplies."),
-    ("mma(c, n, hi[kk], b)", "fp16_pairs.cuh", "flash_fp16x3", "4x4096", "attention/fp16_pairs.cuh",
-     {"mma(c, n, hi[kk], b);": ""},
-     "Leave out one of the three products, hi · lo: delete `mma(c, n, hi[kk], b);` above. How large is the error of out, "
-     "if fp16 has 11 bits?",
-     "About 2⁻¹², as if that operand were a plain fp16. The bench calls it wrong and times nothing."),
     ("Bc = 64", "flash_wgmma.cu", "flash_wgmma", "4x4096", "attention/flash_wgmma.cu", {"Bc = 128;": "Bc = 64;"},
      "Halve the tile of keys: `Bc = 64`. More blocks share an SM, and each waits twice as often. What wins?",
      "The blocks do, barely: without roles only other blocks fill a wait."),
@@ -56,13 +51,18 @@ EXERCISES = [
      "Give K and V two stages instead of four: `Stages = 2`. Does the producer still keep ahead?",
      "Nearly. A stage is free once the slowest warpgroup has left it, and then a copy has one tile's time to arrive."),
     ("returns false", "flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
-     {"return args.masked && (args.group == 1 ? (args.first_head + bh % args.NH) % args.period > 0 : bh >= args.back);": "return false;"},
+     {"return masked && (group == 1 ? bh % NH % period > 0 : bh >= group);": "return false;"},
      "Let all heads walk back: `walks_forward` returns false. What do the turns cost?",
      "Key tiles that begin together at the last query wait for each other's sums."),
-    ("returns `args.masked`", "flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
-     {"return args.masked && (args.group == 1 ? (args.first_head + bh % args.NH) % args.period > 0 : bh >= args.back);": "return args.masked;"},
-     "Then let all of them walk forward: it returns `args.masked`. What does the end of the kernel cost?",
+    ("let all of them walk forward", "flash_bf16_sm90_backward.cu", "flash_bf16_sm90", "4x4096", "attention/sm90_backward_work.cuh",
+     {"return masked && (group == 1 ? bh % NH % period > 0 : bh >= group);": "return masked;"},
+     "Then let all of them walk forward: it returns `masked`. What does the end of the kernel cost?",
      "The longest items begin last, and most SMs wait for them."),
+    ("mma(c, n, hi[kk], b)", "fp16_pairs.cuh", "flash_fp16x3", "4x4096", "attention/fp16_pairs.cuh",
+     {"mma(c, n, hi[kk], b);": ""},
+     "Leave out one of the three products, hi · lo: delete `mma(c, n, hi[kk], b);` above. How large is the error of out, "
+     "if fp16 has 11 bits?",
+     "About 2⁻¹², as if that operand were a plain fp16. The bench calls it wrong and times nothing."),
 ]
 
 

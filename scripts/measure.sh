@@ -7,7 +7,7 @@
 #   bf16, fp32   attention: our kernels and PyTorch's     memory    the step by T
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
-#   ring         chunks and rings: errors, speed          train     tokens/s, memory, where the time goes
+#   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
 #   layers       each other layer alone                   exercises the tutorial's answers, and its timelines
 #   scaling      tokens/s and losses of several GPUs
 cd "$(dirname "$0")/.."
@@ -33,11 +33,8 @@ measure() {  # part
     ring)
         ./dev/study_ring --json
         [ "$gpus" -gt 1 ] || return 0
-        for form in heads ring; do
-            ./dev/bench_ring --json --form "$form" --gpus "$gpus" --heads 12 --hs 64
-            ./dev/bench_ring --json --form "$form" --gpus "$gpus" --heads 32 --hs 128
-        done
-        if make dev/trace.so >/dev/null; then python3 scripts/trace_ring.py --json --gpus "$gpus"; else echo "no timeline"; fi ;;
+        ./dev/bench_ring --json --gpus "$gpus" --heads 12 --hs 64
+        ./dev/bench_ring --json --gpus "$gpus" --heads 32 --hs 128 ;;
     layers) ./dev/bench_layers --json ;;
     train)
         $training --json --shapes 4x1024,16x1024,64x1024

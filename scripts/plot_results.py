@@ -188,33 +188,11 @@ def plot_ring(plt, rows):
             for carry, style in styles.items():
                 ys = [at[carry, n, tensor][field] / one for n in ranks if (carry, n, tensor) in at]
                 axes.plot(range(len(ys)), ys, **style)
-            if field == "mean_error":
-                axes.axhline(at["floor", 1, tensor][field] / one, ls=":", color=INK)
             axes.set_xticks(range(len(ranks)), ranks)
             axes.set(title=f"{tensor}: {text} error", xlabel="ranks" if axes in panels[-1] else "")
         line[0].set(ylabel="multiple of one rank's", ylim=(0, 1.1 * line[0].get_ylim()[1]))
     marks = [plt.Line2D([], [], label=f"carried in {carry}", **style) for carry, style in styles.items()]
-    marks.append(plt.Line2D([], [], color=INK, ls=":", label="fp64, rounded once"))
-    return finish(figure, f"Ring attention, T {rows[0]['T']}, bf16, {rows[0]['gpu']}: flat is better", marks, 3)
-
-
-def plot_timeline(plt, rows):
-    most = max(r["gpus"] for r in rows)
-    rows = matching(rows, gpus=most)
-    figure, panels = panels_of(plt, 2, 1, 10, 1.6 + 1.1 * most)
-    for (axes,), way in zip(panels, ("forward", "backward")):
-        for r in matching(rows, **{"pass": way}):
-            for e in r["events"]:
-                copy, block = e["what"] == "copy", e["name"].startswith(f"{way}_kernel")
-                axes.broken_barh([(e["start_ms"], e["ms"])], (2 * r["rank"] + copy - 0.4, 0.8), lw=0.5,
-                                 edgecolor="white", facecolors=COLOURS[1] if copy else COLOURS[0] if block else GREY)
-        axes.set_yticks(range(2 * most), [f"GPU {rank}{what}" for rank in range(most) for what in ("", ", travel")])
-        axes.invert_yaxis()
-        axes.set(xlabel=f"{way}: ms")
-    marks = [plt.Rectangle((0, 0), 1, 1, color=colour, label=text) for colour, text in
-             ((COLOURS[0], "attention, a block"), (GREY, "other kernels"), (COLOURS[1], "copies to another GPU"))]
-    title = "A sequence over {gpus} GPUs, {tokens_per_gpu} tokens each, one layer, {gpu}".format_map(rows[0])
-    return finish(figure, title, marks, 3)
+    return finish(figure, f"Ring attention, T {rows[0]['T']}, bf16, {rows[0]['gpu']}: flat is better", marks, 2)
 
 
 # Each plot has its function, the file of its rows, and what read_rows() is asked for. Then come the command that measures
@@ -231,8 +209,6 @@ PLOTS = {
                      "TFLOP/s against L2 error, a point for each variant of fp16 in forward"),
     "ring": (plot_ring, "ring", {"study": "ring", "dtype": "bf16"}, "./dev/study_ring --json", "ring",
              "Errors by number of ranks, flat with partial results in fp32 and mostly larger in bf16"),
-    "ring_timeline": (plot_timeline, "ring_timeline", {"apart": ["gpus"]}, "scripts/trace_ring.py --json", "ring",
-                      "Bars in time for each GPU, its blocks of attention and the copies beside them"),
     "memory": (plot_memory, "train", {"apart": ["dtype"], "kernel": "train_gpt2cu", "B": 1},
                "./dev/bench_train --json --shapes 1x16384,1x32768", "memory",
                "GiB by T, straight lines with flash, parabolas with naive")}

@@ -258,45 +258,29 @@ def scaling(rows):
         "GiB a GPU": "{gib:.1f}", "losses apart": lambda r: apart.get(values(r, ["model", "gpus", "zero"]), "–")})
 
 
-def ring_chunks(rows):
-    chunks, order = matching(rows, study="chunks"), ["chunks", "unchunked"]
-    rows = sorted((r for r in rows if r["study"] in order),
-                  key=lambda r: ([c["dtype"] for c in chunks].index(r["dtype"]), order.index(r["study"])))
-    wrong = "{own_lse_dq:.2f} | {own_lse_dk:.2f} | {own_lse_dv:.2f}", "{used_sum_dq:.2f}"
-    title = f"""Largest difference from the unchunked call, chunk by chunk, causal,
-        {shared(chunks, ['T', 'NH', 'HS'])[0]}, 8 by 8 chunks; behind them the unchunked call's own from fp64. On the
-        right two mistakes: the block's own lse and D, and a sum of dq that was not cleared"""
-    return listed(title, rows, {
-        "dtype": "{dtype}", "chunk": lambda r: str(r.get("chunk", "all, fp64")),
-        **{tensor: f"{{{tensor}:.1e}}" for tensor in TENSORS},
-        "own lse: dq | dk | dv": lambda r: wrong[0].format_map(r) if r in chunks else " |  | ",
-        "used sum: dq": lambda r: wrong[1].format_map(r) if r in chunks else ""})
-
-
 def ring_errors(rows):
     def cell(r):
-        multiples = ("", "") if r["carry"] == "floor" else (f" ({r['mean_ratio']:.2f})", f" ({r['max_ratio']:.2f})")
-        return f"{r['mean_error']:.2e}{multiples[0]}, {r['max_error']:.1e}{multiples[1]}"
-    rows = [{**r, "ranks": "–" if r["carry"] == "floor" else r["ranks"]} for r in matching(rows, study="ring")]
+        return "{mean_error:.2e} ({mean_ratio:.2f}), {max_error:.1e} ({max_ratio:.2f})".format_map(r)
+    rows = [r for r in matching(rows, study="ring") if r["carry"] != "floor"]
     title = f"""Ring attention against fp64 by number of ranks, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, N(0,1):
-        mean and largest absolute error (multiples of one rank's); floor: fp64's result, rounded"""
+        mean and largest absolute error (multiples of one rank's)"""
     return crossed(title, rows, ["dtype", "carry", "ranks"], "tensor", ["out", "dq", "dk", "dv"], cell)
 
 
 def ring_speed(rows):
-    rows.sort(key=lambda r: (r["HS"], r["gpus"], r.get("form", "ring"), r["pass"]))
+    rows = sorted((r for r in rows if r.get("form", "ring") == "ring"), key=itemgetter("HS", "gpus", "pass"))
+    if not rows:
+        return ""
 
     def share(r, ms):
         states = [state for state in ("", "_sustained") if r.get(ms + state)]
         return " / ".join(figure(r, lambda r: 100 * r["single_ms" + state] / r[ms + state], [100], "{:.1f}".format)
                           for state in states) + " %"
-    title = f"""Attention split over GPUs, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates
-        cool / sustained. Nothing sent: the same calls without travel. A hop: the most that travels in a step of the
-        ring, by itself"""
+    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
+        sustained. Nothing sent: the same calls without travel"""
     return listed(title, rows, {
-        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", "by": lambda r: r.get("form", "ring"), "pass": "{pass}",
-        "one GPU's time / GPUs, ms": "{single_ms:.2f}", "ms": "{ms:.2f}", "of one GPU's rate": lambda r: share(r, "ms"),
-        "nothing sent": lambda r: share(r, "still_ms"), "a hop, ms": "{hop_ms:.2f}"})
+        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", "pass": "{pass}", "one GPU's time / GPUs, ms": "{single_ms:.2f}",
+        "ms": "{ms:.2f}", "of one GPU's rate": lambda r: share(r, "ms"), "nothing sent": lambda r: share(r, "still_ms")})
 
 
 def breakdown(rows):
@@ -376,9 +360,9 @@ RUNGS = {
     "flash_fp32": ("fp32", "a thread owns a piece of a tile"),
     "flash_mma": ("bf16", "mma.sync and fragments"),
     "flash_bf16": ("bf16", "copies and exponentials beside products"),
-    "flash_fp16x3": ("fp32", "an fp32 is two fp16, for tensor cores"),
     "flash_wgmma": ("bf16", "wgmma and TMA"),
     "flash_bf16_sm90": ("bf16", "roles; a deterministic backward"),
+    "flash_fp16x3": ("fp32", "beside the ladder: an fp32 is two fp16, for tensor cores"),
 }
 # What stands between the markers: the text made of a GPU's rows, their file, what read_rows() is asked for, and the
 # part of scripts/measure.sh that measures them.
@@ -395,7 +379,6 @@ TABLES = {
     "default run": (default_run, "default_run", {}, "default"),
     "accumulation speed": (accumulation_speed, "accumulation", {}, "study"),
     "accumulation errors": (accumulation_errors, "accumulation", {}, "study"),
-    "ring chunks": (ring_chunks, "ring", {}, "ring"),
     "ring errors": (ring_errors, "ring", {}, "ring"),
     "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),

@@ -1,6 +1,6 @@
 #!/bin/sh
 # sanitize.sh [test…]   Runs compute-sanitizer's four tools over dev/test_attention and ends with 1 if one finds anything.
-# Default: the trainer's attention in both precisions, whole and in blocks; two minutes on an H200. A test is a part of
+# Default: the trainer's attention in both precisions, whole and in pieces; two minutes on an H200. A test is a part of
 # its name, as for dev/test_attention.
 if [ "$1" = --help ]; then
     sed -n '2,4s/^# \{0,1\}//p' "$0"
@@ -34,11 +34,11 @@ check_all() {  # test, tool…   side by side: most of their time is the host's
     done
 }
 if [ $# -eq 0 ]; then
-    for kernel in "flash_fp16x3 fp32" "flash_bf16_sm90 bf16"; do  # racecheck takes too long for these: "few blocks"
-        check_all "$kernel block" memcheck initcheck synccheck
+    for kernel in "flash_fp16x3 fp32" "flash_bf16_sm90 bf16"; do  # racecheck takes too long for these: "few"
+        check_all "$kernel pieces" memcheck initcheck synccheck
     done
-    set -- layer_flash_fp32 layer_flash_bf16 "flash_fp16x3 fp32 few blocks" "flash_bf16_sm90 bf16 few blocks" \
-        "flash_bf16_sm90 bf16 large block"
+    set -- layer_flash_fp32 layer_flash_bf16 "flash_fp16x3 fp32 few" "flash_bf16_sm90 bf16 few" \
+        "flash_bf16_sm90 bf16 large"
 fi
 for test in "$@"; do
     check_all "$test" memcheck racecheck initcheck synccheck

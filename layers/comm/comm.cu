@@ -30,7 +30,7 @@ NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), 
 }
 
 NcclComm::NcclComm(NcclComm& all, int first, int count)
-    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_), first_(all.first_ + first) {
+    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_) {
     NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
     begin();
 }
@@ -79,19 +79,7 @@ void NcclComm::join() {
 // comes first. No running block gives way to one of higher priority. Both may begin when the same work before them
 // ends, and NCCL's blocks are an event later. So the compute stream pauses, for about as long as a launch takes.
 void NcclComm::head_start() {
-    if (copies_) return;  // they need none
     dev_.pause(5000);
-}
-
-void NcclComm::share(void* memory, size_t bytes) {
-    if (copies_) {
-        CUDA_CHECK(cudaStreamSynchronize(stream_));
-        dev_.sync();     // a graph's copies run there
-        job_.barrier();  // nobody writes into the memory any more
-        copies_->close(job_);
-        copies_.reset();
-    }
-    if (memory) copies_ = PeerCopies::open(dev_, job_, first_, size, memory, bytes);
 }
 
 void NcclComm::group(const std::function<void()>& calls) {
@@ -112,25 +100,11 @@ void NcclComm::all_gather_bytes(char* x, size_t bytes) {
     NCCL_CHECK(ncclAllGather(x + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
 
-void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in,
-                               void* there) {
-    if (copies_ && copies_->has(send, bytes_out) && copies_->has(recv, bytes_in))
-        return copies_->send_recv(stream_, to, send, bytes_out, bytes_out, 1, there, from);
+void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in) {
     group([&] {
         NCCL_CHECK(ncclSend(send, bytes_out, ncclChar, to, comm_, stream_));
         NCCL_CHECK(ncclRecv(recv, bytes_in, ncclChar, from, comm_, stream_));
     });
-}
-
-// NCCL's blocks must not come after the blocks of the device's further work (see head_start), so packing is part of the
-// work so far. It takes 61 µs for 50 MB, and a hop between machines takes ten times that.
-void NcclComm::send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
-                                    int from, void* recv, void* there) {
-    if (copies_ && copies_->has(recv, rows * bytes))
-        return copies_->send_recv(stream_, to, send, stride, bytes, rows, there, from);
-    CUDA_CHECK(cudaMemcpy2DAsync(packed, bytes, send, stride, bytes, rows, cudaMemcpyDeviceToDevice, dev_.stream));
-    fork();
-    send_recv_bytes(to, packed, rows * bytes, from, recv, rows * bytes, there);
 }
 
 #else
@@ -146,12 +120,10 @@ NcclComm::~NcclComm() = default;
 void NcclComm::fork() {}
 void NcclComm::join() {}
 void NcclComm::head_start() {}
-void NcclComm::share(void*, size_t) {}
 void NcclComm::group(const std::function<void()>&) {}
 void NcclComm::all_reduce(float*, size_t) {}
 void NcclComm::reduce_scatter(float*, const float*, size_t) {}
 void NcclComm::all_gather_bytes(char*, size_t) {}
-void NcclComm::send_recv_bytes(int, const void*, size_t, int, void*, size_t, void*) {}
-void NcclComm::send_recv_rows_bytes(int, void*, const void*, size_t, size_t, size_t, int, void*, void*) {}
+void NcclComm::send_recv_bytes(int, const void*, size_t, int, void*, size_t) {}
 
 #endif

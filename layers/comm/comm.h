@@ -9,22 +9,14 @@
 //   all_reduce(x, n)             x ← Σ over ranks of x
 //   reduce_scatter(out, x, n)    x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x
 //   all_gather(x, n)             x has size parts of n elements, and part r ← rank r's part r
-//   send_recv(to, send, n, from, recv, m, there)
-//                                sends n elements to one rank and receives m from one, for split attention. `there` is
-//                                where this rank has what the other one calls recv, and recv itself if left out
-//   send_recv_rows(to, packed, send, stride, n, rows, from, recv, there)
-//                                sends rows of n elements, `stride` apart, to one rank, which gets them without gaps,
-//                                and receives as many from one. With NCCL the device first closes the gaps in `packed`
-//                                (rows·n), and the call forks anew
-//   share(memory, bytes)         lets the GPUs' copy engines do a send_recv within `memory` and a send_recv_rows into
-//                                it, if the GPUs reach each other (peer_copy.h). All ranks have memory of the same size
-//                                with the same layout. Null ends it, and when it returns the memory may be freed
+//   send_recv(to, send, n, from, recv, m)
+//                                sends n elements to one rank and receives m from one
 //
 // Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL does this, but
 // its manual does not promise it, so dev/test_comm checks.
 #pragma once
 #include "layers/comm/job.h"
-#include "layers/comm/peer_copy.h"
+#include "layers/gpu/cuda.h"
 
 struct ncclComm;  // NCCL's, of which this header needs only the name
 
@@ -43,7 +35,6 @@ class NcclComm {
     void fork();
     void join();
     void head_start();
-    void share(void* memory, size_t bytes);
     void group(const std::function<void()>& calls);
 
     void all_reduce(float* x, size_t n);
@@ -53,14 +44,8 @@ class NcclComm {
         all_gather_bytes(reinterpret_cast<char*>(x), n * sizeof(X));
     }
     template <class X>
-    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m, X* there = nullptr) {
-        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X), there ? there : recv);
-    }
-    template <class X>
-    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv,
-                        X* there = nullptr) {
-        send_recv_rows_bytes(to, packed, send, stride * sizeof(X), n * sizeof(X), rows, from, recv,
-                             there ? there : recv);
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
+        send_recv_bytes(to, send, n * sizeof(X), from, recv, m * sizeof(X));
     }
 
   private:
@@ -69,14 +54,9 @@ class NcclComm {
     ncclComm* comm_ = nullptr;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t ready_ = nullptr, done_ = nullptr;
-    const int first_ = 0;  // rank 0's number in the job
-    std::unique_ptr<PeerCopies> copies_;
 
     void begin();
     std::string asynchronous_error() const;
     void all_gather_bytes(char* x, size_t bytes);
-    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in,
-                         void* there);
-    void send_recv_rows_bytes(int to, void* packed, const void* send, size_t stride, size_t bytes, size_t rows,
-                              int from, void* recv, void* there);
+    void send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in);
 };

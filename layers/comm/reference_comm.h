@@ -2,36 +2,20 @@
 // the calling thread. Sums are taken in the order of ranks, so that every run and every rank has the same bits.
 #pragma once
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <exception>
 #include <vector>
 
 #include "layers/comm/job.h"
 #include "layers/cpu/reference.h"
 
-// Calls that do nothing when a rank's calls run one after the other. Sharing does nothing here either. But GPUs map
-// each other's memory, which must not be freed before the sharing ends. So a rank that never ends it aborts here too.
-class CallsInOrder {
-  public:
-    CallsInOrder() = default;
-    CallsInOrder(const CallsInOrder&) = delete;
-    ~CallsInOrder() {
-        if (!memory_ || std::uncaught_exceptions() > 0) return;
-        std::fprintf(stderr, "a rank ends while it shares memory with the others\n");
-        std::abort();
-    }
+// Calls that do nothing when a rank's calls run one after the other.
+struct CallsInOrder {
     void fork() {}
     void join() {}
     void head_start() {}
-    void share(void* memory, size_t) { memory_ = memory; }
     template <class Calls>
     void group(Calls calls) {
         calls();
     }
-
-  protected:
-    void* memory_ = nullptr;  // that is shared
 };
 
 class CpuComm : public CallsInOrder {
@@ -43,10 +27,6 @@ class CpuComm : public CallsInOrder {
         : rank(all.rank - first), size(count), job_(all.job_), first_(all.first_ + first) {}
     const int rank, size;
 
-    void share(void* memory, size_t bytes) {  // as on GPUs, all ranks of the job must call it together
-        job_.barrier();
-        CallsInOrder::share(memory, bytes);
-    }
     // All parts have the same length, rounded up, so the end of x may not fill the last one.
     template <class A>
     void all_reduce(A* x, size_t n) {
@@ -77,16 +57,10 @@ class CpuComm : public CallsInOrder {
         job_.gather_bytes(x, n * sizeof(X), first_, size);
     }
     template <class X>
-    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m, X* = nullptr) {
+    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
         if (to == rank) std::copy_n(send, n, recv);
         job_.exchange(
             {Transfer::to(first_ + to, send, n * sizeof(X)), Transfer::from(first_ + from, recv, m * sizeof(X))});
-    }
-    template <class X>
-    void send_recv_rows(int to, X* packed, const X* send, size_t stride, size_t n, size_t rows, int from, X* recv,
-                        X* = nullptr) {
-        for (size_t r = 0; r < rows; r++) std::copy_n(send + r * stride, n, packed + r * n);
-        send_recv(to, packed, rows * n, from, recv, rows * n);
     }
 
   private:

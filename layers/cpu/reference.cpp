@@ -318,152 +318,82 @@ static void with_head_size(int HS, F f) {
     f(HS);
 }
 
+// Calls f(b, h) for every head. Every query of a head adds to dk and dv, so one thread has the whole head.
+template <class F>
+static void for_each_head(const AttentionShape& s, F f) {
+    if (s.causal && s.Tq > s.Tk)
+        throw Error(format("attention: a causal mask needs Tq ≤ Tk, found Tq %d and Tk %d", s.Tq, s.Tk));
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < s.B; b++)
+        for (int h = 0; h < s.NH; h++) f(b, h);
+}
 // Query i sees so many keys, the first ones.
-static int keys_seen(const PartialShape& s, int i) {
-    if (!s.causal) return s.Tk;
-    return static_cast<int>(std::clamp<long long>(s.q_offset + i - s.k_offset + 1, 0, s.Tk));
+static int keys_seen(const AttentionShape& s, int i) {
+    return s.causal ? i + s.shift() + 1 : s.Tk;
+}
+// 1/√HS with all of X's digits, unless the shape says otherwise.
+template <class X>
+static X scale_of(const AttentionShape& s) {
+    return s.scale != 0 ? X(s.scale) : 1 / std::sqrt(X(s.HS));
 }
 
-// Calls write(b, h, i, o, max, sum) for every query i that sees a key. o is Σ p_j v_j, and lse is max + log sum.
-template <class X, class Write>
-static void forward(Heads<const X> q, Heads<const X> k, Heads<const X> v, const PartialShape& s, X scale, Write write) {
-    with_head_size(s.HS, [=](auto HS) {
-#pragma omp parallel for collapse(2)
-        for (int b = 0; b < s.B; b++)
-            for (int h = 0; h < s.NH; h++) {
-                std::vector<X> p(s.Tk);
-                for (int i = 0; i < s.Tq; i++) {
-                    const int keys = keys_seen(s, i);
-                    if (keys == 0) continue;
-                    for (int j = 0; j < keys; j++) p[j] = scale * dot(q.row(b, i, h, HS), k.row(b, j, h, HS), HS);
-                    const auto [max, sum] = exponentials(p.data(), keys);
-                    X o[kMaxHeadSize] = {};
-                    for (int j = 0; j < keys; j++) axpy<X>(o, p[j], v.row(b, j, h, HS), HS);
-                    for (int d = 0; d < HS; d++) o[d] /= sum;
-                    write(b, h, i, o, max, sum);
-                }
+template <class X>
+void attention_forward(const Cpu&, const AttentionForward<X>& c) {
+    const AttentionShape& s = c.s;
+    const X scale = scale_of<X>(s);
+    with_head_size(s.HS, [&](auto HS) {
+        for_each_head(s, [&](int b, int h) {
+            std::vector<X> p(s.Tk);
+            for (int i = 0; i < s.Tq; i++) {
+                const int keys = keys_seen(s, i);
+                for (int j = 0; j < keys; j++) p[j] = scale * dot(c.q.row(b, i, h, HS), c.k.row(b, j, h, HS), HS);
+                const auto [max, sum] = exponentials(p.data(), keys);
+                X o[kMaxHeadSize] = {};
+                for (int j = 0; j < keys; j++) axpy<X>(o, p[j], c.v.row(b, j, h, HS), HS);
+                for (int d = 0; d < HS; d++) o[d] /= sum;
+                std::copy_n(o, HS, c.out.row(b, i, h, HS));
+                const size_t head = size_t(b) * s.NH + h;
+                const X lse = max + std::log(sum);
+                c.lse.ptr[head * c.lse.head + i] = lse;
+                if (c.lse_rest.ptr)
+                    c.lse_rest.ptr[head * c.lse_rest.head + i] = X(double(max) + std::log(double(sum)) - lse);
             }
+        });
     });
 }
 
-// Part 0, 1 or 2 of qkv (B,T,3,NH,HS), which is q, k or v.
 template <class X>
-static Heads<X> part(X* qkv, int i, size_t T, size_t C) {
-    return {qkv + i * C, T * 3 * C, 3 * C};
-}
-
-template <class X>
-void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
-                       Acc<X> scale, int first) {
-    const size_t C = size_t(NH) * HS;
-    const PartialShape s = {B, T - first, T, NH, HS, first, 0, causal};
-    forward<X>(part(qkv + first * 3 * C, 0, T, C), part(qkv, 1, T, C), part(qkv, 2, T, C), s, scale,
-               [=](size_t b, int h, int i, const X* o, X max, X sum) {
-                   std::copy_n(o, HS, out + (b * s.Tq + i) * C + h * HS);
-                   lse[(b * NH + h) * s.Tq + i] = max + std::log(sum);
-               });
-}
-
-template <class X>
-void attention_backward(const Cpu& cpu, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B,
-                        int T, int NH, int HS, bool causal, Acc<X> scale) {
-    const size_t C = size_t(NH) * HS, token = 3 * C;  // the rows of a head's q, k or v lie 3C apart
-    cpu.zero(dqkv, B * T * token * sizeof(X));
-    with_head_size(HS, [=](auto HS) {
-#pragma omp parallel for collapse(2)
-        for (int b = 0; b < B; b++)
-            for (int h = 0; h < NH; h++) {  // every query adds to dk and dv, so one thread has the whole head
-                const X *q = qkv + b * T * token + h * HS, *k = q + C, *v = k + C;
-                X *dq = dqkv + b * T * token + h * HS, *dk = dq + C, *dv = dk + C;
-                std::vector<X> p(T);
-                for (int i = 0; i < T; i++) {
-                    const int keys = causal ? i + 1 : T;
-                    const size_t row = (size_t(b) * T + i) * C + h * HS;
-                    const X *q_i = q + i * token, *do_i = dout + row;
-                    const X L = lse[(size_t(b) * NH + h) * T + i], D = dot(do_i, out + row, HS);
-                    for (int j = 0; j < keys; j++) p[j] = scale * dot(q_i, k + j * token, HS) - L;
+void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
+    const AttentionShape& s = c.s;
+    const X scale = scale_of<X>(s);
+    with_head_size(s.HS, [&](auto HS) {
+        for_each_head(s, [&](int b, int h) {
+            const size_t head = size_t(b) * s.NH + h;
+            for (int j = 0; j < s.Tk; j++) {
+                std::fill_n(c.dk.row(b, j, h, HS), HS, X(0));
+                std::fill_n(c.dv.row(b, j, h, HS), HS, X(0));
+            }
+            std::vector<X> p(s.Tk);
+            for (int i = 0; i < s.Tq; i++) {
+                const int keys = keys_seen(s, i);
+                const X *q_i = c.q.row(b, i, h, HS), *do_i = c.dout.row(b, i, h, HS);
+                const X L = c.lse.ptr[head * c.lse.head + i], D = dot(do_i, c.out.row(b, i, h, HS), HS);
+                for (int j = 0; j < keys; j++) p[j] = scale * dot(q_i, c.k.row(b, j, h, HS), HS) - L;
+                if (c.lse_rest.ptr)
+                    for (int j = 0; j < keys; j++) p[j] -= c.lse_rest.ptr[head * c.lse_rest.head + i];
 #pragma omp simd
-                    for (int j = 0; j < keys; j++) p[j] = std::exp(p[j]);
-                    X dq_i[kMaxHeadSize] = {};
-                    for (int j = 0; j < keys; j++) {
-                        const X ds = p[j] * (dot(do_i, v + j * token, HS) - D);
-                        axpy<X>(dq_i, scale * ds, k + j * token, HS);
-                        axpy<X>(dk + j * token, scale * ds, q_i, HS);
-                        axpy<X>(dv + j * token, p[j], do_i, HS);
-                    }
-                    std::copy_n(dq_i, HS, dq + i * token);
+                for (int j = 0; j < keys; j++) p[j] = std::exp(p[j]);
+                X dq_i[kMaxHeadSize] = {};
+                for (int j = 0; j < keys; j++) {
+                    const X* k_j = c.k.row(b, j, h, HS);
+                    const X ds = p[j] * (dot(do_i, c.v.row(b, j, h, HS), HS) - D);
+                    axpy<X>(dq_i, scale * ds, k_j, HS);
+                    axpy<X>(c.dk.row(b, j, h, HS), scale * ds, q_i, HS);
+                    axpy<X>(c.dv.row(b, j, h, HS), p[j], do_i, HS);
                 }
+                std::copy_n(dq_i, HS, c.dq.row(b, i, h, HS));
             }
-    });
-}
-
-template <class X>
-void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS) {
-#pragma omp parallel for
-    for (size_t row = 0; row < size_t(B) * T * NH; row++) {
-        const size_t h = row % NH, t = row / NH % T, b = row / NH / T;
-        D[(b * NH + h) * T + t] = dot(dout + row * HS, out + row * HS, HS);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The partial form of attention. A query has seen two sets of keys, with outputs o, o_b and L, L_b = log Σ exp S over
-// each. They merge as
-//   σ = 1/(1 + exp(L − L_b));  o ← o − σ(o − o_b);  L ← log(exp L + exp L_b)
-// This is exact for any L and L_b. If one set is negligible, σ is 0 or 1. An empty set (L = −∞) has no weight.
-
-template <class A>
-void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS) {
-    constexpr double nothing = -std::numeric_limits<double>::infinity();
-    if (lse_b == nothing) return;
-    if (*lse == nothing) {
-        std::copy_n(o_b, HS, o);
-        *lse = lse_b;
-        return;
-    }
-    const A weight = static_cast<A>(1 / (1 + std::exp(*lse - lse_b)));
-    for (int d = 0; d < HS; d++) o[d] -= weight * (o[d] - o_b[d]);
-    *lse = std::max(*lse, lse_b) + std::log1p(std::exp(-std::fabs(*lse - lse_b)));
-}
-
-template <class X>
-void attention_forward_partial(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
-                               Heads<const X> v, const PartialShape& s) {
-    const size_t rows = s.rows_of_q();
-    forward<X>(q, k, v, s, s.resolved_scale(), [=](size_t b, int h, int i, const X* o, X max, X sum) {
-        attention_merge(o_acc + ((b * rows + i) * s.NH + h) * s.HS, lse + (b * s.NH + h) * rows + i, o,
-                        double(max) + std::log(double(sum)), s.HS);
-    });
-}
-
-template <class X>
-void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void*, Heads<const X> q,
-                                Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
-                                const Acc<X>* D, const PartialShape& s) {
-    const size_t C = size_t(s.NH) * s.HS, q_batch = s.rows_of_q() * C, k_batch = s.rows_of_k() * C;
-    const Heads<X> to_q = {dq_sum + s.q_begin * C, q_batch, C}, to_k = {dk, k_batch, C}, to_v = {dv, k_batch, C};
-    const X scale = s.resolved_scale();
-    if (s.write_dkv)
-        for (X* x : {dk, dv})
-            for (int b = 0; b < s.B; b++) std::fill_n(x + b * k_batch, s.Tk * C, X(0));
-    // As in forward, so that S has the same bits and what it loses to rounding cancels against lse.
-    with_head_size(s.HS, [=](auto HS) {
-#pragma omp parallel for collapse(2)
-        for (int b = 0; b < s.B; b++)
-            for (int h = 0; h < s.NH; h++)  // every query adds to dk and dv, so one thread has the whole head
-                for (int i = 0; i < s.Tq; i++) {
-                    const size_t row = (size_t(b) * s.NH + h) * s.rows_of_q() + i;
-                    const X *q_i = q.row(b, i, h, HS), *do_i = dout.row(b, i, h, HS);
-                    const int keys = keys_seen(s, i);
-                    for (int j = 0; j < keys; j++) {
-                        const X *k_j = k.row(b, j, h, HS), *v_j = v.row(b, j, h, HS);
-                        const X p = std::exp(scale * dot(q_i, k_j, HS) - lse[row]);
-                        const X ds = scale * p * (dot(do_i, v_j, HS) - D[row]);
-                        axpy<X>(to_q.row(b, i, h, HS), ds, k_j, HS);
-                        axpy<X>(to_k.row(b, j, h, HS), ds, q_i, HS);
-                        axpy<X>(to_v.row(b, j, h, HS), p, do_i, HS);
-                    }
-                }
+        });
     });
 }
 
@@ -550,29 +480,22 @@ void adamw_update(const Cpu&, X* params, Acc<X>*, Acc<X>* m, Acc<X>* v, const Ac
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define INSTANTIATE(X)                                                                                                 \
-    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int, const Positions&);    \
-    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&);  \
-    template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);                \
-    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,        \
-                                     const X*, size_t, int);                                                           \
-    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int, const X*);            \
-    template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);           \
-    template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                      \
-    template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                       \
-    template void attention_forward(const Cpu&, X*, X*, const X*, int, int, int, int, bool, X, int);                   \
-    template void attention_backward(const Cpu&, X*, const X*, const X*, const X*, const X*, int, int, int, int, bool, \
-                                     X);                                                                               \
-    template void attention_forward_partial(const Cpu&, X*, double*, Heads<const X>, Heads<const X>, Heads<const X>,   \
-                                            const PartialShape&);                                                      \
-    template void attention_backward_partial(const Cpu&, X*, X*, X*, void*, Heads<const X>, Heads<const X>,            \
-                                             Heads<const X>, Heads<const X>, const X*, const X*, const PartialShape&); \
-    template void attention_merge(X*, double*, const X*, double, int);                                                 \
-    template void attention_D(const Cpu&, X*, const X*, const X*, int, int, int, int);                                 \
-    template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                     \
-    template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                              \
-    template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                                \
-    template size_t count_nonfinite(const Cpu&, void*, const X*, size_t);                                              \
+#define INSTANTIATE(X)                                                                                                \
+    template void encoder_forward(const Cpu&, X*, const int*, const X*, const X*, int, int, int, const Positions&);   \
+    template void encoder_backward(const Cpu&, X*, X*, void*, const X*, const int*, int, int, int, const Positions&); \
+    template void layernorm_forward(const Cpu&, X*, X*, X*, const X*, const X*, const X*, size_t, int);               \
+    template void layernorm_backward(const Cpu&, X*, X*, X*, X*, void*, const X*, const X*, const X*, const X*,       \
+                                     const X*, size_t, int);                                                          \
+    template void matmul_forward(const Cpu&, X*, const X*, const X*, const X*, size_t, int, int, const X*);           \
+    template void matmul_backward(const Cpu&, X*, X*, const X*, const X*, const X*, size_t, int, int, bool);          \
+    template void gelu_forward(const Cpu&, X*, const X*, size_t);                                                     \
+    template void gelu_backward(const Cpu&, X*, X*, X*, void*, const X*, const X*, size_t, int);                      \
+    template void attention_forward(const Cpu&, const AttentionForward<X>&);                                          \
+    template void attention_backward(const Cpu&, const AttentionBackward<X>&);                                        \
+    template void classifier(const Cpu&, X*, X*, const int*, X, size_t, int, int);                                    \
+    template void reduce_sum(const Cpu&, X*, void*, const X*, X, size_t);                                             \
+    template void global_norm(const Cpu&, X*, void*, const X*, size_t);                                               \
+    template size_t count_nonfinite(const Cpu&, void*, const X*, size_t);                                             \
     template void adamw_update(const Cpu&, X*, X*, X*, X*, const X*, const X*, const ParamRange*, int, const AdamW&);
 INSTANTIATE(float)
 INSTANTIATE(double)

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "attention/ring/pieces.h"
 #include "layers/gpu/error.h"
-#include "layers/gpu/types.h"
 
 class CpuComm;  // layers/comm/reference_comm.h
 
@@ -102,47 +102,39 @@ void matmul_gelu_backward(const Cpu& dev, X* dpre, Acc<X>* dpre_sum, X* out, voi
     gelu_backward(dev, dpre, dpre_sum, out, scratch, pre, dpre, N, C);
 }
 
+// A call as attention/call.h describes it, row by row with no T×T buffer. It is the oracle of the attention tests, and
+// takes any HS ≤ 256. A scale of 0 means 1/√HS exactly in X.
 template <class X>
-void row_forward(const Cpu& dev, X* y, const X* x, const X* norm_weight, const X* norm_bias, const X* weight,
-                 const X* bias, int C, int OC, bool gelu = false) {
-    std::vector<X> n(x, x + C);
-    Acc<X> mean, rstd;
-    if (norm_weight) layernorm_forward(dev, n.data(), &mean, &rstd, x, norm_weight, norm_bias, 1, C);
-    matmul_forward(dev, y, n.data(), weight, bias, 1, C, OC, norm_weight ? nullptr : y);
-    if (gelu) gelu_forward(dev, y, y, OC);
+void attention_forward(const Cpu&, const AttentionForward<X>& call);
+template <class X>
+void attention_backward(const Cpu&, const AttentionBackward<X>& call);
+// There is one form of it, so which kernel is ignored.
+template <class X>
+void attention_forward(const Cpu& dev, Attention, const AttentionForward<X>& call) {
+    attention_forward(dev, call);
+}
+template <class X>
+void attention_backward(const Cpu& dev, Attention, const AttentionBackward<X>& call) {
+    attention_backward(dev, call);
 }
 
-// The oracle of the attention tests. It also takes the mask and the scale, which a layer never varies. out and lse have
-// the rows from `first` on. HS is any size ≤ 256.
+// The layer (attention/attention.h).
 template <class X>
-void attention_forward(const Cpu&, X* out, Acc<X>* lse, const X* qkv, int B, int T, int NH, int HS, bool causal,
-                       Acc<X> scale, int first = 0);
-template <class X>
-void attention_backward(const Cpu&, X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv, int B, int T,
-                        int NH, int HS, bool causal, Acc<X> scale);
-
-// Attention has one form here, row by row with no T×T buffer, so which kernel is ignored.
-template <class X>
-void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, void*, const X* qkv, int B, int T, int NH,
+void attention_forward(const Cpu& dev, Attention, X* out, Acc<X>* lse, X*, const X* qkv, int B, int Tq, int Tk, int NH,
                        int HS) {
-    attention_forward<X>(dev, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(X(HS)));
+    attention_forward(dev, layer_forward(out, lse, qkv, {B, Tq, Tk, NH, HS}));
 }
 template <class X>
 void attention_backward(const Cpu& dev, Attention, X* dqkv, void*, const X* dout, const X* out, const Acc<X>* lse,
-                        const X*, const X* qkv, int B, int T, int NH, int HS, int = 0, int = 0) {
-    attention_backward<X>(dev, dqkv, dout, out, lse, qkv, B, T, NH, HS, true, 1 / std::sqrt(X(HS)));
+                        const X*, const X* qkv, int B, int T, int NH, int HS) {
+    attention_backward(dev, layer_backward(dqkv, dout, out, lse, qkv, {B, T, T, NH, HS}));
 }
 template <class X>
-void attention_last_row(const Cpu& dev, X* out, const X* qkv, int T, int NH, int HS) {
-    std::vector<Acc<X>> lse(NH);
-    attention_forward<X>(dev, out, lse.data(), qkv, 1, T, NH, HS, true, 1 / std::sqrt(X(HS)), T - 1);
-}
-template <class X>
-size_t attention_scratch_bytes(const Cpu&, Attention, int, int, int, int) {
+size_t attention_scratch_bytes(const Cpu&, Attention, const AttentionShape&) {
     return 0;
 }
 template <class X>
-size_t attention_saved_bytes(const Cpu&, Attention, int, int, int, int) {
+size_t attention_saved_bytes(const Cpu&, Attention, const AttentionShape&) {
     return 0;
 }
 // Throws UsageError if `kind` is a GPU's kernel, or cannot do what the model needs.
@@ -152,55 +144,27 @@ void check_attention(const Cpu&, Attention kind, int, bool, bool context_paralle
         throw UsageError(
             format("--attention %s needs a GPU: the CPU has flash and naive", std::string(kind.name).c_str()));
     if (context_parallel && kind == Attention::naive)
-        throw UsageError("--context-parallel needs --attention flash: naive has no partial form");
+        throw UsageError("--context-parallel needs --attention flash: naive takes whole sequences only");
 }
 
-// The partial form (see attention/partial.h), and its helpers.
-template <class X>
-void attention_forward_partial(const Cpu&, Acc<X>* o_acc, double* lse, Heads<const X> q, Heads<const X> k,
-                               Heads<const X> v, const PartialShape&);
-template <class X>
-void attention_backward_partial(const Cpu&, Acc<X>* dq_sum, Acc<X>* dk, Acc<X>* dv, void* scratch, Heads<const X> q,
-                                Heads<const X> k, Heads<const X> v, Heads<const X> dout, const Acc<X>* lse,
-                                const Acc<X>* D, const PartialShape&);
-template <class X>
-size_t attention_partial_scratch_bytes(const Cpu&, const PartialShape&) {
-    return 0;
-}
-template <class X>
-size_t attention_dq_sum_bytes(const Cpu&, const PartialShape& s) {
-    return size_t(s.B) * s.rows_of_q() * s.NH * s.HS * sizeof(Acc<X>);
-}
-template <class A>  // merges o_b (HS) and lse_b, one row's result over more keys, into o (HS) and lse over those so far
-void attention_merge(A* o, double* lse, const A* o_b, double lse_b, int HS);
-template <class X>
-void attention_D(const Cpu&, Acc<X>* D, const X* dout, const X* out, int B, int T, int NH, int HS);
+// Results of pieces (attention/ring/pieces.h).
 template <class A>
-void attention_clear_state(const Cpu&, A* o_acc, double* lse, const PartialShape& s) {
-    const size_t rows = size_t(s.B) * s.rows_of_q() * s.NH;
-    if (o_acc) std::fill_n(o_acc, rows * s.HS, A(0));
-    std::fill_n(lse, rows, -std::numeric_limits<double>::infinity());
+void merge(const Cpu&, const AttentionShape& s, Heads<A> dst, const Piece<A>& sum, const Piece<A>& piece) {
+    for (int row = 0; row < s.B * s.NH * s.Tq; row++) {
+        const int t = row % s.Tq, head = row / s.Tq, b = head / s.NH, h = head % s.NH;
+        const Merge<A> merge(sum, piece, head, t);
+        const A *o = sum.o.row(b, t, h, s.HS), *o_b = piece.o.row(b, t, h, s.HS);
+        for (int d = 0; d < s.HS; d++) dst.row(b, t, h, s.HS)[d] = merge.of(o[d], o_b[d]);
+        merge.keep(sum, head, t);
+    }
 }
-// Rows of n elements, src_stride apart in src, dst_stride apart in dst.
-template <class Y, class X>  // dst ← src
-void copy_rows(const Cpu&, Y* dst, size_t dst_stride, const X* src, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = static_cast<Y>(src[r * src_stride + i]);
-}
-template <class A>  // dst ← dst + src
-void add_rows(const Cpu&, A* dst, size_t dst_stride, const A* src, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] += src[r * src_stride + i];
-}
-template <class Y, class A>  // dst ← a + b
-void sum_rows(const Cpu&, Y* dst, size_t dst_stride, const A* a, const A* b, size_t src_stride, size_t n, size_t rows) {
-    for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < n; i++) dst[r * dst_stride + i] = a[r * src_stride + i] + b[r * src_stride + i];
-}
-template <class X>
-void attention_write_dq(const Cpu& cpu, Heads<X> dq, const Acc<X>* dq_sum, const PartialShape& s) {
-    const size_t C = size_t(s.NH) * s.HS, rows = s.rows_of_q();
-    for (int b = 0; b < s.B; b++) copy_rows(cpu, dq.ptr + b * dq.batch, dq.token, dq_sum + b * rows * C, C, C, rows);
+template <class A, class Z>
+void add(const Cpu&, const AttentionShape& s, Heads<A> dst, Heads<Z> a, Heads<Z> b = {}, Heads<Z> c = {}) {
+    for (int row = 0; row < s.B * s.Tq; row++)
+        for (int i = 0; i < s.NH * s.HS; i++) {
+            const auto of = [&](const auto& x) { return x.row(row / s.Tq, row % s.Tq, 0, s.HS) + i; };
+            *of(dst) = *of(a) + (b.ptr ? *of(b) : 0) + (c.ptr ? *of(c) : 0);
+        }
 }
 
 template <class X>

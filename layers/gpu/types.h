@@ -21,12 +21,18 @@ enum class DType { f32, bf16, f64, i32 };
 
 template <class X>
 constexpr DType dtype_of() {
-    if constexpr (std::is_same_v<X, float>) return DType::f32;
-    else if constexpr (std::is_same_v<X, bf16>) return DType::bf16;
-    else if constexpr (std::is_same_v<X, double>) return DType::f64;
-    else return DType::i32;
+    if constexpr (std::is_same_v<X, float>)
+        return DType::f32;
+    else if constexpr (std::is_same_v<X, bf16>)
+        return DType::bf16;
+    else if constexpr (std::is_same_v<X, double>)
+        return DType::f64;
+    else
+        return DType::i32;
 }
-constexpr size_t size_of(DType t) { return t == DType::bf16 ? 2 : t == DType::f64 ? 8 : 4; }
+constexpr size_t size_of(DType t) {
+    return t == DType::bf16 ? 2 : t == DType::f64 ? 8 : 4;
+}
 constexpr const char* name_of(DType t) {
     return t == DType::bf16 ? "bf16" : t == DType::f32 ? "fp32" : t == DType::f64 ? "fp64" : "int32";
 }
@@ -47,42 +53,14 @@ template <class X>
 struct Heads {
     X* ptr;
     size_t batch, token;  // strides in elements
-    X* row(size_t b, size_t t, size_t h, int HS) const { return ptr + b * batch + t * token + h * HS; }
-};
-
-// Queries [q_offset, q_offset + Tq) against keys [k_offset, k_offset + Tk) of the same sequences. If causal, query i
-// sees key j where q_offset + i ≥ k_offset + j, for any offsets and lengths.
-//
-// The tokens may be a part of longer tensors. Sequences are then q_rows tokens apart in the running output and k_rows
-// in dk and dv, and heads are q_rows apart in lse and D. 0 stands for Tq or Tk. dq's running sum covers q_rows queries,
-// and the call's own begin at q_begin.
-struct PartialShape {
-    int B, Tq, Tk, NH, HS;
-    long long q_offset = 0, k_offset = 0;
-    bool causal = true;
-    float scale = 0.f;
-    int q_rows = 0, k_rows = 0;
-    bool write_dkv = false;  // backward writes dk and dv, instead of adding to them
-    int q_begin = 0;
-    Attention attention = Attention::flash;  // which kernel runs
-    int first_head = 0, all_heads = 0;       // see AttentionShape
-    int rows_of_q() const { return q_rows ? q_rows : Tq; }
-    int rows_of_k() const { return k_rows ? k_rows : Tk; }
-    float resolved_scale() const { return scale != 0.f ? scale : 1.f / sqrtf(static_cast<float>(HS)); }
-    // The same for exponentials that are powers of 2.
-    float scale_log2() const { return static_cast<float>(resolved_scale() * M_LOG2E); }
-    // Query i sees keys j ≤ i + shift(). Beyond these bounds every query sees all keys, or none.
-    int shift() const {
-        return causal ? static_cast<int>(std::clamp<long long>(q_offset - k_offset, -Tq, Tk)) : Tk;
+    __host__ __device__ X* row(size_t b, size_t t, size_t h, int HS) const {
+        return ptr + b * batch + t * token + h * HS;
     }
+    Heads from(size_t t) const { return {ptr + t * token, batch, token}; }  // without the first t tokens
 };
-
-// In long sequences the backward of every backward_period(NH)-th head of a model walks in the other direction (see
-// attention/sm90_backward_work.cuh). A call with some of the heads should have a multiple.
-constexpr int backward_period(int NH) { return NH % 3 == 0 ? 3 : 2; }
 
 // The positions of a rank's rows in their sequence. The first `chunk` rows begin at position `early`, the others at
-// `late`, as split attention deals them out (attention/ring/split.h). By default row t has position t.
+// `late`, as the ring deals them out (attention/ring/ring.h). By default row t has position t.
 struct Positions {
     int chunk = INT_MAX, early = 0, late = 0;
     __host__ __device__ int of(int row) const { return row < chunk ? early + row : late + (row - chunk); }

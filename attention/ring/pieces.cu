@@ -1,0 +1,78 @@
+// Merges and adds the results of pieces. Bound by memory, so a thread takes four elements at once, 16 bytes of fp32. A
+// block owns one token with all of its heads.
+// Writes: merge dst, lse and rest; add dst.  Limits: HS a multiple of 4.
+#include <algorithm>
+
+#include "attention/ring/pieces.h"
+#include "layers/gpu/vector.cuh"
+
+namespace {
+
+constexpr unsigned kMostThreads = 256;
+constexpr int kWide = 4;
+
+template <class X>
+__device__ X* at(const Heads<X>& x, int b, int t) {
+    return x.ptr + b * x.batch + t * x.token;
+}
+
+template <class Y>
+__global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, Piece<float> piece) {
+    const int b = blockIdx.x / s.Tq, t = blockIdx.x % s.Tq;
+    const auto merged = [&](int h) { return Merge<float>(sum, piece, size_t(b) * s.NH + h, t); };
+    for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
+        const Merge<float> merge = merged(i / s.HS);
+        const auto o = load<kWide>(at(sum.o, b, t) + i), o_b = load<kWide>(at(piece.o, b, t) + i);
+        Vec<float, kWide> o_new;
+        for (int k = 0; k < kWide; k++) o_new.x[k] = merge.of(o[k], o_b[k]);
+        store(at(dst, b, t) + i, o_new);
+    }
+    __syncthreads();  // all threads have read lse
+    for (int h = threadIdx.x; h < s.NH; h += blockDim.x) merged(h).keep(sum, size_t(b) * s.NH + h, t);
+}
+
+template <class Y, class Z>
+__global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> b, Heads<Z> c) {
+    const int sequence = blockIdx.x / s.Tq, t = blockIdx.x % s.Tq;
+    for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
+        Vec<float, kWide> sum = {};
+        const auto take = [&](const Heads<Z>& x) {
+            if (!x.ptr) return;
+            const auto addend = load<kWide>(at(x, sequence, t) + i);
+            for (int k = 0; k < kWide; k++) sum.x[k] += addend[k];
+        };
+        take(a);
+        take(b);
+        take(c);
+        store(at(dst, sequence, t) + i, sum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class... P, class... Arguments>
+void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s, Arguments... arguments) {
+    if (s.HS % kWide) throw Error(format("attention in pieces: head size %d, expected a multiple of 4", s.HS));
+    const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq, threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
+    kernel<<<tokens, std::min(threads, kMostThreads), 0, dev.stream>>>(s, arguments...);
+    LAUNCH_CHECK("attention in pieces");
+}
+
+}  // namespace
+
+template <class Y>
+void merge(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, const Piece<float>& sum, const Piece<float>& piece) {
+    launch(dev, merge_kernel<Y>, s, dst, sum, piece);
+}
+template <class Y, class Z>
+void add(const Cuda& dev, const AttentionShape& s, Heads<Y> dst, Heads<Z> a, Heads<Z> b, Heads<Z> c) {
+    launch(dev, add_kernel<Y, Z>, s, dst, a, b, c);
+}
+
+template void merge(const Cuda&, const AttentionShape&, Heads<float>, const Piece<float>&, const Piece<float>&);
+template void merge(const Cuda&, const AttentionShape&, Heads<bf16>, const Piece<float>&, const Piece<float>&);
+#define ADD(Y, Z) template void add(const Cuda&, const AttentionShape&, Heads<Y>, Heads<Z>, Heads<Z>, Heads<Z>)
+ADD(float, float);
+ADD(bf16, float);
+ADD(float, const float);
+ADD(bf16, const bf16);

@@ -1,0 +1,155 @@
+// What chunks (chunks.h) and rings (ring.h) are made of: calls of some queries with some keys. Their fp32 results are
+// merged or added up, and rounded once.
+//
+// merge: A query has seen some keys, with result o and lse, and a piece shows it more, with o_b and lse_b.
+//   o ← o − σ(lse_b − lse)(o − o_b);   lse ← log(exp lse + exp lse_b)
+//
+// A merged lse has a rest, which is what rounding took. Both together have twice the digits. At lse = 9 rounding to
+// fp32 changes lse by up to 5e-7. The merge's weight and all of the row's P in backward get that as a relative error.
+// It is several times fp32's own, and every merge would add it anew.
+#pragma once
+#include "attention/attention.h"
+
+// What some queries have from the keys they have seen.
+template <class A>
+struct Piece {
+    Heads<A> o;
+    Stats<A> lse, rest;
+    Piece from(size_t t) const { return {o.from(t), {lse.ptr + t, lse.head}, {rest.ptr + t, rest.head}}; }
+};
+
+// The lighter side's weight is computed, so that the heavier side's result keeps its digits.
+template <class A>
+struct Merge {
+    bool heavier;  // the piece is
+    A weight;      // of the lighter side
+    A lse, rest;
+    __host__ __device__ Merge(const Piece<A>& sum, const Piece<A>& piece, size_t head, int t) {
+        const auto value = [=](const Piece<A>& p) {
+            return double(p.lse.ptr[head * p.lse.head + t]) + p.rest.ptr[head * p.rest.head + t];
+        };
+        const double lse_sum = value(sum), lse_b = value(piece);
+        const A ratio = std::exp(-static_cast<A>(std::fabs(lse_sum - lse_b)));
+        const double merged = (lse_b > lse_sum ? lse_b : lse_sum) + std::log1p(ratio);
+        heavier = lse_b > lse_sum;
+        weight = ratio / (1 + ratio);
+        lse = static_cast<A>(merged);
+        rest = static_cast<A>(merged - lse);
+    }
+    __host__ __device__ A of(A o, A o_b) const { return heavier ? o_b - weight * (o_b - o) : o - weight * (o - o_b); }
+    __host__ __device__ void keep(const Piece<A>& sum, size_t head, int t) const {
+        sum.lse.ptr[head * sum.lse.head + t] = lse;
+        sum.rest.ptr[head * sum.rest.head + t] = rest;
+    }
+};
+
+// These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS is a multiple of 4.
+template <class Y>  // merges `piece` into `sum`, but the merged o goes to dst, which may be sum.o
+void merge(const Cuda&, const AttentionShape&, Heads<Y> dst, const Piece<float>& sum, const Piece<float>& piece);
+template <class Y, class Z>  // dst ← a + b + c, without those that are null. dst may be one of them
+void add(const Cuda&, const AttentionShape&, Heads<Y> dst, Heads<Z> a, Heads<Z> b = {}, Heads<Z> c = {});
+
+// Some queries with some keys, and a mask that ends where the keys end, or none.
+struct PieceCall {
+    int q0, Tq, k0, Tk;
+    bool causal;
+};
+
+// What Chunks and Ring share: the calls of T tokens, and memory for the results.
+template <class Dev, class X>
+class Pieces {
+  public:
+    using A = Acc<X>;
+    size_t lse_elements() const { return kHasRest ? 2 * rows() : rows(); }  // (B, NH, T), then the rest of each
+    size_t bytes() const { return next_ - begin_; }
+
+  protected:
+    static constexpr bool kHasRest = !std::is_same_v<X, bf16>;  // bf16's kernels write none
+    const Dev& dev_;
+    const AttentionShape s_;
+    const Attention kind_;
+    A *q_sum_, *q_;      // (B, T, NH, HS), out or dq, merged or added up, and that of a piece
+    A *dkv_sum_, *dkv_;  // (T, K and V, B, NH, HS), the same. So what the first tokens have is one stretch of memory
+    A *rests_, *lse_;    // (B, NH, T): rests of a piece's lse and of the merged lse, and a piece's lse
+    char* scratch_;      // the kernel's
+    struct Inputs {
+        const X *qkv, *dout = nullptr, *out = nullptr;
+        const A* lse = nullptr;
+        const X* kv = nullptr;  // another rank's keys and values (B, T, 2, NH, HS), instead of those in qkv
+    };
+    Pieces(const Dev& dev, const AttentionShape& s, Attention kind) : dev_(dev), s_(s), kind_(kind) { place(nullptr); }
+    void place(void* memory) {
+        begin_ = next_ = reinterpret_cast<uintptr_t>(memory);
+        for (A** p : {&q_sum_, &q_}) take(*p, elements());
+        for (A** p : {&dkv_sum_, &dkv_}) take(*p, 2 * elements());
+        take(rests_, 2 * rows());
+        take(lse_, rows());
+        size_t scratch = 16;  // what is enough for all tokens is enough for some
+        for (bool causal : {false, true})
+            scratch = std::max(scratch, attention_scratch_bytes<X>(dev_, kind_, shape_of({0, T(), 0, T(), causal})));
+        take(scratch_, scratch);
+    }
+    template <class Y>
+    void take(Y*& p, size_t n) {
+        p = reinterpret_cast<Y*>(next_);
+        next_ += (n * sizeof(Y) + 255) / 256 * 256;
+    }
+    int T() const { return s_.Tk; }
+    size_t C() const { return size_t(s_.NH) * s_.HS; }
+    size_t rows() const { return size_t(s_.B) * s_.NH * T(); }
+    size_t elements() const { return rows() * s_.HS; }
+    AttentionShape shape_of(const PieceCall& p) const { return {s_.B, p.Tq, p.Tk, s_.NH, s_.HS, p.causal, s_.scale}; }
+    AttentionShape tokens(int n) const { return {s_.B, n, n, s_.NH, s_.HS}; }
+    template <class Y>
+    Heads<Y> view(Y* x) const {
+        return contiguous(x, T(), s_.NH, s_.HS);
+    }
+    template <class Y>  // q, k or v (which = 0, 1, 2)
+    Heads<Y> part(Y* qkv, int which) const {
+        return packed(qkv, T(), s_.NH, s_.HS, which);
+    }
+    // dk and K, or dv and V if v is 1.
+    Heads<A> of_keys(A* dkv, int v) const { return {dkv + v * s_.B * C(), C(), 2 * s_.B * C()}; }
+    Heads<const X> keys(const Inputs& in, int v) const {
+        return in.kv ? Heads<const X>{in.kv + v * C(), 2 * T() * C(), 2 * C()} : part(in.qkv, 1 + v);
+    }
+    // What all queries have before the first piece.
+    Piece<A> begin(A* lse) {
+        if (!kHasRest) dev_.zero(rests_, 2 * rows() * sizeof(A));
+        return {view(q_sum_), {lse, size_t(T())}, {kHasRest ? lse + rows() : rests_ + rows(), size_t(T())}};
+    }
+    // A query's first piece writes the sum. The others merge into it, and their merged o goes to dst.
+    template <class Y>
+    void forward(const PieceCall& p, const Inputs& in, const Piece<A>& sum, bool first, Heads<Y> dst) {
+        const Piece<A> own = {view(q_), {lse_, size_t(T())}, {rests_, size_t(T())}};
+        const Piece<A> to = (first ? sum : own).from(p.q0);
+        AttentionForward<X, A> c{shape_of(p)};
+        c.q = part(in.qkv, 0).from(p.q0);
+        c.k = keys(in, 0).from(p.k0);
+        c.v = keys(in, 1).from(p.k0);
+        c.out = to.o;
+        c.lse = to.lse;
+        if (kHasRest) c.lse_rest = to.rest;
+        attention_forward(dev_, kind_, c);
+        if (!first) merge(dev_, tokens(p.Tq), dst.from(p.q0), sum.from(p.q0), to);
+    }
+    // The results go to the piece's places in dq and dkv.
+    void backward(const PieceCall& p, const Inputs& in, A* dq, A* dkv) {
+        AttentionBackward<X, A> c{shape_of(p)};
+        c.q = part(in.qkv, 0).from(p.q0);
+        c.k = keys(in, 0).from(p.k0);
+        c.v = keys(in, 1).from(p.k0);
+        c.dout = view(in.dout).from(p.q0);
+        c.out = view(in.out).from(p.q0);
+        c.lse = {in.lse + p.q0, size_t(T())};
+        if (kHasRest) c.lse_rest = {in.lse + rows() + p.q0, size_t(T())};
+        c.dq = view(dq).from(p.q0);
+        c.dk = of_keys(dkv, 0).from(p.k0);
+        c.dv = of_keys(dkv, 1).from(p.k0);
+        c.scratch = scratch_;
+        attention_backward(dev_, kind_, c);
+    }
+
+  private:
+    uintptr_t begin_ = 0, next_ = 0;
+};
