@@ -89,12 +89,21 @@ LAYER(layernorm_forward, (double N, double C), "layernorm forward", 0, 2 * x * N
 LAYER(layernorm_backward, (double N, double C), "layernorm backward", 0, 4 * x * N * C)
 LAYER(matmul_gelu_forward, (double N, double C, double OC), product(x, "forward, gelu", N, C, OC, (N * OC) * x))
 LAYER(qkv_bias_backward, (double N, double C), "bias gradients of q, k, v", 0, (N * C + C * C) * x)
-LAYER(attention_forward, (double B, double T, double NH, double HS), "attention forward", 2 * B * T * T * NH * HS,
-      4 * x * B * T * NH * HS)
+LAYER(attention_forward, (double B, double, double T, double NH, double HS), "attention forward",
+      2 * B * T * T * NH * HS, 4 * x * B * T * NH * HS)
 LAYER(attention_backward, (double B, double T, double NH, double HS), "attention backward", 5 * B * T * T * NH * HS,
       8 * x * B * T * NH * HS)
 LAYER(cross_entropy, (double, double N, double C, double, double Vp), product(x, "forward, cross entropy", N, C, Vp))
 LAYER(global_norm, (double n), "gradient norm", 0, sizeof(float) * n)
+// The calls of a ring are not timed, because the benchmark has one GPU.
+template <class X>
+void attention_forward(const Timed& t, Attention kind, const AttentionForward<X, float>& call) {
+    attention_forward(static_cast<const Cuda&>(t), kind, call);
+}
+template <class X>
+void attention_backward(const Timed& t, Attention kind, const AttentionBackward<X, float>& call) {
+    attention_backward(static_cast<const Cuda&>(t), kind, call);
+}
 template <class X>
 void matmul_forward(const Timed& t, X* out, const X* inp, const X* weight, const X* bias, size_t N, int C, int OC,
                     const X* residual = nullptr) {

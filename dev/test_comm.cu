@@ -179,8 +179,8 @@ TEST(ring_of_threads) {
 }
 TEST(ring_errors_do_not_grow_on_a_gpu) {
     on_one_gpu([](const Cuda& dev) {
-        check_local_rings<float>(dev, {1, 2064, 2064, 4, 64}, 1, 0, 5);
-        check_local_rings<bf16>(dev, {1, 2064, 2064, 4, 64}, 1, 0, 5);
+        check_local_rings<float>(dev, {1, 2048, 2048, 4, 64}, 1, 0, 5);
+        check_local_rings<bf16>(dev, {1, 2048, 2048, 4, 64}, 1, 0, 5);
     });
 }
 

@@ -111,6 +111,7 @@ TEST(ranks_exchange) {
             job.agree({{"model", "d12"}, {"lr", "1"}});
             if (job.size < 5) check_collectives<float>(job), check_collectives<double>(job);  // they take a moment
             job.leave();
+            if (job.size > 1) CHECK_ERROR(job.barrier(), "has left its job");
         });
 }
 

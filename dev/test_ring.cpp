@@ -120,7 +120,7 @@ TEST(ring_of_threads_equals_the_whole) {
 }
 TEST(ring_errors_do_not_grow) {
     // With long sums one key's error does not decide.
-    check_local_rings<float>(Cpu(1), {1, 288, 288, 2, 32, true, 0.02f}, 1, 1, 5);
+    check_local_rings<float>(Cpu(1), {1, 256, 256, 2, 32, true, 0.02f}, 1, 1, 5);
 }
 
 TEST_MAIN

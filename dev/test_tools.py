@@ -297,7 +297,7 @@ def test_benchmarks_say_what_is_wrong():
     for name in "bench_attention", "bench_train", "bench_layers", "study_ring", "study_accumulation", "timeline":
         program = built(f"dev/{name}")
         check_in_order(run(program, "--help").stdout.lower(), [f"usage: {name}", "--json"])
-        run(program, "--jsom", code=2, says=["--json"])
+        run(program, "--jsom", code=2, says=["--jsom"])
         assert run(program, CUDA_VISIBLE_DEVICES="", code=1, says=["GPU"]).stderr.count(name) == 1
 
 
@@ -427,7 +427,7 @@ def test_rows_that_tables_show(tmp):
             ([{**NEW, "T": 64}, {**OLD, **naive, "ms": 5.0}], {"T": 1024}, [("naive", 5.0)])):
         assert [(r["kernel"], r["ms"]) for r in read(*fields, **query)] == expected, (fields, query)
     for field in ("kernel pass model dtype attention B T NH HS causal deterministic gpus zero lr tf32 input tensor "
-                  "recompute variant carry ranks chunk step").split():
+                  "recompute variant carry ranks step").split():
         assert len(read({field: 1}, {field: 2})) == 2, field  # neither replaces the other
 
     def shown(*ms, others=(10.2,)):
@@ -498,8 +498,9 @@ ROWS = {
                     for call, ms, lost in (("matmul", 60.0, 8.0), ("fast", 0.5, -0.25))],
     "A/default_run": [row(steps=6500, floor_nats=0.1273, step=1300, val_loss_nats=0.4764, text="The badger\nhummed.")],
     "A/accumulation": accumulation_rows(),
+    # A newer row that is of no ring.
     "A/ring_speed": [row(**{"pass": "forward"}, gpus=4, tokens_per_gpu=16384, single_ms=3.0, single_ms_sustained=3.3,
-                         ms=3.2, ms_sustained=3.4, still_ms=3.1, still_ms_sustained=3.35, hop_ms=0.2)]}
+                         ms=3.2, ms_sustained=3.4, still_ms=3.1, still_ms_sustained=3.35), row(form="heads", **NEW)]}
 # What stands between which markers, in this order.
 SHOWN = """
 <!-- table: attention bf16 -->
@@ -1172,7 +1173,8 @@ def test_measuring_in_parts(tmp):
     stuck = {"BAD": "accuracy*64", "SLOW": "study_accum*", "PART_LIMIT": "1"}
     for parts, variables, code, says, expected in (
             ("", {}, 0, "one GPU", [*tests, *15 * json, "*default_run.py", *compare_torch, *3 * json, *end]),
-            ("--no-tests ring scaling", {"GPUS": 4}, 0, "", ["study_ring --json", *bench_ring, "python3 scripts/scaling.py --json", *end]),
+            ("--no-tests ring scaling", {"GPUS": 4}, 0, "",
+             ["study_ring --json", *bench_ring, "python3 scripts/scaling.py --json", *end]),
             ("--no-tests accuracy study layers", stuck, 1, "study: no end after 1 s … failed: accuracy study; no table",
              ["accuracy --json --hs 64", "study_accumulation --json", "bench_layers --json"]),
             ("--no-tests fp32 torch train", {"BAD": "*import?torch"}, 0, "no PyTorch",

@@ -20,11 +20,11 @@ from stdout import guard_stdout  # noqa: E402
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
-        "ranks", "chunk", "tokens_per_gpu", "rank", "step", "warp", "ids"]
+        "ranks", "tokens_per_gpu", "step", "warp", "ids"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
 VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
-DEFAULTS = {"recompute": 0, "ids": "uniform"}  # rows from before there was a choice do not say it
+DEFAULTS = {"recompute": 0, "ids": "uniform", "form": "ring"}  # of rows that do not say it
 # Of a run's log.
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
