@@ -39,9 +39,8 @@ static void check_oracle(const Cuda& dev, int HS) {
         want[Out].resize(n);
         want[Lse].resize(T);
         double *const out = want[Out].data(), *const lse = want[Lse].data();
-        attention_forward(Cpu(), forward_call<double>(s, out, lse, nullptr, qkv.data()));
-        attention_backward(Cpu(),
-                           backward_call<double>(s, dqkv.data(), nullptr, dout.data(), out, lse, nullptr, qkv.data()));
+        attention_forward(Cpu(), layer_forward<double>(out, lse, qkv.data(), s));
+        attention_backward(Cpu(), layer_backward<double>(dqkv.data(), dout.data(), out, lse, qkv.data(), s));
         for (size_t i = 0; i < 3 * n; i++) want[Dq + i / HS % 3].push_back(dqkv[i]);
 
         Oracle oracle(dev, T, HS, 100);

@@ -77,27 +77,6 @@ struct Poisoned {
     operator X*() const { return static_cast<X*>(memory.get()); }
 };
 
-// Calls on whole sequences, with the trainer's tensors.
-template <class X>
-AttentionForward<X> forward_call(const AttentionShape& s, X* out, Acc<X>* lse, X* att, const X* qkv) {
-    const auto part = [&](int which) { return packed(qkv, s.Tk, s.NH, s.HS, which); };
-    return {s, part(0), part(1), part(2), contiguous(out, s.Tq, s.NH, s.HS), {lse, size_t(s.Tq)}, {}, att};
-}
-template <class X>
-AttentionBackward<X> backward_call(const AttentionShape& s, X* dqkv, void* scratch, const X* dout, const X* out,
-                                   const Acc<X>* lse, const X* att, const X* qkv) {
-    const auto part = [&](auto* x, int which) { return packed(x, s.Tk, s.NH, s.HS, which); };
-    AttentionBackward<X> call{s, part(qkv, 0), part(qkv, 1), part(qkv, 2), contiguous(dout, s.Tq, s.NH, s.HS)};
-    call.out = contiguous(out, s.Tq, s.NH, s.HS);
-    call.lse = {lse, size_t(s.Tq)};
-    call.dq = part(dqkv, 0);
-    call.dk = part(dqkv, 1);
-    call.dv = part(dqkv, 2);
-    call.scratch = scratch;
-    call.att = att;
-    return call;
-}
-
 // All that a kernel writes, poisoned, and its passes.
 template <class X>
 struct KernelRun {
@@ -116,8 +95,16 @@ struct KernelRun {
           att(dev, kernel.saved_bytes(s) / sizeof(X)),
           lse(dev, rows),
           scratch(dev, kernel.scratch_bytes(s)) {}
-    void forward(const Cuda& dev, const X* qkv) const { kernel.forward(dev, forward_call<X>(s, out, lse, att, qkv)); }
+    void forward(const Cuda& dev, const X* qkv) const {
+        AttentionForward<X> c = layer_forward<X>(out, lse, qkv, s);
+        c.att = att;
+        kernel.forward(dev, c);
+    }
     void backward(const Cuda& dev, const X* qkv, const X* dout) const {
-        if (kernel.backward) kernel.backward(dev, backward_call<X>(s, dqkv, scratch, dout, out, lse, att, qkv));
+        if (!kernel.backward) return;
+        AttentionBackward<X> c = layer_backward<X>(dqkv, dout, out, lse, qkv, s);
+        c.att = att;
+        c.scratch = scratch;
+        kernel.backward(dev, c);
     }
 };

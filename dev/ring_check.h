@@ -89,28 +89,14 @@ struct Unchunked {
     const AttentionShape s;
     Tensor<Dev, float> scratch{dev, attention_scratch_bytes<X>(dev, Attention::flash, s) / sizeof(float) + 1};
     void forward(X* out, Acc<X>* lse, const X* qkv) const {
-        AttentionForward<X> c{s};
-        c.q = packed(qkv, s.Tk, s.NH, s.HS, 0);
-        c.k = packed(qkv, s.Tk, s.NH, s.HS, 1);
-        c.v = packed(qkv, s.Tk, s.NH, s.HS, 2);
-        c.out = contiguous(out, s.Tk, s.NH, s.HS);
-        c.lse = {lse, size_t(s.Tk)};
+        const AttentionForward<X> c = layer_forward(out, lse, qkv, s);
         if constexpr (std::is_same_v<Dev, Cpu>)
             attention_forward(dev, c);
         else
             attention_kernel<X>(dev, Attention::flash, s.HS).forward(dev, c);
     }
     void backward(X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv) const {
-        AttentionBackward<X> c{s};
-        c.q = packed(qkv, s.Tk, s.NH, s.HS, 0);
-        c.k = packed(qkv, s.Tk, s.NH, s.HS, 1);
-        c.v = packed(qkv, s.Tk, s.NH, s.HS, 2);
-        c.dout = contiguous(dout, s.Tk, s.NH, s.HS);
-        c.out = contiguous(out, s.Tk, s.NH, s.HS);
-        c.lse = {lse, size_t(s.Tk)};
-        c.dq = packed(dqkv, s.Tk, s.NH, s.HS, 0);
-        c.dk = packed(dqkv, s.Tk, s.NH, s.HS, 1);
-        c.dv = packed(dqkv, s.Tk, s.NH, s.HS, 2);
+        AttentionBackward<X> c = layer_backward(dqkv, dout, out, lse, qkv, s);
         c.scratch = scratch.ptr;
         if constexpr (std::is_same_v<Dev, Cpu>)
             attention_backward(dev, c);

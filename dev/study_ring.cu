@@ -5,8 +5,8 @@
 //   fp32  ours
 //   bf16  rounds every call's out, dq, dk, dv before merging, as a ring over a library's attention does
 //
-// The exit code is 1 if a test of dev/test_comm would fail with ours: N ranks may have 1.02 times the mean error of one
-// rank, and 1.1 times its largest error.
+// N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours have more, the exit
+// code is 1, and dev/test_comm would fail.
 //
 // Run: ./dev/study_ring --help
 #include <cstdio>

@@ -1056,6 +1056,31 @@ static const test::Register layer_tests[] = {
     {"layer_flash_bf16", check_layer<bf16, true>},
 };
 
+// Scratch that is enough for a call without a mask is enough with one, and with fewer queries or keys. A ring's memory
+// relies on that (attention/ring/pieces.h).
+TEST(scratch_grows_with_the_call) {
+    const auto check = [](const auto& kernel, const AttentionShape& s, size_t enough) {
+        if (kernel.scratch_bytes(s) <= enough) return;
+        test::report(__FILE__, __LINE__,
+                     format("%s: B%d Tq%d Tk%d NH%d HS%d %s needs more scratch than a larger call", kernel.name, s.B,
+                            s.Tq, s.Tk, s.NH, s.HS, s.causal ? "causal" : "full"));
+    };
+    const auto check_all = [&](auto x) {
+        const auto all = attention_kernels<decltype(x)>();
+        for (const auto* kernel = all.begin; kernel != all.begin + all.count; kernel++)
+            for (int HS : {64, 128})
+                for (int NH : {1, 12, 32})
+                    for (int T = 512; T <= 65536; T += T / 2) {
+                        const size_t enough = kernel->scratch_bytes({1, T, T, NH, HS, false});
+                        for (const auto& [Tq, Tk] : {std::pair{T, T}, {T / 2, T}, {T, T / 2}, {T / 2, T / 2}, {1, T}})
+                            for (bool causal : {false, true})
+                                if (!causal || Tq <= Tk) check(*kernel, {1, Tq, Tk, NH, HS, causal}, enough);
+                    }
+    };
+    check_all(float{});
+    check_all(bf16{});
+}
+
 // What --attention accepts, and what a model is refused.
 TEST(names) {
     const Cuda& dev = gpu();

@@ -24,8 +24,9 @@ struct Snapshot {
 // The tensors in which two snapshots differ, and how many of their elements do: "wte (3 of 98304 elements), …", or "".
 template <class Model>
 std::string differences(const Model& model, const Snapshot& once, const Snapshot& twice) {
+    constexpr int kNamed = 3;  // at most so many
     std::string text;
-    int more = -3;  // tensors that are not named
+    int found = 0;
     for (const Arena* a : {&model.params, &model.adam}) {
         const bool adam = a == &model.adam;
         const char *x = (adam ? once.adam : once.params).data(), *y = (adam ? twice.adam : twice.params).data();
@@ -35,9 +36,9 @@ std::string differences(const Model& model, const Snapshot& once, const Snapshot
             size_t n = 0;
             for (size_t at = begin; at < begin + t.size * bytes; at += bytes)
                 n += std::memcmp(x + at, y + at, bytes) != 0;
-            if (n == 0 || more++ >= 0) continue;
+            if (n == 0 || ++found > kNamed) continue;
             text += format("%s%s (%zu of %zu elements)", text.empty() ? "" : ", ", place_of(t, l).c_str(), n, t.size);
         }
     }
-    return more > 0 ? text + format(" and %d more", more) : text;
+    return found > kNamed ? text + format(" and %d more", found - kNamed) : text;
 }

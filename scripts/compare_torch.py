@@ -4,8 +4,8 @@ batches, clipping and AdamW, and compares their losses step by step with PyTorch
 step's are further apart than allowed, or if fewer than half of the steps were clipped.
 
 fp32: --tol is allowed. A second PyTorch run, whose attention adds in another order (SDPA), shows how far rounding alone
-carries. Where training is unstable two correct programs part: at --lr 1e-4, without warm-up, the loss jumps by 1.6 at step 7,
-and PyTorch's own runs with bf16 copies are 0.08 to 0.28 from its fp32 there. At the default no run is 0.007 away.
+carries. Where training is unstable two correct programs part. At --lr 1e-4, without warm-up, the loss jumps by 1.6 at
+step 7. There PyTorch's own runs with bf16 copies are 0.08 to 0.28 from its fp32, and at the default less than 0.007.
 
 bf16: twice as far is allowed as PyTorch's own bf16 is from its fp32. Both keep fp32 masters and compute with bf16 copies of
 all weights and with bf16 activations. PyTorch rounds the copies to nearest and we stochastically, whose errors are up

@@ -1,6 +1,6 @@
 // Merges and adds the results of pieces. Bound by memory, so a thread takes four elements at once, 16 bytes of fp32. A
 // block owns one token with all of its heads.
-// Writes: merge dst, lse and rest; add dst.  Limits: HS a multiple of 4.
+// merge writes dst, lse and rest. add writes dst.  Limits: HS a multiple of 4.
 #include <algorithm>
 
 #include "attention/ring/pieces.h"

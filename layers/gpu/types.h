@@ -21,18 +21,12 @@ enum class DType { f32, bf16, f64, i32 };
 
 template <class X>
 constexpr DType dtype_of() {
-    if constexpr (std::is_same_v<X, float>)
-        return DType::f32;
-    else if constexpr (std::is_same_v<X, bf16>)
-        return DType::bf16;
-    else if constexpr (std::is_same_v<X, double>)
-        return DType::f64;
-    else
-        return DType::i32;
+    if constexpr (std::is_same_v<X, float>) return DType::f32;
+    else if constexpr (std::is_same_v<X, bf16>) return DType::bf16;
+    else if constexpr (std::is_same_v<X, double>) return DType::f64;
+    else return DType::i32;
 }
-constexpr size_t size_of(DType t) {
-    return t == DType::bf16 ? 2 : t == DType::f64 ? 8 : 4;
-}
+constexpr size_t size_of(DType t) { return t == DType::bf16 ? 2 : t == DType::f64 ? 8 : 4; }
 constexpr const char* name_of(DType t) {
     return t == DType::bf16 ? "bf16" : t == DType::f32 ? "fp32" : t == DType::f64 ? "fp64" : "int32";
 }
