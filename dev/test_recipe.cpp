@@ -45,8 +45,8 @@ struct Gpt2 {
         for (int l = 0; l < L; l++) {
             layernorm(LN1W, l);
             matmul_forward(cpu, qkv.data(), ln.data(), w(QKVW, l), w(QKVB, l), N, C, 3 * C);
-            attention_forward<double>(cpu, Attention::flash, atty.data(), lse.data(), nullptr, nullptr, qkv.data(), 1,
-                                      n, NH, HS);
+            attention_forward<double>(cpu, Attention::flash, atty.data(), lse.data(), nullptr, qkv.data(), 1, n, n, NH,
+                                      HS);
             add_linear(atty, ATTPROJW, l);
             layernorm(LN2W, l);
             matmul_forward(cpu, fch.data(), ln.data(), w(FCW, l), w(FCB, l), N, C, 4 * C);
