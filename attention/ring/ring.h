@@ -55,20 +55,22 @@ class Ring : Pieces<Dev, X> {
             });
     }
 
-    // The gradients of a rank's keys start at the next rank, at step 1, and are home after N − 1 hops. The last hop is
-    // hidden behind the queries and keys of the rank's own early chunk, so these come last.
+    // The gradients of a rank's keys start at the next rank, at step 1, and are home after N − 1 hops. A hop of gradients
+    // takes twice as long as one of keys in bf16. So the first hop, of keys, is beside the early chunk's queries with the
+    // rank's own keys, and the last, of gradients, beside the late chunk's, which are three times the work.
     void backward(X* dqkv, const X* dout, const X* out, const A* lse, const X* qkv) {
         const Inputs own{qkv, dout, out, lse};
-        beside_travel(0, false, qkv, [&] { Base::backward(own_keys(Tc_, Tc_), own, q_sum_, dkv_sum_); });
+        const bool others = rank_ > 0;  // the early chunk sees others' keys, and first at step 1
+        beside_travel(0, false, qkv, [&] { Base::backward(own_keys(0, Tc_), own, others ? q_ : q_sum_, dkv_sum_); });
         for (int step = 1; step < ranks(); step++) {
             const bool first = step == 1;
             beside_travel(step, !first, qkv, [&] {
                 const PieceCall p = others_keys(step);
-                Base::backward(p, {qkv, dout, out, lse, kv_[0]}, q_, first ? travelling_[0] : dkv_);
-                // Before the first of these steps only the late chunk has a sum of dq. It is added to what came now.
-                const int q0 = first ? Tc_ : p.q0;
-                if (first) std::swap(q_, q_sum_);
-                add(dev_, tokens(T() - q0), view(q_sum_).from(q0), view(q_sum_).from(q0), view(q_).from(q0));
+                const Inputs in{qkv, dout, out, lse, kv_[0]};
+                Base::backward(p, in, first ? q_sum_ : q_, first ? travelling_[0] : dkv_);
+                const int queries = !first ? T() - p.q0 : others ? Tc_ : 0;
+                const Heads<A> sum = view(q_sum_).from(p.q0);
+                if (queries > 0) add(dev_, tokens(queries), sum, sum, view(q_).from(p.q0));
             });
             if (first) continue;
             // What has come is added to this rank's, which has at least as many chunks.
@@ -77,18 +79,17 @@ class Ring : Pieces<Dev, X> {
             add(dev_, {1, n, n, 2 * s_.B * s_.NH, s_.HS}, dkv, dkv, come);
             std::swap(dkv_, travelling_[0]);
         }
+        const auto late = [&](Heads<A> x, bool there = true) { return there ? x.from(Tc_) : Heads<A>{}; };
         beside_travel(ranks(), ranks() > 1, qkv, [&] {
-            Base::backward(own_keys(0, Tc_), own, q_, dkv_);
-            // The early chunk's queries have seen other keys, except on the first rank.
-            add(dev_, tokens(Tc_), part(dqkv, 0), view(q_), view(rank_ > 0 ? q_sum_ : nullptr));
-            add(dev_, tokens(Tc_), part(dqkv, 0).from(Tc_), view(q_sum_).from(Tc_));
+            Base::backward(own_keys(Tc_, Tc_), own, q_, dkv_);
+            add(dev_, tokens(Tc_), part(dqkv, 0), view(q_sum_));
+            add(dev_, tokens(Tc_), part(dqkv, 0).from(Tc_), late(view(q_)), late(view(q_sum_), ranks() > 1));
         });
         const int come = ranks() > 1 ? summed(before(), ranks() - 1) : 0;
         for (int v : {0, 1}) {
-            const Heads<A> sum = of_keys(dkv_sum_, v), theirs = of_keys(travelling_[0], v);
-            add(dev_, tokens(Tc_), part(dqkv, 1 + v), sum, of_keys(dkv_, v), come > 0 ? theirs : Heads<A>{});
-            add(dev_, tokens(Tc_), part(dqkv, 1 + v).from(Tc_), sum.from(Tc_),
-                come > Tc_ ? theirs.from(Tc_) : Heads<A>{});
+            const Heads<A> dkv = of_keys(dkv_, v), theirs = of_keys(travelling_[0], v);
+            add(dev_, tokens(Tc_), part(dqkv, 1 + v), dkv, of_keys(dkv_sum_, v), come > 0 ? theirs : Heads<A>{});
+            add(dev_, tokens(Tc_), part(dqkv, 1 + v).from(Tc_), late(dkv), late(theirs, come > Tc_));
         }
     }
 
