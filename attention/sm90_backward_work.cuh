@@ -35,9 +35,8 @@ struct Order {
     explicit Order(const AttentionShape& s) : NH(s.NH), heads(s.B * s.NH), Tq(s.Tq), Tk(s.Tk), shift(s.shift()) {
         q_tiles = ceil_div(s.Tq, Br), k_tiles = ceil_div(s.Tk, Bc);
         masked = shift < s.Tk - 1;
-        // Q, dO and the sum of dQ of a group's heads fill half of L2. Without a mask the key tiles of a head begin at
-        // the same query and queue, so there a group has more heads.
-        const int group_tiles = ((masked ? 24 : 72) << 20) / (Br * s.HS * 8), most = (masked ? 2048 : 4096) / s.HS;
+        // Q, dO and the sum of dQ of a group's heads fill half of L2.
+        const int group_tiles = (24 << 20) / (Br * s.HS * 8), most = 2048 / s.HS;
         group = std::clamp(group_tiles / q_tiles, 1, most);
         period = NH % 3 == 0 ? 3 : 2;
         sum_heads = std::min(heads, 3 * group);
