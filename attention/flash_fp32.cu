@@ -315,7 +315,8 @@ __global__ void D_kernel(float* D, Heads<const float> dout, Heads<const float> o
 
 // Runs before a backward to which nobody gave lse_rest. It finds what lse lost when it was rounded to fp32, in units of
 // log 2. At |lse| = 128 that is up to 2^-17 of all P of a row, 30 times naive's error. A row's P must add up to 1, so
-// log Σ P is what is missing. Tiles without a large lse only write zeros, and in ordinary training no tile has one.
+// log Σ P is what is missing. Tiles without a large lse only write zeros, and in ordinary training no tile has one. Calls
+// with few queries are the exception, because there the errors of few rows may all point one way.
 constexpr float kLargeLse = 16;
 
 template <class Tile>
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 2) lse_rest_kernel(ForwardArgs args)
     const int b = blockIdx.x / args.NH, h = blockIdx.x % args.NH, q0 = (gridDim.y - 1 - blockIdx.y) * Br;
     const int row = threadIdx.x / 32 * (Br / kWarps) + lane_row(), col = lane_col();  // this thread's first
     float lse[M], sum[M] = {};
-    bool large = false;
+    bool large = args.Tq < args.Tk;
     for (int i = 0; i < M; i++) {
         const int t = q0 + row + i * kLaneRows;
         lse[i] = t < args.Tq ? args.lse.ptr[blockIdx.x * args.lse.head + t] : 0.f;
