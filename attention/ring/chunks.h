@@ -12,7 +12,8 @@ template <class Dev, class X>
 class Chunks : public Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
     using Base::q_sum_, Base::s_, Base::tokens, Base::view;
-    using Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::elements, Base::of_keys, Base::part, Base::q_;
+    using Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::elements, Base::keys, Base::of_keys, Base::part,
+        Base::q_;
 
   public:
     using Base::place, typename Base::A;
@@ -31,12 +32,12 @@ class Chunks : public Pieces<Dev, X> {
         dev_.zero(dkv_sum_, 2 * elements() * sizeof(A));
         for_each_piece([&](const PieceCall& p) {
             Base::backward(p, {qkv, dout, out, lse}, q_, dkv_);
-            const auto add_to = [&](int n, Heads<A> sum, Heads<A> x) { add(dev_, tokens(n), sum, sum, x); };
-            add_to(p.Tq, view(q_sum_).from(p.q0), view(q_).from(p.q0));
-            for (int v : {0, 1}) add_to(p.Tk, of_keys(dkv_sum_, v).from(p.k0), of_keys(dkv_, v).from(p.k0));
+            const auto add_to = [&](const AttentionShape& s, Heads<A> sum, Heads<A> x) { add(dev_, s, sum, sum, x); };
+            add_to(tokens(p.Tq), view(q_sum_).from(p.q0), view(q_).from(p.q0));
+            add_to(keys(p.Tk), of_keys(dkv_sum_).from(p.k0), of_keys(dkv_).from(p.k0));
         });
         add(dev_, tokens(T()), part(dqkv, 0), view(q_sum_));
-        for (int v : {0, 1}) add(dev_, tokens(T()), part(dqkv, 1 + v), of_keys(dkv_sum_, v));
+        add(dev_, keys(T()), part(dqkv, 1), of_keys(dkv_sum_));
     }
 
   private:

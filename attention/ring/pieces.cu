@@ -1,6 +1,6 @@
 // Merges and adds the results of pieces. Bound by memory, so a thread takes four elements at once, 16 bytes of fp32. A
 // block owns one token with all of its heads.
-// merge writes dst, lse and rest. add writes dst.  Limits: HS a multiple of 4.
+// merge writes dst, lse and rest. add writes dst.  Limits: HS divides 128.
 #include <algorithm>
 
 #include "attention/ring/pieces.h"
@@ -16,19 +16,20 @@ __device__ X* at(const Heads<X>& x, int b, int t) {
     return x.ptr + b * x.batch + t * x.token;
 }
 
+// A head's threads are in one warp. Its first keeps the merged lse, once all have read lse.
 template <class Y>
 __global__ void merge_kernel(AttentionShape s, Heads<Y> dst, Piece<float> sum, Piece<float> piece) {
     const int b = blockIdx.x / s.Tq, t = blockIdx.x % s.Tq;
-    const auto merged = [&](int h) { return Merge<float>(sum, piece, size_t(b) * s.NH + h, t); };
     for (int i = threadIdx.x * kWide; i < s.NH * s.HS; i += blockDim.x * kWide) {
-        const Merge<float> merge = merged(i / s.HS);
+        const size_t head = size_t(b) * s.NH + i / s.HS;
         const auto o = load<kWide>(at(sum.o, b, t) + i), o_b = load<kWide>(at(piece.o, b, t) + i);
+        const Merge<float> merge(sum, piece, head, t);
         Vec<float, kWide> o_new;
         for (int k = 0; k < kWide; k++) o_new.x[k] = merge.of(o[k], o_b[k]);
         store(at(dst, b, t) + i, o_new);
+        __syncwarp();
+        if (i % s.HS == 0) merge.keep(sum, head, t);
     }
-    __syncthreads();  // all threads have read lse
-    for (int h = threadIdx.x; h < s.NH; h += blockDim.x) merged(h).keep(sum, size_t(b) * s.NH + h, t);
 }
 
 template <class Y, class Z>
@@ -52,7 +53,7 @@ __global__ void add_kernel(AttentionShape s, Heads<Y> dst, Heads<Z> a, Heads<Z> 
 
 template <class... P, class... Arguments>
 void launch(const Cuda& dev, void (*kernel)(AttentionShape, P...), const AttentionShape& s, Arguments... arguments) {
-    if (s.HS % kWide) throw Error(format("attention in pieces: head size %d, expected a multiple of 4", s.HS));
+    if (kWarp * kWide % s.HS) throw Error(format("attention in pieces: head size %d, expected a divisor of 128", s.HS));
     const unsigned tokens = static_cast<unsigned>(s.B) * s.Tq, threads = ceil_div(s.NH * s.HS, kWide * kWarp) * kWarp;
     kernel<<<tokens, std::min(threads, kMostThreads), 0, dev.stream>>>(s, arguments...);
     LAUNCH_CHECK("attention in pieces");

@@ -43,7 +43,7 @@ struct Merge {
     }
 };
 
-// These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS is a multiple of 4.
+// These work on (B, Tq, NH, HS) of views, whose rows are 16-byte aligned, or 8-byte in bf16. HS divides 128 on a GPU.
 template <class Y>  // merges `piece` into `sum`, but the merged o goes to dst, which may be sum.o
 void merge(const Cuda&, const AttentionShape&, Heads<Y> dst, const Piece<float>& sum, const Piece<float>& piece);
 template <class Y, class Z>  // dst ← a + b + c, without those that are null. dst may be one of them
@@ -69,7 +69,7 @@ class Pieces {
     const AttentionShape s_;
     const Attention kind_;
     A *q_sum_, *q_;      // (B, T, NH, HS), out or dq, merged or added up, and that of a piece
-    A *dkv_sum_, *dkv_;  // (T, K and V, B, NH, HS), the same. So what the first tokens have is one stretch of memory
+    A *dkv_sum_, *dkv_;  // (T, B, K and V, NH, HS), the same. So what the first tokens have is one stretch of memory
     A *rests_, *lse_;    // (B, NH, T): rests of a piece's lse and of the merged lse, and a piece's lse
     char* scratch_;      // the kernel's
     struct Inputs {
@@ -107,9 +107,10 @@ class Pieces {
     Heads<Y> part(Y* qkv, int which) const {
         return packed(qkv, T(), s_.NH, s_.HS, which);
     }
-    // dk and K, or dv and V if v is 1.
-    Heads<A> of_keys(A* dkv, int v) const { return {dkv + v * s_.B * C(), C(), 2 * s_.B * C()}; }
-    Heads<const X> keys(const Inputs& in, int v) const {
+    // dk and dv of n tokens, as twice the heads.
+    AttentionShape keys(int n) const { return {s_.B, n, n, 2 * s_.NH, s_.HS}; }
+    Heads<A> of_keys(A* dkv) const { return {dkv, 2 * C(), 2 * s_.B * C()}; }
+    Heads<const X> key_or_value(const Inputs& in, int v) const {
         return in.kv ? Heads<const X>{in.kv + v * C(), 2 * T() * C(), 2 * C()} : part(in.qkv, 1 + v);
     }
     // What all queries have before the first piece.
@@ -124,8 +125,8 @@ class Pieces {
         const Piece<A> to = (first ? sum : own).from(p.q0);
         AttentionForward<X, A> c{shape_of(p)};
         c.q = part(in.qkv, 0).from(p.q0);
-        c.k = keys(in, 0).from(p.k0);
-        c.v = keys(in, 1).from(p.k0);
+        c.k = key_or_value(in, 0).from(p.k0);
+        c.v = key_or_value(in, 1).from(p.k0);
         c.out = to.o;
         c.lse = to.lse;
         if (kHasRest) c.lse_rest = to.rest;
@@ -136,15 +137,15 @@ class Pieces {
     void backward(const PieceCall& p, const Inputs& in, A* dq, A* dkv) {
         AttentionBackward<X, A> c{shape_of(p)};
         c.q = part(in.qkv, 0).from(p.q0);
-        c.k = keys(in, 0).from(p.k0);
-        c.v = keys(in, 1).from(p.k0);
+        c.k = key_or_value(in, 0).from(p.k0);
+        c.v = key_or_value(in, 1).from(p.k0);
         c.dout = view(in.dout).from(p.q0);
         c.out = view(in.out).from(p.q0);
         c.lse = {in.lse + p.q0, size_t(T())};
         if (kHasRest) c.lse_rest = {in.lse + rows() + p.q0, size_t(T())};
         c.dq = view(dq).from(p.q0);
-        c.dk = of_keys(dkv, 0).from(p.k0);
-        c.dv = of_keys(dkv, 1).from(p.k0);
+        c.dk = of_keys(dkv).from(p.k0);
+        c.dv = of_keys(dkv + C()).from(p.k0);
         c.scratch = scratch_;
         attention_backward(dev_, kind_, c);
     }

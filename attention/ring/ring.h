@@ -27,7 +27,8 @@ struct Zigzag {
 template <class Dev, class X, class Comm = typename Dev::Comm>
 class Ring : Pieces<Dev, X> {
     using Base = Pieces<Dev, X>;
-    using Base::C, Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::elements, Base::of_keys, Base::part;
+    using Base::C, Base::T, Base::dev_, Base::dkv_, Base::dkv_sum_, Base::elements, Base::keys, Base::of_keys,
+        Base::part;
     using Base::q_, Base::q_sum_, Base::s_, Base::take, Base::tokens, Base::view, typename Base::Inputs;
 
   public:
@@ -75,8 +76,7 @@ class Ring : Pieces<Dev, X> {
             if (first) continue;
             // What has come is added to this rank's, which has at least as many chunks.
             const int n = summed(before(), step - 1);
-            const Heads<A> dkv = of_keys(dkv_, 0), come = of_keys(travelling_[0], 0);
-            add(dev_, {1, n, n, 2 * s_.B * s_.NH, s_.HS}, dkv, dkv, come);
+            add(dev_, keys(n), of_keys(dkv_), of_keys(dkv_), of_keys(travelling_[0]));
             std::swap(dkv_, travelling_[0]);
         }
         const auto late = [&](Heads<A> x, bool there = true) { return there ? x.from(Tc_) : Heads<A>{}; };
@@ -86,11 +86,10 @@ class Ring : Pieces<Dev, X> {
             add(dev_, tokens(Tc_), part(dqkv, 0).from(Tc_), late(view(q_)), late(view(q_sum_), ranks() > 1));
         });
         const int come = ranks() > 1 ? summed(before(), ranks() - 1) : 0;
-        for (int v : {0, 1}) {
-            const Heads<A> dkv = of_keys(dkv_, v), theirs = of_keys(travelling_[0], v);
-            add(dev_, tokens(Tc_), part(dqkv, 1 + v), dkv, of_keys(dkv_sum_, v), come > 0 ? theirs : Heads<A>{});
-            add(dev_, tokens(Tc_), part(dqkv, 1 + v).from(Tc_), late(dkv), late(theirs, come > Tc_));
-        }
+        const Heads<X> dkv = part(dqkv, 1);
+        const Heads<A> own_sum = of_keys(dkv_), theirs = of_keys(travelling_[0]);
+        add(dev_, keys(Tc_), dkv, own_sum, of_keys(dkv_sum_), come > 0 ? theirs : Heads<A>{});
+        add(dev_, keys(Tc_), dkv.from(Tc_), late(own_sum), late(theirs, come > Tc_));
     }
 
   private:
@@ -123,9 +122,7 @@ class Ring : Pieces<Dev, X> {
         if (!kv && !dkv) return work();
         const int next = (rank_ + 1) % ranks();
         const size_t token = 2 * s_.B * C();
-        if (step == 0)
-            add(dev_, {s_.B, T(), T(), 2 * s_.NH, s_.HS}, Heads<X>{kv_[0], T() * token / s_.B, token / s_.B},
-                part(qkv, 1));
+        if (step == 0) add(dev_, keys(T()), Heads<X>{kv_[0], T() * token / s_.B, token / s_.B}, part(qkv, 1));
         comm_->fork();
         comm_->group([&] {
             if (kv) comm_->send_recv(next, kv_[0], T() * token, before(), kv_[1], T() * token);
