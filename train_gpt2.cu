@@ -600,15 +600,6 @@ int run_with(const Dev& dev, Options& o, Job& job) {
 #ifndef TRAIN_GPT2_NO_MAIN
 extern const char built_from[];  // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
 
-// Threads that spin while they wait for each other are fast on an idle machine. If another program has one of the cores
-// they are four times slower than sleeping ones. OpenMP reads the choice before main, so the program starts once more
-// with it made.
-static void wait_passively(char** argv) {
-    if (std::getenv("OMP_WAIT_POLICY")) return;
-    setenv("OMP_WAIT_POLICY", "passive", 1);
-    execv("/proc/self/exe", argv);  // returns only if it failed, and then we go on as we are
-}
-
 // Meets the other ranks, which must be the same program with the same arguments. Rank 0 alone prints.
 static void meet(Job& job, Options& o) {
     const std::string program = InputFile("/proc/self/exe").rest();
@@ -682,7 +673,6 @@ int main(int argc, char** argv) {
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
-        if (gpus == 0) wait_passively(argv);
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         Job job(place);

@@ -6,6 +6,8 @@
 archs=$1; shift
 limit=${TEST_LIMIT:-1200}
 beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the others
+# Threads that spin while they wait for each other take cores that other programs need.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # The reference's small models gain nothing from more threads than that, and those of 64 cores mostly wait for each other.
 [ "$(nproc)" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
 passed=0 failed=0 skipped=0 first= last=

@@ -17,9 +17,6 @@
 
 namespace {
 
-// Without this the program would start itself once more, to choose how threads wait.
-const bool kOneStart = !setenv("OMP_WAIT_POLICY", "passive", 1);
-
 // A model that has taken one step.
 const std::string& model() {
     static const std::string out = dir() + "/model", path = model_path(out, 1);
@@ -392,13 +389,6 @@ TEST(standard_streams_may_be_closed_or_full) {
     CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
     for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
         CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
-}
-
-// On the CPU it starts itself anew, and pkill should find it still.
-TEST(its_process_has_its_name) {
-    unsetenv("OMP_WAIT_POLICY");
-    CHECK_RUN(run_and_act(tiny() + "-x 2", "step 1/", "cat /proc/$pid/comm"), 0, "\ntrain_gpt2cu\n");
-    setenv("OMP_WAIT_POLICY", "passive", 1);
 }
 
 // The most tokens that a shard can have. With a sample at every other step they take for ever.

@@ -11,9 +11,8 @@
 
 namespace {
 
-// With one thread, and no second start to choose how threads wait, a run of such a small model takes a third of the
-// time.
-const bool kOneThread = !setenv("OMP_THREAD_LIMIT", "1", 1) && !setenv("OMP_WAIT_POLICY", "passive", 1);
+// With one thread a run of such a small model takes a third of the time.
+const bool kOneThread = !setenv("OMP_THREAD_LIMIT", "1", 1);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The model and its data

@@ -1,8 +1,6 @@
 // The process around a run: its descriptors, the signals that end it, and its exit code.
 #pragma once
-#include <errno.h>
 #include <fcntl.h>
-#include <sys/prctl.h>
 
 #include <csignal>
 #include <cstdio>
@@ -15,7 +13,6 @@ inline void prepare_process() {
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     std::signal(SIGPIPE, SIG_IGN);  // a reader that ends, such as tee at Ctrl-C, ends no run; check_stdout() says it
     std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
-    prctl(PR_SET_NAME, program_invocation_short_name);  // for top and pkill, or one that started itself is "exe"
 }
 
 // SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave, or end the text that is written. A second
