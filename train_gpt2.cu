@@ -23,15 +23,12 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "layers/comm/comm.h"
-#include "layers/comm/reference_comm.h"
 #include "layers/layers.h"
 #include "run/buffers.h"
 #include "run/inference.h"
+#include "run/ranks.h"
 #include "run/training.h"
 #include "run/weights.h"
-// This comes last, because it is written over both backends' attention.
-#include "attention/ring/ring.h"
 
 // =====================================================================================================================
 // Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint.h)
@@ -39,55 +36,67 @@
 
 // The sixteen parameter tensors in llm.c's file order. P is X for the parameters themselves and A for their gradients.
 template <class P>
-struct Parameters : Tensors {
-    Parameters(const Tensors& place, const Config& c)
-        : Tensors(place), L(c.L), C(c.C), CC(C * C), VC(c.Vp * C), PC(c.max_T * C) {}
-    const int L;
-    const size_t C, CC, VC, PC;
-    P* wte = once<P>("wte", VC, kMatrix);                 // (Vp, C)
-    P* wpe = once<P>("wpe", PC, kTable);                  // (max_T, C)
-    P* ln1w = each<P>("ln1w", C, L);                      // (C)
-    P* ln1b = each<P>("ln1b", C, L);                      // (C)
-    P* qkvw = each<P>("qkvw", 3 * CC, L, kMatrix);        // (3C, C)
-    P* qkvb = each<P>("qkvb", 3 * C, L);                  // (3C)
-    P* attprojw = each<P>("attprojw", CC, L, kMatrix);    // (C, C)
-    P* attprojb = each<P>("attprojb", C, L);              // (C)
-    P* ln2w = each<P>("ln2w", C, L);                      // (C)
-    P* ln2b = each<P>("ln2b", C, L);                      // (C)
-    P* fcw = each<P>("fcw", 4 * CC, L, kMatrix);          // (4C, C)
-    P* fcb = each<P>("fcb", 4 * C, L);                    // (4C)
-    P* fcprojw = each<P>("fcprojw", 4 * CC, L, kMatrix);  // (C, 4C)
-    P* fcprojb = each<P>("fcprojb", C, L);                // (C)
-    P* lnfw = once<P>("lnfw", C);                         // (C)
-    P* lnfb = once<P>("lnfb", C);                         // (C)
+struct Parameters {
+    P *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb;
+    P *ln2w, *ln2b, *fcw, *fcb, *fcprojw, *fcprojb, *lnfw, *lnfb;
+
+    static TensorList list(const Config& c) {
+        using S = Parameters;
+        const size_t C = c.C, CC = C * C;
+        const int L = c.L;
+        TensorList t;
+        t.once("wte", &S::wte, c.Vp * C, kMatrix);           // (Vp, C)
+        t.once("wpe", &S::wpe, c.max_T * C, kTable);         // (max_T, C)
+        t.each("ln1w", &S::ln1w, C, L);                      // (C)
+        t.each("ln1b", &S::ln1b, C, L);                      // (C)
+        t.each("qkvw", &S::qkvw, 3 * CC, L, kMatrix);        // (3C, C)
+        t.each("qkvb", &S::qkvb, 3 * C, L);                  // (3C)
+        t.each("attprojw", &S::attprojw, CC, L, kMatrix);    // (C, C)
+        t.each("attprojb", &S::attprojb, C, L);              // (C)
+        t.each("ln2w", &S::ln2w, C, L);                      // (C)
+        t.each("ln2b", &S::ln2b, C, L);                      // (C)
+        t.each("fcw", &S::fcw, 4 * CC, L, kMatrix);          // (4C, C)
+        t.each("fcb", &S::fcb, 4 * C, L);                    // (4C)
+        t.each("fcprojw", &S::fcprojw, 4 * CC, L, kMatrix);  // (C, 4C)
+        t.each("fcprojb", &S::fcprojb, C, L);                // (C)
+        t.once("lnfw", &S::lnfw, C);                         // (C)
+        t.once("lnfb", &S::lnfb, C);                         // (C)
+        return t;
+    }
 };
 
 // What forward keeps for backward. N = B·T rows.
 template <class X>
-struct Activations : Tensors {
-    Activations(const Tensors& place, const Sizes& s) : Tensors(place), s(s), L(s.kept(INT_MAX)), N(s.N), NC(N * s.C) {}
+struct Activations {
     using A = Acc<X>;
-    const Sizes& s;
-    const int L;
-    const size_t N, NC;
-    X* encoded = once<X>("encoded", NC);           // (N, C) wte + wpe
-    X* ln1 = each<X>("ln1", NC, s.kept(2));        // (N, C)
-    A* ln1_mean = each<A>("ln1_mean", N, L);       // (N)
-    A* ln1_rstd = each<A>("ln1_rstd", N, L);       // (N)
-    X* qkv = each<X>("qkv", 3 * NC, s.cached());   // (N, 3, NH, HS), also the cache of samples
-    X* atty = each<X>("atty", NC, L);              // (N, NH, HS)
-    A* lse = each<A>("lse", s.lse, L);             // (B, NH, T), or what the ring keeps
-    X* att = each<X>("att", s.att, L);             // (B, NH, T, T), naive attention only
-    X* residual2 = each<X>("residual2", NC, L);    // (N, C) after attention
-    X* ln2 = each<X>("ln2", NC, s.kept(2));        // (N, C)
-    A* ln2_mean = each<A>("ln2_mean", N, L);       // (N)
-    A* ln2_rstd = each<A>("ln2_rstd", N, L);       // (N)
-    X* fch = each<X>("fch", 4 * NC, L);            // (N, 4C) before GELU
-    X* gelu = each<X>("gelu", 4 * NC, s.kept(1));  // (N, 4C) after it
-    X* residual3 = each<X>("residual3", NC, L);    // (N, C) after the MLP
-    X* lnf = once<X>("lnf", NC);                   // (N, C)
-    A* lnf_mean = once<A>("lnf_mean", N);          // (N)
-    A* lnf_rstd = once<A>("lnf_rstd", N);          // (N)
+    X *encoded, *ln1, *qkv, *atty, *att, *residual2, *ln2, *fch, *gelu, *residual3, *lnf;
+    A *ln1_mean, *ln1_rstd, *lse, *ln2_mean, *ln2_rstd, *lnf_mean, *lnf_rstd;
+
+    static TensorList list(const Sizes& s) {
+        using S = Activations;
+        const size_t N = s.N, NC = N * s.C;
+        const int L = s.kept(INT_MAX);
+        TensorList t;
+        t.once("encoded", &S::encoded, NC);           // (N, C) wte + wpe
+        t.each("ln1", &S::ln1, NC, s.kept(2));        // (N, C)
+        t.each("ln1_mean", &S::ln1_mean, N, L);       // (N)
+        t.each("ln1_rstd", &S::ln1_rstd, N, L);       // (N)
+        t.each("qkv", &S::qkv, 3 * NC, s.cached());   // (N, 3, NH, HS), also the cache of samples
+        t.each("atty", &S::atty, NC, L);              // (N, NH, HS)
+        t.each("lse", &S::lse, s.lse, L);             // (B, NH, T), or what the ring keeps
+        t.each("att", &S::att, s.att, L);             // (B, NH, T, T), naive attention only
+        t.each("residual2", &S::residual2, NC, L);    // (N, C) after attention
+        t.each("ln2", &S::ln2, NC, s.kept(2));        // (N, C)
+        t.each("ln2_mean", &S::ln2_mean, N, L);       // (N)
+        t.each("ln2_rstd", &S::ln2_rstd, N, L);       // (N)
+        t.each("fch", &S::fch, 4 * NC, L);            // (N, 4C) before GELU
+        t.each("gelu", &S::gelu, 4 * NC, s.kept(1));  // (N, 4C) after it
+        t.each("residual3", &S::residual3, NC, L);    // (N, C) after the MLP
+        t.once("lnf", &S::lnf, NC);                   // (N, C)
+        t.once("lnf_mean", &S::lnf_mean, N);          // (N)
+        t.once("lnf_rstd", &S::lnf_rstd, N);          // (N)
+        return t;
+    }
 };
 
 // =====================================================================================================================
@@ -107,397 +116,336 @@ struct GPT2 {
     const bool training;
     const int recompute;
     const Ranks<Dev> ranks;
-    const size_t num_parameters;
+    const size_t num_parameters = config.num_parameters();
     Sizes sizes;
     Arena params, grads, adam, acts, buffers, ring_memory;
     std::unique_ptr<Ring<Dev, X>> ring;  // if several ranks share a sequence
     typename Dev::Graph graph;           // of train_micro_batches
 
-    // Makes only the tables. allocate() makes them memory. training adds gradients, optimizer state and what backward
-    // needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer norms', and backward computes them
-    // again. micro_steps is this rank's number. Without training only a model with a cache can generate.
-    GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
-         int recompute = 0, const Ranks<Dev>& ranks = {}, bool cache = false);
-    ~GPT2() {
-        for (Arena* a : arenas()) dev.free(a->base);
+    Parameters<X> weights(int l = 0) const { return params.pointers<Parameters<X>>(l); }
+    Parameters<A> gradients(int l = 0) const { return grads.pointers<Parameters<A>>(l); }
+    Activations<X> activations(int l = 0) const { return acts.pointers<Activations<X>>(l); }
+    Optimizer<X> optimizer() const { return adam.pointers<Optimizer<X>>(); }
+    Buffers<X> workspace() const { return buffers.pointers<Buffers<X>>(); }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Forward: device tokens (b, t) → acts.lnf, the final layer norm's output. alone: no other rank takes part, and the
+    // tokens are a whole sequence. Or they are the end of one, whose first `past` tokens have left their rows in qkv,
+    // the cache of keys and values. Where a text grows token by token, a call computes one row.
+
+    void forward(const int* tokens, int b, int t, bool alone = false, int past = 0) {
+        Range range("forward");
+        const size_t N = size_t(b) * t;
+        const int C = config.C;
+        const Activations<X> whole = activations();
+        const Parameters<X> table = weights();
+        const X* wpe = table.wpe + size_t(past) * C;
+
+        encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C, alone ? Positions() : positions());
+        const X* residual = whole.encoded;
+        for (int l = 0; l < config.L; l++) {
+            Range range("layer", l);
+            const Activations<X> a = activations(l);
+            const Parameters<X> w = weights(l);
+            layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
+            matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
+            attend(a, b, t, past, alone);
+            matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
+            layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
+            matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
+            matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
+            residual = a.residual3;
+        }
+        layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw, table.lnfb, N, C);
     }
-    GPT2(const GPT2&) = delete;
-    GPT2& operator=(const GPT2&) = delete;
-    void allocate();
 
-    // A step uploads all its micro-batches, then calls forward, loss (which starts backward) and backward for each.
+    void attend(const Activations<X>& a, int b, int t, int past, bool alone) {
+        if (ring && !alone) return ring->forward(a.atty, a.lse, a.qkv);
+        attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, b, t, past + t, config.NH, config.HS());
+    }
+
+    // Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does
+    // what needs a chunk's logits. It adds into dwte, or overwrites it if not `accumulate`, and overwrites lnf with
+    // d(mean loss of the step)/d lnf.
+    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true) {
+        Range range("loss");
+        const size_t N = size_t(b) * t;
+        const int C = config.C, V = config.V, Vp = config.Vp;
+        X* lnf = activations().lnf;
+        const Buffers<X> buffers = workspace();
+        const size_t chunk = sizes.chunk;
+        const X* wte = weights().wte;
+        const A dloss = with_gradient ? A(1) / (A(N) * num_losses()) : A(0);
+        for (size_t row = 0; row < N; row += chunk) {
+            const size_t n = std::min(chunk, N - row);
+            X* rows = lnf + row * C;
+            cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte, targets + row, dloss,
+                          n, C, V, Vp);
+            if (with_gradient)
+                cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits, rows, wte, n, C, Vp,
+                                       accumulate || row > 0);
+        }
+        reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not `accumulate`. It
+    // starts from lnf, where loss() left its gradient, and reuses that memory for the gradient of each layer norm's
+    // output.
+
+    void backward(const int* plan, bool accumulate, bool sum) {
+        Range range("backward");
+        const size_t N = sizes.N;
+        const int C = config.C;
+        const Buffers<X> buffers = workspace();
+        X* dresidual = buffers.dresidual;
+        void* scratch = buffers.scratch;
+        const Activations<X> top = activations(config.L - 1);
+        X* dln = top.lnf;
+
+        // A layer norm's backward also sums the rows of the residual stream's gradient. That is the bias gradient of
+        // the projection that was added there last.
+        dev.zero(dresidual, N * C * sizeof(X));
+        const Parameters<A> gf = gradients(config.L - 1);
+        layernorm_backward(dev, dresidual, gf.lnfw, gf.lnfb, gf.fcprojb, scratch, dln, top.residual3, weights().lnfw,
+                           top.lnf_mean, top.lnf_rstd, N, C);
+        for (int l = config.L - 1; l >= 0; l--) {
+            Range range("layer", l);
+            const Activations<X> a = activations(l);
+            const Parameters<X> w = weights(l);
+            const Parameters<A> g = gradients(l);
+            const X* residual = l ? activations(l - 1).residual3 : a.encoded;
+            A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
+            X* wide = recompute >= 1 ? buffers.logits : a.gelu;
+            auto fcproj_weight_gradient = [&] {
+                matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.gelu, nullptr, N, 4 * C, C, accumulate);
+            };
+            if (recompute == 0) fcproj_weight_gradient();  // before fch's gradient takes the place of GELU's output
+            matmul_gelu_backward(dev, wide, g.fcb, recompute >= 1 ? a.gelu : nullptr, scratch, dresidual, w.fcprojw,
+                                 a.fch, N, 4 * C, C);
+            if (recompute >= 1) fcproj_weight_gradient();  // needs the output that the pass over fch recomputed
+            if (recompute >= 2)
+                layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
+            matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
+            layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w,
+                               a.ln2_mean, a.ln2_rstd, N, C);
+            X *datty = dln, *dqkv = wide;  // their old contents have been used
+            matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
+            attend_backward(dqkv, datty, a, scratch);
+            if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
+            // v's bias gradient follows from the projection's, see layers.h.
+            qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
+            matmul_backward(dev, dln, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
+            layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
+                               a.ln1_rstd, N, C);
+            if (sum) sum_gradients(*this, l);
+        }
+        encoder_backward(dev, gf.wte, gf.wpe, scratch, dresidual, plan, B, T, C, positions());
+        if (sum) sum_gradients(*this);
+    }
+
+    void attend_backward(X* dqkv, const X* datty, const Activations<X>& a, void* scratch) {
+        if (ring) return ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
+        attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, config.NH,
+                           config.HS());
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // A step uploads all its micro-batches. Then it calls forward, loss (which starts backward) and backward for each,
+    // and updates the parameters.
+
     size_t batch_ints() const { return 2 * sizes.N + encoder_plan_ints(dev, sizes.N); }  // of one micro-batch
-    void fill_batch(int* host, Loader& loader) const;  // tokens, targets, plan of one micro-batch
-    void upload(const int* host, int micro_batches);
-    // Device tokens (b, t) → acts.lnf. alone: no other rank takes part, and the tokens are a whole sequence. Or they
-    // are the end of one, whose first `past` tokens have left their rows in qkv.
-    void forward(const int* tokens, int b, int t, bool alone = false, int past = 0);
-    // Adds to the weight gradients if accumulate is true, and overwrites them otherwise.
-    void loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate = true);
-    void backward(const int* plan, bool accumulate, bool sum_over_ranks);
-    void clear_gradients();
-    void train_micro_batch(int i, bool sum_over_ranks = false);
-    void train_micro_batches();  // all of a step
-    void update(const AdamW& hyper);
-    void evaluate_micro_batch(int i);
-    void sum_gradients(int layer);
-    void gather_parameters();
-
-    Parameters<X> weights(int l = 0) const { return {Tensors(params, l), config}; }
-    Parameters<A> gradients(int l = 0) const { return {Tensors(grads, l), config}; }
-    Activations<X> activations(int l = 0) const { return {Tensors(acts, l), sizes}; }
-    Optimizer<X> optimizer() const { return {Tensors(adam), sizes}; }
-    Buffers<X> workspace() const { return {Tensors(buffers), sizes}; }
-
     const int* tokens(int i) const { return workspace().batch + i * batch_ints(); }
     const int* targets(int i) const { return tokens(i) + sizes.N; }
     const int* plan(int i) const { return tokens(i) + 2 * sizes.N; }
+
+    void fill_batch(int* host, Loader& loader) const {  // tokens, targets and plan of one micro-batch
+        next_tokens(*this, host, loader);
+        if (training) encoder_plan(dev, host + 2 * sizes.N, host, sizes.N);
+    }
+    void upload(const int* host, int micro_batches) {
+        dev.upload(workspace().batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
+    }
+
+    // The matmul weights need no zeros, because the first micro-batch overwrites their gradients.
+    void clear_gradients() {
+        size_t begin = 0;  // of the stretch of tensors to clear, in bytes
+        const auto clear_until = [&](size_t end) {
+            if (end > begin) dev.zero(grads.base + begin, end - begin);
+        };
+        for (size_t i = 0; i < grads.tensors.size(); i++) {
+            if (!grads.tensors[i].matmul) continue;
+            clear_until(grads.offsets[i]);
+            begin = grads.offsets[i] + grads.tensors[i].elements() * sizeof(A);
+        }
+        clear_until(grads.bytes);
+    }
+
+    void train_micro_batch(int i, bool sum = false) {  // over all ranks
+        const bool accumulate = i > 0;
+        if (!accumulate) clear_gradients();
+        forward(tokens(i), B, T);
+        loss(targets(i), B, T, own_stats() + i, true, accumulate);
+        backward(plan(i), accumulate, sum);
+    }
+
+    void train_micro_batches() {
+        Range range("forward and backward");
+        const bool several = ranks.size > 1;
+        graph.run(dev, [&] {
+            for (int i = 0; i < micro_steps; i++) train_micro_batch(i, several && i + 1 == micro_steps);
+            if (several) gather_losses(*this);
+        });
+    }
+
+    void evaluate_micro_batch(int i) {
+        forward(tokens(i), B, T);
+        loss(targets(i), B, T, own_stats() + i, false);
+    }
+
+    // Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in stats[num_losses()].
+    void update(const AdamW& hyper) {
+        Range range("update");
+        const Buffers<X> buffers = workspace();
+        const Optimizer<X> state = optimizer();
+        A *g = gradients_to_update(*this), *gate = g + sizes.parameters;
+        reduce_sum(dev, gate, buffers.scratch, stats(), A(0), num_losses());
+        const A* norm = norm_of_gradients(*this, g, sizes.parameters + kGate);
+        const std::vector<ParamRange> own = share(ranks.rank);
+        adamw_update(dev, weights().wte, state.master, state.m, state.v, g, norm, own.data(),
+                     static_cast<int>(own.size()), hyper);
+        if (ranks.sharded) gather_parameters(*this);
+    }
+
     A* stats() const { return workspace().stats; }
     size_t num_losses() const { return size_t(ranks.size) * micro_steps; }  // of a step, in stats()
     A* own_stats() const { return stats() + ranks.rank * micro_steps; }     // this rank's losses
     A* losses() const { return workspace().losses; }                        // (N) of the last micro-batch
 
+    // -----------------------------------------------------------------------------------------------------------------
+    // Making a model. The constructor makes only the tables, and allocate() makes them memory. training adds gradients,
+    // optimizer state and what backward needs. At recompute 1 forward does not keep GELU's outputs, at 2 nor the layer
+    // norms', and backward computes them again. micro_steps is this rank's number. Without training only a model with a
+    // cache can generate.
+
+    GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps, bool training,
+         int recompute = 0, const Ranks<Dev>& ranks = {}, bool cache = false)
+        : dev(dev),
+          config(config),
+          attention(attention),
+          B(B),
+          T(T),
+          micro_steps(micro_steps),
+          training(training),
+          recompute(recompute),
+          ranks(ranks) {
+        if (sequence() > config.max_T)
+            throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
+                               config.max_T));
+        check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
+        check_shards(ranks, config.C);
+        const size_t N = size_t(B) * T, C = config.C;
+        const AttentionShape shape{B, T, T, config.NH, config.HS()};
+        if (ranks.context > 1)
+            ring = std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, shape.NH,
+                                                  shape.HS, 0.f, attention);
+
+        sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.Vp = config.Vp;
+        sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
+        sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
+        sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
+        sizes.chunk = classifier_chunk(N);
+        sizes.stats = num_losses() + 1 + ranks.size;
+        sizes.parameters = num_parameters / shards();
+        sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
+        sizes.batch = micro_steps * batch_ints();
+        sizes.scratch =
+            std::max({ring ? 0 : attention_scratch_bytes<X>(dev, attention, shape), encoder_scratch_bytes(dev, B, T, C),
+                      layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C),
+                      matmul_gelu_scratch_bytes(dev, N, 4 * C, C), reduce_scratch_bytes(dev), size_t(256),
+                      cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
+
+        params = Arena("parameters", Parameters<X>::list(config), 1);
+        if (training) {
+            TensorList list = Parameters<A>::list(config);
+            list.push_back({"loss", dtype_of<A>(), kGate});
+            grads = Arena("gradients", list, 1);
+            adam = Arena("optimizer", Optimizer<X>::list(sizes), 16);
+        }
+        acts = Arena("activations", Activations<X>::list(sizes));
+        buffers = Arena("buffers", Buffers<X>::list(sizes));
+        TensorList of_ring;
+        if (ring) of_ring.push_back({"ring", DType::i32, ring->bytes() / 4});
+        ring_memory = Arena("ring", of_ring);
+    }
+    ~GPT2() {
+        for (Arena* a : arenas()) dev.free(a->base);
+    }
+    GPT2(const GPT2&) = delete;
+    GPT2& operator=(const GPT2&) = delete;
+
+    void allocate() {
+        for (Arena* a : arenas())
+            if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
+        if (ring) ring->start(ring_memory.base, ranks.sharers);
+        if (adam.base) dev.zero(adam.base, adam.bytes);
+    }
     std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
     size_t total_bytes() {
         size_t bytes = 0;
         for (Arena* a : arenas()) bytes += a->bytes;
         return bytes;
     }
-    Positions positions() const;                                   // of this rank's tokens
+
+    // Rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the head's whole gradient, so there
+    // should be few.
+    size_t classifier_chunk(size_t rows) const {
+        size_t chunk = 512;
+        while (chunk < rows && 2 * chunk * config.Vp * sizeof(X) <= (size_t(2) << 30)) chunk *= 2;
+        return std::min(chunk, rows);
+    }
+
+    Positions positions() const { return ranks.positions(T); }     // of this rank's tokens
     int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
     std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards(), ranks.overlap); }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Forward: tokens (b, t) → the final layer norm's output. Where a text grows token by token, a call computes one row.
-// Every layer's qkv is then the cache of keys and values.
-
-template <class Dev, class X>
-void GPT2<Dev, X>::forward(const int* tokens, int b, int t, bool alone, int past) {
-    Range range("forward");
-    const size_t N = size_t(b) * t;
-    const int C = config.C;
-    const Activations<X> whole = activations();
-    const Parameters<X> table = weights();
-    const X* wpe = table.wpe + size_t(past) * C;
-
-    encoder_forward(dev, whole.encoded, tokens, table.wte, wpe, b, t, C, alone ? Positions() : positions());
-    const X* residual = whole.encoded;
-    for (int l = 0; l < config.L; l++) {
-        Range range("layer", l);
-        const Activations<X> a = activations(l);
-        const Parameters<X> w = weights(l);
-        layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        matmul_forward(dev, a.qkv + size_t(past) * 3 * C, a.ln1, w.qkvw, w.qkvb, N, C, 3 * C);
-        if (ring && !alone)
-            ring->forward(a.atty, a.lse, a.qkv);
-        else
-            attention_forward(dev, attention, a.atty, a.lse, a.att, a.qkv, b, t, past + t, config.NH, config.HS());
-        matmul_forward(dev, a.residual2, a.atty, w.attprojw, w.attprojb, N, C, C, residual);
-        layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
-        matmul_gelu_forward(dev, a.gelu, a.fch, a.ln2, w.fcw, w.fcb, N, C, 4 * C);
-        matmul_forward(dev, a.residual3, a.gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, a.residual2);
-        residual = a.residual3;
-    }
-    layernorm_forward(dev, whole.lnf, whole.lnf_mean, whole.lnf_rstd, residual, table.lnfw, table.lnfb, N, C);
-}
-
-// Cross-entropy over the rows of lnf, in chunks of rows. Writes the mean to mean_loss. With gradient, it also does what
-// needs a chunk's logits. It adds into dwte and overwrites lnf with d(mean loss of the step)/d lnf.
-template <class Dev, class X>
-void GPT2<Dev, X>::loss(const int* targets, int b, int t, A* mean_loss, bool with_gradient, bool accumulate) {
-    Range range("loss");
-    const size_t N = size_t(b) * t;
-    const int C = config.C, V = config.V, Vp = config.Vp;
-    X* lnf = activations().lnf;
-    const Buffers<X> buffers = workspace();
-    const size_t chunk = sizes.chunk;
-    const X* wte = weights().wte;
-    const A dloss = with_gradient ? A(1) / (A(N) * num_losses()) : A(0);
-    for (size_t row = 0; row < N; row += chunk) {
-        const size_t n = std::min(chunk, N - row);
-        X* rows = lnf + row * C;
-        cross_entropy(dev, buffers.logits, buffers.losses + row, buffers.scratch, rows, wte, targets + row, dloss, n, C,
-                      V, Vp);
-        if (with_gradient)
-            cross_entropy_backward(dev, rows, gradients().wte, buffers.scratch, buffers.logits, rows, wte, n, C, Vp,
-                                   accumulate || row > 0);
-    }
-    reduce_sum(dev, mean_loss, buffers.scratch, buffers.losses, A(1) / A(N), N);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Backward: adds into the gradients of all parameters, or overwrites the matmul weights' if not `accumulate`. It starts
-// from lnf, where loss() left its gradient, and reuses that memory for the gradient of each layer norm's output.
-
-constexpr int kNoLayer = -1;
-
-template <class Dev, class X>
-void GPT2<Dev, X>::backward(const int* plan, bool accumulate, bool sum_over_ranks) {
-    Range range("backward");
-    const size_t N = sizes.N;
-    const int C = config.C, NH = config.NH, HS = config.HS();
-    const Buffers<X> buffers = workspace();
-    X* dresidual = buffers.dresidual;
-    void* scratch = buffers.scratch;
-    const Activations<X> top = activations(config.L - 1);
-    X* dln = top.lnf;
-
-    // A layer norm's backward also sums the rows of the residual stream's gradient. That is the bias gradient of the
-    // projection that was added there last.
-    dev.zero(dresidual, N * C * sizeof(X));
-    const Parameters<A> gf = gradients(config.L - 1);
-    layernorm_backward(dev, dresidual, gf.lnfw, gf.lnfb, gf.fcprojb, scratch, dln, top.residual3, weights().lnfw,
-                       top.lnf_mean, top.lnf_rstd, N, C);
-    for (int l = config.L - 1; l >= 0; l--) {
-        Range range("layer", l);
-        const Activations<X> a = activations(l);
-        const Parameters<X> w = weights(l);
-        const Parameters<A> g = gradients(l);
-        const X* residual = l ? activations(l - 1).residual3 : a.encoded;
-        A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
-        X* wide = recompute >= 1 ? buffers.wide : a.gelu;
-        auto fcproj_weight_gradient = [&] {
-            matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.gelu, nullptr, N, 4 * C, C, accumulate);
-        };
-        if (recompute == 0) fcproj_weight_gradient();  // before fch's gradient takes the place of GELU's output
-        matmul_gelu_backward(dev, wide, g.fcb, recompute >= 1 ? a.gelu : nullptr, scratch, dresidual, w.fcprojw, a.fch,
-                             N, 4 * C, C);
-        if (recompute >= 1) fcproj_weight_gradient();  // needs the output that the pass over fch recomputed
-        if (recompute >= 2) layernorm_forward(dev, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b, N, C);
-        matmul_backward(dev, dln, g.fcw, wide, a.ln2, w.fcw, N, C, 4 * C, accumulate);
-        layernorm_backward(dev, dresidual, g.ln2w, g.ln2b, g.attprojb, scratch, dln, a.residual2, w.ln2w, a.ln2_mean,
-                           a.ln2_rstd, N, C);
-        X *datty = dln, *dqkv = wide;  // their old contents have been used
-        matmul_backward(dev, datty, g.attprojw, dresidual, a.atty, w.attprojw, N, C, C, accumulate);
-        if (ring)
-            ring->backward(dqkv, datty, a.atty, a.lse, a.qkv);
-        else
-            attention_backward(dev, attention, dqkv, scratch, datty, a.atty, a.lse, a.att, a.qkv, B, T, NH, HS);
-        if (recompute >= 2) layernorm_forward(dev, a.ln1, a.ln1_mean, a.ln1_rstd, residual, w.ln1w, w.ln1b, N, C);
-        // v's bias gradient follows from the projection's, see layers.h.
-        qkv_bias_backward(dev, g.qkvb, scratch, dqkv, g.attprojb, w.attprojw, N, C);
-        matmul_backward(dev, dln, g.qkvw, dqkv, a.ln1, w.qkvw, N, C, 3 * C, accumulate);
-        layernorm_backward(dev, dresidual, g.ln1w, g.ln1b, bias_below, scratch, dln, residual, w.ln1w, a.ln1_mean,
-                           a.ln1_rstd, N, C);
-        if (sum_over_ranks && ranks.overlap) sum_gradients(l);
-    }
-    encoder_backward(dev, gf.wte, gf.wpe, scratch, dresidual, plan, B, T, C, positions());
-    if (sum_over_ranks) sum_gradients(kNoLayer);
-}
-
-// Starts summing the gradients of a layer over the ranks, or with kNoLayer those of all tensors that do not go by
-// layer.
-template <class Dev, class X>
-void GPT2<Dev, X>::sum_gradients(int layer) {
-    Range range("sum gradients");
-    const std::vector<ParamRange> own = share(ranks.rank);
-    const int l = std::max(layer, 0);
-    ranks.comm->fork();
-    ranks.comm->group([&] {
-        for (size_t i = 0; i < params.tensors.size(); i++) {
-            const TensorSpec& t = params.tensors[i];
-            if (by_layer(t, ranks.overlap) != (layer != kNoLayer)) continue;
-            A* g = static_cast<A*>(grads.at(i, l));
-            if (ranks.sharded)
-                ranks.comm->reduce_scatter(workspace().share + own[i].state(l), g, own[i].size);
-            else
-                ranks.comm->all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
-        }
-    });
-}
-
-// Gathers the ranks' updated shares of the parameters on all ranks.
-template <class Dev, class X>
-void GPT2<Dev, X>::gather_parameters() {
-    const std::vector<ParamRange> first = share(0);  // rank 0's pieces are where each tensor's begin
-    ranks.comm->fork();
-    ranks.comm->group([&] {
-        for (const ParamRange& r : first)
-            for (size_t p = 0; p < r.pieces; p++) ranks.comm->all_gather(weights().wte + r.piece(p), r.size);
-    });
-    ranks.comm->join();
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The step's pieces
-
-template <class Dev, class X>
-Positions GPT2<Dev, X>::positions() const {
-    if (!ring) return {};
-    const Zigzag zigzag{ranks.context};
-    const int chunk = T / 2;
-    return {chunk, zigzag.chunk(ranks.context_rank(), 0) * chunk, zigzag.chunk(ranks.context_rank(), 1) * chunk};
-}
-
-// All ranks of a group read the same sequences, and each keeps its own tokens of them.
-template <class Dev, class X>
-void GPT2<Dev, X>::fill_batch(int* host, Loader& loader) const {
-    if (ring) {
-        const size_t all = size_t(B) * sequence();
-        std::vector<int> whole(2 * all);
-        loader.next(whole.data(), whole.data() + all);
-        const Positions at = positions();
-        for (int part = 0; part < 2; part++)  // tokens, targets
-            for (int b = 0; b < B; b++)
-                for (int t = 0; t < T; t++)
-                    host[part * sizes.N + size_t(b) * T + t] = whole[part * all + size_t(b) * sequence() + at.of(t)];
-    } else {
-        loader.next(host, host + sizes.N);
-    }
-    if (training) encoder_plan(dev, host + 2 * sizes.N, host, sizes.N);
-}
-
-template <class Dev, class X>
-void GPT2<Dev, X>::upload(const int* host, int micro_batches) {
-    dev.upload(workspace().batch, host, size_t(micro_batches) * batch_ints() * sizeof(int));
-}
-
-// The matmul weights need no zeros, because the first micro-batch overwrites their gradients.
-template <class Dev, class X>
-void GPT2<Dev, X>::clear_gradients() {
-    size_t begin = 0;  // of the stretch of tensors to clear, in bytes
-    const auto clear_until = [&](size_t end) {
-        if (end > begin) dev.zero(grads.base + begin, end - begin);
-    };
-    for (size_t i = 0; i < grads.tensors.size(); i++) {
-        if (!grads.tensors[i].matmul) continue;
-        clear_until(grads.offsets[i]);
-        begin = grads.offsets[i] + grads.tensors[i].elements() * sizeof(A);
-    }
-    clear_until(grads.bytes);
-}
-
-template <class Dev, class X>
-void GPT2<Dev, X>::train_micro_batch(int i, bool sum_over_ranks) {
-    const bool accumulate = i > 0;
-    if (!accumulate) clear_gradients();
-    forward(tokens(i), B, T);
-    loss(targets(i), B, T, own_stats() + i, true, accumulate);
-    backward(plan(i), accumulate, sum_over_ranks);
-}
-
-template <class Dev, class X>
-void GPT2<Dev, X>::train_micro_batches() {
-    Range range("forward and backward");
-    const bool several = ranks.size > 1;
-    graph.run(dev, [&] {
-        for (int i = 0; i < micro_steps; i++) train_micro_batch(i, several && i + 1 == micro_steps);
-        if (!several) return;
-        ranks.comm->all_gather(stats(), micro_steps);
-        ranks.comm->join();
-    });
-}
-
-template <class Dev, class X>
-void GPT2<Dev, X>::evaluate_micro_batch(int i) {
-    forward(tokens(i), B, T);
-    loss(targets(i), B, T, own_stats() + i, false);
-}
-
-// Updates nothing if a loss or the gradient's norm is not finite. The caller sees that in stats[num_losses()]. If the
-// optimizer is sharded, the whole norm is the norm of the shares' norms.
-template <class Dev, class X>
-void GPT2<Dev, X>::update(const AdamW& hyper) {
-    Range range("update");
-    A *norm = stats() + num_losses(), *norms = norm + 1;
-    const Buffers<X> buffers = workspace();
-    const Optimizer<X> state = optimizer();
-    A* g = ranks.sharded ? buffers.share : gradients().wte;
-    const size_t own = num_parameters / shards();
-    if (ranks.sharded) dev.zero(g + own, kGate * sizeof(A));                 // else clear_gradients() did it
-    reduce_sum(dev, g + own, buffers.scratch, stats(), A(0), num_losses());  // the gate
-    global_norm(dev, ranks.sharded ? norms + ranks.rank : norm, buffers.scratch, g, own + kGate);
-    if (ranks.sharded) {
-        ranks.comm->fork();
-        ranks.comm->all_gather(norms, 1);
-        ranks.comm->join();
-        global_norm(dev, norm, buffers.scratch, norms, ranks.size);
-    }
-    const std::vector<ParamRange> r = share(ranks.rank);
-    adamw_update(dev, weights().wte, state.master, state.m, state.v, g, norm, r.data(), static_cast<int>(r.size()),
-                 hyper);
-    if (ranks.sharded) gather_parameters();
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Making a model
-
-// Rows of logits that exist at once, at most 2 GiB of them. Every chunk adds to the head's whole gradient, so there
-// should be few.
-static size_t classifier_chunk(size_t rows, int Vp, DType t) {
-    size_t chunk = 512;
-    while (chunk < rows && 2 * chunk * Vp * size_of(t) <= (size_t(2) << 30)) chunk *= 2;
-    return std::min(chunk, rows);
-}
-
-template <class Dev, class X>
-GPT2<Dev, X>::GPT2(const Dev& dev, const Config& config, Attention attention, int B, int T, int micro_steps,
-                   bool training, int recompute, const Ranks<Dev>& ranks, bool cache)
-    : dev(dev),
-      config(config),
-      attention(attention),
-      B(B),
-      T(T),
-      micro_steps(micro_steps),
-      training(training),
-      recompute(recompute),
-      ranks(ranks),
-      num_parameters(config.num_parameters()) {
-    if (sequence() > config.max_T)
-        throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
-                           config.max_T));
-    check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
-    if (ranks.sharded && !can_shard(config.C, ranks.size))
-        throw UsageError(
-            format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of "
-                   "ranks that divides %d",
-                   config.C, ranks.size, config.C / 4));
-    const size_t N = size_t(B) * T, C = config.C;
-    const int NH = config.NH, HS = config.HS();
-    if (ranks.context > 1)
-        ring =
-            std::make_unique<Ring<Dev, X>>(dev, ranks.context_rank(), ranks.context, B, T / 2, NH, HS, 0.f, attention);
-
-    sizes.L = config.L, sizes.N = N, sizes.C = C, sizes.Vp = config.Vp;
-    sizes.training = training, sizes.cache = cache, sizes.recompute = recompute;
-    sizes.lse = ring ? ring->lse_elements() : N * NH;
-    sizes.att = attention_saved_bytes<X>(dev, attention, {B, T, T, NH, HS}) / sizeof(X);
-    sizes.chunk = classifier_chunk(N, config.Vp, dtype_of<X>());
-    sizes.stats = num_losses() + 1 + ranks.size;
-    sizes.parameters = num_parameters / shards();
-    sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
-    sizes.batch = micro_steps * batch_ints();
-    sizes.scratch = std::max(
-        {ring ? 0 : attention_scratch_bytes<X>(dev, attention, {B, T, T, NH, HS}), encoder_scratch_bytes(dev, B, T, C),
-         layernorm_scratch_bytes(dev, C), qkv_bias_scratch_bytes(dev, C), matmul_gelu_scratch_bytes(dev, N, 4 * C, C),
-         reduce_scratch_bytes(dev), size_t(256), cross_entropy_scratch_bytes<X>(dev, sizes.chunk, C, config.Vp)});
-
-    params = Arena("parameters", tensors_of<Parameters<X>>(config), 1);
-    if (training) {
-        std::vector<TensorSpec> specs = tensors_of<Parameters<A>>(config);
-        specs.push_back({"loss", dtype_of<A>(), kGate});
-        grads = Arena("gradients", specs, 1);
-        adam = Arena("optimizer", tensors_of<Optimizer<X>>(sizes), 16);
-    }
-    acts = Arena("activations", tensors_of<Activations<X>>(sizes));
-    buffers = Arena("buffers", tensors_of<Buffers<X>>(sizes));
-    if (ring) ring_memory = Arena("ring", {{"ring", DType::i32, ring->bytes() / 4}});
-}
-
-template <class Dev, class X>
-void GPT2<Dev, X>::allocate() {
-    for (Arena* a : arenas())
-        if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-    if (ring) ring->start(ring_memory.base, ranks.sharers);
-    if (adam.base) dev.zero(adam.base, adam.bytes);
-}
-
 // =====================================================================================================================
-// Training, and what else a model is made for
+// The training loop. Run (run/training.h) has the data, the log and the checkpoints.
 
 constexpr int kProfileWarmUp = 5;  // steps before --profile's
+
+template <class Model>
+void train_step(Run<Model>& run) {
+    Range range("step", run.step);
+    run.model.upload(run.batch(), run.model.micro_steps);
+    run.model.train_micro_batches();
+    run.model.update(run.hyper());
+    run.prepare_next();  // the next batch, while the GPU works
+    run.finish_step();   // reads the loss, prints and logs it
+}
+
+template <class Model>
+void train(Run<Model>& run) {
+    const Options& o = run.o;
+    const auto evaluate = [&] {
+        if (run.due(o.val_every)) run.validate();
+        if (run.due(o.sample_every)) run.sample();
+    };
+    if (run.step == 0) evaluate();
+    while (run.goes_on()) {
+        if (o.profile && run.step == kProfileWarmUp) run.model.dev.profile(true);
+        train_step(run);
+        evaluate();
+        if (o.checkpoint_every && run.step % o.checkpoint_every == 0 && !run.failed()) run.save();
+    }
+    if (o.profile) run.model.dev.profile(false);
+    if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
+    run.save_at_the_end();
+    run.rethrow();
+    run.conclude();
+}
 
 template <class Dev, class X>
 int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
@@ -519,7 +467,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
     allocate_or_explain(model);
     from_file ? load(model, o.init) : init_random(model, o.seed);
-    if (o.verify) return job.guard([&] { return run.verify(), job.leave(), 0; });
+    if (o.verify) return job.guard([&] { return run.verify(train_step<GPT2<Dev, X>>), job.leave(), 0; });
     if (o.resume) {
         const bool found = run.restore();
         std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
@@ -529,18 +477,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     run.open_log();
     catch_signals();
     job.guard([&] {
-        if (run.step == 0) run.watch();
-        while (run.step < o.max_steps && !run.interrupted() && !run.failed()) {
-            if (o.profile && run.step == kProfileWarmUp) dev.profile(true);
-            run.train_step();
-            run.watch();
-            if (o.checkpoint_every && run.step % o.checkpoint_every == 0 && !run.failed()) run.save();
-        }
-        if (o.profile) dev.profile(false);
-        if (run.interrupted()) std::printf("interrupted at step %d\n", run.step);
-        run.save_at_the_end();
-        run.rethrow();
-        run.conclude();
+        train(run);
         job.leave();
     });
     return run.interrupted() ? 128 + run.interrupted() : 0;

@@ -153,7 +153,7 @@ TEST(parameter_count_of_presets) {
         c = preset(name);
         CHECK(!parameters || c.num_parameters() == parameters + size_t(c.Vp - c.V) * c.C);
         size_t n = 0;
-        for (const TensorSpec& t : tensors_of<Parameters<float>>(c)) n += t.elements();
+        for (const TensorSpec& t : Parameters<float>::list(c)) n += t.elements();
         CHECK(c.num_parameters() == n);
         CHECK(c.Vp % 128 == 0 && c.Vp >= c.V && c.C == 64 * c.NH);
     }
@@ -162,7 +162,7 @@ TEST(parameter_count_of_presets) {
 // Every parameter belongs to one rank, whose state has it once, in whole vectors. m, v and master of all ranks are put
 // together and taken apart again.
 TEST(shares_divide_the_parameters) {
-    const Arena params("parameters", tensors_of<Parameters<float>>(kSmall), 1);
+    const Arena params("parameters", Parameters<float>::list(kSmall), 1);
     const size_t n = kSmall.num_parameters();
     for (const bool overlap : {false, true})
         for (int ranks : {1, 2, 4, 8}) {

@@ -90,7 +90,7 @@ std::vector<double> train(const Grouping& g) {
         const Validation first = validate(model, val, 0, job), few = validate(model, val, 5, job);
         std::vector<double> numbers(kSteps * kMicroBatches);
         for (int step = 0; step < kSteps; step++) {
-            run.train_step();
+            train_step(run);
             // Group j of n has micro-batches j, j + n, …, and each of its ranks has the mean of its own tokens' losses.
             const int groups = g.ranks / g.context, steps = kMicroBatches / groups;
             for (int r = 0; r < g.ranks; r++)
@@ -156,9 +156,9 @@ TEST(ranks_save_and_restore_as_one) {
         std::filesystem::create_directories(o.output_dir);
         const auto next = on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
             if (resume && !run.restore()) throw Error("nothing to restore");
-            while (run.step < kSteps) run.train_step();
+            while (run.step < kSteps) train_step(run);
             run.save();
-            run.train_step();
+            train_step(run);
             const uint64_t mine = checksum64(model.params.base, model.params.bytes);
             for (uint64_t of_rank : job.all_gather(mine)) CHECK(of_rank == mine);
             const float *losses = model.stats(), *norm = losses + model.num_losses();
@@ -206,11 +206,11 @@ TEST(training_goes_on_while_a_checkpoint_is_written) {
                     return 0;
                 };
                 if (!goes_on) disk_is_ready.set_value();
-                run.train_step();
+                train_step(run);
                 run.save();
                 if (!goes_on) run.conclude();
-                run.train_step();
-                run.train_step();
+                train_step(run);
+                train_step(run);
                 CHECK(newest_checkpoint(o.output_dir) == (goes_on ? -1 : 1));
                 job.barrier();
                 if (goes_on) disk_is_ready.set_value();
@@ -219,7 +219,7 @@ TEST(training_goes_on_while_a_checkpoint_is_written) {
                 job.barrier();
                 model.weights(1).ln2w[3] = NAN;
                 const std::string last = "last good checkpoint: " + state_path(o.output_dir, 3);
-                CHECK_ERROR(run.train_step(), last.c_str());
+                CHECK_ERROR(train_step(run), last.c_str());
                 CHECK(newest_checkpoint(o.output_dir) == 3);
                 return std::vector<double>();
             });
@@ -237,13 +237,13 @@ TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
     o.output_dir = dir() + "/unwritten", o.max_steps = 1000000;
     std::filesystem::create_directory(o.output_dir);
     on_ranks<float>(kOne, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>&, Job&) {
-        run.train_step();
+        train_step(run);
         run.save();
         run.conclude();
         before_write = [] { return ENOSPC; };
-        run.train_step();
+        train_step(run);
         run.save();
-        CHECK_ERROR(while (run.step < o.max_steps) run.train_step(),
+        CHECK_ERROR(while (run.step < o.max_steps) train_step(run),
                     "model_00000002.bin: cannot write: No space left on device; free");
         CHECK(run.step < o.max_steps);
         run.save();
@@ -291,7 +291,7 @@ TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
         on_ranks<float>(g, options(), [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
             if (job.rank == 1) model.weights(1).ln2w[3] = NAN;
             const std::vector<char> before(model.params.base, model.params.base + model.params.bytes);
-            CHECK_ERROR(run.train_step(),
+            CHECK_ERROR(train_step(run),
                         g.sharded || g.context > 1
                             ? "first tensor that is not finite: "
                             : "finite: ln2w of layer 1 (parameters, 1 of 32 elements) on rank 1; nothing");

@@ -24,28 +24,38 @@ struct Sizes {
 // This rank's share. The arrays lie back to back for any number of shards, because a checkpoint is put together from
 // their pieces. In bf16 fp32 master weights stand beside the parameters.
 template <class X>
-struct Optimizer : Tensors {
-    Optimizer(const Tensors& place, const Sizes& s) : Tensors(place), n(s.parameters) {}
+struct Optimizer {
     using A = Acc<X>;
-    const size_t n;
-    A* m = once<A>("m", n);
-    A* v = once<A>("v", n);
-    A* master = once<A>("master", std::is_same_v<X, A> ? 0 : n);
+    A *m, *v, *master;
+    static TensorList list(const Sizes& s) {
+        TensorList t;
+        t.once("m", &Optimizer::m, s.parameters);
+        t.once("v", &Optimizer::v, s.parameters);
+        t.once("master", &Optimizer::master, std::is_same_v<X, A> ? 0 : s.parameters);
+        return t;
+    }
 };
 
 // Buffers that every layer reuses.
 template <class X>
-struct Buffers : Tensors {
-    Buffers(const Tensors& place, const Sizes& s) : Tensors(place), s(s), gradient(s.training ? s.N * s.C : 0) {}
+struct Buffers {
     using A = Acc<X>;
-    const Sizes& s;
-    const size_t gradient, logits_size = std::max(s.chunk * s.Vp, s.recompute >= 1 ? 4 * gradient : 0);
-    X* logits = once<X>("logits", logits_size);     // (chunk, Vp): the classifier works on a chunk of rows at a time
-    X* wide = s.recompute >= 1 ? logits : nullptr;  // (N, 4C) gradient of fch, then of qkv. Backward needs no logits
-    A* losses = once<A>("losses", s.N);             // (N)
-    A* stats = once<A>("stats", s.stats);  // micro-batches' losses, rank after rank; the norm; each share's norm
-    A* share = once<A>("share", s.share);  // if the optimizer is sharded: this rank's summed gradients, and a gate
-    X* dresidual = once<X>("dresidual", gradient);               // (N, C) gradient of the residual stream
-    void* scratch = once<void>("scratch", (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, …
-    int* batch = once<int>("batch", s.batch);                    // tokens, targets and encoder plans of a whole step
+    X *logits, *dresidual;
+    A *losses, *stats, *share;
+    void* scratch;
+    int* batch;
+    static TensorList list(const Sizes& s) {
+        const size_t gradient = s.training ? s.N * s.C : 0, wide = s.recompute >= 1 ? 4 * gradient : 0;
+        TensorList t;
+        // (chunk, Vp): the classifier works on a chunk of rows at a time. Backward needs no logits, and from --recompute
+        // 1 on it has the gradient of fch, then of qkv here, (N, 4C).
+        t.once("logits", &Buffers::logits, std::max(s.chunk * s.Vp, wide));
+        t.once("losses", &Buffers::losses, s.N);    // (N)
+        t.once("stats", &Buffers::stats, s.stats);  // micro-batches' losses, rank after rank; the norm; each share's
+        t.once("share", &Buffers::share, s.share);  // this rank's summed gradients and a gate, or nothing
+        t.once("dresidual", &Buffers::dresidual, gradient);         // (N, C) gradient of the residual stream
+        t.once("scratch", &Buffers::scratch, (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, …
+        t.once("batch", &Buffers::batch, s.batch);                  // tokens, targets and encoder plans of a whole step
+        return t;
+    }
 };

@@ -18,8 +18,15 @@
 #pragma once
 #include <vector>
 
+#include "data/loader.h"
+#include "layers/comm/comm.h"
+#include "layers/comm/reference_comm.h"
 #include "layers/layers.h"
+#include "run/buffers.h"
+#include "run/range.h"
 #include "run/tensors.h"
+// This comes last, because it is written over both backends' attention.
+#include "attention/ring/ring.h"
 
 inline bool by_layer(const TensorSpec& t, bool overlap) {
     return overlap && t.matmul && t.layers > 0;
@@ -63,9 +70,104 @@ struct Ranks {
     int groups() const { return size / context; }        // each with sequences of its own
     int group() const { return rank / context; }         // this rank's
     int context_rank() const { return rank % context; }  // within it
+    // Those of this rank's T tokens of each sequence.
+    Positions positions(int T) const {
+        if (context == 1) return {};
+        const Zigzag zigzag{context};
+        const int chunk = T / 2;
+        return {chunk, zigzag.chunk(context_rank(), 0) * chunk, zigzag.chunk(context_rank(), 1) * chunk};
+    }
 };
 
 // Every rank's share of a tensor with C channels must be whole 16-byte vectors.
 inline bool can_shard(int C, int ranks) {
     return C % (4 * ranks) == 0;
+}
+template <class Dev>
+void check_shards(const Ranks<Dev>& ranks, int C) {
+    if (!ranks.sharded || can_shard(C, ranks.size)) return;
+    throw UsageError(format(
+        "--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of ranks that divides "
+        "%d",
+        C, ranks.size, C / 4));
+}
+
+// All ranks of a group read the same sequences, and each keeps its own tokens of them: tokens, then targets.
+template <class Model>
+void next_tokens(const Model& m, int* host, Loader& loader) {
+    const size_t N = m.sizes.N, all = N * m.ranks.context;
+    if (m.ranks.context == 1) return loader.next(host, host + N);
+    std::vector<int> whole(2 * all);
+    loader.next(whole.data(), whole.data() + all);
+    const Positions at = m.positions();
+    for (int part = 0; part < 2; part++)
+        for (int b = 0; b < m.B; b++)
+            for (int t = 0; t < m.T; t++)
+                host[part * N + size_t(b) * m.T + t] = whole[part * all + size_t(b) * m.sequence() + at.of(t)];
+}
+
+constexpr int kNoLayer = -1;
+
+// Starts summing the gradients of a layer over the ranks, or with kNoLayer those of all tensors that do not go by
+// layer.
+template <class Model>
+void sum_gradients(Model& m, int layer = kNoLayer) {
+    if (layer != kNoLayer && !m.ranks.overlap) return;
+    Range range("sum gradients");
+    auto& comm = *m.ranks.comm;
+    const std::vector<ParamRange> own = m.share(m.ranks.rank);
+    comm.fork();
+    comm.group([&] {
+        for (size_t i = 0; i < m.params.tensors.size(); i++) {
+            const TensorSpec& t = m.params.tensors[i];
+            if (by_layer(t, m.ranks.overlap) != (layer != kNoLayer)) continue;
+            auto* const g = static_cast<typename Model::A*>(m.grads.at(i, std::max(layer, 0)));
+            if (m.ranks.sharded)
+                comm.reduce_scatter(m.workspace().share + own[i].state(std::max(layer, 0)), g, own[i].size);
+            else
+                comm.all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
+        }
+    });
+}
+
+// Every rank gets all losses of the step. Afterwards the sums of gradients have come too.
+template <class Model>
+void gather_losses(Model& m) {
+    m.ranks.comm->all_gather(m.stats(), m.micro_steps);
+    m.ranks.comm->join();
+}
+
+// The summed gradients that this rank updates with, and after them a gate of zeros.
+template <class Model>
+typename Model::A* gradients_to_update(Model& m) {
+    if (!m.ranks.sharded) return m.gradients().wte;  // clear_gradients() made the zeros
+    auto* const g = m.workspace().share;
+    m.dev.zero(g + m.sizes.parameters, kGate * sizeof(*g));
+    return g;
+}
+
+// The norm over all ranks. Of a sharded optimizer's gradients it is the norm of the shares' norms.
+template <class Model>
+const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g, size_t n) {
+    auto *const norm = m.stats() + m.num_losses(), *const norms = norm + 1, *const own = norms + m.ranks.rank;
+    void* const scratch = m.workspace().scratch;
+    global_norm(m.dev, m.ranks.sharded ? own : norm, scratch, g, n);
+    if (!m.ranks.sharded) return norm;
+    m.ranks.comm->fork();
+    m.ranks.comm->all_gather(norms, 1);
+    m.ranks.comm->join();
+    global_norm(m.dev, norm, scratch, norms, m.ranks.size);
+    return norm;
+}
+
+// Gathers the ranks' updated shares of the parameters on all ranks.
+template <class Model>
+void gather_parameters(Model& m) {
+    const std::vector<ParamRange> first = m.share(0);  // rank 0's pieces are where each tensor's begin
+    m.ranks.comm->fork();
+    m.ranks.comm->group([&] {
+        for (const ParamRange& r : first)
+            for (size_t p = 0; p < r.pieces; p++) m.ranks.comm->all_gather(m.weights().wte + r.piece(p), r.size);
+    });
+    m.ranks.comm->join();
 }

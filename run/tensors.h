@@ -1,12 +1,12 @@
-// A model's tensors. Each is declared in one line of a struct that is derived from Tensors:
+// A model's tensors. A struct of pointers lists them, one line each:
 //
-//     X* qkv = each<X>("qkv", N * 3 * C, L);  // (N, 3, NH, HS)
+//     t.each("qkv", &Activations::qkv, N * 3 * C, L);  // (N, 3, NH, HS)
 //
-// That line drives allocation, the pointer, the memory report, checkpoints and the search for the first tensor that is
-// not finite. The struct is made in two ways. Over a list, it adds its tensors to that list, and an Arena lays them
-// out. Over an Arena and a layer, its pointers point into the Arena's memory.
+// The list drives allocation, the pointers, the memory report, checkpoints and the search for the first tensor that is
+// not finite. An Arena lays the tensors of a list out, and points a struct to one layer's parts of them.
 #pragma once
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -20,49 +20,24 @@ struct TensorSpec {
     static constexpr int kShared = -1;
     bool decay = false;
     bool matmul = false;  // a matmul's weight
+    static constexpr size_t kNoPointer = ~size_t(0);
+    size_t pointer = kNoPointer;  // where its pointer is in the struct, in bytes
     size_t elements() const { return size * static_cast<size_t>(std::max(layers, 1)); }
 };
 
-struct Arena {
-    const char* name = "";
-    std::vector<TensorSpec> tensors;
-    std::vector<size_t> offsets;  // bytes from base
-    size_t bytes = 0;
-    char* base = nullptr;
+// What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's weight.
+enum Weight { kVector, kTable, kMatrix };
 
-    Arena() = default;
-    // align = 1 packs the tensors as they lie in a checkpoint.
-    Arena(const char* name, std::vector<TensorSpec> specs, size_t align = 256) : name(name), tensors(std::move(specs)) {
-        for (const TensorSpec& t : tensors) {
-            offsets.push_back(bytes);
-            bytes += (t.elements() * size_of(t.dtype) + align - 1) / align * align;
-        }
+struct TensorList : std::vector<TensorSpec> {
+    template <class S, class P>
+    void each(const char* name, P* S::*member, size_t size, int layers, Weight weight = kVector) {
+        const S s{};
+        const size_t pointer = reinterpret_cast<const char*>(&(s.*member)) - reinterpret_cast<const char*>(&s);
+        push_back({name, type_of<P>(), size, layers, weight != kVector, weight == kMatrix, pointer});
     }
-    // Tensor i, or layer l's part of it.
-    void* at(size_t i, int l = 0) const {
-        if (i >= tensors.size() || tensors[i].elements() == 0) return nullptr;  // as in a model that only generates
-        const TensorSpec& t = tensors[i];
-        return base + offsets[i] + (t.layers > 0 ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
-    }
-};
-
-class Tensors {
-  public:
-    explicit Tensors(std::vector<TensorSpec>& list) : list_(&list) {}
-    explicit Tensors(const Arena& arena, int layer = 0) : arena_(&arena), layer_(layer) {}
-
-  protected:
-    // What a parameter is to the optimizer. A table and a matrix decay, and a matrix is a matmul's weight.
-    enum Weight { kVector, kTable, kMatrix };
-    template <class P>
-    P* each(const char* name, size_t size, int layers, Weight weight = kVector) {
-        if (list_)
-            return list_->push_back({name, type_of<P>(), size, layers, weight != kVector, weight == kMatrix}), nullptr;
-        return static_cast<P*>(arena_->at(next_++, layer_));
-    }
-    template <class P>
-    P* once(const char* name, size_t size, Weight weight = kVector) {
-        return each<P>(name, size, 0, weight);
+    template <class S, class P>
+    void once(const char* name, P* S::*member, size_t size, Weight weight = kVector) {
+        each(name, member, size, 0, weight);
     }
 
   private:
@@ -73,16 +48,38 @@ class Tensors {
         else
             return dtype_of<P>();
     }
-    std::vector<TensorSpec>* list_ = nullptr;
-    const Arena* arena_ = nullptr;
-    int layer_ = 0;
-    size_t next_ = 0;
 };
 
-// The tensors of a struct T, which is made of `sizes`.
-template <class T, class Sizes>
-std::vector<TensorSpec> tensors_of(const Sizes& sizes) {
-    std::vector<TensorSpec> list;
-    T{Tensors(list), sizes};
-    return list;
-}
+struct Arena {
+    const char* name = "";
+    TensorList tensors;
+    std::vector<size_t> offsets;  // bytes from base
+    size_t bytes = 0;
+    char* base = nullptr;
+
+    Arena() = default;
+    // align = 1 packs the tensors as they lie in a checkpoint.
+    Arena(const char* name, TensorList list, size_t align = 256) : name(name), tensors(std::move(list)) {
+        for (const TensorSpec& t : tensors) {
+            offsets.push_back(bytes);
+            bytes += (t.elements() * size_of(t.dtype) + align - 1) / align * align;
+        }
+    }
+    // Tensor i, or layer l's part of it.
+    void* at(size_t i, int l = 0) const {
+        const TensorSpec& t = tensors[i];
+        if (t.elements() == 0) return nullptr;
+        return base + offsets[i] + (t.layers > 0 ? static_cast<size_t>(l) * t.size * size_of(t.dtype) : 0);
+    }
+    // Pointers to layer l's tensors. Without tensors, as in a model that only generates, all are null.
+    template <class S>
+    S pointers(int l = 0) const {
+        S s{};
+        for (size_t i = 0; i < tensors.size(); i++) {
+            void* const tensor = at(i, l);
+            if (tensors[i].pointer == TensorSpec::kNoPointer) continue;
+            std::memcpy(reinterpret_cast<char*>(&s) + tensors[i].pointer, &tensor, sizeof tensor);
+        }
+        return s;
+    }
+};

@@ -42,39 +42,323 @@ class Run {
     using Dev = typename Model::Dev;
     using X = typename Model::X;
     using A = typename Model::A;
-    Run(const Options& o, Model& model, const Data& data, Job& job);
+
+    Run(const Options& o, Model& model, const Data& data, Job& job)
+        : model(model),
+          o(o),
+          dev(model.dev),
+          data(data),
+          job(job),
+          tokenizer(o.tokenizer),
+          train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
+        const auto& c = model.config;
+        if (train.windows() < uint64_t(o.B))
+            throw Error(
+                format("%s: too little data: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
+                       data.train.c_str(), train.windows(), o.T, o.B));
+        if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
+        if (o.sample_every && job.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
+        if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
+        const size_t ints = size_t(model.micro_steps) * model.batch_ints();
+        host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
+        now_at = host, next = host + ints;
+        const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
+        if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
+        identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
+                           {"precision", name_of(dtype_of<X>())},
+                           {"device", Dev::kind},
+                           {"B", std::to_string(o.B)},
+                           {"T", std::to_string(o.T)},
+                           {"tokens per step", std::to_string(o.tokens_per_step)},
+                           {"seed", std::to_string(o.seed)},
+                           {"order of data", o.overfit      ? "one batch"
+                                             : o.no_shuffle ? "as it is"
+                                                            : "shuffled"},
+                           {"attention", o.attention},
+                           {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
+                           {"data", format("%016zx", train.identity())}};
+    }
     ~Run() {
         if (written.valid()) written.wait();  // when an Error unwinds
         dev.free_host(host), dev.free_host(snapshot);
     }
 
-    void describe() const;
-    void agree();  // that all ranks have the same run, data and parameters
-    void open_log();
-    void train_step();
-    void watch();                 // validation and samples, if they are due after this step
-    void save();                  // a checkpoint of this step, which a thread writes
-    bool restore(int from = -1);  // from this step's checkpoint or the newest, false if there is none
-    void verify();                // computes the steps from --verify's checkpoint to the next again, and compares
-    void conclude();              // how it went, what is kept, what to do next
-    bool saved() const { return last_checkpoint == step; }
+    Model& model;
+    const Options& o;
+    int step = 0;  // steps done
+
+    void describe() const {
+        const auto& c = model.config;
+        Options settings = o, defaults;
+        defaults.zero = o.zero, defaults.overlap = o.overlap;  // which the line of ranks has in words
+        std::string attention = "plain loops", memory;
+        if constexpr (!std::is_same_v<Dev, Cpu>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
+        for (const Arena* a : model.arenas())
+            if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
+        std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
+        std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
+                    dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "", attention.c_str());
+        if (job.size > 1)
+            std::printf(
+                "ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n", job.size,
+                job.local_size, model.ranks.sharded ? "divided among them" : "on each",
+                model.ranks.overlap ? "beside" : "after",
+                model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
+        std::printf(
+            "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n",
+            model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
+        std::printf("train data         %s\n", train.description().c_str());
+        if (val) std::printf("validation data    %s\n", val->description().c_str());
+        std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
+    }
+
+    // All ranks must have the same run, data and parameters.
+    void agree() {
+        if (job.size == 1) return;
+        std::vector<char> params(model.params.bytes);
+        dev.download(params.data(), model.params.base, params.size());
+        Fields fields = identity.fields;
+        fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
+        fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
+        job.agree(fields);
+    }
+
+    // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write
+    // again.
+    void open_log() {
+        if (o.output_dir.empty() || job.rank > 0) return;
+        prune_checkpoints(o.output_dir, o.keep, o.keep_every);
+        const std::string path = o.output_dir + "/log.jsonl";
+        if (step > 0) Log::truncate_after(path, step);
+        log = std::make_unique<Log>(path, step > 0);
+        Row row("run");
+        Options settings = o;
+        row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
+        row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
+        row.add("tokens_per_step", o.tokens_per_step)
+            .add("steps", o.max_steps)
+            .add("seed", o.seed)
+            .add("gpus", job.size);
+        row.add("context_parallel", model.ranks.context).add("settings", options_settings(settings.table()));
+        log->write(row.add("floor_nats", data.floor));
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // The parts of a step, in their order
+
+    // The step's micro-batches, in pinned memory. All but the first step's have been prepared by prepare_next().
+    const int* batch() {
+        began = now();
+        if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
+        if (!prepared) prepare(now_at);
+        prepared = true;
+        const bool usual = step > first_step + 1;  // the first steps make plans and connections
+        job.expect_progress(usual ? std::max(kStallSeconds, 5 * pace.step) : kLongStallSeconds);
+        return now_at;
+    }
+    AdamW hyper() const {
+        const auto lr = static_cast<float>(o.learning_rate(step));
+        return {lr, 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)};
+    }
+    // Prepares the next step's micro-batches while the GPU works. A signal or an error of one rank becomes one of all,
+    // at the same step.
+    void prepare_next() {
+        if (!o.overfit) position = train.state();
+        if (another()) keep_error_of([&] { prepare(next); });
+        struct Ends {
+            int signal, failed;
+        };
+        if (job.size == 1) return;
+        for (const Ends& e : job.all_gather(Ends{int(g_signal), late_error != nullptr})) {
+            signal = std::max(signal, e.signal);
+            others_failed |= e.failed != 0;
+        }
+    }
+    // Reads the loss and the gradients' norm, prints and logs them. Throws if one is not finite.
+    void finish_step() {
+        std::vector<A> stats(model.num_losses() + 1);
+        dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
+        job.expect_progress(kLongStallSeconds);
+        loss = 0;  // in the order of the data, whichever rank had it
+        for (int i = 0; i < model.micro_steps; i++)
+            for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
+        loss /= model.num_losses();
+        const double norm = stats.back();
+        if (!std::isfinite(loss) || !std::isfinite(norm))
+            throw Error(format(
+                "step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
+                "good checkpoint: %s; a lower -l or a longer -u may help",
+                step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
+        if (another()) std::swap(now_at, next);
+        const double lr = o.learning_rate(step), ms = 1e3 * (now() - began), tok_s = o.tokens_per_step / ms * 1e3;
+        const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
+        step++;
+        pace.add_step(ms / 1e3);
+        if (!terminal || began - shown >= 0.25) {
+            shown = began;
+            std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
+                        o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
+                        minutes(pace.left(step, o, model.B * model.micro_steps)).c_str());
+        }
+        Row row("train");
+        row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
+        row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
+        keep_error_of([&] { log->write(row); });
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // What happens between steps
+
+    bool goes_on() const { return step < o.max_steps && !interrupted() && !failed(); }
+    bool due(int every) const { return every > 0 && (step % every == 0 || step == o.max_steps); }
     int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     // An error of the data or the log, on any rank. The run ends with a checkpoint, and the rank that has it throws it.
     bool failed() const { return job.size == 1 ? late_error != nullptr : others_failed; }
     void rethrow() const {
         if (late_error) std::rethrow_exception(late_error);
     }
-    void save_at_the_end();
+
+    // The loss on the validation data, and the answers to multiple-choice questions.
+    void validate() {
+        const double start = now();
+        if (val)
+            keep_error_of([&] {
+                val_loss = ::validate(model, *val, o.val_batches, job).loss;
+                const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
+                std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
+                log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
+            });
+        if (!choices.empty()) {
+            const int correct = count_correct(ending_losses(model, choices, job), choices);
+            std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
+                        100.0 * correct / choices.size());
+            Row row("hellaswag");
+            row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size()));
+            keep_error_of([&] { log->write(row); });
+        }
+        pace.val = now() - start;
+    }
+
+    // Writes a text, on rank 0. The others wait at the next step.
+    void sample() {
+        if (step == 0 || job.rank > 0) return;
+        Range range("sample");
+        const double start = now();
+        const Sampling sampling = {o.temperature, o.top_k};
+        const std::string text =
+            o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
+        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
+        keep_error_of([&] { log->write(Row("sample").add("step", step).add("text", text)); });
+        pace.sample = now() - start;
+    }
+
+    // A checkpoint of this step, which a thread writes. Training waits only for the snapshot, and for the checkpoint
+    // before if it is still being written.
+    void save() {
+        if (job.rank == 0) check_lock(o);
+        Range range("checkpoint");
+        const double start = now();
+        await_checkpoint();
+        check_parameters(model, format("step %d: no checkpoint is written", step),
+                         "last good checkpoint: " + last_good() + "; a lower -l may help");
+        last_checkpoint = step;
+        if (job.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
+        if (job.rank == 0 || model.ranks.sharded) move_optimizer(snapshot, true);
+        if (job.rank > 0) return;  // the others wait at the next step
+        identity.recipe = o.recipe();
+        pace.save = now() - start;
+        written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
+    }
+
+    // A checkpoint of what is good. After an error its message is what the user needs most, so it comes last.
+    void save_at_the_end() {
+        try {
+            if (!o.output_dir.empty() && step > 0 && !saved()) save();
+            await_checkpoint();
+            keep_error_of([&] { log->retry(); });
+        } catch (const Error& e) {
+            if (!failed() || job.size > 1) throw;
+            std::fprintf(stderr, "%s\n", e.what());
+        }
+    }
+
+    // How it went, what is kept, what to do next.
+    void conclude() {
+        await_checkpoint();
+        if (step == first_step || o.profile) return;
+        const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
+        const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
+        std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
+                    loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
+        if (o.output_dir.empty())
+            return void(
+                std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
+        std::string next = "the same command with -y, which goes on";
+        if (!interrupted() && can_generate(model.config.V))
+            next = "./train_gpt2cu -e " + shell_quoted(o.output_dir) + " --generate 500 --prompt Once" +
+                   (o.tokenizer.empty() ? "" : " --tokenizer " + shell_quoted(o.tokenizer));
+        std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
+    }
+
+    // -----------------------------------------------------------------------------------------------------------------
+    // Starting from a checkpoint
+
+    // From this step's or the newest, false if there is none. Rank 0 reads and sends, because the directory need not
+    // exist on other machines.
+    bool restore(int from = -1) {
+        int newest = from >= 0 || job.rank > 0 ? from : checkpoint_to_resume(o.output_dir);
+        job.broadcast(&newest, sizeof newest);
+        if (newest < 0) return false;
+        std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
+        char* const host = job.rank ? received.data() : snapshot;
+        Counters counters{};
+        if (job.rank == 0) read_checkpoint(newest, counters);
+        job.broadcast(&counters, sizeof counters);
+        job.broadcast(host, model.params.bytes);
+        dev.upload(model.params.base, host, model.params.bytes);
+        dev.sync();
+        move_optimizer(host, false);
+        check_parameters(model, model_path(o.output_dir, newest),
+                         "remove it and its state to resume from the one before");
+        train.restore(position = counters.train);
+        last_checkpoint = step = first_step = newest;
+        return true;
+    }
+
+    // Computes the steps from --verify's checkpoint to the next again, and compares.
+    template <class Step>
+    void verify(Step train_step) {
+        int next = o.verify + 1;
+        const int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
+        while (next <= newest && access(state_path(o.output_dir, next).c_str(), F_OK)) next++;
+        if (next > newest && job.rank == 0)
+            throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
+                               o.verify, o.output_dir.c_str()));
+        job.broadcast(&next, sizeof next);
+        restore(next);
+        const Snapshot kept(model);
+        restore(o.verify);
+        while (step < next) {
+            train_step(*this);
+            rethrow();
+        }
+        const std::vector<std::string> found = job.all_gather(differences(model, kept, Snapshot(model)));
+        for (int r = 0; r < job.size; r++)
+            if (!found[r].empty())
+                throw Corruption(format(
+                    "steps %d to %d computed again end otherwise%s, in %s; a GPU erred, unless the program, GPU model, "
+                    "number of GPUs, driver or libraries were others then",
+                    o.verify + 1, next, job.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
+        std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
+    }
+
     uint64_t train_windows() const { return train.windows(); }
     bool has_text_in_bytes() const {
         return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
     }
-    int step = 0;  // steps done
 
   private:
     const Dev& dev;
-    const Options& o;
-    Model& model;
     const Data data;
     Job& job;
     const Tokenizer tokenizer;
@@ -84,20 +368,23 @@ class Run {
     std::vector<Choice> choices;
     Identity identity;
     std::unique_ptr<Log> log = std::make_unique<Log>();
+    int first_step = 0;  // of this process
     int last_checkpoint = -1, signal = 0;
     const bool terminal = isatty(STDOUT_FILENO);
     const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
     double shown = -1;  // when a terminal got the last step's line
+    double began = 0;   // when the step did
     Pace pace;
     double loss = NAN, val_loss = NAN;  // the last ones
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
     // `position` after the first of them.
-    int *host = nullptr, *batch = nullptr, *next = nullptr;
+    int *host = nullptr, *now_at = nullptr, *next = nullptr;
     bool prepared = false;
     LoaderState position{};
     std::exception_ptr late_error;  // the first one of this rank that does not spoil the step
     bool others_failed = false;
+    bool another() const { return !o.overfit && step + 1 < o.max_steps; }
     template <class F>
     void keep_error_of(F body) {
         try {
@@ -113,11 +400,23 @@ class Run {
             train.skip(model.ranks.groups() - 1 - model.ranks.group());
         }
     }
+    std::string first_nonfinite() {
+        await_checkpoint();  // so that the last good one is whole
+        const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
+        for (int r = 0; r < job.size; r++)
+            if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
+        return found[0];
+    }
+    std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
 
-    // The parameters and the optimizer's state, in pinned memory. A rank other than 0 has at most its share of the state.
+    // -----------------------------------------------------------------------------------------------------------------
+    // Checkpoints
+
+    // The parameters and the optimizer's state, in pinned memory. A rank other than 0 has at most its share of the
+    // state.
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
-    void move_optimizer(char* host, bool to_host);
+    bool saved() const { return last_checkpoint == step; }
     // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
     void await_checkpoint() {
         job.expect_progress(0);  // a disk may take its time
@@ -135,387 +434,98 @@ class Run {
         return {{"counters", &counters, sizeof counters},
                 {"optimizer", snapshot + model.params.bytes, model.adam.bytes * model.shards()}};
     }
-    void write_checkpoint(Counters counters);
-    void read_checkpoint(int newest, Counters& counters);
-    std::string first_nonfinite() {
-        await_checkpoint();  // so that the last good one is whole
-        const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
-        for (int r = 0; r < job.size; r++)
-            if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
-        return found[0];
-    }
-    std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
-    int first_step = 0;  // of this process
-};
 
-template <class Model>
-Run<Model>::Run(const Options& o, Model& model, const Data& data, Job& job)
-    : dev(model.dev),
-      o(o),
-      model(model),
-      data(data),
-      job(job),
-      tokenizer(o.tokenizer),
-      train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
-    const auto& c = model.config;
-    if (train.windows() < uint64_t(o.B))
-        throw Error(format("%s: too little data: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
-                           data.train.c_str(), train.windows(), o.T, o.B));
-    if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
-    if (o.sample_every && job.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
-    if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
-    const size_t ints = size_t(model.micro_steps) * model.batch_ints();
-    host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
-    batch = host, next = host + ints;
-    const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
-    if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
-    identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
-                       {"precision", name_of(dtype_of<X>())},
-                       {"device", Dev::kind},
-                       {"B", std::to_string(o.B)},
-                       {"T", std::to_string(o.T)},
-                       {"tokens per step", std::to_string(o.tokens_per_step)},
-                       {"seed", std::to_string(o.seed)},
-                       {"order of data", o.overfit      ? "one batch"
-                                         : o.no_shuffle ? "as it is"
-                                                        : "shuffled"},
-                       {"attention", o.attention},
-                       {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
-                       {"data", format("%016zx", train.identity())}};
-}
-
-template <class Model>
-void Run<Model>::describe() const {
-    const auto& c = model.config;
-    Options settings = o, defaults;
-    defaults.zero = o.zero, defaults.overlap = o.overlap;  // which the line of ranks has in words
-    std::string attention = "plain loops", memory;
-    if constexpr (!std::is_same_v<Dev, Cpu>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
-    for (const Arena* a : model.arenas())
-        if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
-    std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
-    std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
-                dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "", attention.c_str());
-    if (job.size > 1)
-        std::printf("ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n",
-                    job.size, job.local_size, model.ranks.sharded ? "divided among them" : "on each",
-                    model.ranks.overlap ? "beside" : "after",
-                    model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
-    std::printf(
-        "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n",
-        model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
-    std::printf("train data         %s\n", train.description().c_str());
-    if (val) std::printf("validation data    %s\n", val->description().c_str());
-    std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
-}
-
-template <class Model>
-void Run<Model>::agree() {
-    if (job.size == 1) return;
-    std::vector<char> params(model.params.bytes);
-    dev.download(params.data(), model.params.base, params.size());
-    Fields fields = identity.fields;
-    fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
-    fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
-    job.agree(fields);
-}
-
-// A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write again.
-template <class Model>
-void Run<Model>::open_log() {
-    if (o.output_dir.empty() || job.rank > 0) return;
-    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
-    const std::string path = o.output_dir + "/log.jsonl";
-    if (step > 0) Log::truncate_after(path, step);
-    log = std::make_unique<Log>(path, step > 0);
-    Row row("run");
-    Options settings = o;
-    row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
-    row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
-    row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed).add("gpus", job.size);
-    row.add("context_parallel", model.ranks.context).add("settings", options_settings(settings.table()));
-    log->write(row.add("floor_nats", data.floor));
-}
-
-template <class Model>
-void Run<Model>::train_step() {
-    Range range("step", step);
-    const double start = now();
-    if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
-    if (!prepared) prepare(batch);
-    prepared = true;
-    const bool usual = step > first_step + 1;  // the first steps make plans and connections
-    job.expect_progress(usual ? std::max(kStallSeconds, 5 * pace.step) : kLongStallSeconds);
-    model.upload(batch, model.micro_steps);
-    model.train_micro_batches();
-    const double lr = o.learning_rate(step);
-    model.update(
-        {static_cast<float>(lr), 0.9f, o.beta2, 1e-8f, o.weight_decay, o.max_norm, step + 1, uint64_t(o.seed)});
-    const bool another = !o.overfit && step + 1 < o.max_steps;
-    if (!o.overfit) position = train.state();
-    if (another) keep_error_of([&] { prepare(next); });  // while the GPU works
-    // This too runs while the GPU works. A signal or an error of one rank becomes one of all, at the same step.
-    struct Ends {
-        int signal, failed;
-    };
-    if (job.size > 1)
-        for (const Ends& e : job.all_gather(Ends{int(g_signal), late_error != nullptr})) {
-            signal = std::max(signal, e.signal);
-            others_failed |= e.failed != 0;
+    // Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single
+    // rank would have it, which is m, v and master, each in the order of the parameters. So a checkpoint's contents do
+    // not depend on the number of ranks. `host` is the snapshot, or on another rank any memory for its own state.
+    void move_optimizer(char* host, bool to_host) {
+        const auto copy = [&](char* host, size_t at, size_t bytes) {
+            char* const device = model.adam.base + at;
+            to_host ? dev.download(host, device, bytes) : dev.upload(device, host, bytes);
+        };
+        if (job.rank == 0) host += model.params.bytes;
+        if (job.rank == 0 && model.ranks.sharded) {  // a share is sent in one piece, and its pieces follow each other
+            for (int r = 0; r < job.size; r++)
+                for_each_piece(model.share(r), model.num_parameters, job.size, model.has_master ? 3 : 2,
+                               [&](size_t whole, size_t share, size_t n) {
+                                   char* const at = host + whole * sizeof(A);
+                                   if (r == 0)
+                                       copy(at, share * sizeof(A), n * sizeof(A));
+                                   else
+                                       job.exchange({{r, !to_host, at, n * sizeof(A)}});
+                               });
+        } else {
+            const Transfer share = {0, to_host, host, model.adam.bytes};
+            if (to_host) copy(host, 0, share.bytes);
+            if (model.ranks.sharded)
+                job.exchange({share});
+            else if (!to_host)
+                job.broadcast(host, share.bytes);
+            if (!to_host) copy(host, 0, share.bytes);
         }
-
-    std::vector<A> stats(model.num_losses() + 1);
-    dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
-    job.expect_progress(kLongStallSeconds);
-    loss = 0;  // in the order of the data, whichever rank had it
-    for (int i = 0; i < model.micro_steps; i++)
-        for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
-    loss /= model.num_losses();
-    const double norm = stats.back();
-    if (!std::isfinite(loss) || !std::isfinite(norm)) {
-        throw Error(
-            format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
-                   "good checkpoint: %s; a lower -l or a longer -u may help",
-                   step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
+        dev.sync();
     }
-    if (another) std::swap(batch, next);
-    step++;
 
-    const double ms = 1e3 * (now() - start);
-    pace.add_step(ms / 1e3);
-    const double tok_s = o.tokens_per_step / ms * 1e3;
-    const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
-    if (!terminal || start - shown >= 0.25) {
-        shown = start;
-        std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
-                    o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
-                    minutes(pace.left(step, o, model.B * model.micro_steps)).c_str());
-    }
-    Row row("train");
-    row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
-    row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
-    keep_error_of([&] { log->write(row); });
-}
-
-template <class Model>
-void Run<Model>::watch() {
-    auto due = [&](int every) { return every > 0 && (step % every == 0 || step == o.max_steps); };
-    double start = now();
-    if (val && due(o.val_every))
-        keep_error_of([&] {
-            val_loss = validate(model, *val, o.val_batches, job).loss;
-            const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
-            std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
-            log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
+    // Runs beside training, and reads nothing that changes until await_checkpoint() returns.
+    void write_checkpoint(Counters counters) {
+        const double start = now(), waited = pace.save;
+        const int step = static_cast<int>(counters.step);
+        const std::string path = state_path(o.output_dir, step);
+        // A model beside a state's temporary is not finished, and -y does not miss its state. So the temporary is there first.
+        const auto mark_unfinished = [&] {
+            const std::string name = temporary_of(path);
+            const int fd = uninterrupted([&] { return open(name.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666); });
+            if (fd >= 0) close(fd);
+        };
+        mark_unfinished();
+        std::future<void> model_written = std::async(std::launch::async, [&] {
+            write_model(model_path(o.output_dir, step), {dtype_of<X>(), model.config}, snapshot);
         });
-    if (!choices.empty() && due(o.val_every)) {
-        const int correct = count_correct(ending_losses(model, choices, job), choices);
-        std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
-                    100.0 * correct / choices.size());
-        Row row("hellaswag");
-        row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size()));
-        keep_error_of([&] { log->write(row); });
-    }
-    if (due(o.val_every)) pace.val = now() - start;
-    start = now();
-    if (step > 0 && due(o.sample_every) && job.rank == 0) {  // the others wait at the next step
-        Range range("sample");
-        const Sampling sampling = {o.temperature, o.top_k};
-        const std::string text =
-            o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
-        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
-        keep_error_of([&] { log->write(Row("sample").add("step", step).add("text", text)); });
-        pace.sample = now() - start;
-    }
-}
-
-template <class Model>
-void Run<Model>::conclude() {
-    await_checkpoint();
-    if (step == first_step || o.profile) return;
-    const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
-    const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
-    std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
-                loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
-    if (o.output_dir.empty())
-        return void(std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
-    std::string next = "the same command with -y, which goes on";
-    if (!interrupted() && can_generate(model.config.V))
-        next = "./train_gpt2cu -e " + shell_quoted(o.output_dir) + " --generate 500 --prompt Once" +
-               (o.tokenizer.empty() ? "" : " --tokenizer " + shell_quoted(o.tokenizer));
-    std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
-}
-
-// Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single rank
-// would have it, which is m, v and master, each in the order of the parameters. So a checkpoint's contents do not depend
-// on the number of ranks. `host` is the snapshot, or on another rank any memory for its own state.
-template <class Model>
-void Run<Model>::move_optimizer(char* host, bool to_host) {
-    const auto copy = [&](char* host, size_t at, size_t bytes) {
-        char* const device = model.adam.base + at;
-        to_host ? dev.download(host, device, bytes) : dev.upload(device, host, bytes);
-    };
-    if (job.rank == 0) host += model.params.bytes;
-    if (job.rank == 0 && model.ranks.sharded) {  // a share is sent in one piece, and its pieces follow each other
-        for (int r = 0; r < job.size; r++)
-            for_each_piece(model.share(r), model.num_parameters, job.size, model.has_master ? 3 : 2,
-                           [&](size_t whole, size_t share, size_t n) {
-                               char* const at = host + whole * sizeof(A);
-                               if (r == 0)
-                                   copy(at, share * sizeof(A), n * sizeof(A));
-                               else
-                                   job.exchange({{r, !to_host, at, n * sizeof(A)}});
-                           });
-    } else {
-        const Transfer share = {0, to_host, host, model.adam.bytes};
-        if (to_host) copy(host, 0, share.bytes);
-        if (model.ranks.sharded)
-            job.exchange({share});
-        else if (!to_host)
-            job.broadcast(host, share.bytes);
-        if (!to_host) copy(host, 0, share.bytes);
-    }
-    dev.sync();
-}
-
-template <class Model>
-void Run<Model>::verify() {
-    int next = o.verify + 1;
-    const int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
-    while (next <= newest && access(state_path(o.output_dir, next).c_str(), F_OK)) next++;
-    if (next > newest && job.rank == 0)
-        throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
-                           o.verify, o.output_dir.c_str()));
-    job.broadcast(&next, sizeof next);
-    restore(next);
-    const Snapshot kept(model);
-    restore(o.verify);
-    while (step < next) {
-        train_step();
-        rethrow();
-    }
-    const std::vector<std::string> found = job.all_gather(differences(model, kept, Snapshot(model)));
-    for (int r = 0; r < job.size; r++)
-        if (!found[r].empty())
-            throw Corruption(format(
-                "steps %d to %d computed again end otherwise%s, in %s; a GPU erred, unless the program, GPU model, "
-                "number of GPUs, driver or libraries were others then",
-                o.verify + 1, next, job.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
-    std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
-}
-
-// Training waits only for the snapshot, and for the checkpoint before if it is still being written.
-template <class Model>
-void Run<Model>::save() {
-    if (job.rank == 0) check_lock(o);
-    Range range("checkpoint");
-    const double start = now();
-    await_checkpoint();
-    check_parameters(model, format("step %d: no checkpoint is written", step),
-                     "last good checkpoint: " + last_good() + "; a lower -l may help");
-    last_checkpoint = step;
-    if (job.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
-    if (job.rank == 0 || model.ranks.sharded) move_optimizer(snapshot, true);
-    if (job.rank > 0) return;  // the others wait at the next step
-    identity.recipe = o.recipe();
-    pace.save = now() - start;
-    written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
-}
-
-// A checkpoint of what is good. After an error its message is what the user needs most, so it comes last.
-template <class Model>
-void Run<Model>::save_at_the_end() {
-    try {
-        if (!o.output_dir.empty() && step > 0 && !saved()) save();
-        await_checkpoint();
-        keep_error_of([&] { log->retry(); });
-    } catch (const Error& e) {
-        if (!failed() || job.size > 1) throw;
-        std::fprintf(stderr, "%s\n", e.what());
-    }
-}
-
-// Runs beside training, and reads nothing that changes until await_checkpoint() returns.
-template <class Model>
-void Run<Model>::write_checkpoint(Counters counters) {
-    const double start = now(), waited = pace.save;
-    const int step = static_cast<int>(counters.step);
-    const std::string path = state_path(o.output_dir, step);
-    // A model beside a state's temporary is not finished, and -y does not miss its state. So the temporary is there first.
-    const auto mark_unfinished = [&] {
-        const std::string name = temporary_of(path);
-        const int fd = uninterrupted([&] { return open(name.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666); });
-        if (fd >= 0) close(fd);
-    };
-    mark_unfinished();
-    std::future<void> model_written = std::async(std::launch::async, [&] {
-        write_model(model_path(o.output_dir, step), {dtype_of<X>(), model.config}, snapshot);
-    });
-    counters.model_checksum = checksum64(snapshot, model.params.bytes);
-    try {
-        write_state(path, identity, sections(counters), [&] { model_written.get(); });
-    } catch (...) {
-        std::exception_ptr error = std::current_exception();
+        counters.model_checksum = checksum64(snapshot, model.params.bytes);
         try {
-            if (model_written.valid()) model_written.get();
-        } catch (const Error&) {
-            error = std::current_exception();  // if both failed, the model's is thrown
+            write_state(path, identity, sections(counters), [&] { model_written.get(); });
+        } catch (...) {
+            std::exception_ptr error = std::current_exception();
+            try {
+                if (model_written.valid()) model_written.get();
+            } catch (const Error&) {
+                error = std::current_exception();  // if both failed, the model's is thrown
+            }
+            if (!access(model_path(o.output_dir, step).c_str(), F_OK) && access(path.c_str(), F_OK)) mark_unfinished();
+            std::rethrow_exception(error);
         }
-        if (!access(model_path(o.output_dir, step).c_str(), F_OK) && access(path.c_str(), F_OK)) mark_unfinished();
-        std::rethrow_exception(error);
+        std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(),
+                    step, snapshot_bytes(model) / 1e9, now() - start, waited);
+        prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     }
-    std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(), step,
-                snapshot_bytes(model) / 1e9, now() - start, waited);
-    prune_checkpoints(o.output_dir, o.keep, o.keep_every);
-}
 
-// Rank 0 reads and sends, because the directory need not exist on other machines.
-template <class Model>
-bool Run<Model>::restore(int from) {
-    int newest = from >= 0 || job.rank > 0 ? from : checkpoint_to_resume(o.output_dir);
-    job.broadcast(&newest, sizeof newest);
-    if (newest < 0) return false;
-    std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
-    char* const host = job.rank ? received.data() : snapshot;
-    Counters counters{};
-    if (job.rank == 0) read_checkpoint(newest, counters);
-    job.broadcast(&counters, sizeof counters);
-    job.broadcast(host, model.params.bytes);
-    dev.upload(model.params.base, host, model.params.bytes);
-    dev.sync();
-    move_optimizer(host, false);
-    check_parameters(model, model_path(o.output_dir, newest), "remove it and its state to resume from the one before");
-    train.restore(position = counters.train);
-    last_checkpoint = step = first_step = newest;
-    return true;
-}
-
-template <class Model>
-void Run<Model>::read_checkpoint(int newest, Counters& counters) {
-    const std::string path = model_path(o.output_dir, newest);
-    const std::string state = state_path(o.output_dir, newest);
-    identity.recipe = o.recipe();
-    const std::string changes = read_state(state, identity, sections(counters));
-    if (!changes.empty() && o.verify && newest != o.verify)
-        throw Error(
-            format("%s: the run had other options: %s; give --verify the same", state.c_str(), changes.c_str()));
-    if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
-    if (counters.step != uint64_t(newest))
-        throw Error(format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
-                           state.c_str(), static_cast<int>(counters.step)));
-    const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
-    const Config &theirs = header.config, &ours = mine.config;
-    if (std::memcmp(&header, &mine, sizeof header))
-        throw Error(format(
-            "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
-            "and its state file to resume from the checkpoint before",
-            path.c_str(), name_of(header.dtype), theirs.L, theirs.NH, theirs.C, theirs.V, name_of(mine.dtype), ours.L,
-            ours.NH, ours.C, ours.V));
-    read_model_parameters(path, header, snapshot);
-    const uint64_t found = checksum64(snapshot, model.params.bytes);
-    if (found != counters.model_checksum)
-        throw Error(
-            format("%s: damaged: its parameters have checksum %016zx, expected %016zx by the state file; remove "
-                   "both to resume from the checkpoint before",
-                   path.c_str(), found, counters.model_checksum));
-}
+    void read_checkpoint(int newest, Counters& counters) {
+        const std::string path = model_path(o.output_dir, newest);
+        const std::string state = state_path(o.output_dir, newest);
+        identity.recipe = o.recipe();
+        const std::string changes = read_state(state, identity, sections(counters));
+        if (!changes.empty() && o.verify && newest != o.verify)
+            throw Error(
+                format("%s: the run had other options: %s; give --verify the same", state.c_str(), changes.c_str()));
+        if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
+        if (counters.step != uint64_t(newest))
+            throw Error(
+                format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
+                       state.c_str(), static_cast<int>(counters.step)));
+        const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
+        const Config &theirs = header.config, &ours = mine.config;
+        if (std::memcmp(&header, &mine, sizeof header))
+            throw Error(format(
+                "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
+                "and its state file to resume from the checkpoint before",
+                path.c_str(), name_of(header.dtype), theirs.L, theirs.NH, theirs.C, theirs.V, name_of(mine.dtype),
+                ours.L, ours.NH, ours.C, ours.V));
+        read_model_parameters(path, header, snapshot);
+        const uint64_t found = checksum64(snapshot, model.params.bytes);
+        if (found != counters.model_checksum)
+            throw Error(
+                format("%s: damaged: its parameters have checksum %016zx, expected %016zx by the state file; remove "
+                       "both to resume from the checkpoint before",
+                       path.c_str(), found, counters.model_checksum));
+    }
+};
