@@ -2,7 +2,7 @@
 //
 // Run: ./dev/test_peak
 #include "dev/test.h"
-#include "run/peak.h"
+#include "layers/gpu/peak.h"
 
 namespace {
 

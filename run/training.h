@@ -20,7 +20,7 @@
 #include "run/memory.h"
 #include "run/nonfinite.h"
 #include "run/pace.h"
-#include "run/peak.h"
+#include "layers/gpu/peak.h"
 #include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
