@@ -29,6 +29,8 @@
 #include "run/ranks.h"
 #include "run/training.h"
 #include "run/weights.h"
+// This comes last, because it is written over both backends' attention.
+#include "attention/ring/ring.h"
 
 // =====================================================================================================================
 // Tensors, one line each (run/tensors.h). A per-layer tensor's pointer is to one layer's part. Config (run/checkpoint.h)
@@ -405,7 +407,12 @@ struct GPT2 {
         return std::min(chunk, rows);
     }
 
-    Positions positions() const { return ranks.positions(T); }     // of this rank's tokens
+    Positions positions() const {  // of this rank's tokens
+        if (!ring) return {};
+        const Zigzag zigzag{ranks.context};
+        const int chunk = T / 2, rank = ranks.context_rank();
+        return {chunk, zigzag.chunk(rank, 0) * chunk, zigzag.chunk(rank, 1) * chunk};
+    }
     int sequence() const { return T * ranks.context; }             // tokens of a whole one
     int shards() const { return ranks.sharded ? ranks.size : 1; }  // of the optimizer
     std::vector<ParamRange> share(int rank) const { return share_of(params, rank, shards(), ranks.overlap); }

@@ -25,8 +25,6 @@
 #include "run/buffers.h"
 #include "run/range.h"
 #include "run/tensors.h"
-// This comes last, because it is written over both backends' attention.
-#include "attention/ring/ring.h"
 
 inline bool by_layer(const TensorSpec& t, bool overlap) {
     return overlap && t.matmul && t.layers > 0;
@@ -70,19 +68,8 @@ struct Ranks {
     int groups() const { return size / context; }        // each with sequences of its own
     int group() const { return rank / context; }         // this rank's
     int context_rank() const { return rank % context; }  // within it
-    // Those of this rank's T tokens of each sequence.
-    Positions positions(int T) const {
-        if (context == 1) return {};
-        const Zigzag zigzag{context};
-        const int chunk = T / 2;
-        return {chunk, zigzag.chunk(context_rank(), 0) * chunk, zigzag.chunk(context_rank(), 1) * chunk};
-    }
 };
 
-// Every rank's share of a tensor with C channels must be whole 16-byte vectors.
-inline bool can_shard(int C, int ranks) {
-    return C % (4 * ranks) == 0;
-}
 template <class Dev>
 void check_shards(const Ranks<Dev>& ranks, int C) {
     if (!ranks.sharded || can_shard(C, ranks.size)) return;

@@ -13,7 +13,7 @@
 #include "data/text.h"
 #include "data/tokenizer.h"
 #include "run/checkpoint.h"
-#include "run/ranks.h"
+#include "run/tensors.h"
 
 std::vector<Option> Options::table() {
     using O = Option;

@@ -83,3 +83,8 @@ struct Arena {
         return s;
     }
 };
+
+// Every rank's share of a tensor with C channels must be whole 16-byte vectors.
+inline bool can_shard(int C, int ranks) {
+    return C % (4 * ranks) == 0;
+}
