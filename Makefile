@@ -85,7 +85,7 @@ OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
-TOOLS     := dev/dump_gradients dev/encode
+TOOLS     := dev/dump_gradients dev/encode dev/train_threads
 
 .PHONY: all test sanitize archs benches profile clean help FORCE
 all: train_gpt2cu
@@ -94,7 +94,7 @@ train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 $(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o: train_gpt2.cu  # they include the program itself
+build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o build/dev/train_threads.o: train_gpt2.cu  # they include the program itself
 # The Hopper kernels with clock stamps at their waits, for dev/timeline alone.
 STAMPED   := flash_bf16_sm90 flash_bf16_sm90_backward
 dev/timeline: build/dev/timeline.o $(STAMPED:%=build/timeline/%.o) $(filter-out $(STAMPED:%=build/attention/%.o),$(OBJECTS))

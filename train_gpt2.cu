@@ -23,10 +23,12 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "layers/cpu/reference.h"
 #include "layers/layers.h"
 #include "run/buffers.h"
 #include "run/inference.h"
 #include "run/ranks.h"
+#include "run/team.h"
 #include "run/training.h"
 #include "run/weights.h"
 // This comes last, because it is written over both backends' attention.
@@ -357,7 +359,7 @@ struct GPT2 {
         sizes.lse = ring ? ring->lse_elements() : N * shape.NH;
         sizes.att = attention_saved_bytes<X>(dev, attention, shape) / sizeof(X);
         sizes.chunk = classifier_chunk(N);
-        sizes.stats = num_losses() + 1 + ranks.size;
+        sizes.stats = num_losses() + 1 + ranks.size, sizes.ranks = ranks.size;
         sizes.parameters = num_parameters / shards();
         sizes.share = training && ranks.sharded ? sizes.parameters + kGate : 0;
         sizes.batch = micro_steps * batch_ints();
@@ -389,7 +391,7 @@ struct GPT2 {
     void allocate() {
         for (Arena* a : arenas())
             if (a->bytes) a->base = static_cast<char*>(dev.alloc(a->bytes));
-        if (ring) ring->start(ring_memory.base, ranks.sharers);
+        if (ring) ring->start(ring_memory.base, ranks.sharers.get());
         if (adam.base) dev.zero(adam.base, adam.bytes);
     }
     std::array<Arena*, 6> arenas() { return {&params, &grads, &adam, &acts, &buffers, &ring_memory}; }
@@ -455,39 +457,38 @@ void train(Run<Model>& run) {
 }
 
 template <class Dev, class X>
-int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Job& job, Ranks<Dev> ranks) {
-    const bool on_cpu = std::is_same_v<Dev, Cpu>;
-    resolve_sizes(o, config.max_T, config.C, on_cpu, job.size);
-    if (o.overlap < 0) o.overlap = job.local_size < job.size;
-    ranks.sharded = o.zero > 0 && job.size > 1, ranks.overlap = o.overlap > 0;
+int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, Ranks<Dev> ranks) {
+    const bool on_cpu = std::string(Dev::kind) == "cpu";
+    resolve_sizes(o, config.max_T, config.C, on_cpu, ranks.size);
+    if (o.overlap < 0) o.overlap = ranks.local_size < ranks.size;
+    ranks.sharded = o.zero > 0 && ranks.size > 1, ranks.overlap = o.overlap > 0;
     // The model's tables come first, so that an impossible request is refused before data is touched.
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
     GPT2<Dev, X> model(dev, config, o.kernel(), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
-    if (!o.output_dir.empty() && job.rank == 0) prepare_output_dir(o);
-    const Data data = find_data(o, job);
+    if (!o.output_dir.empty() && ranks.rank == 0) prepare_output_dir(o);
+    const Data data = find_data(o, ranks);
     if (!can_generate(config.V)) o.sample_every = 0;
-    Run<GPT2<Dev, X>> run(o, model, data, job);
+    Run<GPT2<Dev, X>> run(o, model, data);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
     resolve_steps(o, on_cpu, run.train_windows());
     run.describe();
-    if (from_file && run.has_text_in_bytes() && job.rank == 0) warn_of_bytes(o, config.V);
-    allocate_or_explain(model);
-    from_file ? load(model, o.init) : init_random(model, o.seed);
-    if (o.verify) return job.guard([&] { return run.verify(train_step<GPT2<Dev, X>>), job.leave(), 0; });
-    if (o.resume) {
-        const bool found = run.restore();
-        std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
-        if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
-    }
-    run.agree();
-    run.open_log();
-    catch_signals();
-    job.guard([&] {
+    if (from_file && run.has_text_in_bytes() && ranks.rank == 0) warn_of_bytes(o, config.V);
+    return as_rank(ranks, [&] {
+        allocate_or_explain(model);
+        from_file ? load(model, o.init) : init_random(model, o.seed);
+        if (o.verify) return run.verify(train_step<GPT2<Dev, X>>), 0;
+        if (o.resume) {
+            const bool found = run.restore();
+            std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
+            if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
+        }
+        run.agree();
+        run.open_log();
+        catch_signals();
         train(run);
-        job.leave();
+        return run.interrupted() ? 128 + run.interrupted() : 0;
     });
-    return run.interrupted() ? 128 + run.interrupted() : 0;
 }
 
 // "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute. It has
@@ -504,7 +505,7 @@ static bool find_config(const std::string& name, Config* config) {
 }
 
 template <class Dev, class X>
-int run_with(const Dev& dev, Options& o, Job& job) {
+int run_with(const Dev& dev, Options& o, const Team& team) {
     Config config;
     const bool preset = find_config(o.init, &config);
     if (!preset) {
@@ -526,50 +527,23 @@ int run_with(const Dev& dev, Options& o, Job& job) {
         if (preset) throw UsageError("--generate needs a trained model: give its checkpoint with -e");
         return run_generate<GPT2<Dev, X>>(dev, o, config);
     }
-    using Comm = typename Dev::Comm;
-    std::unique_ptr<Comm> comm, sharers;
-    Ranks<Dev> ranks;
-    ranks.rank = job.rank, ranks.size = job.size, ranks.context = o.context_parallel;
-    job.expect_progress(kStallSeconds);
-    if (job.size > 1 && !o.memory && (!o.eval_only || ranks.context > 1)) {
-        comm = std::make_unique<Comm>(dev, job);
-        if (ranks.context > 1) sharers = std::make_unique<Comm>(*comm, ranks.group() * ranks.context, ranks.context);
-    }
-    ranks.comm = comm.get(), ranks.sharers = sharers.get();
-    job.expect_progress(0);
-    if (o.eval_only) return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, job, ranks);
-    return run_train<Dev, X>(dev, o, config, !preset, job, ranks);
+    Ranks<Dev> ranks = connect(dev, team, o.context_parallel);
+    if (o.eval_only) return run_evaluate<GPT2<Dev, X>>(dev, o, config, !preset, ranks);
+    return run_train<Dev, X>(dev, o, config, !preset, ranks);
 }
 
 #ifndef TRAIN_GPT2_NO_MAIN
 extern const char built_from[];  // "COMMIT clean", "COMMIT dirty" or "unknown dirty", by the Makefile
 
-// Meets the other ranks, which must be the same program with the same arguments. Rank 0 alone prints.
-static void meet(Job& job, Options& o) {
-    const std::string program = InputFile("/proc/self/exe").rest();
-    Fields fields = {{"program", format("%016zx", checksum64(program.data(), program.size()))}};
-    std::istringstream settings(options_settings(o.table()));
-    for (std::string name, value; settings >> name && std::getline(settings >> std::ws, value);)
-        fields.push_back({name, value});
-    job.agree(fields);
-    if (job.rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
-}
-
 // The run, on this rank's device. gpus is the number on this machine.
-static int run_on_device(Options& o, Job& job, int gpus) {
+static int run_on_device(Options& o, const Team& team, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
         if (o.init == "auto") o.init = "tiny";
-        const int cores = static_cast<int>(std::thread::hardware_concurrency());
-        return run_with<Cpu, float>(Cpu(std::max(1, cores / job.local_size)), o, job);
+        return run_with<Cpu, float>(Cpu(), o, team);
     }
-    // A launcher may show each rank only its own GPU.
-    const int device = gpus == 1 && job.local_size > 1 && std::getenv("CUDA_VISIBLE_DEVICES") ? 0 : job.local_rank;
-    if (device >= gpus)
-        throw Error(format("rank %d is number %d on this machine, which has %d %s: start fewer ranks", job.rank,
-                           job.local_rank, gpus, gpus == 1 ? "GPU" : "GPUs"));
-    Cuda dev(device);
-    if (job.rank == 0) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
+    Cuda dev(team.device(gpus));
+    if (team.rank == 0) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.no_graph && !o.profile;
     if (o.init == "auto") o.init = "d12";
@@ -577,7 +551,7 @@ static int run_on_device(Options& o, Job& job, int gpus) {
         throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
                            dev.name.c_str(), dev.sm / 10, dev.sm % 10));
     if (o.precision == "auto") o.precision = dev.sm >= 80 ? "bf16" : "fp32";
-    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, job) : run_with<Cuda, float>(dev, o, job);
+    return o.precision == "bf16" ? run_with<Cuda, bf16>(dev, o, team) : run_with<Cuda, float>(dev, o, team);
 }
 
 int main(int argc, char** argv) {
@@ -601,29 +575,15 @@ int main(int argc, char** argv) {
             throw UsageError("--generate only writes a text: leave out --eval-only, -o and -a");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
         if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
-        const Place place = place_from_environment();
-        const int ranks = std::max(o.gpus, place.size);
-        if (ranks % o.context_parallel)
-            throw UsageError(format("--context-parallel %d does not divide the %d %s that train: use --gpus %d",
-                                    o.context_parallel, ranks, ranks == 1 ? "GPU" : "GPUs",
-                                    (ranks / o.context_parallel + 1) * o.context_parallel));
-        if (o.context_parallel > 1 && !o.hellaswag.empty())
-            throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
-        if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
-        if (o.gpus > 0 && o.gpus != place.size)
-            throw UsageError(
-                format("--gpus %d, but the launcher started %d ranks: leave out --gpus", o.gpus, place.size));
-        if (o.generate > 0 && place.size > 1) throw UsageError("--generate runs on one GPU: leave out --gpus");
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");
+        const Place place = place_from_environment();
+        check_ranks(o, place, gpus, why);
+        if (o.gpus > 1 && place.size == 1 && !o.memory) return launch_ranks(o.gpus, argv);
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
-        Job job(place);
-        return job.guard([&] {
-            if (job.size > 1) meet(job, o);
-            return run_on_device(o, job, gpus);
-        });
+        return run_on_device(o, Team(o, place), gpus);
     }));
 }
 #endif

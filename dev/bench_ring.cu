@@ -17,17 +17,12 @@
 #include "dev/bench.h"
 #include "dev/ring_check.h"
 #include "layers/comm/comm.h"
+#include "layers/comm/meet.h"
 
 struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
     std::string hs = "64";
     bool quick = false;
-};
-
-// Stands in for a communicator and sends nothing.
-struct NoComm : CallsInOrder {
-    template <class X>
-    void send_recv(int, const X*, size_t, int, X*, size_t) {}
 };
 
 // Random numbers, because zeros draw less power.
@@ -43,13 +38,12 @@ using Passes = std::array<Figures, 2>;
 struct Bench {
     const Options& options;
     const Cuda& dev;
-    Job& job;
     NcclComm& comm;
-    const int N = job.size, tokens = options.tokens, NH = options.heads, HS = std::atoi(options.hs.c_str());
+    const int N = comm.size, tokens = options.tokens, NH = options.heads, HS = std::atoi(options.hs.c_str());
     const DeviceMemory flag = random_memory(dev, 16);  // of the collective that lets all ranks start together
 
     double slowest(double ms) const {
-        const std::vector<double> all = job.all_gather(ms);
+        const std::vector<double> all = comm.all_gather_values(ms);
         return *std::max_element(all.begin(), all.end());
     }
     // Ranks would not rest equally long, so they do not.
@@ -89,7 +83,7 @@ struct Bench {
     }
     template <class Through>
     Passes time_ring(Through& through) const {
-        Ring<Cuda, bf16, Through> ring(dev, job.rank, N, 1, tokens / 2, NH, HS);
+        Ring<Cuda, bf16, Through> ring(dev, comm.rank, N, 1, tokens / 2, NH, HS);
         const DeviceMemory memory = random_memory(dev, ring.bytes());
         ring.start(memory.get(), &through);
         return time(ring, tokens);
@@ -98,13 +92,13 @@ struct Bench {
 
 static void run_bench(const Bench& b) {
     const int T = 2 * b.N * 150;
-    check_ring<bf16>(b.dev, b.comm, b.job, {1, T, T, 2, b.HS});
-    if (test::failed_checks()) throw Error(format("rank %d: the ring is wrong, so it is not timed", b.job.rank));
-    NoComm none;
+    check_ring<bf16>(b.dev, b.comm, {1, T, T, 2, b.HS});
+    if (test::failed_checks()) throw Error(format("rank %d: the ring is wrong, so it is not timed", b.comm.rank));
+    Cpu::Comm none;  // sends nothing
     const int all = b.N * b.tokens;
     const Unchunked<bf16, Cuda> unchunked{b.dev, {1, all, all, b.NH, b.HS}};
     const Passes single = b.time(unchunked, all), ring = b.time_ring(b.comm), still = b.time_ring(none);
-    if (b.job.rank > 0) return;
+    if (b.comm.rank > 0) return;
     Log log = results_log(b.dev, "ring_speed", b.options);
     std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's rate)\n",
                 b.dev.name.c_str(), b.N, b.tokens, b.NH, b.HS);
@@ -140,13 +134,10 @@ int main(int argc, char** argv) {
         const Place place = place_from_environment();
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
-        Job job(place);
-        return job.guard([&] {
-            Cuda dev(job.local_rank);
-            NcclComm comm(dev, job);
-            run_bench({o, dev, job, comm});
-            job.leave();
-            return 0;
-        });
+        const Meeting meeting = meet(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
+        Cuda dev(meeting.local_rank);
+        NcclComm comm(dev, place.rank, place.size, meeting.blob);
+        run_bench({o, dev, comm});
+        return 0;
     });
 }

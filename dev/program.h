@@ -103,8 +103,15 @@ inline std::string given_once(const std::string& arguments) {
     for (; i < words.size(); i++) text += words[i] + " ";
     return text;
 }
+// The program. Several ranks without a GPU are the threads of dev/train_threads.
+inline std::string command(const std::string& arguments) {
+    const bool threads = arguments.find("--device cpu") != std::string::npos &&
+                         arguments.find("--gpus") != std::string::npos &&
+                         arguments.find("--memory") == std::string::npos;
+    return (threads ? "./dev/train_threads " : "./train_gpt2cu ") + given_once(arguments);
+}
 inline Result run(const std::string& arguments) {
-    return shell("./train_gpt2cu " + given_once(arguments));
+    return shell(command(arguments));
 }
 // Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which
 // stands still meanwhile, and $(ranks) are its ranks. The result has what both print.
@@ -112,7 +119,7 @@ inline Result run_and_act(const std::string& arguments, const std::string& sign,
     pid_t pid = 0;
     bool acted = false;
     std::string said;
-    Result r = shell("echo $$; exec ./train_gpt2cu " + given_once(arguments), [&](const std::string& line) {
+    Result r = shell("echo $$; exec " + command(arguments), [&](const std::string& line) {
         if (!pid) pid = std::atoi(line.c_str());
         if (acted || line.compare(0, sign.size(), sign)) return;
         acted = kill(pid, SIGSTOP) == 0;

@@ -2,8 +2,6 @@
 // unchunked call's in the same precision. It may not grow with the number of ranks. Ranks are processes, or threads
 // that share one device.
 #pragma once
-#include <pthread.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -13,14 +11,13 @@
 #include <map>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "attention/ring/chunks.h"
 #include "attention/ring/ring.h"
 #include "dev/bounds.h"
 #include "dev/test.h"
-#include "layers/comm/reference_comm.h"
+#include "dev/thread_comm.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention, whole, in chunks or over a ring
@@ -148,64 +145,6 @@ struct Part {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Ranks as threads that share one device. This runs real rings of any N without a second GPU. On a GPU all work goes to
-// one stream, so that work enqueued before a barrier runs before work enqueued after it.
-
-inline void copy_bytes(const Cpu&, void* to, const void* from, size_t bytes) {
-    std::memcpy(to, from, bytes);
-}
-inline void copy_bytes(const Cuda& dev, void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev.stream));
-}
-
-struct LocalRanks {
-    struct Message {
-        const void* data;
-        size_t bytes;
-        int to;
-    };
-    std::vector<Message> sent;
-    pthread_barrier_t all_here;
-    explicit LocalRanks(int size) : sent(size) { pthread_barrier_init(&all_here, nullptr, size); }
-    ~LocalRanks() { pthread_barrier_destroy(&all_here); }
-};
-template <class Dev>
-struct LocalComm : CallsInOrder {
-    const Dev& dev;
-    LocalRanks& ranks;
-    const int rank, size;
-    template <class X>
-    void send_recv(int to, const X* send, size_t n, int from, X* recv, size_t m) {
-        ranks.sent[rank] = {send, n * sizeof(X), to};
-        pthread_barrier_wait(&ranks.all_here);  // now every rank's work on what it sends is enqueued
-        const LocalRanks::Message& theirs = ranks.sent[from];
-        if (theirs.to != rank || theirs.bytes != m * sizeof(X))
-            throw Error(format("rank %d sends rank %d %zu bytes", from, theirs.to, theirs.bytes));
-        copy_bytes(dev, recv, theirs.data, theirs.bytes);
-        pthread_barrier_wait(&ranks.all_here);  // now the copies are enqueued too
-    }
-};
-
-// Calls body(comm) as each of `size` ranks.
-template <class Dev, class Body>
-void on_local_ranks(const Dev& dev, int size, Body body) {
-    LocalRanks ranks(size);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; rank++)
-        threads.emplace_back([&, rank] {
-            try {
-                const Cpu one_thread(1);  // each calling thread sets OpenMP's number of threads
-                LocalComm<Dev> comm{{}, dev, ranks, rank, size};
-                body(comm);
-            } catch (const std::exception& e) {  // the others would wait for ever
-                std::fprintf(stderr, "error: rank %d: %s\n", rank, e.what());
-                std::_Exit(1);
-            }
-        });
-    for (std::thread& thread : threads) thread.join();
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Errors and their bounds
 
 // The errors of a tensor's elements against fp64. A NaN counts as infinite.
@@ -301,16 +240,18 @@ inline std::string ring_name(const AttentionShape& s, int ranks) {
 
 // Every rank of a job makes this call.
 template <class X, class Dev, class Comm>
-void check_ring(const Dev& dev, Comm& comm, Job& job, const AttentionShape& s, double q_sigma = 1) {
+void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, double q_sigma = 1) {
     const Whole<X, Dev> whole(dev, s, q_sigma);
     PieceErrors<X, Dev> errors;
     add_part(errors, whole, written_by_ring(comm, whole), comm.size, comm.rank);
     for (TensorErrors* of : {&errors.pieces, &errors.unchunked})
         for (ErrorOf& e : *of) {
-            double sums[] = {e.error2, e.value2};
-            CpuComm(job).all_reduce(sums, 2);
-            e.error2 = sums[0];
-            e.value2 = sums[1];
+            const std::vector<ErrorOf> all = comm.all_gather_values(e);
+            e.error2 = e.value2 = 0;
+            for (const ErrorOf& of_rank : all) {
+                e.error2 += of_rank.error2;
+                e.value2 += of_rank.value2;
+            }
         }
     errors.check(ring_name(s, comm.size));
 }
@@ -319,7 +260,8 @@ void check_ring(const Dev& dev, Comm& comm, Job& job, const AttentionShape& s, d
 template <class X, class Dev>
 void add_local_ring(PieceErrors<X, Dev>& errors, const Whole<X, Dev>& whole, int ranks) {
     std::vector<Written> got(ranks);
-    on_local_ranks(whole.dev, ranks, [&](auto& comm) { got[comm.rank] = written_by_ring(comm, whole); });
+    on_threads(
+        ranks, [&](int rank, auto& comm) { got[rank] = written_by_ring(comm, whole); }, whole.dev);
     for (int rank = 0; rank < ranks; rank++) add_part(errors, whole, got[rank], ranks, rank);
 }
 // With one input the errors must be small, with several also flat.

@@ -5,15 +5,18 @@
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
 
-#include "dev/ranks.h"
+#include "data/file.h"
+#include "dev/processes.h"
+#include "dev/program.h"
 #include "dev/ring_check.h"
 #include "layers/comm/comm.h"
-#include "run/checkpoint.h"
+#include "layers/comm/meet.h"
+#include "layers/comm/watchdog.h"
 
 namespace {
 
 using Floats = Tensor<Cuda, float>;
-using Body = std::function<void(const Cuda&, NcclComm&, Job&)>;
+using Body = std::function<void(const Cuda&, NcclComm&)>;
 
 // A separate process asks, because CUDA does not survive a fork.
 int gpus() {
@@ -29,17 +32,21 @@ int gpus() {
 // Ranks of a job that end with these codes and print these parts. Each has a GPU, or two share the only one. NCCL
 // refuses that on one machine, so it is told that they are on two.
 void check_ranks(const std::vector<int>& codes, const std::vector<std::string>& parts, const Body& body) {
-    const int all = gpus();
-    const auto rank = [&](Job& job) {
-        if (all == 1) setenv("NCCL_HOSTID", format("%d", job.rank).c_str(), 1);
-        const Cuda dev(job.rank % all);
-        NcclComm comm(dev, job);
-        body(dev, comm, job);
-        job.leave();
-    };
-    ForkedRanks ranks(static_cast<int>(codes.size()), rank, {60, 20});
-    ranks.wait(100);
-    if (contains(ranks.text(), "without NCCL")) SKIP("built without NCCL");
+    if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL")) SKIP("built without NCCL");
+    const int all = gpus(), size = static_cast<int>(codes.size());
+    const int fd = listen_at("127.0.0.1", 0), port = port_of(fd);
+    Processes ranks;
+    for (int rank = 0; rank < size; rank++)
+        ranks.start([&, rank] {
+            if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
+            const Place place{rank, size, rank, size, "127.0.0.1", port, "a job", rank == 0 ? fd : -1};
+            const Meeting meeting = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
+            const Cuda dev(rank % all);
+            NcclComm comm(dev, rank, size, meeting.blob);
+            body(dev, comm);
+            return 0;
+        });
+    close(fd);
     ranks.check(codes, parts);
 }
 void on_gpus(const Body& body) {
@@ -54,7 +61,7 @@ void on_one_gpu(const std::function<void(const Cuda&)>& body) {
         body(Cuda());
         return 0;
     });
-    one.check();
+    one.check({0});
 }
 
 // The elements x(0), x(1), …
@@ -74,17 +81,22 @@ double sum_of_values(int size, int first_rank, size_t i) {
     return sum;
 }
 
+void copy(const Cuda& dev, float* to, const float* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, dev.stream));
+}
+
 }  // namespace
 
 TEST(nccl_collectives) {
-    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+    on_gpus([](const Cuda& dev, NcclComm& comm) {
         const int size = comm.size, rank = comm.rank, next = (rank + 1) % size, before = (rank + size - 1) % size;
         const auto mine = [=](size_t i) { return value(rank, i); };
         for (const size_t n : {4, 1000, 1 << 20}) {
             const auto sent_by = [=](int r) { return n / (1 + r % 2); };
             Floats reduced(dev, elements(n, mine)), parts(dev, elements(size * n, mine)), own(dev, n);
             Floats all(dev, elements(size * n, [=](size_t i) { return i / n == size_t(rank) ? mine(i) : NAN; }));
-            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1));
+            Floats sent(dev, elements(n, mine)), got(dev, std::vector<double>(n, -1)), first(dev, elements(n, mine));
+            Floats passed_on(dev, elements(n, mine));
             comm.fork();
             comm.group([&] {
                 comm.all_reduce(reduced.ptr, n);
@@ -92,7 +104,16 @@ TEST(nccl_collectives) {
                 comm.all_gather(all.ptr, n);
             });
             comm.send_recv(next, sent.ptr, sent_by(rank), before, got.ptr, sent_by(before));
+            comm.broadcast(first.ptr, n * sizeof(float));
+            if (rank == 0) comm.send(1, passed_on.ptr, n * sizeof(float));
+            if (rank == 1) comm.recv(0, passed_on.ptr, n * sizeof(float));
             comm.join();
+            std::vector<float> host(size * n, -1);
+            for (size_t i = 0; i < n; i++) host[rank * n + i] = static_cast<float>(mine(i));
+            comm.host_all_gather(host.data(), n * sizeof(float));
+            for (size_t i = 0; i < host.size(); i++) CHECK(host[i] == value(static_cast<int>(i / n), i % n));
+            CHECK(first.values() == elements(n, [](size_t i) { return value(0, i); }));
+            CHECK(passed_on.values() == elements(n, [=](size_t i) { return value(rank == 1 ? 0 : rank, i); }));
             CHECK(reduced.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, i); }));
             CHECK(own.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
             CHECK(all.values() == elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
@@ -103,7 +124,7 @@ TEST(nccl_collectives) {
 
 // The sums of these values round. If ranks that each update all parameters got different bits, they would drift apart.
 TEST(nccl_sums_have_the_same_bits) {
-    on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
+    on_gpus([](const Cuda& dev, NcclComm& comm) {
         for (const size_t n : {4, 1000, 1 << 20}) {
             uint64_t first = 0;
             for (int again = 0; again < 3; again++) {
@@ -115,7 +136,7 @@ TEST(nccl_sums_have_the_same_bits) {
                 const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
                 if (again == 0) first = bits;
                 CHECK(bits == first);
-                for (uint64_t of_rank : job.all_gather(bits)) CHECK(of_rank == bits);
+                for (uint64_t of_rank : comm.all_gather_values(bits)) CHECK(of_rank == bits);
             }
         }
     });
@@ -124,22 +145,22 @@ TEST(nccl_sums_have_the_same_bits) {
 // The order of streams. The sums are of what the device wrote before fork(), and it reads them after join(). The same
 // happens in a CUDA graph, replayed, with calls outside the graph in between.
 TEST(nccl_in_a_graph) {
-    on_gpus([](const Cuda& dev, NcclComm& comm, Job&) {
+    on_gpus([](const Cuda& dev, NcclComm& comm) {
         const size_t n = 1 << 20, bytes = n * sizeof(float);
         Floats from(dev, n), x(dev, n), y(dev, n);
         CudaGraph graph;
         for (int step = 0; step < 5; step++) {
             const Floats values(dev, elements(n, [&](size_t i) { return value(comm.rank + step, i); }));
-            copy_bytes(dev, from.ptr, values.ptr, bytes);
+            copy(dev, from.ptr, values.ptr, bytes);
             dev.sync();
             graph.run(dev, [&] {
-                copy_bytes(dev, x.ptr, from.ptr, bytes);
+                copy(dev, x.ptr, from.ptr, bytes);
                 for (int bucket = 0; bucket < 4; bucket++) {
                     comm.fork();
                     comm.all_reduce(x.ptr + bucket * n / 4, n / 4);
                 }
                 comm.join();
-                copy_bytes(dev, y.ptr, x.ptr, bytes);
+                copy(dev, y.ptr, x.ptr, bytes);
             });
             comm.fork();
             comm.all_reduce(x.ptr, n);
@@ -184,25 +205,29 @@ TEST(ring_errors_do_not_grow_on_a_gpu) {
     });
 }
 
-static void check_rings(const Cuda& dev, NcclComm& comm, Job& job) {
+static void check_rings(const Cuda& dev, NcclComm& comm) {
     const int T = 2 * comm.size * 100;
-    check_ring<float>(dev, comm, job, {2, T, T, 2, 64, true, 0.2f});
-    check_ring<bf16>(dev, comm, job, {2, T, T, 2, 64, true, 0.2f});
-    check_ring<bf16>(dev, comm, job, {1, T, T, 1, 128}, 3);
+    check_ring<float>(dev, comm, {2, T, T, 2, 64, true, 0.2f});
+    check_ring<bf16>(dev, comm, {2, T, T, 2, 64, true, 0.2f});
+    check_ring<bf16>(dev, comm, {1, T, T, 1, 128}, 3);
 }
 // All ranks in a ring, and two groups of two ranks side by side.
 TEST(nccl_ring) {
-    on_gpus([](const Cuda& dev, NcclComm& comm, Job& job) {
-        check_rings(dev, comm, job);
+    on_gpus([](const Cuda& dev, NcclComm& comm) {
+        check_rings(dev, comm);
         NcclComm pair(comm, comm.rank / 2 * 2, 2);
-        check_rings(dev, pair, job);
+        check_rings(dev, pair);
     });
 }
 
+// A rank that is left alone ends by its watchdog.
 TEST(nccl_death_of_a_rank) {
-    check_ranks({1, 137}, {"rank 1 (pid "}, [](const Cuda& dev, NcclComm& comm, Job& job) {
+    check_ranks({1, 137}, {"rank 0 at step 7: "}, [](const Cuda& dev, NcclComm& comm) {
+        Watchdog watchdog([] { return "rank 0 at step 7"; });
+        watchdog.ask([&] { return comm.error(); });
         Floats x(dev, 1 << 20);
-        if (job.rank == 1) raise(SIGKILL);
+        if (comm.rank == 1) raise(SIGKILL);
+        watchdog.allow(10);
         comm.fork();
         comm.all_reduce(x.ptr, 1 << 20);
         comm.join();

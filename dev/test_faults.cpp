@@ -1,5 +1,4 @@
-// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is. Or the other rank dies
-// during it. The run that is then resumed has the same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats
+// Faults. An operation on a file of a run fails, is cut short or is the last one, whichever it is. The run that is then resumed has the same bytes as one that nothing disturbed. Also two gates of deterministic training: a run repeats
 // itself, and it restarts and replays. (The third, the baseline, is in dev/test_recipe.) Includes the program itself.
 #include <dlfcn.h>
 #include <sys/file.h>
@@ -12,8 +11,10 @@
 #define main train_main
 #include "../train_gpt2.cu"
 #undef main
-#include "dev/ranks.h"
+#include "dev/processes.h"
+#include "dev/program.h"
 #include "dev/small_model.h"
+#include "dev/train_threads.h"
 
 extern const char built_from[] = "unknown dirty";
 
@@ -29,7 +30,6 @@ enum Fault {
     kNoSpace,
     kInputOutput,
     kInterrupted,  // by a signal, once
-    kOtherDies,
     kFaults
 };
 
@@ -39,7 +39,6 @@ int fault_at = -1;
 Fault fault = kNone;
 struct Counted {
     std::atomic<int> operations;
-    pid_t last;  // rank
     const char* names[1000];
 }* const counted =
     static_cast<Counted*>(mmap(nullptr, sizeof(Counted), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
@@ -95,7 +94,6 @@ Result operation(const char* name, const std::string& path, Act act) {
     const Fault now = n == fault_at ? fault : kNone;
     if (now == kPowerCut) cut_power();
     if (now == kPowerCut || now == kDiesBefore) die();
-    if (now == kOtherDies) kill(counted->last, SIGKILL);
     if (now == kNoSpace || now == kInputOutput || now == kInterrupted) {
         errno = now == kNoSpace ? ENOSPC : now == kInputOutput ? EIO : EINTR;
         return std::is_signed_v<Result> ? Result(intptr_t(-1)) : Result(intptr_t(0));
@@ -137,30 +135,22 @@ std::string options(const std::string& out) {
     return format("--device cpu -e %s -i %s -b 2 -t 16 -d 64 -x %d -n 2 -nk 1 -v 0 -s 0 -u 2 -l 3e-3 --seed 5 -o %s ",
                   model_file(kEndOften).c_str(), shard.c_str(), kSteps, out.c_str());
 }
-// Runs the program, with a fault in operation `at` on a file below `out`. All ranks are processes that this one forks.
+// Runs the program in a process, with a fault in operation `at` on a file below `out`. Several ranks are its threads.
 Result train(const std::string& options, int ranks = 1, const std::string& out = "", int at = -1, Fault kind = kNone) {
-    Processes processes;
-    const int fd = listen_at("127.0.0.1", 0), port = port_of(fd);
+    Processes process;
     counted->operations = 0;
-    for (int rank = 0; rank < ranks; rank++) {
-        processes.start([&] {
-            const std::map<const char*, int> place = {
-                {"RANK", rank}, {"WORLD_SIZE", ranks}, {"MASTER_PORT", port}, {"GPT2_LISTEN_FD", fd}};
-            for (const auto& [name, value] : place) setenv(name, std::to_string(value).c_str(), 1);
-            setenv("MASTER_ADDR", "127.0.0.1", 1);
-            std::vector<std::string> words = {"train_gpt2cu"};
-            std::istringstream rest(given_once(options));
-            for (std::string word; rest >> word;) words.push_back(word);
-            std::vector<char*> argv;
-            for (std::string& word : words) argv.push_back(word.data());
-            counted->last = getpid();
-            folder = out, fault_at = at, fault = kind;
-            return train_main(static_cast<int>(argv.size()), argv.data());
-        });
-        if (rank == 0) close(fd);
-    }
-    const std::vector<int> codes = processes.wait();
-    return {*std::max_element(codes.begin(), codes.end()), processes.text()};
+    process.start([&] {
+        std::vector<std::string> words = {"train_gpt2cu"};
+        std::istringstream rest(given_once(options + (ranks > 1 ? format(" --gpus %d", ranks) : "")));
+        for (std::string word; rest >> word;) words.push_back(word);
+        std::vector<char*> argv;
+        for (std::string& word : words) argv.push_back(word.data());
+        folder = out, fault_at = at, fault = kind;
+        const int argc = static_cast<int>(argv.size());
+        return ranks > 1 ? train_on_threads(argc, argv.data()) : train_main(argc, argv.data());
+    });
+    const std::vector<int> codes = process.wait();
+    return {codes[0], process.text()};
 }
 
 // What a run leaves: its last model and state, and which step each of its log's rows is of.
@@ -192,10 +182,10 @@ void check_faults(const std::string& begin, const std::string& command, int rank
     for (int at = 0; at < operations; at++)
         for (int kind = kDiesBefore; kind < kFaults; kind++) {
             if ((kind == kDiesInside || kind == kShort) && !contains(names[at], "write")) continue;
-            if ((kind == kOtherDies && ranks == 1) || possible++ % every) continue;
+            if (possible++ % every) continue;
             tried++;
             const Result first = again(at, Fault(kind));
-            const bool said = first.code == 1 && contains(first.out, "train_gpt2cu: ");
+            const bool said = first.code == 1 && contains(first.out, ranks > 1 ? "train_threads: " : "train_gpt2cu: ");
             const Result second = first.code ? train(options(out) + command + " -y 1", ranks) : first;
             // A checkpoint that was announced is never lost.
             const double announced = number_after(first.out, "checkpoint " + out + "/state_"),

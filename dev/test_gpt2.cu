@@ -216,10 +216,8 @@ TEST(shares_of_the_optimizer_are_packed) {
 // If the optimizer is sharded, a step sums gradients into a separate buffer, which the gate follows. It must read
 // nothing that was there before. There are so many micro-batches that their losses and the norm fill a line of memory.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
-    Job alone;
-    CpuComm comm(cpu, alone);
     Ranks<Cpu> ranks;
-    ranks.comm = &comm, ranks.sharded = true;
+    ranks.comm = std::make_shared<Cpu::Comm>(), ranks.sharded = true;
     constexpr int kMicroSteps = 63;
     const std::vector<int> stream = make_tokens(kMicroSteps * 20 + 1, kSmall.V, 3);
     const auto parameters_after_a_step = [&](bool sharded) {
@@ -234,14 +232,14 @@ TEST(a_sharded_step_reads_only_what_it_wrote) {
     CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
 }
 
-// The job uses these signs to tell a rank that works from one that hangs.
+// The watchdog uses these signs to tell a rank that works from one that hangs.
 TEST(each_stretch_of_work_is_a_sign_of_life) {
-    const uint64_t before = Job::progress();
+    const uint64_t before = progress();
     {
         Range outer("a");
         Range inner("b", 3);
     }
-    CHECK(Job::progress() == before + 2);
+    CHECK(progress() == before + 4);
 }
 
 // The defaults that depend on the sizes of the model, of the data and of the machine.
@@ -359,8 +357,7 @@ TEST(a_run_logs_its_mfu) {
     o.val_every = o.sample_every = 0;
     Cpu dev(1);
     dev.name = "NVIDIA H100 80GB HBM3";
-    Job alone;
-    CHECK(quiet_error_of([&] { run_with<Cpu, float>(dev, o, alone); }) == "");
+    CHECK(quiet_error_of([&] { run_with<Cpu, float>(dev, o, Team()); }) == "");
     const std::string row = rows(out, "train").at(0);
     const double tok_s = value(row, "tokens_per_s"), mfu = value(row, "mfu_percent");
     CHECK(tok_s > 0);
@@ -418,8 +415,7 @@ void check_flipped_bits_are_found(const Dev& dev) {
     const auto after_six_steps = [&](Flip flip, int step) {
         init_random(model, 3);
         dev.zero(model.adam.base, model.adam.bytes);
-        Job alone;
-        Run<Faulty<Dev, X>> run(o, model, {o.train_data, ""}, alone);
+        Run<Faulty<Dev, X>> run(o, model, {o.train_data, ""});
         model.flip = flip, model.steps_until = step;
         quiet_error_of([&] {
             while (run.step < 6) train_step(run);

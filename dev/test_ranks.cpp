@@ -1,4 +1,4 @@
-// Tests the trainer's ranks as processes without a GPU. Whatever the grouping, they train, validate and save as one
+// Tests the trainer's ranks as threads without a GPU. Whatever the grouping, they train, validate and save as one
 // rank does. They compute in fp64, so that a difference is a mistake and no rounding. Includes the program itself.
 //
 // Run: ./dev/test_ranks [part of a test's name]
@@ -7,7 +7,9 @@
 #include <sys/syscall.h>
 
 #include "../train_gpt2.cu"
-#include "dev/ranks.h"
+#include "dev/processes.h"
+#include "dev/program.h"
+#include "dev/thread_comm.h"
 
 // The program's files are written by this instead of the C library's. An error that is not 0 is what comes of it.
 static std::function<int()> before_write = [] { return 0; };
@@ -43,38 +45,39 @@ Options options() {
     return o;
 }
 
-// Calls work(run, model, job) as each rank of a grouping, in processes. It returns numbers, which must be the same on all
-// ranks.
+template <class X>
+using Model = GPT2<Threads, X>;
+
+// Calls body(ranks) as each rank of a grouping.
+void on_grouping(const Grouping& g, const std::function<void(const Ranks<Threads>&)>& body) {
+    on_threads(g.ranks, [&](int rank, ThreadComm& comm) {
+        Ranks<Threads> ranks;
+        ranks.rank = rank, ranks.size = g.ranks, ranks.context = g.context;
+        ranks.sharded = g.sharded, ranks.overlap = g.overlap;
+        ranks.comm = std::shared_ptr<ThreadComm>(&comm, [](ThreadComm*) {});
+        ranks.sharers = std::make_shared<ThreadComm>(comm, ranks.group() * g.context, g.context);
+        body(ranks);
+    });
+}
+
+// Calls work(run, model) as each rank of a grouping. It returns numbers, which must be the same on all ranks.
 template <class X, class Work>
 std::vector<double> on_ranks(const Grouping& g, const Options& o, Work work) {
-    const std::string left = dir() + "/numbers";  // by rank 0
-    ForkedRanks processes(g.ranks, [&](Job& job) {
-        std::fprintf(stderr, "%s\n", g.name().c_str());
-        const Cpu cpu(1);
-        CpuComm comm(cpu, job);
-        Ranks<Cpu> ranks;
-        ranks.comm = &comm, ranks.rank = job.rank, ranks.size = job.size;
-        ranks.sharded = g.sharded, ranks.overlap = g.overlap, ranks.context = g.context;
-        CpuComm sharers(comm, ranks.group() * g.context, g.context);
-        ranks.sharers = &sharers;
-        GPT2<Cpu, X> model(cpu, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true,
+    std::vector<std::vector<double>> numbers(g.ranks);
+    const std::string error = quiet_error_of([&] {
+        on_grouping(g, [&](const Ranks<Threads>& ranks) {
+            const Threads dev(1);
+            Model<X> model(dev, kConfig, Attention::flash, o.B, o.T / g.context, kMicroBatches / ranks.groups(), true,
                            1, ranks);
-        Run<GPT2<Cpu, X>> run(o, model, {o.train_data, o.val_data}, job);
-        model.allocate();
-        init_random(model, o.seed);
-        const std::vector<double> mine = work(run, model, job);
-        const uint64_t checksum = checksum64(mine.data(), mine.size() * sizeof(double));
-        for (uint64_t of_rank : job.all_gather(checksum))
-            if (of_rank != checksum) throw Error("ranks have other numbers");
-        if (job.rank == 0) write_file(left, bytes_of(mine));
-        job.leave();
+            Run<Model<X>> run(o, model, {o.train_data, o.val_data});
+            model.allocate();
+            init_random(model, o.seed);
+            numbers[ranks.rank] = work(run, model);
+        });
     });
-    processes.check();
-    const std::string bytes = read_file(left);
-    std::vector<double> numbers(bytes.size() / sizeof(double));
-    std::memcpy(numbers.data(), bytes.data(), bytes.size());
-    std::filesystem::remove(left);
-    return numbers;
+    if (!error.empty()) throw Error(g.name() + ": " + error);
+    for (const std::vector<double>& of_rank : numbers) CHECK(bytes_of(of_rank) == bytes_of(numbers[0]));
+    return numbers[0];
 }
 
 size_t count_files(const std::string& folder) {
@@ -85,9 +88,9 @@ size_t count_files(const std::string& folder) {
 std::vector<double> train(const Grouping& g) {
     const std::string short_file = dir() + "/short.txt";
     write_file(short_file, read_file(text_file()).substr(0, kValBytes));
-    return on_ranks<double>(g, options(), [&](Run<GPT2<Cpu, double>>& run, GPT2<Cpu, double>& model, Job& job) {
+    return on_ranks<double>(g, options(), [&](Run<Model<double>>& run, Model<double>& model) {
         Loader val(short_file, 2, 8, kByteVocab, false, 0);
-        const Validation first = validate(model, val, 0, job), few = validate(model, val, 5, job);
+        const Validation first = validate(model, val, 0), few = validate(model, val, 5);
         std::vector<double> numbers(kSteps * kMicroBatches);
         for (int step = 0; step < kSteps; step++) {
             train_step(run);
@@ -99,7 +102,7 @@ std::vector<double> train(const Grouping& g) {
                         model.stats()[r * steps + i] / g.context;
             numbers.push_back(model.stats()[g.ranks * steps]);
         }
-        const Validation last = validate(model, val, 1000, job);
+        const Validation last = validate(model, val, 1000);
         CHECK(first.windows == kValWindows && few.windows == 10 && last.windows == kValWindows);
         numbers.insert(numbers.end(), {first.loss, few.loss, last.loss});
         const double* parameters = static_cast<const double*>(model.params.at(0));
@@ -154,13 +157,13 @@ TEST(ranks_save_and_restore_as_one) {
     const auto saved = [&](const Grouping& g, const std::string& name, bool resume) {
         o.output_dir = dir() + "/" + name, o.resume = resume;
         std::filesystem::create_directories(o.output_dir);
-        const auto next = on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
+        const auto next = on_ranks<float>(g, o, [&](Run<Model<float>>& run, Model<float>& model) {
             if (resume && !run.restore()) throw Error("nothing to restore");
             while (run.step < kSteps) train_step(run);
             run.save();
             train_step(run);
             const uint64_t mine = checksum64(model.params.base, model.params.bytes);
-            for (uint64_t of_rank : job.all_gather(mine)) CHECK(of_rank == mine);
+            for (uint64_t of_rank : model.ranks.gather(mine)) CHECK(of_rank == mine);
             const float *losses = model.stats(), *norm = losses + model.num_losses();
             return std::vector<double>{std::accumulate(losses, norm, 0.) / model.num_losses(), *norm};
         });
@@ -199,12 +202,13 @@ TEST(training_goes_on_while_a_checkpoint_is_written) {
         for (const bool goes_on : {false, true}) {
             o.output_dir = dir() + format("/beside_%d_%d", g.ranks, goes_on);
             std::filesystem::create_directory(o.output_dir);
-            on_ranks<float>(g, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
+            on_ranks<float>(g, o, [&](Run<Model<float>>& run, Model<float>& model) {
                 std::promise<void> disk_is_ready;
-                before_write = [ready = disk_is_ready.get_future().share()] {
-                    ready.wait(), sleep_for(0.05);
-                    return 0;
-                };
+                if (model.ranks.rank == 0)
+                    before_write = [ready = disk_is_ready.get_future().share()] {
+                        ready.wait(), usleep(50000);
+                        return 0;
+                    };
                 if (!goes_on) disk_is_ready.set_value();
                 train_step(run);
                 run.save();
@@ -212,11 +216,11 @@ TEST(training_goes_on_while_a_checkpoint_is_written) {
                 train_step(run);
                 train_step(run);
                 CHECK(newest_checkpoint(o.output_dir) == (goes_on ? -1 : 1));
-                job.barrier();
+                model.ranks.meet();
                 if (goes_on) disk_is_ready.set_value();
                 run.save();
                 CHECK(newest_checkpoint(o.output_dir) >= 1);
-                job.barrier();
+                model.ranks.meet();
                 model.weights(1).ln2w[3] = NAN;
                 const std::string last = "last good checkpoint: " + state_path(o.output_dir, 3);
                 CHECK_ERROR(train_step(run), last.c_str());
@@ -236,7 +240,7 @@ TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
     Options o = options();
     o.output_dir = dir() + "/unwritten", o.max_steps = 1000000;
     std::filesystem::create_directory(o.output_dir);
-    on_ranks<float>(kOne, o, [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>&, Job&) {
+    on_ranks<float>(kOne, o, [&](Run<Model<float>>& run, Model<float>&) {
         train_step(run);
         run.save();
         run.conclude();
@@ -248,6 +252,7 @@ TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
         CHECK(run.step < o.max_steps);
         run.save();
         CHECK_ERROR(run.conclude(), format("model_%08d.bin: cannot write", run.step).c_str());
+        before_write = [] { return 0; };
         return std::vector<double>();
     });
     CHECK(newest_checkpoint(o.output_dir) == 1 && count_files(o.output_dir) == 2);
@@ -262,16 +267,15 @@ TEST(an_interrupted_run_waits_for_its_checkpoint) {
         Processes process;
         process.start([&] {
             before_write = write;
-            Job alone;
-            return run_train<Cpu, float>(Cpu(1), o, kConfig, false, alone, {});
+            return run_train<Cpu, float>(Cpu(1), o, kConfig, false, {});
         });
-        process.wait();
-        return std::pair(process.ended[0], process.text());
+        const int code = process.wait()[0];
+        return std::pair(code, process.text());
     };
     const auto [code, text] = run("interrupted", [] {
         static std::atomic<bool> sent;  // model and state have a thread each, and a second signal would end the program
         if (gettid() != getpid() && !sent.exchange(true)) raise(SIGINT);  // the main thread writes the lock
-        return sleep_for(0.02), 0;
+        return usleep(20000), 0;
     });
     const std::string out = o.output_dir;
     const int newest = newest_checkpoint(out);
@@ -288,14 +292,14 @@ TEST(an_interrupted_run_waits_for_its_checkpoint) {
 // optimizer is divided, gathering the parameters heals this break, because another rank owns that element.
 TEST(a_rank_that_is_not_finite_is_named_and_no_rank_updates) {
     for (const Grouping& g : {Grouping{2, 1, false, false}, {4, 1, true, true}, {2, 2, false, false}})
-        on_ranks<float>(g, options(), [&](Run<GPT2<Cpu, float>>& run, GPT2<Cpu, float>& model, Job& job) {
-            if (job.rank == 1) model.weights(1).ln2w[3] = NAN;
+        on_ranks<float>(g, options(), [&](Run<Model<float>>& run, Model<float>& model) {
+            if (model.ranks.rank == 1) model.weights(1).ln2w[3] = NAN;
             const std::vector<char> before(model.params.base, model.params.base + model.params.bytes);
             CHECK_ERROR(train_step(run),
                         g.sharded || g.context > 1
                             ? "first tensor that is not finite: "
                             : "finite: ln2w of layer 1 (parameters, 1 of 32 elements) on rank 1; nothing");
-            CHECK(job.rank == 1 || std::memcmp(before.data(), model.params.base, before.size()) == 0);
+            CHECK(model.ranks.rank == 1 || std::memcmp(before.data(), model.params.base, before.size()) == 0);
             return std::vector<double>();
         });
 }
@@ -305,21 +309,23 @@ TEST(ranks_that_start_differently_are_refused) {
     const std::string other = dir() + "/other.txt";
     write_file(other, read_file(text_file()).substr(1));
     for (const char* what : {"parameters", "validation data", "data", "T"}) {
-        ForkedRanks processes(2, [&](Job& job) {
-            Options o = options();
-            const std::string field = job.rank == 1 ? what : "";
-            if (field == "validation data") o.val_data = other;
-            if (field == "data") o.train_data = other;
-            if (field == "T") o.T = 4;
-            const Cpu cpu(1);
-            GPT2<Cpu, float> model(cpu, kConfig, Attention::flash, o.B, o.T, 1, true);
-            Run<GPT2<Cpu, float>> run(o, model, {o.train_data, o.val_data}, job);
-            model.allocate();
-            init_random(model, o.seed);
-            if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;
-            run.agree();
+        const std::string error = quiet_error_of([&] {
+            on_grouping({2, 1, false, false}, [&](const Ranks<Threads>& ranks) {
+                Options o = options();
+                const std::string field = ranks.rank == 1 ? what : "";
+                if (field == "validation data") o.val_data = other;
+                if (field == "data") o.train_data = other;
+                if (field == "T") o.T = 4;
+                const Threads dev(1);
+                Model<float> model(dev, kConfig, Attention::flash, o.B, o.T, 1, true, 1, ranks);
+                Run<Model<float>> run(o, model, {o.train_data, o.val_data});
+                model.allocate();
+                init_random(model, o.seed);
+                if (field == "parameters") static_cast<float*>(model.params.at(0))[model.num_parameters - 1] += 1e-6f;
+                run.agree();
+            });
         });
-        processes.check({1, 1}, {std::string(what) + ": rank 1"});
+        CHECK(contains(error, std::string(what) + ": rank 1"));
     }
 }
 

@@ -1,12 +1,11 @@
 // Tests attention in pieces on the CPU. It checks which rank has which part of the sequence, how results merge, and
-// chunks and rings against attention that was never split, in fp64. Rings run over processes and over threads.
+// chunks and rings against attention that was never split, in fp64. The ranks of a ring are threads.
 //
 // Run: ./dev/test_ring [part of a test's name]
 #include <algorithm>
 #include <random>
 #include <set>
 
-#include "dev/ranks.h"
 #include "dev/ring_check.h"
 
 namespace {
@@ -19,15 +18,11 @@ std::array<A, 3> merged(A o, A lse, A o_b, A lse_b, A rest = 0, A rest_b = 0) {
     return {o, lse, rest};
 }
 
-// The check on every rank of a job.
+// A ring over so many threads, whose errors count together.
 template <class X>
 void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
-    run_ranks(ranks, [=](Job& job) {
-        const Cpu cpu(1);
-        CpuComm comm(cpu, job);
-        check_ring<X>(cpu, comm, job, s, q_sigma);
-        job.leave();
-    });
+    const Cpu cpu(1);
+    on_threads(ranks, [&](int, ThreadComm& comm) { check_ring<X>(cpu, comm, s, q_sigma); });
 }
 
 }  // namespace
@@ -107,7 +102,6 @@ TEST(chunks_make_the_whole) {
     check_chunks(Whole<float, Cpu>(cpu, s), 7, 10);
 }
 
-// The ring runs over processes.
 TEST(ring_equals_the_whole) {
     for (int ranks : {1, 2, 3, 4})
         for (int Tc : {1, 7, 16}) check_job<double>(ranks, {2, 2 * ranks * Tc, 2 * ranks * Tc, 2, 32, true, 0.3f});

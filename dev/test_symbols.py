@@ -26,7 +26,7 @@ ROOMS = {
     "layers/cpu": ("layers/gpu", "attention", "attention/ring"),
     "layers/comm": ("layers/gpu", "layers/cpu"),
     "run": ("layers/gpu", "data", "attention", "layers", "layers/comm"),
-    ".": ("layers/comm", "layers", "attention", "attention/ring", "run"),
+    ".": ("layers/comm", "layers/cpu", "layers", "attention", "attention/ring", "run"),
 }
 
 

@@ -13,7 +13,7 @@ constexpr size_t kGate = 4;
 // What the sizes of the other tensors follow from. N = B·T rows.
 struct Sizes {
     int L;
-    size_t N, C, Vp, lse, att, chunk, stats, scratch, batch, parameters, share;
+    size_t N, C, Vp, lse, att, chunk, stats, scratch, batch, parameters, share, ranks;
     bool training, cache;
     int recompute;
     // The layers for which a tensor is kept that backward computes again from this level of --recompute on.
@@ -43,7 +43,7 @@ struct Buffers {
     X *logits, *dresidual;
     A *losses, *stats, *share;
     void* scratch;
-    int* batch;
+    int *ends, *batch;
     static TensorList list(const Sizes& s) {
         const size_t gradient = s.training ? s.N * s.C : 0, wide = s.recompute >= 1 ? 4 * gradient : 0;
         TensorList t;
@@ -55,7 +55,8 @@ struct Buffers {
         t.once("share", &Buffers::share, s.share);  // this rank's summed gradients and a gate, or nothing
         t.once("dresidual", &Buffers::dresidual, gradient);         // (N, C) gradient of the residual stream
         t.once("scratch", &Buffers::scratch, (s.scratch + 3) / 4);  // for whichever layer runs: D, partial sums, …
-        t.once("batch", &Buffers::batch, s.batch);                  // tokens, targets and encoder plans of a whole step
+        t.once("ends", &Buffers::ends, s.ranks);    // (ranks) who ends after this step, and why (run/training.h)
+        t.once("batch", &Buffers::batch, s.batch);  // tokens, targets and encoder plans of a whole step
         return t;
     }
 };

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "data/file.h"
-#include "layers/comm/job.h"
+#include "layers/comm/meet.h"
 #include "layers/gpu/types.h"
 
 // ---- llm.c model files. The header is 256 int32: magic 20240326, version 3 (fp32) or 5 (bf16), and header[2..7] =

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "data/loader.h"
-#include "layers/comm/reference_comm.h"
 #include "run/choices.h"
 #include "run/range.h"
 
@@ -21,7 +20,7 @@ struct Validation {
 // tokens' part of their mean. The last batch is filled up with windows that do not count. If the data cannot be read, all
 // ranks end together, and this one throws.
 template <class Model>
-Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
+Validation validate(Model& model, Loader& loader, int at_most) {
     const auto& ranks = model.ranks;
     Range range("validate");
     loader.reset();
@@ -49,7 +48,7 @@ Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
     } catch (const Error&) {
         error = std::current_exception();
     }
-    CpuComm(job).all_reduce(losses.data(), losses.size());
+    ranks.add_up(losses);
     if (error) std::rethrow_exception(error);
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
 }
@@ -57,7 +56,7 @@ Validation validate(Model& model, Loader& loader, int at_most, Job& job) {
 // losses[i][e] is the mean loss of the tokens of ending e of choice i after its context. The model's answer is the
 // ending with the lowest.
 template <class Model>
-std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices, Job& job) {
+std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
     Range range("multiple choice");
     const size_t B = model.B, T = model.T, N = B * T;
     std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
@@ -68,7 +67,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
     std::vector<int> host(model.batch_ints());
     std::vector<typename Model::A> position(N);
     for (size_t first = 0; first < rows.size(); first += B) {
-        if (first / B % job.size != size_t(job.rank)) continue;
+        if (first / B % model.ranks.size != size_t(model.ranks.rank)) continue;
         const size_t last = std::min(first + B, rows.size());
         std::fill(host.begin(), host.end(), 0);
         for (size_t r = first; r < last; r++) {
@@ -87,7 +86,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
             means[r] = std::accumulate(position.begin() + begin, position.begin() + begin + n, 0.0) / n;
         }
     }
-    CpuComm(job).all_reduce(means.data(), means.size());
+    model.ranks.add_up(means);
     for (size_t r = 0; r < rows.size(); r++) losses[rows[r].first].push_back(means[r]);
     return losses;
 }

@@ -20,30 +20,29 @@
 
 // --eval-only prints the loss over the whole validation data, and the answers to --hellaswag one by one.
 template <class Model, class Config, class Ranks>
-int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file, Job& job,
-                 const Ranks& ranks) {
-    resolve_sizes(o, config.max_T, config.C, std::string(Model::Dev::kind) == "cpu", job.size);
+int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& config, bool from_file, const Ranks& ranks) {
+    resolve_sizes(o, config.max_T, config.C, std::string(Model::Dev::kind) == "cpu", ranks.size);
     Model model(dev, config, o.kernel(), o.B, o.T / ranks.context, 1, false, 0, ranks);
     std::vector<Choice> choices;
     if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, config.V, o.T);
     std::unique_ptr<Loader> val;
     double floor = NAN;
     if (choices.empty() || !o.val_data.empty()) {
-        const Data data = o.val_data.empty() ? find_data(o, job) : Data{"", o.val_data};
+        const Data data = o.val_data.empty() ? find_data(o, ranks) : Data{"", o.val_data};
         if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
         val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0, Tokenizer(o.tokenizer));
-        if (val->is_text_in_bytes() && from_file && job.rank == 0) warn_of_bytes(o, config.V);
+        if (val->is_text_in_bytes() && from_file && ranks.rank == 0) warn_of_bytes(o, config.V);
         floor = data.floor;
     }
     allocate_or_explain(model);
     from_file ? load(model, o.init) : init_random(model, o.seed);
     if (val) {
-        if (job.rank == 0) std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
-        const auto [loss, windows] = validate(model, *val, o.val_batches, job);
+        if (ranks.rank == 0) std::fprintf(stderr, "validation data: %s\n", val->description().c_str());
+        const auto [loss, windows] = validate(model, *val, o.val_batches);
         std::printf("val loss %.6f over %zu sequences of %d tokens%s\n", loss, windows, o.T,
                     std::isnan(floor) ? "" : format(" | floor %.6f", floor).c_str());
     }
-    const std::vector<std::vector<double>> losses = ending_losses(model, choices, job);
+    const std::vector<std::vector<double>> losses = ending_losses(model, choices);
     for (size_t i = 0; i < choices.size(); i++) {
         std::printf("question %d | answer %d | label %d | losses", choices[i].index, answer(losses[i]),
                     choices[i].label);
@@ -53,7 +52,6 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     const int correct = count_correct(losses, choices);
     if (!choices.empty())
         std::printf("hellaswag %d of %zu, %.2f%%\n", correct, choices.size(), 100.0 * correct / choices.size());
-    job.leave();
     return 0;
 }
 

@@ -8,11 +8,10 @@
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;
 
-// Of a checkpoint in host memory, from which it is written while training goes on. Rank 0 has the whole.
+// Of a checkpoint in rank 0's host memory, from which it is written while training goes on.
 template <class Model>
 size_t snapshot_bytes(const Model& model) {
-    if (model.ranks.rank > 0) return model.ranks.sharded ? model.adam.bytes : 0;
-    return model.params.bytes + model.adam.bytes * model.shards();
+    return model.ranks.rank > 0 ? 0 : model.params.bytes + model.adam.bytes * model.shards();
 }
 
 // Prints every tensor's size, and for what grows with the batch also the bytes that one token adds.

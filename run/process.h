@@ -5,7 +5,7 @@
 #include <csignal>
 #include <cstdio>
 
-#include "layers/comm/job.h"
+#include "layers/comm/meet.h"
 
 inline void prepare_process() {
     // A file must not get the number of a stream that is closed, because what is printed would go into it.

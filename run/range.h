@@ -1,12 +1,18 @@
 #pragma once
 #include <nvtx3/nvToolsExt.h>
 
-#include "layers/comm/job.h"
+#include "layers/comm/watchdog.h"
 #include "layers/gpu/error.h"
 
-// A named stretch of the timeline for Nsight Systems (make profile). It is also a sign of life for the ranks that wait.
+// A named stretch of the timeline for Nsight Systems (make profile). It is also a sign of life for the watchdog.
 struct Range {
-    explicit Range(const char* name) { nvtxRangePushA(name), Job::progress()++; }
+    explicit Range(const char* name) {
+        nvtxRangePushA(name);
+        progress()++;
+    }
     Range(const char* name, int i) : Range(format("%s %d", name, i).c_str()) {}
-    ~Range() { nvtxRangePop(); }
+    ~Range() {
+        nvtxRangePop();
+        progress()++;
+    }
 };

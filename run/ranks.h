@@ -16,14 +16,19 @@
 // Rank r's share is part r of n of every tensor, or of each layer's part of a tensor that is summed by layer. The
 // gradients and the state of a share lie back to back.
 #pragma once
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "data/loader.h"
 #include "layers/comm/comm.h"
-#include "layers/comm/reference_comm.h"
+#include "layers/comm/watchdog.h"
 #include "layers/layers.h"
 #include "run/buffers.h"
 #include "run/range.h"
+#include "run/settings.h"
 #include "run/tensors.h"
 
 inline bool by_layer(const TensorSpec& t, bool overlap) {
@@ -58,13 +63,60 @@ void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, s
 // values go around a ring. A group reads the batches that a single rank would read otherwise.
 // Gradients are summed over all ranks as before.
 //
+// The step at work, for the watchdog's message.
+inline std::atomic<int>& current_step() {
+    static std::atomic<int> step{0};
+    return step;
+}
+
+// --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.
+constexpr double kLongTimeout = 300;
+
 // What a model needs to know about the other ranks. By default it is alone.
 template <class Dev>
 struct Ranks {
-    typename Dev::Comm *comm = nullptr, *sharers = nullptr;  // of all ranks, and of those that share sequences
+    using Comm = typename Dev::Comm;
+    std::shared_ptr<Comm> comm, sharers;  // of all ranks, and of those that share sequences
+    Watchdog* watchdog = nullptr;
     int rank = 0, size = 1;
+    int local_size = 1;  // of this machine
     bool sharded = false, overlap = false;
-    int context = 1;                                     // ranks that share a sequence
+    int context = 1;  // ranks that share a sequence
+
+    // Every rank's value, by rank. All ranks make these calls together.
+    template <class T>
+    std::vector<T> gather(const T& mine) const {
+        std::vector<T> all(size, mine);
+        if (size > 1) comm->host_all_gather(all.data(), sizeof(T));
+        return all;
+    }
+    std::vector<std::string> gather(const std::string& mine) const {
+        const std::vector<size_t> lengths = gather(mine.size());
+        const size_t longest = *std::max_element(lengths.begin(), lengths.end());
+        std::vector<char> all(size * longest);
+        std::copy(mine.begin(), mine.end(), all.begin() + rank * longest);
+        if (size > 1 && longest > 0) comm->host_all_gather(all.data(), longest);
+        std::vector<std::string> texts;
+        for (int r = 0; r < size; r++) texts.emplace_back(all.data() + r * longest, lengths[r]);
+        return texts;
+    }
+    // x ← the sum over the ranks, in their order.
+    void add_up(std::vector<double>& x) const {
+        if (size == 1 || x.empty()) return;
+        std::vector<double> all(size * x.size());
+        std::copy(x.begin(), x.end(), all.begin() + rank * x.size());
+        comm->host_all_gather(all.data(), x.size() * sizeof(double));
+        for (size_t i = 0; i < x.size(); i++) {
+            x[i] = 0;
+            for (int r = 0; r < size; r++) x[i] += all[r * x.size() + i];
+        }
+    }
+    void meet() const { gather(0); }
+    // A rank that makes no progress for so many seconds gives up. 0: nobody waits for progress.
+    void allow(double seconds) const {
+        if (watchdog) watchdog->allow(seconds);
+    }
+
     int groups() const { return size / context; }        // each with sequences of its own
     int group() const { return rank / context; }         // this rank's
     int context_rank() const { return rank % context; }  // within it
@@ -124,6 +176,16 @@ void gather_losses(Model& m) {
     m.ranks.comm->join();
 }
 
+// Every rank's `mine` comes to workspace().ends, behind what the device does now.
+template <class Model>
+void gather_ends(Model& m, const int* mine) {
+    int* const ends = m.workspace().ends;
+    m.dev.upload(ends + m.ranks.rank, mine, sizeof(int));
+    m.ranks.comm->fork();
+    m.ranks.comm->all_gather(ends, 1);
+    m.ranks.comm->join();
+}
+
 // The summed gradients that this rank updates with, and after them a gate of zeros.
 template <class Model>
 typename Model::A* gradients_to_update(Model& m) {
@@ -157,4 +219,54 @@ void gather_parameters(Model& m) {
             for (size_t p = 0; p < r.pieces; p++) m.ranks.comm->all_gather(m.weights().wte + r.piece(p), r.size);
     });
     m.ranks.comm->join();
+}
+
+// Rank 0's parameters, or its whole optimizer's state, come to all ranks.
+template <class Model>
+void send_to_all(Model& m, Arena Model::*arena) {
+    if (m.ranks.size == 1) return;
+    m.ranks.comm->fork();
+    m.ranks.comm->broadcast((m.*arena).base, (m.*arena).bytes);
+    m.ranks.comm->join();
+}
+
+// Moves the shares of the optimizer's state between all ranks and rank 0's host. On rank 0 it calls f(offset, device,
+// bytes) for every piece. `offset` is where it is in the whole state. `device` is in rank 0's own share, or the memory
+// of activations, through which the others' pieces come if `fetch`, or go.
+template <class Model, class F>
+void move_shares(Model& m, bool fetch, F f) {
+    using A = typename Model::A;
+    const auto& ranks = m.ranks;
+    auto& comm = *ranks.comm;
+    const size_t most = m.acts.bytes / sizeof(A), arrays = m.has_master ? 3 : 2;
+    const auto travel = [&](bool sends, int peer, char* x, size_t bytes) {
+        comm.fork();
+        sends ? comm.send(peer, x, bytes) : comm.recv(peer, x, bytes);
+        comm.join();
+    };
+    for (int of = ranks.rank; of < (ranks.rank == 0 ? ranks.size : ranks.rank + 1); of++)
+        for_each_piece(m.share(of), m.num_parameters, ranks.size, arrays, [&](size_t whole, size_t share, size_t n) {
+            for (size_t at = 0; at < n; at += most) {
+                const size_t bytes = std::min(most, n - at) * sizeof(A), offset = (whole + at) * sizeof(A);
+                char* const own = m.adam.base + (share + at) * sizeof(A);
+                if (ranks.rank > 0) {
+                    travel(fetch, 0, own, bytes);
+                } else if (of == 0) {
+                    f(offset, own, bytes);
+                } else {
+                    if (fetch) travel(false, of, m.acts.base, bytes);
+                    f(offset, m.acts.base, bytes);
+                    if (!fetch) travel(true, of, m.acts.base, bytes);
+                }
+            }
+        });
+}
+
+// Rank 0 goes first, because it may have to write the built-in corpus where the others will find it.
+template <class Dev>
+Data find_data(const Options& o, const Ranks<Dev>& ranks) {
+    if (ranks.rank > 0) ranks.meet();
+    const Data data = find_data(o);
+    if (ranks.rank == 0) ranks.meet();
+    return data;
 }

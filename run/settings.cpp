@@ -34,8 +34,8 @@ std::vector<Option> Options::table() {
          "memory for time: keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
         {"--gpus", "", O::Int, &gpus,
-         "train on so many GPUs of this machine, a process each (with --device cpu: so many processes); default: one, "
-         "or as torchrun, srun or mpirun started us",
+         "train on so many GPUs of this machine, a process each; default: one, or as torchrun, srun or mpirun started "
+         "us",
          "0..1024", "several GPUs"},
         {"--zero", "-z", O::Int, &zero,
          "1: divide the optimizer's state and work among the ranks; 0: don't; default: where channels divide", "-1..1"},
@@ -43,6 +43,8 @@ std::vector<Option> Options::table() {
          "1: add up gradients layer by layer beside backward; 0: after it; default: 1 between machines", "-1..1"},
         {"--context-parallel", "", O::Int, &context_parallel,
          "divide each sequence among so many GPUs, for T beyond the memory of one", "1..1024"},
+        {"--timeout", "", O::Int, &timeout, "with several GPUs: seconds without progress after which a rank gives up",
+         "1..86400"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
          "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: 64)", "0..4194304"},
@@ -235,11 +237,9 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s has %s give another -o", o.output_dir.c_str(), what.c_str()));
 }
 
-Data find_data(const Options& o, Job& job) {
+Data find_data(const Options& o) {
     if (!o.train_data.empty()) return {o.train_data, o.val_data};
-    if (job.rank > 0) job.barrier();
     const Corpus corpus = builtin_corpus("data/cache");
-    if (job.rank == 0) job.barrier();
     if (!o.val_data.empty()) return {corpus.train_path, o.val_data};
     return {corpus.train_path, corpus.val_path, corpus.val_nats};
 }

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "layers/comm/job.h"
+#include "layers/comm/meet.h"
 #include "layers/gpu/types.h"
 #include "run/options.h"
 
@@ -23,7 +23,7 @@ struct Options {
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;
-    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1;
+    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1, timeout = 60;
     int generate = 0, samples = 1, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
@@ -58,5 +58,4 @@ struct Data {
     std::string train, val;
     double floor = NAN;  // nats per token of the validation data
 };
-// Rank 0 goes first, because it may have to write the built-in corpus where the others will find it.
-Data find_data(const Options& o, Job& job);
+Data find_data(const Options& o);

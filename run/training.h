@@ -27,9 +27,6 @@
 #include "run/settings.h"
 #include "run/verify.h"
 
-// A rank without progress for this long counts as hung: in an ordinary step, and in one whose length is not known yet.
-constexpr double kStallSeconds = 45, kLongStallSeconds = 300;
-
 // The model's FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not
 // known.
 inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, double peak) {
@@ -43,12 +40,11 @@ class Run {
     using X = typename Model::X;
     using A = typename Model::A;
 
-    Run(const Options& o, Model& model, const Data& data, Job& job)
+    Run(const Options& o, Model& model, const Data& data)
         : model(model),
           o(o),
           dev(model.dev),
           data(data),
-          job(job),
           tokenizer(o.tokenizer),
           train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
         const auto& c = model.config;
@@ -57,11 +53,11 @@ class Run {
                 format("%s: too little data: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
                        data.train.c_str(), train.windows(), o.T, o.B));
         if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
-        if (o.sample_every && job.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
+        if (o.sample_every && ranks.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
         if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
-        host = static_cast<int*>(dev.alloc_host(2 * ints * sizeof(int)));
-        now_at = host, next = host + ints;
+        host = static_cast<int*>(dev.alloc_host((2 * ints + 1) * sizeof(int)));
+        now_at = host, next = host + ints, ends = host + 2 * ints;
         const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
         if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
         identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
@@ -92,16 +88,16 @@ class Run {
         Options settings = o, defaults;
         defaults.zero = o.zero, defaults.overlap = o.overlap;  // which the line of ranks has in words
         std::string attention = "plain loops", memory;
-        if constexpr (!std::is_same_v<Dev, Cpu>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
+        if constexpr (std::is_base_of_v<Cuda, Dev>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
         for (const Arena* a : model.arenas())
             if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
         std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                     dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "", attention.c_str());
-        if (job.size > 1)
+        if (ranks.size > 1)
             std::printf(
-                "ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n", job.size,
-                job.local_size, model.ranks.sharded ? "divided among them" : "on each",
+                "ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n", ranks.size,
+                ranks.local_size, ranks.sharded ? "divided among them" : "on each",
                 model.ranks.overlap ? "beside" : "after",
                 model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
         std::printf(
@@ -114,19 +110,27 @@ class Run {
 
     // All ranks must have the same run, data and parameters.
     void agree() {
-        if (job.size == 1) return;
+        if (ranks.size == 1) return;
         std::vector<char> params(model.params.bytes);
         dev.download(params.data(), model.params.base, params.size());
         Fields fields = identity.fields;
         fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
         fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
-        job.agree(fields);
+        for (const auto& [name, value] : fields) {
+            const std::vector<std::string> all = ranks.gather(value);
+            for (int r = 1; r < ranks.size; r++)
+                if (all[r] != all[0])
+                    throw Error(
+                        format("the ranks must have the same data and parameters: %s: rank %d has \"%s\", rank 0 "
+                               "has \"%s\"",
+                               name.c_str(), r, all[r].c_str(), all[0].c_str()));
+        }
     }
 
     // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write
     // again.
     void open_log() {
-        if (o.output_dir.empty() || job.rank > 0) return;
+        if (o.output_dir.empty() || ranks.rank > 0) return;
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
         const std::string path = o.output_dir + "/log.jsonl";
         if (step > 0) Log::truncate_after(path, step);
@@ -138,7 +142,7 @@ class Run {
         row.add("tokens_per_step", o.tokens_per_step)
             .add("steps", o.max_steps)
             .add("seed", o.seed)
-            .add("gpus", job.size);
+            .add("gpus", ranks.size);
         row.add("context_parallel", model.ranks.context).add("settings", options_settings(settings.table()));
         log->write(row.add("floor_nats", data.floor));
     }
@@ -152,8 +156,8 @@ class Run {
         if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
         if (!prepared) prepare(now_at);
         prepared = true;
-        const bool usual = step > first_step + 1;  // the first steps make plans and connections
-        job.expect_progress(usual ? std::max(kStallSeconds, 5 * pace.step) : kLongStallSeconds);
+        current_step() = step + 1;
+        ranks.allow(step > first_step ? o.timeout : std::max<double>(o.timeout, kLongTimeout));
         return now_at;
     }
     AdamW hyper() const {
@@ -165,23 +169,18 @@ class Run {
     void prepare_next() {
         if (!o.overfit) position = train.state();
         if (another()) keep_error_of([&] { prepare(next); });
-        struct Ends {
-            int signal, failed;
-        };
-        if (job.size == 1) return;
-        for (const Ends& e : job.all_gather(Ends{int(g_signal), late_error != nullptr})) {
-            signal = std::max(signal, e.signal);
-            others_failed |= e.failed != 0;
-        }
+        if (ranks.size == 1) return;
+        *ends = int(g_signal) | (late_error ? kFailed : 0);
+        gather_ends(model, ends);
     }
     // Reads the loss and the gradients' norm, prints and logs them. Throws if one is not finite.
     void finish_step() {
         std::vector<A> stats(model.num_losses() + 1);
         dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
-        job.expect_progress(kLongStallSeconds);
+        if (ranks.size > 1) hear_ends();
         loss = 0;  // in the order of the data, whichever rank had it
         for (int i = 0; i < model.micro_steps; i++)
-            for (int r = 0; r < job.size; r++) loss += stats[r * model.micro_steps + i];
+            for (int r = 0; r < ranks.size; r++) loss += stats[r * model.micro_steps + i];
         loss /= model.num_losses();
         const double norm = stats.back();
         if (!std::isfinite(loss) || !std::isfinite(norm))
@@ -191,7 +190,7 @@ class Run {
                 step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
         if (another()) std::swap(now_at, next);
         const double lr = o.learning_rate(step), ms = 1e3 * (now() - began), tok_s = o.tokens_per_step / ms * 1e3;
-        const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, job.size, peak);
+        const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, ranks.size, peak);
         step++;
         pace.add_step(ms / 1e3);
         if (!terminal || began - shown >= 0.25) {
@@ -211,9 +210,9 @@ class Run {
 
     bool goes_on() const { return step < o.max_steps && !interrupted() && !failed(); }
     bool due(int every) const { return every > 0 && (step % every == 0 || step == o.max_steps); }
-    int interrupted() const { return job.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
+    int interrupted() const { return ranks.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
     // An error of the data or the log, on any rank. The run ends with a checkpoint, and the rank that has it throws it.
-    bool failed() const { return job.size == 1 ? late_error != nullptr : others_failed; }
+    bool failed() const { return ranks.size == 1 ? late_error != nullptr : others_failed; }
     void rethrow() const {
         if (late_error) std::rethrow_exception(late_error);
     }
@@ -223,13 +222,13 @@ class Run {
         const double start = now();
         if (val)
             keep_error_of([&] {
-                val_loss = ::validate(model, *val, o.val_batches, job).loss;
+                val_loss = ::validate(model, *val, o.val_batches).loss;
                 const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
                 std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
                 log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
             });
         if (!choices.empty()) {
-            const int correct = count_correct(ending_losses(model, choices, job), choices);
+            const int correct = count_correct(ending_losses(model, choices), choices);
             std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
                         100.0 * correct / choices.size());
             Row row("hellaswag");
@@ -241,7 +240,7 @@ class Run {
 
     // Writes a text, on rank 0. The others wait at the next step.
     void sample() {
-        if (step == 0 || job.rank > 0) return;
+        if (step == 0 || ranks.rank > 0) return;
         Range range("sample");
         const double start = now();
         const Sampling sampling = {o.temperature, o.top_k};
@@ -255,16 +254,16 @@ class Run {
     // A checkpoint of this step, which a thread writes. Training waits only for the snapshot, and for the checkpoint
     // before if it is still being written.
     void save() {
-        if (job.rank == 0) check_lock(o);
+        if (ranks.rank == 0) check_lock(o);
         Range range("checkpoint");
         const double start = now();
         await_checkpoint();
         check_parameters(model, format("step %d: no checkpoint is written", step),
                          "last good checkpoint: " + last_good() + "; a lower -l may help");
         last_checkpoint = step;
-        if (job.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
-        if (job.rank == 0 || model.ranks.sharded) move_optimizer(snapshot, true);
-        if (job.rank > 0) return;  // the others wait at the next step
+        if (ranks.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
+        if (ranks.rank == 0 || ranks.sharded) fetch_optimizer();
+        if (ranks.rank > 0) return;  // the others wait at the next step
         identity.recipe = o.recipe();
         pace.save = now() - start;
         written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
@@ -277,7 +276,7 @@ class Run {
             await_checkpoint();
             keep_error_of([&] { log->retry(); });
         } catch (const Error& e) {
-            if (!failed() || job.size > 1) throw;
+            if (!failed() || ranks.size > 1) throw;
             std::fprintf(stderr, "%s\n", e.what());
         }
     }
@@ -306,18 +305,15 @@ class Run {
     // From this step's or the newest, false if there is none. Rank 0 reads and sends, because the directory need not
     // exist on other machines.
     bool restore(int from = -1) {
-        int newest = from >= 0 || job.rank > 0 ? from : checkpoint_to_resume(o.output_dir);
-        job.broadcast(&newest, sizeof newest);
+        const int newest = ranks.gather(from >= 0 || ranks.rank > 0 ? from : checkpoint_to_resume(o.output_dir))[0];
         if (newest < 0) return false;
-        std::vector<char> received(job.rank ? std::max(model.params.bytes, model.adam.bytes) : 0);
-        char* const host = job.rank ? received.data() : snapshot;
         Counters counters{};
-        if (job.rank == 0) read_checkpoint(newest, counters);
-        job.broadcast(&counters, sizeof counters);
-        job.broadcast(host, model.params.bytes);
-        dev.upload(model.params.base, host, model.params.bytes);
+        if (ranks.rank == 0) read_checkpoint(newest, counters);
+        counters = ranks.gather(counters)[0];
+        if (ranks.rank == 0) dev.upload(model.params.base, snapshot, model.params.bytes);
+        send_to_all(model, &Model::params);
+        spread_optimizer();
         dev.sync();
-        move_optimizer(host, false);
         check_parameters(model, model_path(o.output_dir, newest),
                          "remove it and its state to resume from the one before");
         train.restore(position = counters.train);
@@ -329,12 +325,12 @@ class Run {
     template <class Step>
     void verify(Step train_step) {
         int next = o.verify + 1;
-        const int newest = job.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
+        const int newest = ranks.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
         while (next <= newest && access(state_path(o.output_dir, next).c_str(), F_OK)) next++;
-        if (next > newest && job.rank == 0)
+        if (next > newest && ranks.rank == 0)
             throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
                                o.verify, o.output_dir.c_str()));
-        job.broadcast(&next, sizeof next);
+        next = ranks.gather(next)[0];
         restore(next);
         const Snapshot kept(model);
         restore(o.verify);
@@ -342,13 +338,13 @@ class Run {
             train_step(*this);
             rethrow();
         }
-        const std::vector<std::string> found = job.all_gather(differences(model, kept, Snapshot(model)));
-        for (int r = 0; r < job.size; r++)
+        const std::vector<std::string> found = ranks.gather(differences(model, kept, Snapshot(model)));
+        for (int r = 0; r < ranks.size; r++)
             if (!found[r].empty())
                 throw Corruption(format(
                     "steps %d to %d computed again end otherwise%s, in %s; a GPU erred, unless the program, GPU model, "
                     "number of GPUs, driver or libraries were others then",
-                    o.verify + 1, next, job.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
+                    o.verify + 1, next, ranks.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
         std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
     }
 
@@ -360,7 +356,7 @@ class Run {
   private:
     const Dev& dev;
     const Data data;
-    Job& job;
+    const Ranks<Dev>& ranks = model.ranks;
     const Tokenizer tokenizer;
     std::vector<int> prompt;  // of samples
     Loader train;
@@ -384,6 +380,16 @@ class Run {
     LoaderState position{};
     std::exception_ptr late_error;  // the first one of this rank that does not spoil the step
     bool others_failed = false;
+    int* ends = nullptr;  // pinned: the signal that this rank got, and whether it failed
+    static constexpr int kFailed = 256;
+    void hear_ends() {
+        std::vector<int> all(ranks.size);
+        dev.download(all.data(), model.workspace().ends, all.size() * sizeof(int));
+        for (const int e : all) {
+            signal = std::max(signal, e % kFailed);
+            others_failed |= e >= kFailed;
+        }
+    }
     bool another() const { return !o.overfit && step + 1 < o.max_steps; }
     template <class F>
     void keep_error_of(F body) {
@@ -402,9 +408,9 @@ class Run {
     }
     std::string first_nonfinite() {
         await_checkpoint();  // so that the last good one is whole
-        const std::vector<std::string> found = job.all_gather(::first_nonfinite(model));
-        for (int r = 0; r < job.size; r++)
-            if (job.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
+        const std::vector<std::string> found = ranks.gather(::first_nonfinite(model));
+        for (int r = 0; r < ranks.size; r++)
+            if (ranks.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
         return found[0];
     }
     std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
@@ -419,10 +425,10 @@ class Run {
     bool saved() const { return last_checkpoint == step; }
     // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
     void await_checkpoint() {
-        job.expect_progress(0);  // a disk may take its time
+        ranks.allow(0);  // a disk may take its time
         if (written.valid()) written.get();
-        job.barrier();
-        job.expect_progress(kLongStallSeconds);
+        ranks.meet();
+        ranks.allow(std::max<double>(o.timeout, kLongTimeout));
     }
 
     // The parts of a checkpoint beside the model, for reading and for writing.
@@ -437,33 +443,21 @@ class Run {
 
     // Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single
     // rank would have it, which is m, v and master, each in the order of the parameters. So a checkpoint's contents do
-    // not depend on the number of ranks. `host` is the snapshot, or on another rank any memory for its own state.
-    void move_optimizer(char* host, bool to_host) {
-        const auto copy = [&](char* host, size_t at, size_t bytes) {
-            char* const device = model.adam.base + at;
-            to_host ? dev.download(host, device, bytes) : dev.upload(device, host, bytes);
+    // not depend on the number of ranks.
+    char* state() const { return snapshot + model.params.bytes; }
+    void fetch_optimizer() {
+        const auto fetch = [&](size_t offset, char* device, size_t bytes) {
+            dev.download(state() + offset, device, bytes);
         };
-        if (job.rank == 0) host += model.params.bytes;
-        if (job.rank == 0 && model.ranks.sharded) {  // a share is sent in one piece, and its pieces follow each other
-            for (int r = 0; r < job.size; r++)
-                for_each_piece(model.share(r), model.num_parameters, job.size, model.has_master ? 3 : 2,
-                               [&](size_t whole, size_t share, size_t n) {
-                                   char* const at = host + whole * sizeof(A);
-                                   if (r == 0)
-                                       copy(at, share * sizeof(A), n * sizeof(A));
-                                   else
-                                       job.exchange({{r, !to_host, at, n * sizeof(A)}});
-                               });
-        } else {
-            const Transfer share = {0, to_host, host, model.adam.bytes};
-            if (to_host) copy(host, 0, share.bytes);
-            if (model.ranks.sharded)
-                job.exchange({share});
-            else if (!to_host)
-                job.broadcast(host, share.bytes);
-            if (!to_host) copy(host, 0, share.bytes);
-        }
-        dev.sync();
+        ranks.sharded ? move_shares(model, true, fetch) : fetch(0, model.adam.base, model.adam.bytes);
+    }
+    void spread_optimizer() {
+        const auto spread = [&](size_t offset, char* device, size_t bytes) {
+            dev.upload(device, state() + offset, bytes);
+        };
+        if (ranks.sharded) return move_shares(model, false, spread);
+        if (ranks.rank == 0) spread(0, model.adam.base, model.adam.bytes);
+        send_to_all(model, &Model::adam);
     }
 
     // Runs beside training, and reads nothing that changes until await_checkpoint() returns.

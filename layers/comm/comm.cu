@@ -1,18 +1,20 @@
-// Collectives over NCCL. Without it (the Makefile finds no nccl.h) there is only a constructor that says so.
+// Collectives over NCCL. If the Makefile finds no nccl.h, every call of it is an Error that says so.
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
 // still queue. One event orders it after the compute stream, and another orders the compute stream after it. Both
 // become edges when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator,
 // because ncclCommDestroy waits for it.
 //
-// A collective whose other ranks are gone never ends. NCCL notices some failures by itself, so the job's watching
-// thread asks for its asynchronous error every second. Whatever the reason, the process then leaves by _exit, which
-// ends its kernels. ncclCommAbort is for the destructor that runs while an Error unwinds.
+// A collective whose other ranks are gone never ends. NCCL notices some failures by itself, so the watchdog asks for
+// its asynchronous error. Whatever the reason, the process then leaves by _exit, which ends its kernels. ncclCommAbort
+// is for the destructor that runs while an Error unwinds.
+#include <algorithm>
+#include <exception>
+
 #include "layers/comm/comm.h"
 
 #ifdef HAVE_NCCL
 #include <nccl.h>
-
 static void nccl_check(ncclResult_t status, const char* file, int line, const char* what) {
     if (status == ncclSuccess) return;
     const char* more = ncclGetLastError(nullptr);
@@ -20,17 +22,41 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
                        what, more ? more : ""));
 }
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
+#else
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define NCCL_CHECK(call)                                                                                  \
+    throw Error(                                                                                          \
+        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say " \
+        "where it is with make NCCL_HOME=…, and build again")
+namespace {
+struct ncclUniqueId {
+    char internal[128];
+};
+}  // namespace
+#endif
 
-NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
-    ncclUniqueId id = {};  // random, so that no other job's ranks can know it
-    if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
-    job.broadcast(&id, sizeof id);
-    NCCL_CHECK(ncclCommInitRank(&comm_, size, id, rank));
+static constexpr size_t kStageBytes = 64 << 10;
+
+std::string NcclComm::version() {
+    int version = 0;
+    NCCL_CHECK(ncclGetVersion(&version));
+    return std::to_string(version);
+}
+
+std::string NcclComm::new_id() {
+    ncclUniqueId id = {};
+    NCCL_CHECK(ncclGetUniqueId(&id));
+    return std::string(id.internal, sizeof id.internal);
+}
+
+NcclComm::NcclComm(const Cuda& dev, int rank, int size, const std::string& id) : rank(rank), size(size), dev_(dev) {
+    ncclUniqueId nccl_id = {};
+    id.copy(nccl_id.internal, sizeof nccl_id.internal);
+    NCCL_CHECK(ncclCommInitRank(&comm_, size, nccl_id, rank));
     begin();
 }
 
-NcclComm::NcclComm(NcclComm& all, int first, int count)
-    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_) {
+NcclComm::NcclComm(NcclComm& all, int first, int count) : rank(all.rank - first), size(count), dev_(all.dev_) {
     NCCL_CHECK(ncclCommSplit(all.comm_, first, rank, &comm_, nullptr));
     begin();
 }
@@ -41,25 +67,32 @@ void NcclComm::begin() {
     CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
     CUDA_CHECK(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
-    job_.also_watch([this] { return asynchronous_error(); });
+    stage_ = static_cast<char*>(dev_.alloc(kStageBytes));
 }
 
-std::string NcclComm::asynchronous_error() const {
+std::string NcclComm::error() const {
+#ifdef HAVE_NCCL
     ncclResult_t error = ncclSuccess;
-    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);  // any thread may ask
+    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);
     if (asked != ncclSuccess) error = asked;
-    if (error == ncclSuccess || error == ncclInProgress) return "";
-    const char* more = ncclGetLastError(comm_);
-    return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
+    if (error != ncclSuccess && error != ncclInProgress) {
+        const char* more = ncclGetLastError(comm_);
+        return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
+    }
+#endif
+    return "";
 }
 
 // Statuses are dropped, because a destructor cannot throw.
 NcclComm::~NcclComm() {
-    job_.also_watch(nullptr);
-    if (std::uncaught_exceptions() > 0)
+#ifdef HAVE_NCCL
+    if (std::uncaught_exceptions() > 0) {
         ncclCommAbort(comm_);
-    else
-        ncclCommDestroy(comm_);
+        return;  // what follows might wait for the kernels of another communicator, which never end
+    }
+    ncclCommDestroy(comm_);
+#endif
+    dev_.free(stage_);
     cudaEventDestroy(ready_);
     cudaEventDestroy(done_);
     cudaStreamDestroy(stream_);
@@ -96,34 +129,32 @@ void NcclComm::reduce_scatter(float* out, const float* x, size_t n) {
     NCCL_CHECK(ncclReduceScatter(x, out, n, ncclFloat, ncclSum, comm_, stream_));
 }
 
-void NcclComm::all_gather_bytes(char* x, size_t bytes) {
-    NCCL_CHECK(ncclAllGather(x + rank * bytes, x, bytes, ncclChar, comm_, stream_));
+void NcclComm::all_gather_bytes(void* x, size_t bytes) {
+    NCCL_CHECK(ncclAllGather(static_cast<char*>(x) + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
 
-void NcclComm::send_recv_bytes(int to, const void* send, size_t bytes_out, int from, void* recv, size_t bytes_in) {
-    group([&] {
-        NCCL_CHECK(ncclSend(send, bytes_out, ncclChar, to, comm_, stream_));
-        NCCL_CHECK(ncclRecv(recv, bytes_in, ncclChar, from, comm_, stream_));
-    });
+void NcclComm::broadcast(void* x, size_t bytes) {
+    NCCL_CHECK(ncclBroadcast(x, x, bytes, ncclChar, 0, comm_, stream_));
 }
 
-#else
-
-NcclComm::NcclComm(const Cuda& dev, Job& job) : rank(job.rank), size(job.size), dev_(dev), job_(job) {
-    throw Error(
-        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say where it is "
-        "with make NCCL_HOME=…, and build again");
+void NcclComm::send(int to, const void* x, size_t bytes) {
+    NCCL_CHECK(ncclSend(x, bytes, ncclChar, to, comm_, stream_));
 }
-NcclComm::NcclComm(NcclComm& all, int first, int count)
-    : rank(all.rank - first), size(count), dev_(all.dev_), job_(all.job_) {}
-NcclComm::~NcclComm() = default;
-void NcclComm::fork() {}
-void NcclComm::join() {}
-void NcclComm::head_start() {}
-void NcclComm::group(const std::function<void()>&) {}
-void NcclComm::all_reduce(float*, size_t) {}
-void NcclComm::reduce_scatter(float*, const float*, size_t) {}
-void NcclComm::all_gather_bytes(char*, size_t) {}
-void NcclComm::send_recv_bytes(int, const void*, size_t, int, void*, size_t) {}
 
-#endif
+void NcclComm::recv(int from, void* x, size_t bytes) {
+    NCCL_CHECK(ncclRecv(x, bytes, ncclChar, from, comm_, stream_));
+}
+
+// Only this stream uses the stage, so the compute stream need not wait. What was called before it is done first.
+void NcclComm::host_all_gather(void* all, size_t bytes) {
+    char* const host = static_cast<char*>(all);
+    const size_t most = kStageBytes / size;
+    for (size_t at = 0; at < bytes; at += most) {
+        const size_t n = std::min(most, bytes - at);
+        CUDA_CHECK(cudaMemcpyAsync(stage_ + rank * n, host + rank * bytes + at, n, cudaMemcpyHostToDevice, stream_));
+        all_gather_bytes(stage_, n);
+        CUDA_CHECK(cudaMemcpy2DAsync(host + at, bytes, stage_, n, n, size, cudaMemcpyDeviceToHost, stream_));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(stream_));
+}
+

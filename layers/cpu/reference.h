@@ -9,6 +9,7 @@
 #pragma once
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
@@ -16,10 +17,32 @@
 #include "attention/ring/pieces.h"
 #include "layers/gpu/error.h"
 
-class CpuComm;  // layers/comm/reference_comm.h
-
 struct Cpu {
-    using Comm = CpuComm;
+    // A single rank's. The program has several only on GPUs, and tests as threads (dev/thread_comm.h).
+    struct Comm {
+        static constexpr int rank = 0, size = 1;
+        template <class... A>
+        explicit Comm(const A&...) {}
+        void fork() {}
+        void join() {}
+        void head_start() {}
+        void group(const std::function<void()>& calls) { calls(); }
+        template <class A>
+        void all_reduce(A*, size_t) {}
+        template <class A>
+        void reduce_scatter(A* out, const A* x, size_t n) {
+            std::memcpy(out, x, n * sizeof(A));
+        }
+        template <class X>
+        void all_gather(X*, size_t) {}
+        void broadcast(void*, size_t) {}
+        void send(int, const void*, size_t) {}
+        void recv(int, void*, size_t) {}
+        template <class X>
+        void send_recv(int, const X*, size_t, int, X*, size_t) {}
+        void host_all_gather(void*, size_t) {}
+        std::string error() const { return ""; }
+    };
     struct Graph {  // has CudaGraph's interface and just runs the work
         template <class Work>
         void run(const Cpu&, Work work) {
