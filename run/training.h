@@ -305,6 +305,7 @@ class Run {
     // From this step's or the newest, false if there is none. Rank 0 reads and sends, because the directory need not
     // exist on other machines.
     bool restore(int from = -1) {
+        ranks.allow(0);  // a disk may take its time
         const int newest = ranks.gather(from >= 0 || ranks.rank > 0 ? from : checkpoint_to_resume(o.output_dir))[0];
         if (newest < 0) return false;
         Counters counters{};
@@ -318,6 +319,7 @@ class Run {
                          "remove it and its state to resume from the one before");
         train.restore(position = counters.train);
         last_checkpoint = step = first_step = newest;
+        ranks.allow(std::max<double>(o.timeout, kLongTimeout));
         return true;
     }
 
