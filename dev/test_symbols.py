@@ -25,7 +25,7 @@ ROOMS = {
     "attention/ring": ("layers/gpu", "attention"),
     "layers/cpu": ("layers/gpu", "attention", "attention/ring"),
     "layers/comm": ("layers/gpu", "layers/cpu"),
-    "run": ("layers/gpu", "data", "attention", "layers", "layers/comm"),
+    "run": ("layers/gpu", "data", "attention", "attention/ring", "layers", "layers/comm"),
     ".": ("layers/comm", "layers", "attention", "attention/ring", "run"),
 }
 
@@ -65,7 +65,7 @@ def test_symbols_of_objects_are_declared_in_headers():
         command = ["nm", "-C", "--defined-only", "--extern-only", path]
         for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
             name = name_of(line.split(maxsplit=2)[2])
-            if re.search(r"\bunnamed::|^std::|^(_|DW|vtable|typeinfo)", name):  # the last ones are the compiler's
+            if re.search(r"\bunnamed::|^std::|^(_|DW|vtable|typeinfo)|nvtx", name, re.I):  # the compiler's, the toolkit's
                 continue
             found += 1
             if name.split("::")[0] not in known:  # of a member, its class
