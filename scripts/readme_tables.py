@@ -14,7 +14,6 @@ import re
 import textwrap
 from operator import itemgetter
 
-from exercises import EXERCISES
 from plot_results import PLOTS
 from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
                      read_rows, shared, values)
@@ -336,22 +335,6 @@ def default_run(rows):
     return "\n\n".join(parts)
 
 
-def exercises(rows):
-    """The answers: what the bench said before and after a change."""
-    lines = []
-    for number, (name, _, kernel, *_, because) in enumerate(EXERCISES, 1):
-        found = [r for r in rows if r["kernel"] == kernel and name in r["what"]]
-        if not found:
-            continue
-        before, after = found[-1]["before"], found[-1]["after"]
-        cells = [f"{before[at]} → {after[at]}" if at in after else "–" for at in ("fwd", "bwd")]
-        if len(after) == 1:
-            cells[0] = f"error {before['error']:g} → {after['error']:g}"
-        lines.append([f"{number}, {kernel}", *cells, because])
-    title = "TFLOP/s at (B, T) = (4, 4096), 12 heads of 64, causal, before and after the change, naive in bf16"
-    return table(title, rows, ["exercise", "forward", "backward", "why"], lines)
-
-
 RUNGS = {
     "naive": ("fp32", "the formula, by cuBLAS"),
     "flash_simple": ("fp32", "S and P stay on the SM"),
@@ -378,7 +361,6 @@ TABLES = {
     "accumulation speed": (accumulation_speed, "accumulation", {}, "study"),
     "accumulation errors": (accumulation_errors, "accumulation", {}, "study"),
     "ring errors": (ring_errors, "ring", {"study": "ring"}, "ring"),
-    "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"], "form": "ring"}, "ring"),
 }
 
@@ -410,8 +392,7 @@ def make(name, document, root):
         number = ["*{}* {:.0f} TFLOP/s, {:.0%} of GEMM".format(word, *r) +
                   (f", {r[2]:.0%} of the best library's." if r[2] else ".")
                   for word, r in rates if r and (word == "Backward" or "backward" not in path.stem)]
-        asked = [f"*Try it, {at}.* {exercise[6]}" for at, exercise in enumerate(EXERCISES, 1) if exercise[1] == path.name]
-        below = paragraph(" ".join([*number, *asked]))
+        below = paragraph(" ".join(number))
         return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
     else:
         known = [*TABLES, *(f"plot {plot.replace('_', ' ')}" for plot in PLOTS)]

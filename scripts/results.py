@@ -20,7 +20,7 @@ from stdout import guard_stdout  # noqa: E402
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
-        "ranks", "tokens_per_gpu", "step", "warp", "ids"]
+        "ranks", "tokens_per_gpu", "step", "ids"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
 VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
