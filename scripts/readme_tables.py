@@ -1,25 +1,22 @@
 #!/usr/bin/env python3
 """Writes the tables and plots of every README from dev/results, and what it quotes of kernels, between markers:
 
-    <!-- table: attention bf16 --> … <!-- end -->        also: see TABLES
+    <!-- table: attention bf16 --> … <!-- end -->            see TABLES
+    <!-- table: plot ring --> … <!-- end -->                 see PLOTS in plot_results.py
     <!-- table: quote flash_simple.cu --> … <!-- end -->     attention/'s file, from // [quote] to // [end]
 
-    python3 scripts/readme_tables.py            rewrites both
+    python3 scripts/readme_tables.py            rewrites them
     python3 scripts/readme_tables.py --check    exit code 1 if they are not what it would write
 """
-import argparse
 import os
-import pathlib
 import re
 import textwrap
 from operator import itemgetter
 
 from plot_results import PLOTS
-from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
+from results import (RESULTS, ROOT, TENSORS, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
                      read_rows, shared, values)
 
-STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
-                "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
 SHAPE = ["HS", "NH", "T", "B", "pass"]
 TRAIN = ["model", "dtype", "B", "T"]
@@ -162,41 +159,6 @@ def accuracy(rows):
         case.sort(key=lambda r: order.index(r["kernel"]))
         text += "\n\n" + crossed(title, case, ["kernel"], "tensor", TENSORS, "{max_error:.1e}, {snr_db:.0f}".format_map)
     return text
-
-
-def accumulation_speed(rows):
-    rows = sorted((r for r in rows if "ms" in r), key=lambda r: r["variant"] == "trainer")
-    vehicle_of = {**{vehicle: vehicle for vehicle in VEHICLES}, **{kernel: v for v, kernel in VEHICLES.items()}}
-    for r in rows:
-        r["place"] = f"{vehicle_of[r['kernel']]} {r['B']}, {r['T']}"
-    places = [f"{vehicle} {B}, {T}" for vehicle in VEHICLES for T, B in sorted({values(r, ["T", "B"]) for r in rows})]
-    title = f"""Forward by variant, causal, {shared(rows, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist
-        for fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}"""
-    return crossed(title, rows, ["dtype", "variant"], "place", places, lambda r: compared(
-        r, rows, ["T", "B"], "tflops", "{:.0f}".format))
-
-
-def accumulation_errors(rows):
-    """Of one vehicle: the last that ran. N(0,1) by T, other inputs at the longest T."""
-    def cell(r):
-        if r["not_finite"]:
-            percent = 100 * r["not_finite"] / r["elements"]
-            return f"{percent:.0f} % ∞" if percent >= 1 else f"{r['not_finite']} ∞"
-        ratio = r["ratio_l2"]
-        return f"{r['relative_l2']:.1e}" + (f" ({ratio:.{2 if ratio < 1 else 1}f}×)" if ratio else "")
-    rows = [r for r in rows if "input" in r]
-    if not rows:
-        return None
-    vehicle = [v for v in VEHICLES if matching(rows, kernel=v)][-1]
-    rows = matching(rows, kernel=vehicle)
-    for r in rows:
-        r["data"] = f"{STUDY_INPUTS[r['input']]}, T {r['T']}"
-    lengths = sorted({r["T"] for r in rows})
-    columns = dict.fromkeys(f"{name}, T {T}" for name in STUDY_INPUTS.values()
-                            for T in (lengths if name == "N(0,1)" else lengths[-1:]))
-    title = f"""L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite),
-        {vehicle}, {shared(rows, ['NH', 'HS'])[0]}"""
-    return crossed(title, rows, ["dtype", "variant"], "data", columns, cell)
 
 
 def train(rows):
@@ -358,56 +320,60 @@ TABLES = {
     "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),
     "default run": (default_run, "default_run", {}, "default"),
-    "accumulation speed": (accumulation_speed, "accumulation", {}, "study"),
-    "accumulation errors": (accumulation_errors, "accumulation", {}, "study"),
     "ring errors": (ring_errors, "ring", {"study": "ring"}, "ring"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"], "form": "ring"}, "ring"),
 }
 
 
-def make(name, document, root):
-    """The table's text or the plot, one for each GPU that was measured."""
-    results, plot = root / "dev" / "results", name.removeprefix("plot ").replace(" ", "_")
-    if name in TABLES:
-        text_of, bench, query, part = TABLES[name]
-        found = [read_rows(path, **query) for path in sorted(results.glob(f"*/{bench}.jsonl"))]
-        texts = [text_of(rows) for rows in found if rows]
-        here = os.path.relpath(root / "attention", document.parent)
-        if name == "ladder" and here != ".":
-            texts = [text.replace("](", f"]({here}/") for text in texts]
-    elif name.startswith("plot ") and plot in PLOTS:
-        *_, part, about = PLOTS[plot]
-        paths = sorted(results.glob(f"*/{plot}.svg"))
-        texts = [textwrap.fill(f"![{about}]({os.path.relpath(path, document.parent)})", 120, break_on_hyphens=False)
-                 for path in paths]
-    elif name.startswith("quote "):
-        path = root / "attention" / name.removeprefix("quote ")
-        found = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text() if path.exists() else "",
-                          flags=re.S | re.M)
-        if not found:
-            fail(f"{path.relative_to(root)}: no lines between // [quote] and // [end]")
-        rows = [row for file in results.glob("*/attention.jsonl") for row in read_rows(file, ["dtype"], causal=True)]
-        rung = {"fp16_pairs": "flash_fp16x3"}.get(path.stem, path.stem.removesuffix("_backward"))
-        rates = zip(("Forward", "Backward"), rates_of(rung, rows) if rung in RUNGS else ())
-        number = ["*{}* {:.0f} TFLOP/s, {:.0%} of GEMM".format(word, *r) +
-                  (f", {r[2]:.0%} of the best library's." if r[2] else ".")
-                  for word, r in rates if r and (word == "Backward" or "backward" not in path.stem)]
-        below = paragraph(" ".join(number))
-        return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
-    else:
-        known = [*TABLES, *(f"plot {plot.replace('_', ' ')}" for plot in PLOTS)]
-        fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
-    return "\n\n".join(filter(None, texts)) or f"Not measured yet: `scripts/measure.sh {part}`"
+def quote(file):
+    """Lines of attention/'s file, and how fast its kernel is."""
+    path = ROOT / "attention" / file
+    lines = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text(), flags=re.S | re.M)
+    if not lines:
+        fail(f"attention/{file}: no lines between // [quote] and // [end]")
+    text = f"```cpp\n{textwrap.dedent(lines[1])}```"
+    rung = {"fp16_pairs": "flash_fp16x3"}.get(path.stem, path.stem.removesuffix("_backward"))
+    rows = read_rows(max(RESULTS.glob("*/attention.jsonl")), ["dtype"], causal=True)  # of one GPU
+    shown = []
+    for word, rates in zip(("Forward", "Backward"), rates_of(rung, rows)):
+        if rates and (word == "Backward" or "backward" not in path.stem):
+            best = f", {rates[2]:.0%} of the best library's" if rates[2] else ""
+            shown.append(f"*{word}* {rates[0]:.0f} TFLOP/s, {rates[1]:.0%} of GEMM{best}.")
+    return text + "\n\n" + paragraph(" ".join(shown))
+
+
+def table_of(name, folder):
+    """The table's text, one for each GPU that was measured."""
+    if name not in TABLES:
+        fail(f'no table "{name}"; there are {", ".join(TABLES)}')
+    text_of, bench, query, part = TABLES[name]
+    found = [read_rows(path, **query) for path in sorted(RESULTS.glob(f"*/{bench}.jsonl"))]
+    text = "\n\n".join(filter(None, (text_of(rows) for rows in found if rows)))
+    if name == "ladder" and folder != ROOT / "attention":  # it links attention/'s files
+        text = text.replace("](", f"]({os.path.relpath(ROOT / 'attention', folder)}/")
+    return text or f"Not measured yet: `scripts/measure.sh {part}`"
+
+
+def between(name, folder):
+    """What stands between the markers of this name in a document of this folder."""
+    kind, _, what = name.partition(" ")
+    plot = what.replace(" ", "_")
+    if kind == "quote":
+        return quote(what)
+    if kind == "plot" and plot in PLOTS:
+        return "\n\n".join(
+            textwrap.fill(f"![{PLOTS[plot][-1]}]({os.path.relpath(path, folder)})", 120, break_on_hyphens=False)
+            for path in sorted(RESULTS.glob(f"*/{plot}.svg")))
+    return table_of(name, folder)
 
 
 def main():
     arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
-    arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
-    a = arg.parse_args()
+    check = arg.parse_args().check
     publish({path: re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
-                          lambda m: m[1] + make(m[2], path, a.root) + m[3], path.read_text(), flags=re.S)
-             for path in sorted(a.root.rglob("*.md"))}, a.check, a.root)
+                          lambda m: m[1] + between(m[2], path.parent) + m[3], path.read_text(), flags=re.S)
+             for path in sorted(ROOT.rglob("*.md"))}, check)
 
 
 if __name__ == "__main__":

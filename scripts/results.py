@@ -14,6 +14,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
 from stdout import guard_stdout  # noqa: E402
 
@@ -22,7 +23,6 @@ WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "
         "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
         "ranks", "tokens_per_gpu", "step", "ids"]
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
-VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
 DEFAULTS = {"recompute": 0, "ids": "uniform", "form": "ring"}  # of rows that do not say it
 # Of a run's log.
@@ -57,11 +57,11 @@ def largest(values):
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
-def publish(texts, check, root=ROOT):
+def publish(texts, check):
     """Writes {file: text}. With `check` it writes nothing, and fails if a file has another text."""
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check and stale:
-        names = ", ".join(str(path.relative_to(root)) for path in stale)
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         fail(f"{names}: not what the script makes: run python3 scripts/{pathlib.Path(sys.argv[0]).name}")
     for path in stale:
         path.write_text(texts[path], encoding="utf-8")
@@ -112,7 +112,7 @@ def row(kind, gpu, cuda=None, **fields):
 
 
 def folder_of_gpu(gpu):
-    return ROOT / "dev" / "results" / gpu.replace(" ", "-")
+    return RESULTS / gpu.replace(" ", "-")
 
 
 def append(rows, bench, out=None):
