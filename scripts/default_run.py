@@ -5,15 +5,15 @@
 """
 import pathlib
 import subprocess
-import sys
 import tempfile
 
 import results
+from plot import plot
 
 
 def main():
     results.arguments(__doc__).parse_args()
-    results.need("train_gpt2cu")
+    results.need_trainer()
     with tempfile.TemporaryDirectory() as run:
         if subprocess.run([results.ROOT / "train_gpt2cu", "-o", run], cwd=results.ROOT).returncode:
             results.fail("./train_gpt2cu failed")
@@ -26,9 +26,8 @@ def main():
                                for r in log["sample"] if r["step"] in losses], "default_run")
         if row["dirty"]:
             print("default_run.py: no plot, because the sources differ from the commit")
-        elif subprocess.run([sys.executable, results.ROOT / "scripts" / "plot.py", run, "-o", path.with_suffix(".png"),
-                             "--title", "The default run"], stdout=subprocess.DEVNULL).returncode:
-            results.fail("no plot; the rows are written")
+        else:
+            plot([log], ["default run"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -186,7 +186,6 @@ def main():
                 # Neither date nor version: the same rows give the same file.
                 draw(plt, rows).savefig(svg, metadata={"Date": None, "Creator": None})
                 print(svg)
-                plt.close("all")
 
 
 if __name__ == "__main__":

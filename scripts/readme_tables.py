@@ -24,23 +24,14 @@ STEP = {"ids": "text-like", "model": "d12", "dtype": "bf16", "T": 1024}  # of RE
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
-def close(a, b):
-    return abs(a - b) < 0.03 * max(a, b)
-
-
 def figure(row, value, others, text):
     """The text of value(row). Where one of `others` is less than 3 % away: least and most of three jobs, or "≈"."""
-    if not any(close(value(row), other) for other in others if other):
-        return text(value(row))
-    jobs = [value(job) for job in row["jobs"]]
+    mine, jobs = value(row), [value(job) for job in row["jobs"]]
+    if not any(abs(mine - other) < 0.03 * max(mine, other) for other in others if other):
+        return text(mine)
     if len(jobs) < 3:
-        return f"≈{text(value(row))}"
+        return f"≈{text(mine)}"
     return "–".join(dict.fromkeys((text(min(jobs)), text(max(jobs)))))
-
-
-def beside(row, rows, alike, field):
-    """This field of the other rows that agree with `row` in all of the fields `alike`."""
-    return [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
 
 
 def thousands(rate):
@@ -48,7 +39,9 @@ def thousands(rate):
 
 
 def compared(row, rows, alike, field, text):
-    return figure(row, itemgetter(field), beside(row, rows, alike, field), text)
+    """figure() of this field beside the other rows that agree with `row` in all of the fields `alike`."""
+    others = [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
+    return figure(row, itemgetter(field), others, text)
 
 
 def plain(*fields):
@@ -187,36 +180,35 @@ def step(rows):
             for r in matching(rows, kernel="train_gpt2cu", attention="flash") if r["B"] in shapes]
     rate = {r["B"]: r["tok_s"] for r in matching(ours, recompute=0)}
     names = dict.fromkeys(r["kernel"] for r in [*ours, *peers])
+
+    def cell(r):
+        times = f" · {rate[r['B']] / r['tok_s']:.2f}×" if r in peers else ""
+        return f"{thousands(r['tok_s'])}{times} · {r['mem_gib']:.1f}"
     title = """The whole step of GPT-2 124M in bf16 at T = 1024, sustained, ids drawn with p ∝ 1/(rank + 2.7), as text
         has them: tokens a second, how many times as fast train_gpt2cu is at -r 0, which recomputes nothing, as the
-        peers do, GiB of memory. The default is -r 1"""
-    about = {"torch_compile": "torch.compile has fused AdamW and its faster attention",
-             "llm.c": "llm.c has cuDNN and its fastest options"}
-    title += "".join(f". {about[name]}" for name in names if name in about)
-    return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), lambda r: " · ".join(
-        [thousands(r["tok_s"])] + [f"{rate[r['B']] / r['tok_s']:.2f}×"] * (r in peers and r["B"] in rate)
-        + [f"{r['mem_gib']:.1f}"]))
+        peers do, GiB of memory. The default is -r 1. torch.compile has fused AdamW and its faster attention. llm.c has
+        cuDNN and its fastest options"""
+    return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), cell)
+
+
+def percent(r, part, whole):
+    """A share of 100 %, which is what it is compared with."""
+    return figure(r, lambda r: 100 * r[part] / r[whole], [100], "{:.1f} %".format)
 
 
 def scaling(rows):
     """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
-    apart = {values(r, ["model", "gpus", "zero"]): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
+    of = ["model", "gpus", "zero"]
+    apart = {values(r, of): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
     rows = sorted(matching(rows, what="speed"), key=itemgetter("model", "B", "gpus", "zero"))
     same, varying = shared(rows, ["model", "dtype", "B", "T"])
-
-    def several(r, other):  # one GPU is what they are compared with
-        return [other] if r["gpus"] > 1 else []
-    title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know
-        nothing of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a
-        step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
+    title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: as many runs of one GPU each, at once.
+        GiB: of tensors. Losses apart: a step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
     return listed(title, rows, {
-        "GPUs": "{gpus}", "--zero": lambda r: str(r["zero"]) if several(r, r) else "–", **plain(*varying),
-        "tok/s": lambda r: compared(r, rows, ["model", "B", "gpus"], "tok_s", thousands),
-        "of linear": lambda r: figure(r, lambda r: 100 * r["of_linear"], several(r, 100), "{:.1f} %".format),
-        "ms a step": lambda r: figure(r, itemgetter("ms"), beside(r, rows, ["model", "B"], "ms") +
-                                      several(r, r["ms_side_by_side"]), "{:.2f}".format),
-        "ms side by side": lambda r: figure(r, itemgetter("ms_side_by_side"), several(r, r["ms"]), "{:.2f}".format),
-        "GiB a GPU": "{gib:.1f}", "losses apart": lambda r: apart.get(values(r, ["model", "gpus", "zero"]), "–")})
+        "GPUs": "{gpus}", "--zero": "{zero}", **plain(*varying), "tok/s": lambda r: thousands(r["tok_s"]),
+        "of linear": lambda r: f"{100 * r['of_linear']:.1f} %", "ms a step": "{ms:.2f}",
+        "of side by side": lambda r: percent(r, "ms_side_by_side", "ms"), "GiB a GPU": "{gib:.1f}",
+        "losses apart": lambda r: apart.get(values(r, of), "–")})
 
 
 def ring_errors(rows):
@@ -232,9 +224,7 @@ def ring_speed(rows):
     rows.sort(key=itemgetter("HS", "gpus", "pass"))
 
     def share(r, ms):
-        states = [state for state in ("", "_sustained") if r.get(ms + state)]
-        return " / ".join(figure(r, lambda r: 100 * r["single_ms" + state] / r[ms + state], [100], "{:.1f}".format)
-                          for state in states) + " %"
+        return " / ".join(percent(r, "single_ms" + state, ms + state) for state in ("", "_sustained"))
     title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
         sustained. Nothing sent: the same calls without travel"""
     return listed(title, rows, {
@@ -249,8 +239,7 @@ def breakdown(rows):
 
 
 def breakdown_of_step(rows):
-    """Its longest call first. The two rates are yardsticks: a call of another shape may beat them, and then nothing
-    of it is beyond them."""
+    """Its longest call first. A call may beat both rates, and then nothing of it is beyond them."""
     rows.sort(key=itemgetter("ms"), reverse=True)
     step = {"gemm_size": 8192, **rows[0]}
     for r in rows:
@@ -287,11 +276,10 @@ def default_run(rows):
     rows.sort(key=itemgetter("step"))
     caption = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no model can pass the
         floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}."""
-    parts = [paragraph(caption.format_map(rows[0]))]
     plot = folder_of_gpu(rows[0]["gpu"]) / "default_run.png"
-    if plot.exists():
-        parts.append(f"![loss, gradient norm, learning rate and speed]({plot.relative_to(ROOT)})")
-    for r in rows[:1] + rows[1:][-1:]:
+    parts = [paragraph(caption.format_map(rows[0])),
+             f"![loss, gradient norm, learning rate and speed]({plot.relative_to(ROOT)})"]
+    for r in rows[0], rows[-1]:
         text = textwrap.shorten(r["text"], 300, placeholder=" …")
         parts.append(paragraph(f"*Step {r['step']}, validation loss {r['val_loss_nats']:.3f}:* {text}"))
     return "\n\n".join(parts)
