@@ -7,7 +7,8 @@ import struct
 
 from harness import ROOT, built, main, run, written
 
-TEXTS = {path: path.read_text() for path in ROOT.rglob("*.md") if "build" not in path.relative_to(ROOT).parts}
+TEXTS = {path: path.read_text() for path in ROOT.rglob("*.md")
+         if not {"build", "CHANGELOG.md"} & set(path.relative_to(ROOT).parts)}
 
 
 def commands(*shown):
@@ -71,6 +72,8 @@ def test_trainers_commands(tmp):
 def options_of(program):
     """Those of a tool in Python, where no library is installed (-S), or those in the source of one that needs a GPU."""
     if program.endswith(".py"):
+        full = run("sh", "-c", f"python3 -S {program} --help >/dev/full", code=1)
+        assert "stdout: cannot write" in full.stderr, full
         return re.findall(r"--[a-z-]+", run("python3", "-S", program, "--help").stdout)
     source = (ROOT / f"{program}.cu").read_text()
     headers = [(ROOT / name).read_text() for name in ["dev/bench.h", *re.findall(r'#include "(dev/.*)"', source)]]
@@ -88,7 +91,7 @@ def test_other_commands_name_what_exists():
         scripts = [word for word in words[:2] if re.match(r"(data|dev|scripts)/\w+\.(py|sh)$", word)]
         assert all((ROOT / script).exists() for script in scripts), words
         benches = [word for word in words if re.match(r"\./dev/(bench_|accuracy|study_|timeline)", word)]
-        for program in [script for script in scripts if script.endswith(".py")] + benches:
+        for program in [script for script in scripts if re.search(r"/(?!test_)\w+\.py", script)] + benches:
             after = words[words.index(program) + 1:]
             assert {word for word in after if word.startswith("--")} <= set(options_of(program)), words
             checked += 1

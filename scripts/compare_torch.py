@@ -131,8 +131,7 @@ def main():
     print(f"largest difference over {a.steps} steps: {found['difference']:.2e} ({'fine' if ok else 'WRONG'}: "
           f"{found['allowed']:.2e} is allowed, PyTorch's own is {found['torch_itself']:.2e}); {found['clipped']} clipped")
     if a.json or a.out:
-        fields = "model", "B", "T", "steps", "attention", "lr", "max_norm", "weight_decay"
-        about = {field: vars(a)[field] for field in fields}
+        about = {name: vars(a)[name] for name in "model B T steps attention lr max_norm weight_decay".split()}
         row = results.row("torch", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__,
                           dtype=a.precision, **about, **found)
         results.append([row], "torch", a.out)

@@ -71,8 +71,7 @@ for part in "$@"; do
 done
 . dev/within.sh
 limit=${PART_LIMIT:-1200} failed=
-RUN=$(date -u +%Y-%m-%dT%H:%M:%SZ)  # of all rows of this call
-export RUN
+export RUN="$(date -u +%Y-%m-%dT%H:%M:%SZ)"  # of all rows of this call
 make -j"$(nproc)" train_gpt2cu benches dev/test_attention dev/test_layers dev/test_gpt2 >/dev/null || exit
 if [ "$tests" ]; then
     for t in dev/test_attention dev/test_layers dev/test_gpt2; do within "$limit" ./$t || exit; done

@@ -13,7 +13,6 @@ from results import ROOT, arguments, publish
 INK, GREY, LIGHT, WHITE, HATCH = "#1a1a1a", "#595959", "#d5d5d5", "#ffffff", "url(#hatch)"
 # Okabe and Ito's palette: distinct for colour-blind eyes too.
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = "#E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
-PALE = "#b3dcf4"
 DEFINITIONS = f"""<marker id="tip" refX="9" refY="4" markerWidth="9" markerHeight="8" markerUnits="userSpaceOnUse"
 orient="auto"><path d="M0 0L9 4L0 8z"/></marker>
 <pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"
@@ -288,7 +287,7 @@ def roles(p):
     p.box(16, 16, 174, 316, fill=YELLOW, rx=6, fill_opacity=0.45)
     p.box(280, 16, 240, 368, fill="#f5f5f5", stroke=GREY, rx=6)
     for i in (12, 6, 0):
-        p.box(612 + i, 16 + i, 160, 368, fill=PALE, rx=6)
+        p.box(612 + i, 16 + i, 160, 368, fill="#b3dcf4", rx=6)
     for x, heading, below in ((103, "producer", "one thread"), (400, "shared memory", "200 KiB of 227"),
                               (692, "3 consumers", "64 queries each")):
         p.middle(x, 40, heading, bold=True)

@@ -174,7 +174,7 @@ def main():
     for name in set(names) - set(PLOTS):
         arg.error(f'"{name}": expected some of {", ".join(PLOTS)}')
     plt = pyplot()
-    plt.rcParams.update({"axes.xmargin": 0.05})
+    plt.rcParams["axes.xmargin"] = 0.05
     for name in names:
         draw, bench, query, part, _ = PLOTS[name]
         found = {path: results.read_rows(path, **query) for path in sorted(results.RESULTS.glob(f"*/{bench}.jsonl"))}

@@ -60,8 +60,7 @@ def publish(texts, check):
     """Writes {file: text}. With `check` it writes nothing, and fails if a file has another text."""
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check and stale:
-        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        fail(f"{names}: not what the script makes: run python3 scripts/{pathlib.Path(sys.argv[0]).name}")
+        fail(f"{', '.join(str(path.relative_to(ROOT)) for path in stale)}: stale; run this script without --check")
     for path in stale:
         path.write_text(texts[path], encoding="utf-8")
 
