@@ -1,5 +1,5 @@
 """The test harness of the Python scripts, dev/test.h's twin, and what their tests share. Functions named test_… of the
-main program run in order. One may raise Skip("why"), and one with a parameter gets an empty folder. An optional argument
+main program run in order. One may raise Skip("why"), and one with a parameter gets an empty folder. An argument
 selects by name. The program ends in "N passed, N failed, N skipped". A test fails after LIMIT times TEST_PATIENCE."""
 import atexit
 import os

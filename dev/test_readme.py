@@ -111,7 +111,7 @@ def test_links_pictures_and_exercises():
 
 
 def test_what_commands_write_is_ignored():
-    paths = ["run1/log.jsonl", "run1.svg", "gpt2.bin", "my-gpt2/config.json", "data/cache/train.bin", "profile.nsys-rep"]
+    paths = ["run1/log.jsonl", "run1.svg", "gpt2.bin", "my-gpt2/config.json", "data/cache/a.bin", "profile.nsys-rep"]
     if (ROOT / ".git").exists():
         assert run("git", "check-ignore", "--no-index", *paths).stdout.split() == paths
 

@@ -147,7 +147,7 @@ def test_tables_are_those_of_dev_results(tmp):
         assert "old" in page.read_text()
         called(readme_tables)
         _, first, second = page.read_text().split("Losses beside")
-        assert "GPU B" not in first and "GPU A" not in second and first.count("\n| d12 ") == second.count("\n| d12 ") == 1
+        assert "GPU B" not in first and "GPU A" not in second and first.count("| d12 ") == second.count("| d12 ") == 1
         assert readme_tables.table_of("step", tmp) in (ROOT / "README.md").read_text()
 
 
@@ -223,7 +223,7 @@ def test_peers_of_training():
 
 
 def test_ranks_are_compared_and_timed(tmp):
-    """scripts/scaling.py beside pretended runs: losses that differ are not timed; rates are those of the later steps."""
+    """scripts/scaling.py with pretended runs: losses that differ are not timed, rates are those of the later steps."""
     import scaling
     out = tmp / "rows.jsonl"
 
@@ -325,8 +325,8 @@ def test_one_toolkit_is_chosen(tmp):
     (tmp / "tools").mkdir()
     for name in "make sh g++ grep tr sort find nproc sed ls mkdir".split():
         (tmp / "tools" / name).symlink_to(shutil.which(name))
-    for found, home, expected in ((None, "", "there is no nvcc"), ("local/cuda", "", "local/cuda"), ("path", "", "path"),
-                                  ("B", f"{tmp}/B", "B"), (None, f"{tmp}/none", "no folder")):
+    for found, home, expected in ((None, "", "there is no nvcc"), ("local/cuda", "", "local/cuda"),
+                                  ("path", "", "path"), ("B", f"{tmp}/B", "B"), (None, f"{tmp}/none", "no folder")):
         if found:
             written(tmp / found / "include" / "cuda_runtime.h", "")
             executable(tmp / found / "bin" / "nvcc", "")
@@ -334,6 +334,7 @@ def test_one_toolkit_is_chosen(tmp):
         done = run("make", "-nB", "train_gpt2cu", cwd=tmp, code=0 if found else 2, **settings)
         places = set(re.findall(rf"{tmp}/((?:local/)?\w+)/(?:include|lib64)", done.stdout))
         assert places == {expected} if found else expected in done.stderr, done
+        assert not (found and home) or f"{home}/bin/nvcc -" in done.stdout, done
 
 
 def test_runner_of_the_tests(tmp):
@@ -343,7 +344,7 @@ def test_runner_of_the_tests(tmp):
         "good": "echo 3 passed, 0 failed, 1 skipped", "bad": "echo 1 passed, 2 failed, 0 skipped; exit 1",
         "dies": "echo boom; exit 139", "lies": "echo 3 passed, 0 failed, 0 skipped; exit 3", "nproc": "echo $CORES",
         "hangs": "sleep 60 & echo $! >pid; wait",
-        "python.py": f"{harness}def test_a(): pass\ndef test_b(): time.sleep(9)\nharness.LIMIT = 0.1\nharness.main()\n"})
+        "python.py": f"{harness}def test_a(): pass\ndef test_b(): time.sleep(9)\nharness.LIMIT = 0.1\nharness.main()"})
     for cores in "2", "16":
         done = run(ROOT / "dev" / "run_tests.sh", "true", "good", "bad", "dies", "lies", "hangs", "python.py", cwd=tmp,
                    code=1, TEST_LIMIT="1", CORES=cores, **path)
@@ -361,7 +362,8 @@ def test_measuring_in_parts(tmp):
     for path in SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh":
         executable(tmp / path.relative_to(ROOT), path.read_text())
     tests, tables = ["test_attention", "test_layers", "test_gpt2"], ["plot_results", "pictures", "readme_tables"]
-    for name in "accuracy study_accumulation study_ring bench_attention bench_layers bench_ring bench_train".split() + tests:
+    benches = "accuracy study_accumulation study_ring bench_attention bench_layers bench_ring bench_train".split()
+    for name in benches + tests:
         executable(tmp / "dev" / name, 'exec python3 "$(basename "$0")" "$@"')
     path = before_others(tmp, {"make": "", "nvidia-smi": 'echo "GPU 0: it"; echo "GPU 1: it"', "python3":
                                'case $* in *import*) exit 1; esac\necho "$RUN $*" >>ran\n'

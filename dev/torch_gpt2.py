@@ -1,4 +1,4 @@
-"""A plain PyTorch GPT-2 that others are compared with, by scripts/compare_torch.py and dev/peers_train.py, and its data."""
+"""A plain PyTorch GPT-2, and data for it, that scripts/compare_torch.py and dev/peers_train.py compare ours with."""
 import array
 import math
 import random

@@ -6,8 +6,8 @@ than allowed, or if fewer than half of the steps were clipped.
 fp32: --tol is allowed. A second PyTorch run, whose attention adds in another order (SDPA), shows how far rounding alone
 carries. Where training is unstable two correct programs part, as at --lr 1e-4, where the loss jumps by 1.6 at step 7.
 
-bf16: twice as far is allowed as PyTorch's own bf16 is from its fp32. Both keep fp32 masters and compute with bf16 copies.
-PyTorch rounds the copies to nearest and we stochastically, with errors of up to a whole unit in the last place: hence 2.
+bf16: twice as far is allowed as PyTorch's own bf16 is from its fp32. Both keep fp32 masters and compute with bf16
+copies. PyTorch rounds the copies to nearest and we stochastically, hence the 2.
 
     make train_gpt2cu && python3 scripts/compare_torch.py            # needs PyTorch, numpy and a GPU
     python3 scripts/compare_torch.py --precision bf16

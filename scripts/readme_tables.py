@@ -20,6 +20,7 @@ from results import (RESULTS, ROOT, TENSORS, arguments, fail, folder_of_gpu, ker
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
 SHAPE = ["HS", "NH", "T", "B", "pass"]
 TRAIN = ["model", "dtype", "B", "T"]
+GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024}
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
@@ -302,7 +303,7 @@ TABLES = {
     "ladder": (ladder, "attention", {"apart": ["dtype"], "causal": True}, "bf16"),
     "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
     "train": (train, "train", {"apart": TRAIN}, "train"),
-    "step": (step, "train", {"apart": ["run"], "ids": "text-like", "model": "d12", "dtype": "bf16", "T": 1024}, "train"),
+    "step": (step, "train", {"apart": ["run"], "ids": "text-like", **GPT2_124M}, "train"),
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
     "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),

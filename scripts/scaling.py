@@ -6,8 +6,8 @@
 
 Losses: strict fp32, 20 steps of the batch of most GPUs, so that fewer make more micro-batches of the same data. All
 must be within 1e-3 of one GPU's, or nothing is timed. Speed (weak scaling): each GPU has B·T tokens a step, the median
-of the steps after the first ten. Beside it the same GPUs with a run of its own on each, all at once: the slowest is what
-the step would take if ranks had nothing to say to each other. Both without and with a sharded optimizer (ZeRO-1).
+of the steps after the first ten. Beside it the same GPUs with a run of its own on each, all at once: the slowest is
+what the step would take if ranks had nothing to say to each other. Both without and with a sharded optimizer (ZeRO-1).
 """
 import concurrent.futures
 import os
@@ -93,7 +93,7 @@ def main():
         single = single or tok_s
         of_linear = tok_s / (n * single)
         gib = float(re.search(r"^memory +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
-        print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {100 * of_linear:8.1f}%  {gib:5.1f}", flush=True)
+        print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {of_linear:9.1%}  {gib:5.1f}", flush=True)
         record(text, n, zero, what="speed", dtype=timed[-1], B=a.batch, ms=ms, ms_side_by_side=alone, tok_s=tok_s,
                of_linear=of_linear, gib=gib)
 
