@@ -5,10 +5,9 @@
   files       cut where a resumed    one <|endoftext|>       val_000000.bin, train_000001.bin, …
               run can cut as well    before each document    written aside, fsynced, then renamed
 
-Nothing is ever held whole: a few batches a core are in flight. The stream of tokens depends on the sources alone, not
-on how it was cut into batches, so manifest.json needs just three numbers a shard to continue after it: the file, the
-position there where a batch began, and how many tokens of that batch earlier shards took. Finished shards are kept
-(after a check of their SHA-256), the interrupted one is redone, and the result is the same byte for byte.
+A few batches a core are in flight. The stream of tokens depends on the sources alone, not on its batches, so three
+numbers a shard in manifest.json are enough to go on after it: the file, the position there where a batch began, and
+how many tokens of that batch earlier shards took. The result is the same byte for byte.
 
 A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens, little endian.
 Limit: a document of .jsonl and .parquet must fit in memory; one of .txt need not, as long as it has spaces."""
@@ -27,28 +26,23 @@ import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (DAMAGED, END_OF_TEXT, Fail, add_ranks_options, asking_hub, commit, download, encodable,
-                            json_lines, load_ranks, make_encoding, need, progress, reading, run, sha256_of, write_file,
+from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, asking_hub, commit, download, encodable, json_lines,
+                            load_ranks, make_encoding, need, progress, reading, run, sha256_of, write_file,
                             write_tokenizer)
 from stdout import guard_stdout
 
 SHARD_MAGIC = 20240520
 BATCH_BYTES = 1 << 20
-SUFFIXES = ".txt", ".jsonl", ".parquet"
 
 # A file with a fixed address, or (repository, folder, files; None: all .parquet) of the Hugging Face hub. TinyStories'
 # own validation file comes first, because it has a little more than the tokens taken. "ready" is a repository of
 # shards, named …_val_000000.bin and …_train_000001.bin on.
+SHAKESPEARE = {"url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+               "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}
+STORIES = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]
 DATASETS = {
-    "tinyshakespeare": {
-        "files": [{"url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-                   "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}],
-        "val_tokens": 32768,
-    },
-    "tinystories": {
-        "hub": ("roneneldan/TinyStories", None, ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]),
-        "val_tokens": 5_000_000,
-    },
+    "tinyshakespeare": {"files": [SHAKESPEARE], "val_tokens": 32768},
+    "tinystories": {"hub": ("roneneldan/TinyStories", None, STORIES), "val_tokens": 5_000_000},
     "fineweb10B": {"hub": ("HuggingFaceFW/fineweb", "sample/10BT", None), "ready": "kjj0/fineweb10B-gpt2"},
     "fineweb100B": {"hub": ("HuggingFaceFW/fineweb", "sample/100BT", None)},
     "fineweb-edu": {"hub": ("HuggingFaceFW/fineweb-edu", "sample/10BT", None), "ready": "kjj0/finewebedu10B-gpt2"},
@@ -63,9 +57,6 @@ def hub_files(repository, folder=None, paths=None, ending=".parquet"):
         listing = [] if paths else hub.HfApi().list_repo_tree(repository, folder, **of_hub)
         paths = paths or sorted(entry.path for entry in listing if entry.path.endswith(ending))
     return [{"repo_id": repository, "filename": path, **of_hub} for path in paths]
-
-
-# ----------------------------------------------------------------------------------------------------------- the tokens
 
 
 def encode(encoding, texts):
@@ -95,20 +86,18 @@ def in_order(pool, batches, encoding, ahead):
         yield place, future.result()
 
 
-# ---------------------------------------------------------------------------------------------------------- the readers
 # Each yields (position, [(begins a document, text)]) from a position that it once yielded.
 
 # Plain text, here and in the trainer. A byte order mark at the file's beginning is dropped. Between documents stands
 # <|endoftext|> with at most one line end before and one behind it, \n or \r\n each. A line end between two of them
 # belongs to the first. Nothing else is stripped, even at the file's beginning and end: a last line end is text.
 DOCUMENTS = re.compile(r"(?:\r?\n)?<\|endoftext\|>(?:\r?\n)?")
-SPEECHES = re.compile(r"(?<=\n\n)")  # an empty line ends one
 # The last place where cutting a text changes no token: between a visible character and white space, since GPT-2's
 # pattern looks ahead only from white space and never back. Not after >, which may end a separator.
 LAST_CUT = re.compile(r"(?s:.*)[^\s>](?=[ \t\r\n])")
 
 
-def read_text(path, position, separator=DOCUMENTS):
+def read_text(path, position, _, separator=DOCUMENTS):
     decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
     with open(path, "rb") as file:
         start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
@@ -132,7 +121,11 @@ def read_text(path, position, separator=DOCUMENTS):
                 text = text[cut.end():]
 
 
-def read_jsonl(path, field, position):
+def read_speeches(path, position, _):
+    return read_text(path, position, _, re.compile(r"(?<=\n\n)"))  # an empty line ends one, as llm.c has it
+
+
+def read_jsonl(path, position, field):
     """An object a line, its text under `field`."""
     begin, texts = position, []
     for at, found in json_lines(path, position):
@@ -144,7 +137,7 @@ def read_jsonl(path, field, position):
     yield begin, texts
 
 
-def read_parquet(path, field, position):
+def read_parquet(path, position, field):
     """A document a row, its text in the column `field`; positions are row numbers."""
     with need("pyarrow.parquet").ParquetFile(path) as file:
         row = 0
@@ -155,14 +148,7 @@ def read_parquet(path, field, position):
             row += len(batch)
 
 
-def read(path, field, separator, position):
-    suffix = Path(path).suffix
-    with reading(path, f"expected text in {field!r}, --field names another" if suffix == ".parquet" else DAMAGED):
-        yield from (read_text(path, position, separator) if suffix == ".txt" else
-                    (read_jsonl if suffix == ".jsonl" else read_parquet)(path, field, position))
-
-
-# ----------------------------------------------------------------------------------------------------------- the shards
+READERS = {".txt": read_text, ".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
 def save_manifest(directory, manifest):
@@ -223,9 +209,6 @@ def write_shards(directory, manifest, batches, skip, bar):
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------- the program
-
-
 def take_ready(directory, repository, most):
     """Downloads the shards for validation and at most so many others."""
     save_manifest(directory, load_manifest(directory, {"ready": repository}))
@@ -260,17 +243,16 @@ def prepare(args):
     tenth = max(1, sum(s.st_size for _, s in local) // 40) if local else sys.maxsize  # a token has about four bytes
     manifest["val_tokens"] = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
     shards = manifest["shards"]
-    if shards:
-        print(f"{directory}: {len(shards)} finished shards kept", flush=True)
     start = shards[-1]["next"] if shards else {"source": 0, "position": 0, "skip": 0}
-    separator = SPEECHES if dataset == "tinyshakespeare" else DOCUMENTS  # as llm.c has it
 
     def texts_of_batches():
         position = start["position"]
         for i in range(start["source"], len(sources)):
             path = args.sources[i] if local else download(directory / "download", **sources[i])
-            for position, texts in read(path, args.field, separator, position):
-                yield {"source": i, "position": position}, texts
+            reader = read_speeches if dataset == "tinyshakespeare" else READERS[Path(path).suffix]
+            with reading(path, f"damaged, or no text in the field {args.field!r}"):
+                for position, texts in reader(path, position, args.field):
+                    yield {"source": i, "position": position}, texts
             position = 0
 
     pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
@@ -282,8 +264,8 @@ def prepare(args):
     pool.shutdown(cancel_futures=True)
     if total <= manifest["val_tokens"]:
         (directory / "manifest.json").unlink(missing_ok=True)
-        raise Fail(f"{directory}: no tokens left to train on: {manifest['val_tokens']:,} go to validation, found {total:,}; "
-                   "give more text or a smaller --val-tokens")
+        raise Fail(f"{directory}: no tokens left to train on: found {total:,}, and {manifest['val_tokens']:,} go to "
+                   "validation; give more text or a smaller --val-tokens")
     pattern = glob.escape(str(directory)).replace("\\", r"\\")  # C's glob() takes one for an escape
     command = ["./train_gpt2cu", "-i", f"{pattern}/train_*.bin", "-j", f"{pattern}/val_*.bin", "--tokenizer",
                f"{directory}/gpt2_tokenizer.bin", "-o", "run1"]
@@ -305,7 +287,6 @@ def main():
         epilog="""examples:
   python3 data/prepare.py fineweb-edu --max-tokens 1e9              as much of a large one as wanted
   python3 data/prepare.py fineweb10B --ready --shards 10            its tokens as others made them, 200 MB a shard
-  python3 data/prepare.py book.txt notes.txt -o data/cache/books    local text
   python3 data/prepare.py book.txt --ranks vocab.bpe                without network
 
 Interrupted? The same command goes on. In a .txt file <|endoftext|> separates documents. HF_ENDPOINT names a mirror of
@@ -327,8 +308,8 @@ the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
     add_ranks_options(parser)
     args = parser.parse_args()
     for source in args.sources:
-        if (source not in DATASETS or len(args.sources) > 1) and Path(source).suffix not in SUFFIXES:
-            parser.error(f"{source}: expected one of {', '.join(DATASETS)} alone, or {', '.join(SUFFIXES)} files")
+        if (source not in DATASETS or len(args.sources) > 1) and Path(source).suffix not in READERS:
+            parser.error(f"{source}: expected one of {', '.join(DATASETS)} alone, or {', '.join(READERS)} files")
     if args.sources[0] not in READY or args.val_tokens or args.max_tokens if args.ready else args.shards:
         parser.error(f"--ready goes with {', '.join(READY)} and --shards alone, and --shards with it")
     if args.shard_tokens >= 2**31 or args.jobs < 1:

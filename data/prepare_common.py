@@ -27,8 +27,6 @@ DAMAGED = "damaged, get the file again"
 
 class Fail(Exception):
     """One line for the user: what, where, expected, found, what to do."""
-    def __str__(self):
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 def need(module):
@@ -44,9 +42,6 @@ def progress(**options):
     return need("tqdm").tqdm(unit_scale=True, disable=None, **options)  # None: only on a terminal
 
 
-# -------------------------------------------------------------------------------------------------- files and downloads
-
-
 @contextlib.contextmanager
 def reading(what, advice=DAMAGED):
     """Whatever a reader or a library raises is one line about what it reads."""
@@ -55,8 +50,7 @@ def reading(what, advice=DAMAGED):
     except Exception as error:
         if isinstance(error, Fail) or getattr(error, "filename", None):
             raise
-        reason = " ".join(str(error).split())
-        raise Fail(f"{what}: {advice}: {type(error).__name__}: {reason}") from None
+        raise Fail(f"{what}: {advice}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
 def sha256_of(path):
@@ -117,9 +111,6 @@ def json_lines(path, position=0):
             position += len(line)
 
 
-# -------------------------------------------------------------------------------------------------------- the tokenizer
-
-
 def load_ranks(args):
     """{bytes of a token: its id}, by a file of merges, else by tiktoken, which keeps or downloads GPT-2's."""
     path, advice = args.ranks, "give GPT-2's vocab.bpe or merges.txt with --ranks"
@@ -163,9 +154,6 @@ def write_tokenizer(path, ranks):
     header = struct.pack("<256I", TOKENIZER_MAGIC, 2, VOCABULARY, END_OF_TEXT, *[0] * 252)
     pieces = [*ranks, *[b""] * (END_OF_TEXT - len(ranks)), b"<|endoftext|>"]
     write_file(path, [header, *(bytes([len(piece)]) + piece for piece in pieces)])
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def add_ranks_options(parser):

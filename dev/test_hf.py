@@ -280,10 +280,11 @@ def test_files_that_are_refused():
         ({key.replace(name, other): tensor for key, tensor in tensors.items()}, f"tensor {name}"),
         ({**tensors, name: (data, "I32", shape)}, "I32"), ({**tensors, name: (data * 2, "F64", shape)}, "F64"),
         ({**tensors, name: (data, "F32", shape[::-1])}, "of shape (32, 128), found F32 of (128, 32)"),
-        ({**tensors, "a\n": (bytes(64), "F32", [16])}, "tensor a\\n: GPT-2 as config"),
+        ({**tensors, "other": (bytes(64), "F32", [16])}, "tensor other: GPT-2 as config"),
         ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]
     cases += [(TENSORS, wrong, f"{TENSORS}: damaged") for wrong in (
-        b"", b"1234567", b"\xff" * 8 + raw[8:], raw[:100], raw[:8] + b"?" + raw[9:], raw[:-1], raw + b"1", raw.replace(b"[257, 32]", b"[257,-32]", 1), raw.replace(b'"dtype"', b'"dtypo"', 1),
+        b"", b"1234567", b"\xff" * 8 + raw[8:], raw[:100], raw[:8] + b"?" + raw[9:], raw[:-1], raw + b"1",
+        raw.replace(b"[257, 32]", b"[257,-32]", 1), raw.replace(b'"dtype"', b'"dtypo"', 1),
         raw.replace(b"[257, 32]", b"[257, 31]", 1), raw.replace(b"[0, ", b"[4, ", 1))]
 
     cases += [("a.bin", wrong, "a.bin: ") for wrong in (b"", good[:1000], good[:-1], good[:-4], good + b"1")]
