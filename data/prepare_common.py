@@ -83,9 +83,9 @@ def asking_hub(name):
 
 
 def download(folder, url=None, sha256=None, **of_hub):
-    """A file of an address or of the hub in this folder. What is there is not asked for again."""
+    """A file of an address or of the hub in this folder. A file that is there is not asked for again."""
     if not url:
-        with asking_hub(f"{of_hub['repo_id']}: {of_hub['filename']}") as hub:  # one that broke off goes on
+        with asking_hub(f"{of_hub['repo_id']}: {of_hub['filename']}") as hub:
             return hub.hf_hub_download(**of_hub, local_dir=folder)
     path = folder / Path(url).name
     if not path.exists():
