@@ -317,9 +317,6 @@ def test_output_that_cannot_be():
         converts(*command)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# With PyTorch and transformers
-
 def compare(device, attention, V, C, B=3, T=37, P=48):
     """One batch through Hugging Face's model in fp64 and ours in fp32, from the same weights. Every parameter is
     random, so that no bias or norm can be mistaken for another. The model comes from them to us and back."""
