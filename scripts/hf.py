@@ -62,9 +62,6 @@ def convert(name, x, have, want):
     return np.ascontiguousarray(x.T if is_conv1d(name) else x).data
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Import
-
 def read_safetensors(path):
     """name → (type, shape, bytes). The library checks the file, and gives no tensors, because numpy has no bf16."""
     with reading(path), need("safetensors").safe_open(path, "numpy"), open(path, "rb") as f:
@@ -153,9 +150,6 @@ def import_model(source, out, want, _):
     write_file(out, chunks())
     return config, want
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Export
 
 def newest_model(folder):
     """The trainer's rule: of the files with a checkpoint's name the largest step, whether its state is there or not."""
