@@ -9,8 +9,7 @@ A few batches a core are in flight. The stream of tokens depends on the sources 
 numbers a shard in manifest.json are enough to go on after it: the file, the position there where a batch began, and
 how many tokens of that batch earlier shards took. The result is the same byte for byte.
 
-A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens, little endian.
-Limit: a document of .jsonl and .parquet must fit in memory; one of .txt need not, as long as it has spaces."""
+A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens, little endian."""
 import argparse
 import codecs
 import collections
@@ -31,8 +30,7 @@ from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, asking_hub, co
                             write_tokenizer)
 from stdout import guard_stdout
 
-SHARD_MAGIC = 20240520
-BATCH_BYTES = 1 << 20
+SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
 # A file with a fixed address, or (repository, folder, files; None: all .parquet) of the Hugging Face hub. TinyStories'
 # own validation file comes first, because it has a little more than the tokens taken. "ready" is a repository of
@@ -199,9 +197,8 @@ def write_shards(directory, manifest, batches, skip, bar):
                 place, data = next(batches)
         file.seek(0)
         file.write(struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253))
-        file.flush()
-        sha256 = sha256_of(file.name)
         commit(file, directory / name)
+        sha256 = sha256_of(directory / name)
         total += count
         shards.append({"name": name, "tokens": count, "sha256": sha256, "next": {**place, "skip": skip}})
         save_manifest(directory, manifest)
@@ -231,14 +228,12 @@ def prepare(args):
     write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
     if args.ready:
         return take_ready(directory, known["ready"], args.shards)
-
     manifest = load_manifest(directory, {
         "dataset": dataset,
         "files": local and [{"name": name, "bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for name, s in local],
         "ranks": hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest(),
         **{key: getattr(args, key) for key in ("field", "shard_tokens", "val_tokens", "max_tokens")},
     })
-    # A run that goes on keeps its list of files.
     sources = manifest["sources"] = manifest["sources"] or known.get("files") or hub_files(*known["hub"])
     tenth = max(1, sum(s.st_size for _, s in local) // 40) if local else sys.maxsize  # a token has about four bytes
     manifest["val_tokens"] = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
@@ -257,8 +252,8 @@ def prepare(args):
 
     pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
     batches = in_order(pool, texts_of_batches(), make_encoding(ranks), 3 * args.jobs)
-    end = {"source": len(sources), "position": 0}, []
-    batches = itertools.chain((batch for batch in batches if len(batch[1])), [end])
+    some = (batch for batch in batches if len(batch[1]))
+    batches = itertools.chain(some, [({"source": len(sources), "position": 0}, [])])
     with progress(total=args.max_tokens, initial=sum(shard["tokens"] for shard in shards), unit=" tokens") as bar:
         total = write_shards(directory, manifest, batches, start["skip"], bar)
     pool.shutdown(cancel_futures=True)

@@ -1,7 +1,6 @@
 """What prepare.py, hellaswag.py and scripts/hf.py share: errors of one line, files that are whole or not there,
 downloads that are checked, and GPT-2's tokens."""
 import contextlib
-import errno
 import hashlib
 import importlib
 import json
@@ -11,8 +10,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-END_OF_TEXT, VOCABULARY = 50256, 50257
-TOKENIZER_MAGIC = 20240328
+END_OF_TEXT, VOCABULARY, TOKENIZER_MAGIC = 50256, 50257, 20240328
 # GPT-2's order of the bytes, whose first tokens they are. Its files show each as a visible character, Latin-1's visible
 # ones as themselves and the others from U+0100 on.
 VISIBLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
@@ -20,7 +18,6 @@ BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
 SHOWN = {byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE)) for i, byte in enumerate(BYTES)}
 # GPT-2's, as tiktoken writes it.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of GPT-2's vocab.bpe or merges.txt
 DAMAGED = "damaged, get the file again"
 
@@ -139,12 +136,10 @@ def make_encoding(ranks):
 
 
 def encodable(text, spaces=400_000):
-    """This text, unless tiktoken could panic, as it does at a million of white spaces in a row. None is no text."""
-    if not isinstance(text, (str, type(None))):
-        raise TypeError(f"found {type(text).__name__}")
-    text = text or ""
-    if any(text[i:i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)):
-        raise ValueError(f"{spaces:,} white spaces in a row are too many for tiktoken")
+    """This text, or none of null, unless tiktoken could panic, as it does at a million of white spaces in a row."""
+    text = "" if text is None else text
+    if not isinstance(text, str) or any(text[i:i + spaces].isspace() for i in range(0, len(text) - spaces + 1, spaces)):
+        raise ValueError(f"expected text, with less than {spaces:,} white spaces in a row, found {type(text).__name__}")
     return text
 
 
@@ -168,9 +163,7 @@ def run(main, args):
     except Fail as error:
         message = str(error)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        message = (f"{error.filename or args.output}: {error.strerror or error}" +
-                   ("; make room and run again, what is finished is kept" if full else ""))
+        message = f"{error.filename or args.output}: {error.strerror or error}; what is finished is kept"
     except KeyboardInterrupt:
         message = "interrupted; run again to go on, what is finished is kept"
     sys.stdout.flush()
