@@ -163,7 +163,7 @@ def run(main, args):
     except Fail as error:
         message = str(error)
     except OSError as error:
-        message = f"{error.filename or args.output}: {error.strerror or error}; what is finished is kept"
+        message = f"{error.filename or args.output or 'output'}: {error.strerror or error}; what is finished is kept"
     except KeyboardInterrupt:
         message = "interrupted; run again to go on, what is finished is kept"
     sys.stdout.flush()
