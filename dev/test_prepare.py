@@ -307,6 +307,15 @@ def test_goes_on_after_any_shard_of_every_format():
         stamps = [path.stat().st_mtime_ns for path in shards]
         run(*options)  # there is nothing left to do
         assert content(suffix) == whole and stamps == [path.stat().st_mtime_ns for path in shards]
+        # A manifest with other batches: what it skips is longer than one of them.
+        manifest = json.loads(whole.pop("manifest.json"))
+        del manifest["shards"][-1]
+        skip = sum(shard["tokens"] for shard in manifest["shards"])
+        manifest["shards"][-1]["next"] = {"source": 0, "position": 0, "skip": skip}
+        written(f"data/cache/{suffix}/manifest.json", json.dumps(manifest))
+        shards[-1].unlink()
+        run(*options)
+        assert whole.items() <= content(suffix).items()
     run(*options, "--field", "body", code=1, says="manifest.json: made with another field")
     run(*options, code=1, says="another ranks", ranks=ranks_options([*MERGES[1:], MERGES[0]], "other.bpe"))
     raw = Path(sources[0]).read_bytes()
@@ -337,9 +346,11 @@ def test_datasets_of_the_hub():
         written(f"served/HuggingFaceFW/fineweb/sample/{size}T/README.md", size)
         parts = [[size, *documents[100 * i:][:100]] for i in range(3)]
         for i, part in enumerate(parts):
-            write_documents(f"served/HuggingFaceFW/fineweb/sample/{size}T/00{i}_00000.parquet", part)
+            path = write_documents(f"served/HuggingFaceFW/fineweb/sample/{size}T/00{i}_00000.parquet", part)
         run(f"fineweb{size}", "--val-tokens", 50)
         assert all_tokens(f"fineweb{size}") == expected_tokens(sum(parts, [])), size
+        batches = importlib.import_module("prepare").read_parquet(path, 70, "text")
+        assert [text for _, texts in batches for _, text in texts] == part[70:]  # a manifest with other batches
 
 
 def test_ready_shards():
