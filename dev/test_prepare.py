@@ -323,6 +323,15 @@ def test_goes_on_after_any_shard_of_every_format():
     run(*options, code=1, says="manifest.json: made with another files")
 
 
+def test_few_batches_are_in_flight():
+    import prepare
+    begun, done = [], []
+    pool = mock.Mock(submit=lambda _, encoding, i: begun.append(i) or mock.Mock(result=lambda: done.append(i)))
+    for _ in prepare.in_order(pool, ((i, i) for i in range(100)), None, 7):
+        assert len(begun) - len(done) <= 7, (begun, done)
+    assert done == list(range(100)), done
+
+
 def test_files_are_on_disk_before_they_have_their_names():
     import prepare_common
     calls, replace = [], os.replace
