@@ -16,7 +16,7 @@ import struct
 from pathlib import Path
 
 from prepare_common import (Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
-                            progress, regular, run, write_file, write_tokenizer)
+                            progress, run, write_file, write_tokenizer)
 from stdout import guard_stdout
 
 MAGIC, START_EXAMPLE = 20240522, 65535
@@ -27,62 +27,49 @@ SHA256 = {  # of the splits whose right endings are public
 }
 
 
-def read_examples(path):
-    """(where, context, endings, label) of each line."""
-    for at, example in json_lines(regular(path)):
-        where = f"{path}: example at offset {at}"
-        try:
-            context, endings, label = example["ctx"], example["endings"], int(str(example["label"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise Fail(f"{where}: expected ctx, endings and a label, found one missing or wrong ({error}); the "
-                       "test split has no labels, give val or train") from None
-        if (not context or not isinstance(endings, list) or not 0 <= label < len(endings) <= 64 or
-                not all(isinstance(text, str) for text in [context, *endings])):
-            raise Fail(f"{where}: expected text, 1 to 64 endings of text and the index of one, found label {label}; "
-                       "get the file again")
-        yield where, context, endings, label
-
-
-def encode_example(encoding, index, where, context, endings, label):
+def encode_example(encoding, where, index, example):
+    try:
+        context, endings, label = example["ctx"], example["endings"], int(str(example["label"]))
+        texts = [context] + [" " + ending for ending in endings]
+        if not context or not isinstance(endings, list) or not 0 <= label < len(endings) <= 64:
+            raise ValueError
+        parts = [encoding.encode_ordinary(encodable(text)) for text in texts]
+    except (KeyError, TypeError, ValueError):
+        raise Fail(f"{where}: expected text in ctx, 1 to 64 endings of text, and the index of one as label (the test "
+                   "split has none); give val or train") from None
     stream = [START_EXAMPLE, 0, index, label, len(endings)]
-    for text in [context] + [" " + ending for ending in endings]:
-        tokens = encoding.encode_ordinary(encodable(where, text))
-        stream += [len(tokens)] + tokens
+    for tokens in parts:
+        stream += [len(tokens), *tokens]
     stream[1] = 2 * len(stream)
     if stream[1] > 65535 or index > 65535:
-        raise Fail(f"{where}: too long or too many: expected at most 65535 bytes an example and 65536 examples, found "
-                   f"{stream[1]} bytes in example {index}; give a smaller file")
+        raise Fail(f"{where}: expected at most 65535 bytes an example and 65536 examples, found {stream[1]} bytes in "
+                   f"example {index}; give a smaller file")
     return array.array("H", stream)
 
 
 def convert(args):
-    ranks = load_ranks(args.ranks, args.ranks_sha256)
+    ranks = load_ranks(args)
     encoding = make_encoding(ranks)
-    directory = args.output.parent
-    directory.mkdir(parents=True, exist_ok=True)
-    path = args.source
+    folder, path = args.output.parent, args.source
     if path in SHA256:
-        path = download(URL.format(path), directory / "download" / f"hellaswag_{path}.jsonl", SHA256[path])
-    examples = [encode_example(encoding, index, *example)
-                for index, example in enumerate(progress(iterable=read_examples(path), unit="", desc="tokenising"))]
+        path = download(folder / "download", URL.format(path), SHA256[path])
+    examples = [encode_example(encoding, f"{path}: example at offset {at}", index, example)
+                for index, (at, example) in enumerate(progress(iterable=json_lines(path), unit=" examples"))]
     if not examples:
         raise Fail(f"{path}: no examples: expected an object a line; get the file again")
     longest = max(2 * len(example) for example in examples)
     header = struct.pack("<256i", MAGIC, 1, len(examples), longest, *[0] * 252)
+    folder.mkdir(parents=True, exist_ok=True)
     write_file(args.output, [header, *examples])
-    write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
+    write_tokenizer(folder / "gpt2_tokenizer.bin", ranks)
     print(f"{args.output}: {len(examples):,} examples, the longest of {longest:,} bytes\n"
           f"./train_gpt2cu ... --hellaswag {shlex.quote(str(args.output))}")
 
 
 def main():
     guard_stdout()
-    parser = argparse.ArgumentParser(
-        description="Writes HellaSwag in llm.c's format for multiple-choice evaluation.", epilog="""examples:
-  python3 data/hellaswag.py                                            downloads the validation split
-  python3 data/hellaswag.py hellaswag_val.jsonl --ranks vocab.bpe      without network
-
-Needs: pip install -r scripts/requirements.txt""", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Writes HellaSwag as llm.c's file for multiple-choice evaluation. "
+                                     "Needs: pip install -r scripts/requirements.txt")
     parser.add_argument("source", nargs="?", default="val", help="val, train, or a .jsonl file (default: val)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="default: data/cache/hellaswag/hellaswag_<name>.bin")

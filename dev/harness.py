@@ -1,7 +1,6 @@
 """The test harness of the Python scripts, dev/test.h's twin, and what their tests share. Functions named test_… of the
-main program run in order, raise Skip("why") to be skipped, and the program ends in "N passed, N failed, N skipped". A
-test with a parameter gets an empty folder, which is removed after it. An optional argument selects by name. It is a
-failure if no test has such a name, or if a test takes longer than LIMIT times TEST_PATIENCE."""
+main program run in order. One may raise Skip("why"), and one with a parameter gets an empty folder. An argument
+selects by name. The program ends in "N passed, N failed, N skipped". A test fails after LIMIT times TEST_PATIENCE."""
 import atexit
 import os
 import shutil
@@ -71,19 +70,19 @@ def executable(path, text):
     return path
 
 
-def write_launcher(path, shown="/dev/null"):
-    """A program that starts what follows ./train_gpt2cu on its command line as two ranks, as torchrun and srun do. Its
-    command line goes into the file `shown`."""
-    executable(path, f'echo "$@" >{shown}\nwhile [ $1 != ./train_gpt2cu ]; do shift; done\n'
-               "for r in 1 0; do RANK=$r WORLD_SIZE=2 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} "
-               f'MASTER_PORT={20000 + os.getpid() % 12000} "$@" & done\nwait $!')
+def run(*command, code=0, cwd=ROOT, **variables):
+    """How a command ended, if with this exit code. Of make's settings and of those for rows it has only `variables`."""
+    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "RUN", "COMMIT", "TREE", "B", "GPUS")
+    env = {name: value for name, value in os.environ.items() if name not in others}
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**env, **variables}, capture_output=True,
+                          text=True, errors="replace")
+    assert code == done.returncode, f"{command}\n{done.returncode}, not {code}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def run_program(name, *arguments):
     """Standard output of a program that make builds."""
-    done = subprocess.run([built(name), *map(str, arguments)], capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run(built(name), *arguments, cwd=None).stdout
 
 
 def main():

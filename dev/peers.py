@@ -13,10 +13,13 @@ backward, on the GPU alone, in the two protocols of dev/bench.h. Sustained launc
 """
 import importlib.util
 import itertools
+import json
 import math
 import pathlib
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
@@ -33,9 +36,33 @@ WARM_UPS, RUNS, MAX_REST = 3, 15, 50.  # ms
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
 
 
+def torch_with_gpu(script):
+    """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
+    try:
+        import torch
+        if torch.cuda.is_available():
+            return torch
+        missing = "a GPU that PyTorch can use"
+    except ImportError:
+        missing = "PyTorch"
+    print(f"skipped: {script} needs {missing}")
+    sys.exit()
+
+
+def rows_of(program, *options, **how):
+    """How a benchmark ended that is run with these options, and the rows that it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "rows.jsonl")
+        try:
+            done = subprocess.run([program, *map(str, options), "--out", out], cwd=ROOT, text=True, **how)
+        except FileNotFoundError:
+            results.fail(f"there is no ./dev/{program.name}: make benches")
+        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
 def our_rows(a):
     """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
-    done, rows = results.rows_of(
+    done, rows = rows_of(
         ROOT / "dev" / "bench_attention", "--heads", a.heads, "--hs", a.hs, "--dtype", a.dtype, "--kernel", a.kernel,
         *["--shapes", a.shapes] * bool(a.shapes), *["--no-causal"] * a.no_causal, *["--quick"] * a.quick)
     if done.returncode:
@@ -179,7 +206,7 @@ def main():
     unknown = set(peers) - set(installed)
     if unknown:
         arg.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(installed)}")
-    torch = results.torch_with_gpu("peers.py")
+    torch = torch_with_gpu("peers.py")
     torch.backends.cuda.matmul.allow_tf32 = False
     warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
     torch.manual_seed(1)

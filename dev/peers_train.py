@@ -35,7 +35,8 @@ from operator import itemgetter
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 import results  # noqa: E402
-from compare_torch import MAX_T, SIZES, V, VP, adamw, gpt2, text_ids, write  # noqa: E402, F401
+from peers import rows_of, torch_with_gpu  # noqa: E402
+from torch_gpt2 import MAX_T, SIZES, V, adamw, gpt2, text_ids, write  # noqa: E402
 
 BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION"}
 
@@ -46,7 +47,7 @@ class Wrong(Exception):
 
 def our_row(model, B, T, recompute):
     """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
-    done, rows = results.rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision",
+    done, rows = rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision",
                                  "bf16", "-r", recompute, capture_output=True)
     if done.returncode and re.search("out of memory|the model needs", done.stderr):
         return None
@@ -205,7 +206,7 @@ def main():
     a = arg.parse_args()
     if a.llmc and not a.llmc.is_file():
         arg.error(f"--llmc {a.llmc}: no such program: build llm.c's train_gpt2cu as its README says")
-    torch = results.torch_with_gpu("peers_train.py")
+    torch = torch_with_gpu("peers_train.py")
 
     # This process leaves the GPU alone: a context of its own would count in everyone's memory.
     print(f"PyTorch {torch.__version__}, {a.model}, bf16, sustained, whole step\n{'kernel':13} {'attention':12} "

@@ -5,30 +5,34 @@
 """
 import pathlib
 import subprocess
-import sys
 import tempfile
 
 import results
+from plot import plot
+
+
+def samples(log):
+    """What a row says of each sample: the run's settings, and the loss that was validated at that step."""
+    run = log["run"][0]
+    settings = {"dtype": run["precision"], **{field: run[field] for field in ("steps", "B", "T", "floor_nats")}}
+    losses = {r["step"]: r["loss_nats"] for r in log["val"]}
+    return [{**settings, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
+            for r in log["sample"] if r["step"] in losses]
 
 
 def main():
     results.arguments(__doc__).parse_args()
-    results.need("train_gpt2cu")
-    with tempfile.TemporaryDirectory() as run:
-        if subprocess.run([results.ROOT / "train_gpt2cu", "-o", run], cwd=results.ROOT).returncode:
+    results.need_trainer()
+    with tempfile.TemporaryDirectory() as folder:
+        if subprocess.run([results.ROOT / "train_gpt2cu", "-o", folder], cwd=results.ROOT).returncode:
             results.fail("./train_gpt2cu failed")
-        log = results.read_log(pathlib.Path(run))
-        about = log["run"][0]
-        losses = {r["step"]: r["loss_nats"] for r in log["val"]}
-        row = results.row("default_run", about["device"], steps=about["steps"], B=about["B"],
-                          T=about["T"], dtype=about["precision"], floor_nats=about["floor_nats"])
-        path = results.append([{**row, "step": r["step"], "val_loss_nats": losses[r["step"]], "text": r["text"]}
-                               for r in log["sample"] if r["step"] in losses], "default_run")
-        if row["dirty"]:
+        log = results.read_log(pathlib.Path(folder))
+        rows = [results.row("default_run", log["run"][0]["device"], **fields) for fields in samples(log)]
+        path = results.append(rows, "default_run")
+        if rows[0]["dirty"]:
             print("default_run.py: no plot, because the sources differ from the commit")
-        elif subprocess.run([sys.executable, results.ROOT / "scripts" / "plot.py", run, "-o", path.with_suffix(".png"),
-                             "--title", "The default run"], stdout=subprocess.DEVNULL).returncode:
-            results.fail("no plot; the rows are written")
+        else:
+            plot([log], ["default run"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

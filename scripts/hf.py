@@ -7,14 +7,12 @@
     python3 scripts/hf.py export run1 my-gpt2                         # its newest model_….bin, for transformers:
     pipeline("text-generation", "my-gpt2")("Once")                    # (text needs --tokenizer gpt2_tokenizer.bin)
 
-Needs numpy and tqdm; a name on the hub needs huggingface_hub too. One tensor at a time is in memory.
+Needs: pip install -r scripts/requirements.txt. One tensor at a time is in memory.
 
 What differs between the two: Hugging Face's Conv1D keeps matrices as (in, out), ours are (out, in) and stacked over
 layers; our wte has rows of zeros up to a multiple of 128. A model that our program would not compute alike is refused.
 """
 import argparse
-import contextlib
-import errno
 import json
 import math
 import os
@@ -25,8 +23,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from prepare_common import (BYTES, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, need, progress, reading, regular,
-                            write_file)
+from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, asking_hub, need, progress,
+                            reading, write_file)
 from stdout import guard_stdout
 
 MAGIC, HEADER_INTS = 20240326, 256
@@ -64,125 +62,64 @@ def convert(name, x, have, want):
     return np.ascontiguousarray(x.T if is_conv1d(name) else x).data
 
 
-@contextlib.contextmanager
-def whole(path):
-    """Gives a temporary name, which becomes `path` when the block ends well, and is removed otherwise."""
-    try:
-        name = os.path.basename(path)
-        with tempfile.TemporaryDirectory(prefix=f"{name}.tmp.", dir=os.path.dirname(path)) as folder:
-            yield Path(folder, name)
-            os.rename(os.path.join(folder, name), path)
-    except OSError as e:
-        advice = "; free some space or choose another place" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise Fail(f"{path}: cannot write: {e.strerror}{advice}") from None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Import
-
 def read_safetensors(path):
-    """name → (type, shape, bytes). The format: uint64 length, JSON {name: {dtype, shape, data_offsets}}, data."""
-    data = np.memmap(path, np.uint8, "r") if os.path.getsize(regular(path)) else np.empty(0, np.uint8)
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    damaged = f"{path}: damaged (get the file again): "
-    if data.size < 8 or length > data.size - 8:
-        raise Fail(f"{damaged}the header claims {length} bytes in a file of {data.size}")
-    try:
-        header = json.loads(data[8:8 + length].tobytes())
+    """name → (type, shape, bytes). The library checks the file, and gives no tensors, because numpy has no bf16."""
+    with reading(path), need("safetensors").safe_open(path, "numpy"), open(path, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(length))
         header.pop("__metadata__", None)
-        entries = sorted((*e["data_offsets"], name, str(e["dtype"]), tuple(e["shape"])) for name, e in header.items())
-        if not all(type(n) is int and n >= 0 for begin, end, _, _, shape in entries for n in (begin, end, *shape)):
-            raise ValueError("a size or an offset is not a natural number")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise Fail(f"{damaged}header: {type(e).__name__}: {e}") from None
-    data, position, found = data[8 + length:], 0, {}
-    for begin, end, name, dtype, shape in entries:  # back to back from the first byte of the data to the last
-        if begin != position or end < begin:
-            raise Fail(f"{damaged}{name}: expected its data from offset {position}, found {begin} to {end}")
-        if dtype in STORAGE and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise Fail(f"{damaged}{name}: {dtype} {shape} does not take {end - begin} bytes")
-        found[name], position = (dtype, shape, data[begin:end]), end
-    if position != data.size:
-        raise Fail(f"{damaged}expected {position} bytes of data, found {data.size}")
-    return found
+        data = np.memmap(path, np.uint8, "r", 8 + length)
+        return {name.removeprefix("transformer."): (e["dtype"], tuple(e["shape"]), data[slice(*e["data_offsets"])])
+                for name, e in header.items()}
 
 
 def find_folder(source):
-    if os.path.exists(os.path.join(source, "config.json")):
-        return source
-    if os.path.exists(source) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        raise Fail(f"{source}: not a folder with config.json; give one, or a name on the hub")
-    try:
-        patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
-        return need("huggingface_hub").snapshot_download(source, allow_patterns=patterns)
-    except Exception as e:  # there is no library, or its own, of what it fetches with, or of the network
-        reason = " ".join(str(e).split()) or type(e).__name__
-        raise Fail(f"{source}: no such folder, and the hub does not give it: {reason}") from None
+    if os.path.exists(source):
+        return Path(source)
+    with asking_hub(f"{source}: no such folder") as hub:
+        return Path(hub.snapshot_download(source, allow_patterns=["config.json", "model*.safetensors"]))
 
 
-def read_json(path):
-    with reading(path), open(path, encoding="utf-8") as f:
-        return dict(json.load(f))
-
-
-def read_config(folder):
-    path = os.path.join(folder, "config.json")
-    config = read_json(path)
-    if config.get("model_type") != "gpt2":
-        raise Fail(f"{path}: model_type: expected gpt2, found {config.get('model_type')}; only GPT-2 can be read")
+def read_config(path):
+    with reading(path):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    # What would make it another model; a missing key means the library's default, which is the first here.
+    allowed = {"model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+               "layer_norm_epsilon": (1e-5,), "n_inner": (None, 4 * (config.get("n_embd") or 0)),
+               "tie_word_embeddings": (True,), "add_cross_attention": (False,), "scale_attn_weights": (True,),
+               "scale_attn_by_inverse_layer_idx": (False,)}
+    for key, values in allowed.items():
+        if config.get(key, values[0]) not in values:
+            raise Fail(f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read")
     for key in SIZES:
         if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise Fail(f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; get the file again")
     if config["n_embd"] % config["n_head"]:
         raise Fail(f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}")
-    # What would make it another model; a missing key means the library's default, which is the first here.
-    allowed = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
-               "n_inner": (None, 4 * config["n_embd"]), "tie_word_embeddings": (True,), "add_cross_attention": (False,),
-               "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-               "position_embedding_type": ("absolute",)}
-    other_models = ("rotary_dim", "rotary_pct", "rope_theta", "rope_scaling", "rope_parameters", "quantization_config")
-    allowed.update(dict.fromkeys(other_models, (None,)))
-    for key, values in allowed.items():
-        if config.get(key, values[0]) not in values:
-            raise Fail(f"{path}: {key}: expected {values[0]}, found {config[key]}; only plain GPT-2 can be read")
     return config
 
 
 def read_tensors(folder, config):
     """Checked to be GPT-2's, all of them and no others: name → (storage type, shape, bytes)."""
-    path, index = (os.path.join(folder, "model.safetensors" + end) for end in ("", ".index.json"))
-    files = [path]
-    if not os.path.exists(path) and os.path.exists(index):  # a large model, in several files
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise Fail(f"{index}: damaged (get the file again): no weight_map")
-        for file in weight_map.values():
-            if (not isinstance(file, str) or os.path.basename(file) != file or not file.isprintable() or
-                    not os.path.exists(os.path.join(folder, file))):
-                raise Fail(f"{index}: names {file!r}, but no such file is beside it; get the folder again")
-        files = [os.path.join(folder, file) for file in sorted(set(weight_map.values()))]
-    elif not os.path.exists(path):
-        raise Fail(f"{folder}: no model.safetensors; where there is another form, the transformers library loads it, "
-                    "and its save_pretrained writes this one")
+    files = [folder / "model.safetensors"]
+    if not files[0].exists():
+        files = sorted(folder.glob("model-*.safetensors"))  # a large model, in several files
+    if not files:
+        raise Fail(f"{folder}: no model.safetensors; save_pretrained of the transformers library writes it")
     found = {}
     for file in files:
-        for name, tensor in read_safetensors(file).items():
-            name = name.removeprefix("transformer.")
-            if name in found:
-                raise Fail(f"{file}: tensor {name} is here a second time; get the folder again")
-            found[name] = tensor
-    last = f"h.{config['n_layer'] - 1}.ln_1.weight"
-    if last not in found:  # said before a list of as many layers as a damaged config.json has
-        raise Fail(f"{folder}: tensor {last} is missing")
+        of_file = read_safetensors(file)
+        if twice := of_file.keys() & found.keys():
+            raise Fail(f"{file}: tensor {min(twice)} is here a second time; get the folder again")
+        found.update(of_file)
+    if config["n_layer"] > len(found):  # said before a list of as many layers as a damaged config.json has
+        raise Fail(f"{folder}: fewer tensors than the n_layer of config.json")
     wanted = dict(tensors(config))
     for name, shape in wanted.items():
+        dtype, have, _ = found.get(name, ("none", "none", None))
         shape = shape[::-1] if is_conv1d(name) else shape
-        if name not in found:
-            raise Fail(f"{folder}: tensor {name} is missing")
-        if found[name][1] != shape:
-            raise Fail(f"{folder}: tensor {name}: expected shape {shape} by config.json, found {found[name][1]}")
-        if found[name][0] not in STORAGE:
-            raise Fail(f"{folder}: tensor {name}: expected F32, F16 or BF16, found {found[name][0]}")
+        if dtype not in STORAGE or have != shape:
+            raise Fail(f"{folder}: tensor {name}: expected F32, F16 or BF16 of shape {shape}, found {dtype} of {have}")
     for name, tensor in found.items():
         if name == "lm_head.weight":  # of an older library; tied, it is wte
             if tensor[:2] != found["wte.weight"][:2] or not np.array_equal(tensor[2], found["wte.weight"][2]):
@@ -194,7 +131,7 @@ def read_tensors(folder, config):
 
 def import_model(source, out, want, _):
     folder = find_folder(source)
-    config = read_config(folder)
+    config = read_config(folder / "config.json")
     found = read_tensors(folder, config)
     want = want or ("BF16" if all(found[name][0] == "BF16" for name, _ in tensors(config)) else "F32")
     version = next(v for v, dtype in VERSIONS.items() if dtype == want)
@@ -204,32 +141,28 @@ def import_model(source, out, want, _):
         header = np.zeros(HEADER_INTS, "<i4")
         header[:8] = [MAGIC, version, *(config[key] for key in SIZES), config["vocab_size"] + padding]
         yield header.data
-        for name, _ in progress(iterable=tensors(config), unit=" tensors", desc=out):
+        for name, _ in progress(iterable=tensors(config), unit=" tensors"):
             have, shape, data = found[name]
             yield convert(name, data.view(STORAGE[have]).reshape(shape), have, want)
             if name == "wte.weight":
                 yield bytes(padding * config["n_embd"] * ITEM_BYTES[want])
 
-    with whole(out) as tmp:
-        write_file(tmp, chunks())
+    write_file(out, chunks())
     return config, want
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Export
 
 def newest_model(folder):
     """The trainer's rule: of the files with a checkpoint's name the largest step, whether its state is there or not."""
     found = [re.fullmatch(r"model_([0-9]{8}|[1-9][0-9]{8,9})\.bin", name) for name in os.listdir(folder)]
     if not any(found):
         raise Fail(f"{folder}: expected a file, or a folder with one such as model_00001000.bin; give a run's folder")
-    return os.path.join(folder, max(filter(None, found), key=lambda name: int(name[1]))[0])
+    return Path(folder, max(filter(None, found), key=lambda name: int(name[1]))[0])
 
 
 def read_model(path):
     """Our checkpoint, or a run's newest: sizes, rows of padding, storage type, parameters as one flat array."""
     path = newest_model(path) if os.path.isdir(path) else path
-    header = np.fromfile(regular(path), "<i4", HEADER_INTS)
+    header = np.fromfile(path, "<i4", HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
         raise Fail(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "
                    "give a model checkpoint of this program or of llm.c (a model_….bin, not a state_….bin)")
@@ -238,17 +171,16 @@ def read_model(path):
     size = os.path.getsize(path)
     if (min(config.values()) < 1 or not 0 <= padding < 128 or config["n_embd"] % config["n_head"] or
             config["n_layer"] > size):
-        raise Fail(f"{path}: damaged header (get the file again): {config}, padded vocabulary {header[7]}")
+        raise Fail(f"{path}: {DAMAGED}: {config}, padded vocabulary {header[7]}")
     count = sum(math.prod(shape) for _, shape in tensors(config)) + padding * config["n_embd"]
-    expected = header.nbytes + count * ITEM_BYTES[dtype]
-    if size != expected:
-        raise Fail(f"{path}: damaged (get the file again): expected {expected} bytes, found {size}")
+    if size != (expected := header.nbytes + count * ITEM_BYTES[dtype]):
+        raise Fail(f"{path}: {DAMAGED}: expected {expected} bytes, found {size}")
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
 
 
 def read_tokenizer(path):
     """The bytes of each token, from llm.c's file, which data/prepare.py writes and the trainer reads."""
-    with open(regular(path), "rb") as f:
+    with open(path, "rb") as f:
         header, raw = f.read(1024), f.read()
     magic, version, count = struct.unpack("<3I", header[:12].ljust(12, b"\0"))
     pieces, at = [], 0
@@ -303,7 +235,7 @@ def export_model(path, out, want, tokenizer):
     def chunks():
         yield len(header).to_bytes(8, "little") + header
         at = 0
-        for name, shape in progress(iterable=tensors(config), unit=" tensors", desc=out):
+        for name, shape in progress(iterable=tensors(config), unit=" tensors"):
             yield convert(name, parameters[at:at + math.prod(shape)].reshape(shape), have, want)
             at += math.prod(shape) + (padding * config["n_embd"] if name == "wte.weight" else 0)
 
@@ -311,14 +243,13 @@ def export_model(path, out, want, tokenizer):
              "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "resid_pdrop": 0.0, "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[want], **ends}
-    with whole(out) as tmp:
-        os.mkdir(tmp)
-        files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})
-        for name, content in files.items():
-            write_file(tmp / name, [content.encode()])
-        write_file(tmp / "model.safetensors", chunks())
+    files.update({"config.json": json.dumps(model, indent=2), "generation_config.json": json.dumps(ends)})
+    out.mkdir()
+    for name, content in files.items():
+        write_file(out / name, [content.encode()])
+    write_file(out / "model.safetensors", chunks())
     if "vocab.json" not in files:
-        print(f"{out}: no tokenizer, because the checkpoint does not say which; transformers loads an empty one "
+        print(f"{out.name}: no tokenizer, because the checkpoint does not say which; transformers loads an empty one "
               "without an error" + ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
     return config, want
 
@@ -329,7 +260,7 @@ def main():
     arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg.add_argument("command", choices=["import", "export"])
     arg.add_argument("source", help="import: folder or name on the hub; export: a checkpoint, or a run's folder")
-    arg.add_argument("out", help="import: checkpoint to write; export: folder to write")
+    arg.add_argument("out", type=Path, help="import: checkpoint to write; export: folder to write")
     arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: bf16 if all "
                      "of the source is, else fp32")
     arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
@@ -337,19 +268,19 @@ def main():
     a = arg.parse_args()
     if a.tokenizer and a.command == "import":
         arg.error("--tokenizer belongs to export; an import has the weights alone")
-    out = os.path.abspath(a.out)
     try:
         np = need("numpy")
-        if os.path.lexists(out):
+        if os.path.lexists(a.out):
             raise Fail(f"{a.out}: exists already; remove it or choose another name")
-        if not os.path.isdir(os.path.dirname(out)):
-            raise Fail(f"{os.path.dirname(out)}: no such folder; create it or choose another path for the output")
         convert_model = import_model if a.command == "import" else export_model
-        config, dtype = convert_model(a.source, out, PRECISIONS.get(a.precision), a.tokenizer)
+        with tempfile.TemporaryDirectory(prefix=f"{a.out.name}.tmp.", dir=a.out.parent) as folder:
+            made = Path(folder, a.out.name)
+            config, dtype = convert_model(a.source, made, PRECISIONS.get(a.precision), a.tokenizer)
+            os.rename(made, a.out)
     except Fail as e:
         sys.exit(f"hf.py: {e}")
     except OSError as e:
-        sys.exit(f"hf.py: {e.filename or a.source}: cannot read: {e.strerror}; check the path")
+        sys.exit(f"hf.py: {e.filename or a.out}: {e.strerror}")
     except KeyboardInterrupt:
         sys.exit(f"hf.py: interrupted; {a.out} is not written")
     print(f"{a.out}: {dtype}, " + ", ".join(f"{key} {config[key]}" for key in SIZES))

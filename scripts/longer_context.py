@@ -14,8 +14,7 @@ arg.add_argument("target")
 arg.add_argument("T", type=int, help="positions that it gets")
 a = arg.parse_args()
 try:
-    with open(a.source, "rb") as f:
-        data = f.read()
+    data = pathlib.Path(a.source).read_bytes()
 except OSError as e:
     results.fail(f"{e}: give a checkpoint, a model_….bin of a run")
 magic, version, max_T, V, L, NH, C, Vp = struct.unpack_from("<8i", data.ljust(1024, b"\0"))

@@ -8,10 +8,9 @@
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
-#   layers       each other layer alone                   exercises the tutorial's answers, and its timelines
-#   scaling      tokens/s and losses of several GPUs
+#   layers       each other layer alone                   scaling   tokens/s and losses of several GPUs
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study ring layers train memory default torch scaling exercises"
+all="bf16 fp32 accuracy study ring layers train memory default torch scaling"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
@@ -50,10 +49,6 @@ measure() {  # part
         python3 scripts/compare_torch.py --json
         python3 scripts/compare_torch.py --json --precision bf16 ;;
     scaling) if [ "$gpus" -gt 1 ]; then python3 scripts/scaling.py --json; else echo "one GPU"; fi ;;
-    exercises)
-        python3 scripts/exercises.py --json
-        ./dev/timeline --json
-        ./dev/timeline --json --hs 128 ;;
     esac
 }
 if [ "$1" = --part ]; then  # a part's own process, which ends at the first command that fails
@@ -66,7 +61,7 @@ for part in "$@"; do
     case "$part: $all " in
     --no-tests:*) tests= ;;
     --help:*)
-        sed -n '2,13s/^# \{0,1\}//p' "$0"
+        sed -n '2,12s/^# \{0,1\}//p' "$0"
         exit ;;
     *:*" $part "*) parts="$parts $part" ;;
     *)
@@ -76,8 +71,7 @@ for part in "$@"; do
 done
 . dev/within.sh
 limit=${PART_LIMIT:-1200} failed=
-RUN=$(date -u +%Y-%m-%dT%H:%M:%SZ)  # of all rows of this call
-export RUN
+export RUN="$(date -u +%Y-%m-%dT%H:%M:%SZ)"  # of all rows of this call
 make -j"$(nproc)" train_gpt2cu benches dev/test_attention dev/test_layers dev/test_gpt2 >/dev/null || exit
 if [ "$tests" ]; then
     for t in dev/test_attention dev/test_layers dev/test_gpt2; do within "$limit" ./$t || exit; done

@@ -4,17 +4,15 @@
     python3 scripts/pictures.py            writes them all
     python3 scripts/pictures.py --check    exit code 1 if one is not what it would write
 """
-import collections
 import itertools
 import math
 from html import escape
 
-from results import ROOT, arguments, matching, publish, read_rows
+from results import ROOT, arguments, publish
 
 INK, GREY, LIGHT, WHITE, HATCH = "#1a1a1a", "#595959", "#d5d5d5", "#ffffff", "url(#hatch)"
 # Okabe and Ito's palette: distinct for colour-blind eyes too.
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = "#E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
-PALE = "#b3dcf4"
 DEFINITIONS = f"""<marker id="tip" refX="9" refY="4" markerWidth="9" markerHeight="8" markerUnits="userSpaceOnUse"
 orient="auto"><path d="M0 0L9 4L0 8z"/></marker>
 <pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 6L6 0M-1 1L1 -1M5 7L7 5"
@@ -289,7 +287,7 @@ def roles(p):
     p.box(16, 16, 174, 316, fill=YELLOW, rx=6, fill_opacity=0.45)
     p.box(280, 16, 240, 368, fill="#f5f5f5", stroke=GREY, rx=6)
     for i in (12, 6, 0):
-        p.box(612 + i, 16 + i, 160, 368, fill=PALE, rx=6)
+        p.box(612 + i, 16 + i, 160, 368, fill="#b3dcf4", rx=6)
     for x, heading, below in ((103, "producer", "one thread"), (400, "shared memory", "200 KiB of 227"),
                               (692, "3 consumers", "64 queries each")):
         p.middle(x, 40, heading, bold=True)
@@ -312,81 +310,11 @@ def roles(p):
            "warpgroup, k_empty and v_empty one arrival of each of the 12 consumer warps.")
 
 
-# What a warp waits for by the names of dev/timeline, the rest being other warps, and what it does once that is there.
-WAITS = {**dict.fromkeys(("s", "o", "dp", "dv", "dk,dq"), SKY), **dict.fromkeys(("k_full", "v_full", "q_full"), GREEN),
-         **dict.fromkeys(("k_empty", "v_empty", "q_empty", "dq_empty"), YELLOW)}
-WORK = {"k_empty": "K", "v_empty": "V", "q_empty": "Q, dO", "dq_full": "adds dQ, polls for its turn", "k_full": "S",
-        "q_full": "S", "o": "P", "dq_empty": "dP", "dp": "dS", "dv": "dK", "ds_full": "dQ"}
-KINDS = {ORANGE: "exponentials, and {} begins", PALE: "begins the product that it names", LIGHT: "other work"}
-CAUSES = {SKY: "a product's result", GREEN: "a tile", YELLOW: "room", PINK: "what another warp does"}
-
-
-def timeline(row):
-    """What a warp did in the row's clocks, in order: (begin, end, what it waited for or None, the wait before)."""
-    waits = [wait.split() for wait in row["waits"].split(", ")]
-    names = [name for name, _, _ in waits]
-    before, found, at = dict(zip(names[1:], names)).get(names[0]), [], 0  # the first wait's by a later one of its name
-    for name, begin, end in waits:
-        begin, end = max(0, int(begin)), min(row["clocks"], int(end))
-        found += [(at, begin, None, before), (begin, end, name, before)]
-        at, before = end, name
-    return [part for part in [*found, (at, row["clocks"], None, before)] if part[0] < part[1]]
-
-
-def lanes(p, way, roles, product, *notes):
-    """The newest rows of dev/timeline, a lane for each role, by its warp. `product` begins beside exponentials."""
-    rows = read_rows(sorted(ROOT.glob("dev/results/*/timeline.jsonl"))[-1], apart=["HS"], **{"pass": way})
-    shares = {(r["HS"], r["warp"]): sum(end - begin for begin, end, name, _ in timeline(r) if name) / r["clocks"]
-              for r in rows}
-    row_of, spent = {r["warp"]: r for r in matching(rows, HS=64)}, collections.Counter()
-    clocks, consumers = row_of[0]["clocks"], [warp for warp, role in roles.items() if role.startswith("consumer")]
-    p.text(12, 26, "{gpu}, T {T}, HS 64, causal: {clocks} clocks of one block".format_map(row_of[0]), bold=True)
-    p.text(788, 26, "waits", at="end", bold=True)
-    for i in range(9):
-        p.line((116 + 77 * i, 56), (116 + 77 * i, 66 + 42 * len(roles)), stroke=LIGHT)
-        p.middle(116 + 77 * i, 50, clocks * i // 8)
-    for i, (warp, role) in enumerate(roles.items()):
-        y = 66 + 42 * i
-        p.text(12, y + 21, role, bold=True)
-        p.text(788, y + 21, f"{shares[64, warp]:.0%}", at="end")
-        for begin, end, name, before in timeline(row_of[warp]):
-            label, wide = name or {**WORK, "s": f"exp, {product}"}.get(before, ""), 616 * (end - begin) / clocks
-            work = ORANGE if before == "s" else PALE if label in ("S", "dP", "dK", "dQ") else LIGHT
-            fill = WAITS.get(name, PINK) if name else work
-            p.box(116 + 616 * begin / clocks, y + 6 * bool(name), wide, 20 if name else 32,
-                  label if 7.5 * len(label) + 2 < wide else "", fill=fill, stroke="none")
-            spent[fill] += (end - begin) / clocks / len(consumers) * (warp in consumers)
-    y = 90 + 42 * len(roles)
-    p.text(12, y, "Of the consumers' time:", bold=True)
-    for x, high, kinds in (12, 20, KINDS), (412, 12, CAUSES):
-        for i, fill in enumerate(fill for fill in kinds if fill in spent):
-            p.box(x, y + 24 + 26 * i - high / 2, 30, high, fill=fill, stroke="none")
-            p.text(x + 40, y + 29 + 26 * i, f"{spent[fill]:.0%} {'waits for ' * (x > 12)}{kinds[fill].format(product)}")
-    wider = [f"{role} {shares[128, warp]:.0%}" for warp, role in roles.items() if (128, warp) in shares]
-    p.text(12, p.bottom + 24, *notes, f"Waiting at HS 128: {', '.join(wider)}.")
-
-
-def timeline_forward(p):
-    """Who waits in a block of the forward, by clock stamps. A lane for the producer and each consumer, high where it
-    works and low where it waits. The producer mostly waits for room, the consumers mostly take exponentials."""
-    lanes(p, "fwd", {0: "producer", 4: "consumer 1", 8: "consumer 2", 12: "consumer 3"}, "O += P V",
-          "K, V: begins a load. P: O of the step before is there, and this step's P becomes bf16.")
-
-
-def timeline_backward(p):
-    """Who waits in a block of the backward, by clock stamps. A lane for the loader, each sender, the storer and each
-    consumer, high where it works and low where it waits. The consumers begin product after product."""
-    lanes(p, "bwd", {0: "loader", 1: "sender 1", 2: "sender 2", 3: "storer", 4: "consumer 1", 8: "consumer 2"}, "dV",
-          "Q, dO: begins loads. dS: computes it, and stores it for both consumers' dQ.",
-          "A sender's polling has no stamps, so it counts as work.")
-
-
 def main():
     arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a picture is out of date")
     check, texts = arg.parse_args().check, {}
-    for draw in (causal, online, fragments, swizzle, descriptor, products, turns, roles, timeline_forward,
-                 timeline_backward):
+    for draw in causal, online, fragments, swizzle, descriptor, products, turns, roles:
         picture = Picture()
         draw(picture)
         texts[ROOT / "dev" / "results" / "pictures" / f"{draw.__name__}.svg"] = picture.svg(draw.__doc__)

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Plots training runs from their log.jsonl: loss with validation and floor, gradient norm, learning rate, speed, MFU.
+"""Plots training runs from their log.jsonl: loss with validation and floor, gradient norm, learning rate, speed.
 
     python3 scripts/plot.py run1                          # writes run1/plot.png
     python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot; PNG, SVG or PDF by the name's end
 """
-import itertools
 import math
 import pathlib
 import shlex
@@ -20,7 +19,7 @@ STYLE = {"font.size": 9, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.c
          "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.xmargin": 0.01,
          "svg.hashsalt": "plot", "svg.fonttype": "none"}  # none: text stays text
 PANELS = {"loss": ("loss_nats", "Loss"), "norm": ("grad_norm", "Gradient norm"), "lr": ("lr", "Learning rate"),
-          "speed": ("tokens_per_s", "Tokens per second"), "mfu": ("mfu_percent", "MFU, %")}
+          "speed": ("tokens_per_s", "Tokens per second")}
 
 
 def pyplot():
@@ -37,30 +36,21 @@ def pyplot():
 
 def smooth(values, width):
     """The mean of `width` neighbours, at the start, where a loss is steep, of fewer; NaN is left out."""
-    sums = [0, *itertools.accumulate(0 if math.isnan(v) else v for v in values)]
-    counts = [0, *itertools.accumulate(not math.isnan(v) for v in values)]
-    out = []
+    means = []
     for i in range(len(values)):
         half = min(width // 2, i)
-        begin, end = i - half, min(i + half + 1, len(values))
-        n = counts[end] - counts[begin]
-        out.append((sums[end] - sums[begin]) / n if n else math.nan)
-    return out
+        near = [v for v in values[i - half:i + half + 1] if not math.isnan(v)]
+        means.append(sum(near) / len(near) if near else math.nan)
+    return means
 
 
-def settled(steps, values):
-    """The values after the first twentieth, in which a loss falls from ln V and a GPU warms up."""
-    return [v for s, v in zip(steps, values) if s > steps[-1] / 20 and not math.isnan(v)]
-
-
-def plot(runs, names, out, width, title):
+def plot(runs, names, out):
     plt = pyplot()
     from matplotlib.ticker import EngFormatter
     figure = plt.figure(figsize=(10, 8.5), layout="constrained")
-    panels = figure.subplot_mosaic([["loss", "loss"], ["loss", "loss"], ["norm", "lr"], ["speed", "mfu"]])
-    loss, mfu = panels["loss"], panels["mfu"]
-    width = width or max(1, max(len(rows["train"]) for rows in runs) // 100)
-    seen, floors, handles = {name: [] for name in panels}, {}, []
+    panels = figure.subplot_mosaic([["loss", "loss"], ["loss", "loss"], ["norm", "lr"], ["speed", "speed"]])
+    loss, handles, floors, settled = panels["loss"], [], {}, []
+    width = max(1, max(len(rows["train"]) for rows in runs) // 100)
 
     def column(rows, field):
         return [r["step"] for r in rows], [r[field] for r in rows]
@@ -71,47 +61,34 @@ def plot(runs, names, out, width, title):
                 panels[name].plot(steps, values, color=colour, lw=0.6, alpha=0.25)
                 values = smooth(values, width)
             panels[name].plot(steps, values, color=colour, lw=1.6)
-            seen[name] += settled(steps, values)
         if rows["val"]:
             steps, values = column(rows["val"], "loss_nats")
             loss.plot(steps, values, color=colour, ls="none", marker="o", ms=6, mec="white", mew=0.9, zorder=5)
-            seen["loss"] += settled(steps, values)
             run += f", validation {values[-1]:.4f}"
         handles.append(plt.Line2D([], [], color=colour, lw=3, label=run))
+        both = rows["train"] + rows["val"]
+        settled += [r["loss_nats"] for r in both if r["step"] > max(r["step"] for r in both) / 20]
         found = [row.get("floor_nats") for row in rows["run"] + rows["val"]]
         floors |= {f"{floor:.4f}": floor for floor in found if floor is not None}
 
     for text, floor in floors.items():
         loss.axhline(floor, color=INK, lw=1.1, ls=(0, (5, 3)))
-        loss.annotate(f"floor {text}", (0, floor), xycoords=("axes fraction", "data"), xytext=(4, -4),
-                      textcoords="offset points", va="top")
-        seen["loss"].append(floor)
-
+        loss.annotate(f"floor {text}", (0, floor), xycoords=("axes fraction", "data"), xytext=(4, 4),
+                      textcoords="offset points")
     for name, axes in panels.items():
-        # The fall of the first steps would leave no room for the rest, so it may start above its panel.
-        high, low = max(seen[name], default=1), min(seen[name], default=0) if axes is loss else 0
-        pad = 0.1 * (high - low) or 0.1 * high or 1
-        axes.set_ylim(low - pad if axes is loss else 0, high + pad)
         axes.set_title(PANELS[name][1])
-        if axes is not loss:
-            axes.sharex(loss)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlabel("step" if name in ("speed", "mfu") else "")
-    if not seen["mfu"]:
-        mfu.text(0.5, 0.5, "n/a: no peak is known for this GPU", transform=mfu.transAxes, ha="center", color=GREY)
-        mfu.set_yticks([])
+        axes.set_ylim(bottom=0)
+    # The fall from ln V in the first steps would leave no room for the rest, so it may start above its panel.
+    loss.set_ylim(top=1.1 * max((x for x in settled if not math.isnan(x)), default=1))
     loss.set_ylabel("nats per token")
     panels["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
     panels["lr"].yaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
 
     if width > 1:
-        handles += [plt.Line2D([], [], color=GREY, lw=1.6, label=f"training, mean of {width} steps"),
-                    plt.Line2D([], [], color=GREY, lw=0.6, alpha=0.5, label="training, each step")]
-    if any(rows["val"] for rows in runs):
-        handles.append(plt.Line2D([], [], color=GREY, ls="none", marker="o", ms=6, mec="white", label="validation"))
+        handles.append(plt.Line2D([], [], color=GREY, lw=1.6, label=f"training, mean of {width} steps"))
+    handles.append(plt.Line2D([], [], color=GREY, ls="none", marker="o", ms=6, mec="white", label="validation"))
     loss.legend(handles=handles, loc="upper right", framealpha=0.9, edgecolor=GRID)
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
     with results.whole(out) as part:
         figure.savefig(part, dpi=150, format=out.suffix[1:])
     plt.close(figure)
@@ -121,15 +98,12 @@ def main():
     arg = results.arguments(__doc__)
     arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or that file")
     arg.add_argument("-o", "--out", type=pathlib.Path, help="the plot (default: plot.png in the first run's folder)")
-    arg.add_argument("--smooth", type=int, default=0, metavar="STEPS",
-                     help="the mean of so many steps; 1: none (default: a hundredth)")
-    arg.add_argument("--title", default="")
     a = arg.parse_args()
     runs, folders = [results.read_log(run) for run in a.runs], [results.folder_of(run) for run in a.runs]
     out = a.out or folders[0] / "plot.png"
     if out.suffix not in (".png", ".svg", ".pdf"):
         results.fail(f"--out {out}: expected a name that ends in .png, .svg or .pdf")
-    plot(runs, [folder.resolve().name for folder in folders], out, a.smooth, a.title)
+    plot(runs, [folder.resolve().name for folder in folders], out)
     print(f"{out}\nnext: python3 scripts/tensorboard.py {shlex.join(map(str, a.runs))}")
 
 

@@ -4,18 +4,15 @@
     python3 scripts/plot_results.py              # all that there are rows for, of every GPU
     python3 scripts/plot_results.py ring memory  # only those; then scripts/readme_tables.py shows them in README
 """
-import argparse
 import math
-import pathlib
 import sys
 from operator import itemgetter
 
 import results
 from plot import COLOURS, GREY, INK, pyplot
-from results import TENSORS, VEHICLES, kind_of, matching, values
+from results import TENSORS, kind_of, matching, values
 
 INPUTS = {"normal": ("N(0,1)", "-"), "large_q": ("q ×5", "--"), "shifted": ("mean +0.5", ":")}
-DTYPES = dict(zip(("fp16", "bf16"), COLOURS))
 SETTINGS = ["attention", "dtype", "model", "recompute"]
 SQUARES = {"d12": 13 * 12, "d24": 25 * 16, "d36": 37 * 20, "d48": 49 * 25}  # T×T of naive: P by layer and head, and dP
 
@@ -51,10 +48,8 @@ def axis_of_lengths(axes, lengths, labels):
 
 def plot_attention(plt, rows):
     """A panel a pass and head size. Of the batches at a T the largest, which fills the GPU best."""
-    rows = sorted((r for r in rows if r["causal"] and r["ms"]), key=itemgetter("T", "B"))
+    rows = sorted((r for r in rows if r["ms"]), key=itemgetter("T", "B"))
     sizes, style = sorted({r["HS"] for r in rows}), looks(rows)
-    if not rows:
-        return None
     figure, panels = panels_of(plt, len(sizes), 2, 10, 0.6 + 3.4 * len(sizes))
     last = {r["kernel"]: r["tflops"] for r in matching(rows, HS=sizes[0], **{"pass": "fwd"})}
     style = dict(sorted(style.items(), key=lambda kernel: -last.get(kernel[0], 0)))  # as curves end in the first panel
@@ -78,15 +73,13 @@ def plot_attention(plt, rows):
 
 def plot_accuracy(plt, rows):
     from matplotlib.ticker import LogLocator
-    rows = [r for r in rows if r["causal"] and kind_of(r["kernel"]) == "ours" and r["ratio_l2"]]
+    rows = [r for r in rows if kind_of(r["kernel"]) == "ours" and r["ratio_l2"]]
     rows.sort(key=itemgetter("T"))
     dtypes, style = sorted({r["dtype"] for r in rows}, reverse=True), looks(rows)
     for dtype in dtypes:  # of points that coincide the first kernel's is the ring around the others'
         for i, look in enumerate(look for kernel, look in style.items() if matching(rows, dtype=dtype, kernel=kernel)):
             look |= {"lw": 1.4, "mec": look["color"], "ms": 3 if i else 7, "mfc": look["color"] if i else "white"}
     lengths = sorted({r["T"] for r in rows})
-    if not rows:
-        return None
     figure, panels = panels_of(plt, len(dtypes), len(TENSORS), 10, 0.6 + 2.6 * len(dtypes), sharex=True)
     for line, dtype in zip(panels, dtypes):
         for axes, tensor in zip(line, TENSORS):
@@ -108,42 +101,6 @@ def plot_accuracy(plt, rows):
     marks = [plt.Line2D([], [], label=kernel, **look) for kernel, look in style.items()]
     marks += [plt.Line2D([], [], color=GREY, ls=ls, label=text) for text, ls in INPUTS.values()]
     return finish(figure, f"Error against fp64 by T, {rows[0]['gpu']}", marks, len(marks))
-
-
-def plot_accumulation(plt, rows):
-    """A panel for each kernel of dev/study_accumulation, a point a variant. Speed and errors on N(0,1) are those of the
-    longest T up to 4096 that was timed. Hollow: for some magnitude of q, k, v some element was not finite."""
-    for r in rows:  # the shift is a number in the exponent: its kernel is the one without it
-        r["timed_as"] = "+".join(part for part in r["variant"].split("+") if part != "shift") or "base"
-    errors, case = [r for r in rows if "input" in r], ["kernel", "dtype", "timed_as", "T"]
-    speed = {values(r, case): r["tflops"] for r in rows if "ms" in r}
-    lengths = {T for *_, T in speed} & {r["T"] for r in errors if r["T"] <= 4096}
-    if not lengths:
-        return None
-    T = max(lengths)
-    vehicles = [v for v in VEHICLES if any(kernel == v for kernel, *_ in speed)]
-    figure, panels = panels_of(plt, len(vehicles), 1, 10, 4.4 * len(vehicles))
-    for (axes,), vehicle in zip(panels, vehicles):
-        points = [r for r in matching(errors, kernel=vehicle, input="normal", T=T)
-                  if r["relative_l2"] and values(r, case) in speed]
-        points.sort(key=lambda r: (r["relative_l2"], speed[values(r, case)], r["dtype"], r["variant"]))
-        names = {}  # by point, in the order of errors
-        for r in points:
-            x, y, colour = speed[values(r, case)], r["relative_l2"], DTYPES[r["dtype"]]
-            alike = matching(errors, kernel=vehicle, dtype=r["dtype"], variant=r["variant"])
-            axes.plot(x, y, "o", ms=6, color=colour, mfc="white" if any(e["not_finite"] for e in alike) else colour)
-            same = next((at for at in names if at[0] == x and at[2] == colour and y < 1.01 * at[1]), (x, y, colour))
-            names.setdefault(same, []).append(r["variant"])
-        for i, ((x, y, colour), variants) in enumerate(names.items()):  # one below another, beside the panel
-            line = {"arrowstyle": "-", "color": colour, "lw": 0.4, "relpos": (0, 0.5)}
-            axes.annotate(", ".join(variants), (x, y), (1.02, (i + 0.5) / len(names)), textcoords="axes fraction",
-                          color=colour, va="center", arrowprops=line)
-        axes.set_yscale("log")
-        axes.set(xlabel="TFLOP/s", ylabel="relative L2 error of out")
-        axes.set_title(vehicle)
-    marks = [plt.Line2D([], [], ls="none", marker="o", color=colour, label=dtype) for dtype, colour in DTYPES.items()]
-    marks.append(plt.Line2D([], [], ls="none", marker="o", color=GREY, mfc="white", label="not finite for some inputs"))
-    return finish(figure, f"fp16 in the forward, T {T}, {rows[0]['gpu']}: right is faster, down is better", marks, 3)
 
 
 def plot_memory(plt, rows):
@@ -195,50 +152,40 @@ def plot_ring(plt, rows):
     return finish(figure, f"Ring attention, T {rows[0]['T']}, bf16, {rows[0]['gpu']}: flat is better", marks, 2)
 
 
-# Each plot has its function, the file of its rows, and what read_rows() is asked for. Then come the command that measures
-# them, the part of scripts/measure.sh that runs it, and words for those who cannot see the plot. No plot is made without
-# rows, or where the function gives None.
+# Each plot has its function, the file of its rows, what read_rows() is asked for, the part of scripts/measure.sh that
+# measures them, and words for those who cannot see the plot.
 PLOTS = {
-    "attention_bf16": (plot_attention, "attention", {"dtype": "bf16"}, "./dev/bench_attention --json", "bf16",
+    "attention_bf16": (plot_attention, "attention", {"dtype": "bf16", "causal": True}, "bf16",
                        "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),
-    "attention_fp32": (plot_attention, "attention", {"dtype": "fp32"}, "./dev/bench_attention --json", "fp32",
+    "attention_fp32": (plot_attention, "attention", {"dtype": "fp32", "causal": True}, "fp32",
                        "TFLOP/s by T of the fp32 kernels, ours thick, peers dashed"),
-    "accuracy": (plot_accuracy, "accuracy", {"apart": ["HS"]}, "./dev/accuracy --json", "accuracy",
+    "accuracy": (plot_accuracy, "accuracy", {"apart": ["HS"], "causal": True}, "accuracy",
                  "L2 errors by T as multiples of naive's, a panel for each tensor in fp32 and in bf16"),
-    "accumulation": (plot_accumulation, "accumulation", {}, "./dev/study_accumulation --json", "study",
-                     "TFLOP/s against L2 error, a point for each variant of fp16 in forward"),
-    "ring": (plot_ring, "ring", {"study": "ring", "dtype": "bf16"}, "./dev/study_ring --json", "ring",
+    "ring": (plot_ring, "ring", {"study": "ring", "dtype": "bf16"}, "ring",
              "Errors by number of ranks, flat with partial results in fp32 and mostly larger in bf16"),
-    "memory": (plot_memory, "train", {"apart": ["dtype"], "kernel": "train_gpt2cu", "B": 1},
-               "./dev/bench_train --json --shapes 1x16384,1x32768", "memory",
+    "memory": (plot_memory, "train", {"apart": ["dtype"], "kernel": "train_gpt2cu", "B": 1}, "memory",
                "GiB by T, straight lines with flash, parabolas with naive")}
 
 
 def main():
     arg = results.arguments(__doc__)
     arg.add_argument("plots", nargs="*", metavar="PLOT", help=f"some of {', '.join(PLOTS)} (default: all)")
-    arg.add_argument("--root", type=pathlib.Path, default=results.ROOT, help=argparse.SUPPRESS)  # for tests
-    a = arg.parse_args()
-    for name in set(a.plots) - set(PLOTS):
+    names = arg.parse_args().plots or PLOTS
+    for name in set(names) - set(PLOTS):
         arg.error(f'"{name}": expected some of {", ".join(PLOTS)}')
     plt = pyplot()
-    plt.rcParams.update({"axes.xmargin": 0.05})
-    folder, drawn = a.root / "dev" / "results", set()
-    for name in a.plots or PLOTS:
-        draw, bench, query, *_ = PLOTS[name]
-        for path in sorted(folder.glob(f"*/{bench}.jsonl")):
-            rows, svg = results.read_rows(path, **query), path.with_name(f"{name}.svg")
-            if rows and (figure := draw(plt, rows)):
+    plt.rcParams["axes.xmargin"] = 0.05
+    for name in names:
+        draw, bench, query, part, _ = PLOTS[name]
+        found = {path: results.read_rows(path, **query) for path in sorted(results.RESULTS.glob(f"*/{bench}.jsonl"))}
+        if not any(found.values()):
+            print(f"no rows for {name}.svg: scripts/measure.sh {part}", file=sys.stderr)
+        for path, rows in found.items():
+            if rows:
+                svg = path.with_name(f"{name}.svg")
                 # Neither date nor version: the same rows give the same file.
-                figure.savefig(svg, metadata={"Date": None, "Creator": None})
-                plt.close(figure)
-                drawn.add(name)
+                draw(plt, rows).savefig(svg, metadata={"Date": None, "Creator": None})
                 print(svg)
-    missing = [f"no rows for {name}.svg: run {PLOTS[name][3]} first" for name in a.plots or PLOTS if name not in drawn]
-    if missing and (a.plots or not drawn):
-        results.fail(f"{folder}: {'; '.join(missing)}")
-    for text in missing:
-        print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

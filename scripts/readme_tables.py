@@ -1,50 +1,37 @@
 #!/usr/bin/env python3
 """Writes the tables and plots of every README from dev/results, and what it quotes of kernels, between markers:
 
-    <!-- table: attention bf16 --> … <!-- end -->        also: see TABLES
+    <!-- table: attention bf16 --> … <!-- end -->            see TABLES
+    <!-- table: plot ring --> … <!-- end -->                 see PLOTS in plot_results.py
     <!-- table: quote flash_simple.cu --> … <!-- end -->     attention/'s file, from // [quote] to // [end]
 
-    python3 scripts/readme_tables.py            rewrites both
+    python3 scripts/readme_tables.py            rewrites them
     python3 scripts/readme_tables.py --check    exit code 1 if they are not what it would write
 """
-import argparse
 import os
-import pathlib
 import re
 import textwrap
 from operator import itemgetter
 
-from exercises import EXERCISES
 from plot_results import PLOTS
-from results import (ROOT, TENSORS, VEHICLES, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
+from results import (RESULTS, ROOT, TENSORS, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
                      read_rows, shared, values)
 
-STUDY_INPUTS = {"normal": "N(0,1)", "large_q": "q ×5", "shifted": "mean 0.5", "large_qk": "q, k ×8",
-                "huge_qk": "q, k ×64", "large_v": "v N(0.5,1) ×1000"}
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
 SHAPE = ["HS", "NH", "T", "B", "pass"]
 TRAIN = ["model", "dtype", "B", "T"]
-STEP = {"ids": "text-like", "model": "d12", "dtype": "bf16", "T": 1024}  # of README's table
+GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024}
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
-
-
-def close(a, b):
-    return abs(a - b) < 0.03 * max(a, b)
 
 
 def figure(row, value, others, text):
     """The text of value(row). Where one of `others` is less than 3 % away: least and most of three jobs, or "≈"."""
-    if not any(close(value(row), other) for other in others if other):
-        return text(value(row))
-    jobs = [value(job) for job in row["jobs"]]
+    mine, jobs = value(row), [value(job) for job in row["jobs"]]
+    if not any(abs(mine - other) < 0.03 * max(mine, other) for other in others if other):
+        return text(mine)
     if len(jobs) < 3:
-        return f"≈{text(value(row))}"
+        return f"≈{text(mine)}"
     return "–".join(dict.fromkeys((text(min(jobs)), text(max(jobs)))))
-
-
-def beside(row, rows, alike, field):
-    """This field of the other rows that agree with `row` in all of the fields `alike`."""
-    return [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
 
 
 def thousands(rate):
@@ -52,7 +39,9 @@ def thousands(rate):
 
 
 def compared(row, rows, alike, field, text):
-    return figure(row, itemgetter(field), beside(row, rows, alike, field), text)
+    """figure() of this field beside the other rows that agree with `row` in all of the fields `alike`."""
+    others = [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
+    return figure(row, itemgetter(field), others, text)
 
 
 def plain(*fields):
@@ -165,41 +154,6 @@ def accuracy(rows):
     return text
 
 
-def accumulation_speed(rows):
-    rows = sorted((r for r in rows if "ms" in r), key=lambda r: r["variant"] == "trainer")
-    vehicle_of = {**{vehicle: vehicle for vehicle in VEHICLES}, **{kernel: v for v, kernel in VEHICLES.items()}}
-    for r in rows:
-        r["place"] = f"{vehicle_of[r['kernel']]} {r['B']}, {r['T']}"
-    places = [f"{vehicle} {B}, {T}" for vehicle in VEHICLES for T, B in sorted({values(r, ["T", "B"]) for r in rows})]
-    title = f"""Forward by variant, causal, {shared(rows, ['NH', 'HS'])[0]}, TFLOP/s cool at B, T; sums in fp16 exist
-        for fp16 operands only; a shift has its kernel's speed; trainer: {', '.join(VEHICLES.values())}"""
-    return crossed(title, rows, ["dtype", "variant"], "place", places, lambda r: compared(
-        r, rows, ["T", "B"], "tflops", "{:.0f}".format))
-
-
-def accumulation_errors(rows):
-    """Of one vehicle: the last that ran. N(0,1) by T, other inputs at the longest T."""
-    def cell(r):
-        if r["not_finite"]:
-            percent = 100 * r["not_finite"] / r["elements"]
-            return f"{percent:.0f} % ∞" if percent >= 1 else f"{r['not_finite']} ∞"
-        ratio = r["ratio_l2"]
-        return f"{r['relative_l2']:.1e}" + (f" ({ratio:.{2 if ratio < 1 else 1}f}×)" if ratio else "")
-    rows = [r for r in rows if "input" in r]
-    if not rows:
-        return None
-    vehicle = [v for v in VEHICLES if matching(rows, kernel=v)][-1]
-    rows = matching(rows, kernel=vehicle)
-    for r in rows:
-        r["data"] = f"{STUDY_INPUTS[r['input']]}, T {r['T']}"
-    lengths = sorted({r["T"] for r in rows})
-    columns = dict.fromkeys(f"{name}, T {T}" for name in STUDY_INPUTS.values()
-                            for T in (lengths if name == "N(0,1)" else lengths[-1:]))
-    title = f"""L2 error of out against fp64 (multiple of naive's in the same type; ∞: elements that are not finite),
-        {vehicle}, {shared(rows, ['NH', 'HS'])[0]}"""
-    return crossed(title, rows, ["dtype", "variant"], "data", columns, cell)
-
-
 def train(rows):
     ours = sorted(matching(rows, kernel="train_gpt2cu"), key=itemgetter("attention", "recompute", "T", "B"))
     peers = [{**r, "attention": f"{r['kernel']}, {r['sdpa'].removeprefix('torch_')}", "recompute": "–"}
@@ -226,36 +180,35 @@ def step(rows):
             for r in matching(rows, kernel="train_gpt2cu", attention="flash") if r["B"] in shapes]
     rate = {r["B"]: r["tok_s"] for r in matching(ours, recompute=0)}
     names = dict.fromkeys(r["kernel"] for r in [*ours, *peers])
+
+    def cell(r):
+        times = f" · {rate[r['B']] / r['tok_s']:.2f}×" if r in peers else ""
+        return f"{thousands(r['tok_s'])}{times} · {r['mem_gib']:.1f}"
     title = """The whole step of GPT-2 124M in bf16 at T = 1024, sustained, ids drawn with p ∝ 1/(rank + 2.7), as text
         has them: tokens a second, how many times as fast train_gpt2cu is at -r 0, which recomputes nothing, as the
-        peers do, GiB of memory. The default is -r 1"""
-    about = {"torch_compile": "torch.compile has fused AdamW and its faster attention",
-             "llm.c": "llm.c has cuDNN and its fastest options"}
-    title += "".join(f". {about[name]}" for name in names if name in about)
-    return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), lambda r: " · ".join(
-        [thousands(r["tok_s"])] + [f"{rate[r['B']] / r['tok_s']:.2f}×"] * (r in peers and r["B"] in rate)
-        + [f"{r['mem_gib']:.1f}"]))
+        peers do, GiB of memory. The default is -r 1. torch.compile has fused AdamW and its faster attention. llm.c has
+        cuDNN and its fastest options"""
+    return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), cell)
+
+
+def percent(r, part, whole):
+    """A share of 100 %, which is what it is compared with."""
+    return figure(r, lambda r: 100 * r[part] / r[whole], [100], "{:.1f} %".format)
 
 
 def scaling(rows):
     """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
-    apart = {values(r, ["model", "gpus", "zero"]): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
+    of = ["model", "gpus", "zero"]
+    apart = {values(r, of): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
     rows = sorted(matching(rows, what="speed"), key=itemgetter("model", "B", "gpus", "zero"))
     same, varying = shared(rows, ["model", "dtype", "B", "T"])
-
-    def several(r, other):  # one GPU is what they are compared with
-        return [other] if r["gpus"] > 1 else []
-    title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: the slowest of as many runs that know
-        nothing of each other, one a GPU, at once. GiB: of tensors. Losses apart: largest relative difference of a
-        step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
+    title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: as many runs of one GPU each, at once.
+        GiB: of tensors. Losses apart: a step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
     return listed(title, rows, {
-        "GPUs": "{gpus}", "--zero": lambda r: str(r["zero"]) if several(r, r) else "–", **plain(*varying),
-        "tok/s": lambda r: compared(r, rows, ["model", "B", "gpus"], "tok_s", thousands),
-        "of linear": lambda r: figure(r, lambda r: 100 * r["of_linear"], several(r, 100), "{:.1f} %".format),
-        "ms a step": lambda r: figure(r, itemgetter("ms"), beside(r, rows, ["model", "B"], "ms") +
-                                      several(r, r["ms_side_by_side"]), "{:.2f}".format),
-        "ms side by side": lambda r: figure(r, itemgetter("ms_side_by_side"), several(r, r["ms"]), "{:.2f}".format),
-        "GiB a GPU": "{gib:.1f}", "losses apart": lambda r: apart.get(values(r, ["model", "gpus", "zero"]), "–")})
+        "GPUs": "{gpus}", "--zero": "{zero}", **plain(*varying), "tok/s": lambda r: thousands(r["tok_s"]),
+        "of linear": lambda r: f"{100 * r['of_linear']:.1f} %", "ms a step": "{ms:.2f}",
+        "of side by side": lambda r: percent(r, "ms_side_by_side", "ms"), "GiB a GPU": "{gib:.1f}",
+        "losses apart": lambda r: apart.get(values(r, of), "–")})
 
 
 def ring_errors(rows):
@@ -271,9 +224,7 @@ def ring_speed(rows):
     rows.sort(key=itemgetter("HS", "gpus", "pass"))
 
     def share(r, ms):
-        states = [state for state in ("", "_sustained") if r.get(ms + state)]
-        return " / ".join(figure(r, lambda r: 100 * r["single_ms" + state] / r[ms + state], [100], "{:.1f}".format)
-                          for state in states) + " %"
+        return " / ".join(percent(r, "single_ms" + state, ms + state) for state in ("", "_sustained"))
     title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
         sustained. Nothing sent: the same calls without travel"""
     return listed(title, rows, {
@@ -288,8 +239,7 @@ def breakdown(rows):
 
 
 def breakdown_of_step(rows):
-    """Its longest call first. The two rates are yardsticks: a call of another shape may beat them, and then nothing
-    of it is beyond them."""
+    """Its longest call first. A call may beat both rates, and then nothing of it is beyond them."""
     rows.sort(key=itemgetter("ms"), reverse=True)
     step = {"gemm_size": 8192, **rows[0]}
     for r in rows:
@@ -326,30 +276,13 @@ def default_run(rows):
     rows.sort(key=itemgetter("step"))
     caption = """`./train_gpt2cu` without options: {steps} steps of {B}·{T} tokens in {dtype}; no model can pass the
         floor of {floor_nats:.4f} nats. {gpu}, driver {driver}, CUDA {cuda}. Made {date:.10} at {commit:.7}."""
-    parts = [paragraph(caption.format_map(rows[0]))]
     plot = folder_of_gpu(rows[0]["gpu"]) / "default_run.png"
-    if plot.exists():
-        parts.append(f"![loss, gradient norm, learning rate and speed]({plot.relative_to(ROOT)})")
-    for r in rows[:1] + rows[1:][-1:]:
+    parts = [paragraph(caption.format_map(rows[0])),
+             f"![loss, gradient norm, learning rate and speed]({plot.relative_to(ROOT)})"]
+    for r in rows[0], rows[-1]:
         text = textwrap.shorten(r["text"], 300, placeholder=" …")
         parts.append(paragraph(f"*Step {r['step']}, validation loss {r['val_loss_nats']:.3f}:* {text}"))
     return "\n\n".join(parts)
-
-
-def exercises(rows):
-    """The answers: what the bench said before and after a change."""
-    lines = []
-    for number, (name, _, kernel, *_, because) in enumerate(EXERCISES, 1):
-        found = [r for r in rows if r["kernel"] == kernel and name in r["what"]]
-        if not found:
-            continue
-        before, after = found[-1]["before"], found[-1]["after"]
-        cells = [f"{before[at]} → {after[at]}" if at in after else "–" for at in ("fwd", "bwd")]
-        if len(after) == 1:
-            cells[0] = f"error {before['error']:g} → {after['error']:g}"
-        lines.append([f"{number}, {kernel}", *cells, because])
-    title = "TFLOP/s at (B, T) = (4, 4096), 12 heads of 64, causal, before and after the change, naive in bf16"
-    return table(title, rows, ["exercise", "forward", "backward", "why"], lines)
 
 
 RUNGS = {
@@ -370,63 +303,65 @@ TABLES = {
     "ladder": (ladder, "attention", {"apart": ["dtype"], "causal": True}, "bf16"),
     "accuracy": (accuracy, "accuracy", {"apart": ["HS"]}, "accuracy"),
     "train": (train, "train", {"apart": TRAIN}, "train"),
-    "step": (step, "train", {"apart": ["run"], **STEP}, "train"),
+    "step": (step, "train", {"apart": ["run"], "ids": "text-like", **GPT2_124M}, "train"),
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
     "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),
     "default run": (default_run, "default_run", {}, "default"),
-    "accumulation speed": (accumulation_speed, "accumulation", {}, "study"),
-    "accumulation errors": (accumulation_errors, "accumulation", {}, "study"),
     "ring errors": (ring_errors, "ring", {"study": "ring"}, "ring"),
-    "exercises": (exercises, "exercises", {}, "exercises"),
     "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"], "form": "ring"}, "ring"),
 }
 
 
-def make(name, document, root):
-    """The table's text or the plot, one for each GPU that was measured."""
-    results, plot = root / "dev" / "results", name.removeprefix("plot ").replace(" ", "_")
-    if name in TABLES:
-        text_of, bench, query, part = TABLES[name]
-        found = [read_rows(path, **query) for path in sorted(results.glob(f"*/{bench}.jsonl"))]
-        texts = [text_of(rows) for rows in found if rows]
-        here = os.path.relpath(root / "attention", document.parent)
-        if name == "ladder" and here != ".":
-            texts = [text.replace("](", f"]({here}/") for text in texts]
-    elif name.startswith("plot ") and plot in PLOTS:
-        *_, part, about = PLOTS[plot]
-        paths = sorted(results.glob(f"*/{plot}.svg"))
-        texts = [textwrap.fill(f"![{about}]({os.path.relpath(path, document.parent)})", 120, break_on_hyphens=False)
-                 for path in paths]
-    elif name.startswith("quote "):
-        path = root / "attention" / name.removeprefix("quote ")
-        found = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text() if path.exists() else "",
-                          flags=re.S | re.M)
-        if not found:
-            fail(f"{path.relative_to(root)}: no lines between // [quote] and // [end]")
-        rows = [row for file in results.glob("*/attention.jsonl") for row in read_rows(file, ["dtype"], causal=True)]
-        rung = {"fp16_pairs": "flash_fp16x3"}.get(path.stem, path.stem.removesuffix("_backward"))
-        rates = zip(("Forward", "Backward"), rates_of(rung, rows) if rung in RUNGS else ())
-        number = ["*{}* {:.0f} TFLOP/s, {:.0%} of GEMM".format(word, *r) +
-                  (f", {r[2]:.0%} of the best library's." if r[2] else ".")
-                  for word, r in rates if r and (word == "Backward" or "backward" not in path.stem)]
-        asked = [f"*Try it, {at}.* {exercise[6]}" for at, exercise in enumerate(EXERCISES, 1) if exercise[1] == path.name]
-        below = paragraph(" ".join([*number, *asked]))
-        return f"```cpp\n{textwrap.dedent(found[1])}```" + (f"\n\n{below}" if below else "")
-    else:
-        known = [*TABLES, *(f"plot {plot.replace('_', ' ')}" for plot in PLOTS)]
-        fail(f'{document.relative_to(root)}: no table "{name}"; there are {", ".join(known)}')
-    return "\n\n".join(filter(None, texts)) or f"Not measured yet: `scripts/measure.sh {part}`"
+def quote(file):
+    """Lines of attention/'s file, and how fast its kernel is."""
+    path = ROOT / "attention" / file
+    lines = re.search(r"^ *// \[quote\]\n(.*?)^ *// \[end\]$", path.read_text(), flags=re.S | re.M)
+    if not lines:
+        fail(f"attention/{file}: no lines between // [quote] and // [end]")
+    text = f"```cpp\n{textwrap.dedent(lines[1])}```"
+    rung = {"fp16_pairs": "flash_fp16x3"}.get(path.stem, path.stem.removesuffix("_backward"))
+    rows = read_rows(max(RESULTS.glob("*/attention.jsonl")), ["dtype"], causal=True)  # of one GPU
+    shown = []
+    for word, rates in zip(("Forward", "Backward"), rates_of(rung, rows)):
+        if rates and (word == "Backward" or "backward" not in path.stem):
+            best = f", {rates[2]:.0%} of the best library's" if rates[2] else ""
+            shown.append(f"*{word}* {rates[0]:.0f} TFLOP/s, {rates[1]:.0%} of GEMM{best}.")
+    return text + "\n\n" + paragraph(" ".join(shown))
+
+
+def table_of(name, folder):
+    """The table's text, one for each GPU that was measured."""
+    if name not in TABLES:
+        fail(f'no table "{name}"; there are {", ".join(TABLES)}')
+    text_of, bench, query, part = TABLES[name]
+    found = [read_rows(path, **query) for path in sorted(RESULTS.glob(f"*/{bench}.jsonl"))]
+    text = "\n\n".join(filter(None, (text_of(rows) for rows in found if rows)))
+    if name == "ladder" and folder != ROOT / "attention":  # it links attention/'s files
+        text = text.replace("](", f"]({os.path.relpath(ROOT / 'attention', folder)}/")
+    return text or f"Not measured yet: `scripts/measure.sh {part}`"
+
+
+def between(name, folder):
+    """What stands between the markers of this name in a document of this folder."""
+    kind, _, what = name.partition(" ")
+    plot = what.replace(" ", "_")
+    if kind == "quote":
+        return quote(what)
+    if kind == "plot" and plot in PLOTS:
+        return "\n\n".join(
+            textwrap.fill(f"![{PLOTS[plot][-1]}]({os.path.relpath(path, folder)})", 120, break_on_hyphens=False)
+            for path in sorted(RESULTS.glob(f"*/{plot}.svg")))
+    return table_of(name, folder)
 
 
 def main():
     arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
-    arg.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
-    a = arg.parse_args()
+    check = arg.parse_args().check
     publish({path: re.sub(r"(<!-- table: ([^\n]*?) -->\n).*?(\n<!-- end -->)",
-                          lambda m: m[1] + make(m[2], path, a.root) + m[3], path.read_text(), flags=re.S)
-             for path in sorted(a.root.rglob("*.md"))}, a.check, a.root)
+                          lambda m: m[1] + between(m[2], path.parent) + m[3], path.read_text(), flags=re.S)
+             for path in sorted(ROOT.rglob("*.md"))}, check)
 
 
 if __name__ == "__main__":

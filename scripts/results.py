@@ -14,19 +14,18 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
 from stdout import guard_stdout  # noqa: E402
 
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
-WHAT = ["kernel", "pass", "model", "dtype", "attention", "B", "T", "NH", "HS", "causal", "deterministic", "gpus",
-        "zero", "what", "steps", "lr", "tf32", "input", "tensor", "recompute", "call", "variant", "study", "carry",
-        "ranks", "tokens_per_gpu", "step", "warp", "ids"]
+WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor
+recompute call variant study carry ranks tokens_per_gpu step ids""".split()
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
-VEHICLES = {"mma.sync": "flash_bf16", "wgmma": "flash_bf16_sm90"}  # of the study, and the trainer's kernel beside each
 SOURCES = ["commit", "gpu", "driver", "cuda"]
 DEFAULTS = {"recompute": 0, "ids": "uniform", "form": "ring"}  # of rows that do not say it
 # Of a run's log.
-FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s", "mfu_percent"],
+FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
 
 
@@ -57,12 +56,11 @@ def largest(values):
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
-def publish(texts, check, root=ROOT):
+def publish(texts, check):
     """Writes {file: text}. With `check` it writes nothing, and fails if a file has another text."""
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check and stale:
-        names = ", ".join(str(path.relative_to(root)) for path in stale)
-        fail(f"{names}: not what the script makes: run python3 scripts/{pathlib.Path(sys.argv[0]).name}")
+        fail(f"{', '.join(str(path.relative_to(ROOT)) for path in stale)}: stale; run this script without --check")
     for path in stale:
         path.write_text(texts[path], encoding="utf-8")
 
@@ -75,19 +73,6 @@ def toolkit():
     """The version of nvcc, "13.0"; empty without one."""
     release = re.search(r"release ([\d.]+)", output_of("nvcc", "--version"))
     return release[1] if release else ""
-
-
-def torch_with_gpu(script):
-    """PyTorch, for a script that measures it on a GPU; without either the script says so and ends with 0."""
-    try:
-        import torch
-        if torch.cuda.is_available():
-            return torch
-        missing = "a GPU that PyTorch can use"
-    except ImportError:
-        missing = "PyTorch"
-    print(f"skipped: {script} needs {missing}")
-    sys.exit()
 
 
 def utc_now():
@@ -112,7 +97,7 @@ def row(kind, gpu, cuda=None, **fields):
 
 
 def folder_of_gpu(gpu):
-    return ROOT / "dev" / "results" / gpu.replace(" ", "-")
+    return RESULTS / gpu.replace(" ", "-")
 
 
 def append(rows, bench, out=None):
@@ -122,17 +107,6 @@ def append(rows, bench, out=None):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
-
-
-def rows_of(program, *options, **how):
-    """How a benchmark ended that is run with these options, and the rows that it wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder, "rows.jsonl")
-        try:
-            done = subprocess.run([program, *map(str, options), "--out", out], cwd=ROOT, text=True, **how)
-        except FileNotFoundError:
-            fail(f"there is no ./dev/{program.name}: make benches")
-        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def values(row, fields):
@@ -207,17 +181,12 @@ def read_log(run):
             break  # a run that goes on is writing it
         try:
             row = json.loads(line)
-            kind = row["kind"]
-        except (ValueError, KeyError, TypeError):
-            fail(f'{path}:{number}: expected a JSON object with "kind", found {line.strip()[:60]!r}')
-        for field in FIELDS.get(kind, []):
-            if field not in row:
-                fail(f'{path}:{number}: a row of kind "{kind}" without "{field}"')
-            if row[field] is None:
-                row[field] = math.nan
-            if isinstance(row[field], str) != (field == "text"):
-                fail(f'{path}:{number}: "{field}" is {row[field]!r}')
-        rows.setdefault(kind, []).append(row)
+            for field in FIELDS.get(row["kind"], []):
+                row[field] = math.nan if row[field] is None else row[field]
+                assert isinstance(row[field], str) == (field == "text"), field
+        except (ValueError, KeyError, TypeError, AssertionError) as e:
+            fail(f"{path}:{number}: not a row of ./train_gpt2cu's: {e!r} in {line.strip()[:60]!r}")
+        rows.setdefault(row["kind"], []).append(row)
     if not rows["train"] and not rows["val"]:
         fail(f"{path}: no steps yet")
     return rows
@@ -236,23 +205,21 @@ def whole(path):
         part.unlink(missing_ok=True)
 
 
-def need(*programs):
-    for name in programs:
-        if not (ROOT / name).exists():
-            fail(f"there is no ./{name}: make {name}")
+def need_trainer():
+    if not (ROOT / "train_gpt2cu").exists():
+        fail("there is no ./train_gpt2cu: make train_gpt2cu")
 
 
 def run_trainer(*options, **variables):
-    """What ./train_gpt2cu prints with these options and environment variables, to stdout and to stderr."""
+    """What ./train_gpt2cu prints with these options and environment variables."""
     command = ["./train_gpt2cu", *map(str, options)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True)
     if done.returncode:
         fail(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
-    return done.stdout, done.stderr
+    return done.stdout
 
 
 def train(*options, **variables):
     """What a run prints, and the rows of its log by kind."""
     with tempfile.TemporaryDirectory() as folder:
-        text, _ = run_trainer(*options, "-o", folder, **variables)
-        return text, read_log(pathlib.Path(folder))
+        return run_trainer(*options, "-o", folder, **variables), read_log(pathlib.Path(folder))

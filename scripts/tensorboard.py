@@ -2,10 +2,8 @@
 """Writes training runs' log.jsonl as TensorBoard event files, each into RUN/tensorboard, replacing earlier ones there.
 
     python3 scripts/tensorboard.py run1 run2 && tensorboard --logdir_spec a:run1/tensorboard,b:run2/tensorboard
-    python3 scripts/tensorboard.py run1 run2 -o events && tensorboard --logdir events
 """
 import itertools
-import math
 import os
 import pathlib
 import shlex
@@ -35,8 +33,8 @@ def events(rows, end):
         if kind == "sample":
             text = "    " + row["text"].replace("\n", "\n    ")  # Markdown's way to leave a text as it is
             return [Summary.Value(tag=kind, metadata=create_summary_metadata("", ""), tensor=make_tensor_proto(text))]
-        found = {tag: row[field] for tag, field in TAGS[kind].items() if row.get(field) is not None}
-        return [Summary.Value(tag=tag, simple_value=v) for tag, v in found.items() if not math.isnan(v)]
+        found = {tag: row.get(field) for tag, field in TAGS[kind].items()}
+        return [Summary.Value(tag=tag, simple_value=v) for tag, v in found.items() if v is not None]
     for kind in (*TAGS, "hellaswag", "sample"):
         for row in rows[kind]:
             yield when.get(row["step"], end), row["step"], Summary(value=values(kind, row))
@@ -62,26 +60,20 @@ def write(run, folder):
 def main():
     arg = results.arguments(__doc__)
     arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or that file")
-    arg.add_argument("-o", "--out", type=pathlib.Path, help="write into OUT/<the run's name> instead")
-    a = arg.parse_args()
+    runs = arg.parse_args().runs
     # This folder is where Python looks first, and there `import tensorboard` would find this very file.
     sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
-    homes = [results.folder_of(run) for run in a.runs]
-    folders = [a.out / home.resolve().name if a.out else home / "tensorboard" for home in homes]
-    if len(set(folders)) < len(folders):
-        results.fail("two runs would go into one folder: convert them one by one")
+    folders = [results.folder_of(run) / "tensorboard" for run in runs]
     try:
-        for run, folder in zip(a.runs, folders):
+        for run, folder in zip(runs, folders):
             write(run, folder)
             print(folder)
-        spec = ",".join(f"{home.resolve().name}:{folder}" for home, folder in zip(homes, folders))
-        one = a.out or len(folders) == 1
-        options = ["--logdir", str(a.out or folders[0])] if one else ["--logdir_spec", spec]
-        print("next: tensorboard", shlex.join(options))
     except ImportError:
         results.fail("needs tensorboard: pip install -c scripts/requirements-more.txt tensorboard")
     except OSError as e:
         results.fail(e)
+    spec = ",".join(f"{folder.resolve().parent.name}:{folder}" for folder in folders)
+    print("next: tensorboard", shlex.join(["--logdir_spec", spec]))
 
 
 if __name__ == "__main__":
