@@ -583,7 +583,12 @@ int main(int argc, char** argv) {
         if (o.gpus > 1 && place.size == 1 && !o.memory) return launch_ranks(o.gpus, argv);
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
-        return run_on_device(o, Team(o, place), gpus);
+        try {
+            return run_on_device(o, Team(o, place), gpus);
+        } catch (const UsageError&) {  // which all ranks have, so one says it
+            if (place.rank == 0) throw;
+            return 2;
+        }
     }));
 }
 #endif
