@@ -14,13 +14,13 @@
 
 #include "data/loader.h"
 #include "data/text.h"
+#include "layers/gpu/peak.h"
 #include "run/checkpoint.h"
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
 #include "run/nonfinite.h"
 #include "run/pace.h"
-#include "layers/gpu/peak.h"
 #include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
@@ -165,10 +165,10 @@ class Run {
     void prepare_next() {
         if (!o.overfit) position = train.state();
         if (another()) keep_error_of([&] { prepare(next); });
+        if (job.size == 1) return;
         struct Ends {
             int signal, failed;
         };
-        if (job.size == 1) return;
         for (const Ends& e : job.all_gather(Ends{int(g_signal), late_error != nullptr})) {
             signal = std::max(signal, e.signal);
             others_failed |= e.failed != 0;
