@@ -378,9 +378,7 @@ struct GPT2 {
         }
         acts = Arena("activations", Activations<X>::list(sizes));
         buffers = Arena("buffers", Buffers<X>::list(sizes));
-        TensorList of_ring;
-        if (ring) of_ring.push_back({"ring", DType::i32, ring->bytes() / 4});
-        ring_memory = Arena("ring", of_ring);
+        if (ring) ring_memory = Arena("ring", {{"ring", DType::i32, ring->bytes() / 4}});
     }
     ~GPT2() {
         for (Arena* a : arenas()) dev.free(a->base);

@@ -17,9 +17,9 @@
 //
 // A causal warp skips keys and queries that it cannot see, and masks only where the diagonal or the end of the keys is.
 //
-// Writes: forward out, lse; backward dq, dk, dv (every element, in bf16 or fp32).
+// Writes: forward out and lse, backward dq, dk and dv (every element, in bf16 or fp32).
 // Scratch: float2 {log2(e)·lse, D} (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
+// Limits: HS in {64, 128}, any T ≥ 1, scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16
 #include <cmath>
 
 #include "attention/mma_bf16.cuh"

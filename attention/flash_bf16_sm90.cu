@@ -35,7 +35,7 @@
 // loads the next.
 //
 // Writes: out (bf16 or fp32), lse (every element).  Backward: flash_bf16_sm90_backward.cu.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0; compute capability 9.0 only.
+// Limits: HS in {64, 128}, any T ≥ 1, scale > 0, compute capability 9.0 alone.
 // Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <algorithm>
 #include <atomic>

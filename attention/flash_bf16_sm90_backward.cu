@@ -40,7 +40,7 @@
 //
 // Writes: dq, dk, dv (every element, in bf16 or fp32).
 // Scratch: log2(e)·lse, D, dQ's sum in fp32, turns and the ticket. The kernels write all of it before they read it.
-// Limits: HS in {64, 128}; any T ≥ 1; scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
+// Limits: HS in {64, 128}, any T ≥ 1, scale > 0.   Run: ./dev/bench_attention --kernel flash_bf16_sm90
 #include <climits>
 #include <cmath>
 

@@ -19,8 +19,8 @@
 // dQ has many writers. Key tiles add into a query tile in ascending order, each after its predecessor has raised the
 // query tile's counter. So there are no atomics on floats, and every run gives the same bits.
 //
-// Writes: forward out, lse, lse_rest; backward dq, dk, dv (every element).  Scratch: D, lse_rest and the counters.
-// Limits: HS in {64, 128}; 1 ≤ T ≤ 2^20; B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
+// Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).  Scratch: D, lse_rest and the counters.
+// Limits: HS in {64, 128}, 1 ≤ T ≤ 2^20, B·NH·T ≤ 2^36.   Run: ./dev/bench_attention --kernel flash_fp32
 #include <climits>
 
 #include "attention/launch.h"

@@ -22,8 +22,8 @@
 // Loads and products wait for each other. In flash_bf16 they overlap, and each fragment from shared memory feeds two
 // instructions, because its warps own 32 rows.
 //
-// Writes: forward out, lse; backward dq, dk, dv (every element).  Scratch: D.
-// Limits: HS in {64, 128}; any Tq and Tk, in backward Tq = Tk; scale > 0.
+// Writes: forward out and lse, backward dq, dk and dv (every element).  Scratch: D.
+// Limits: HS in {64, 128}, scale > 0, any Tq and Tk, in backward Tq = Tk.
 // Run: ./dev/bench_attention --kernel flash_mma
 #include "attention/launch.h"
 #include "layers/gpu/ptx_sm80.cuh"

@@ -13,8 +13,8 @@
 //
 // One thread owns one row. At HS 128 two neighbours share it. A block's own rows stay in shared memory, and tiles of
 // others pass by. Each output has one writer, so every run gives the same bits. Exercise: give a thread two rows.
-// Writes: forward out, lse; backward dq, dk, dv (every element).  Scratch: D and 1/ΣP.
-// Limits: HS in {64, 128}; any Tq and Tk, in backward Tq = Tk.   Run: ./dev/bench_attention --kernel flash_simple
+// Writes: forward out and lse, backward dq, dk and dv (every element).  Scratch: D and 1/ΣP.
+// Limits: HS in {64, 128}, any Tq and Tk, in backward Tq = Tk.   Run: ./dev/bench_attention --kernel flash_simple
 #include "attention/launch.h"
 
 namespace {

@@ -23,7 +23,7 @@
 //   V        shared memory                              B of O, transposed by wgmma
 //
 // Writes: out, lse (every element).  Scratch: none.
-// Limits: HS in {64, 128}; any Tq and Tk; scale > 0; no backward; compute capability 9.0 only.
+// Limits: HS in {64, 128}, any Tq and Tk, scale > 0, no backward, compute capability 9.0 alone.
 // Run: ./dev/bench_attention --kernel flash_wgmma
 #include "attention/launch.h"
 #include "layers/gpu/ptx_sm90.cuh"

@@ -32,9 +32,9 @@ from stdout import guard_stdout
 
 SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
-# A file with a fixed address, or (repository, folder, files; None: all .parquet) of the Hugging Face hub. TinyStories'
-# own validation file comes first, because it has a little more than the tokens taken. "ready" is a repository of
-# shards, named …_val_000000.bin and …_train_000001.bin on.
+# A dataset has files with a fixed address, or "hub" names a repository of the Hugging Face hub, a folder and files there.
+# Without files it takes all that end in .parquet. TinyStories' own validation file comes first, because it has a little
+# more than the tokens taken. "ready" is a repository of shards, named …_val_000000.bin and …_train_000001.bin on.
 SHAKESPEARE = {"url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
                "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}
 STORIES = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]

@@ -1,9 +1,8 @@
 // Studies whether attention's errors grow with the ranks of a ring. Causal, N(0,1), HS 64.
 //
 // It runs the trainer's ring (attention/ring/ring.h) over N ranks, which are threads on one GPU. It shows the mean and
-// largest error against fp64 for two ways to carry partial results:
-//   fp32  ours
-//   bf16  rounds every call's out, dq, dk, dv before merging, as a ring over a library's attention does
+// largest error against fp64 for two ways to carry partial results. Ours carries fp32. The other rounds every call's
+// out, dq, dk and dv to bf16 before it merges them, as a ring over a library's attention does.
 //
 // N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours have more, the exit
 // code is 1, and dev/test_comm would fail.

@@ -609,9 +609,7 @@ TEST(arenas_are_what_is_allocated) {
 
 TEST(an_arena_has_no_tensor_that_is_not_in_it) {
     CHECK(Arena().pointers<Optimizer<float>>().m == nullptr);  // of a model that only generates
-    TensorList list;
-    list.push_back({"none", DType::f32, 0});
-    CHECK(Arena("empty", list).at(0) == nullptr);
+    CHECK(Arena("empty", {{"none", DType::f32, 0}}).at(0) == nullptr);
 }
 
 TEST(a_vocabulary_without_an_end_cannot_be_sampled) {

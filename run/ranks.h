@@ -125,10 +125,10 @@ struct Ranks {
 template <class Dev>
 void check_shards(const Ranks<Dev>& ranks, int C) {
     if (!ranks.sharded || can_shard(C, ranks.size)) return;
-    throw UsageError(format(
-        "--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of ranks that divides "
-        "%d",
-        C, ranks.size, C / 4));
+    throw UsageError(
+        format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of ranks that "
+               "divides %d",
+               C, ranks.size, C / 4));
 }
 
 // All ranks of a group read the same sequences, and each keeps its own tokens of them: tokens, then targets.
@@ -155,14 +155,15 @@ void sum_gradients(Model& m, int layer = kNoLayer) {
     Range range("sum gradients");
     auto& comm = *m.ranks.comm;
     const std::vector<ParamRange> own = m.share(m.ranks.rank);
+    const int l = std::max(layer, 0);
     comm.fork();
     comm.group([&] {
         for (size_t i = 0; i < m.params.tensors.size(); i++) {
             const TensorSpec& t = m.params.tensors[i];
             if (by_layer(t, m.ranks.overlap) != (layer != kNoLayer)) continue;
-            auto* const g = static_cast<typename Model::A*>(m.grads.at(i, std::max(layer, 0)));
+            auto* const g = static_cast<typename Model::A*>(m.grads.at(i, l));
             if (m.ranks.sharded)
-                comm.reduce_scatter(m.workspace().share + own[i].state(std::max(layer, 0)), g, own[i].size);
+                comm.reduce_scatter(m.workspace().share + own[i].state(l), g, own[i].size);
             else
                 comm.all_reduce(g, layer == kNoLayer ? t.elements() : t.size);
         }

@@ -29,6 +29,7 @@ struct TensorSpec {
 enum Weight { kVector, kTable, kMatrix };
 
 struct TensorList : std::vector<TensorSpec> {
+    using std::vector<TensorSpec>::vector;
     template <class S, class P>
     void each(const char* name, P* S::*member, size_t size, int layers, Weight weight = kVector) {
         const S s{};

@@ -152,8 +152,8 @@ def plot_ring(plt, rows):
     return finish(figure, f"Ring attention, T {rows[0]['T']}, bf16, {rows[0]['gpu']}: flat is better", marks, 2)
 
 
-# Each plot has its function, the file of its rows, what read_rows() is asked for, the part of scripts/measure.sh that
-# measures them, and words for those who cannot see the plot.
+# Each plot has a function, a file of rows, and what read_rows() is asked for. Then come the part of scripts/measure.sh
+# that measures the rows, and words for those who cannot see the plot.
 PLOTS = {
     "attention_bf16": (plot_attention, "attention", {"dtype": "bf16", "causal": True}, "bf16",
                        "TFLOP/s by T of the bf16 kernels, ours thick, peers dashed"),

@@ -9,8 +9,8 @@
 #   FLOPs    6·N + 6·L·C·T = 6·325 016 064 + 6·12·768·262 144 = 1.95e9 + 1.45e10 = 1.64e10 a token;  4.31e18 in all.
 #            Attention is nine tenths of the work.
 #   time     41 minutes at 107 000 tokens/s, which is 44 % of the 4 · 989 TFLOP/s of 4 H100s or H200s; 2.45 s a sequence
-#   memory   20.4 GiB of tensors on each of 4: 65 536 tokens take what 64 sequences of 1 024 do, and the heads that it
-#            exchanges another 1.3 GiB
+#   memory   on each of 4, 65 536 tokens take what 64 sequences of 1 024 do, and the ring has sums of its own. --memory
+#            beside these options says how much
 set -e
 cd "$(dirname "$0")/.."
 from=${1:-log_gpt2_124M/model_00019073.bin}
