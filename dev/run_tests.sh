@@ -1,8 +1,9 @@
 #!/bin/sh
 # run_tests.sh "command that compiles for all architectures" program...   (a program that ends in .py is run by python3)
 # Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped. Those in Python come last. With 16
-# cores or more they, and those that no GPU is for, run side by side, beside the others. Each has TEST_LIMIT seconds, times
-# TEST_PATIENCE, and nothing that it started outlives it.
+# cores or more they, those that no GPU is for and the compilation run side by side, beside the others. Of these
+# test_program comes first and alone, because it trains on all GPUs, and test_attention, the longest, beside the rest.
+# Each has TEST_LIMIT seconds, times TEST_PATIENCE, and nothing that it started outlives it.
 archs=$1; shift
 limit=${TEST_LIMIT:-1200}
 beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the others
@@ -10,7 +11,7 @@ beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the othe
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # The reference's small models gain nothing from more threads than that, and those of 64 cores mostly wait for each other.
 [ "$(nproc)" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
-passed=0 failed=0 skipped=0 first= last=
+passed=0 failed=0 skipped=0 alone= first= last=
 . "$(dirname "$0")/within.sh"
 logs=$groups/logs
 mkdir "$logs"
@@ -42,21 +43,38 @@ report() {
     passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
 }
 
+compile() {
+    within "$limit" nice $archs >"$logs/archs" 2>&1
+    echo $? >"$logs/archs.code"
+}
+
 for program in "$@"; do
     case $program in
     *.py) last="$last $program" ;;
-    */test_program) first="$first $program" ;;  # it trains on all GPUs
+    */test_program) alone=$program ;;
     *) if [ "$beside" ] && [ ! -e "$program.cu" ]; then last="$last $program"; else first="$first $program"; fi ;;
     esac
 done
-[ -z "$beside" ] || for program in $last; do (export OMP_NUM_THREADS=2; run "$program") & done  # the first keep most cores
-for program in $first; do run "$program"; report "$program"; done
+if [ "$beside" ]; then
+    for program in $last; do (export OMP_NUM_THREADS=2; run "$program") & done  # the first keep most cores
+    compile &
+fi
+for program in $alone; do run "$program"; report "$program"; done
+longest=
+for program in $first; do
+    case $beside,$program in
+    yes,*/test_attention) longest=$program; run "$program" & ;;
+    *) run "$program"; report "$program" ;;
+    esac
+done
 wait
-for program in $last; do
+for program in $longest $last; do
     [ "$beside" ] || run "$program"
     report "$program"
 done
 echo "== every kernel for every architecture, no warnings, no spills in attention"
-if within "$limit" $archs; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+[ "$beside" ] || compile
+cat "$logs/archs"
+if [ "$(cat "$logs/archs.code")" -eq 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

@@ -888,7 +888,7 @@ void check_layer() {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, 64);
     CHECK(kernel.flash == Flash && dev.sm >= kernel.min_sm);
     for (int Tq : {100, 1, 33}) {  // the whole sequence, or some tokens more, as in generation
-        const Problem<X>& p = problem<X>({{2, Tq, 100, 3, 64}});
+        const Problem<X>& p = problem<X>({{2, Tq, 100, 12, 64}});  // of fewer rows the largest error is luck
         const AttentionShape& s = p.c.shape;
         Run<X> r(kernel, p);
         CHECK(attention_saved_bytes<X>(dev, kind, s) == kernel.saved_bytes(s));

@@ -44,10 +44,10 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     }
     const std::vector<std::vector<double>> losses = ending_losses(model, choices);
     for (size_t i = 0; i < choices.size(); i++) {
-        std::printf("question %d | answer %d | label %d | losses", choices[i].index, answer(losses[i]),
-                    choices[i].label);
-        for (double loss : losses[i]) std::printf(" %.6f", loss);
-        std::printf("\n");
+        std::string line;
+        for (double loss : losses[i]) line += format(" %.6f", loss);
+        std::printf("question %d | answer %d | label %d | losses%s\n", choices[i].index, answer(losses[i]),
+                    choices[i].label, line.c_str());
     }
     const int correct = count_correct(losses, choices);
     if (!choices.empty())
