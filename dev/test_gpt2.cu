@@ -398,18 +398,18 @@ struct Faulty : GPT2<Dev, X> {
     }
 };
 
-// Steps 3 to 6 are computed twice. Later steps do not spread a flip in step 6. bf16's weights may round it away, but not
-// the fp32 master copy.
+// Steps 3 to 6 are computed twice. Later steps do not spread a flip in step 6. bf16's weights may round away what the
+// optimizer's m shows.
 template <class Dev, class X>
 void check_flipped_bits_are_found(const Dev& dev) {
-    const char* weights = sizeof(X) == 2 ? "master (" : "wte (";
+    const char* spread = sizeof(X) == 2 ? "m (" : "wte (";
     const struct {
         Flip flip;
         int step;
         const char* found;
     } cases[] = {{Flip::lost_gradient, 4, ""},  // rounds away
-                 {Flip::activation, 4, weights}, {Flip::gradient, 4, weights}, {Flip::gradient, 6, "m (1 of "},
-                 {Flip::m, 4, weights},          {Flip::m, 6, "m (1 of "},     {Flip::weight, 6, weights}};
+                 {Flip::activation, 4, spread}, {Flip::gradient, 4, spread}, {Flip::gradient, 6, "m (1 of "},
+                 {Flip::m, 4, spread},          {Flip::m, 6, "m (1 of "},    {Flip::weight, 6, spread}};
     Options o;
     o.train_data = text_file(), o.B = 2, o.T = 64, o.tokens_per_step = 128, o.max_steps = 9, o.lr = 1e-3f, o.warmup = 0;
     Faulty<Dev, X> model(dev, {80, kByteVocab, 384, 2, 2, 128}, Attention::flash, o.B, o.T, 1, true);
