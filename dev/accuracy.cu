@@ -60,42 +60,14 @@ static void check_oracle(const Cuda& dev, int HS) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One shape and input
 
-struct Input {
-    const char *name, *text;
-    float q_factor, shift;
-};
-static const Input kInputs[] = {
-    {"normal", "N(0,1)", 1.f, 0.f}, {"large_q", "q x5", 5.f, 0.f}, {"shifted", "mean +0.5", 1.f, 0.5f}};
-
-// Adds shift to x (…, parts, C). If there are several parts it then multiplies part 0 by factor.
-template <class X>
-__global__ void shape_inputs_kernel(X* x, size_t n, int C, int parts, float factor, float shift) {
-    const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
-    if (i < n) x[i] = static_cast<X>((to_float(x[i]) + shift) * (parts > 1 && i / C % parts == 0 ? factor : 1.f));
-}
+static const Input kInputs[] = {{"normal", "N(0,1)"},
+                                {"large_q", "q x5", {5, 1, 1, 1}},
+                                {"shifted", "mean +0.5", {1, 1, 1, 1}, {0.5f, 0.5f, 0.5f, 0.5f}}};
 
 // A kernel's largest ratios over all shapes and inputs.
 struct Worst {
     std::array<double, kTensors> max{}, l2{};
     bool forward_only = false;
-};
-
-// What a kernel wrote, and its errors.
-template <class X>
-struct Result {
-    const char* name;
-    KernelRun<X> run;
-    Errors errors;
-
-    Result(Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const X* qkv, const X* dout)
-        : name(subject.name), run(dev, *subject.kernel, s), errors(dev, s) {
-        dev.tf32 = subject.tf32;
-        run.forward(dev, qkv);
-        CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
-        run.backward(dev, qkv, dout);
-        dev.sync();
-        run.att.memory.reset(), run.scratch.memory.reset();
-    }
 };
 
 struct Study {
@@ -151,20 +123,7 @@ void compare(Study& study, const std::vector<Subject<X>>& subjects, const Attent
         std::printf("  skipped: naive needs %.1f GiB, free are %.1f\n", bytes / 0x1p30, dev.free_bytes() / 0x1p30);
         return;
     }
-    const Poisoned<X> inputs(dev, 4 * n);
-    X *const qkv = inputs, *const dout = qkv + 3 * n;
-    fill_normal(dev, qkv, 4 * n, s.Tq);
-    const int C = s.NH * s.HS;
-    shape_inputs_kernel<<<blocks_of(3 * n), kThreads, 0, dev.stream>>>(qkv, 3 * n, C, 3, input.q_factor, input.shift);
-    shape_inputs_kernel<<<blocks_of(n), kThreads, 0, dev.stream>>>(dout, n, C, 1, 1.f, input.shift);
-    LAUNCH_CHECK("shape_inputs_kernel");
-
-    std::list<Result<X>> results;
-    for (const Subject<X>& subject : subjects) results.emplace_back(dev, subject, s, qkv, dout);
-    for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
-        for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
-    });
-    for (Result<X>& r : results) r.errors.fetch();
+    const std::list<Result<X>> results = results_on(dev, subjects, s, input);
     for (int i = 0; i < kTensors; i++)
         for (const Result<X>& r : results)
             if (i < Dq || r.run.kernel.backward) report(study, r, results.front().errors, s, input, i);
