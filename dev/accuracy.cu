@@ -7,12 +7,10 @@
 //   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error, signal-to-noise ratio
 //              20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's largest and L2 error, which dev/bounds.h bounds
 //
-// Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
+// naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
 //
 // Run: ./dev/accuracy --help
-#include <array>
 #include <list>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -64,19 +62,11 @@ static const Input kInputs[] = {{"normal", "N(0,1)"},
                                 {"large_q", "q x5", {5, 1, 1, 1}},
                                 {"shifted", "mean +0.5", {1, 1, 1, 1}, {0.5f, 0.5f, 0.5f, 0.5f}}};
 
-// A kernel's largest ratios over all shapes and inputs.
-struct Worst {
-    std::array<double, kTensors> max{}, l2{};
-    bool forward_only = false;
-};
-
 struct Study {
     Cuda& dev;
     const AttentionOptions& options;
-    const std::string& inputs;
     Log& log;
     int beyond = 0;  // figures beyond their bounds
-    std::map<std::string, Worst> worst = {};
 };
 
 template <class X>
@@ -95,13 +85,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     const std::string verdict = !bound ? "" : ok ? rule : "BEYOND " + rule;
     std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor], result.name, e.max(tensor),
                 e.mean(tensor), e.l2(tensor), e.snr_db(tensor), ratio_max, ratio_l2, verdict.c_str());
-    if (bound) {
-        study.beyond += !ok;
-        Worst& worst = study.worst[format("%-14s %s", result.name, name_of(dtype_of<X>()))];
-        worst.forward_only = !result.run.kernel.backward;
-        keep_worst(worst.max[tensor], ratio_max);
-        keep_worst(worst.l2[tensor], ratio_l2);
-    }
+    study.beyond += bound && !ok;
     Row row = result_row(study.dev, "accuracy");
     row.add("kernel", result.name).add("dtype", name_of(dtype_of<X>())).add("B", s.B).add("T", s.Tq).add("NH", s.NH);
     row.add("HS", s.HS).add("causal", s.causal).add("input", input.name).add("tensor", kNames[tensor]);
@@ -114,11 +98,11 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
 template <class X>
 void compare(Study& study, const std::vector<Subject<X>>& subjects, const AttentionShape& s, const Input& input) {
     Cuda& dev = study.dev;
-    const size_t n = size_t(s.B) * s.Tq * s.NH * s.HS;
     const AttentionKernel<X>& naive = *subjects[0].kernel;
     std::printf("%s B%d T%d NH%d HS%d %s, %s\n", name_of(dtype_of<X>()), s.B, s.Tq, s.NH, s.HS,
                 s.causal ? "causal" : "not causal", input.text);
-    const size_t bytes = naive.saved_bytes(s) + naive.scratch_bytes(s) + Oracle::bytes(s.Tq, s.HS) + 40 * n * sizeof(X);
+    const size_t bytes =
+        naive.saved_bytes(s) + naive.scratch_bytes(s) + Oracle::bytes(s.Tq, s.HS) + 40 * s.rows() * s.HS * sizeof(X);
     if (bytes + (size_t{1} << 30) > dev.free_bytes()) {
         std::printf("  skipped: naive needs %.1f GiB, free are %.1f\n", bytes / 0x1p30, dev.free_bytes() / 0x1p30);
         return;
@@ -143,40 +127,23 @@ void study_all(Study& study) {
     }
     if (!chosen) return;
     for (const auto& [B, T] : parse_shapes(!o.shapes.empty() ? o.shapes : o.quick ? kQuickShapes : kShapes))
-        for (const Input& input : kInputs)
-            if (study.inputs == "all" || study.inputs == input.name) compare(study, subjects, o.shape(B, T), input);
+        for (const Input& input : kInputs) compare(study, subjects, o.shape(B, T), input);
     if (o.shapes.empty()) compare(study, subjects, {2, 256, 256, 2, std::atoi(o.hs.c_str()), false}, kInputs[0]);
 }
 
 int main(int argc, char** argv) {
     AttentionOptions options;
-    std::string inputs = "all";
-    const AttentionProgram program{"accuracy",
-                                   "The attention kernels' errors against fp64.",
-                                   "accuracy",
-                                   "flash_fp32, flash_bf16, … or all; naive always runs",
-                                   "T from 64 to 16384, and 2x256 not causal",
-                                   "T up to 1024"};
-    const auto run = [&](Cuda& dev, Log& log) {
+    const AttentionProgram program{"accuracy", "The attention kernels' errors against fp64.", "accuracy",
+                                   "T from 64 to 16384, and 2x256 not causal", "T up to 1024"};
+    return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {
         check_oracle(dev, std::atoi(options.hs.c_str()));
         std::printf("%s: errors against fp64, and multiples of naive's\n", dev.name.c_str());
         std::printf("  %-4s %-14s %9s %9s %9s %7s | %6s %6s bounds\n", "", "kernel", "max", "mean", "rel. L2", "SNR dB",
                     "x max", "x L2");
-        Study study{dev, options, inputs, log};
+        Study study{dev, options, log};
         study_all<float>(study);
         study_all<bf16>(study);
-        std::printf("\nLargest multiples of naive's error, max / L2\n%-19s", "");
-        for (const char* name : kNames) std::printf("  %-11s", name);
-        for (const auto& [kernel, worst] : study.worst) {
-            std::printf("\n%s", kernel.c_str());
-            for (int i = 0; i < (worst.forward_only ? Dq : kTensors); i++)
-                std::printf("  %4.2f / %4.2f", worst.max[i], worst.l2[i]);
-            if (worst.forward_only) std::printf("  (no backward)");
-        }
-        std::printf("\n");
         if (study.beyond) std::fprintf(stderr, "accuracy: %d figures beyond their bounds\n", study.beyond);
         return study.beyond ? 1 : 0;
-    };
-    return attention_main(argc, argv, program, options, run,
-                          {{"--inputs", "", Option::Choice, &inputs, "which inputs", "normal|large_q|shifted|all"}});
+    });
 }

@@ -2,6 +2,7 @@
 // what a kernel writes, and how far off that is on several inputs.
 #pragma once
 #include <cstdlib>
+#include <cstring>
 #include <list>
 #include <string>
 #include <vector>
@@ -23,16 +24,16 @@ struct AttentionOptions : Output {
 
 // What differs between the two programs.
 struct AttentionProgram {
-    const char *name, *about, *results, *kernel, *shapes, *quick;
+    const char *name, *about, *results, *shapes, *quick;
 };
 
 // The programs' main. It calls run(dev, options, log) unless the command line only asks for help.
 template <class Run>
-int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o, Run run,
-                   const std::vector<Option>& more = {}) {
+int attention_main(int argc, char** argv, const AttentionProgram& program, AttentionOptions& o, Run run) {
     const std::string shapes = std::string("BxT,BxT,… (default: ") + program.shapes + ")";
-    std::vector<Option> table = {
-        {"--kernel", "", Option::String, &o.kernel, program.kernel},
+    const std::string kernels = std::string("all|naive_tf32") + std::strchr(attention_names(), '|');  // without "flash"
+    const std::vector<Option> table = {
+        {"--kernel", "", Option::Choice, &o.kernel, "which kernel", kernels.c_str()},
         {"--shapes", "", Option::String, &o.shapes, shapes.c_str()},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
@@ -40,10 +41,8 @@ int attention_main(int argc, char** argv, const AttentionProgram& program, Atten
         {"--no-causal", "", Option::Flag, &o.no_causal, "every query sees every key"},
         {"--quick", "", Option::Flag, &o.quick, program.quick},
     };
-    table.insert(table.end(), more.begin(), more.end());
     return bench_main(argc, argv, program.name, program.about, program.results + std::string(".jsonl"), o, table, [&] {
         if (!o.shapes.empty()) parse_shapes(o.shapes);
-        check_kernel_name(o.kernel);
         Cuda dev;
         Log log = results_log(dev, program.results, o);
         return run(dev, log);
@@ -66,7 +65,7 @@ std::vector<Subject<X>> subjects_on(const Cuda& dev) {
     for (const AttentionKernel<X>* k = kernels.begin; k != kernels.begin + kernels.count; k++) {
         if (!k->runs_on(dev)) continue;
         all.push_back({k->name, k, false});
-        if (!k->flash && std::is_same_v<X, float>) all.push_back({kNaiveTf32, k, true});
+        if (!k->flash && std::is_same_v<X, float>) all.push_back({"naive_tf32", k, true});
     }
     return all;
 }
@@ -84,7 +83,7 @@ template <class X>
 struct KernelRun {
     const AttentionKernel<X>& kernel;
     const AttentionShape s;
-    const size_t rows = size_t(s.B) * s.Tq * s.NH, n = rows * s.HS;
+    const size_t n = s.rows() * s.HS;
     Poisoned<X> out, dqkv, att;
     Poisoned<float> lse;
     Poisoned<char> scratch;
@@ -95,7 +94,7 @@ struct KernelRun {
           out(dev, n),
           dqkv(dev, 3 * n),
           att(dev, kernel.saved_bytes(s) / sizeof(X)),
-          lse(dev, rows),
+          lse(dev, s.rows()),
           scratch(dev, kernel.scratch_bytes(s)) {}
     void forward(const Cuda& dev, const X* qkv) const {
         AttentionForward<X> c = layer_forward<X>(out, lse, qkv, s);

@@ -15,7 +15,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -116,23 +115,6 @@ inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
         at = comma + 1;
     }
     return shapes;
-}
-
-// The name in results for naive fp32 with TF32 products.
-inline const char* const kNaiveTf32 = "naive_tf32";
-
-// Throws UsageError unless --kernel names "all" or a kernel of either precision.
-inline void check_kernel_name(const std::string& name) {
-    std::set<std::string> names = {"all", kNaiveTf32};
-    const auto add = [&](const auto& kernels) {
-        for (int i = 0; i < kernels.count; i++) names.insert(kernels.begin[i].name);
-    };
-    add(attention_kernels<float>());
-    add(attention_kernels<bf16>());
-    if (names.count(name)) return;
-    std::string list;
-    for (const std::string& known : names) list += (list.empty() ? "" : ", ") + known;
-    throw UsageError(format("--kernel: no kernel \"%s\"; there are %s", name.c_str(), list.c_str()));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
