@@ -141,7 +141,8 @@ struct Result {
         CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
         run.backward(dev, qkv, dout);
         dev.sync();
-        run.att.memory.reset(), run.scratch.memory.reset();
+        run.att.memory.reset();
+        run.scratch.memory.reset();
     }
 };
 

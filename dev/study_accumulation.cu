@@ -256,23 +256,21 @@ __global__ void softmax_kernel(__half* s, int T) {  // a block owns a row
         row[j] = static_cast<__half>(j < seen ? expf(to_float(row[j]) - m) / static_cast<float>(l) : 0.f);
 }
 
-// Row-major c (m × n) = alpha·a b, in fp16 with sums in fp32. cuBLAS counts by columns, so we ask it for cᵀ = bᵀ aᵀ.
-void multiply(const Cuda& dev, __half* c, int c_row, float alpha, const __half* a, int a_row, const __half* b,
-              int b_row, cublasOperation_t b_as, int m, int n, int k) {
-    const float zero = 0.f;
-    CUBLAS_CHECK(cublasGemmEx(dev.blas, b_as, CUBLAS_OP_N, n, m, k, &alpha, b, CUDA_R_16F, b_row, a, CUDA_R_16F, a_row,
-                              &zero, c, CUDA_R_16F, c_row, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-}
-
 void naive(const Cuda& dev, const AttentionForward<__half>& c) {
+    const cudaDataType type = CUDA_R_16F;
     const int T = c.s.Tq, in = c.q.token, out = c.out.token;
+    const float scale = c.s.resolved_scale(), one = 1.f, zero = 0.f;
     for (int b = 0; b < c.s.B; b++)
         for (int h = 0; h < c.s.NH; h++) {
-            multiply(dev, c.att, T, c.s.resolved_scale(), c.q.row(b, 0, h, HS), in, c.k.row(b, 0, h, HS), in,
-                     CUBLAS_OP_T, T, T, HS);
+            const __half *q = c.q.row(b, 0, h, HS), *k = c.k.row(b, 0, h, HS), *v = c.v.row(b, 0, h, HS);
+            // cuBLAS counts by columns, so it computes Sᵀ = K Qᵀ and Oᵀ = Vᵀ Pᵀ.
+            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_T, CUBLAS_OP_N, T, T, HS, &scale, k, type, in, q, type, in,
+                                      &zero, c.att, type, T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
             softmax_kernel<<<T, kThreads, 0, dev.stream>>>(c.att, T);
             LAUNCH_CHECK("softmax_kernel");
-            multiply(dev, c.out.row(b, 0, h, HS), out, 1.f, c.att, T, c.v.row(b, 0, h, HS), in, CUBLAS_OP_N, T, HS, T);
+            CUBLAS_CHECK(cublasGemmEx(dev.blas, CUBLAS_OP_N, CUBLAS_OP_N, HS, T, T, &one, v, type, in, c.att, type, T,
+                                      &zero, c.out.row(b, 0, h, HS), type, out, CUBLAS_COMPUTE_32F,
+                                      CUBLAS_GEMM_DEFAULT));
         }
 }
 
