@@ -253,7 +253,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
 
 template <class X>
 void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, int T) {
-    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev, false);
+    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev);
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one
     trainer.train_for(2, [&] { dev.laps.clear(); });
