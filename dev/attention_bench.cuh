@@ -119,7 +119,7 @@ struct Input {
     float factor[4] = {1, 1, 1, 1}, shift[4] = {};
 };
 
-// x is N(0,1): qkv (…, 3, C) of n elements in all, and then dout.
+// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C).
 template <class X>
 __global__ void shape_inputs_kernel(X* x, size_t n, int C, Input input) {
     const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;

@@ -295,6 +295,7 @@ const AttentionKernel<__half> kKernels[] = {
     variant<kQk16 | kPv16Tile | kExp16>("qk16+pv16tile+exp16"),
 };
 
+// Of q, k and v, because there is no backward.
 const Input kInputs[] = {
     {"normal", "N(0,1)"},
     {"large_q", "q x5", {5, 1, 1}},
