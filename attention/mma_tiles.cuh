@@ -98,11 +98,11 @@ struct ForwardArgs {
 struct Work {
     int tile, bh, b, h;
 };
-// An item is a tile of a head. A block takes the one of its own number, unless it takes several.
+// A block takes the tile of a head that has its own number.
 template <class X>
-__device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending, unsigned item = blockIdx.x) {
-    const int first = item / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
-    const int i = item - first * p.tiles, tile = i / size, bh = first + i % size;
+__device__ __forceinline__ Work work_of(const Problem<X>& p, bool descending) {
+    const int first = blockIdx.x / (p.group * p.tiles) * p.group, size = min(p.group, p.heads - first);
+    const int i = blockIdx.x - first * p.tiles, tile = i / size, bh = first + i % size;
     return {descending ? p.tiles - 1 - tile : tile, bh, bh / p.NH, bh % p.NH};
 }
 // How many tiles of Bc keys the tile'th Br queries see.
@@ -126,11 +126,10 @@ Problem<X> problem(const Heads<const X>& q, const Heads<const X>& k, const Heads
 }
 
 // Launches one block for each of `tiles` tiles of each head. A head streams `T` rows of two tensors (K and V, or Q and
-// dO). A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100). Blocks that take several
-// tiles, one after the other, are at most `most_blocks`.
+// dO). A group of heads should stay well inside L2 (40 MB on an A100, 50 MB on an H100).
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T, int HS, int threads, int smem,
-            const Cuda& dev, int most_blocks = INT_MAX) {
+            const Cuda& dev) {
     constexpr size_t kGroupBytes = 32 << 20;
     const size_t head_bytes = 2 * sizeof(*args.p.q.ptr) * T * HS;
     args.p.tiles = tiles;
@@ -139,6 +138,6 @@ void launch(const char* name, void (*kernel)(Args), Args args, int tiles, int T,
     if (blocks > INT_MAX)
         throw Error(format("%s: %zu blocks, more than a grid holds (%d): use a smaller batch", name, blocks, INT_MAX));
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
-    kernel<<<std::min(static_cast<int>(blocks), most_blocks), threads, smem, dev.stream>>>(args);
+    kernel<<<static_cast<unsigned>(blocks), threads, smem, dev.stream>>>(args);
     LAUNCH_CHECK(name);
 }

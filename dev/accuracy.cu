@@ -7,12 +7,10 @@
 //   figures    of out, lse, dq, dk, dv: largest and mean absolute error, relative L2 error, signal-to-noise ratio
 //              20·log10(‖ref‖/‖error‖) in dB, and the multiples of naive's largest and L2 error, which dev/bounds.h bounds
 //
-// Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
+// naive always runs. Outputs and scratch start as NaN. The exit code is 1 if an error is beyond its bound or NaN.
 //
 // Run: ./dev/accuracy --help
-#include <array>
 #include <list>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -60,51 +58,15 @@ static void check_oracle(const Cuda& dev, int HS) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One shape and input
 
-struct Input {
-    const char *name, *text;
-    float q_factor, shift;
-};
-static const Input kInputs[] = {
-    {"normal", "N(0,1)", 1.f, 0.f}, {"large_q", "q x5", 5.f, 0.f}, {"shifted", "mean +0.5", 1.f, 0.5f}};
-
-// Adds shift to x (…, parts, C). If there are several parts it then multiplies part 0 by factor.
-template <class X>
-__global__ void shape_inputs_kernel(X* x, size_t n, int C, int parts, float factor, float shift) {
-    const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
-    if (i < n) x[i] = static_cast<X>((to_float(x[i]) + shift) * (parts > 1 && i / C % parts == 0 ? factor : 1.f));
-}
-
-// A kernel's largest ratios over all shapes and inputs.
-struct Worst {
-    std::array<double, kTensors> max{}, l2{};
-    bool forward_only = false;
-};
-
-// What a kernel wrote, and its errors.
-template <class X>
-struct Result {
-    const char* name;
-    KernelRun<X> run;
-    Errors errors;
-
-    Result(Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const X* qkv, const X* dout)
-        : name(subject.name), run(dev, *subject.kernel, s), errors(dev, s) {
-        dev.tf32 = subject.tf32;
-        run.forward(dev, qkv);
-        CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
-        run.backward(dev, qkv, dout);
-        dev.sync();
-        run.att.memory.reset(), run.scratch.memory.reset();
-    }
-};
+static const Input kInputs[] = {{"normal", "N(0,1)"},
+                                {"large_q", "q x5", {5, 1, 1, 1}},
+                                {"shifted", "mean +0.5", {1, 1, 1, 1}, {0.5f, 0.5f, 0.5f, 0.5f}}};
 
 struct Study {
     Cuda& dev;
     const AttentionOptions& options;
-    const std::string& inputs;
     Log& log;
     int beyond = 0;  // figures beyond their bounds
-    std::map<std::string, Worst> worst = {};
 };
 
 template <class X>
@@ -123,13 +85,7 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
     const std::string verdict = !bound ? "" : ok ? rule : "BEYOND " + rule;
     std::printf("  %-4s %-14s %9.2e %9.2e %9.2e %7.1f | %6.2f %6.2f %s\n", kNames[tensor], result.name, e.max(tensor),
                 e.mean(tensor), e.l2(tensor), e.snr_db(tensor), ratio_max, ratio_l2, verdict.c_str());
-    if (bound) {
-        study.beyond += !ok;
-        Worst& worst = study.worst[format("%-14s %s", result.name, name_of(dtype_of<X>()))];
-        worst.forward_only = !result.run.kernel.backward;
-        keep_worst(worst.max[tensor], ratio_max);
-        keep_worst(worst.l2[tensor], ratio_l2);
-    }
+    study.beyond += bound && !ok;
     Row row = result_row(study.dev, "accuracy");
     row.add("kernel", result.name).add("dtype", name_of(dtype_of<X>())).add("B", s.B).add("T", s.Tq).add("NH", s.NH);
     row.add("HS", s.HS).add("causal", s.causal).add("input", input.name).add("tensor", kNames[tensor]);
@@ -142,29 +98,16 @@ void report(Study& study, const Result<X>& result, const Errors& naive, const At
 template <class X>
 void compare(Study& study, const std::vector<Subject<X>>& subjects, const AttentionShape& s, const Input& input) {
     Cuda& dev = study.dev;
-    const size_t n = size_t(s.B) * s.Tq * s.NH * s.HS;
     const AttentionKernel<X>& naive = *subjects[0].kernel;
     std::printf("%s B%d T%d NH%d HS%d %s, %s\n", name_of(dtype_of<X>()), s.B, s.Tq, s.NH, s.HS,
                 s.causal ? "causal" : "not causal", input.text);
-    const size_t bytes = naive.saved_bytes(s) + naive.scratch_bytes(s) + Oracle::bytes(s.Tq, s.HS) + 40 * n * sizeof(X);
+    const size_t bytes =
+        naive.saved_bytes(s) + naive.scratch_bytes(s) + Oracle::bytes(s.Tq, s.HS) + 40 * s.rows() * s.HS * sizeof(X);
     if (bytes + (size_t{1} << 30) > dev.free_bytes()) {
         std::printf("  skipped: naive needs %.1f GiB, free are %.1f\n", bytes / 0x1p30, dev.free_bytes() / 0x1p30);
         return;
     }
-    const Poisoned<X> inputs(dev, 4 * n);
-    X *const qkv = inputs, *const dout = qkv + 3 * n;
-    fill_normal(dev, qkv, 4 * n, s.Tq);
-    const int C = s.NH * s.HS;
-    shape_inputs_kernel<<<blocks_of(3 * n), kThreads, 0, dev.stream>>>(qkv, 3 * n, C, 3, input.q_factor, input.shift);
-    shape_inputs_kernel<<<blocks_of(n), kThreads, 0, dev.stream>>>(dout, n, C, 1, 1.f, input.shift);
-    LAUNCH_CHECK("shape_inputs_kernel");
-
-    std::list<Result<X>> results;
-    for (const Subject<X>& subject : subjects) results.emplace_back(dev, subject, s, qkv, dout);
-    for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
-        for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
-    });
-    for (Result<X>& r : results) r.errors.fetch();
+    const std::list<Result<X>> results = results_on(dev, subjects, s, input);
     for (int i = 0; i < kTensors; i++)
         for (const Result<X>& r : results)
             if (i < Dq || r.run.kernel.backward) report(study, r, results.front().errors, s, input, i);
@@ -184,40 +127,23 @@ void study_all(Study& study) {
     }
     if (!chosen) return;
     for (const auto& [B, T] : parse_shapes(!o.shapes.empty() ? o.shapes : o.quick ? kQuickShapes : kShapes))
-        for (const Input& input : kInputs)
-            if (study.inputs == "all" || study.inputs == input.name) compare(study, subjects, o.shape(B, T), input);
+        for (const Input& input : kInputs) compare(study, subjects, o.shape(B, T), input);
     if (o.shapes.empty()) compare(study, subjects, {2, 256, 256, 2, std::atoi(o.hs.c_str()), false}, kInputs[0]);
 }
 
 int main(int argc, char** argv) {
     AttentionOptions options;
-    std::string inputs = "all";
-    const AttentionProgram program{"accuracy",
-                                   "The attention kernels' errors against fp64.",
-                                   "accuracy",
-                                   "flash_fp32, flash_bf16, … or all; naive always runs",
-                                   "T from 64 to 16384, and 2x256 not causal",
-                                   "T up to 1024"};
-    const auto run = [&](Cuda& dev, Log& log) {
+    const AttentionProgram program{"accuracy", "The attention kernels' errors against fp64.", "accuracy",
+                                   "T from 64 to 16384, and 2x256 not causal", "T up to 1024"};
+    return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {
         check_oracle(dev, std::atoi(options.hs.c_str()));
         std::printf("%s: errors against fp64, and multiples of naive's\n", dev.name.c_str());
         std::printf("  %-4s %-14s %9s %9s %9s %7s | %6s %6s bounds\n", "", "kernel", "max", "mean", "rel. L2", "SNR dB",
                     "x max", "x L2");
-        Study study{dev, options, inputs, log};
+        Study study{dev, options, log};
         study_all<float>(study);
         study_all<bf16>(study);
-        std::printf("\nLargest multiples of naive's error, max / L2\n%-19s", "");
-        for (const char* name : kNames) std::printf("  %-11s", name);
-        for (const auto& [kernel, worst] : study.worst) {
-            std::printf("\n%s", kernel.c_str());
-            for (int i = 0; i < (worst.forward_only ? Dq : kTensors); i++)
-                std::printf("  %4.2f / %4.2f", worst.max[i], worst.l2[i]);
-            if (worst.forward_only) std::printf("  (no backward)");
-        }
-        std::printf("\n");
         if (study.beyond) std::fprintf(stderr, "accuracy: %d figures beyond their bounds\n", study.beyond);
         return study.beyond ? 1 : 0;
-    };
-    return attention_main(argc, argv, program, options, run,
-                          {{"--inputs", "", Option::Choice, &inputs, "which inputs", "normal|large_q|shifted|all"}});
+    });
 }

@@ -15,7 +15,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -118,23 +117,6 @@ inline std::vector<std::pair<int, int>> parse_shapes(const std::string& text) {
     return shapes;
 }
 
-// The name in results for naive fp32 with TF32 products.
-inline const char* const kNaiveTf32 = "naive_tf32";
-
-// Throws UsageError unless --kernel names "all" or a kernel of either precision.
-inline void check_kernel_name(const std::string& name) {
-    std::set<std::string> names = {"all", kNaiveTf32};
-    const auto add = [&](const auto& kernels) {
-        for (int i = 0; i < kernels.count; i++) names.insert(kernels.begin[i].name);
-    };
-    add(attention_kernels<float>());
-    add(attention_kernels<bf16>());
-    if (names.count(name)) return;
-    std::string list;
-    for (const std::string& known : names) list += (list.empty() ? "" : ", ") + known;
-    throw UsageError(format("--kernel: no kernel \"%s\"; there are %s", name.c_str(), list.c_str()));
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Device memory and random inputs
 
@@ -143,19 +125,19 @@ inline DeviceMemory device_memory(const Cuda& dev, size_t bytes) {
     return {dev.alloc(bytes), [&dev](void* p) { dev.free(p); }};
 }
 
-// x[i] ~ N(shift, scale²) by Box-Muller on a mixed counter, so it depends on (seed, i) only. Zeros or constants would
+// x[i] ~ N(0,1) by Box-Muller on a mixed counter, so it depends on (seed, i) only. Zeros or constants would
 // draw less power and flatter the clock.
 template <class X>
-__global__ void normal_kernel(X* x, size_t n, uint64_t seed, float scale, float shift) {
+__global__ void normal_kernel(X* x, size_t n, uint64_t seed) {
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
         const uint64_t z = mix64((seed << 48) + i + kGolden);
         const float u = (static_cast<uint32_t>(z) + 1.f) * 0x1p-32f, angle = static_cast<uint32_t>(z >> 32) * 0x1p-31f;
-        x[i] = static_cast<X>(shift + scale * sqrtf(-2.f * logf(u)) * cospif(angle));
+        x[i] = static_cast<X>(sqrtf(-2.f * logf(u)) * cospif(angle));
     }
 }
 template <class X>
-void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed, float scale = 1, float shift = 0) {
-    normal_kernel<<<8 * dev.num_sms, 256, 0, dev.stream>>>(x, n, seed, scale, shift);
+void fill_normal(const Cuda& dev, X* x, size_t n, uint64_t seed) {
+    normal_kernel<<<8 * dev.num_sms, 256, 0, dev.stream>>>(x, n, seed);
     LAUNCH_CHECK("normal_kernel");
 }
 
@@ -187,14 +169,14 @@ Figures gemm_tflops(const Cuda& dev, bool quick) {
 }
 
 // Bytes a second of a device-to-device copy that fits no cache. Reads and writes both count.
-inline Figures copy_rate(const Cuda& dev, bool quick) {
+inline Figures copy_rate(const Cuda& dev) {
     constexpr size_t kBytes = size_t(1) << 30;
     const DeviceMemory memory = device_memory(dev, 2 * kBytes);
     char* p = static_cast<char*>(memory.get());
     const auto copy = [&](int) {
         CUDA_CHECK(cudaMemcpyAsync(p + kBytes, p, kBytes, cudaMemcpyDeviceToDevice, dev.stream));
     };
-    const Figures ms = measure_ms(dev, quick, copy);
+    const Figures ms = measure_ms(dev, false, copy);
     return {2e3 * kBytes / ms.cool, 2e3 * kBytes / ms.sustained};
 }
 

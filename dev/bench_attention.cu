@@ -9,12 +9,12 @@
 //               A forward pass counts 4·B·NH·T²·HS FLOPs (half of it if causal), a backward pass 2.5 times that.
 //   naive_tf32  is naive with TF32 products (fp32 data, 10 bits of each factor). naive itself has none.
 //
-// A shape that a kernel's buffers do not fit gets a row without times.
+// A shape that a kernel's buffers do not fit is not timed.
 //
 // Run: ./dev/bench_attention --help
 #include <cstdio>
-#include <list>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,16 +26,14 @@ struct Buffers {
     KernelRun<X> run;
 
     Buffers(const Cuda& dev, const AttentionKernel<X>& kernel, const AttentionShape& s)
-        : qkv(dev, 3 * elements(s)), dout(dev, elements(s)), run(dev, kernel, s) {
-        fill_normal(dev, +qkv, 3 * elements(s), 1);
-        fill_normal(dev, +dout, elements(s), 2);
+        : qkv(dev, 3 * s.rows() * s.HS), dout(dev, s.rows() * s.HS), run(dev, kernel, s) {
+        fill_normal(dev, +qkv, 3 * run.n, 1);
+        fill_normal(dev, +dout, run.n, 2);
     }
     void forward(const Cuda& dev) const { run.forward(dev, qkv); }
     void backward(const Cuda& dev) const { run.backward(dev, qkv, dout); }
-    static size_t elements(const AttentionShape& s) { return size_t(s.B) * s.Tq * s.NH * s.HS; }
     static size_t bytes(const AttentionKernel<X>& kernel, const AttentionShape& s) {
-        return 8 * elements(s) * sizeof(X) + size_t(s.B) * s.NH * s.Tq * sizeof(float) + kernel.saved_bytes(s) +
-               kernel.scratch_bytes(s);
+        return s.rows() * (8 * s.HS * sizeof(X) + sizeof(float)) + kernel.saved_bytes(s) + kernel.scratch_bytes(s);
     }
 };
 
@@ -72,30 +70,21 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
     const AttentionKernel<X>& kernel = *subject.kernel;
     const char* dtype = name_of(dtype_of<X>());
     const std::string shape = format("%4d %6d %3d %4d", s.B, s.Tq, s.NH, s.HS);
-    const auto row_of = [&](const char* pass) {
-        Row row = result_row(dev, "attention");
-        row.add("kernel", subject.name).add("pass", pass).add("dtype", dtype).add("B", s.B).add("T", s.Tq);
-        return row.add("NH", s.NH).add("HS", s.HS).add("causal", s.causal).add("deterministic", true);
-    };
 
     // Enough sets of buffers that forward's reads and writes fill the L2 twice.
     int l2_bytes = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, dev.device));
-    const size_t touched = 4 * Buffers<X>::elements(s) * sizeof(X) + kernel.saved_bytes(s);
+    const size_t touched = 4 * s.rows() * s.HS * sizeof(X) + kernel.saved_bytes(s);
     const size_t sets = (2 * size_t(l2_bytes) + touched - 1) / touched;
     const size_t bytes = sets * Buffers<X>::bytes(kernel, s) + Oracle::bytes(s.Tq, s.HS), free = dev.free_bytes();
     if (bytes + (size_t{1} << 30) > free) {
         std::printf("%-17s %-5s %-4s %s | out of memory: needs %.1f GiB, free are %.1f\n", subject.name, dtype, "",
                     shape.c_str(), bytes / 0x1p30, free / 0x1p30);
-        for (const char* pass : {"fwd", "bwd"})
-            if (pass[0] == 'f' || kernel.backward)
-                log.write(row_of(pass).add("ms", NAN).add("needs_gib", bytes / 0x1p30));
         return true;
     }
-    std::list<Buffers<X>> buffers;
-    std::vector<const Buffers<X>*> runs;
+    std::vector<std::unique_ptr<const Buffers<X>>> runs;
     for (size_t i = 0; i < sets; i++) {
-        runs.push_back(&buffers.emplace_back(dev, kernel, s));
+        runs.push_back(std::make_unique<const Buffers<X>>(dev, kernel, s));
         runs[i]->forward(dev);
         runs[i]->backward(dev);
     }
@@ -127,7 +116,9 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
                     cells(ms.cool, rate.cool, gemm.cool, naive_pass.cool).c_str(),
                     cells(ms.sustained, rate.sustained, gemm.sustained, naive_pass.sustained).c_str(), error);
         std::fflush(stdout);
-        Row row = row_of(pass_name);
+        Row row = result_row(dev, "attention");
+        row.add("kernel", subject.name).add("pass", pass_name).add("dtype", dtype).add("B", s.B).add("T", s.Tq);
+        row.add("NH", s.NH).add("HS", s.HS).add("causal", s.causal).add("deterministic", true);
         row.add("ms", ms.cool).add("tflops", rate.cool).add("gemm_tflops", gemm.cool);
         row.add("ms_sustained", ms.sustained).add("tflops_sustained", rate.sustained);
         row.add("gemm_tflops_sustained", gemm.sustained).add("relative_error", error);
@@ -169,12 +160,8 @@ int bench_all(Cuda& dev, const AttentionOptions& options, const std::string& def
 
 int main(int argc, char** argv) {
     AttentionOptions options;
-    const AttentionProgram program{"bench_attention",
-                                   "Validates and times the attention kernels.",
-                                   "attention",
-                                   "naive, naive_tf32, flash_fp32, … or all",
-                                   "by precision, 4x1024 to 2x16384",
-                                   "skip the sustained protocol"};
+    const AttentionProgram program{"bench_attention", "Validates and times the attention kernels.", "attention",
+                                   "by precision, 4x1024 to 2x16384", "skip the sustained protocol"};
     return attention_main(argc, argv, program, options, [&](Cuda& dev, Log& log) {
         std::printf("%s, %s\n", dev.name.c_str(), options.no_causal ? "not causal" : "causal");
         int wrong = bench_all<float>(dev, options, "4x1024,32x1024,4x4096,2x16384", log);

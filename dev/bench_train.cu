@@ -253,7 +253,7 @@ void bench(const Cuda& dev, const Bench& o, const Config& config, int B, int T) 
 
 template <class X>
 void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, int T) {
-    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev, false);
+    const Figures gemm = gemm_tflops<X>(dev, false), copy = copy_rate(dev);
     Trainer<Timed, X> trainer(dev, o, config, B, T);
     constexpr int kSteps = 20;  // of kernels launched one by one
     trainer.train_for(2, [&] { dev.laps.clear(); });
@@ -293,14 +293,12 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
 
 int main(int argc, char** argv) {
     Bench o;
-    bool no_tf32 = false;
     const std::vector<Option> table = {
         {"--model", "", Option::Choice, &o.model, "which GPT-2", "tiny|d12|d24|d36|d48"},
         {"--shapes", "", Option::String, &o.shapes, "BxT,BxT,…; default: what the README shows"},
         {"--precision", "", Option::Choice, &o.precision, "storage of weights and activations", "bf16|fp32"},
         {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
         {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
-        {"--no-tf32", "", Option::Flag, &no_tf32, "strict fp32 matmuls"},
         {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call"},
     };
     const char* const about = "Tokens per second and memory of the training step.";
@@ -309,7 +307,7 @@ int main(int argc, char** argv) {
             o.shapes = o.breakdown ? "64x1024" : o.precision == "bf16" ? "4x1024,16x1024,64x1024" : "4x1024,16x1024";
         const auto shapes = parse_shapes(o.shapes);
         Timed dev(0);
-        dev.tf32 = !no_tf32 && dev.sm >= 80;
+        dev.tf32 = dev.sm >= 80;
         dev.graphs = !o.breakdown;
         dev.x = o.precision == "bf16" ? sizeof(bf16) : sizeof(float);
         Config config;

@@ -31,6 +31,7 @@ BACKENDS = {"torch_flash": "FLASH_ATTENTION", "torch_cudnn": "CUDNN_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
 FA3 = ("fa3", "fa3_det")
 PEERS = (*BACKENDS, *FA3)
+NH = 12
 WAIT_CYCLES = 4_000_000  # about 2 ms: more than PyTorch takes to queue a pass
 WARM_UPS, RUNS, MAX_REST = 3, 15, 50.  # ms
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
@@ -63,8 +64,8 @@ def rows_of(program, *options, **how):
 def our_rows(a):
     """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
     done, rows = rows_of(
-        ROOT / "dev" / "bench_attention", "--heads", a.heads, "--hs", a.hs, "--dtype", a.dtype, "--kernel", a.kernel,
-        *["--shapes", a.shapes] * bool(a.shapes), *["--no-causal"] * a.no_causal, *["--quick"] * a.quick)
+        ROOT / "dev" / "bench_attention", "--heads", NH, "--hs", a.hs, "--dtype", a.dtype,
+        *["--shapes", a.shapes] * bool(a.shapes))
     if done.returncode:
         sys.exit(done.returncode)
     return rows
@@ -73,20 +74,20 @@ def our_rows(a):
 class Peer:
     """A backend at a shape: `sets` copies of inputs and results, and its two passes."""
 
-    def __init__(self, torch, backend, dtype, B, T, NH, HS, causal, stream):
-        self.torch, self.causal, self.stream = torch, causal, stream
+    def __init__(self, torch, backend, dtype, B, T, HS, stream):
+        self.torch, self.stream = torch, stream
         if backend in FA3:
             fa3 = importlib.import_module("flash_attn_interface")
             self.version = {"fa3": fa3.__version__}
             self.attention = lambda *qkv: fa3.flash_attn_func(
-                *(x.transpose(1, 2) for x in qkv), causal=causal, deterministic=backend == "fa3_det").transpose(1, 2)
+                *(x.transpose(1, 2) for x in qkv), causal=True, deterministic=backend == "fa3_det").transpose(1, 2)
         else:
             from torch.nn.attention import SDPBackend, sdpa_kernel
             self.version = {}
 
             def attention(*qkv):
                 with sdpa_kernel(getattr(SDPBackend, BACKENDS[backend])):
-                    return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
+                    return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
             self.attention = attention
         X = torch.bfloat16 if dtype == "bf16" else torch.float32
         touched = 4 * B * T * NH * HS * X.itemsize
@@ -120,9 +121,7 @@ class Peer:
         dout, places = self.dout[0][-1, -1].double(), torch.arange(len(q), device=q.device)
         out = []
         for rows in places.split(1024):
-            s = q[rows] @ k.T / math.sqrt(q.shape[1])
-            if self.causal:
-                s = s.masked_fill(rows[:, None] < places, -math.inf)
+            s = (q[rows] @ k.T / math.sqrt(q.shape[1])).masked_fill(rows[:, None] < places, -math.inf)
             out.append(s.softmax(-1) @ v)
             out[-1].backward(dout[rows])
         got = [x[-1, -1].double() for x in (self.out[0], *self.backward(0))]
@@ -165,47 +164,38 @@ class Peer:
         return start.elapsed_time(end) / runs
 
 
-def peer_rows(torch, backend, dtype, B, T, NH, HS, causal, quick):
+def peer_rows(torch, backend, dtype, B, T, HS):
     """Two rows, forward and backward. Raises RuntimeError where the backend does not take the shape."""
     bytes_of_math = 6 * 4 * B * NH * T * T
     if backend == "torch_math" and bytes_of_math > 0.8 * torch.cuda.mem_get_info()[0]:
         raise RuntimeError(f"needs some {bytes_of_math / 2**30:.0f} GiB")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        peer = Peer(torch, backend, dtype, B, T, NH, HS, causal, stream)
+        peer = Peer(torch, backend, dtype, B, T, HS, stream)
         error = peer.relative_error()
         if not error <= TOLERANCE[dtype]:
             raise RuntimeError(f"WRONG: relative L2 error {error:.2g} > {TOLERANCE[dtype]:g}")
         rows = []
         for name, run, products in (("fwd", peer.forward, 2), ("bwd", peer.backward, 5)):
-            flops = products * 2 * B * NH * T * T * HS * (0.5 if causal else 1)
+            flops = products * B * NH * T * T * HS
             ms = peer.cool_ms(run)
-            sustained = None if quick else peer.sustained_ms(run, ms)
+            sustained = peer.sustained_ms(run, ms)
             peer.forward_all()  # the results of a pass that was captured belong to its graphs
             rows.append(results.row(
                 "attention", torch.cuda.get_device_name(), torch.version.cuda, torch=torch.__version__, **peer.version,
-                kernel=backend, **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=causal,
+                kernel=backend, **{"pass": name}, dtype=dtype, B=B, T=T, NH=NH, HS=HS, causal=True,
                 deterministic=name == "fwd" or backend in ("torch_math", "fa3_det"), ms=ms, tflops=flops / ms * 1e-9,
-                ms_sustained=sustained, tflops_sustained=sustained and flops / sustained * 1e-9, relative_error=error))
+                ms_sustained=sustained, tflops_sustained=flops / sustained * 1e-9, relative_error=error))
         return rows
 
 
 def main():
     arg = results.arguments(__doc__, "attention")
     arg.add_argument("--shapes", default="", help="BxT,BxT,… (default: bench_attention's)")
-    arg.add_argument("--heads", type=int, default=12, help="number of heads NH")
     arg.add_argument("--hs", type=int, default=64, choices=[64, 128], help="head size HS")
     arg.add_argument("--dtype", default="all", choices=["fp32", "bf16", "all"])
-    arg.add_argument("--kernel", default="all", help="which of ours, see ./dev/bench_attention --help")
-    arg.add_argument("--peers", help="which of theirs (default: all that are installed)")
-    arg.add_argument("--no-causal", action="store_true", help="every query sees every key")
-    arg.add_argument("--quick", action="store_true", help="skip the sustained protocol")
     a = arg.parse_args()
-    installed = PEERS if importlib.util.find_spec("flash_attn_interface") else tuple(BACKENDS)
-    peers = a.peers.split(",") if a.peers else installed
-    unknown = set(peers) - set(installed)
-    if unknown:
-        arg.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(installed)}")
+    peers = PEERS if importlib.util.find_spec("flash_attn_interface") else BACKENDS
     torch = torch_with_gpu("peers.py")
     torch.backends.cuda.matmul.allow_tf32 = False
     warnings.simplefilter("ignore")  # a backend that refuses a shape warns at length, and then raises
@@ -218,14 +208,13 @@ def main():
     rows = our_rows(a)
     path = record(rows)
     shapes = list(dict.fromkeys((r["dtype"], r["B"], r["T"]) for r in rows))
-    print(f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {a.heads}, HS {a.hs}, "
-          f"{'not causal' if a.no_causal else 'causal'}")
+    print(f"\nPyTorch {torch.__version__}, {torch.cuda.get_device_name()}, NH {NH}, HS {a.hs}, causal")
     print(f"{'kernel':17} dtype pass    B      T |  cool ms   TF/s ours/peer | sust. ms   TF/s ours/peer | error")
     for dtype, B, T in shapes:
-        found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T) and r["ms"]]
+        found = [r for r in rows if (r["dtype"], r["B"], r["T"]) == (dtype, B, T)]
         for backend in peers:
             try:
-                found += peer_rows(torch, backend, dtype, B, T, a.heads, a.hs, not a.no_causal, a.quick)
+                found += peer_rows(torch, backend, dtype, B, T, a.hs)
             except RuntimeError as e:  # also PyTorch's out of memory
                 print(f"{backend:17} {dtype}       {B:4} {T:6} | skipped: {str(e).splitlines()[0][:80]}")
             torch.cuda.empty_cache()
@@ -236,10 +225,9 @@ def main():
             line = f"{r['kernel']:17} {dtype}  {pas}  {B:4} {T:6}"
             for field in ("", "_sustained"):
                 ms, rate = r["ms" + field], r["tflops" + field]
-                ours = min((o["ms" + field] for o in found if o["pass"] == pas and o["kernel"].startswith("flash_") and
-                            o["ms" + field]), default=None)
-                ratio = f"{ms / ours:9.2f}" if ms and ours and r["kernel"] in PEERS else f"{'':9}"
-                line += f" | {ms:8.4f} {rate:6.1f} {ratio}" if ms else f" | {'-':>8} {'-':>6} {ratio}"
+                ours = [o["ms" + field] for o in found if o["pass"] == pas and o["kernel"].startswith("flash_")]
+                ratio = f"{ms / min(ours):.2f}" if ours and r["kernel"] in PEERS else ""
+                line += f" | {ms:8.4f} {rate:6.1f} {ratio:>9}"
             print(line + f" | {r['relative_error']:.1e}", flush=True)
     if path:
         print(path)

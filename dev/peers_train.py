@@ -152,19 +152,15 @@ def figures_or_reason(*arguments):
         return "out of memory" if "out of memory" in text else text.splitlines()[0][:100]
 
 
-def in_a_fresh_process(function, *arguments):
+def torch_figures(model, backend, B, T):
+    """The same from a process of its own."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(function, *arguments).result()
+            return pool.submit(figures_or_reason, SIZES[model], backend, B, T).result()
         except concurrent.futures.process.BrokenProcessPool as e:
             return str(e)
-
-
-def torch_figures(model, backend, B, T):
-    try:
-        return in_a_fresh_process(figures_or_reason, SIZES[model], backend, B, T)
-    except Wrong as e:
-        sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
+        except Wrong as e:
+            sys.exit(f"peers_train.py: {backend} at B={B} T={T}: {e}: not timed")
 
 
 def line(row, ours=None):

@@ -8,9 +8,9 @@
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
-#   layers       each other layer alone                   scaling   tokens/s and losses of several GPUs
+#   scaling      tokens/s and losses of several GPUs
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study ring layers train memory default torch scaling"
+all="bf16 fp32 accuracy study ring train memory default torch scaling"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
@@ -34,7 +34,6 @@ measure() {  # part
         [ "$gpus" -gt 1 ] || return 0
         ./dev/bench_ring --json --gpus "$gpus" --heads 12 --hs 64
         ./dev/bench_ring --json --gpus "$gpus" --heads 32 --hs 128 ;;
-    layers) ./dev/bench_layers --json ;;
     train)
         $training --json --shapes 4x1024,16x1024,64x1024
         ./dev/bench_train --json --precision fp32 --shapes 4x1024,16x1024

@@ -66,14 +66,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 2^x of two bf16 in one register. The hardware works on one at a time.
-// #half-precision-floating-point-instructions-ex2
-__device__ __forceinline__ uint32_t exp2_approx_bf16x2(uint32_t x) {
-    uint32_t y;
-    asm("ex2.approx.ftz.bf16x2 %0, %1;\n" : "=r"(y) : "r"(x));
-    return y;
-}
-
 // The lane, read anew rather than kept in a register. #special-registers-laneid
 __device__ __forceinline__ int lane_id() {
     int lane;
@@ -258,10 +250,6 @@ template <int N>
 __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N][4]) {
     for (int n = 0; n < N; n++) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
 }
-template <int N>
-__device__ __forceinline__ void wgmma_hold(uint32_t (&d)[N][2]) {
-    for (int n = 0; n < N; n++) asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1])::"memory");
-}
 // Waits until at most `Pending` committed groups are under way. The others have written `results`.
 // #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int Pending, class... D>
@@ -276,9 +264,6 @@ __device__ __forceinline__ void wgmma_wait(D&... results) {
 #define WGMMA_D8(n)   WGMMA_8(WGMMA_D1, n)
 #define WGMMA_W1(n)   "=f"(d[n][0]), "=f"(d[n][1]), "=f"(d[n][2]), "=f"(d[n][3])
 #define WGMMA_W8(n)   WGMMA_8(WGMMA_W1, n)
-#define WGMMA_H1(n)   "+r"(d[n][0]), "+r"(d[n][1])
-#define WGMMA_H8(n)   WGMMA_8(WGMMA_H1, n)
-#define WGMMA_R16  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_R32  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "   \
                    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_R64  WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "      \
@@ -338,26 +323,4 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N][4], const uint32_t (&a)[4
         asm volatile(WGMMA("m64n128k16.f32.bf16.bf16", WGMMA_R64, "{%64, %65, %66, %67}, %68, p, 1, 1, %70", "%69")
                      : WGMMA_D8(0), WGMMA_D8(8)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}), "n"(int{TransposedB}));
-}
-// The same two for operands in fp16. In wgmma_ss_f16 d is 128 columns wide and B's rows are n. In wgmma_rs_f16 d is 64
-// columns wide and B's rows are k. The sums are fp32, or fp16 in pairs with row g in d[n][0] and row g + 8 in d[n][1].
-__device__ __forceinline__ void wgmma_ss_f16(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(WGMMA("m64n128k16.f32.f16.f16", WGMMA_R64, "%64, %65, p, 1, 1, 0, 0", "%66")
-                 : WGMMA_D8(0), WGMMA_D8(8)
-                 : "l"(a), "l"(b), "r"(int{accumulate}));
-}
-__device__ __forceinline__ void wgmma_ss_f16(uint32_t (&d)[16][2], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(WGMMA("m64n128k16.f16.f16.f16", WGMMA_R32, "%32, %33, p, 1, 1, 0, 0", "%34")
-                 : WGMMA_H8(0), WGMMA_H8(8)
-                 : "l"(a), "l"(b), "r"(int{accumulate}));
-}
-__device__ __forceinline__ void wgmma_rs_f16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile(WGMMA("m64n64k16.f32.f16.f16", WGMMA_R32, "{%32, %33, %34, %35}, %36, p, 1, 1, 1", "%37")
-                 : WGMMA_D8(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-__device__ __forceinline__ void wgmma_rs_f16(uint32_t (&d)[8][2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile(WGMMA("m64n64k16.f16.f16.f16", WGMMA_R16, "{%16, %17, %18, %19}, %20, p, 1, 1, 1", "%21")
-                 : WGMMA_H8(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
 }

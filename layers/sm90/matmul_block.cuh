@@ -47,7 +47,7 @@
 //
 // Writes: pre, out, dpre, sums, every element.  Adds into: dpre_sum.
 // Limits: K is a multiple of 64, and OC of 256, or of 8 for exponentials. Pointers are aligned to 16 bytes. Any N.
-// Run: ./dev/bench_layers --layer gelu, or --layer entropy
+// Run: ./dev/bench_train --breakdown
 #pragma once
 #include <cuda_fp16.h>
 
