@@ -9,7 +9,6 @@
 #include <cmath>
 #include <map>
 #include <numeric>
-#include <random>
 #include <set>
 
 #include "data/file.h"
@@ -64,6 +63,11 @@ struct Limit {
     rlimit before;
 };
 
+Tokens counting(size_t n, int first = 0) {
+    Tokens tokens(n);
+    std::iota(tokens.begin(), tokens.end(), first);
+    return tokens;
+}
 // Bytes without a pattern.
 std::string noise(size_t bytes) {
     std::string data(bytes, '\0');
@@ -102,13 +106,12 @@ struct GoodFile {
 
 TEST(log_json) {
     Row row("train");
-    row.add("step", 3).add("loss", 2.5).add("tiny", 1e-300).add("third", 1.0 / 3).add("sum", 0.1 + 0.2);
-    row.add("nan", std::nan("")).add("inf", -INFINITY).add("big", 9007199254740993LL);
-    row.add("yes", true).add("name", "d12");
+    row.add("step", 3).add("tiny", 1e-300).add("third", 1.0 / 3).add("sum", 0.1 + 0.2).add("nan", std::nan(""));
+    row.add("inf", -INFINITY).add("big", 9007199254740993LL).add("yes", true).add("name", "d12");
     CHECK(row.text() ==
-          "{\"kind\": \"train\", \"step\": 3, \"loss\": 2.5, \"tiny\": 1e-300, \"third\": 0.3333333333333333, "
-          "\"sum\": 0.30000000000000004, \"nan\": null, \"inf\": null, \"big\": 9007199254740993, \"yes\": true, "
-          "\"name\": \"d12\"}");
+          "{\"kind\": \"train\", \"step\": 3, \"tiny\": 1e-300, \"third\": 0.3333333333333333, "
+          "\"sum\": 0.30000000000000004, \"nan\": null, \"inf\": null, \"big\": 9007199254740993, "
+          "\"yes\": true, \"name\": \"d12\"}");
     const std::pair<std::string, std::string> cases[] = {{"a\"b\\c\n\t\r", "a\\\"b\\\\c\\n\\t\\u000d"},
                                                          {std::string("\0\x1f\x7f", 3), "\\u0000\\u001f\\u007f"},
                                                          {"é€😀\xE2\x82\"z\xFF", "é€😀\\ufffd\\ufffd\\\"z\\ufffd"}};
@@ -133,31 +136,31 @@ TEST(text_for_a_terminal) {
 }
 
 TEST(log_append_truncate) {
-    const std::string here = folder(), path = here + "/log.jsonl";
+    const std::string here = folder(), path = here + "/log.jsonl", cut_off = "{\"kind\": \"tr";
     const auto train = [](int step) { return Row("train").add("step", step); };
     const Row start = Row("start").add("note", "a string with \"step\": 99 in it");
     Strings logs = {start.text() + "\n"};  // the start and the first i steps
     for (int i = 1; i <= 5; i++) logs.push_back(logs.back() + train(i).text() + "\n");
-    Log(path).write(start);
     Log log(path);
-    for (int i = 1; i <= 5; i++) {
+    log.write(start);
+    for (int i = 1; i <= 3; i++) {
         log.write(train(i));
         CHECK(read_file(path) == logs[i]);  // each row is there as soon as it is written
     }
     {  // a disk that is full in the middle of a row: the rows before it stay, and it comes with the next
-        const Limit full(RLIMIT_FSIZE, logs[5].size() + 9);
-        CHECK_ERROR(log.write(train(6)), path + ": cannot write: File too large");
-        CHECK(read_file(path) == logs[5]);
+        const Limit full(RLIMIT_FSIZE, logs[3].size() + 9);
+        CHECK_ERROR(log.write(train(4)), path + ": cannot write: File too large");
+        CHECK(read_file(path) == logs[3]);
     }
-    log.write(train(7));
-    CHECK(read_file(path) == logs[5] + train(6).text() + "\n" + train(7).text() + "\n");
+    log.write(train(5));
+    CHECK(read_file(path) == logs[5]);
     // A row cut off by a crash goes away, both when the log is cut and when it is appended to.
-    for (const std::string& whole : {logs[5], logs[3], logs[3] + "{\"kind\": \"tr"}) {
+    for (const std::string& whole : {logs[5], logs[3], logs[3] + cut_off}) {
         write_file(path, whole);
         Log::truncate_after(path, 3);
         CHECK(read_file(path) == logs[3]);
     }
-    write_file(path, logs[3] + "{\"kind\": \"tr");
+    write_file(path, logs[3] + cut_off);
     Log(path).write(train(4));
     CHECK(read_file(path) == logs[4]);
     Log::truncate_after(path, -1);
@@ -172,17 +175,13 @@ TEST(log_append_truncate) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Files written whole or not at all, and their checksum
 
+// The values are pinned, because files on disk depend on them.
 TEST(checksum) {
-    std::vector<unsigned char> data(1000);
-    for (size_t i = 0; i < data.size(); i++) data[i] = static_cast<unsigned char>(i * 7 + i / 256 + 1);
-    // The values are pinned, because files on disk depend on them.
-    CHECK(checksum64(data.data(), 1000, 5) == 0x69282bffc8c8222eu);
-    std::vector<unsigned char> shifted = data;  // out of alignment
-    shifted.insert(shifted.begin(), 0);
-    CHECK(checksum64(shifted.data() + 1, 1000, 5) == 0x69282bffc8c8222eu);
-    uint64_t all = 0;  // of all lengths up to 100
-    for (size_t n = 0; n <= 100; n++) all = checksum64(data.data(), n, all);
-    CHECK(all == 0x35712271456642d5u);
+    const std::string data = noise(1000);
+    uint64_t all = 0;  // of all lengths up to 100, at odd addresses too
+    for (size_t n = 0; n <= 100; n++) all = checksum64(&data[n], n, all);
+    CHECK(all == 0xdd0847526e6d1e41u);
+    CHECK(checksum64(data.data(), 1000, 5) == 0xe645477def5dce9du);
 }
 
 static void write_atomically(const std::string& path, const Strings& pieces) {
@@ -193,26 +192,20 @@ static void write_atomically(const std::string& path, const Strings& pieces) {
 
 // dev/test_faults has what a crash leaves at every point, and dev/test_resume what a full disk does.
 TEST(atomic_file) {
-    const std::string here = folder(), path = here + "/out.bin", temporary = format("out.bin.tmp.%d", getpid());
-    write_file(here + "/" + temporary, std::string(5000, 'x'));  // from a process with the same number
-    Strings pieces = {"small", noise(3 << 20), ""};              // the second is written in pieces
-    pieces.resize(300000, "0123456789");
-    std::string want;
-    for (const std::string& piece : pieces) want += piece;
-
+    const std::string here = folder(), path = here + "/out.bin";
+    write_file(temporary_of(path), std::string(5000, 'x'));              // from a process with the same number
+    const Strings pieces = {"small", noise(3 << 20), "", "0123456789"};  // the second is written in pieces
+    const std::string want = pieces[0] + pieces[1] + pieces[3];
     most_at_once = 70001;
     write_atomically(path, pieces);
     most_at_once = SIZE_MAX;
-    for (int i = 0; i < 2; i++) {
-        CHECK(read_file(path) == want && names_in(here) == Names{"out.bin"});
-        const auto stop = [] { throw Error("before it has its name, so only the old file stays"); };
-        CHECK_ERROR(write_whole_file(path, {{"half", 4}}, stop), "before it");
-    }
+    const auto stop = [] { throw Error("before it has its name, so only the old file stays"); };
+    CHECK_ERROR(write_whole_file(path, {{"half", 4}}, stop), "before it");
+    CHECK(read_file(path) == want && names_in(here) == Names{"out.bin"});
     const mode_t mask = umask(022);
     write_atomically(path, {"new"});
     umask(mask);
-    CHECK(read_file(path) == "new");
-    CHECK(static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
+    CHECK(read_file(path) == "new" && static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
     // The name is taken by a directory while the file is written.
     CHECK_ERROR(write_whole_file(here + "/late", {}, [&] { fs::create_directory(here + "/late"); }),
                 here + "/late: cannot rename the finished file to: Is a directory");
@@ -222,10 +215,6 @@ TEST(atomic_file) {
 // Model, state, tokenizer and questions
 
 static const ModelHeader kTiny = {DType::f32, {16, 50, 128, 2, 2, 8}};
-static void write_tiny(const std::string& path) {
-    write_model(path, kTiny, noise(kTiny.bytes()).data());
-}
-
 TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
     CHECK((Config{1024, 50257, 50304, 12, 12, 768}.num_parameters() == 124475904));    // 124M
@@ -252,7 +241,8 @@ TEST(model_round_trip) {
 }
 
 static GoodFile good_model() {
-    return {write_tiny, [](const std::string& path) {
+    return {[](const std::string& path) { write_model(path, kTiny, noise(kTiny.bytes()).data()); },
+            [](const std::string& path) {
                 const ModelHeader header = read_model_header(path);
                 std::string parameters(header.bytes(), 0);
                 read_model_parameters(path, header, parameters.data());
@@ -299,17 +289,8 @@ GoodFile good_state() {
 
 }  // namespace
 
-TEST(state_round_trip_and_flipped_bits) {
+TEST(state_round_trip) {
     const GoodFile file = good_state();
-    std::fstream in_place(file.path, std::ios::in | std::ios::out | std::ios::binary);
-    for (size_t bit = 0; bit < 8 * file.bytes.size(); bit++) {
-        const char good = file.bytes[bit / 8];
-        in_place.seekp(bit / 8).put(static_cast<char>(good ^ 1 << bit % 8)).flush();
-        const std::string error = test::error_of([&] { file.read(file.path); });
-        // If a length in the header now lies past the end, the error has no offset, but it has expected and found.
-        CHECK(contains(error, file.path) && (contains(error, "offset") || contains(error, "truncated: expected")));
-        in_place.seekp(bit / 8).put(good).flush();
-    }
     State back = blank(), again = back;
     read_state(file.path, kRun, sections(back));
     Identity reordered = kRun;
@@ -325,34 +306,33 @@ TEST(state_round_trip_and_flipped_bits) {
 TEST(state_errors) {
     const GoodFile file = good_state();
     const std::string path = file.path;
-    State more = blank(), fewer = more, shorter = more;
-    const std::string magic = "wrong magic at offset 0: expected \"gpt2stat\", found bytes ";
-    file.poke(0, std::pair{20240326, 3}, magic + "c6d7340103000000; this is a model file");
+    file.poke(0, std::pair{20240326, 3},
+              "wrong magic at offset 0: expected \"gpt2stat\", found bytes c6d7340103000000; this");
     file.poke(20, '\1', "damaged table (checksum at offset 193: expected e9e4136ea91075e5, found 43265eb38e6dc1cf)");
     file.poke(444, 'x', "damaged section \"v\" (120 bytes at offset 328): expected checksum ");
     write_file(path, file.bytes);
 
+    State more = blank(), fewer = more, shorter = more;
     more["more"] = "1234";
     fewer.erase("m");
     shorter["v"].resize(116);
-    Identity other_B = kRun, with_T = kRun, without_model = kRun;
-    other_B.fields[1].second = "8";
-    with_T.fields.push_back({"T", "64"});
-    without_model.fields.erase(without_model.fields.begin());
-    const std::string other_run = "checkpoint of another run: ";
+    const Fields& fields = kRun.fields;
     const struct {
-        Identity run;
+        Fields run;
         State state;
         std::string what;
-    } cases[] = {{other_B, blank(), other_run + "B: the checkpoint has \"4\", this run has \"8\""},
-                 {with_T, blank(), other_run + "T: the checkpoint has no such field, this run has \"64\""},
-                 {without_model, blank(), other_run + "model: the checkpoint has \"d12\", this run has none"},
-                 {kRun, more, "section \"more\" is missing"},
-                 {kRun, fewer, "section \"m\" at offset 201 is not of this run"},
-                 {kRun, shorter, "section \"v\" at offset 328: expected 116 bytes, found 120"}};
+    } cases[] = {
+        {{fields[0], {"B", "8"}, fields[2], fields[3]}, blank(), "B: the checkpoint has \"4\", this run has \"8\""},
+        {{fields[0], fields[1], fields[2], fields[3], {"T", "64"}},
+         blank(),
+         "T: the checkpoint has no such field, this run has \"64\""},
+        {{fields[1], fields[2], fields[3]}, blank(), "model: the checkpoint has \"d12\", this run has none"},
+        {fields, more, "section \"more\" is missing"},
+        {fields, fewer, "section \"m\" at offset 201 is not of this run"},
+        {fields, shorter, "section \"v\" at offset 328: expected 116 bytes, found 120"}};
     for (const auto& [run, state, what] : cases) {
         State read = state;
-        CHECK_ERROR(read_state(path, run, sections(read)), path + ": " + what);
+        CHECK_ERROR(read_state(path, {run}, sections(read)), what);
         CHECK(read == state);  // nothing is read before all of it fits
     }
 }
@@ -364,11 +344,9 @@ TEST(tokenizer_bytes) {
          {std::pair<int, int>{'!', '~'}, {0xA1, 0xAC}, {0xAE, 0xFF}, {0, ' '}, {0x7F, 0xA0}, {0xAD, 0xAD}})
         for (int byte = first; byte <= last; byte++) text += static_cast<char>(byte);
     std::string back;
-    Tokens expected(256);
-    std::iota(expected.begin(), expected.end(), 0);
-    CHECK(encode_bytes(text) == expected);
+    CHECK(encode_bytes(text) == counting(256));
     const Tokenizer tokenizer;
-    for (const int token : expected) back += tokenizer.decode(token);
+    for (const int token : counting(256)) back += tokenizer.decode(token);
     CHECK(back == text);
     for (const int none : {-1, 256, 1234}) CHECK(tokenizer.decode(none) == format("<%d>", none));
     CHECK(tokenizer.decode(50256) == "<|endoftext|>");
@@ -394,17 +372,15 @@ static GoodFile good_tokenizer() {
 TEST(tokenizer_files) {
     const std::string path = folder() + "/tokenizer.bin";
     Strings pieces = {"a", std::string("\0\xFF", 2), " the", std::string(255, 'x'), "€"};
-    for (int i = 0; i < 300; i++) pieces.push_back(format("piece%d", i));
-    pieces.push_back("<|endoftext|>");
+    pieces.resize(300, "piece");
     for (const int version : {1, 2}) {
         write_file(path, tokenizer_file(version, pieces));
         const Tokenizer tokenizer(path);
         for (size_t i = 0; i < pieces.size(); i++) CHECK(tokenizer.decode(i) == pieces[i]);
-        for (const int none : {306, 50256, -1}) CHECK(tokenizer.decode(none) == format("<%d>", none));
+        for (const int none : {300, 50256, -1}) CHECK(tokenizer.decode(none) == format("<%d>", none));
     }
     const GoodFile file = good_tokenizer();
-    for (const int count : {0, 10, -1})
-        file.poke(8, count, "number of tokens at offset 8: expected 1..9 (what 9 bytes");
+    for (const int count : {0, 10, -1}) file.poke(8, count, "number of tokens at offset 8: expected 1..9 (");
     file.poke(8, 4, "truncated in token 3 of 4 at offset 1033: expected 1 bytes, found 0");
     file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
 }
@@ -472,16 +448,15 @@ TEST(choices) {
     const GoodFile file = good_choices();
     const std::string path = file.path;
     const std::vector<Choice> read = read_choices(path, 257, 64);
-    CHECK(read.size() == 2);
-    for (size_t i = 0; i < read.size(); i++)
-        CHECK(read[i].index == kChoices[i].index && read[i].label == kChoices[i].label &&
-              read[i].context == kChoices[i].context && read[i].endings == kChoices[i].endings);
+    CHECK(read.size() == 2 &&
+          file.bytes.compare(0, 1024, header({20240522, 1, 2, 40})) == 0);  // the longest has 40 bytes
+    for (size_t i = 0; i < read.size(); i++) {
+        const auto parts = [](const Choice& c) { return std::tie(c.index, c.label, c.context, c.endings); };
+        CHECK(parts(read[i]) == parts(kChoices[i]));
+    }
     CHECK_ERROR(read_choices(path, 256, 64), path + ": token at offset 1076: expected 0..255, found 256");
-    CHECK_ERROR(read_choices(path, 257, 4),
-                path + ": length of an example at offset 1060: expected at most T = 4 tokens");
+    CHECK_ERROR(read_choices(path, 257, 4), "length of an example at offset 1060: expected at most T = 4 tokens");
     CHECK(read_choices(path, 257, 5).size() == 2);  // the last token is only predicted
-
-    CHECK(file.bytes.compare(0, 1024, header({20240522, 1, 2, 40})) == 0);  // the longest example has 40 bytes
     file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");  // its label is the fifth
     file.poke(1024, '\xBF', "start of an example at offset 1024: expected 65535..65535, found 65471");
     file.poke(1026, '\x68', "end of an example at offset 1064: expected 104 bytes from its start, found 40");
@@ -492,19 +467,14 @@ TEST(choices) {
 
 // The two ways to write name a path that they cannot use and say why. All formats but the log are atomic files.
 TEST(paths_that_cannot_be_written) {
-    const std::string here = folder();
+    const std::string here = folder(), pipe = here + "/pipe";
     write_file(here + "/file", "x");
-    const std::pair<std::string, const char*> unusable[] = {
-        {here + "/file/x", "Not a directory; a file stands where"},
-        {here + "/none/x", "No such file or directory; check the path"},
-        {here, "Is a directory; give the path of a file"},
-        {here + "/" + std::string(300, 'x'), "File name too long"}};
-    for (const auto& [path, why] : unusable) {
+    for (const auto& [path, why] : {std::pair{here + "/file/x", "Not a directory"},
+                                    {here + "/none/x", "No such file or directory; check the path"},
+                                    {here, "Is a directory; give the path of a file"}}) {
         CHECK_ERROR(write_atomically(path, {"x"}), why);
-        CHECK_ERROR(write_atomically(path, {"x"}), path + ": cannot ");
         CHECK_ERROR(Log(path).write(Row("train")), why);
     }
-    const std::string pipe = here + "/pipe";
     CHECK(mkfifo(pipe.c_str(), 0600) == 0);
     CHECK_ERROR(write_atomically(pipe, {"x"}), pipe + ": not a regular file");
     CHECK(fs::is_fifo(pipe));  // not replaced by a file
@@ -513,24 +483,21 @@ TEST(paths_that_cannot_be_written) {
 // dev/test_resume has which checkpoints a run keeps, and what it removes at its start.
 TEST(checkpoint_directory) {
     const std::string here = folder();
-    CHECK(newest_checkpoint(here + "/none") == -1 && newest_checkpoint(here) == -1);
-    Names left = {"log.jsonl",           "state_.bin",          "state_7.bin",        "state_00000999.bin.bak",
-                  "model_00000001.bin2", "xstate_00000999.bin", "state_00000999.txt", "state_-0000001.bin",
-                  "main_log.tmp.12"};  // files of others, which stay
+    CHECK(newest_checkpoint(here + "/none") == -1);
+    Names left = {"state_7.bin",         "state_00000999.bin.bak", "model_00000001.bin2",
+                  "xstate_00000999.bin", "state_-0000001.bin",     "main_log.tmp.12"};  // files of others, which stay
     for (const std::string& name : left) write_file(here + "/" + name, "x");
     CHECK(newest_checkpoint(here) == -1);
     for (const int step : {0, 100, 200, 123456789})
         for (const auto& path : {model_path, state_path}) write_file(path(here, step), "x");
-    CHECK(newest_checkpoint(here) == 123456789);
     fs::remove(model_path(here, 100));  // a prune that was interrupted
     write_file(model_path(here, 50), "x");
-    CHECK(newest_model(here) == 123456789);
+    CHECK(newest_checkpoint(here) == 123456789 && newest_model(here) == 123456789);
     prune_checkpoints(here, 2, 0);
     left.insert({"model_00000200.bin", "state_00000200.bin", "model_123456789.bin", "state_123456789.bin"});
     CHECK(names_in(here) == left);
-    fs::remove(here + "/log.jsonl"), fs::create_directory(here + "/log.jsonl");
+    fs::create_directory(here + "/log.jsonl");
     CHECK_ERROR(newest_checkpoint(here), here + "/log.jsonl: cannot open: Is a directory");
-    prune_checkpoints(here + "/none", 1, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -538,11 +505,6 @@ TEST(checkpoint_directory) {
 
 namespace {
 
-Tokens counting(size_t n, int first = 0) {
-    Tokens tokens(n);
-    std::iota(tokens.begin(), tokens.end(), first);
-    return tokens;
-}
 struct TestLoader : Loader {
     size_t B, T;
     TestLoader(const std::string& pattern, int B, int T, int vocab = 50257, bool shuffle = false, uint64_t seed = 0,
@@ -638,7 +600,7 @@ TEST(loader_reads_each_window_from_any_point) {
                 }
             }
             loader.reset();
-            CHECK(loader.state() == LoaderState{} && loader.batch() == stream[0]);
+            CHECK(loader.batch() == stream[0]);
             CHECK_ERROR(loader.restore({0, n, 0}), format("cannot go on at window %zu: an epoch has %zu", n, n));
         }
 }
@@ -646,10 +608,6 @@ TEST(loader_reads_each_window_from_any_point) {
 // Checkpoints hold a position in the order, so that it can never change. When it was chosen, the orders of seeds, epochs
 // and shards differed as random ones do, and all windows came first about equally often.
 TEST(loader_shuffle) {
-    Tokens first;
-    for (const Tokens& window : TestLoader(write_shards(kShards), 10, 4, 50257, true, 3).batch())
-        first.push_back(window[0]);
-    CHECK((first == Tokens{12, 20, 28, 24, 16, 4, 36, 32, 8, 0}));
     uint64_t orders = 0;
     for (const std::vector<Tokens>& shards : {kShards, {counting(101), counting(101, 1000)}, {counting(4001)}})
         for (int seed = 0; seed < 9; seed++) {
@@ -773,7 +731,7 @@ TEST(documents_of_a_text) {
 
 // A shell and glob() give back what was quoted for them.
 TEST(names_in_commands) {
-    for (const std::string name : {"run1", "my run", "it's", "$HOME `x` \"q\" \\ *", "", "a\nb", "-x;&|"})
+    for (const std::string name : {"run1", "", "-x;&|", "it's $HOME `x` \"q\" \\ *\n"})
         CHECK(shell("printf %s " + shell_quoted(name)).out == name);
     const std::string here = folder();
     write_shard(here + "/a[1]*.bin", counting(9));
@@ -807,7 +765,8 @@ TEST(loader_identity) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What no reader takes for its file
 
-TEST(other_paths_and_cut_files) {
+// `make sanitize` sees what else a reader does with them.
+TEST(other_paths_and_damaged_files) {
     for (const GoodFile& file : {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
         const std::string none = file.path + ".none", here = fs::path(file.path).parent_path();
         CHECK_ERROR(file.read(none), none + ": ");
@@ -818,47 +777,21 @@ TEST(other_paths_and_cut_files) {
         file.check(file.bytes + "xx", "");
         write_file(file.path, file.bytes);
         file.read(file.path);
+        // Of a state no flipped bit goes unnoticed.
+        std::fstream in_place(file.path, std::ios::in | std::ios::out | std::ios::binary);
+        for (size_t bit = 0; bit < 8 * std::min<size_t>(file.bytes.size(), 1100); bit++) {
+            const char good = file.bytes[bit / 8];
+            in_place.seekp(bit / 8).put(static_cast<char>(good ^ 1 << bit % 8)).flush();
+            const std::string error = test::error_of([&] { file.read(file.path); });
+            CHECK(error.empty() ? file.version_at == 4
+                                : contains(error, file.path) && contains(error, "expected") && !contains(error, "\n"));
+            in_place.seekp(bit / 8).put(good).flush();
+        }
         for (size_t length = file.bytes.size(); length-- > 0;) {
             fs::resize_file(file.path, length);
             CHECK_ERROR(file.read(file.path), file.path + ": ");
             CHECK_ERROR(file.read(file.path), "expected");
         }
-    }
-}
-
-// A reader refuses a damaged file in one line or reads it. `make sanitize` sees what else it does.
-static std::string damaged(std::string bytes, std::mt19937& random) {
-    const int numbers[] = {0, 1, -1, 255, 65535, 1 << 20, INT_MAX, INT_MIN};
-    for (int n = 1 + random() % 3; n > 0; n--) {
-        const size_t near = random() % 2 ? 40 : 1100;  // mostly where headers and tables are
-        const size_t at = random() % (random() % 3 ? std::min(near, bytes.size()) : bytes.size());
-        const int kind = random() % 4;
-        if (kind == 0) bytes[at] ^= 1 << random() % 8;
-        if (kind == 1) bytes.replace(at, 4, reinterpret_cast<const char*>(&numbers[random() % 8]), 4);
-        if (kind == 2) bytes.replace(at, random() % 16, bytes.substr(random() % bytes.size(), random() % 16));
-        if (kind == 3 || bytes.empty()) bytes.resize(at + 1);
-    }
-    // Half of the tables of states have the checksum that fits the damage, so that the reader goes on.
-    uint32_t table = 0;
-    if (bytes.size() % 2 && bytes.size() >= 24) std::memcpy(&table, &bytes[12], 4);
-    if (table && table <= bytes.size() - 24) {
-        const uint64_t sum = checksum64(bytes.data(), 16 + table);
-        std::memcpy(&bytes[16 + table], &sum, 8);
-    }
-    return bytes;
-}
-
-TEST(random_damage) {
-    std::mt19937 random(1);
-    for (const GoodFile& file : {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
-        int refused = 0;
-        for (int i = 0; i < 600; i++) {
-            write_file(file.path, damaged(file.bytes, random));
-            const std::string error = test::error_of([&] { file.read(file.path); });
-            refused += !error.empty();
-            CHECK(error.empty() || (contains(error, file.path + ": ") && !contains(error, "\n")));
-        }
-        CHECK(refused > 200);
     }
 }
 
