@@ -632,6 +632,7 @@ TEST(loader_errors) {
     file.poke(0, 20240326, "wrong magic at offset 0: expected 20240520, found 20240326; this is a model checkpoint");
     file.poke(8, -1, "damaged header: number of tokens at offset 8: expected 0..2147483647, found -1");
     file.poke(8, INT_MAX, "truncated: the header says 2147483647 tokens, expected 4294968318 bytes, found 1058");
+    file.check(file.bytes.substr(0, 1023), "truncated: expected a header of 1024 bytes, found a file of 1023");
     file.poke(8, 16, "too long: the header says 16 tokens, expected 1056 bytes, found 1058");
 
     const std::string text = here + "/b.txt", exact = here + "/exact.md", name = here + "/x[1].bin",
@@ -754,7 +755,7 @@ TEST(loader_identity) {
     const size_t n = 3 << 20;  // tokens
     std::set<uint64_t> sampled;
     for (const auto& [at, tokens] :
-         {std::pair<size_t, size_t>{0, 0}, {n, 1}, {n - 1, 1}, {0, 1}, {n / 5, n / 100}, {n / 3 * 2, n / 100}}) {
+         {std::pair<size_t, size_t>{0, 0}, {n, 1}, {n - 1, 1}, {0, 1}, {n / 7, n / 100}, {n / 9 * 5, n / 100}}) {
         Tokens shard(std::max(n, at + tokens), 'x');
         std::fill_n(shard.begin() + at, tokens, 'y');
         sampled.insert(identity(write_shard(moved + "/large", shard)));
