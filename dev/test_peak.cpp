@@ -47,7 +47,7 @@ TEST(data_sheet_figures_by_device_name) {
         {"NVIDIA GH200 144G HBM3e", 989, 494.5, 67}, {"NVIDIA H100 PCIe", 756, 378, 51},
         {"NVIDIA H100 NVL", 835.5, 417.5, 60}, {"NVIDIA H200 NVL", 835.5, 417.5, 60}, {"NVIDIA H20", 148, 74, 44},
         {"NVIDIA B200", 2250, 1125, 75}, {"NVIDIA B300 SXM6 AC", 2250, 1125, 75}, {"NVIDIA GB200", 2500, 1250, 80},
-        {"NVIDIA GeForce RTX 5090", 209.5, 104.8, 104.8},
+        {"NVIDIA H800 PCIe", 756, 378, 51}, {"NVIDIA GeForce RTX 5090", 209.5, 104.8, 104.8},
         {"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 500, 250, 125},
         {"NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 440, 220, 110}};
     for (const Case& c : cases) check(c);
