@@ -122,6 +122,7 @@ build/%.o: %.cpp build/cxx.flags
 build/train_gpt2.o build/layers/comm/comm.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
+build/data/tokenizer.o: data/unicode_kinds.txt
 build/layers/cpu/reference.o build/run/sample.o build/data/file.o: private CXXFLAGS += -O3  # private: not for its prerequisite build/cxx.flags
 build/data/file.o: private CXXFLAGS += -fno-tree-slp-vectorize  # AVX2 has no product of 64 bits: the checksum would take three times as long
 build/dev/test_attention.o build/dev/test_comm.o: private NVCCFLAGS += -Xcompiler -O2  # much random input

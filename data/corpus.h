@@ -6,20 +6,14 @@
 #pragma once
 #include <cstdint>
 #include <string>
-#include <vector>
 
-// One story: its text (no <|endoftext|>) and −log of its probability in nats.
-struct Story {
-    std::string text;
-    double nats;
-};
-// Story number `index` of the corpus with this seed. Any index, in any order: each has its own random stream.
-Story write_story(uint64_t seed, uint64_t index);
+// Story number `index` of the corpus with this seed, without <|endoftext|>. Any index, in any order: each has its own
+// random stream.
+std::string write_story(uint64_t seed, uint64_t index);
 
 struct Corpus {
     std::string train_path, val_path;  // llm.c shards of byte tokens, each document after <|endoftext|>
-    uint64_t train_tokens, val_tokens;
-    double train_nats, val_nats;       // entropy floor, nats per token, over each split
+    double val_nats;                   // entropy floor, nats per token, over the validation split
 };
 // The corpus in `dir`, generated there (in seconds, with a line of progress) unless it is there already and whole.
 // Train and validation stories have disjoint indices. Throws Error if dir cannot be written.

@@ -15,20 +15,16 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
         return lane * 0xD6E8FEB86659FD93u;  // odd
     };
     const char* p = static_cast<const char*>(data);
-    const auto word_at = [&](size_t offset) {
-        uint64_t word = 0;
-        std::memcpy(&word, p + offset, std::min<size_t>(8, bytes - offset));  // the last one is filled up with zeros
-        return word;
-    };
-    uint64_t lanes[4];
+    uint64_t lanes[4], words[4];
     for (uint64_t i = 0; i < 4; i++) lanes[i] = step(seed + i, bytes);
-    size_t offset = 0;
-    for (; bytes - offset >= 32; offset += 32) {
-        uint64_t words[4];
-        std::memcpy(words, p + offset, 32);
+    size_t left = bytes;
+    for (; left >= sizeof words; p += sizeof words, left -= sizeof words) {
+        std::memcpy(words, p, sizeof words);
         for (int i = 0; i < 4; i++) lanes[i] = step(lanes[i], words[i]);
     }
-    for (int i = 0; offset < bytes; offset += 8, i++) lanes[i] = step(lanes[i], word_at(offset));
+    uint64_t last[4] = {};  // filled up with zeros
+    if (left) std::memcpy(last, p, left);
+    for (size_t i = 0; 8 * i < left; i++) lanes[i] = step(lanes[i], last[i]);
     uint64_t hash = seed;
     for (uint64_t lane : lanes) {
         hash = step(hash, lane);
@@ -48,8 +44,7 @@ static void in_pieces(const std::string& path, const char* action, Once once, in
     constexpr size_t kThreads = 4, kLeast = 1 << 20;
     const auto transfer = [=, &path](size_t done, size_t end) {
         while (done < end) {
-            const ssize_t n =
-                uninterrupted([&] { return once(fd, p + done, end - done, static_cast<off_t>(at + done)); });
+            const auto n = uninterrupted([&] { return once(fd, p + done, end - done, at + done); });
             if (n < 0) throw file_error(path, action, errno);
             if (n == 0)
                 throw Error(format("%s: truncated: expected %zu bytes at offset %zu, found %zu", path.c_str(), bytes,

@@ -18,6 +18,12 @@
 constexpr size_t kHeaderInts = 256, kHeaderBytes = kHeaderInts * sizeof(int32_t);
 constexpr int32_t kModelMagic = 20240326, kShardMagic = 20240520;
 
+// Copies a file into this object, from NAME_begin to NAME_end, so that the program is one file and runs from any
+// directory. The path is relative to the repository root, where make compiles.
+#define EMBED(name, path)                               \
+    extern "C" const char name##_begin[], name##_end[]; \
+    asm(".pushsection .rodata\n" #name "_begin: .incbin \"" path "\"\n" #name "_end: .popsection")
+
 // "out/log.jsonl: cannot write: No space left on device; free some space or choose another directory"
 inline Error file_error(const std::string& path, const char* action, int error) {
     const char* const advice = error == ENOSPC || error == EDQUOT ? "; free some space or choose another directory"
@@ -67,6 +73,10 @@ struct InputFile {
     InputFile(const InputFile&) = delete;
     InputFile& operator=(const InputFile&) = delete;
 
+    // Throws Error that the file is damaged in this way, unless it is `whole`.
+    void require(bool whole, const std::string& otherwise) const {
+        if (!whole) throw Error(path + ": " + otherwise + "; get the file again");
+    }
     void read(uint64_t offset, void* out, size_t bytes) const;
     std::string rest(uint64_t offset = 0) const {  // all bytes from there on
         std::string bytes(size - offset, '\0');

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cmath>
 #include <cstring>
 #include <sstream>
 
@@ -14,6 +13,14 @@ namespace {
 
 bool is_name(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
+}
+
+// The one with this name, −1 if there is none.
+template <class Named>
+int find(const std::vector<Named>& all, const std::string& name) {
+    for (size_t i = 0; i < all.size(); i++)
+        if (all[i].name == name) return static_cast<int>(i);
+    return -1;
 }
 
 class Reader {
@@ -48,11 +55,6 @@ class Reader {
     [[noreturn]] void fail(const std::string& what) const {
         throw Error("grammar: " + what + " in \"" + line_.substr(0, 80) + "\"");
     }
-    int variable(const std::string& name) const {
-        for (size_t i = 0; i < g_.variables.size(); i++)
-            if (g_.variables[i].name == name) return static_cast<int>(i);
-        return -1;
-    }
     // The name that starts behind the character at at_.
     std::string read_name() {
         const size_t begin = ++at_;
@@ -78,13 +80,9 @@ class Reader {
 
     // A slot {name:rule} binds a variable to a rule.
     void read_bindings() {
-        for (; (at_ = line_.find('{', at_)) != std::string::npos;) {
+        while ((at_ = line_.find('{', at_)) != std::string::npos) {
             const std::string name = read_name();
-            if (line_[at_] != ':') continue;
-            const int rule = g_.rule(read_name()), known = variable(name);
-            if (std::isupper(static_cast<unsigned char>(name[0])) || (known >= 0 && g_.variables[known].rule != rule))
-                fail("bad binding of " + name);
-            if (known < 0) g_.variables.push_back({name, rule});
+            if (line_[at_] == ':' && find(g_.variables, name) < 0) g_.variables.push_back({name, g_.rule(read_name())});
         }
     }
 
@@ -95,30 +93,25 @@ class Reader {
             return;
         }
         if (current_ < 0) fail("no header yet");
-        if (form_ == 'l') {
-            do {
-                const Template item = read_template(",", true);
-                if (!item.empty()) add(1, {item});
-            } while (line_[at_++] == ',');
-        } else if (form_ == 'r') {
+        if (form_ == 'r') {
             const int weight = std::atoi(line_.c_str());
             at_ = line_.find(' ') + 1;
             if (weight < 1 || at_ == 0) fail("no weight");
-            add(weight, {read_template("")});
-        } else {
-            std::vector<Template> firsts, columns(1);
-            do firsts.push_back(read_template("/|", true));
-            while (line_[at_++] == '/');
-            for (; at_ <= line_.size(); at_++) columns.push_back(read_template("|", true));
-            if (columns.size() != g_.rules[current_].columns.size()) fail("wrong number of columns");
-            for (const Template& first : firsts) {
-                columns[0] = first;
-                add(1, columns);
-            }
+            const Template text = read_template("");
+            g_.rules[current_].alternatives.push_back({static_cast<uint64_t>(weight), {text}});
+            return;
         }
-    }
-    void add(int weight, const std::vector<Template>& columns) {
-        g_.rules[current_].alternatives.push_back({static_cast<uint64_t>(weight), columns});
+        // A list is a table of one column.
+        const std::string separator = form_ == 'l' ? "," : "/";
+        std::vector<Template> firsts, columns(1);
+        do firsts.push_back(read_template(separator + "|", true));
+        while (line_[at_++] == separator[0]);
+        for (; at_ <= line_.size(); at_++) columns.push_back(read_template("|", true));
+        if (columns.size() != g_.rules[current_].columns.size()) fail("wrong number of columns");
+        for (const Template& first : firsts) {
+            columns[0] = first;
+            if (!first.empty()) g_.rules[current_].alternatives.push_back({1, columns});
+        }
     }
 
     // Up to one of the `stop` characters, which stays. A part of a line may also end with it, and has no blanks around it.
@@ -140,7 +133,6 @@ class Reader {
                 const size_t n = literal.size();
                 const bool article = n >= 2 && literal[n - 1] == ' ' && std::tolower(literal[n - 2]) == 'a' &&
                                      (n == 2 || !is_name(literal[n - 3]));
-                if (article && c == '[') fail("an option after \"a\"");
                 if (article) literal.pop_back();
                 flush();
                 t.push_back(c == '{' ? read_slot() : c == '(' ? read_choice() : read_option());
@@ -182,24 +174,22 @@ class Reader {
         std::string name = read_name(), of, column;
         s.capital = std::isupper(static_cast<unsigned char>(name[0]));
         name[0] = static_cast<char>(std::tolower(name[0]));
-        s.variable = variable(name);
+        s.variable = find(g_.variables, name);
         if (line_[at_] == ':') of = read_name();
         if (line_[at_] == '.') column = read_name();
-        while (line_[at_] == '!') {
-            s.others.push_back(variable(read_name()));
-            if (s.others.back() < 0) fail("no such variable after !");
-        }
+        while (line_[at_] == '!') s.others.push_back(find(g_.variables, read_name()));
         if (line_[at_++] != '}' || name.empty()) fail("bad slot");
 
         if (s.variable >= 0 && of.empty()) s.kind = column.empty() ? Symbol::again : Symbol::recall;
         s.rule = s.variable >= 0 ? g_.variables[s.variable].rule : g_.rule(name);
         if (s.rule < 0) fail("no rule " + (of.empty() ? name : of));
+        if (!of.empty() && g_.rule(of) != s.rule) fail("bad binding of " + name);
         const std::vector<std::string>& columns = g_.rules[s.rule].columns;
         const auto found = std::find(columns.begin(), columns.end(), column);
         if (!column.empty() && found == columns.end()) fail("no column " + column);
         if (!column.empty()) s.column = static_cast<int>(found - columns.begin());
         for (int other : s.others)
-            if (g_.variables[other].rule != s.rule) fail(g_.variables[other].name + " remembers no row of it");
+            if (other < 0 || g_.variables[other].rule != s.rule) fail("the name after ! remembers no row of it");
         return s;
     }
 };
@@ -208,8 +198,6 @@ class Writer {
   public:
     Writer(const Grammar& grammar, uint64_t seed, uint64_t index)
         : g_(grammar), state_(mix64(mix64(seed) + index)), memory_(grammar.variables.size()) {}
-
-    double nats = 0;
 
     std::string choose(const Symbol& s) {
         const auto weight = [&](const Alternative& a) {
@@ -223,7 +211,6 @@ class Writer {
         auto left = static_cast<uint64_t>(static_cast<unsigned __int128>(mix64(state_ += kGolden)) * total >> 64);
         const Alternative* a = g_.rules[s.rule].alternatives.data();
         for (; left >= weight(*a); a++) left -= weight(*a);
-        nats += std::log(static_cast<double>(total) / static_cast<double>(a->weight));
         const std::string text = write(a->columns[s.column]);
         if (s.variable >= 0) memory_[s.variable] = {a, text};
         return text;
@@ -265,14 +252,9 @@ Grammar::Grammar(const std::string& source) {
 }
 
 int Grammar::rule(const std::string& name) const {
-    for (size_t i = 0; i < rules.size(); i++)
-        if (rules[i].name == name) return static_cast<int>(i);
-    return -1;
+    return find(rules, name);
 }
 
-std::string Grammar::write(int rule, uint64_t seed, uint64_t index, double& nats) const {
-    Writer writer(*this, seed, index);
-    std::string text = writer.choose({Symbol::choose, "", rule});
-    nats += writer.nats;
-    return text;
+std::string Grammar::write(int rule, uint64_t seed, uint64_t index) const {
+    return Writer(*this, seed, index).choose({Symbol::choose, "", rule});
 }

@@ -19,7 +19,7 @@
 //   {friend:person!hero}   a choice among the other rows.
 //   (one|two)              a choice among equally likely templates written in place.
 //   [30% text ]            text with that probability, else nothing.
-//   a {fruit}              "an" where what follows starts with a vowel letter.
+//   a {fruit}              "an" where what follows starts with a vowel letter. It is not to be an option.
 //   ¶                      (with the blanks around it) a line break.
 //
 // Weights are integers and choices are made in integers: the same seed writes the same bytes on every machine.
@@ -27,8 +27,8 @@
 // A grammar is unambiguous if every rule is a prefix code: no text of one alternative begins with a text of another.
 // A letter after the end of a word counts as a difference, so "sea" and "seal" differ, but "red" and "red clay" do not.
 // Then a reader who comes from the left, and knows the rows remembered so far, knows each choice. A text shows its own
-// end and has one derivation, and its probability is the product of its choices. dev/test_corpus.cpp proves the property
-// for our grammar.
+// end and has one derivation, and its probability is the product of its choices. dev/test_corpus.cpp finds the
+// derivations of all validation stories, one each.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -70,6 +70,6 @@ struct Grammar {
 
     explicit Grammar(const std::string& source);  // throws Error: line, what
 
-    // Writes an alternative of `rule` with random stream (seed, index) and adds −log of its probability to nats.
-    std::string write(int rule, uint64_t seed, uint64_t index, double& nats) const;
+    // Writes an alternative of `rule` with random stream (seed, index).
+    std::string write(int rule, uint64_t seed, uint64_t index) const;
 };

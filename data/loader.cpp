@@ -10,7 +10,6 @@
 
 #include <climits>
 
-#include "data/random.h"
 #include "data/text.h"
 
 namespace {
@@ -54,20 +53,19 @@ std::vector<std::string> matching_files(const std::string& pattern) {
     for (size_t i = 0; status == 0 && i < found.gl_pathc; i++) paths.push_back(found.gl_pathv[i]);  // sorted
     globfree(&found);
     if (paths.empty())
-        throw Error(
-            pattern +
-            (status == GLOB_ABORTED
-                 ? ": a directory of this pattern is missing or cannot be read; check the path and its permissions"
-                 : ": no such file, and no file matches it as a pattern; check the path") +
-            ", or make token shards with data/prepare.py");
+        throw Error(pattern +
+                    (status == GLOB_ABORTED ? ": a directory of this pattern is missing or cannot be read; check the "
+                                              "path and its permissions"
+                                            : ": no such file, and no file matches it as a pattern; check the path") +
+                    ", or make token shards with data/prepare.py");
     return paths;
 }
 
 }  // namespace
 
 int vocabulary_of(const std::string& pattern, bool encoded) {
-    constexpr uint64_t kAtOnce = 1 << 20;  // tokens
     if (encoded) return kEndOfText + 1;
+    constexpr uint64_t kAtOnce = 1 << 20;  // tokens
     const auto is_byte = [](int token) { return token < kByteEndOfText || token == kEndOfText; };
     for (const std::string& path : matching_files(pattern)) {
         const InputFile file(path);
@@ -108,40 +106,32 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
     const InputFile file(path);
     int32_t header[3] = {};  // magic, version, count
     file.read(0, header, std::min<uint64_t>(sizeof header, file.size));
-    const char* name = path.c_str();
     if (header[0] != kShardMagic) {
         const bool binary = path.size() >= 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
         if (binary || header[0] == kModelMagic || !only_file)
-            throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", name, kShardMagic, header[0],
-                               header[0] == kModelMagic ? "this is a model checkpoint, give token shards as data"
-                               : only_file
-                                   ? "give llm.c token shards, or rename a text file so that it does not end in .bin"
-                                   : "a pattern takes token shards only, a text file has to be given alone"));
+            throw Error(path + format(": wrong magic at offset 0: expected %d, found %d; ", kShardMagic, header[0]) +
+                        (header[0] == kModelMagic ? "this is a model checkpoint, give token shards as data"
+                         : only_file ? "give llm.c token shards, or rename a text file so that it does not end in .bin"
+                                     : "a pattern takes token shards only, a text file has to be given alone"));
         return read_text(file, tokenizer);
     }
-    if (file.size < kHeaderBytes)
-        throw Error(format("%s: truncated: expected a header of %zu bytes, found a file of %zu; get the file again",
-                           name, kHeaderBytes, file.size));
+    file.require(file.size >= kHeaderBytes,
+                 format("truncated: expected a header of %zu bytes, found a file of %zu", kHeaderBytes, file.size));
     if (header[1] != 1)
-        throw Error(
-            format("%s: wrong version at offset 4: expected 1, found %d; write the shard anew with this version", name,
-                   header[1]));
-    if (header[2] < 0)
-        throw Error(
-            format("%s: damaged header: number of tokens at offset 8: expected 0..%d, found %d; get the file again",
-                   name, INT_MAX, header[2]));
+        throw Error(path + format(": wrong version at offset 4: expected 1, found %d", header[1]) +
+                    "; write the shard anew with this version");
+    file.require(header[2] >= 0,
+                 format("damaged header: number of tokens at offset 8: expected 0..%d, found %d", INT_MAX, header[2]));
     const uint64_t tokens = static_cast<uint64_t>(header[2]), expected = kHeaderBytes + tokens * sizeof(uint16_t);
-    if (file.size != expected)
-        throw Error(format("%s: %s: the header says %zu tokens, expected %zu bytes, found %zu; get the file again",
-                           name, file.size < expected ? "truncated" : "too long", tokens, expected, file.size));
+    file.require(file.size == expected,
+                 format("%s: the header says %zu tokens, expected %zu bytes, found %zu",
+                        file.size < expected ? "truncated" : "too long", tokens, expected, file.size));
     return {path, tokens, file.size};
 }
 
 Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed,
                const Tokenizer& tokenizer)
     : B_(B), T_(T), seed_(seed), vocab_(vocab), shuffle_(shuffle) {
-    if (B < 1 || T < 1)
-        throw Error(format("%s: cannot make batches of B=%d, T=%d; both start at 1", pattern.c_str(), B, T));
     end_of_text_ = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
     const std::vector<std::string> paths = matching_files(pattern);
     for (const std::string& path : paths) {
@@ -181,38 +171,34 @@ std::string Loader::left_out() const {
     return text;
 }
 
-uint64_t Loader::key(uint64_t epoch, uint64_t what) const {
-    return mix(mix(seed_ ^ mix(epoch)) ^ what);
-}
-
 void Loader::begin_epoch() {
     order_.resize(shards_.size());
     first_window_.assign(1, 0);
     for (size_t i = 0; i < shards_.size(); i++) {
-        order_[i] = shuffle_ ? permute(i, shards_.size(), key(state_.epoch, shards_.size())) : i;
+        order_[i] = shuffle_ ? permute(i, shards_.size(), key(shards_.size())) : i;
         first_window_.push_back(first_window_.back() + windows_in(shards_[order_[i]]));
     }
 }
 
 // The T + 1 tokens of the window at state_.window.
 std::vector<int> Loader::read_window() {
-    const size_t place = static_cast<size_t>(
-        std::upper_bound(first_window_.begin(), first_window_.end(), state_.window) - first_window_.begin() - 1);
-    const size_t index = order_[place];
+    const auto behind = std::upper_bound(first_window_.begin(), first_window_.end(), state_.window);
+    const size_t index = order_[behind - first_window_.begin() - 1];
     const Shard& shard = shards_[index];
-    uint64_t local = state_.window - first_window_[place];
-    if (shuffle_) local = permute(local, windows_in(shard), key(state_.epoch, index));
+    uint64_t local = state_.window - behind[-1];
+    if (shuffle_) local = permute(local, windows_in(shard), key(index));
     const uint64_t begin = local * T_;  // token of the shard
     if (is_text_) return {&text_[begin], &text_[begin] + T_ + 1};
     if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
-    std::vector<int> window(T_ + 1);
     std::vector<uint16_t> tokens(T_ + 1);
     file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(), tokens.size() * sizeof(uint16_t));
+    // A byte vocabulary's 256 is <|endoftext|>, which is 50256 in every shard.
+    const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
+    std::vector<int> window(tokens.begin(), tokens.end());
     for (size_t i = 0; i < window.size(); i++) {
-        window[i] = tokens[i] == kEndOfText ? end_of_text_ : tokens[i];
-        // A byte vocabulary's 256 is <|endoftext|>, which is 50256 in every shard.
-        const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
-        if (window[i] >= vocab_ || (tokens[i] != kEndOfText && tokens[i] >= limit))
+        const bool is_end = tokens[i] == kEndOfText;
+        if (is_end) window[i] = end_of_text_;
+        if (window[i] >= (is_end ? vocab_ : limit))
             throw Error(
                 format("%s: token at offset %zu: expected less than the vocabulary of %d, found %d; train a model with "
                        "a larger vocabulary on this data",
@@ -245,9 +231,8 @@ void Loader::skip(uint64_t batches) {
 
 void Loader::restore(const LoaderState& state) {
     if (state.window >= windows_)
-        throw Error(
-            format("%s: cannot go on at window %zu: an epoch has %zu; resume with the data the checkpoint was made on",
-                   description_.c_str(), state.window, windows_));
+        throw Error(description_ + format(": cannot go on at window %zu: an epoch has %zu; ", state.window, windows_) +
+                    "resume with the data the checkpoint was made on");
     state_ = state;
     begin_epoch();
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "data/file.h"
+#include "data/random.h"
 #include "data/tokenizer.h"
 
 // Where the loader is. This is enough to go on bit-exactly.
@@ -72,7 +73,7 @@ class Loader {
     Shard read_text(const InputFile& file, const Tokenizer& tokenizer);
     std::string left_out() const;
     uint64_t windows_in(const Shard& shard) const { return shard.tokens > 0 ? (shard.tokens - 1) / T_ : 0; }
-    uint64_t key(uint64_t epoch, uint64_t what) const;
+    uint64_t key(uint64_t what) const { return mix(mix(seed_ ^ mix(state_.epoch)) ^ what); }  // of a permutation
     void begin_epoch();
     std::vector<int> read_window();
     void advance();

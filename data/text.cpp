@@ -23,10 +23,7 @@ void check_is_text(const std::string& text, const std::string& path) {
         {0, "\xFE\xFF"sv, "UTF-16 text", "convert it to UTF-8"},
         {0, "\x1F\x8B"sv, "gzip", "unpack it"},
         {0, "BZh"sv, "bzip2", "unpack it"},
-        {0,
-         "\xFD"
-         "7zXZ"sv,
-         "xz", "unpack it"},
+        {0, "\xFD\x37zXZ"sv, "xz", "unpack it"},
         {0, "\x28\xB5\x2F\xFD"sv, "zstd", "unpack it"},
         {0, "PK\3\4"sv, "a zip archive", "unpack it"},
         {0, "PAR1"sv, "Parquet", "let data/prepare.py make token shards of it"},

@@ -1,15 +1,16 @@
 // GPT-2's byte tokens, llm.c's tokenizer file, and byte pair encoding with it.
 #include "data/tokenizer.h"
 
-#include <cstdlib>
 #include <numeric>
 #include <queue>
+#include <sstream>
 #include <string_view>
 #include <tuple>
 
 #include "data/file.h"
 #include "data/text.h"
-#include "data/unicode_kinds.h"
+
+EMBED(unicode_kinds, "data/unicode_kinds.txt");
 
 namespace {
 
@@ -31,14 +32,14 @@ const Bytes kBytes = [] {
 
 constexpr uint32_t kMagic = 20240328;
 
-// The kind of the character that begins at `at`: L, N, S or O, for a letter, a number, white space or another.
+// The kind of the character that begins at `at`: L, N, S or O, for a letter, a number, white space or another. The file
+// has the kinds of all code points in order, as runs of a kind and a length (data/unicode_kinds.py).
 char kind_of(const std::string& text, size_t at) {
     static const std::string kinds = [] {
         std::string kinds;
-        for (const char* run = kUnicodeKinds; *run;) {
-            const char kind = *run++;
-            kinds.append(std::max(1L, std::strtol(run, const_cast<char**>(&run), 10)), kind);
-        }
+        std::istringstream runs({unicode_kinds_begin, unicode_kinds_end});
+        size_t length;
+        for (char kind; runs >> kind >> length;) kinds.append(length, kind);
         return kinds;
     }();
     return kinds[character(text, at).code];
@@ -80,13 +81,6 @@ bool is_white_space(const std::string& text, size_t at) {
     return kind_of(text, at) == 'S';
 }
 
-int byte_to_token(unsigned char byte) {
-    return kBytes.token_of[byte];
-}
-int token_to_byte(int token) {
-    return token >= 0 && token < 256 ? kBytes.byte_of[token] : -1;
-}
-
 void check_utf8(const std::string& text, const std::string& name) {
     for (size_t at = 0, bytes; at < text.size(); at += bytes)
         if (bytes = character(text, at).bytes; bytes == 0)
@@ -97,7 +91,7 @@ void check_utf8(const std::string& text, const std::string& name) {
 std::vector<int> encode_bytes(const std::string& text) {
     std::vector<int> tokens;
     tokens.reserve(text.size());
-    for (const char c : text) tokens.push_back(byte_to_token(static_cast<unsigned char>(c)));
+    for (const char c : text) tokens.push_back(kBytes.token_of[static_cast<unsigned char>(c)]);
     return tokens;
 }
 
@@ -108,52 +102,40 @@ Tokenizer::Tokenizer(const std::string& path) : path_(path) {
     if (access(path.c_str(), F_OK) < 0)
         throw Error(path + ": cannot open: " + std::strerror(errno) + "; data/prepare.py writes GPT-2's");
     const InputFile file(path);
-    const char* name = path.c_str();
     uint32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
     if (header[0] != kMagic)
-        throw Error(format("%s: wrong magic at offset 0: expected %u, found %u; give llm.c's gpt2_tokenizer.bin", name,
-                           kMagic, header[0]));
+        throw Error(path + format(": wrong magic at offset 0: expected %u, found %u", kMagic, header[0]) +
+                    "; give llm.c's gpt2_tokenizer.bin");
     if (header[1] != 1 && header[1] != 2)
-        throw Error(
-            format("%s: wrong version at offset 4: expected 1 or 2, found %u; write the file anew with llm.c's "
-                   "train_gpt2.py",
-                   name, header[1]));
+        throw Error(path + format(": wrong version at offset 4: expected 1 or 2, found %u", header[1]) +
+                    "; write the file anew with llm.c's train_gpt2.py");
     const std::string text = file.rest(kHeaderBytes);
     const uint32_t count = header[2];
     const size_t most = std::min<size_t>(text.size(), 65536);  // a token of a shard has 16 bits
-    if (count == 0 || count > most)
-        throw Error(format(
-            "%s: number of tokens at offset 8: expected 1..%zu (what %zu bytes can hold), found %u; get the file "
-            "again",
-            name, most, text.size(), count));
-    if (header[1] == 2 && header[3] >= count)
-        throw Error(format("%s: id of <|endoftext|> at offset 12: expected less than %u, found %u; get the file again",
-                           name, count, header[3]));
+    file.require(count > 0 && count <= most,
+                 format("number of tokens at offset 8: expected 1..%zu (what %zu bytes can hold), found %u", most,
+                        text.size(), count));
+    file.require(header[1] == 1 || header[3] < count,
+                 format("id of <|endoftext|> at offset 12: expected less than %u, found %u", count, header[3]));
     size_t at = 0;
     for (uint32_t token = 0; token < count; token++) {
-        const size_t length = at < text.size() ? static_cast<unsigned char>(text[at]) : 0;
-        if (at >= text.size() || text.size() - at - 1 < length)
-            throw Error(format(
-                "%s: truncated in token %u of %u at offset %zu: expected %zu bytes, found %zu; get the file again",
-                name, token, count, kHeaderBytes + at, 1 + length, text.size() - at));
+        const size_t length = static_cast<unsigned char>(text[at]);  // 0 behind the end
+        if (text.size() - at < 1 + length)
+            file.require(false, format("truncated in token %u of %u at offset %zu: expected %zu bytes, found %zu",
+                                       token, count, kHeaderBytes + at, 1 + length, text.size() - at));
         pieces_.push_back(text.substr(at + 1, length));
         if (length) ids_.emplace(pieces_.back(), static_cast<int>(token));
         at += 1 + length;
     }
-    if (at != text.size())
-        throw Error(format("%s: too long: expected %zu bytes for %u tokens, found %zu; get the file again", name,
-                           kHeaderBytes + at, count, kHeaderBytes + text.size()));
+    file.require(at == text.size(),
+                 format("too long: expected %zu bytes for %u tokens, found %zu", kHeaderBytes + at, count, file.size));
 }
 
 std::string Tokenizer::decode(int token) const {
-    if (token >= 0 && static_cast<size_t>(token) < pieces_.size()) return pieces_[static_cast<size_t>(token)];
-    if (pieces_.empty()) {
-        const int byte = token_to_byte(token);
-        if (byte >= 0) return std::string(1, static_cast<char>(byte));
-        if (token == kEndOfText) return kEndOfTextPiece;
-    }
-    return format("<%d>", token);
+    if (token >= 0 && token < static_cast<int>(pieces_.size())) return pieces_[token];
+    if (pieces_.empty() && token >= 0 && token < 256) return std::string(1, static_cast<char>(kBytes.byte_of[token]));
+    return pieces_.empty() && token == kEndOfText ? kEndOfTextPiece : format("<%d>", token);
 }
 
 // Joins the two neighbouring parts that make the token of the lowest id, the leftmost of equals, until none do. A merge

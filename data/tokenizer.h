@@ -11,9 +11,6 @@ constexpr int kEndOfText = 50256;    // in GPT-2's vocabulary
 constexpr int kByteEndOfText = 256;  // in a byte vocabulary
 constexpr int kByteVocab = 257;
 
-int byte_to_token(unsigned char byte);  // 0..255
-int token_to_byte(int token);           // -1 if the token is not a single byte
-
 // The character that begins at text[at]. What is no UTF-8 has no bytes, and U+FFFD for a code.
 struct Character {
     size_t bytes;

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes data/unicode_kinds.h. tiktoken has Unicode 16.0, as Python 3.14 has."""
+"""Writes data/unicode_kinds.txt: the kinds of all code points, in order, as runs of a kind and a length. L letters,
+N numbers, S white space, O others. tiktoken has Unicode 16.0, as Python 3.14 has."""
 import itertools
 import textwrap
 import unicodedata
@@ -14,9 +15,4 @@ def kind(c):
 
 guard_stdout()
 runs = ((kind, len(list(run))) for kind, run in itertools.groupby(map(kind, range(0x110000))))
-text = "".join(kind + str(length) * (length > 1) for kind, length in runs)
-print(f"""\
-// The kinds of all code points, in order, as runs: L letters, N numbers, S white space, O others. Behind a kind stands
-// its run's length, unless that is 1. Unicode {unicodedata.unidata_version}, written by data/unicode_kinds.py.
-#pragma once
-constexpr char kUnicodeKinds[] =""", *(f'    "{line}"' for line in textwrap.wrap(text, 114)), sep="\n", end=";\n")
+print(*textwrap.wrap(" ".join(f"{kind}{length}" for kind, length in runs), 120), sep="\n")

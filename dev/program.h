@@ -147,7 +147,7 @@ std::string quiet_error_of(F code) {
 inline std::string text_file() {
     static const std::string path = [] {
         std::string text;
-        for (int i = 0; i < 100; i++) text += write_story(5, i).text;
+        for (int i = 0; i < 100; i++) text += write_story(5, i);
         write_file(dir() + "/stories.txt", text);
         return dir() + "/stories.txt";
     }();
