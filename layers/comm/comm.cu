@@ -1,13 +1,12 @@
 // Collectives over NCCL. If the Makefile finds no nccl.h, every call of it is an Error that says so.
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
-// still queue. One event orders it after the compute stream, and another orders the compute stream after it. Both
-// become edges when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator,
-// because ncclCommDestroy waits for it.
+// still queue. Two events order it after the compute stream, and the compute stream after it. Both become edges when
+// the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator, because ncclCommDestroy
+// waits for it.
 //
 // A collective whose other ranks are gone never ends. NCCL notices some failures by itself, so the watchdog asks for
-// its asynchronous error. Whatever the reason, the process then leaves by _exit, which ends its kernels. ncclCommAbort
-// is for the destructor that runs while an Error unwinds.
+// its asynchronous error. The process then leaves by _exit, which ends its kernels.
 #include <algorithm>
 #include <exception>
 
@@ -28,11 +27,9 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
     throw Error(                                                                                          \
         "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say " \
         "where it is with make NCCL_HOME=…, and build again")
-namespace {
 struct ncclUniqueId {
     char internal[128];
 };
-}  // namespace
 #endif
 
 static constexpr size_t kStageBytes = 64 << 10;
@@ -120,27 +117,21 @@ void NcclComm::group(const std::function<void()>& calls) {
     calls();
     NCCL_CHECK(ncclGroupEnd());
 }
-
 void NcclComm::all_reduce(float* x, size_t n) {
     NCCL_CHECK(ncclAllReduce(x, x, n, ncclFloat, ncclSum, comm_, stream_));
 }
-
 void NcclComm::reduce_scatter(float* out, const float* x, size_t n) {
     NCCL_CHECK(ncclReduceScatter(x, out, n, ncclFloat, ncclSum, comm_, stream_));
 }
-
 void NcclComm::all_gather_bytes(void* x, size_t bytes) {
     NCCL_CHECK(ncclAllGather(static_cast<char*>(x) + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
-
 void NcclComm::broadcast(void* x, size_t bytes) {
     NCCL_CHECK(ncclBroadcast(x, x, bytes, ncclChar, 0, comm_, stream_));
 }
-
 void NcclComm::send(int to, const void* x, size_t bytes) {
     NCCL_CHECK(ncclSend(x, bytes, ncclChar, to, comm_, stream_));
 }
-
 void NcclComm::recv(int from, void* x, size_t bytes) {
     NCCL_CHECK(ncclRecv(x, bytes, ncclChar, from, comm_, stream_));
 }
@@ -157,4 +148,3 @@ void NcclComm::host_all_gather(void* all, size_t bytes) {
     }
     CUDA_CHECK(cudaStreamSynchronize(stream_));
 }
-
