@@ -39,7 +39,7 @@ void check_ranks(const std::vector<int>& codes, const std::vector<std::string>& 
     for (int rank = 0; rank < size; rank++)
         ranks.start([&, rank] {
             if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
-            const Place place{rank, size, rank, size, "127.0.0.1", port, "a job"};
+            const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
             const std::string id = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
             const Cuda dev(rank % all);
             NcclComm comm(dev, rank, size, id);

@@ -17,7 +17,7 @@
 namespace {
 
 Place local_place(int rank, int size, int port, const std::string& job = "job") {
-    return {rank, size, 0, 1, "127.0.0.1", port, job};
+    return {rank, size, 0, 1, port, "127.0.0.1", job};
 }
 // A connection that has sent `text`, or -1 if nobody listens there within so many seconds.
 int connect_and_say(int port, const std::string& text, double patience = 20, const char* host = "127.0.0.1") {
@@ -112,21 +112,23 @@ TEST(launchers_variables) {
     const std::string intel = "PMI_RANK=1 PMI_SIZE=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=";
     const std::pair<std::string, std::string> cases[] = {
         {"", "rank 0 of 1, 0 of 1 here"},
+        {"MASTER_PORT=29500", "rank 0 of 1,"},
         {torchrun, "rank 3 of 8, 1 of 4 here, at n1 29501, job x.2."},  // torchrun itself listens on 29500
         {torchrun + "GPT2_JOB=secret SLURM_JOB_ID=5", "at n1 29501, job secret.x.2."},
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "rank 0 of 2, 0 of 1 here, at n1 1, job g."},
         {mpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000", "rank 1 of 2, 1 of 1 here, at n2 5000, job p7."},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=p7", "rank 1 of 2, 1 of 2 here, at 127.0.0.1 2"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1", "set MASTER_ADDR to rank 0's host"},  // several machines
-        {mpirun, "set MASTER_ADDR to rank 0's host"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT to a free port there; on one"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1", "Set MASTER_ADDR to rank 0's host"},  // several machines
+        {mpirun, "Set MASTER_ADDR to rank 0's host"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=1", "Set MASTER_ADDR to rank 0's host"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT: \"\""},
         {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=", "rank 1 of 6, 1 of 2 here, at n4 5002, job ."},
         {intel + "6 PMI_JOBID=33", "here, at 127.0.0.1 2"},
         {intel + "6", format("job %d.", getppid())},
         {slurm + "SLURM_STEP_NUM_TASKS=6 MASTER_ADDR=n3 MASTER_PORT=5001",
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1."},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
-        {slurm + "SLURM_STEP_NUM_TASKS=6", "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"},
+        {slurm + "SLURM_STEP_NUM_TASKS=6", "Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"},
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
@@ -213,7 +215,7 @@ TEST(ranks_meet_in_any_order) {
         Processes ranks;
         const int port = free_port();
         for (int rank : {0, 1}) {
-            ranks.start([&] { return meet_all({rank, 2, 0, 1, address, port, ""}); });
+            ranks.start([&] { return meet_all({rank, 2, 0, 1, port, address, ""}); });
             if (rank == 0) CHECK(connect_and_say(port, "", 0.5, "127.0.0.7") == -1);  // listens nowhere else
         }
         ranks.check({0, 0});
@@ -343,7 +345,7 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
     };
     const std::string hangs = "train_gpt2cu: rank 3 at step 12: no progress for 1 s; the job ends\n";
     const auto works = [](double seconds) {
-        for (const double end = now() + seconds; now() < end; sleep_for(0.1)) progress()++;
+        for (const double end = now() + seconds; now() < end; sleep_for(0.1)) progress++;
     };
     check(0, 0, 2, "", [](Watchdog& dog) { dog.allow(1); });
     check(1, 2.8, 8, hangs, [&](Watchdog& dog) {

@@ -2,11 +2,7 @@
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
 // still queue. Two events order it after the compute stream, and the compute stream after it. Both become edges when
-// the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator, because ncclCommDestroy
-// waits for it.
-//
-// A collective whose other ranks are gone never ends. NCCL notices some failures by itself, so the watchdog asks for
-// its asynchronous error. The process then leaves by _exit, which ends its kernels.
+// the step is captured as a CUDA graph. Such a graph must be destroyed first, because ncclCommDestroy waits for it.
 #include <algorithm>
 #include <exception>
 
@@ -23,10 +19,10 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
 #else
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#define NCCL_CHECK(call)                                                                                  \
-    throw Error(                                                                                          \
-        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say " \
-        "where it is with make NCCL_HOME=…, and build again")
+#define NCCL_CHECK(call)                                                                                    \
+    throw Error(                                                                                            \
+        "built without NCCL, which several GPUs need: install libnccl-dev or give NCCL_HOME=…, and make " \
+        "again")
 struct ncclUniqueId {
     char internal[128];
 };
@@ -39,7 +35,6 @@ std::string NcclComm::version() {
     NCCL_CHECK(ncclGetVersion(&version));
     return std::to_string(version);
 }
-
 std::string NcclComm::new_id() {
     ncclUniqueId id = {};
     NCCL_CHECK(ncclGetUniqueId(&id));
@@ -99,7 +94,6 @@ void NcclComm::fork() {
     CUDA_CHECK(cudaEventRecord(ready_, dev_.stream));
     CUDA_CHECK(cudaStreamWaitEvent(stream_, ready_, 0));
 }
-
 void NcclComm::join() {
     CUDA_CHECK(cudaEventRecord(done_, stream_));
     CUDA_CHECK(cudaStreamWaitEvent(dev_.stream, done_, 0));

@@ -2,8 +2,8 @@
 // backward goes on. All `size` ranks make the same calls in the same order. Tests have the same list for threads
 // (dev/thread_comm.h). x, out and what is sent are device memory.
 //
-// Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL does this, but
-// its manual does not promise it, so dev/test_comm checks.
+// Sums have the same bits on all ranks, and on every run with the same machine and number of ranks. NCCL's manual does
+// not promise it, so dev/test_comm checks.
 #pragma once
 #include <functional>
 #include <string>
@@ -18,8 +18,7 @@ class NcclComm {
     static std::string version();
     static std::string new_id();  // rank 0's, for all; random, so that no other job's ranks can know it
     NcclComm(const Cuda& dev, int rank, int size, const std::string& id);
-    // A communicator of `count` of all ranks, from `first` on, with a stream of its own. Every rank makes one, for its
-    // own part.
+    // Of `count` of all ranks, from `first` on, with a stream of its own. Every rank makes one, for its own part.
     NcclComm(NcclComm& all, int first, int count);
     ~NcclComm();
     NcclComm(const NcclComm&) = delete;
@@ -33,17 +32,14 @@ class NcclComm {
     void all_reduce(float* x, size_t n);  // x ← Σ over ranks of x
     // x has size parts of n elements, and out (n) ← Σ over ranks of part `rank` of their x.
     void reduce_scatter(float* out, const float* x, size_t n);
-    // x has size parts of n elements, and part r ← rank r's part r.
-    template <class X>
+    template <class X>  // x has size parts of n elements, and part r ← rank r's part r
     void all_gather(X* x, size_t n) {
         all_gather_bytes(x, n * sizeof(X));
     }
-    void broadcast(void* x, size_t bytes);  // x ← rank 0's x
-    // Between two ranks, which call nobody else meanwhile.
-    void send(int to, const void* x, size_t bytes);
+    void broadcast(void* x, size_t bytes);           // x ← rank 0's x
+    void send(int to, const void* x, size_t bytes);  // between two ranks, which call nobody else meanwhile
     void recv(int from, void* x, size_t bytes);
-    // Sends n elements to one rank and receives m from one.
-    template <class X>
+    template <class X>  // sends n elements to one rank and receives m from one
     void send_recv(int to, const X* send_x, size_t n, int from, X* recv_x, size_t m) {
         group([&] {
             send(to, send_x, n * sizeof(X));

@@ -10,7 +10,6 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <random>
 
@@ -31,19 +30,20 @@ static int number_of(const char* name, int low, int high) {
         format("environment variable %s: \"%s\" is not a number from %d to %d", name, text.c_str(), low, high));
 }
 
-// Rank and size, the same among the ranks of this machine, and what is the same in all ranks of a job alone.
-static constexpr const char* kSlurm = "SLURM_PROCID";
+// Rank and size, the same among the ranks of this machine, and what is the same in all ranks of a job alone. Slurm sets
+// its rank in a batch script too, but no size.
 static constexpr const char* kLaunchers[][6] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
      "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", ""},  // MPICH's, Intel's and Slurm's
-    {kSlurm, "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_STEP_ID"}};
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID",
+     "SLURM_STEP_ID"}};
 
 Place place_from_environment() {
     Place place;
     for (const auto& [rank, size, local_rank, local_size, job, part] : kLaunchers) {
-        if (variable(size) == "" && (variable(rank) == "" || rank == kSlurm)) continue;  // a batch script has that too
+        if (variable(size) == "" && (variable(rank) == "" || rank == kLaunchers[3][0])) continue;
         place.size = number_of(size, 1, 65536);
         place.rank = number_of(rank, 0, place.size - 1);
         if (place.size == 1) break;
@@ -56,19 +56,18 @@ Place place_from_environment() {
     }
     if (place.size == 1) return {};
     place.address = variable("MASTER_ADDR");
-    if (place.address != "" && variable("MASTER_PORT") != "") {
+    if (place.address != "") {
         const int taken = variable("TORCHELASTIC_RUN_ID") != "";  // torchrun itself has this port
         place.port = number_of("MASTER_PORT", 1, 65535 - taken) + taken;
-        return place;
-    }
-    if (place.address + variable("MASTER_PORT") != "" || place.local_size < place.size)
+    } else if (place.local_size < place.size || variable("MASTER_PORT") != "") {
         throw UsageError(
-            format("rank %d of %d does not know where rank 0 is: set MASTER_ADDR to rank 0's host and "
-                   "MASTER_PORT to a free port there; on one machine use --gpus N without a launcher",
-                   place.rank, place.size));
-    if (place.job.empty()) place.job = std::to_string(getppid());  // MPICH gives none
-    place.address = "127.0.0.1";
-    place.port = 20000 + static_cast<int>(std::hash<std::string>()(place.job) % 9000);
+            "where is rank 0? Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or on one machine "
+            "use --gpus N without a launcher");
+    } else {
+        if (place.job.empty()) place.job = std::to_string(getppid());  // MPICH gives none
+        place.address = "127.0.0.1";
+        place.port = 20000 + static_cast<int>(std::hash<std::string>()(place.job) % 9000);
+    }
     return place;
 }
 
@@ -116,8 +115,7 @@ int launch_ranks(int count, char** argv) {
             if (ended.empty() || result == 0 || time_is_up || (code && (!killer || code >= 128))) continue;
             const std::string how = killer ? format("was killed by signal %d (%s)", killer, strsignal(killer))
                                            : format("ended with exit code %d", result);
-            std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) %s\n", ended.mapped(), static_cast<int>(pid),
-                         how.c_str());
+            std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) %s\n", ended.mapped(), pid, how.c_str());
             if (code == 0) alarm(5);  // until then the others may end by themselves
             code = result;
         }

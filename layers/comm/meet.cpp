@@ -16,7 +16,7 @@
 
 namespace {
 
-// A rank says texts with a zero behind each. They are the job's name, its rank, and names and values of fields. Rank 0
+// A rank says names and values of fields, with a zero behind each. Before them come the job's name and its rank. Rank 0
 // answers with a mark, what is wrong, a zero and its blob. Who has said all closes that direction.
 const std::string kMark = "gpt2 ranks: ";
 constexpr size_t kLongest = 1 << 18;  // that we hear
@@ -45,11 +45,11 @@ struct Socket {
     }
 };
 
-using Texts = std::vector<std::string>;
-Texts texts_of(const std::string& hello) {
+Fields fields_of(const std::string& hello) {
     std::istringstream in(hello);
-    Texts all;
-    for (std::string text; std::getline(in, text, '\0');) all.push_back(text);
+    Fields all;
+    for (std::string name, value; std::getline(in, name, '\0') && std::getline(in, value, '\0');)
+        all.push_back({name, value});
     return all;
 }
 
@@ -64,13 +64,14 @@ std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, 
 
 // The fields in which ranks differ from rank 0, as many as fit into a message, or "". Programs with other names of
 // fields are other programs, and the program is a field.
-std::string differences(const std::vector<Texts>& ranks) {
+std::string differences(const std::vector<Fields>& ranks) {
     std::string all;
-    for (size_t i = 2; i + 1 < ranks[0].size(); i += 2)
-        for (const Texts& r : ranks) {
-            const std::string first = ranks[0][i + 1], value = i + 1 < r.size() ? r[i + 1] : "";
+    for (size_t i = 1; i < ranks[0].size(); i++)
+        for (const Fields& r : ranks) {
+            const auto& [name, first] = ranks[0][i];
+            const std::string value = i < r.size() ? r[i].second : "";
             if (value != first && all.size() < 10000)
-                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", ranks[0][i].c_str(), r[1].c_str(),
+                all += format("; %s: rank %s has \"%s\", rank 0 has \"%s\"", name.c_str(), r[0].second.c_str(),
                               value.c_str(), first.c_str());
         }
     return all.empty() ? "" : "the ranks of a job must have the same program, arguments and data" + all;
@@ -79,8 +80,8 @@ std::string differences(const std::vector<Texts>& ranks) {
 // Rank 0's part. Returns what it has answered to all.
 std::string answer_all(const Place& place, const std::string& me, const std::string& blob, double patience) {
     const Socket listener(listen_at(place.address, place.port));
-    std::vector<Texts> ranks(place.size);  // what they have said
-    ranks[0] = texts_of(me);
+    std::vector<Fields> ranks(place.size);  // what they have said
+    ranks[0] = fields_of(me);
     std::list<Socket> guests, members;  // who have not said all, and the ranks that have
     std::string missing, refused = "nobody";
     for (const double deadline = now() + patience; members.size() + 1 < ranks.size() && now() < deadline;) {
@@ -90,16 +91,17 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
         for (auto next = guests.begin(); next != guests.end();) {
             const auto guest = next++;
             if (!guest->hear()) continue;
-            const Texts hello = texts_of(guest->heard);
-            const bool ours = hello.size() > 1 && hello[0] == place.job;
-            const int rank = ours ? std::atoi(hello[1].c_str()) : -1;
+            const Fields hello = fields_of(guest->heard);
+            const bool ours = !hello.empty() && hello[0].first == place.job;
+            const int rank = ours ? std::atoi(hello[0].second.c_str()) : -1;
             if (rank > 0 && rank < place.size && ranks[rank].empty()) {
                 ranks[rank] = hello;
                 members.splice(members.end(), guests, guest);
                 continue;
             }
-            refused = ours ? "rank " + hello[1] + " is one too many; start all with the same number, and each rank once"
-                           : "one came without this job's name; set one GPT2_JOB for all ranks";
+            refused = "one came without this job's name; set one GPT2_JOB for all ranks";
+            if (ours)
+                refused = format("rank %d is one too many; start all with the same number, and each rank once", rank);
             if (ours) guest->say(kMark + refused);
             guests.erase(guest);
         }

@@ -1,8 +1,6 @@
-// How the ranks of a job start and meet. A launcher tells them in their environment who they are, or --gpus N does.
-//
-// They meet once, before anything else. Rank 0 listens at MASTER_ADDR:MASTER_PORT. Every other rank connects and says
-// which job it means, who it is and its fields. No file is used that could be stale. When all are there rank 0 answers,
-// and all connections close. From then on nobody listens, so a running job cannot be joined.
+// How the ranks of a job start and meet. They meet once, before anything else. Each connects to rank 0 and says which job
+// it means, who it is and its fields. No file is used that could be stale. When all are there rank 0 answers, and all
+// connections close. From then on nobody listens, so a running job cannot be joined.
 #pragma once
 #include <string>
 #include <utility>
@@ -14,9 +12,8 @@
 struct Place {
     int rank = 0, size = 1;
     int local_rank = 0, local_size = 1;  // among the ranks of this machine
-    std::string address;                 // where rank 0 listens
-    int port = 0;
-    std::string job;  // the job's name; rank 0 refuses a rank with another one
+    int port = 0;                        // where rank 0 listens
+    std::string address, job;            // rank 0 refuses ranks of other jobs
 };
 // Reads the variables of torchrun, Open MPI, MPICH or Slurm. Without any the size is 1. Throws UsageError if they make
 // no sense.
@@ -34,6 +31,5 @@ using Fields = std::vector<std::pair<std::string, std::string>>;  // names and v
 // that is busy, a stranger that answers and a wrong size are Errors too.
 std::string meet(const Place& place, const Fields& fields, const std::string& blob, double patience = 60);
 
-// Listens at this address alone, of IPv4 or IPv6. A host's name may mean another address to others than to this machine,
-// so it means all of this machine's IPv4 addresses.
+// At this address of IPv4 or IPv6 alone. A name may mean another one to others, so it means all IPv4 addresses here.
 int listen_at(const std::string& address, int port);

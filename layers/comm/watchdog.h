@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -12,10 +11,7 @@
 #include "layers/gpu/error.h"
 
 // Grows whenever the main thread begins or ends a part of its work.
-inline std::atomic<uint64_t>& progress() {
-    static std::atomic<uint64_t> count{0};
-    return count;
-}
+inline std::atomic<uint64_t> progress{0};
 
 class Watchdog {
   public:
@@ -29,7 +25,7 @@ class Watchdog {
     void allow(double seconds) {
         const std::lock_guard<std::mutex> lock(mutex_);
         allowed_ = seconds;
-        progress()++;
+        progress++;
     }
     // The watching thread asks for an error too, "" if there is none. Once ask(nullptr) returns, nobody asks any more.
     void ask(std::function<std::string()> error) {
@@ -49,8 +45,8 @@ class Watchdog {
             usleep(100000);
             const std::lock_guard<std::mutex> lock(mutex_);
             if (allowed_ < 0) return;
-            if (progress() != seen) idle = 0;
-            seen = progress();
+            if (progress != seen) idle = 0;
+            seen = progress;
             std::string wrong = error_ ? error_() : "";
             if (allowed_ > 0 && idle > allowed_) wrong = format("no progress for %.0f s", allowed_);
             if (wrong.empty()) continue;
