@@ -118,33 +118,33 @@ TEST(launchers_variables) {
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "rank 0 of 2, 0 of 1 here, at n1 1, job g."},
         {mpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000", "rank 1 of 2, 1 of 1 here, at n2 5000, job p7."},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=p7", "rank 1 of 2, 1 of 2 here, at 127.0.0.1 2"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1", "Set MASTER_ADDR to rank 0's host"},  // several machines
-        {mpirun, "Set MASTER_ADDR to rank 0's host"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=1", "Set MASTER_ADDR to rank 0's host"},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT: \"\""},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1", "set MASTER_ADDR to rank 0's host"},  // several machines
+        {mpirun, "set MASTER_ADDR to rank 0's host"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=1", "set MASTER_ADDR to rank 0's host"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT is \"\""},
         {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=", "rank 1 of 6, 1 of 2 here, at n4 5002, job ."},
         {intel + "6 PMI_JOBID=33", "here, at 127.0.0.1 2"},
         {intel + "6", format("job %d.", getppid())},
         {slurm + "SLURM_STEP_NUM_TASKS=6 MASTER_ADDR=n3 MASTER_PORT=5001",
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1."},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
-        {slurm + "SLURM_STEP_NUM_TASKS=6", "Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"},
+        {slurm + "SLURM_STEP_NUM_TASKS=6", "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"},
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
         {"RANK=0 WORLD_SIZE=1", "rank 0 of 1,"},
-        {"RANK=4 WORLD_SIZE=4", "RANK: \"4\""},
-        {"RANK=3x WORLD_SIZE=4", "RANK: \"3x\""},
-        {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE: \"0\""},
-        {"RANK=0 WORLD_SIZE=2 LOCAL_RANK=2", " LOCAL_RANK: \"2\""},
-        {"RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE: \"3\""},
-        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65536", "MASTER_PORT: \"65536\""},
-        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65535 TORCHELASTIC_RUN_ID=x", "MASTER_PORT: \"65535\""},
-        {"WORLD_SIZE=2", " RANK: \"\""},  // which is missing
-        {"RANK=0", " WORLD_SIZE: \"\""},
-        {"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE: \"\""},
-        {"PMI_SIZE=2", "PMI_RANK: \"\""},
-        {"SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID: \"\""},
+        {"RANK=4 WORLD_SIZE=4", "RANK is \"4\""},
+        {"RANK=3x WORLD_SIZE=4", "RANK is \"3x\""},
+        {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE is \"0\""},
+        {"RANK=0 WORLD_SIZE=2 LOCAL_RANK=2", " LOCAL_RANK is \"2\""},
+        {"RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE is \"3\""},
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65536", "MASTER_PORT is \"65536\""},
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65535 TORCHELASTIC_RUN_ID=x", "MASTER_PORT is \"65535\""},
+        {"WORLD_SIZE=2", " RANK is \"\""},  // which is missing
+        {"RANK=0", " WORLD_SIZE is \"\""},
+        {"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is \"\""},
+        {"PMI_SIZE=2", "PMI_RANK is \"\""},
+        {"SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID is \"\""},
     };
     for (const auto& [environment, says] : cases) {
         const std::string got = place_with(environment);
@@ -244,10 +244,10 @@ TEST(missing_and_wrong_ranks_are_named) {
         std::vector<std::pair<int, int>> ranks;
         std::vector<std::string> says;
     } cases[] = {
-        {{{0, 4}, {2, 4}}, {"rank: of 4 ranks these did not come to port ", " in 1 s: 1, 3; look"}},
+        {{{0, 4}, {2, 4}}, {"rank: of 4 ranks these did not come to port ", " in 1 s: 1, 3; refused: nobody"}},
         {{{0, 2}, {2, 3}}, {"; refused: rank 2", "rank: rank 2", " is one too many; start all with the same number"}},
         {{{0, 2}, {1, 3}}, {"; number of ranks: rank 1 has \"3\", rank 0 has \"2\""}},
-        {{{0, 3}, {1, 3}, {1, 3}}, {"; refused: rank 1 is", "is one too many", "and each rank once"}},
+        {{{0, 3}, {1, 3}, {1, 3}}, {"; refused: rank 1 is", "is one too many", ", each rank once"}},
         {{{1, 2}}, {"cannot reach rank 0 at 127.0.0.1 port ", "MASTER_PORT"}}};
     for (const auto& c : cases) {
         Processes processes;

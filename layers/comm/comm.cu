@@ -10,24 +10,24 @@
 
 #ifdef HAVE_NCCL
 #include <nccl.h>
+static std::string nccl_error(ncclResult_t status, ncclComm* comm) {
+    const char* more = ncclGetLastError(comm);
+    return format("NCCL: %s: %s", ncclGetErrorString(status), more ? more : "");
+}
 static void nccl_check(ncclResult_t status, const char* file, int line, const char* what) {
     if (status == ncclSuccess) return;
-    const char* more = ncclGetLastError(nullptr);
-    throw Error(format("%s:%d: NCCL: %s in %s: %s (NCCL_DEBUG=INFO says more)", file, line, ncclGetErrorString(status),
-                       what, more ? more : ""));
+    const std::string error = nccl_error(status, nullptr);
+    throw Error(format("%s:%d: %s in %s (NCCL_DEBUG=INFO says more)", file, line, error.c_str(), what));
 }
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
 #else
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#define NCCL_CHECK(call)                                                                                    \
-    throw Error(                                                                                            \
-        "built without NCCL, which several GPUs need: install libnccl-dev or give NCCL_HOME=…, and make " \
-        "again")
+#define NCCL_CHECK(call) \
+    throw Error("built without NCCL, which several GPUs need: install libnccl-dev or give make NCCL_HOME=…")
 struct ncclUniqueId {
     char internal[128];
 };
 #endif
-
 static constexpr size_t kStageBytes = 64 << 10;
 
 std::string NcclComm::version() {
@@ -67,10 +67,7 @@ std::string NcclComm::error() const {
     ncclResult_t error = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);
     if (asked != ncclSuccess) error = asked;
-    if (error != ncclSuccess && error != ncclInProgress) {
-        const char* more = ncclGetLastError(comm_);
-        return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
-    }
+    if (error != ncclSuccess && error != ncclInProgress) return nccl_error(error, comm_);
 #endif
     return "";
 }
@@ -99,9 +96,8 @@ void NcclComm::join() {
     CUDA_CHECK(cudaStreamWaitEvent(dev_.stream, done_, 0));
 }
 
-// A kernel that fills the GPU and stays until its work is done, as attention's does, keeps NCCL's blocks waiting if it
-// comes first. No running block gives way to one of higher priority. Both may begin when the same work before them
-// ends, and NCCL's blocks are an event later. So the compute stream pauses, for about as long as a launch takes.
+// A kernel that fills the GPU, as attention's does, keeps NCCL's blocks waiting if it comes first, and they are an event
+// later. No running block gives way. So the compute stream pauses, for about as long as a launch takes.
 void NcclComm::head_start() {
     dev_.pause(5000);
 }

@@ -48,9 +48,7 @@ class NcclComm {
     }
     // For host memory. `all` has size parts of so many bytes, and part r ← rank r's part r. It returns when that is done.
     void host_all_gather(void* all, size_t bytes);
-
-    // What NCCL noticed by itself, "" if all is well. Any thread may ask, as long as this lives.
-    std::string error() const;
+    std::string error() const;  // what NCCL noticed by itself, "" if all is well; any thread may ask while this lives
 
   private:
     const Cuda& dev_;

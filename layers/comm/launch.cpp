@@ -26,19 +26,17 @@ static int number_of(const char* name, int low, int high) {
     int value = low - 1;
     const char* end = std::from_chars(text.data(), text.data() + text.size(), value).ptr;
     if (std::strchr("(,", *end) && value >= low && value <= high) return value;
-    throw UsageError(
-        format("environment variable %s: \"%s\" is not a number from %d to %d", name, text.c_str(), low, high));
+    throw UsageError(format("environment: %s is \"%s\", not a number from %d to %d", name, text.c_str(), low, high));
 }
 
-// Rank and size, the same among the ranks of this machine, and what is the same in all ranks of a job alone. Slurm sets
-// its rank in a batch script too, but no size.
+// Rank and size, the same among the ranks of this machine, and what is the same in all ranks of a job alone.
 static constexpr const char* kLaunchers[][6] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
      "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID", ""},  // MPICH's, Intel's and Slurm's
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID",
-     "SLURM_STEP_ID"}};
+     "SLURM_STEP_ID"}};  // a batch script has the first too, but not the second
 
 Place place_from_environment() {
     Place place;
@@ -60,9 +58,7 @@ Place place_from_environment() {
         const int taken = variable("TORCHELASTIC_RUN_ID") != "";  // torchrun itself has this port
         place.port = number_of("MASTER_PORT", 1, 65535 - taken) + taken;
     } else if (place.local_size < place.size || variable("MASTER_PORT") != "") {
-        throw UsageError(
-            "where is rank 0? Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or on one machine "
-            "use --gpus N without a launcher");
+        throw UsageError("set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or use --gpus N");
     } else {
         if (place.job.empty()) place.job = std::to_string(getppid());  // MPICH gives none
         place.address = "127.0.0.1";
@@ -76,7 +72,6 @@ int launch_ranks(int count, char** argv) {
     setenv("GPT2_JOB", format("%08x%08x", random(), random()).c_str(), 1);
     for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) setenv(name, std::to_string(count).c_str(), 1);
     for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) unsetenv(name);
-
     // Signals wait until sigwait takes them, so there are no handlers and no races.
     sigset_t taken, before;
     sigemptyset(&taken);

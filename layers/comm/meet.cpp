@@ -19,8 +19,6 @@ namespace {
 // A rank says names and values of fields, with a zero behind each. Before them come the job's name and its rank. Rank 0
 // answers with a mark, what is wrong, a zero and its blob. Who has said all closes that direction.
 const std::string kMark = "gpt2 ranks: ";
-constexpr size_t kLongest = 1 << 18;  // that we hear
-constexpr size_t kMostGuests = 256;   // who have not said all
 
 struct Socket {
     const int fd;
@@ -36,7 +34,7 @@ struct Socket {
     // Takes what has come, without waiting, and returns whether that is all.
     bool hear() {
         char more[4096];
-        while (heard.size() < kLongest) {
+        while (heard.size() < 1 << 18) {  // else it is too long
             const ssize_t n = recv(fd, more, sizeof more, MSG_DONTWAIT);
             if (n <= 0) return n == 0 || errno != EAGAIN;
             heard.append(more, n);
@@ -62,8 +60,7 @@ std::unique_ptr<addrinfo, void (*)(addrinfo*)> look_up(const std::string& host, 
     return {found, freeaddrinfo};
 }
 
-// The fields in which ranks differ from rank 0, as many as fit into a message, or "". Programs with other names of
-// fields are other programs, and the program is a field.
+// The fields in which ranks differ from rank 0. Programs with other names of fields differ in the field "program".
 std::string differences(const std::vector<Fields>& ranks) {
     std::string all;
     for (size_t i = 1; i < ranks[0].size(); i++)
@@ -87,7 +84,7 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
     for (const double deadline = now() + patience; members.size() + 1 < ranks.size() && now() < deadline;) {
         pollfd p = {listener.fd, POLLIN, 0};
         if (poll(&p, 1, 10) > 0) guests.emplace_back(accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC));
-        if (guests.size() > kMostGuests) guests.pop_front();
+        if (guests.size() > 256) guests.pop_front();  // the one that has been silent for the longest
         for (auto next = guests.begin(); next != guests.end();) {
             const auto guest = next++;
             if (!guest->hear()) continue;
@@ -99,18 +96,16 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
                 members.splice(members.end(), guests, guest);
                 continue;
             }
-            refused = "one came without this job's name; set one GPT2_JOB for all ranks";
-            if (ours)
-                refused = format("rank %d is one too many; start all with the same number, and each rank once", rank);
+            refused = ours ? format("rank %d is one too many; start all with the same number, each rank once", rank)
+                           : "one came without this job's name; set one GPT2_JOB for all ranks";
             if (ours) guest->say(kMark + refused);
             guests.erase(guest);
         }
     }
     for (int r = 0; r < place.size; r++)
         if (ranks[r].empty()) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-    std::string answer =
-        format("of %d ranks these did not come to port %d in %.0f s: %s; look at their output; refused: %s", place.size,
-               place.port, patience, missing.c_str(), refused.c_str());
+    std::string answer = format("of %d ranks these did not come to port %d in %.0f s: %s; refused: %s", place.size,
+                                place.port, patience, missing.c_str(), refused.c_str());
     if (missing.empty()) answer = differences(ranks) + '\0' + blob;
     for (const Socket& s : members) s.say(kMark + answer);
     return answer;
@@ -161,7 +156,6 @@ int listen_at(const std::string& address, int port) {
     const std::string why = std::strerror(errno);
     close(fd);
     throw Error(
-        format("cannot listen on port %d of %s: %s; set MASTER_ADDR to rank 0's host and MASTER_PORT to a free "
-               "port there",
-               port, address.c_str(), why.c_str()));
+        format("cannot listen on port %d of %s: %s; set MASTER_ADDR to this host and MASTER_PORT to a free port", port,
+               address.c_str(), why.c_str()));
 }

@@ -3,7 +3,6 @@
 // connections close. From then on nobody listens, so a running job cannot be joined.
 #pragma once
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "layers/gpu/error.h"
@@ -15,8 +14,7 @@ struct Place {
     int port = 0;                        // where rank 0 listens
     std::string address, job;            // rank 0 refuses ranks of other jobs
 };
-// Reads the variables of torchrun, Open MPI, MPICH or Slurm. Without any the size is 1. Throws UsageError if they make
-// no sense.
+// Reads the variables of torchrun, Open MPI, MPICH or Slurm. Without any the size is 1. Throws UsageError.
 Place place_from_environment();
 
 // --gpus N: runs this program N times on this machine, as the ranks of one job. Forwards SIGINT, SIGTERM and SIGHUP.

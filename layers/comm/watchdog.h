@@ -38,7 +38,6 @@ class Watchdog {
     double allowed_ = 0;  // or -1 when the thread is to end
     std::mutex mutex_;
     std::thread thread_{[this] { watch(); }};  // the last member, because it uses the others
-
     void watch() {
         uint64_t seen = 0;
         for (double idle = 0;; idle += 0.1) {
