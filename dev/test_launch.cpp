@@ -11,7 +11,6 @@
 #include <sstream>
 
 #include "dev/processes.h"
-#include "layers/comm/meet.h"
 #include "layers/comm/watchdog.h"
 
 namespace {
@@ -73,13 +72,12 @@ std::string place_with(const std::string& environment) {
 volatile std::sig_atomic_t signals = 0;
 int child(const std::string& act) {
     const Place place = place_from_environment();
-    const int rank = place.rank;
-    if (act == "meet") return meet_all(place) + test::failed_checks() + (place.local_rank != rank);
-    if (act == "exit" && rank == 1) return 3;
+    if (act == "meet") return meet_all(place) + test::failed_checks() + (place.local_rank != place.rank);
+    if (act == "exit" && place.rank == 1) return 3;
     if (act == "die") {
-        sleep_for(rank);
-        if (rank == 1) raise(SIGKILL);
-        return 4 + rank;
+        sleep_for(place.rank);
+        if (place.rank == 1) raise(SIGKILL);
+        return 4 + place.rank;
     }
     if (act == "count") std::signal(SIGINT, [](int) { signals = signals + 1; });
     std::printf("ready %d\n", static_cast<int>(getpid()));
@@ -91,6 +89,7 @@ int child(const std::string& act) {
 void launch(Processes& parent, std::string act) {
     parent.start([&] {
         setpgid(0, 0);
+        setenv("MASTER_ADDR", "nowhere", 1);  // of an earlier job
         std::string words[] = {"test_launch", "--child", act};
         char* argv[] = {words[0].data(), words[1].data(), words[2].data(), nullptr};
         return launch_ranks(3, argv);
@@ -123,12 +122,11 @@ TEST(launchers_variables) {
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=1", "set MASTER_ADDR to rank 0's host"},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT is \"\""},
         {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=", "rank 1 of 6, 1 of 2 here, at n4 5002, job ."},
-        {intel + "6 PMI_JOBID=33", "here, at 127.0.0.1 2"},
+        {intel + "6 PMI_JOBID=33", "job 33."},
         {intel + "6", format("job %d.", getppid())},
         {slurm + "SLURM_STEP_NUM_TASKS=6 MASTER_ADDR=n3 MASTER_PORT=5001",
          "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1."},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
-        {slurm + "SLURM_STEP_NUM_TASKS=6", "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"},
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
          "rank 2 of 4, 2 of 1 here"},
@@ -142,8 +140,6 @@ TEST(launchers_variables) {
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65535 TORCHELASTIC_RUN_ID=x", "MASTER_PORT is \"65535\""},
         {"WORLD_SIZE=2", " RANK is \"\""},  // which is missing
         {"RANK=0", " WORLD_SIZE is \"\""},
-        {"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is \"\""},
-        {"PMI_SIZE=2", "PMI_RANK is \"\""},
         {"SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID is \"\""},
     };
     for (const auto& [environment, says] : cases) {
@@ -152,7 +148,6 @@ TEST(launchers_variables) {
     }
     const std::string local = mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_ess_base_jobid=";
     const std::string seven = place_with(local + "7"), eight = place_with(local + "8");
-    CHECK(seven == place_with(local + "7"));
     CHECK(seven.substr(0, seven.find(", job")) != eight.substr(0, eight.find(", job")));
 }
 
@@ -260,10 +255,18 @@ TEST(missing_and_wrong_ranks_are_named) {
     }
 }
 
-TEST(a_taken_port_is_named) {
+TEST(a_port_is_another_programs_at_first) {
     const int port = free_port(), fd = listen_at("127.0.0.1", port);
     CHECK_ERROR(meet(local_place(0, 2, port), {}, ""), "Address already in use; set MASTER_ADDR");
+    Processes ranks;
+    ranks.start([&] {
+        close(fd);
+        return meet_all(local_place(1, 2, port));
+    });
+    close(accept(fd, nullptr, nullptr));
     close(fd);
+    ranks.start([&] { return meet_all(local_place(0, 2, port)); });
+    ranks.check({0, 0});
 }
 
 // Strangers stay or go while rank 0 waits. They are silent, say a part of a hello, or anything. None gets an answer.
@@ -290,10 +293,8 @@ TEST(strangers_at_the_port) {
     CHECK(recv(stay[0], &answer, 1, 0) <= 0);  // the oldest had to go
     flood.start([&] {
         const int fd = connect_and_say(port, "");
-        const std::string much(1 << 20, 'x');
-        int sent = 0;
-        while (sent < 100 && send(fd, much.data(), much.size(), MSG_NOSIGNAL) > 0) sent++;
-        return sent == 100;  // taken without end
+        const std::string much(100 << 20, 'x');
+        return send(fd, much.data(), much.size(), MSG_NOSIGNAL) == ssize_t(much.size());  // taken without end
     });
     flood.check({0});
     const double start = now();
@@ -326,9 +327,6 @@ TEST(strangers_may_not_print_control_characters) {
         close(fd);
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The watchdog, and threads as ranks
 
 TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
     const auto check = [](int code, double least, double most, const std::string& says, auto body) {
