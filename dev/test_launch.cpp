@@ -110,8 +110,7 @@ TEST(launchers_variables) {
         "SLURM_PROCID=2 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=3(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=1 ";
     const std::string intel = "PMI_RANK=1 PMI_SIZE=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=";
     const std::pair<std::string, std::string> cases[] = {
-        {"", "rank 0 of 1, 0 of 1 here"},
-        {"MASTER_PORT=29500", "rank 0 of 1,"},
+        {"MASTER_PORT=29500", "rank 0 of 1, 0 of 1 here"},
         {torchrun, "rank 3 of 8, 1 of 4 here, at n1 29501, job x.2."},  // torchrun itself listens on 29500
         {torchrun + "GPT2_JOB=secret SLURM_JOB_ID=5", "at n1 29501, job secret.x.2."},
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "rank 0 of 2, 0 of 1 here, at n1 1, job g."},
