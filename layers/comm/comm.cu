@@ -24,9 +24,7 @@ static void nccl_check(ncclResult_t status, const char* file, int line, const ch
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #define NCCL_CHECK(call) \
     throw Error("built without NCCL, which several GPUs need: install libnccl-dev or give make NCCL_HOME=…")
-struct ncclUniqueId {
-    char internal[128];
-};
+using ncclUniqueId = char[128];
 #endif
 static constexpr size_t kStageBytes = 64 << 10;
 
@@ -38,12 +36,12 @@ std::string NcclComm::version() {
 std::string NcclComm::new_id() {
     ncclUniqueId id = {};
     NCCL_CHECK(ncclGetUniqueId(&id));
-    return std::string(id.internal, sizeof id.internal);
+    return std::string(reinterpret_cast<char*>(&id), sizeof id);
 }
 
 NcclComm::NcclComm(const Cuda& dev, int rank, int size, const std::string& id) : rank(rank), size(size), dev_(dev) {
     ncclUniqueId nccl_id = {};
-    id.copy(nccl_id.internal, sizeof nccl_id.internal);
+    id.copy(reinterpret_cast<char*>(&nccl_id), sizeof nccl_id);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, nccl_id, rank));
     begin();
 }
