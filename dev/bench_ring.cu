@@ -43,7 +43,8 @@ struct Bench {
     const DeviceMemory flag = random_memory(dev, 16);  // of the collective that lets all ranks start together
 
     double slowest(double ms) const {
-        const std::vector<double> all = comm.all_gather_values(ms);
+        std::vector<double> all(comm.size, ms);
+        comm.host_all_gather(all.data(), sizeof ms);
         return *std::max_element(all.begin(), all.end());
     }
     // Ranks would not rest equally long, so they do not.
@@ -134,9 +135,9 @@ int main(int argc, char** argv) {
         const Place place = place_from_environment();
         if (o.gpus > 1 && place.size == 1) return launch_ranks(o.gpus, argv);
         if (place.size < 2) throw UsageError("a ring has at least two ranks: give --gpus, or use a launcher");
-        const Meeting meeting = meet(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
-        Cuda dev(meeting.local_rank);
-        NcclComm comm(dev, place.rank, place.size, meeting.blob);
+        const std::string id = meet(place, {}, place.rank == 0 ? NcclComm::new_id() : "");
+        Cuda dev(place.local_rank);
+        NcclComm comm(dev, place.rank, place.size, id);
         run_bench({o, dev, comm});
         return 0;
     });

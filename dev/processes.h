@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "dev/test.h"
+#include "layers/comm/meet.h"
 
 inline void sleep_for(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
@@ -22,6 +23,13 @@ inline int count_of(const std::string& text, const std::string& part) {
     int n = 0;
     for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) n++;
     return n;
+}
+
+// A port of this machine at which nobody listens, outside of what the system itself gives to connections.
+inline int free_port() {
+    static int port = 10000 + getpid() % 10000;
+    while (test::error_of([] { close(listen_at("127.0.0.1", ++port)); }) != "") continue;
+    return port;
 }
 
 struct Processes {

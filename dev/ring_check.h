@@ -246,7 +246,7 @@ void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, double q_si
     add_part(errors, whole, written_by_ring(comm, whole), comm.size, comm.rank);
     for (TensorErrors* of : {&errors.pieces, &errors.unchunked})
         for (ErrorOf& e : *of) {
-            const std::vector<ErrorOf> all = comm.all_gather_values(e);
+            const std::vector<ErrorOf> all = all_gather_values(comm, e);
             e.error2 = e.value2 = 0;
             for (const ErrorOf& of_rank : all) {
                 e.error2 += of_rank.error2;

@@ -52,10 +52,6 @@ std::string error_of(F code) {
     return "";
 }
 
-inline double now() {  // in seconds
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 inline double limit_s = 300;  // of a test
 inline std::string last_words;
 // A signal handler, because a test may hang in a call that nothing else can end.

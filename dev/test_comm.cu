@@ -34,19 +34,18 @@ int gpus() {
 void check_ranks(const std::vector<int>& codes, const std::vector<std::string>& parts, const Body& body) {
     if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL")) SKIP("built without NCCL");
     const int all = gpus(), size = static_cast<int>(codes.size());
-    const int fd = listen_at("127.0.0.1", 0), port = port_of(fd);
+    const int port = free_port();
     Processes ranks;
     for (int rank = 0; rank < size; rank++)
         ranks.start([&, rank] {
             if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
-            const Place place{rank, size, rank, size, "127.0.0.1", port, "a job", rank == 0 ? fd : -1};
-            const Meeting meeting = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
+            const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
+            const std::string id = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
             const Cuda dev(rank % all);
-            NcclComm comm(dev, rank, size, meeting.blob);
+            NcclComm comm(dev, rank, size, id);
             body(dev, comm);
             return 0;
         });
-    close(fd);
     ranks.check(codes, parts);
 }
 void on_gpus(const Body& body) {
@@ -136,7 +135,7 @@ TEST(nccl_sums_have_the_same_bits) {
                 const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
                 if (again == 0) first = bits;
                 CHECK(bits == first);
-                for (uint64_t of_rank : comm.all_gather_values(bits)) CHECK(of_rank == bits);
+                for (uint64_t of_rank : all_gather_values(comm, bits)) CHECK(of_rank == bits);
             }
         }
     });

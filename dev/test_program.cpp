@@ -526,11 +526,11 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
         "attention by plain loops\n", "\n3 steps in 0:0", " tok/s\nnothing was kept: -o DIR keeps");
     CHECK_RUN(run(tiny() + "-x 1 -l 0"), 0, "--lr 0  --warmup 0\n", " | lr 0.00e+00 | ");
     const std::string options = tiny() + "-x 40 -v 2 -m 1 -c 0 --prompt x -j " + text_file() + " -o " + out;
-    const double begin = test::now();
+    const double begin = now();
     std::string said = shell(terminal + "./train_gpt2cu " + given_once(options) + " </dev/null | tr -d '\\r'").out;
     int lines[2] = {};  // of validations and of steps
     for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
-    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (test::now() - begin));
+    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (now() - begin));
     CHECK(rows(out, "train").size() == 40);
     CHECK(std::count(said.begin(), said.begin() + said.find("step 0/"), '\n') <= 15);
     CHECK(contains(said, "the model is " + model_path(out, 40) + "\n"));

@@ -87,12 +87,6 @@ class ThreadCommOn {
         for (int r = 0; r < size; r++) put(r, {x + rank * bytes, x + (rank + 1) * bytes});
         for (int r = 0; r < size; r++) std::memcpy(x + r * bytes, take(r, bytes).data(), bytes);
     }
-    template <class T>
-    std::vector<T> all_gather_values(T mine) {
-        std::vector<T> all(size, mine);
-        host_all_gather(all.data(), sizeof(T));
-        return all;
-    }
 
   private:
     const Dev& dev_;
@@ -121,6 +115,14 @@ struct Threads : Cpu {
     using Comm = ThreadComm;
     using Cpu::Cpu;
 };
+
+// Every rank's value, by rank.
+template <class T, class Comm>
+std::vector<T> all_gather_values(Comm& comm, T mine) {
+    std::vector<T> all(comm.size, mine);
+    comm.host_all_gather(all.data(), sizeof(T));
+    return all;
+}
 
 // Calls body(rank, comm) as each of `ranks` threads. If some throw, throws the first one's error when all have ended.
 template <class Body, class Dev = Cpu>

@@ -8,11 +8,11 @@
 struct Range {
     explicit Range(const char* name) {
         nvtxRangePushA(name);
-        progress()++;
+        progress++;
     }
     Range(const char* name, int i) : Range(format("%s %d", name, i).c_str()) {}
     ~Range() {
         nvtxRangePop();
-        progress()++;
+        progress++;
     }
 };

@@ -37,7 +37,11 @@ struct Team {
     std::unique_ptr<Watchdog> watchdog;
 
     Team() = default;
-    Team(Options& o, const Place& place) : rank(place.rank), size(std::max(o.gpus, place.size)) {
+    Team(Options& o, const Place& place)
+        : rank(place.rank),
+          size(std::max(o.gpus, place.size)),
+          local_rank(place.local_rank),
+          local_size(place.local_size) {
         if (rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
         if (size == 1 || o.memory) return;
         const std::string program = InputFile("/proc/self/exe").rest();
@@ -46,15 +50,14 @@ struct Team {
         std::istringstream settings(options_settings(o.table()));
         for (std::string name, value; settings >> name && std::getline(settings >> std::ws, value);)
             fields.push_back({name, value});
-        const Meeting meeting = meet(place, fields, rank == 0 ? NcclComm::new_id() : "");
-        local_rank = meeting.local_rank, local_size = meeting.local_size, nccl_id = meeting.blob;
+        nccl_id = meet(place, fields, rank == 0 ? NcclComm::new_id() : "");
         watchdog = std::make_unique<Watchdog>(
             [rank = rank] { return format("rank %d at step %d", rank, current_step().load()); });
         watchdog->allow(std::max<double>(o.timeout, kLongTimeout));
     }
     // This rank's GPU. A launcher may show each rank only its own.
     int device(int gpus) const {
-        const int device = gpus == 1 && local_size > 1 && std::getenv("CUDA_VISIBLE_DEVICES") ? 0 : local_rank;
+        const int device = gpus == 1 && std::getenv("CUDA_VISIBLE_DEVICES") ? 0 : local_rank;
         if (device < gpus) return device;
         throw Error(format("rank %d is number %d on this machine, which has %d %s: start fewer ranks", rank, local_rank,
                            gpus, gpus == 1 ? "GPU" : "GPUs"));

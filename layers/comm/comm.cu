@@ -1,13 +1,8 @@
 // Collectives over NCCL. If the Makefile finds no nccl.h, every call of it is an Error that says so.
 //
 // NCCL's kernels run on a stream of high priority, so that their few blocks get multiprocessors while backward's many
-// still queue. One event orders it after the compute stream, and another orders the compute stream after it. Both
-// become edges when the step is captured as a CUDA graph. Such a graph must be destroyed before its communicator,
-// because ncclCommDestroy waits for it.
-//
-// A collective whose other ranks are gone never ends. NCCL notices some failures by itself, so the watchdog asks for
-// its asynchronous error. Whatever the reason, the process then leaves by _exit, which ends its kernels. ncclCommAbort
-// is for the destructor that runs while an Error unwinds.
+// still queue. Two events order it after the compute stream, and the compute stream after it. Both become edges when
+// the step is captured as a CUDA graph. Such a graph must be destroyed first, because ncclCommDestroy waits for it.
 #include <algorithm>
 #include <exception>
 
@@ -15,26 +10,22 @@
 
 #ifdef HAVE_NCCL
 #include <nccl.h>
+static std::string nccl_error(ncclResult_t status, ncclComm* comm) {
+    const char* more = ncclGetLastError(comm);
+    return format("NCCL: %s: %s", ncclGetErrorString(status), more ? more : "");
+}
 static void nccl_check(ncclResult_t status, const char* file, int line, const char* what) {
     if (status == ncclSuccess) return;
-    const char* more = ncclGetLastError(nullptr);
-    throw Error(format("%s:%d: NCCL: %s in %s: %s (NCCL_DEBUG=INFO says more)", file, line, ncclGetErrorString(status),
-                       what, more ? more : ""));
+    const std::string error = nccl_error(status, nullptr);
+    throw Error(format("%s:%d: %s in %s (NCCL_DEBUG=INFO says more)", file, line, error.c_str(), what));
 }
 #define NCCL_CHECK(call) nccl_check((call), __FILE__, __LINE__, #call)
 #else
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#define NCCL_CHECK(call)                                                                                  \
-    throw Error(                                                                                          \
-        "several GPUs need NCCL, which this program was built without: install it (libnccl-dev), or say " \
-        "where it is with make NCCL_HOME=…, and build again")
-namespace {
-struct ncclUniqueId {
-    char internal[128];
-};
-}  // namespace
+#define NCCL_CHECK(call) \
+    throw Error("built without NCCL, which several GPUs need: install libnccl-dev or give make NCCL_HOME=…")
+using ncclUniqueId = char[128];
 #endif
-
 static constexpr size_t kStageBytes = 64 << 10;
 
 std::string NcclComm::version() {
@@ -42,16 +33,15 @@ std::string NcclComm::version() {
     NCCL_CHECK(ncclGetVersion(&version));
     return std::to_string(version);
 }
-
 std::string NcclComm::new_id() {
     ncclUniqueId id = {};
     NCCL_CHECK(ncclGetUniqueId(&id));
-    return std::string(id.internal, sizeof id.internal);
+    return std::string(reinterpret_cast<char*>(&id), sizeof id);
 }
 
 NcclComm::NcclComm(const Cuda& dev, int rank, int size, const std::string& id) : rank(rank), size(size), dev_(dev) {
     ncclUniqueId nccl_id = {};
-    id.copy(nccl_id.internal, sizeof nccl_id.internal);
+    id.copy(reinterpret_cast<char*>(&nccl_id), sizeof nccl_id);
     NCCL_CHECK(ncclCommInitRank(&comm_, size, nccl_id, rank));
     begin();
 }
@@ -75,10 +65,7 @@ std::string NcclComm::error() const {
     ncclResult_t error = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm_, &error);
     if (asked != ncclSuccess) error = asked;
-    if (error != ncclSuccess && error != ncclInProgress) {
-        const char* more = ncclGetLastError(comm_);
-        return format("NCCL: %s: %s", ncclGetErrorString(error), more ? more : "");
-    }
+    if (error != ncclSuccess && error != ncclInProgress) return nccl_error(error, comm_);
 #endif
     return "";
 }
@@ -102,15 +89,13 @@ void NcclComm::fork() {
     CUDA_CHECK(cudaEventRecord(ready_, dev_.stream));
     CUDA_CHECK(cudaStreamWaitEvent(stream_, ready_, 0));
 }
-
 void NcclComm::join() {
     CUDA_CHECK(cudaEventRecord(done_, stream_));
     CUDA_CHECK(cudaStreamWaitEvent(dev_.stream, done_, 0));
 }
 
-// A kernel that fills the GPU and stays until its work is done, as attention's does, keeps NCCL's blocks waiting if it
-// comes first. No running block gives way to one of higher priority. Both may begin when the same work before them
-// ends, and NCCL's blocks are an event later. So the compute stream pauses, for about as long as a launch takes.
+// A kernel that fills the GPU, as attention's does, keeps NCCL's blocks waiting if it comes first, and they are an event
+// later. No running block gives way. So the compute stream pauses, for about as long as a launch takes.
 void NcclComm::head_start() {
     dev_.pause(5000);
 }
@@ -120,27 +105,21 @@ void NcclComm::group(const std::function<void()>& calls) {
     calls();
     NCCL_CHECK(ncclGroupEnd());
 }
-
 void NcclComm::all_reduce(float* x, size_t n) {
     NCCL_CHECK(ncclAllReduce(x, x, n, ncclFloat, ncclSum, comm_, stream_));
 }
-
 void NcclComm::reduce_scatter(float* out, const float* x, size_t n) {
     NCCL_CHECK(ncclReduceScatter(x, out, n, ncclFloat, ncclSum, comm_, stream_));
 }
-
 void NcclComm::all_gather_bytes(void* x, size_t bytes) {
     NCCL_CHECK(ncclAllGather(static_cast<char*>(x) + rank * bytes, x, bytes, ncclChar, comm_, stream_));
 }
-
 void NcclComm::broadcast(void* x, size_t bytes) {
     NCCL_CHECK(ncclBroadcast(x, x, bytes, ncclChar, 0, comm_, stream_));
 }
-
 void NcclComm::send(int to, const void* x, size_t bytes) {
     NCCL_CHECK(ncclSend(x, bytes, ncclChar, to, comm_, stream_));
 }
-
 void NcclComm::recv(int from, void* x, size_t bytes) {
     NCCL_CHECK(ncclRecv(x, bytes, ncclChar, from, comm_, stream_));
 }
@@ -157,4 +136,3 @@ void NcclComm::host_all_gather(void* all, size_t bytes) {
     }
     CUDA_CHECK(cudaStreamSynchronize(stream_));
 }
-

@@ -1,32 +1,33 @@
-// The ranks of a job meet once, before anything else. They find out whether they belong together, and get from rank 0
-// what NCCL needs to connect them.
-//
-// Rank 0 listens at MASTER_ADDR:MASTER_PORT. Every other rank connects and says which job it means, who it is and its
-// fields. No file is used that could be stale. When all are there rank 0 answers, and all connections close. From then
-// on nobody listens, so a running job cannot be joined.
+// How the ranks of a job start and meet. They meet once, before anything else. Each connects to rank 0 and says which job
+// it means, who it is and its fields. No file is used that could be stale. When all are there rank 0 answers, and all
+// connections close. From then on nobody listens, so a running job cannot be joined.
 #pragma once
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "layers/comm/launch.h"
+#include "layers/gpu/error.h"
+
+// Who this process is, according to its launcher.
+struct Place {
+    int rank = 0, size = 1;
+    int local_rank = 0, local_size = 1;  // among the ranks of this machine
+    int port = 0;                        // where rank 0 listens
+    std::string address, job;            // rank 0 refuses ranks of other jobs
+};
+// Reads the variables of torchrun, Open MPI, MPICH or Slurm. Without any the size is 1. Throws UsageError.
+Place place_from_environment();
+
+// --gpus N: runs this program N times on this machine, as the ranks of one job. Forwards SIGINT, SIGTERM and SIGHUP.
+// When a rank fails the others have five seconds to end. Returns 0 if all ended well. Otherwise it returns the exit
+// code of the first rank that a signal killed, or if there is none, of the first that failed.
+int launch_ranks(int count, char** argv);
 
 using Fields = std::vector<std::pair<std::string, std::string>>;  // names and values that all ranks must share
 
-struct Meeting {
-    int local_rank = 0, local_size = 1;  // among the ranks of this machine
-    std::string blob;                    // rank 0's
-};
-// Throws Error, on every rank that has come, if one does not come in `patience` seconds or has other fields. The
-// message names the rank, and the field and who has what. A port that is busy, a stranger that answers and a wrong size
-// are Errors too.
-Meeting meet(const Place& place, const Fields& fields, const std::string& blob, double patience = 60);
+// Returns rank 0's blob, with which NCCL connects the ranks. Throws Error, on every rank that has come, if one does not
+// come in `patience` seconds or has other fields. The message names the rank, and the field and who has what. A port
+// that is busy, a stranger that answers and a wrong size are Errors too.
+std::string meet(const Place& place, const Fields& fields, const std::string& blob, double patience = 60);
 
-// Listens at this address alone, of IPv4 or IPv6. A host's name may mean another address to others than to this machine,
-// so it means all of this machine's IPv4 addresses. Port 0 means any free one.
+// At this address of IPv4 or IPv6 alone. A name may mean another one to others, so it means all IPv4 addresses here.
 int listen_at(const std::string& address, int port);
-int port_of(int fd);
-
-std::string printable(std::string text);  // what others have sent, fit to be printed
-double now();                             // in seconds
-

@@ -4,35 +4,28 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <cstdio>
 #include <functional>
 #include <mutex>
-#include <string>
 #include <thread>
 
+#include "layers/gpu/error.h"
+
 // Grows whenever the main thread begins or ends a part of its work.
-inline std::atomic<uint64_t>& progress() {
-    static std::atomic<uint64_t> count{0};
-    return count;
-}
+inline std::atomic<uint64_t> progress{0};
 
 class Watchdog {
   public:
     // The watching thread asks `title` who and where this rank is, such as "rank 3 at step 12".
     explicit Watchdog(std::function<std::string()> title) : title_(std::move(title)) {}
     ~Watchdog() {
-        allow(kLeave);
+        allow(-1);
         thread_.join();
     }
-    Watchdog(const Watchdog&) = delete;
-
     // From now on so many seconds without progress are a hang. 0: no progress is awaited.
     void allow(double seconds) {
         const std::lock_guard<std::mutex> lock(mutex_);
         allowed_ = seconds;
-        progress()++;
+        progress++;
     }
     // The watching thread asks for an error too, "" if there is none. Once ask(nullptr) returns, nobody asks any more.
     void ask(std::function<std::string()> error) {
@@ -41,27 +34,23 @@ class Watchdog {
     }
 
   private:
-    static constexpr double kLeave = -1;
     std::function<std::string()> title_, error_;
-    double allowed_ = 0;
+    double allowed_ = 0;  // or -1 when the thread is to end
     std::mutex mutex_;
     std::thread thread_{[this] { watch(); }};  // the last member, because it uses the others
-
     void watch() {
-        using Clock = std::chrono::steady_clock;
         uint64_t seen = 0;
-        for (auto moved = Clock::now();; std::this_thread::sleep_for(std::chrono::milliseconds(100))) {
+        for (double idle = 0;; idle += 0.1) {
+            usleep(100000);
             const std::lock_guard<std::mutex> lock(mutex_);
-            if (allowed_ == kLeave) return;
+            if (allowed_ < 0) return;
+            if (progress != seen) idle = 0;
+            seen = progress;
             std::string wrong = error_ ? error_() : "";
-            if (progress() != seen) moved = Clock::now();
-            seen = progress();
-            if (allowed_ > 0 && Clock::now() - moved > std::chrono::duration<double>(allowed_))
-                wrong = "no progress for " + std::to_string(static_cast<int>(allowed_)) + " s";
+            if (allowed_ > 0 && idle > allowed_) wrong = format("no progress for %.0f s", allowed_);
             if (wrong.empty()) continue;
             std::fprintf(stderr, "train_gpt2cu: %s: %s; the job ends\n", title_().c_str(), wrong.c_str());
             _exit(1);
         }
     }
 };
-

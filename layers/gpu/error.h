@@ -1,6 +1,7 @@
 // Errors are exceptions. main prints their one line on stderr and exits. A message says what, where (file, offset,
 // expected, found) and what to do about it.
 #pragma once
+#include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <stdexcept>
@@ -28,6 +29,10 @@ int run_program(const char* name, F body) {
         std::fprintf(stderr, "%s: %s\n", name, e.what());
         return exit_code_of(e);
     }
+}
+
+inline double now() {  // in seconds
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // printf into a std::string.
