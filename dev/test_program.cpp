@@ -121,107 +121,25 @@ TEST(every_option_sets_what_it_names) {
     }
 }
 
-// Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
-// run must log these as its settings. No two options have the same three, so none can stand for another.
-TEST(help_and_log_have_every_option) {
-    struct Row {
-        const char *name, *letter, *value;
-        std::string help;
-        std::string a, b, c;  // "" if not given
-    };
-    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
-    std::filesystem::copy_file(text, copy);
-    const std::vector<Row> rows = {
-        {"--train-data", "-i", " TEXT", "default: the built-in corpus", text, copy, text},
-        {"--val-data", "-j", " TEXT", "default: none with -i", copy, text, text},
-        {"--init", "-e", " TEXT", "default: d12 (CPU: tiny)", "tiny", model(), "tiny"},
-        {"--precision", "", " NAME", "default: bf16 where the GPU has it, else fp32 (auto|bf16|fp32)", "fp32", "auto",
-         "fp32"},
-        {"--attention", "", " NAME", format("(%s; default flash)", attention_names()), "naive", "flash", "flash"},
-        {"--device", "", " NAME", "default: the GPU if there is one (auto|cuda|cpu)", "cpu", "cpu", "cpu"},
-        {"--no-graph", "", "", "", "1", "0", "0"},
-        {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
-        {"--no-tf32", "", "", "", "0", "1", "0"},
-        {"--gpus", "", " N", "default: one, or as", "1", "0", "0"},
-        {"--zero", "-z", " N", "default: where channels divide", "0", "1", "0"},
-        {"--overlap", "", " N", "default: 1 between machines", "0", "0", "1"},
-        {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
-        {"--timeout", "", " N", "(1..86400; default 60)", "50", "60", "70"},
-        {"--batch", "-b", " N", "default: 8 (CPU: 4)", "3", "4", "5"},
-        {"--tokens", "-t", " N", "default: the model's positions, but at most 1024", "16", "12", "8"},
-        {"--tokens-per-step", "-d", " N", "default: that", "96", "48", "80"},
-        {"--max-steps", "-x", " N", "default: about two minutes", "2", "1", "1"},
-        {"--no-shuffle", "", "", "", "0", "0", "1"},
-        {"--overfit", "-a", "", "", "1", "1", "0"},
-        {"--lr", "-l", " X", "default: 3e-4 (tiny: 2e-3)", "0.0011", "0.0012", "0.0013"},
-        {"--warmup", "-u", " N", "default: a twentieth of all", "21", "22", "23"},
-        {"--final-lr", "-q", " X", "(0..1; default 0.1)", "0.31", "0.32", "0.33"},
-        {"--schedule", "-k", " NAME", "(cosine|linear|constant|wsd; default cosine)", "wsd", "linear", "constant"},
-        {"--weight-decay", "-c", " X", "(default 0.1)", "0.41", "0.42", "0.43"},
-        {"--beta2", "", " X", "(0..0.99999; default 0.95)", "0.51", "0.52", "0.99999"},
-        {"--max-norm", "", " X", "(default 1)", "0.61", "0.62", "0.63"},
-        {"--seed", "", " N", "(default 1)", "71", "72", "2147483647"},
-        {"--val-every", "-v", " N", "default: ten in the run", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "default: 20 (--eval-only: all)", "7", "8", "9"},
-        {"--hellaswag", "", " TEXT", "", "", "", ""},
-        {"--eval-only", "", "", "", "0", "", "0"},
-        {"--sample-every", "-s", " N", "default: five", "91", "92", "93"},
-        {"--sample-length", "-g", " N", "(default 700)", "10", "6", "3"},
-        {"--memory", "", "", "", "0", "", "0"},
-        {"--profile", "", " N", "default: train", "0", "", "0"},
-        {"--output-dir", "-o", " TEXT", "default: nothing is written", out + "/a", out + "/b", out + "/c"},
-        {"--checkpoint-every", "-n", " N", "default: only at the end", "31", "32", "33"},
-        {"--keep", "-nk", " N", "default: all", "41", "42", "43"},
-        {"--keep-every", "-nm", " N", "default: do", "44", "45", "46"},
-        {"--resume", "-y", "", "", "0", "1", "1"},
-        {"--verify", "", " N", "default: train", "0", "", "0"},
-        {"--tokenizer", "", " TEXT", "", "", "", ""},
-        {"--generate", "", " N", "default: train", "0", "", "0"},
-        {"--samples", "", " N", "(default 1)", "61", "62", "63"},
-        {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
-        {"--temperature", "", " X", "(default 1)", "0.71", "0.72", "0.73"},
-        {"--top-k", "", " N", "default: all", "51", "52", "53"}};
-    CHECK(rows.size() == Options().table().size());
+// Most letters are llm.c's. dev/test_resume sees the settings in the log.
+TEST(letters_are_as_they_were_and_help_has_them) {
     const std::string help = run("--help").out;
-    std::string flat;
-    std::istringstream words(help);
-    for (std::string word; words >> word;) flat += word + " ";
-    size_t at = 0;
-    for (size_t i = 0; i < rows.size(); i++) {
-        const Row& r = rows[i];
-        const std::string begin = format(" %s%s%s%s ", r.letter, *r.letter ? ", " : "", r.name, r.value);
-        at = std::min(flat.find(begin, at), flat.size());
-        const size_t end = i + 1 < rows.size() ? flat.find(rows[i + 1].name, at) : flat.size();
-        const std::string entry = flat.substr(at, end - at);
-        if (entry.empty() || !contains(entry, r.help) || (r.help.empty() && contains(entry, "default ")))
-            return test::report(__FILE__, __LINE__,
-                                format("no \"%s … %s\" in %s", begin.c_str(), r.help.c_str(), help.c_str()));
+    std::string letters;
+    for (const Option& o : Options().table()) {
+        CHECK(contains(help, format(" %s", o.name)));
+        if (*o.letter) letters += format("%s %s ", o.letter, o.name);
     }
-    const size_t examples = flat.find("examples ./train_gpt2cu -i book.txt -o run1 train on");
-    CHECK(examples != std::string::npos && flat.find(" --", at + 8) > examples);  // no more options
-    for (const char* riddle : {"..;", "default 0)", "default -1", "default auto)"}) CHECK(!contains(flat, riddle));
-
-    for (const auto member : {&Row::a, &Row::b, &Row::c}) {
-        std::string command;
-        for (const Row& r : rows) {
-            const std::string name = member == &Row::b && *r.letter ? r.letter : r.name;
-            if (!(r.*member).empty()) command += name + (member == &Row::c ? "=" : " ") + r.*member + " ";
-        }
-        CHECK_RUN(run(command), 0, "step 1/");
-        const std::string log = read_file(command.substr(command.find(out), out.size() + 2) + "/log.jsonl");
-        for (const Row& row : rows) {
-            const std::string& value = row.*member;
-            const std::string shown = *row.value ? value : value == "1" ? "on" : "off";
-            if (!value.empty() && !contains(log, format("%-18s  %s\\n", row.name, shown.c_str())))
-                test::report(__FILE__, __LINE__, format("%s: expected %s in %s", row.name, shown.c_str(), log.c_str()));
-        }
-    }
+    CHECK(letters ==
+          "-i --train-data -j --val-data -e --init -r --recompute -z --zero -b --batch -t --tokens -d "
+          "--tokens-per-step -x --max-steps -a --overfit -l --lr -u --warmup -q --final-lr -k --schedule -c "
+          "--weight-decay -v --val-every -m --val-batches -s --sample-every -g --sample-length -o --output-dir -n "
+          "--checkpoint-every -nk --keep -nm --keep-every -y --resume ");
 }
 
 TEST(arguments_and_their_errors) {
     const struct {
         std::vector<std::string> arguments;
-        std::string result;
+        std::string result;  // or how it begins, up to a colon
     } cases[] = {{{}, ""},
                  {{"-i", "x", "--train-data="}, "--train-data (-i) is given twice"},
                  {{"--no-shuffle=1", "-a", "0"}, "  --no-shuffle"},
@@ -235,55 +153,27 @@ TEST(arguments_and_their_errors) {
                  {{"-b"}, "--batch (-b) needs a value"},
                  {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value, found option --batch=3"},
                  {{"-i", "-nk", "3"}, "--train-data (-i) needs a value, found option -nk"},
-                 {{"--device", "cudo"}, "--device: \"cudo\" is not one of auto|cuda|cpu"},
                  {{"--device", "cu"}, "--device: \"cu\" is not one of auto|cuda|cpu (did you mean cuda?)"},
-                 {{"--device", "gpu"}, "--device: \"gpu\" is not one of auto|cuda|cpu"}};  // nobody means cpu
+                 {{"--device", "gpu"}, "--device: \"gpu\" is not one of auto|cuda|cpu"},  // nobody means cpu
+                 {{"--bacth=8"}, "unknown option --bacth; see --help"},
+                 {{"-batch", "8"}, "unknown option -batch (did you mean --batch?); see --help"},
+                 {{"--temp"}, "unknown option --temp (did you mean --temperature?); see --help"},
+                 {{"-b", "99999999999999999999"}, "--batch (-b): \"99999999999999999999\" is out of range 0..65536"},
+                 {{"-l", "1e-40"}, "--lr (-l): \"1e-40\" is too small for a float"},
+                 {{"-l", "-1e-400"}, "--lr (-l): \"-1e-400\" is too small for a float"},
+                 {{"-l", "0e-999"}, "  --lr 0"}};
     for (const auto& [arguments, result] : cases) {
         const std::string found = parsed(arguments);
         if (found != result && found.find(result + ": ") != 0)
             test::report(__FILE__, __LINE__, format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
     }
-    std::istringstream unknown(
-        "--bacth none -batch --batch --temp --temperature --weight_decay none --batch-size --batch --quite-another "
-        "none "
-        "-Z none -- none");
-    for (std::string name, meant; unknown >> name >> meant;)
-        for (const std::string& argument : {name, name + "=8"})
-            CHECK(parsed({argument}) == "unknown option " + name +
-                                            (meant == "none" ? "" : " (did you mean " + meant + "?)") + "; see --help");
     for (const char* value : {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"})
         CHECK(parsed({"-b", value}) == format("--batch (-b): \"%s\" is not an integer", value));
     for (const char* value : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
         CHECK(parsed({"-l", value}) == format("--lr (-l): \"%s\" is not a finite number", value));
-    CHECK(contains(parsed({"-b", "99999999999999999999"}), "is out of range"));
-    for (const char* value : {"1e-400", "1e-46", "-1e-400", "1e-40"})
-        CHECK(contains(parsed({"-l", value}), format("--lr (-l): \"%s\" is too small", value)));
-    CHECK(parsed({"-l", "0e-999"}) == "  --lr 0");
-    std::string llm_c;
-    for (const Foreign& foreign : llm_c_options()) {
-        std::istringstream letters(foreign.letters);
-        for (std::string letter; letters >> letter; llm_c += letter + " ")
-            if (letter != "-h")
-                CHECK(parsed({letter, "1"}) ==
-                      letter + " is an option of llm.c, not of this program: " + foreign.instead);
-    }
-    CHECK(llm_c == "-h -f -w -ge -lg -sl -sg -pn -pr -pg -pi -pm -ps -pf -pp ");
-}
-
-TEST(help) {
-    const std::string help = run("--help").out;
-    CHECK(contains(help, R"(
-  -a,  --overfit             train on the first batch again and again
-
-optimizer
-  -l,  --lr X                learning rate; default: 3e-4 (tiny: 2e-3)
-  -u,  --warmup N            warm-up steps; default: a twentieth of all, but at least 50 or a third
-  -q,  --final-lr X          learning rate at the end, as a fraction (0..1; default 0.1)
-  -k,  --schedule NAME       after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt,
-                             as in llm.c (cosine|linear|constant|wsd; default cosine)
-  -c,  --weight-decay X      on matrices only (default 0.1)
-       --beta2 X             AdamW's second decay (0..0.99999; default 0.95)
-)"));
+    std::istringstream llm_c("-f -w -ge -lg -sl -sg -pn -pr -pg -pi -pm -ps -pf -pp");
+    for (std::string letter; llm_c >> letter;)
+        CHECK(parsed({letter, "1"}).find(letter + " is an option of llm.c, not of this program: ") == 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -301,7 +191,6 @@ TEST(usage_errors_exit_with_2) {
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
         {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: leave out -h 0"},
-        {2, tiny() + "-pn 8", "train_gpt2cu: -pn is an option of llm.c, not of this program: use --gpus"},
         {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
         {2, "--bat 4", "train_gpt2cu: unknown option --bat (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
@@ -311,13 +200,11 @@ TEST(usage_errors_exit_with_2) {
         {2, "--device cpu --generate 5", "--generate needs a trained model"},
         {2, "--device auto --generate 5 -e x --gpus 2", "--generate"},
         {2, "--device cpu --generate 5 -e x --eval-only", "--generate"},
-        {2, "--device cpu --generate 5 -e x -o x", "--generate"},
         {2, "--device cpu --generate 5 -e x -a", "--generate"},
         {2, "--device cpu --eval-only", "--eval-only needs a model"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "need a directory: give it with -o"},
         {2, tiny() + "-n 5", "need a directory: give it with -o"},
-        {2, tiny() + "-nk 5", "need a directory: give it with -o"},
         {2, tiny() + "-nm 5", "need a directory: give it with -o"},
         {2, tiny() + "--verify 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
@@ -371,14 +258,12 @@ TEST(pipes_devices_and_directories_are_refused) {
         const Result r = shell("timeout -s KILL 100 ./train_gpt2cu " + given_once(tiny() + "-x 1 " + options));
         CHECK_RUN(r, 1, refused + ": not a regular file");
     };
-    for (const std::string& other : {pipe, std::string("/dev/zero")}) {
+    for (const std::string& other : {pipe, std::string("/dev/zero")})
         for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "}) check(option + other, other);
-        for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
-            const std::string folder = out + other.substr(1, 3) + name;
-            std::filesystem::create_directory(folder);
-            std::filesystem::create_symlink(other, folder + "/" + name);
-            for (const char* resume : {"", " -y"}) check("-o " + folder + resume, folder + "/" + name);
-        }
+    for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
+        std::filesystem::create_directory(out + name);
+        std::filesystem::create_symlink(pipe, out + name + "/" + name);
+        for (const char* resume : {"", " -y"}) check("-o " + out + name + resume, out + name + "/" + name);
     }
     std::filesystem::create_directories(out + "folder/model_00000009.bin");
     CHECK_RUN(run(tiny() + "-x 1 -o " + out + "folder"), 1, "model_00000009.bin: cannot open: Is a directory");
@@ -391,16 +276,6 @@ TEST(standard_streams_may_be_closed_or_full) {
     CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
     for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
         CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
-}
-
-// The most tokens that a shard can have. With a sample at every other step they take for ever.
-TEST(numbers_at_the_edge) {
-    const std::string shard = dir() + "/large.bin", huge = "--device cpu -b 1 -v 0 -s 2 -e " + model() + " -i " + shard;
-    write_file(shard, bytes_of(std::vector<int32_t>{20240520, 1, 2147483647}));
-    shell("truncate -s 4294968318 " + shard);
-    CHECK_RUN(run_and_act(huge + " -t 1", "step 1/2147483646 |", "kill -s TERM $pid"), 143, "ETA > 99 days\n");
-    CHECK_RUN(run(tiny() + "--profile 2147483647"), 2, "out of range");
-    CHECK(minutes(1e300) == "> 99 days" && minutes(99 * 86400.) == "142560:00");
 }
 
 // What llm.c's trainer leaves in its directory.
@@ -420,10 +295,8 @@ TEST(an_llm_c_directory_is_left_alone) {
     };
     refused();
     CHECK_RUN(run(start + ours + "-e " + model_path(out, 20)), 0, "checkpoint");
-    std::filesystem::copy(model_path(out + "/ours", 1), out), std::filesystem::copy(state_path(out + "/ours", 1), out);
+    for (const auto& path : {model_path, state_path}) std::filesystem::copy(path(out + "/ours", 1), out);
     refused();  // nor are they left-overs of a run of ours there
-    CHECK_RUN(shell("touch " + out + "/ours/DONE_00000001; ./train_gpt2cu " + start + ours + "-y 1"), 0,
-              "nothing left");
 }
 
 TEST(a_sample_needs_only_its_own_positions) {
@@ -438,13 +311,11 @@ TEST(texts_are_streamed) {
     CHECK(text("--seed 3 --samples 2") == text("--seed 3") + "---\n" + text("--seed 4"));
     CHECK_RUN(run(generate + "-t 8"), 0, "--prompt: 12 tokens do not fit 8 positions, so the first 4 are dropped\n",
               "Twelve chars", " tokens in ", " tokens/s\n");
-    CHECK_RUN(run(tiny() + "-t 8 -x 1 -s 1 -g 1 --prompt 'Twelve chars'"), 0, "the first 4 are dropped");
     CHECK_RUN(run(generate + "--memory"), 0, "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
     // Texts without an end: Ctrl-C, a reader that has enough, and a full disk.
+    signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
     const std::string endless = generate + "--samples 1000000 ";
-    const Result stopped = run_and_act(endless, "---", "kill -s INT $pid");
-    CHECK_RUN(stopped, 130, "\n---\n", " tokens/s\n");
-    CHECK(stopped.out.rfind('\n', stopped.out.rfind(" tokens in ")) + 9 > stopped.out.rfind(" tokens in "));
+    CHECK_RUN(run_and_act(endless, "---", "kill -s INT $pid"), 130, "\n---\n", " tokens/s\n");
     const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
     CHECK_RUN(closed, 0, "Twelve chars", "cannot write: Broken pipe", "code 1\n");
     CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
@@ -469,7 +340,8 @@ TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     for (const auto& [token, vocabulary] :
          {std::pair{50255, "vocabulary 50257 (padded 50304)"}, {256, "vocabulary 257 (padded 384)"}}) {
         const std::string data = write_shard(dir() + "/shard.bin", std::vector<int>(99, token));
-        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -i " + data + " -j " + data), 0, vocabulary, "sample\n");
+        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -v 0 -i " + text_file() + " -j " + data), 0, vocabulary,
+                  "sample\n");
     }
     CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
     // One token of all decides, wherever it is.
@@ -479,9 +351,6 @@ TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     bytes.back() = 40000;
     write_shard(dir() + "/late_2.bin", bytes);
     CHECK(vocabulary_of(dir() + "/late_*.bin", false) == 50257);
-    CHECK_RUN(
-        run("--device cpu -e tiny -b 1 -t 8 -x 1 -v 0 -s 0 -i " + dir() + "/late_1.bin -j " + dir() + "/late_2.bin"), 0,
-        "vocabulary 50257");
 }
 
 TEST(memory_table_and_profile) {
@@ -514,17 +383,11 @@ TEST(memory_table_and_profile) {
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
 }
 
-// What was given or derived, and at the end what was kept and a command that works. A terminal gets four steps a second,
-// and the log all of them.
+// A terminal gets four steps a second and at the end a command that works, and the log has all steps.
 TEST(a_run_says_what_it_does_and_what_is_next) {
     const std::string out = dir() + "/says", terminal = "python3 -c 'import pty, sys; pty.spawn(sys.argv[1:])' ";
-    CHECK_RUN(
-        run(tiny() + "-x 3 -a"), 0,
-        "--init tiny  --device cpu\nbatch              --batch 2  --tokens 64  --tokens-per-step 128  --max-steps 3"
-        "  --overfit\noptimizer          --lr 0.002  --warmup 1\nwatching           --val-every 0  --val-batches 20"
-        "  --sample-every 0\ndevice             CPU, ",
-        "attention by plain loops\n", "\n3 steps in 0:0", " tok/s\nnothing was kept: -o DIR keeps");
-    CHECK_RUN(run(tiny() + "-x 1 -l 0"), 0, "--lr 0  --warmup 0\n", " | lr 0.00e+00 | ");
+    CHECK_RUN(run(tiny() + "-x 3 -a"), 0, "--tokens-per-step 128  --max-steps 3  --overfit\n",
+              "--lr 0.002  --warmup 1\n", " tok/s\nnothing was kept: -o DIR keeps");
     const std::string options = tiny() + "-x 40 -v 2 -m 1 -c 0 --prompt x -j " + text_file() + " -o " + out;
     const double begin = test::now();
     std::string said = shell(terminal + "./train_gpt2cu " + given_once(options) + " </dev/null | tr -d '\\r'").out;
@@ -532,8 +395,6 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
     for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
     CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (test::now() - begin));
     CHECK(rows(out, "train").size() == 40);
-    CHECK(std::count(said.begin(), said.begin() + said.find("step 0/"), '\n') <= 15);
-    CHECK(contains(said, "the model is " + model_path(out, 40) + "\n"));
     CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
 }
 
@@ -549,12 +410,13 @@ TEST(the_time_left_is_right_from_the_tenth_step_on) {
         const double left = (6500 - step) * 0.018 + (10 - (step - 1) / 650) * 0.2 + (5 - (step - 1) / 1300) * 1.5;
         if (step >= 10) CHECK_NEAR(pace.left(step, o, 8), left, step <= 1300 ? 0.05 * left : 1e-6);
     }
+    CHECK(minutes(1e300) == "> 99 days" && minutes(99 * 86400.) == "142560:00");
 }
 
 // On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
 // dev/test_resume has more, on the CPU.
 TEST(resume_is_bit_exact_gpu) {
-    if (!has_gpu()) SKIP("no GPU");
+    if (Cuda::count() == 0) SKIP("no GPU");
     for (const std::string precision : {"bf16", "fp32"}) {
         const std::string straight = dir() + "/straight_" + precision, resumed = dir() + "/resumed_" + precision;
         const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " + text_file() +
@@ -588,26 +450,12 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
 // Several ranks
 
 TEST(ranks_say_how_they_work) {
-    const struct {
-        int ranks;
-        std::string options, printed;
-    } cases[] = {{1, "", ""},
-                 {2, "--zero 0 --overlap 0", ", optimizer on each, gradients summed after backward"},
-                 {2, "--zero 0 --overlap 1", ", optimizer on each, gradients summed beside backward"},
-                 {4, "", ", optimizer divided among them, gradients summed after backward"},
-                 {3, "-d 96", ", optimizer on each, gradients summed after"},  // three do not divide 128 channels
-                 {2, "--context-parallel 2", ", sequences divided among 2"}};
-    double alone = NAN;
-    for (const auto& c : cases) {
-        const std::string out = dir() + format("/ranks_%d", c.ranks) + c.options;
-        const Result r =
-            run(ranks_options() + format("-x 2 -v 2 -m 5 --gpus %d ", c.ranks) + c.options + " -o '" + out + "'");
-        CHECK_RUN(r, 0, c.ranks == 1 ? "" : format("ranks              %d, %d on this machine", c.ranks, c.ranks),
-                  c.printed, "step 2/2");
-        const double loss = values(out, "val", "loss_nats").at(0);
-        if (c.ranks == 1) alone = loss;
-        if (!contains(c.options, "context")) CHECK(loss == alone);  // no bit changes before the first update
-    }
+    for (const auto& [options, printed] :
+         {std::pair{"4", "divided among them, gradients summed after backward"},
+          {"2 --zero 0 --overlap 1", "on each, gradients summed beside backward"},
+          {"3 -d 96", "on each, gradients summed after"},  // three do not divide 128 channels
+          {"2 --context-parallel 2", ", sequences divided among 2"}})
+        CHECK_RUN(run(ranks_options() + "-v 0 -x 1 --gpus " + options), 0, printed, "step 1/1");
 }
 
 // Trains alone and in each of these ways, which are options of the first `ranks` GPUs. In bf16 a tiny model's losses
@@ -665,19 +513,20 @@ TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
     check_regrouped(gpu_options() + "--precision bf16 ", two_gpus(), 2e-2);
 }
 
-// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left, and what is
-// left is whole.
+// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left. Resuming takes
+// as long as a job, so only a job that was killed and one that was told to end go on.
 TEST(a_job_ends_as_a_whole) {
     const int gpus = two_gpus();
     const struct {
         const char *options, *act;
         int code;
         const char* says;
+        bool resumes = false;
     } cases[] = {
-        {"-n 1 -nk 3", "kill -9 $(ranks | head -n 1)", 137, "train_gpt2cu: rank 0 (pid "},
+        {"-n 1 -nk 3", "kill -9 $(ranks | head -n 1)", 137, "train_gpt2cu: rank 0 (pid ", true},
         {"-n 1 -nk 3", "kill -9 $(ranks | tail -n 1)", 137, ") was killed by signal 9"},
         {"-n 1 -nk 3 --timeout 8", "kill -STOP $(ranks | tail -n 1)", 1, ": no progress for 8 s"},
-        {"", "kill -s TERM $pid", 143, "\ncheckpoint "},
+        {"", "kill -s TERM $pid", 143, "\ncheckpoint ", true},
         {"", "kill -s TERM $(ranks | tail -n 1)", 143, "\ncheckpoint "},
         // Each rank has its own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone
         // soon, or a zombie that waits for a parent to take note.
@@ -688,12 +537,15 @@ TEST(a_job_ends_as_a_whole) {
          137, "living: .\n"}};
     int n = 0;
     for (const auto& c : cases) {
-        const std::string out = dir() + format("/job_%d", n++), options = gpu_options() + "-v 0 -o " + out;
+        const int failed = test::failed_checks();
+        const std::string out = dir() + format("/job_%d", ++n), options = gpu_options() + "-v 0 -o " + out;
         CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options, "step 5/", c.act), c.code,
                   c.says);
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());
         const int step = newest_checkpoint(out);
-        CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
+        CHECK(step > 0);
+        if (c.resumes) CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
+        if (test::failed_checks() > failed) std::printf("  in case %d: %s, %s\n", n, c.options, c.act);
     }
 }
 
@@ -712,15 +564,6 @@ TEST(ranks_by_hand) {
         CHECK_RUN(r, code == 1 ? 137 : code, format("first %d\n", code), code == 1 ? "rank 0 at step" : "checkpoint ");
         port++;
     }
-}
-
-TEST(an_error_in_one_ranks_data_ends_the_job) {
-    std::vector<int> tokens(8 * 64 + 1, 7);
-    tokens[5 * 64 + 10] = 9999;  // in the sixth window, which is rank 1's third
-    const Result r = run("--device cpu -e " + model() + " -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
-                         write_shard(dir() + "/late_ranks.bin", tokens));
-    CHECK_RUN(r, 1, "9999", "step 1/4");
-    CHECK(!contains(r.out, "step 3/4"));
 }
 
 // dev/test_launch has what ranks say to each other, and dev/test_ranks differences in the data.
@@ -745,22 +588,19 @@ TEST(ranks_that_differ_are_refused) {
 // steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
 TEST(default_corpus_without_gpu_shows_its_floor) {
     const Corpus corpus = builtin_corpus("data/cache", true);
-    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + dir() + "/corpus");
+    const std::string out = dir() + "/corpus";
+    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + out);
     CHECK_RUN(r, 0, "train data         1 shard, 30.9 M tokens; left",  // and not the other way round
-              "validation data    1 shard, 1.1 M tokens; left", "step 0/40 | val loss 5.", "step 20/40 | val loss ",
-              "step 40/40 | val loss ", format(" | floor %.4f\n", corpus.val_nats));
+              "validation data    1 shard, 1.1 M tokens; left", "step 0/40 | val loss 5.",
+              format(" | floor %.4f\n", corpus.val_nats));
     const double val = number_after(r.out, "val loss ");
-    CHECK(val > 2 && val < 4);
-    for (const auto& [kind, count] : {std::pair<const char*, size_t>{"run", 1}, {"val", 3}}) {
-        const std::vector<double> floors = values(dir() + "/corpus", kind, "floor_nats");
-        CHECK(floors.size() == count);
-        for (const double floor : floors) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
-    }
+    CHECK(val > 2 && val < 4 && rows(out, "val").size() == 3);
+    for (const char* kind : {"run", "val"})
+        for (const double floor : values(out, kind, "floor_nats")) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
     // Data of one's own has no known floor. Training data alone has no validation data.
     const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
     const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
-    CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens", "validation data    text file, 100318 tokens",
-              "step 0/0 | val loss 5.");
+    CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens", "validation data    text file, 100318 tokens");
     CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens; left out: 13 at the end\nmemory  ");
     CHECK(!contains(val_only.out, "floor") && !contains(train_only.out, "val loss"));
 }
