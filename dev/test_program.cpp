@@ -450,12 +450,17 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
 // Several ranks
 
 TEST(ranks_say_how_they_work) {
+    int n = 0;
     for (const auto& [options, printed] :
-         {std::pair{"4", "divided among them, gradients summed after backward"},
+         {std::pair{"1", ""},
+          {"4", "divided among them, gradients summed after backward"},
           {"2 --zero 0 --overlap 1", "on each, gradients summed beside backward"},
-          {"3 -d 96", "on each, gradients summed after"},  // three do not divide 128 channels
-          {"2 --context-parallel 2", ", sequences divided among 2"}})
-        CHECK_RUN(run(ranks_options() + "-v 0 -x 1 --gpus " + options), 0, printed, "step 1/1");
+          {"3 -d 96", "on each, gradients summed after"}}) {  // three do not divide 128 channels
+        const std::string out = dir() + format("/ranks_%d", n++);
+        CHECK_RUN(run(ranks_options() + "-x 1 -v 1 -m 5 -o " + out + " --gpus " + options), 0, printed);
+        // No bit changes before the first update.
+        CHECK(values(out, "val", "loss_nats").at(0) == values(dir() + "/ranks_0", "val", "loss_nats").at(0));
+    }
 }
 
 // Trains alone and in each of these ways, which are options of the first `ranks` GPUs. In bf16 a tiny model's losses
