@@ -92,35 +92,6 @@ static std::string parsed(const std::vector<std::string>& arguments) {
     return changed;
 }
 
-// An option changes nothing but itself, takes the ends of its range, and refuses what is just beyond them.
-TEST(every_option_sets_what_it_names) {
-    for (const Option& o : Options().table()) {
-        const std::string name = o.name, range = o.range, title = *o.letter ? name + " (" + o.letter + ")" : name;
-        const bool flag = o.kind == Option::Flag, whole = o.kind == Option::Int;
-        std::string low, high = flag ? "1" : "a b=c", why = flag ? "is not 0 or 1" : "is not one of " + range;
-        std::vector<std::string> bad = {"yes"};
-        if (o.kind == Option::String) bad.clear();
-        if (o.kind == Option::Choice) high = range.substr(range.rfind('|') + 1);
-        if (const size_t dots = range.find(".."); dots < range.size()) {
-            const bool open = dots + 2 == range.size();
-            low = range.substr(0, dots), high = open ? whole ? "2147483647" : "1e+30" : range.substr(dots + 2);
-            const double step = whole ? 1 : 1e-8;  // 1.00000001 is 1 as a float
-            bad = {format("%.10g", std::stod(low) - step), format("%.10g", std::stod(high) + step)};
-            if (open && !whole) bad.pop_back();
-            why = "is out of range " + range;
-        }
-        const std::string changed = "  " + name + (flag ? "" : " " + shell_quoted(high));
-        CHECK(contains(parsed({name, high, *o.letter ? o.letter : name, high}), name));  // twice
-        for (const std::string& found :
-             {parsed({name, high}), parsed({name + "=" + high}), parsed({*o.letter ? o.letter : name, high})})
-            if (found != changed) test::report(__FILE__, __LINE__, "expected " + changed + ", got " + found);
-        for (const std::string& value : bad)
-            if (const std::string found = parsed({name + "=" + value});
-                found.find(title + ": \"" + value + "\" " + why) != 0)
-                test::report(__FILE__, __LINE__, title + " " + value + ": " + found);
-    }
-}
-
 // Most letters are llm.c's. dev/test_resume sees the settings in the log.
 TEST(letters_are_as_they_were_and_help_has_them) {
     const std::string help = run("--help").out;
@@ -146,6 +117,13 @@ TEST(arguments_and_their_errors) {
                  {{"-a", "-b", "7"}, "  --batch 7  --overfit"},  // a flag takes 0 or 1, no option
                  {{"--train-data=runs/lr=1e-3.bin"}, "  --train-data runs/lr=1e-3.bin"},  // the first = ends the name
                  {{"-i", "-"}, "  --train-data -"},
+                 {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},             // the ends of ranges
+                 {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},  // 1 as a float
+                 {{"-q", "-1e-8"}, "--final-lr (-q): \"-1e-8\" is out of range 0..1"},
+                 {{"-r", "3"}, "--recompute (-r): \"3\" is out of range 0..2"},
+                 {{"-x", "-2"}, "--max-steps (-x): \"-2\" is out of range -1.."},
+                 {{"--eval-only=yes"}, "--eval-only: \"yes\" is not 0 or 1"},
+                 {{"--prompt", "a b=c"}, "  --prompt 'a b=c'"},
                  {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
                  {{"-b", "8", "--nonsense", "--help"}, ""},             // --help wins over all that came before
                  {{"-a", "data.bin"}, "unexpected argument \"data.bin\""},
@@ -194,7 +172,6 @@ TEST(usage_errors_exit_with_2) {
         {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
         {2, "--bat 4", "train_gpt2cu: unknown option --bat (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
-        {2, "--device cpu -e d13", "--init d13: neither d12"},
         {2, "--device cpu -e run", "--init run: holds no run of ours; give a model file"},
         {2, "--device cpu --precision bf16", "--precision bf16 needs a GPU"},
         {2, "--device cpu --generate 5", "--generate needs a trained model"},
@@ -209,7 +186,6 @@ TEST(usage_errors_exit_with_2) {
         {2, tiny() + "--verify 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
         {2, tiny() + "-d 100", "not a multiple"},
-        {2, "--device cpu -e tiny -b 65536 -t 65536 --memory", "too many tokens"},
         {2, ranks_options() + "--memory --gpus 3", "B·T·ranks"},
         {2, ranks_options() + "--memory --gpus 3 -d 96 --zero 1", "--zero 0"},
         {2, ranks_options() + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
@@ -231,6 +207,7 @@ TEST(other_errors_exit_with_1) {
     write_file(logged + "/log.jsonl", "{}\n");
     check_commands({
         {0, "--device cpu --generate 2 -e " + dir() + "/model", ""},  // the newest checkpoint there
+        {0, "--device cpu --generate 2 -t 300 -e " + model(), ""},    // a sample needs only its own
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
         {1, "--device cpu -e " + bad, "20240326"},
@@ -258,8 +235,7 @@ TEST(pipes_devices_and_directories_are_refused) {
         const Result r = shell("timeout -s KILL 100 ./train_gpt2cu " + given_once(tiny() + "-x 1 " + options));
         CHECK_RUN(r, 1, refused + ": not a regular file");
     };
-    for (const std::string& other : {pipe, std::string("/dev/zero")})
-        for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "}) check(option + other, other);
+    for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "}) check(option + pipe, pipe);
     for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
         std::filesystem::create_directory(out + name);
         std::filesystem::create_symlink(pipe, out + name + "/" + name);
@@ -288,21 +264,10 @@ TEST(an_llm_c_directory_is_left_alone) {
         std::filesystem::copy_file(model(), out + "/model_" + step + ".bin");
     }
     const std::string ours = out + "/ours ", start = tiny() + "-x 1 -o ";
-    const auto refused = [&] {
-        for (const char* resume : {" -y 1", " -y 0"})
-            check_commands({{1, start + out + resume, "-e " + model_path(out, 20)}});
-        CHECK(exists(model_path(out, 20)) && !exists(out + "/log.jsonl"));
-    };
-    refused();
+    for (const char* resume : {" -y 1", " -y 0"})
+        check_commands({{1, start + out + resume, "-e " + model_path(out, 20)}});
+    CHECK(exists(model_path(out, 20)) && !exists(out + "/log.jsonl"));
     CHECK_RUN(run(start + ours + "-e " + model_path(out, 20)), 0, "checkpoint");
-    for (const auto& path : {model_path, state_path}) std::filesystem::copy(path(out + "/ours", 1), out);
-    refused();  // nor are they left-overs of a run of ours there
-}
-
-TEST(a_sample_needs_only_its_own_positions) {
-    const std::string greedy = "2>/dev/null --device cpu --generate 5 --temperature 0 -e " + model();
-    const std::string text = run(greedy).out;
-    CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);
 }
 
 TEST(texts_are_streamed) {
@@ -361,23 +326,12 @@ TEST(memory_table_and_profile) {
     for (const auto& [options, bytes_per_token] :
          {std::pair{"d12 -r 0", " 596744.0\n"}, {"gpt2:d12 -r 1", " 461576.0\n"}, {"gpt2:d12 -r 2", " 393992.0\n"}})
         CHECK_RUN(run(std::string("--device cpu --memory -e ") + options), 0, qkvw, bytes_per_token);
-    // What is listed adds up to the total (every element has 4 bytes here), and a run reports the same total.
-    std::map<std::string, double> listed;
+    // A run has what the table says, and dev/test_gpt2 what is allocated. The moments are as large as the parameters twice.
     const std::string table = run(tiny() + "--memory").out, described = run(tiny() + "-x 0").out;
-    std::istringstream lines(table);
-    for (std::string line; std::getline(lines, line);) {
-        char arena[100];
-        double elements = 0, size = 0;
-        if (std::sscanf(line.c_str(), "%99s %*s %*[fpi32] %*d %lf %lf", arena, &elements, &size) != 3) continue;
-        CHECK_NEAR(size, elements * 4 / (1 << 20), 0.006);
-        listed[arena] += elements * 4 / (1 << 20), listed["total"] += elements * 4 / (1 << 20);
-    }
-    CHECK(listed.size() == 6 && listed["total"] > 10);
-    CHECK_NEAR(number_after(table, "total, and activations per token "), listed["total"], 0.02);
-    CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), listed["parameters"] + listed["optimizer"],
-               0.02);
-    for (const auto& [name, size] : listed)
-        CHECK_NEAR(number_after(described, name == "total" ? "\nmemory " : name + " "), size, 0.06);
+    const double total = number_after(described, "\nmemory "), parameters = number_after(described, ": parameters ");
+    CHECK(parameters > 2);
+    CHECK_NEAR(number_after(table, "total, and activations per token "), total, 0.06);
+    CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), 3 * parameters, 0.2);
     const Result generate = run("--device cpu --generate 1 --memory -e " + model());
     CHECK(contains(generate.out, "total, and activations") && !contains(generate.out, "host memory"));
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
