@@ -213,6 +213,27 @@ TEST(faults_with_two_ranks) {
     for (const char* optimizer : {"--zero 0", "--zero 1"}) check_faults(dir() + "/none", optimizer, 2, 11);
 }
 
+// Differences beside the arguments are found before the first step. A rate that ruins the parameters of one rank shows in
+// the second step. If ranks share sequences, what is broken reaches the others at once, and none may stop before them.
+TEST(a_rank_that_differs_is_named) {
+    const std::string other = dir() + "/other.bin", out = dir() + "/differs";
+    write_shard(other, make_tokens(22 * 16 + 1, 2));
+    const auto check = [&](const std::string& command, const std::string& says, void (*change)(Options&)) {
+        std::filesystem::remove_all(out);
+        change_options_of_rank_1 = change;
+        CHECK_RUN(train(options(out) + command, 2), 1, says);
+        change_options_of_rank_1 = [](Options&) {};
+    };
+    check("", "rank 1 has \"4\"", [](Options& o) { o.T = 4; });
+    check("", "parameters: rank 1 has", [](Options& o) { o.init = model_file(kNoEnd); });
+    check("", ": data: rank 1 has", [](Options& o) { o.train_data = dir() + "/other.bin"; });
+    check("-j " + other, ": validation data: rank 1 has", [](Options& o) { o.val_data = dir() + "/shard.bin"; });
+    const auto ruin = [](Options& o) { o.lr = 1e30f; };
+    check("--zero 0 -u 0", "gradient norm -nan; first tensor that is not finite: qkv of layer 0 (", ruin);
+    check("--zero 0 -u 0", " elements) on rank 1; nothing was updated", ruin);
+    check("--context-parallel 2 --zero 0 -u 0", "first tensor that is not finite: ", ruin);
+}
+
 TEST(gate_repeat) {
     const std::string out = dir() + "/again";
     CHECK_RUN(train(options(out)), 0, "checkpoint");

@@ -42,7 +42,7 @@ void check_commands(const std::vector<Command>& commands) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two. What CPU ranks compute is
-// checked elsewhere: dev/test_recipe compares it with fp64, and dev/test_ranks with one rank.
+// checked elsewhere, because dev/test_recipe compares it with fp64.
 
 std::string small_steps(const std::string& device) {
     return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " + text_file() + " ";
@@ -90,21 +90,6 @@ static std::string parsed(const std::vector<std::string>& arguments) {
     std::string changed;
     for (std::string line; std::getline(lines, line);) changed += line.substr(std::min<size_t>(line.size(), 17));
     return changed;
-}
-
-// Most letters are llm.c's. dev/test_resume sees the settings in the log.
-TEST(letters_are_as_they_were_and_help_has_them) {
-    const std::string help = run("--help").out;
-    std::string letters;
-    for (const Option& o : Options().table()) {
-        CHECK(contains(help, format(" %s", o.name)));
-        if (*o.letter) letters += format("%s %s ", o.letter, o.name);
-    }
-    CHECK(letters ==
-          "-i --train-data -j --val-data -e --init -r --recompute -z --zero -b --batch -t --tokens -d "
-          "--tokens-per-step -x --max-steps -a --overfit -l --lr -u --warmup -q --final-lr -k --schedule -c "
-          "--weight-decay -v --val-every -m --val-batches -s --sample-every -g --sample-length -o --output-dir -n "
-          "--checkpoint-every -nk --keep -nm --keep-every -y --resume ");
 }
 
 TEST(arguments_and_their_errors) {
@@ -157,17 +142,11 @@ TEST(arguments_and_their_errors) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The program
 
-TEST(version) {
-    const std::string newest = shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1").out;
-    const Result r = run("--version");
-    CHECK(r.code == 0 && r.out.substr(0, r.out.find_first_of(",\n")) + "\n" == "train_gpt2cu " + newest);
-    if (shell("git rev-parse").code == 0) CHECK(contains(r.out, ", commit "));
-}
-
 // Parsing has its errors above.
 TEST(usage_errors_exit_with_2) {
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
+        {0, "--version", "train_gpt2cu " + shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out},
         {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: leave out -h 0"},
         {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
         {2, "--bat 4", "train_gpt2cu: unknown option --bat (did you mean --batch?)"},
@@ -211,6 +190,7 @@ TEST(other_errors_exit_with_1) {
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
         {1, "--device cpu -e " + bad, "20240326"},
+        {1, tiny() + "-b 16384 -x 1", "sequences of 64, and a batch takes 16384"},
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
@@ -289,15 +269,6 @@ TEST(texts_are_streamed) {
                     "./train_gpt2cu --device cpu --generate 9 -e " +
                     model()),
               0, "> Once", "> Fox", "\n18 tokens in ");
-}
-
-// Without -x a run sees every window at least once. 1000 bytes and the token before them are 15 of 64 and a rest.
-TEST(trains_for_one_epoch_of_own_data) {
-    write_file(dir() + "/thousand.txt", read_file(text_file()).substr(0, 1000));
-    const std::string options = "--device cpu -e tiny -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt ";
-    CHECK_RUN(run(options + "-b 1"), 0, "step 15/15 | loss ", "; left out: 40 at the end");
-    CHECK_RUN(run(options + "-b 2 -d 512"), 0, "step 2/2 | loss ");
-    CHECK_RUN(run(options + "-b 16"), 1, "15 sequences of 64, and a batch takes 16");
 }
 
 // The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
@@ -417,41 +388,32 @@ TEST(ranks_say_how_they_work) {
     }
 }
 
-// Trains alone and in each of these ways, which are options of the first `ranks` GPUs. In bf16 a tiny model's losses
-// diverge soon after any difference. Where `seeds` says so, they may do so by no more than with another seed.
-static void check_gpus(const std::string& name, const std::string& options, bool seeds,
-                       const std::function<std::vector<std::string>(bool fp32, int ranks)>& ways) {
+// Trains alone and in other ways on the first GPUs. In bf16 a tiny model's losses diverge soon after any difference. If
+// sequences are shared, they may do so by no more than with another seed.
+TEST(gpus_train_as_one) {
     const int gpus = two_gpus();
-    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
-        const bool fp32 = precision[0] == 'f';
-        const std::string command = gpu_options() + options + " -x 20 -v 10 -m 5 --precision " + precision + " ",
-                          one = dir() + "/" + name + std::string(precision, 4), other_seed = one + "_seed";
-        CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
-        if (seeds) CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
-        for (int ranks = 2, n = 0; ranks <= gpus; ranks *= 2)
-            for (const std::string& way : ways(fp32, ranks)) {
-                const std::string several = one + format("_%d", n++);
-                CHECK_RUN(run(command + format("--gpus %d ", ranks) + way + " -o " + several), 0, "step 20/20");
+    for (const bool shared : {false, true})
+        for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+            const bool fp32 = precision[0] == 'f';
+            const std::string command = gpu_options() + (shared ? "-b 2 -t 256 -d 1024" : "") +
+                                        " -x 20 -v 10 -m 5 --precision " + precision + " ",
+                              one = dir() + format("/gpu_%d_%d", shared, fp32), other_seed = one + "_seed";
+            CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
+            if (shared) CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
+            std::vector<std::string> ways = {"--gpus 2 --zero 0 --overlap 1", "--gpus 2 --zero 1 --overlap 0"};
+            if (fp32) ways.insert(ways.end(), {"--gpus 2 --zero 0 --overlap 0", "--gpus 2 --zero 1 --overlap 1"});
+            if (shared) ways = {"--gpus 2 --context-parallel 2"};
+            for (size_t i = 0, n = ways.size(); gpus == 4 && i < n; i++) ways.push_back("--gpus 4" + ways[i].substr(8));
+            if (shared && gpus == 4) ways.push_back("--gpus 4 --context-parallel 4");
+            for (size_t i = 0; i < ways.size(); i++) {
+                const std::string several = one + format("_%zu", i);
+                CHECK_RUN(run(command + ways[i] + " -o " + several), 0, "step 20/20");
                 for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}}) {
-                    const double tolerance = fp32 ? 1e-3 : seeds ? apart(other_seed, one, kind, count) : 2e-2;
+                    const double tolerance = fp32 ? 1e-3 : shared ? apart(other_seed, one, kind, count) : 2e-2;
                     CHECK_NEAR(apart(several, one, kind, count), 0, tolerance);
                 }
             }
-    }
-}
-TEST(gpus_train_as_one) {
-    check_gpus("gpu_", "", false, [](bool fp32, int) {
-        std::vector<std::string> ways = {"--zero 0 --overlap 1", "--zero 1 --overlap 0"};
-        if (fp32) ways.insert(ways.end(), {"--zero 0 --overlap 0", "--zero 1 --overlap 1"});
-        return ways;
-    });
-}
-TEST(gpus_share_sequences) {
-    check_gpus("whole_", "-b 2 -t 256 -d 1024", true, [](bool, int ranks) {
-        std::vector<std::string> ways = {"--context-parallel 2"};
-        if (ranks == 4) ways.push_back("--context-parallel 4");
-        return ways;
-    });
+        }
 }
 
 // Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank that never stopped.
@@ -525,7 +487,7 @@ TEST(ranks_by_hand) {
     }
 }
 
-// dev/test_launch has what ranks say to each other, and dev/test_ranks differences in the data.
+// dev/test_launch has what ranks say to each other, and dev/test_faults differences in the data.
 TEST(ranks_that_differ_are_refused) {
     if (Cuda::count() == 0) SKIP("no GPU");
     const std::string changed = dir() + "/changed", options = " " + small_steps("cuda") + "-v 0 -x 2 ";
