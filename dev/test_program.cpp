@@ -3,9 +3,7 @@
 // any machine.
 #include <sys/stat.h>
 
-#include <future>
-#include <map>
-#include <thread>
+#include <set>
 
 #include "data/loader.h"
 #include "data/text.h"
@@ -47,12 +45,8 @@ void check_commands(const std::vector<Command>& commands) {
 std::string small_steps(const std::string& device) {
     return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " + text_file() + " ";
 }
-std::string ranks_options() {
-    return small_steps("cpu") + "-k constant -u 0 ";
-}
-std::string gpu_options() {
-    return small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
-}
+const std::string kRanks = small_steps("cpu") + "-k constant -u 0 ",
+                  kGpus = small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
 // How many GPUs to use, 2 or 4.
 int two_gpus() {
     const int gpus = Cuda::count();
@@ -125,6 +119,9 @@ TEST(arguments_and_their_errors) {
                  {{"-l", "1e-40"}, "--lr (-l): \"1e-40\" is too small for a float"},
                  {{"-l", "-1e-400"}, "--lr (-l): \"-1e-400\" is too small for a float"},
                  {{"-l", "0e-999"}, "  --lr 0"}};
+    std::set<void*> values;  // each has its own
+    for (const Option& o : Options().table()) values.insert(o.value);
+    CHECK(values.size() == Options().table().size());
     for (const auto& [arguments, result] : cases) {
         const std::string found = parsed(arguments);
         if (found != result && found.find(result + ": ") != 0)
@@ -165,13 +162,13 @@ TEST(usage_errors_exit_with_2) {
         {2, tiny() + "--verify 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
         {2, tiny() + "-d 100", "not a multiple"},
-        {2, ranks_options() + "--memory --gpus 3", "B·T·ranks"},
-        {2, ranks_options() + "--memory --gpus 3 -d 96 --zero 1", "--zero 0"},
-        {2, ranks_options() + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
-        {2, ranks_options() + "--context-parallel 2", "use --gpus 2"},
-        {2, ranks_options() + "--memory -t 36 --gpus 4 --context-parallel 4", "use -t 32"},
-        {2, ranks_options() + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
-        {2, ranks_options() + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
+        {2, kRanks + "--memory --gpus 3", "B·T·ranks"},
+        {2, kRanks + "--memory --gpus 3 -d 96 --zero 1", "--zero 0"},
+        {2, kRanks + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
+        {2, kRanks + "--context-parallel 2", "use --gpus 2"},
+        {2, kRanks + "--memory -t 36 --gpus 4 --context-parallel 4", "use -t 32"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
     });
     CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2, "--device cpu has one rank: leave out --gpus");
     CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
@@ -207,8 +204,8 @@ TEST(other_errors_exit_with_1) {
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
-// As an input and in -o. A pipe would never answer, and a device would never end.
-TEST(pipes_devices_and_directories_are_refused) {
+// As an input and in -o, because a pipe would never answer.
+TEST(pipes_are_refused) {
     const std::string pipe = dir() + "/pipe", out = dir() + "/holds_";
     mkfifo(pipe.c_str(), 0600);
     const auto check = [&](const std::string& options, const std::string& refused) {
@@ -221,8 +218,6 @@ TEST(pipes_devices_and_directories_are_refused) {
         std::filesystem::create_symlink(pipe, out + name + "/" + name);
         for (const char* resume : {"", " -y"}) check("-o " + out + name + resume, out + name + "/" + name);
     }
-    std::filesystem::create_directories(out + "folder/model_00000009.bin");
-    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "folder"), 1, "model_00000009.bin: cannot open: Is a directory");
 }
 
 // A stream that is closed does not become the log, and one that cannot be written does not go unnoticed.
@@ -303,8 +298,6 @@ TEST(memory_table_and_profile) {
     CHECK(parameters > 2);
     CHECK_NEAR(number_after(table, "total, and activations per token "), total, 0.06);
     CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), 3 * parameters, 0.2);
-    const Result generate = run("--device cpu --generate 1 --memory -e " + model());
-    CHECK(contains(generate.out, "total, and activations") && !contains(generate.out, "host memory"));
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
 }
 
@@ -382,7 +375,7 @@ TEST(ranks_say_how_they_work) {
           {"2 --zero 0 --overlap 1", "on each, gradients summed beside backward"},
           {"3 -d 96", "on each, gradients summed after"}}) {  // three do not divide 128 channels
         const std::string out = dir() + format("/ranks_%d", n++);
-        CHECK_RUN(run(ranks_options() + "-x 1 -v 1 -m 5 -o " + out + " --gpus " + options), 0, printed);
+        CHECK_RUN(run(kRanks + "-x 1 -v 1 -m 5 -o " + out + " --gpus " + options), 0, printed);
         // No bit changes before the first update.
         CHECK(values(out, "val", "loss_nats").at(0) == values(dir() + "/ranks_0", "val", "loss_nats").at(0));
     }
@@ -395,7 +388,7 @@ TEST(gpus_train_as_one) {
     for (const bool shared : {false, true})
         for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
             const bool fp32 = precision[0] == 'f';
-            const std::string command = gpu_options() + (shared ? "-b 2 -t 256 -d 1024" : "") +
+            const std::string command = kGpus + (shared ? "-b 2 -t 256 -d 1024" : "") +
                                         " -x 20 -v 10 -m 5 --precision " + precision + " ",
                               one = dir() + format("/gpu_%d_%d", shared, fp32), other_seed = one + "_seed";
             CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
@@ -427,11 +420,11 @@ static std::string check_regrouped(const std::string& options, int most, double 
     return out;
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
-    const std::string out = check_regrouped(ranks_options(), 4, 1e-4);
+    const std::string out = check_regrouped(kRanks, 4, 1e-4);
     CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(out, 12)), 0, "");
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
-    check_regrouped(gpu_options() + "--precision bf16 ", two_gpus(), 2e-2);
+    check_regrouped(kGpus + "--precision bf16 ", two_gpus(), 2e-2);
 }
 
 // Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left. Resuming takes
@@ -459,7 +452,7 @@ TEST(a_job_ends_as_a_whole) {
     int n = 0;
     for (const auto& c : cases) {
         const int failed = test::failed_checks();
-        const std::string out = dir() + format("/job_%d", ++n), options = gpu_options() + "-v 0 -o " + out;
+        const std::string out = dir() + format("/job_%d", ++n), options = kGpus + "-v 0 -o " + out;
         CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options, "step 5/", c.act), c.code,
                   c.says);
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());
@@ -476,7 +469,7 @@ TEST(ranks_by_hand) {
     if (Cuda::count() == 0) SKIP("no GPU");
     int port = 20000 + getpid() % 12000;
     for (const auto& [signal, code] : {std::pair{"TERM", 143}, {"KILL", 1}}) {
-        const std::string out = dir() + "/by_hand_" + signal, options = gpu_options() + "-v 0 -o " + out;
+        const std::string out = dir() + "/by_hand_" + signal, options = kGpus + "-v 0 -o " + out;
         std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out + "/log.jsonl; do sleep 0.1; done; }; ";
         for (const int rank : {0, 1})
             command += as_rank(rank, 2, port) + format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
