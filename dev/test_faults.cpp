@@ -228,10 +228,13 @@ TEST(a_rank_that_differs_is_named) {
     check("", "parameters: rank 1 has", [](Options& o) { o.init = model_file(kNoEnd); });
     check("", ": data: rank 1 has", [](Options& o) { o.train_data = dir() + "/other.bin"; });
     check("-j " + other, ": validation data: rank 1 has", [](Options& o) { o.val_data = dir() + "/shard.bin"; });
-    const auto ruin = [](Options& o) { o.lr = 1e30f; };
-    check("--zero 0 -u 0", "; first tensor that is not finite: qkv of layer 0 (", ruin);
+    const auto ruin = [](Options& o) {
+        o.lr = 3e38f;
+        o.weight_decay = 1e3f;
+    };
+    check("--zero 0 -u 0", "; first tensor that is not finite: wte (parameters, ", ruin);
     check("--zero 0 -u 0", " elements) on rank 1; nothing was updated", ruin);
-    check("--context-parallel 2 --zero 0 -u 0", "first tensor that is not finite: ", ruin);
+    check("--zero 0 -u 0 --context-parallel 2", "; first tensor that is not finite: atty of layer 0 (", ruin);
 }
 
 TEST(gate_repeat) {

@@ -168,7 +168,7 @@ TEST(resumes_with_other_data_and_ranks) {
     int run_number = 0;
     for (const std::string& other :
          {std::string("--no-shuffle"), "-i " + text_file(), std::string("-a 1"), std::string("--attention naive"),
-          std::string("-b 1 --gpus 4 --context-parallel 2 --zero 1")}) {
+          std::string("-b 1 --gpus 4 --context-parallel 2 --zero 1"), std::string("-b 1 --gpus 2 --zero 0")}) {
         const std::string straight = dir() + format("/other_%d", run_number++), command = options() + other + " -n 7 ";
         CHECK_RUN(run(command + "-o " + straight), 0, "checkpoint");
         check_resumes(command, straight, 7);
