@@ -95,8 +95,7 @@ TEST(arguments_and_their_errors) {
                  {{"--no-shuffle=1", "-a", "0"}, "  --no-shuffle"},
                  {{"-a", "-b", "7"}, "  --batch 7  --overfit"},  // a flag takes 0 or 1, no option
                  {{"--train-data=runs/lr=1e-3.bin"}, "  --train-data runs/lr=1e-3.bin"},  // the first = ends the name
-                 {{"-i", "-"}, "  --train-data -"},
-                 {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},             // the ends of ranges
+                 {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},     // the ends of ranges
                  {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},  // 1 as a float
                  {{"-q", "-1e-8"}, "--final-lr (-q): \"-1e-8\" is out of range 0..1"},
                  {{"-r", "3"}, "--recompute (-r): \"3\" is out of range 0..2"},
@@ -117,7 +116,6 @@ TEST(arguments_and_their_errors) {
                  {{"--temp"}, "unknown option --temp (did you mean --temperature?); see --help"},
                  {{"-b", "99999999999999999999"}, "--batch (-b): \"99999999999999999999\" is out of range 0..65536"},
                  {{"-l", "1e-40"}, "--lr (-l): \"1e-40\" is too small for a float"},
-                 {{"-l", "-1e-400"}, "--lr (-l): \"-1e-400\" is too small for a float"},
                  {{"-l", "0e-999"}, "  --lr 0"}};
     std::set<void*> values;  // each has its own
     for (const Option& o : Options().table()) values.insert(o.value);
@@ -157,7 +155,6 @@ TEST(usage_errors_exit_with_2) {
         {2, "--device cpu --eval-only", "--eval-only needs a model"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "need a directory: give it with -o"},
-        {2, tiny() + "-n 5", "need a directory: give it with -o"},
         {2, tiny() + "-nm 5", "need a directory: give it with -o"},
         {2, tiny() + "--verify 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
