@@ -251,7 +251,8 @@ TEST(gate_restart_and_replay) {
     CHECK_RUN(train(command + "-y 1"), 0, "resumed at step ");
     CHECK_RUN(train(verify + "2"), 0, "steps 3 to 4" + same);
     CHECK_RUN(train(verify + "5"), 1, "--verify 5: no checkpoint follows that step in " + out);
-    CHECK_RUN(train(verify + "3"), 2, "--verify 3: " + out + " has no checkpoint of that step");
+    CHECK_RUN(train(options(dir() + "/typo") + "--verify 3"), 2, "/typo has no checkpoint of that step");
+    CHECK(!exists(dir() + "/typo"));
     CHECK_RUN(train(verify + "2 -l 1e-3"), 1, "the run had other options: -l from 0.003 to 0.001;");
     CHECK(content(out) == content(undisturbed()));
     // Two ranks round other sums than one.

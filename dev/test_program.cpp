@@ -105,7 +105,6 @@ TEST(arguments_and_their_errors) {
                  {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
                  {{"-b", "8", "--nonsense", "--help"}, ""},             // --help wins over all that came before
                  {{"-a", "data.bin"}, "unexpected argument \"data.bin\""},
-                 {{"-a", "2"}, "unexpected argument \"2\""},
                  {{"-b"}, "--batch (-b) needs a value"},
                  {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value, found option --batch=3"},
                  {{"-i", "-nk", "3"}, "--train-data (-i) needs a value, found option -nk"},
@@ -188,7 +187,6 @@ TEST(other_errors_exit_with_1) {
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
-        {2, tiny() + "--verify 5 -o " + dir() + "/typo", "/typo has no checkpoint of that step"},
         {1, tiny() + "-x 1 -o " + logged,
          "has a log but no checkpoint: -y would begin both anew, so rather give another -o"},
     });
@@ -196,7 +194,7 @@ TEST(other_errors_exit_with_1) {
     if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
     CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
           !*missing_kernels(80, false));
-    CHECK(read_file(logged + "/log.jsonl") == "{}\n" && !exists(dir() + "/typo"));
+    CHECK(read_file(logged + "/log.jsonl") == "{}\n");
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }

@@ -182,7 +182,6 @@ TEST(resumes_after_a_signal) {
     const int steps = 600;  // enough that a signal comes before the end, however busy the machine is
     const std::string command = options(steps) + "-v 40 -s 50 -n 20 -o ", straight = dir() + "/long";
     CHECK_RUN(run(command + straight), 0, "checkpoint");
-    check_same("log", log_of(straight, true), expected_log(steps, 40, 50));
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGKILL}) {
         const std::string out = dir() + format("/signal_%d", signal);
         std::signal(signal, SIG_DFL);  // whoever started this test may ignore it
@@ -190,8 +189,7 @@ TEST(resumes_after_a_signal) {
         const Result r = run_and_act(command + out, format("step 43/%d |", steps), format(twice, signal, signal));
         CHECK_RUN(r, 128 + signal, signal == SIGKILL ? "step 43/" : "interrupted at step");
         const int step = newest_checkpoint(out);
-        if (signal == SIGKILL ? step < 20 || step % 20 : step < 43 || step >= steps)
-            test::report(__FILE__, __LINE__, format("signal %d: a checkpoint of step %d", signal, step));
+        CHECK(signal == SIGKILL ? step >= 20 && step % 20 == 0 : step >= 43 && step < steps);
         std::ofstream(out + "/log.jsonl", std::ios::app) << "{\"kind\": \"train\", \"st";
         CHECK_RUN(run(command + out + " -y 1"), 0, format("resumed at step %d\n", step));
         check_same_run(straight, out, step + 1);
