@@ -11,6 +11,8 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
+#include <regex>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -65,43 +67,31 @@ inline Result shell(const std::string& command, const std::function<void(const s
     r.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return r;
 }
-// Tests begin with common options and change some. The program refuses one that is given twice, so the earlier goes, with
-// its value. Words of the shell stay as they are, and what follows a ; or a | or an &.
+// Tests begin with common options and change some. The program refuses one that is given twice, so the last one counts.
+// Other words follow the options as they are, and so does all from a ; or a | or an & on.
 inline std::string given_once(const std::string& arguments) {
-    std::vector<std::string> words;
-    char quote = 0;
-    bool inside = false;
-    for (const char c : arguments) {
-        if (!quote && c == ' ') {
-            inside = false;
-            continue;
-        }
-        if (!inside) words.emplace_back();
-        inside = true;
-        words.back() += c;
-        quote = quote ? (c == quote ? 0 : quote) : (c == '\'' || c == '"') ? c : 0;
-    }
+    static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
+    const std::vector<std::string> words(std::sregex_token_iterator(arguments.begin(), arguments.end(), word), {});
     Options o;
     const std::vector<Option> table = o.table();
-    std::vector<std::pair<const Option*, std::string>> parts;
-    size_t i = 0;
-    for (; i < words.size() && words[i].find_first_of(";|&") == std::string::npos; i++) {
+    std::map<std::string, std::string> given;
+    std::string others;
+    bool of_shell = false;
+    for (size_t i = 0; i < words.size(); i++) {
         const std::string name = words[i].substr(0, words[i].find('='));
         const auto option = std::find_if(table.begin(), table.end(),
                                          [&](const Option& o) { return name == o.name || name == o.letter; });
-        const Option* const known = option == table.end() || name.empty() ? nullptr : &*option;
-        for (auto& [earlier, text] : parts)
-            if (known && earlier == known) text.clear();
-        parts.push_back({known, words[i]});
-        const bool flag = known && known->kind == Option::Flag;
-        const std::string next = i + 1 < words.size() ? words[i + 1] : "";
-        if (known && name == words[i] && (flag ? next == "0" || next == "1" : !next.empty()))
-            parts.back().second += " " + words[++i];
+        of_shell |= words[i].find_first_of(";|&") != std::string::npos;
+        const bool known = !of_shell && option != table.end();
+        std::string& text = known ? given[option->name] : others;
+        text = (known ? "" : others) + words[i] + " ";
+        if (!known || name != words[i] || i + 1 == words.size()) continue;
+        const std::string& next = words[i + 1];
+        if (option->kind != Option::Flag || next == "0" || next == "1") text += words[++i] + " ";
     }
     std::string text;
-    for (const auto& part : parts) text += part.second + " ";
-    for (; i < words.size(); i++) text += words[i] + " ";
-    return text;
+    for (const auto& [name, written] : given) text += written;
+    return text + others;
 }
 // The program. Several ranks without a GPU are the threads of dev/train_threads.
 inline std::string command(const std::string& arguments) {
@@ -227,9 +217,6 @@ inline void write_choices(const std::string& path, const std::vector<Choice>& ch
 }
 inline bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;
-}
-inline bool has_gpu() {
-    return !contains(run("-x 0 -s 0 -v 0 -i " + text_file() + " -e tiny -t 64").out, "no usable GPU");
 }
 
 // Checks a run's exit code, and that its output has all these parts.

@@ -3,9 +3,7 @@
 // any machine.
 #include <sys/stat.h>
 
-#include <future>
-#include <map>
-#include <thread>
+#include <set>
 
 #include "data/loader.h"
 #include "data/text.h"
@@ -42,17 +40,13 @@ void check_commands(const std::vector<Command>& commands) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Several ranks are threads on the CPU (dev/train_threads), and GPUs if there are at least two. What CPU ranks compute is
-// checked elsewhere: dev/test_recipe compares it with fp64, and dev/test_ranks with one rank.
+// checked elsewhere, because dev/test_recipe compares it with fp64.
 
 std::string small_steps(const std::string& device) {
     return "--device " + device + " -e tiny -b 1 -t 32 -d 128 -s 0 -i " + text_file() + " -j " + text_file() + " ";
 }
-std::string ranks_options() {
-    return small_steps("cpu") + "-k constant -u 0 ";
-}
-std::string gpu_options() {
-    return small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
-}
+const std::string kRanks = small_steps("cpu") + "-k constant -u 0 ",
+                  kGpus = small_steps("cuda") + "-k constant -u 6 -l 1e-3 ";
 // How many GPUs to use, 2 or 4.
 int two_gpus() {
     const int gpus = Cuda::count();
@@ -92,244 +86,85 @@ static std::string parsed(const std::vector<std::string>& arguments) {
     return changed;
 }
 
-// An option changes nothing but itself, takes the ends of its range, and refuses what is just beyond them.
-TEST(every_option_sets_what_it_names) {
-    for (const Option& o : Options().table()) {
-        const std::string name = o.name, range = o.range, title = *o.letter ? name + " (" + o.letter + ")" : name;
-        const bool flag = o.kind == Option::Flag, whole = o.kind == Option::Int;
-        std::string low, high = flag ? "1" : "a b=c", why = flag ? "is not 0 or 1" : "is not one of " + range;
-        std::vector<std::string> bad = {"yes"};
-        if (o.kind == Option::String) bad.clear();
-        if (o.kind == Option::Choice) high = range.substr(range.rfind('|') + 1);
-        if (const size_t dots = range.find(".."); dots < range.size()) {
-            const bool open = dots + 2 == range.size();
-            low = range.substr(0, dots), high = open ? whole ? "2147483647" : "1e+30" : range.substr(dots + 2);
-            const double step = whole ? 1 : 1e-8;  // 1.00000001 is 1 as a float
-            bad = {format("%.10g", std::stod(low) - step), format("%.10g", std::stod(high) + step)};
-            if (open && !whole) bad.pop_back();
-            why = "is out of range " + range;
-        }
-        const std::string changed = "  " + name + (flag ? "" : " " + shell_quoted(high));
-        CHECK(contains(parsed({name, high, *o.letter ? o.letter : name, high}), name));  // twice
-        for (const std::string& found :
-             {parsed({name, high}), parsed({name + "=" + high}), parsed({*o.letter ? o.letter : name, high})})
-            if (found != changed) test::report(__FILE__, __LINE__, "expected " + changed + ", got " + found);
-        for (const std::string& value : bad)
-            if (const std::string found = parsed({name + "=" + value});
-                found.find(title + ": \"" + value + "\" " + why) != 0)
-                test::report(__FILE__, __LINE__, title + " " + value + ": " + found);
-    }
-}
-
-// Each row has an option's letter, the name of its value, its range and default as --help has them, and three values. A
-// run must log these as its settings. No two options have the same three, so none can stand for another.
-TEST(help_and_log_have_every_option) {
-    struct Row {
-        const char *name, *letter, *value;
-        std::string help;
-        std::string a, b, c;  // "" if not given
-    };
-    const std::string text = text_file(), copy = dir() + "/copy.txt", out = dir() + "/options";
-    std::filesystem::copy_file(text, copy);
-    const std::vector<Row> rows = {
-        {"--train-data", "-i", " TEXT", "default: the built-in corpus", text, copy, text},
-        {"--val-data", "-j", " TEXT", "default: none with -i", copy, text, text},
-        {"--init", "-e", " TEXT", "default: d12 (CPU: tiny)", "tiny", model(), "tiny"},
-        {"--precision", "", " NAME", "default: bf16 where the GPU has it, else fp32 (auto|bf16|fp32)", "fp32", "auto",
-         "fp32"},
-        {"--attention", "", " NAME", format("(%s; default flash)", attention_names()), "naive", "flash", "flash"},
-        {"--device", "", " NAME", "default: the GPU if there is one (auto|cuda|cpu)", "cpu", "cpu", "cpu"},
-        {"--no-graph", "", "", "", "1", "0", "0"},
-        {"--recompute", "-r", " N", "(0..2; default 1)", "2", "0", "1"},
-        {"--no-tf32", "", "", "", "0", "1", "0"},
-        {"--gpus", "", " N", "default: one, or as", "1", "0", "0"},
-        {"--zero", "-z", " N", "default: where channels divide", "0", "1", "0"},
-        {"--overlap", "", " N", "default: 1 between machines", "0", "0", "1"},
-        {"--context-parallel", "", " N", "(1..1024; default 1)", "", "", "1"},
-        {"--timeout", "", " N", "(1..86400; default 60)", "50", "60", "70"},
-        {"--batch", "-b", " N", "default: 8 (CPU: 4)", "3", "4", "5"},
-        {"--tokens", "-t", " N", "default: the model's positions, but at most 1024", "16", "12", "8"},
-        {"--tokens-per-step", "-d", " N", "default: that", "96", "48", "80"},
-        {"--max-steps", "-x", " N", "default: about two minutes", "2", "1", "1"},
-        {"--no-shuffle", "", "", "", "0", "0", "1"},
-        {"--overfit", "-a", "", "", "1", "1", "0"},
-        {"--lr", "-l", " X", "default: 3e-4 (tiny: 2e-3)", "0.0011", "0.0012", "0.0013"},
-        {"--warmup", "-u", " N", "default: a twentieth of all", "21", "22", "23"},
-        {"--final-lr", "-q", " X", "(0..1; default 0.1)", "0.31", "0.32", "0.33"},
-        {"--schedule", "-k", " NAME", "(cosine|linear|constant|wsd; default cosine)", "wsd", "linear", "constant"},
-        {"--weight-decay", "-c", " X", "(default 0.1)", "0.41", "0.42", "0.43"},
-        {"--beta2", "", " X", "(0..0.99999; default 0.95)", "0.51", "0.52", "0.99999"},
-        {"--max-norm", "", " X", "(default 1)", "0.61", "0.62", "0.63"},
-        {"--seed", "", " N", "(default 1)", "71", "72", "2147483647"},
-        {"--val-every", "-v", " N", "default: ten in the run", "81", "82", "83"},
-        {"--val-batches", "-m", " N", "default: 20 (--eval-only: all)", "7", "8", "9"},
-        {"--hellaswag", "", " TEXT", "", "", "", ""},
-        {"--eval-only", "", "", "", "0", "", "0"},
-        {"--sample-every", "-s", " N", "default: five", "91", "92", "93"},
-        {"--sample-length", "-g", " N", "(default 700)", "10", "6", "3"},
-        {"--memory", "", "", "", "0", "", "0"},
-        {"--profile", "", " N", "default: train", "0", "", "0"},
-        {"--output-dir", "-o", " TEXT", "default: nothing is written", out + "/a", out + "/b", out + "/c"},
-        {"--checkpoint-every", "-n", " N", "default: only at the end", "31", "32", "33"},
-        {"--keep", "-nk", " N", "default: all", "41", "42", "43"},
-        {"--keep-every", "-nm", " N", "default: do", "44", "45", "46"},
-        {"--resume", "-y", "", "", "0", "1", "1"},
-        {"--verify", "", " N", "default: train", "0", "", "0"},
-        {"--tokenizer", "", " TEXT", "", "", "", ""},
-        {"--generate", "", " N", "default: train", "0", "", "0"},
-        {"--samples", "", " N", "(default 1)", "61", "62", "63"},
-        {"--prompt", "", " TEXT", "", "Ah", "Oh", "Eh"},
-        {"--temperature", "", " X", "(default 1)", "0.71", "0.72", "0.73"},
-        {"--top-k", "", " N", "default: all", "51", "52", "53"}};
-    CHECK(rows.size() == Options().table().size());
-    const std::string help = run("--help").out;
-    std::string flat;
-    std::istringstream words(help);
-    for (std::string word; words >> word;) flat += word + " ";
-    size_t at = 0;
-    for (size_t i = 0; i < rows.size(); i++) {
-        const Row& r = rows[i];
-        const std::string begin = format(" %s%s%s%s ", r.letter, *r.letter ? ", " : "", r.name, r.value);
-        at = std::min(flat.find(begin, at), flat.size());
-        const size_t end = i + 1 < rows.size() ? flat.find(rows[i + 1].name, at) : flat.size();
-        const std::string entry = flat.substr(at, end - at);
-        if (entry.empty() || !contains(entry, r.help) || (r.help.empty() && contains(entry, "default ")))
-            return test::report(__FILE__, __LINE__,
-                                format("no \"%s … %s\" in %s", begin.c_str(), r.help.c_str(), help.c_str()));
-    }
-    const size_t examples = flat.find("examples ./train_gpt2cu -i book.txt -o run1 train on");
-    CHECK(examples != std::string::npos && flat.find(" --", at + 8) > examples);  // no more options
-    for (const char* riddle : {"..;", "default 0)", "default -1", "default auto)"}) CHECK(!contains(flat, riddle));
-
-    for (const auto member : {&Row::a, &Row::b, &Row::c}) {
-        std::string command;
-        for (const Row& r : rows) {
-            const std::string name = member == &Row::b && *r.letter ? r.letter : r.name;
-            if (!(r.*member).empty()) command += name + (member == &Row::c ? "=" : " ") + r.*member + " ";
-        }
-        CHECK_RUN(run(command), 0, "step 1/");
-        const std::string log = read_file(command.substr(command.find(out), out.size() + 2) + "/log.jsonl");
-        for (const Row& row : rows) {
-            const std::string& value = row.*member;
-            const std::string shown = *row.value ? value : value == "1" ? "on" : "off";
-            if (!value.empty() && !contains(log, format("%-18s  %s\\n", row.name, shown.c_str())))
-                test::report(__FILE__, __LINE__, format("%s: expected %s in %s", row.name, shown.c_str(), log.c_str()));
-        }
-    }
-}
-
 TEST(arguments_and_their_errors) {
     const struct {
         std::vector<std::string> arguments;
-        std::string result;
+        std::string result;  // or how it begins, up to a colon
     } cases[] = {{{}, ""},
                  {{"-i", "x", "--train-data="}, "--train-data (-i) is given twice"},
                  {{"--no-shuffle=1", "-a", "0"}, "  --no-shuffle"},
                  {{"-a", "-b", "7"}, "  --batch 7  --overfit"},  // a flag takes 0 or 1, no option
                  {{"--train-data=runs/lr=1e-3.bin"}, "  --train-data runs/lr=1e-3.bin"},  // the first = ends the name
-                 {{"-i", "-"}, "  --train-data -"},
+                 {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},     // the ends of ranges
+                 {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},  // 1 as a float
+                 {{"-q", "-1e-8"}, "--final-lr (-q): \"-1e-8\" is out of range 0..1"},
+                 {{"-r", "3"}, "--recompute (-r): \"3\" is out of range 0..2"},
+                 {{"-x", "-2"}, "--max-steps (-x): \"-2\" is out of range -1.."},
+                 {{"--eval-only=yes"}, "--eval-only: \"yes\" is not 0 or 1"},
+                 {{"--prompt", "a b=c"}, "  --prompt 'a b=c'"},
                  {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
                  {{"-b", "8", "--nonsense", "--help"}, ""},             // --help wins over all that came before
                  {{"-a", "data.bin"}, "unexpected argument \"data.bin\""},
-                 {{"-a", "2"}, "unexpected argument \"2\""},
                  {{"-b"}, "--batch (-b) needs a value"},
                  {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value, found option --batch=3"},
                  {{"-i", "-nk", "3"}, "--train-data (-i) needs a value, found option -nk"},
-                 {{"--device", "cudo"}, "--device: \"cudo\" is not one of auto|cuda|cpu"},
                  {{"--device", "cu"}, "--device: \"cu\" is not one of auto|cuda|cpu (did you mean cuda?)"},
-                 {{"--device", "gpu"}, "--device: \"gpu\" is not one of auto|cuda|cpu"}};  // nobody means cpu
+                 {{"--device", "gpu"}, "--device: \"gpu\" is not one of auto|cuda|cpu"},  // nobody means cpu
+                 {{"--bacth=8"}, "unknown option --bacth; see --help"},
+                 {{"-batch", "8"}, "unknown option -batch (did you mean --batch?); see --help"},
+                 {{"--temp"}, "unknown option --temp (did you mean --temperature?); see --help"},
+                 {{"-b", "99999999999999999999"}, "--batch (-b): \"99999999999999999999\" is out of range 0..65536"},
+                 {{"-l", "1e-40"}, "--lr (-l): \"1e-40\" is too small for a float"},
+                 {{"-l", "0e-999"}, "  --lr 0"}};
+    std::set<void*> values;  // each has its own
+    for (const Option& o : Options().table()) values.insert(o.value);
+    CHECK(values.size() == Options().table().size());
     for (const auto& [arguments, result] : cases) {
         const std::string found = parsed(arguments);
         if (found != result && found.find(result + ": ") != 0)
             test::report(__FILE__, __LINE__, format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
     }
-    std::istringstream unknown(
-        "--bacth none -batch --batch --temp --temperature --weight_decay none --batch-size --batch --quite-another "
-        "none "
-        "-Z none -- none");
-    for (std::string name, meant; unknown >> name >> meant;)
-        for (const std::string& argument : {name, name + "=8"})
-            CHECK(parsed({argument}) == "unknown option " + name +
-                                            (meant == "none" ? "" : " (did you mean " + meant + "?)") + "; see --help");
     for (const char* value : {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"})
         CHECK(parsed({"-b", value}) == format("--batch (-b): \"%s\" is not an integer", value));
     for (const char* value : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
         CHECK(parsed({"-l", value}) == format("--lr (-l): \"%s\" is not a finite number", value));
-    CHECK(contains(parsed({"-b", "99999999999999999999"}), "is out of range"));
-    for (const char* value : {"1e-400", "1e-46", "-1e-400", "1e-40"})
-        CHECK(contains(parsed({"-l", value}), format("--lr (-l): \"%s\" is too small", value)));
-    CHECK(parsed({"-l", "0e-999"}) == "  --lr 0");
-    std::string llm_c;
-    for (const Foreign& foreign : llm_c_options()) {
-        std::istringstream letters(foreign.letters);
-        for (std::string letter; letters >> letter; llm_c += letter + " ")
-            if (letter != "-h")
-                CHECK(parsed({letter, "1"}) ==
-                      letter + " is an option of llm.c, not of this program: " + foreign.instead);
-    }
-    CHECK(llm_c == "-h -f -w -ge -lg -sl -sg -pn -pr -pg -pi -pm -ps -pf -pp ");
-}
-
-TEST(help) {
-    const std::string help = run("--help").out;
-    CHECK(contains(help, R"(
-  -a,  --overfit             train on the first batch again and again
-
-optimizer
-  -l,  --lr X                learning rate; default: 3e-4 (tiny: 2e-3)
-  -u,  --warmup N            warm-up steps; default: a twentieth of all, but at least 50 or a third
-  -q,  --final-lr X          learning rate at the end, as a fraction (0..1; default 0.1)
-  -k,  --schedule NAME       after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt,
-                             as in llm.c (cosine|linear|constant|wsd; default cosine)
-  -c,  --weight-decay X      on matrices only (default 0.1)
-       --beta2 X             AdamW's second decay (0..0.99999; default 0.95)
-)"));
+    std::istringstream llm_c("-f -w -ge -lg -sl -sg -pn -pr -pg -pi -pm -ps -pf -pp");
+    for (std::string letter; llm_c >> letter;)
+        CHECK(parsed({letter, "1"}).find(letter + " is an option of llm.c, not of this program: ") == 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The program
 
-TEST(version) {
-    const std::string newest = shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1").out;
-    const Result r = run("--version");
-    CHECK(r.code == 0 && r.out.substr(0, r.out.find_first_of(",\n")) + "\n" == "train_gpt2cu " + newest);
-    if (shell("git rev-parse").code == 0) CHECK(contains(r.out, ", commit "));
-}
-
 // Parsing has its errors above.
 TEST(usage_errors_exit_with_2) {
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
+        {0, "--version", "train_gpt2cu " + shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out},
         {2, "-h 1", "train_gpt2cu: -h is an option of llm.c, not of this program: leave out -h 0"},
-        {2, tiny() + "-pn 8", "train_gpt2cu: -pn is an option of llm.c, not of this program: use --gpus"},
         {2, "--device cpu -e gpt3:c768", "--init gpt3:c768: neither d12"},
         {2, "--bat 4", "train_gpt2cu: unknown option --bat (did you mean --batch?)"},
         {2, "--device cpu --attention flash_simple", "--attention flash_simple needs a GPU"},
-        {2, "--device cpu -e d13", "--init d13: neither d12"},
         {2, "--device cpu -e run", "--init run: holds no run of ours; give a model file"},
         {2, "--device cpu --precision bf16", "--precision bf16 needs a GPU"},
         {2, "--device cpu --generate 5", "--generate needs a trained model"},
         {2, "--device auto --generate 5 -e x --gpus 2", "--generate"},
         {2, "--device cpu --generate 5 -e x --eval-only", "--generate"},
-        {2, "--device cpu --generate 5 -e x -o x", "--generate"},
         {2, "--device cpu --generate 5 -e x -a", "--generate"},
         {2, "--device cpu --eval-only", "--eval-only needs a model"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "need a directory: give it with -o"},
-        {2, tiny() + "-n 5", "need a directory: give it with -o"},
-        {2, tiny() + "-nk 5", "need a directory: give it with -o"},
         {2, tiny() + "-nm 5", "need a directory: give it with -o"},
         {2, tiny() + "--verify 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
         {2, tiny() + "-d 100", "not a multiple"},
-        {2, "--device cpu -e tiny -b 65536 -t 65536 --memory", "too many tokens"},
-        {2, ranks_options() + "--memory --gpus 3", "B·T·ranks"},
-        {2, ranks_options() + "--memory --gpus 3 -d 96 --zero 1", "--zero 0"},
-        {2, ranks_options() + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
-        {2, ranks_options() + "--context-parallel 2", "use --gpus 2"},
-        {2, ranks_options() + "--memory -t 36 --gpus 4 --context-parallel 4", "use -t 32"},
-        {2, ranks_options() + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
-        {2, ranks_options() + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
+        {2, kRanks + "--memory --gpus 3", "B·T·ranks"},
+        {2, kRanks + "--memory --gpus 3 -d 96 --zero 1", "--zero 0"},
+        {2, kRanks + "--memory --gpus 4 --context-parallel 3", "use --gpus 6"},
+        {2, kRanks + "--context-parallel 2", "use --gpus 2"},
+        {2, kRanks + "--memory -t 36 --gpus 4 --context-parallel 4", "use -t 32"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
+        {2, kRanks + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
     });
     CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2, "--device cpu has one rank: leave out --gpus");
     CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
@@ -344,13 +179,14 @@ TEST(other_errors_exit_with_1) {
     write_file(logged + "/log.jsonl", "{}\n");
     check_commands({
         {0, "--device cpu --generate 2 -e " + dir() + "/model", ""},  // the newest checkpoint there
+        {0, "--device cpu --generate 2 -t 300 -e " + model(), ""},    // a sample needs only its own
         {1, tiny() + "-t 300 -e " + model(), "beyond the model's 256 positions"},
         {0, tiny() + "-t 300 -x 1", "300 positions"},
         {1, "--device cpu -e " + bad, "20240326"},
+        {1, tiny() + "-b 16384 -x 1", "sequences of 64, and a batch takes 16384"},
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
-        {2, tiny() + "--verify 5 -o " + dir() + "/typo", "/typo has no checkpoint of that step"},
         {1, tiny() + "-x 1 -o " + logged,
          "has a log but no checkpoint: -y would begin both anew, so rather give another -o"},
     });
@@ -358,30 +194,25 @@ TEST(other_errors_exit_with_1) {
     if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
     CHECK(contains(missing_kernels(90, false), "make ARCH=90a") && !*missing_kernels(90, true) &&
           !*missing_kernels(80, false));
-    CHECK(read_file(logged + "/log.jsonl") == "{}\n" && !exists(dir() + "/typo"));
+    CHECK(read_file(logged + "/log.jsonl") == "{}\n");
     write_file(logged + "/log.jsonl", "");
     CHECK_RUN(run(tiny() + "-x 1 -o " + logged), 0, "checkpoint");
 }
 
-// As an input and in -o. A pipe would never answer, and a device would never end.
-TEST(pipes_devices_and_directories_are_refused) {
+// As an input and in -o, because a pipe would never answer.
+TEST(pipes_are_refused) {
     const std::string pipe = dir() + "/pipe", out = dir() + "/holds_";
     mkfifo(pipe.c_str(), 0600);
     const auto check = [&](const std::string& options, const std::string& refused) {
         const Result r = shell("timeout -s KILL 100 ./train_gpt2cu " + given_once(tiny() + "-x 1 " + options));
         CHECK_RUN(r, 1, refused + ": not a regular file");
     };
-    for (const std::string& other : {pipe, std::string("/dev/zero")}) {
-        for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "}) check(option + other, other);
-        for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
-            const std::string folder = out + other.substr(1, 3) + name;
-            std::filesystem::create_directory(folder);
-            std::filesystem::create_symlink(other, folder + "/" + name);
-            for (const char* resume : {"", " -y"}) check("-o " + folder + resume, folder + "/" + name);
-        }
+    for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "}) check(option + pipe, pipe);
+    for (const std::string name : {"log.jsonl", "run.lock", "model_00000001.bin", "state_00000001.bin"}) {
+        std::filesystem::create_directory(out + name);
+        std::filesystem::create_symlink(pipe, out + name + "/" + name);
+        for (const char* resume : {"", " -y"}) check("-o " + out + name + resume, out + name + "/" + name);
     }
-    std::filesystem::create_directories(out + "folder/model_00000009.bin");
-    CHECK_RUN(run(tiny() + "-x 1 -o " + out + "folder"), 1, "model_00000009.bin: cannot open: Is a directory");
 }
 
 // A stream that is closed does not become the log, and one that cannot be written does not go unnoticed.
@@ -391,16 +222,6 @@ TEST(standard_streams_may_be_closed_or_full) {
     CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
     for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
         CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
-}
-
-// The most tokens that a shard can have. With a sample at every other step they take for ever.
-TEST(numbers_at_the_edge) {
-    const std::string shard = dir() + "/large.bin", huge = "--device cpu -b 1 -v 0 -s 2 -e " + model() + " -i " + shard;
-    write_file(shard, bytes_of(std::vector<int32_t>{20240520, 1, 2147483647}));
-    shell("truncate -s 4294968318 " + shard);
-    CHECK_RUN(run_and_act(huge + " -t 1", "step 1/2147483646 |", "kill -s TERM $pid"), 143, "ETA > 99 days\n");
-    CHECK_RUN(run(tiny() + "--profile 2147483647"), 2, "out of range");
-    CHECK(minutes(1e300) == "> 99 days" && minutes(99 * 86400.) == "142560:00");
 }
 
 // What llm.c's trainer leaves in its directory.
@@ -413,23 +234,10 @@ TEST(an_llm_c_directory_is_left_alone) {
         std::filesystem::copy_file(model(), out + "/model_" + step + ".bin");
     }
     const std::string ours = out + "/ours ", start = tiny() + "-x 1 -o ";
-    const auto refused = [&] {
-        for (const char* resume : {" -y 1", " -y 0"})
-            check_commands({{1, start + out + resume, "-e " + model_path(out, 20)}});
-        CHECK(exists(model_path(out, 20)) && !exists(out + "/log.jsonl"));
-    };
-    refused();
+    for (const char* resume : {" -y 1", " -y 0"})
+        check_commands({{1, start + out + resume, "-e " + model_path(out, 20)}});
+    CHECK(exists(model_path(out, 20)) && !exists(out + "/log.jsonl"));
     CHECK_RUN(run(start + ours + "-e " + model_path(out, 20)), 0, "checkpoint");
-    std::filesystem::copy(model_path(out + "/ours", 1), out), std::filesystem::copy(state_path(out + "/ours", 1), out);
-    refused();  // nor are they left-overs of a run of ours there
-    CHECK_RUN(shell("touch " + out + "/ours/DONE_00000001; ./train_gpt2cu " + start + ours + "-y 1"), 0,
-              "nothing left");
-}
-
-TEST(a_sample_needs_only_its_own_positions) {
-    const std::string greedy = "2>/dev/null --device cpu --generate 5 --temperature 0 -e " + model();
-    const std::string text = run(greedy).out;
-    CHECK(text.size() > 1 && run(greedy + " -t 300").out == text);
 }
 
 TEST(texts_are_streamed) {
@@ -438,13 +246,11 @@ TEST(texts_are_streamed) {
     CHECK(text("--seed 3 --samples 2") == text("--seed 3") + "---\n" + text("--seed 4"));
     CHECK_RUN(run(generate + "-t 8"), 0, "--prompt: 12 tokens do not fit 8 positions, so the first 4 are dropped\n",
               "Twelve chars", " tokens in ", " tokens/s\n");
-    CHECK_RUN(run(tiny() + "-t 8 -x 1 -s 1 -g 1 --prompt 'Twelve chars'"), 0, "the first 4 are dropped");
     CHECK_RUN(run(generate + "--memory"), 0, "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
     // Texts without an end: Ctrl-C, a reader that has enough, and a full disk.
+    signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
     const std::string endless = generate + "--samples 1000000 ";
-    const Result stopped = run_and_act(endless, "---", "kill -s INT $pid");
-    CHECK_RUN(stopped, 130, "\n---\n", " tokens/s\n");
-    CHECK(stopped.out.rfind('\n', stopped.out.rfind(" tokens in ")) + 9 > stopped.out.rfind(" tokens in "));
+    CHECK_RUN(run_and_act(endless, "---", "kill -s INT $pid"), 130, "\n---\n", " tokens/s\n");
     const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
     CHECK_RUN(closed, 0, "Twelve chars", "cannot write: Broken pipe", "code 1\n");
     CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
@@ -455,21 +261,13 @@ TEST(texts_are_streamed) {
               0, "> Once", "> Fox", "\n18 tokens in ");
 }
 
-// Without -x a run sees every window at least once. 1000 bytes and the token before them are 15 of 64 and a rest.
-TEST(trains_for_one_epoch_of_own_data) {
-    write_file(dir() + "/thousand.txt", read_file(text_file()).substr(0, 1000));
-    const std::string options = "--device cpu -e tiny -t 64 -v 0 -s 0 -i " + dir() + "/thousand.txt ";
-    CHECK_RUN(run(options + "-b 1"), 0, "step 15/15 | loss ", "; left out: 40 at the end");
-    CHECK_RUN(run(options + "-b 2 -d 512"), 0, "step 2/2 | loss ");
-    CHECK_RUN(run(options + "-b 16"), 1, "15 sequences of 64, and a batch takes 16");
-}
-
 // The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
 TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     for (const auto& [token, vocabulary] :
          {std::pair{50255, "vocabulary 50257 (padded 50304)"}, {256, "vocabulary 257 (padded 384)"}}) {
         const std::string data = write_shard(dir() + "/shard.bin", std::vector<int>(99, token));
-        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -i " + data + " -j " + data), 0, vocabulary, "sample\n");
+        CHECK_RUN(run("--device cpu -b 1 -t 8 -x 1 -s 1 -g 1 -v 0 -i " + text_file() + " -j " + data), 0, vocabulary,
+                  "sample\n");
     }
     CHECK(vocabulary_of(text_file(), true) == 50257 && vocabulary_of(text_file(), false) == 257);
     // One token of all decides, wherever it is.
@@ -479,9 +277,6 @@ TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     bytes.back() = 40000;
     write_shard(dir() + "/late_2.bin", bytes);
     CHECK(vocabulary_of(dir() + "/late_*.bin", false) == 50257);
-    CHECK_RUN(
-        run("--device cpu -e tiny -b 1 -t 8 -x 1 -v 0 -s 0 -i " + dir() + "/late_1.bin -j " + dir() + "/late_2.bin"), 0,
-        "vocabulary 50257");
 }
 
 TEST(memory_table_and_profile) {
@@ -492,39 +287,20 @@ TEST(memory_table_and_profile) {
     for (const auto& [options, bytes_per_token] :
          {std::pair{"d12 -r 0", " 596744.0\n"}, {"gpt2:d12 -r 1", " 461576.0\n"}, {"gpt2:d12 -r 2", " 393992.0\n"}})
         CHECK_RUN(run(std::string("--device cpu --memory -e ") + options), 0, qkvw, bytes_per_token);
-    // What is listed adds up to the total (every element has 4 bytes here), and a run reports the same total.
-    std::map<std::string, double> listed;
+    // A run has what the table says, and dev/test_gpt2 what is allocated. The moments are as large as the parameters twice.
     const std::string table = run(tiny() + "--memory").out, described = run(tiny() + "-x 0").out;
-    std::istringstream lines(table);
-    for (std::string line; std::getline(lines, line);) {
-        char arena[100];
-        double elements = 0, size = 0;
-        if (std::sscanf(line.c_str(), "%99s %*s %*[fpi32] %*d %lf %lf", arena, &elements, &size) != 3) continue;
-        CHECK_NEAR(size, elements * 4 / (1 << 20), 0.006);
-        listed[arena] += elements * 4 / (1 << 20), listed["total"] += elements * 4 / (1 << 20);
-    }
-    CHECK(listed.size() == 6 && listed["total"] > 10);
-    CHECK_NEAR(number_after(table, "total, and activations per token "), listed["total"], 0.02);
-    CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), listed["parameters"] + listed["optimizer"],
-               0.02);
-    for (const auto& [name, size] : listed)
-        CHECK_NEAR(number_after(described, name == "total" ? "\nmemory " : name + " "), size, 0.06);
-    const Result generate = run("--device cpu --generate 1 --memory -e " + model());
-    CHECK(contains(generate.out, "total, and activations") && !contains(generate.out, "host memory"));
+    const double total = number_after(described, "\nmemory "), parameters = number_after(described, ": parameters ");
+    CHECK(parameters > 2);
+    CHECK_NEAR(number_after(table, "total, and activations per token "), total, 0.06);
+    CHECK_NEAR(number_after(table, "host memory for checkpoints, with -o "), 3 * parameters, 0.2);
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
 }
 
-// What was given or derived, and at the end what was kept and a command that works. A terminal gets four steps a second,
-// and the log all of them.
+// A terminal gets four steps a second and at the end a command that works, and the log has all steps.
 TEST(a_run_says_what_it_does_and_what_is_next) {
     const std::string out = dir() + "/says", terminal = "python3 -c 'import pty, sys; pty.spawn(sys.argv[1:])' ";
-    CHECK_RUN(
-        run(tiny() + "-x 3 -a"), 0,
-        "--init tiny  --device cpu\nbatch              --batch 2  --tokens 64  --tokens-per-step 128  --max-steps 3"
-        "  --overfit\noptimizer          --lr 0.002  --warmup 1\nwatching           --val-every 0  --val-batches 20"
-        "  --sample-every 0\ndevice             CPU, ",
-        "attention by plain loops\n", "\n3 steps in 0:0", " tok/s\nnothing was kept: -o DIR keeps");
-    CHECK_RUN(run(tiny() + "-x 1 -l 0"), 0, "--lr 0  --warmup 0\n", " | lr 0.00e+00 | ");
+    CHECK_RUN(run(tiny() + "-x 3 -a"), 0, "--tokens-per-step 128  --max-steps 3  --overfit\n",
+              "--lr 0.002  --warmup 1\n", " tok/s\nnothing was kept: -o DIR keeps");
     const std::string options = tiny() + "-x 40 -v 2 -m 1 -c 0 --prompt x -j " + text_file() + " -o " + out;
     const double begin = now();
     std::string said = shell(terminal + "./train_gpt2cu " + given_once(options) + " </dev/null | tr -d '\\r'").out;
@@ -532,8 +308,6 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
     for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
     CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (now() - begin));
     CHECK(rows(out, "train").size() == 40);
-    CHECK(std::count(said.begin(), said.begin() + said.find("step 0/"), '\n') <= 15);
-    CHECK(contains(said, "the model is " + model_path(out, 40) + "\n"));
     CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
 }
 
@@ -549,12 +323,13 @@ TEST(the_time_left_is_right_from_the_tenth_step_on) {
         const double left = (6500 - step) * 0.018 + (10 - (step - 1) / 650) * 0.2 + (5 - (step - 1) / 1300) * 1.5;
         if (step >= 10) CHECK_NEAR(pace.left(step, o, 8), left, step <= 1300 ? 0.05 * left : 1e-6);
     }
+    CHECK(minutes(1e300) == "> 99 days" && minutes(99 * 86400.) == "142560:00");
 }
 
 // On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.
 // dev/test_resume has more, on the CPU.
 TEST(resume_is_bit_exact_gpu) {
-    if (!has_gpu()) SKIP("no GPU");
+    if (Cuda::count() == 0) SKIP("no GPU");
     for (const std::string precision : {"bf16", "fp32"}) {
         const std::string straight = dir() + "/straight_" + precision, resumed = dir() + "/resumed_" + precision;
         const std::string options = "-e tiny -b 2 -t 64 -d 256 -v 0 -s 0 -k constant -u 0 -i " + text_file() +
@@ -588,63 +363,45 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
 // Several ranks
 
 TEST(ranks_say_how_they_work) {
-    const struct {
-        int ranks;
-        std::string options, printed;
-    } cases[] = {{1, "", ""},
-                 {2, "--zero 0 --overlap 0", ", optimizer on each, gradients summed after backward"},
-                 {2, "--zero 0 --overlap 1", ", optimizer on each, gradients summed beside backward"},
-                 {4, "", ", optimizer divided among them, gradients summed after backward"},
-                 {3, "-d 96", ", optimizer on each, gradients summed after"},  // three do not divide 128 channels
-                 {2, "--context-parallel 2", ", sequences divided among 2"}};
-    double alone = NAN;
-    for (const auto& c : cases) {
-        const std::string out = dir() + format("/ranks_%d", c.ranks) + c.options;
-        const Result r =
-            run(ranks_options() + format("-x 2 -v 2 -m 5 --gpus %d ", c.ranks) + c.options + " -o '" + out + "'");
-        CHECK_RUN(r, 0, c.ranks == 1 ? "" : format("ranks              %d, %d on this machine", c.ranks, c.ranks),
-                  c.printed, "step 2/2");
-        const double loss = values(out, "val", "loss_nats").at(0);
-        if (c.ranks == 1) alone = loss;
-        if (!contains(c.options, "context")) CHECK(loss == alone);  // no bit changes before the first update
+    int n = 0;
+    for (const auto& [options, printed] :
+         {std::pair{"1", ""},
+          {"4", "divided among them, gradients summed after backward"},
+          {"2 --zero 0 --overlap 1", "on each, gradients summed beside backward"},
+          {"3 -d 96", "on each, gradients summed after"}}) {  // three do not divide 128 channels
+        const std::string out = dir() + format("/ranks_%d", n++);
+        CHECK_RUN(run(kRanks + "-x 1 -v 1 -m 5 -o " + out + " --gpus " + options), 0, printed);
+        // No bit changes before the first update.
+        CHECK(values(out, "val", "loss_nats").at(0) == values(dir() + "/ranks_0", "val", "loss_nats").at(0));
     }
 }
 
-// Trains alone and in each of these ways, which are options of the first `ranks` GPUs. In bf16 a tiny model's losses
-// diverge soon after any difference. Where `seeds` says so, they may do so by no more than with another seed.
-static void check_gpus(const std::string& name, const std::string& options, bool seeds,
-                       const std::function<std::vector<std::string>(bool fp32, int ranks)>& ways) {
+// Trains alone and in other ways on the first GPUs. In bf16 a tiny model's losses diverge soon after any difference. If
+// sequences are shared, they may do so by no more than with another seed.
+TEST(gpus_train_as_one) {
     const int gpus = two_gpus();
-    for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
-        const bool fp32 = precision[0] == 'f';
-        const std::string command = gpu_options() + options + " -x 20 -v 10 -m 5 --precision " + precision + " ",
-                          one = dir() + "/" + name + std::string(precision, 4), other_seed = one + "_seed";
-        CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
-        if (seeds) CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
-        for (int ranks = 2, n = 0; ranks <= gpus; ranks *= 2)
-            for (const std::string& way : ways(fp32, ranks)) {
-                const std::string several = one + format("_%d", n++);
-                CHECK_RUN(run(command + format("--gpus %d ", ranks) + way + " -o " + several), 0, "step 20/20");
+    for (const bool shared : {false, true})
+        for (const char* precision : {"fp32 --no-tf32", "bf16"}) {
+            const bool fp32 = precision[0] == 'f';
+            const std::string command = kGpus + (shared ? "-b 2 -t 256 -d 1024" : "") +
+                                        " -x 20 -v 10 -m 5 --precision " + precision + " ",
+                              one = dir() + format("/gpu_%d_%d", shared, fp32), other_seed = one + "_seed";
+            CHECK_RUN(run(command + "-o " + one), 0, "step 20/20");
+            if (shared) CHECK_RUN(run(command + "--seed 2 -o " + other_seed), 0, "step 20/20");
+            std::vector<std::string> ways = {"--gpus 2 --zero 0 --overlap 1", "--gpus 2 --zero 1 --overlap 0"};
+            if (fp32) ways.insert(ways.end(), {"--gpus 2 --zero 0 --overlap 0", "--gpus 2 --zero 1 --overlap 1"});
+            if (shared) ways = {"--gpus 2 --context-parallel 2"};
+            for (size_t i = 0, n = ways.size(); gpus == 4 && i < n; i++) ways.push_back("--gpus 4" + ways[i].substr(8));
+            if (shared && gpus == 4) ways.push_back("--gpus 4 --context-parallel 4");
+            for (size_t i = 0; i < ways.size(); i++) {
+                const std::string several = one + format("_%zu", i);
+                CHECK_RUN(run(command + ways[i] + " -o " + several), 0, "step 20/20");
                 for (const auto& [kind, count] : {std::pair<const char*, size_t>{"train", 20}, {"val", 3}}) {
-                    const double tolerance = fp32 ? 1e-3 : seeds ? apart(other_seed, one, kind, count) : 2e-2;
+                    const double tolerance = fp32 ? 1e-3 : shared ? apart(other_seed, one, kind, count) : 2e-2;
                     CHECK_NEAR(apart(several, one, kind, count), 0, tolerance);
                 }
             }
-    }
-}
-TEST(gpus_train_as_one) {
-    check_gpus("gpu_", "", false, [](bool fp32, int) {
-        std::vector<std::string> ways = {"--zero 0 --overlap 1", "--zero 1 --overlap 0"};
-        if (fp32) ways.insert(ways.end(), {"--zero 0 --overlap 0", "--zero 1 --overlap 1"});
-        return ways;
-    });
-}
-TEST(gpus_share_sequences) {
-    check_gpus("whole_", "-b 2 -t 256 -d 1024", true, [](bool, int ranks) {
-        std::vector<std::string> ways = {"--context-parallel 2"};
-        if (ranks == 4) ways.push_back("--context-parallel 4");
-        return ways;
-    });
+        }
 }
 
 // Saves on `most` ranks and resumes on one, then on two. The losses must equal those of one rank that never stopped.
@@ -658,26 +415,27 @@ static std::string check_regrouped(const std::string& options, int most, double 
     return out;
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_ranks) {
-    const std::string out = check_regrouped(ranks_options(), 4, 1e-4);
+    const std::string out = check_regrouped(kRanks, 4, 1e-4);
     CHECK_RUN(run("--device cpu --generate 5 -e " + model_path(out, 12)), 0, "");
 }
 TEST(checkpoints_do_not_depend_on_the_number_of_gpus) {
-    check_regrouped(gpu_options() + "--precision bf16 ", two_gpus(), 2e-2);
+    check_regrouped(kGpus + "--precision bf16 ", two_gpus(), 2e-2);
 }
 
-// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left, and what is
-// left is whole.
+// Something is done to the parent or to a rank of jobs without an end. Whatever was cut off, nobody is left. Resuming takes
+// as long as a job, so only a job that was killed and one that was told to end go on.
 TEST(a_job_ends_as_a_whole) {
     const int gpus = two_gpus();
     const struct {
         const char *options, *act;
         int code;
         const char* says;
+        bool resumes = false;
     } cases[] = {
-        {"-n 1 -nk 3", "kill -9 $(ranks | head -n 1)", 137, "train_gpt2cu: rank 0 (pid "},
+        {"-n 1 -nk 3", "kill -9 $(ranks | head -n 1)", 137, "train_gpt2cu: rank 0 (pid ", true},
         {"-n 1 -nk 3", "kill -9 $(ranks | tail -n 1)", 137, ") was killed by signal 9"},
         {"-n 1 -nk 3 --timeout 8", "kill -STOP $(ranks | tail -n 1)", 1, ": no progress for 8 s"},
-        {"", "kill -s TERM $pid", 143, "\ncheckpoint "},
+        {"", "kill -s TERM $pid", 143, "\ncheckpoint ", true},
         {"", "kill -s TERM $(ranks | tail -n 1)", 143, "\ncheckpoint "},
         // Each rank has its own group, so that Ctrl-C reaches only the parent. If it dies, each of them must be gone
         // soon, or a zombie that waits for a parent to take note.
@@ -688,12 +446,15 @@ TEST(a_job_ends_as_a_whole) {
          137, "living: .\n"}};
     int n = 0;
     for (const auto& c : cases) {
-        const std::string out = dir() + format("/job_%d", n++), options = gpu_options() + "-v 0 -o " + out;
+        const int failed = test::failed_checks();
+        const std::string out = dir() + format("/job_%d", ++n), options = kGpus + "-v 0 -o " + out;
         CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options, "step 5/", c.act), c.code,
                   c.says);
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());
         const int step = newest_checkpoint(out);
-        CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
+        CHECK(step > 0);
+        if (c.resumes) CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
+        if (test::failed_checks() > failed) std::printf("  in case %d: %s, %s\n", n, c.options, c.act);
     }
 }
 
@@ -703,7 +464,7 @@ TEST(ranks_by_hand) {
     if (Cuda::count() == 0) SKIP("no GPU");
     int port = 20000 + getpid() % 12000;
     for (const auto& [signal, code] : {std::pair{"TERM", 143}, {"KILL", 1}}) {
-        const std::string out = dir() + "/by_hand_" + signal, options = gpu_options() + "-v 0 -o " + out;
+        const std::string out = dir() + "/by_hand_" + signal, options = kGpus + "-v 0 -o " + out;
         std::string command = "sign() { while ! grep -qs '\"step\": 5,' " + out + "/log.jsonl; do sleep 0.1; done; }; ";
         for (const int rank : {0, 1})
             command += as_rank(rank, 2, port) + format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
@@ -714,16 +475,7 @@ TEST(ranks_by_hand) {
     }
 }
 
-TEST(an_error_in_one_ranks_data_ends_the_job) {
-    std::vector<int> tokens(8 * 64 + 1, 7);
-    tokens[5 * 64 + 10] = 9999;  // in the sixth window, which is rank 1's third
-    const Result r = run("--device cpu -e " + model() + " -b 1 -t 64 -v 0 -s 0 --no-shuffle --gpus 2 -x 4 -i " +
-                         write_shard(dir() + "/late_ranks.bin", tokens));
-    CHECK_RUN(r, 1, "9999", "step 1/4");
-    CHECK(!contains(r.out, "step 3/4"));
-}
-
-// dev/test_launch has what ranks say to each other, and dev/test_ranks differences in the data.
+// dev/test_launch has what ranks say to each other, and dev/test_faults differences in the data.
 TEST(ranks_that_differ_are_refused) {
     if (Cuda::count() == 0) SKIP("no GPU");
     const std::string changed = dir() + "/changed", options = " " + small_steps("cuda") + "-v 0 -x 2 ";
@@ -745,22 +497,19 @@ TEST(ranks_that_differ_are_refused) {
 // steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
 TEST(default_corpus_without_gpu_shows_its_floor) {
     const Corpus corpus = builtin_corpus("data/cache", true);
-    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + dir() + "/corpus");
+    const std::string out = dir() + "/corpus";
+    const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + out);
     CHECK_RUN(r, 0, "train data         1 shard, 30.9 M tokens; left",  // and not the other way round
-              "validation data    1 shard, 1.1 M tokens; left", "step 0/40 | val loss 5.", "step 20/40 | val loss ",
-              "step 40/40 | val loss ", format(" | floor %.4f\n", corpus.val_nats));
+              "validation data    1 shard, 1.1 M tokens; left", "step 0/40 | val loss 5.",
+              format(" | floor %.4f\n", corpus.val_nats));
     const double val = number_after(r.out, "val loss ");
-    CHECK(val > 2 && val < 4);
-    for (const auto& [kind, count] : {std::pair<const char*, size_t>{"run", 1}, {"val", 3}}) {
-        const std::vector<double> floors = values(dir() + "/corpus", kind, "floor_nats");
-        CHECK(floors.size() == count);
-        for (const double floor : floors) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
-    }
+    CHECK(val > 2 && val < 4 && rows(out, "val").size() == 3);
+    for (const char* kind : {"run", "val"})
+        for (const double floor : values(out, kind, "floor_nats")) CHECK_NEAR(floor, corpus.val_nats, 1e-12);
     // Data of one's own has no known floor. Training data alone has no validation data.
     const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
     const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
-    CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens", "validation data    text file, 100318 tokens",
-              "step 0/0 | val loss 5.");
+    CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens", "validation data    text file, 100318 tokens");
     CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens; left out: 13 at the end\nmemory  ");
     CHECK(!contains(val_only.out, "floor") && !contains(train_only.out, "val loss"));
 }

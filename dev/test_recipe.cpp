@@ -5,7 +5,7 @@
 // double, which dev/test_gpt2 checks against finite differences. The order of data is the loader's (dev/test_data).
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
-#include <chrono>
+#include <iterator>
 #include <numeric>
 #include <set>
 
@@ -16,7 +16,6 @@ namespace {
 
 using Vec = std::vector<double>;
 using Tokens = std::vector<int>;
-using Clock = std::chrono::steady_clock;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The model is GPT-2 in double
@@ -148,85 +147,53 @@ Vec floats_at_the_end(const std::string& path, size_t n) {
     return Vec(x.begin(), x.end());
 }
 
-// Walks along a sample. Each of its tokens must be one of the k likeliest after those before it. If a sample is shorter
-// than n, the end of the text must have been one of them too.
-struct SampleCheck {
-    Gpt2& model;
-    int T, k;
-    double temperature = 1;
-    int tokens = 0, place = 0;         // place of the least likely token taken, from 1
-    double surplus = 0, variance = 0;  // how often the likeliest was taken, less its probability
-
-    void operator()(const std::string& prompt, const std::string& text, int n) {
-        if (text.compare(0, prompt.size(), prompt) || text.size() > prompt.size() + n)
-            return test::report(__FILE__, __LINE__, format("sample \"%s\" of \"%s\"", text.c_str(), prompt.c_str()));
-        Tokens context = {kEnd};
-        for (char c : prompt) context.push_back(c - '!');
-        size_t seen =
-            0;  // tokens that the model sees: all, and of a text that outgrows T the last half and what follows
-        for (size_t i = prompt.size(); i < std::min(text.size() + 1, prompt.size() + n); i++, tokens++) {
-            const int token = i < text.size() ? text[i] - '!' : kEnd;
-            seen = i == prompt.size() ? context.size() : seen < size_t(T) ? seen + 1 : (T + 1) / 2;
-            Vec logits = model.logits(context.data() + context.size() - seen, static_cast<int>(seen));
-            logits.erase(logits.begin(), logits.end() - Vp);
-            logits.resize(V);
-            if (token < 0 || token >= V) return test::report(__FILE__, __LINE__, "a token that has no probability");
-            Vec sorted = logits;
-            std::sort(sorted.rbegin(), sorted.rend());
-            if (!(logits[token] >= sorted[k - 1] - 1e-4))
-                test::report(__FILE__, __LINE__,
-                             format("token %zu of \"%s\" is not among the %d likeliest", i, text.c_str(), k));
-            const auto likelier = [&](double x) { return x > logits[token] + 1e-4; };
-            place = std::max<int>(place, std::count_if(sorted.begin(), sorted.end(), likelier) + 1);
-            double sum = 0;
-            for (int r = 0; r < k; r++) sum += std::exp((sorted[r] - sorted[0]) / temperature);
-            surplus += (logits[token] == sorted[0]) - 1 / sum, variance += (1 - 1 / sum) / sum;
-            context.push_back(token);
-        }
+// Walks along a sample of up to n tokens. Each must be one of the k likeliest after those before it. If a sample is
+// shorter than n, the end of the text must have been one of them too. Returns the place of the least likely, from 1.
+// dev/test_gpt2 sees how often each token is drawn.
+int check_sample(Gpt2& model, int T, int k, const std::string& prompt, const std::string& text, int n) {
+    int place = 0;
+    CHECK(text.compare(0, prompt.size(), prompt) == 0 && text.size() <= prompt.size() + n);
+    Tokens context = {kEnd};
+    for (char c : prompt) context.push_back(c - '!');
+    size_t seen = 0;  // tokens that the model sees: all, and of a text that outgrows T the last half and what follows
+    for (size_t i = prompt.size(); i < std::min(text.size() + 1, prompt.size() + n); i++) {
+        const int token = i < text.size() ? text[i] - '!' : kEnd;
+        seen = i == prompt.size() ? context.size() : seen < size_t(T) ? seen + 1 : (T + 1) / 2;
+        const Vec logits = model.logits(context.data() + context.size() - seen, static_cast<int>(seen));
+        const double* const last = &logits.at(logits.size() - Vp);
+        if (token < 0 || token >= V) throw Error("a token that has no probability");
+        const auto likelier = [&](double x) { return x > last[token] + 1e-4; };
+        place = std::max<int>(place, std::count_if(last, last + V, likelier) + 1);
+        if (place > k)
+            test::report(__FILE__, __LINE__, format("token %zu of \"%s\" has place %d", i, text.c_str(), place));
+        context.push_back(token);
     }
-};
+    return place;
+}
 
-// Checks the lines that a run prints, word by word, against the rows of its log. dev/test_program has the time left.
+// Checks the lines that a run prints against the rows of its log. dev/test_program has the time left.
 void check_lines(const std::string& text, const std::string& out, int steps, int tokens_per_step) {
-    const auto expect = [&](const std::string& line) {
-        if (!contains(text, line))
-            test::report(__FILE__, __LINE__, format("%s: not printed: %s", out.c_str(), line.c_str()));
-    };
-    for (const std::string& row : rows(out, "train")) {
-        const int step = static_cast<int>(value(row, "step"));
-        const double ms = value(row, "step_ms"), rate = value(row, "tokens_per_s");
-        CHECK_NEAR(rate, tokens_per_step / (ms / 1000), 1e-9 * rate);
-        CHECK(contains(row, "\"mfu_percent\": null"));
-        expect(format("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA ", step,
-                      steps, value(row, "loss_nats"), value(row, "grad_norm"), value(row, "lr"), ms, rate));
-    }
-    for (const std::string& row : rows(out, "val"))
-        expect(format("step %.0f/%d | val loss %.4f\n", value(row, "step"), steps, value(row, "loss_nats")));
-    for (const std::string& row : rows(out, "hellaswag"))
-        expect(format("step %.0f/%d | hellaswag %.0f of %.0f, %.2f%%\n", value(row, "step"), steps,
-                      value(row, "correct"), value(row, "examples"),
-                      100 * value(row, "correct") / value(row, "examples")));
-    for (const std::string& row : rows(out, "sample"))
-        expect(format("step %.0f/%d | sample\n---\n%s\n---\n", value(row, "step"), steps, text_of(row).c_str()));
+    for (const char* kind : {"train", "val", "hellaswag", "sample"})
+        for (const std::string& row : rows(out, kind)) {
+            const double ms = value(row, "step_ms"), rate = value(row, "tokens_per_s"), loss = value(row, "loss_nats");
+            std::string line = "sample\n---\n" + text_of(row) + "\n---\n";
+            if (*kind == 'h') line = format("hellaswag %.0f of %.0f, ", value(row, "correct"), value(row, "examples"));
+            if (*kind == 'v') line = format("val loss %.4f\n", loss);
+            if (*kind == 't') {
+                CHECK_NEAR(rate, tokens_per_step / (ms / 1000), 1e-9 * rate);
+                CHECK(contains(row, "\"mfu_percent\": null"));
+                line = format("loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU n/a | ETA ", loss,
+                              value(row, "grad_norm"), value(row, "lr"), ms, rate);
+            }
+            line = format("step %.0f/%d | ", value(row, "step"), steps) + line;
+            if (!contains(text, line)) test::report(__FILE__, __LINE__, out + ": not printed: " + line);
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The recipe
 
 constexpr int kSteps = 24;
-
-// dev/test_program sees that each option sets what it names.
-Options parsed(const std::string& arguments) {
-    std::vector<std::string> words = {"program"};
-    std::istringstream in(arguments);
-    for (std::string word; in >> word;) words.push_back(word);
-    std::vector<const char*> argv;
-    for (const std::string& word : words) argv.push_back(word.c_str());
-    Options o;
-    std::vector<Option> table = o.table();
-    parse_options(static_cast<int>(argv.size()), argv.data(), table);
-    return o;
-}
 
 double rate(const Options& o, int step) {
     if (step < o.warmup) return o.lr / o.warmup * (step + 1);
@@ -243,7 +210,8 @@ double rate(const Options& o, int step) {
 // at their defaults too. `clipped` is how many steps must have been clipped, or −1 for some. Two ranks that share
 // sequences answer no questions. One of them writes the samples alone, so it sees half as many tokens.
 void check_recipe(const std::string& options, const std::string& meant, const std::string& out, int clipped) {
-    const Options o = parsed(meant);
+    std::istringstream words(meant);
+    const Options o = options_of({std::istream_iterator<std::string>(words), {}});
     const bool questions = o.context_parallel == 1;
     const Result result = run(kTrainOptions + kValOptions + (questions ? kQuestionOptions : "") + kModelOptions +
                               options + format(" -x %d -o ", kSteps) + out);
@@ -271,7 +239,7 @@ void check_recipe(const std::string& options, const std::string& meant, const st
         }
         if (step > 0 && (step % o.sample_every == 0 || step == kSteps)) {
             CHECK_NEAR(value(row("sample", samples), "step"), step, 0);
-            SampleCheck{model, questions ? T : T / 2, 1}(o.prompt, text_of(row("sample", samples)), o.sample_length);
+            check_sample(model, T / o.context_parallel, 1, o.prompt, text_of(row("sample", samples)), o.sample_length);
             samples++;
         }
     };
@@ -342,26 +310,28 @@ void check_recipe(const std::string& options, const std::string& meant, const st
 
 }  // namespace
 
-// The first four have no option at its default, and the last has all at their defaults. A largest norm of 2e-5 makes
-// gradients so small that AdamW's ε matters. Samples take the likeliest tokens.
+// All but the last have no option at its default, and the last has all at their defaults. Ranks are grouped in each way.
+// A largest norm of 2e-5 makes gradients so small that AdamW's ε matters. Samples take the likeliest tokens.
 TEST(gate_baseline_training_follows_the_recipe) {
     const struct {
         int clipped;
         std::string given, meant = "";  // if it is not the same
     } cases[] = {
         {kSteps,
-         "--temperature 0 --seed 5 -b 2 -d 96 -k cosine -u 4 -l 0.008 -q 0.3 -c 0.4 --beta2 0.8 --max-norm 2e-5 "
-         "-v 6 -m 3 -s 7 -g 9 --prompt OnceIn"},
+         "--temperature 0 --gpus 4 --zero 0 --overlap 1 --seed 5 -b 2 -d 256 -k cosine -u 4 -l 0.008 -q 0.3 -c 0.4 "
+         "--beta2 0.8 --max-norm 2e-5 -v 6 -m 3 -s 7 -g 9 --prompt OnceIn"},
         {-1,
-         "--top-k 1 --gpus 4 --zero 0 --context-parallel 2 --seed 5 -b 3 -d 96 -k linear -u 1 -l 0.004 -q 0.2 -c 0.7 "
-         "--beta2 0.9 --max-norm 1.7 -v 9 -m 2 -s 5 -g 12 --prompt Xy"},
+         "--top-k 1 --gpus 4 --zero 1 --overlap 1 --context-parallel 2 --seed 5 -b 3 -d 192 -k linear -u 1 -l 0.004 "
+         "-q 0.2 -c 0.7 --beta2 0.9 --max-norm 1.02 -v 9 -m 2 -s 5 -g 12 --prompt Xy"},
         {-1,
-         "--overfit --top-k 1 --gpus 2 --overlap 1 --seed 5 -b 1 -d 64 -k wsd -u 3 -l 0.003 -q 0.4 -c 0.2 --beta2 0.99 "
+         "--overfit --top-k 1 --gpus 2 --overlap 0 --seed 5 -b 1 -d 64 -k wsd -u 3 -l 0.003 -q 0.4 -c 0.2 --beta2 0.99 "
          "--max-norm 1.7 -v 12 -m 7 -s 12 -g 5 --prompt a"},
         {0,
          "--no-shuffle --temperature 0 --seed 1 -b 1 -d 32 -k constant -u 2 -l 0.002 -q 0.5 -c 0.3 --beta2 0.9 "
-         "--max-norm 0 "
-         "-v 8 -m -1 -s 24 -g 20 --prompt So"},
+         "--max-norm 0 -v 8 -m -1 -s 24 -g 20 --prompt So"},
+        {-1,
+         "--top-k 1 --gpus 4 --zero 0 --context-parallel 4 --seed 2 -b 2 -d 64 -k linear -u 3 -l 0.002 -q 0.9 -c 0.1 "
+         "--beta2 0.9 --max-norm 1.7 -v 10 -m 2 -s 20 -g 4 --prompt b"},
         {kSteps, "--temperature 0",
          "-b 4 -d 64 -u 8 -l 2e-3 -q 0.1 -k cosine -c 0.1 --beta2 0.95 --max-norm 1 --seed 1 -v 2 -m 20 -s 20 -g 700"}};
     int i = 0;
@@ -369,7 +339,7 @@ TEST(gate_baseline_training_follows_the_recipe) {
         check_recipe(given, meant.empty() ? given : meant, dir() + format("/recipe_%d", i++), clipped);
 }
 
-// A sample takes each token as often as it is likely after all that the model sees.
+// A sample takes tokens that are likely after all that the model sees.
 TEST(samples_follow_the_model) {
     Gpt2 model(kNoEnd);
     const std::string generate = "--device cpu -e " + model_file(kNoEnd) + " --generate 250 ";
@@ -377,44 +347,35 @@ TEST(samples_follow_the_model) {
     const struct {
         const char *options, *prompt;
         int T, k, most;  // `most` is the place of the least likely token to expect, from 1
-        double temperature;
-    } cases[] = {{"--seed 1 --temperature 0.5 --top-k 3 --prompt Fox ", "Fox", kPositions, 3, 3, 0.5},
-                 {"--seed 2 --temperature 0.5 --top-k 3 --prompt Fox -t 8 ", "Fox", 8, 3, 3, 0.5},
-                 {"--seed 1 --temperature 2 --top-k 5 --prompt Fax ", "Fax", kPositions, 5, 5, 2},
-                 {"--seed 2 --temperature 0 ", "", kPositions, 1, 1, 1},
-                 {"", "", kPositions, V, 20, 1},
-                 {"--seed 2 ", "", kPositions, V, 20, 1}};
+    } cases[] = {{"--seed 1 --temperature 0.5 --top-k 3 --prompt Fox ", "Fox", kPositions, 3, 3},
+                 {"--seed 2 --temperature 0.5 --top-k 3 --prompt Fox -t 8 ", "Fox", 8, 3, 3},
+                 {"--seed 1 --temperature 2 --top-k 5 --prompt Fax ", "Fax", kPositions, 5, 5},
+                 {"--seed 2 --temperature 0 ", "", kPositions, 1, 1},
+                 {"", "", kPositions, V, 20},
+                 {"--seed 2 ", "", kPositions, V, 20}};
     std::string last;
     for (const auto& c : cases) {
-        const Result r = run(generate + c.options);
-        CHECK_RUN(r, 0, c.prompt);
-        last = r.out.substr(0, r.out.find('\n'));
+        last = run(generate + c.options + "2>/dev/null").out;
         texts.insert(last);
-        SampleCheck check{model, c.T, c.k, c.temperature};
-        check(c.prompt, last, 250);
-        CHECK(check.tokens == 250 && (c.k == V ? check.place >= c.most : check.place == c.most));
-        CHECK_NEAR(check.surplus, 0, 4 * std::sqrt(check.variance));
+        const int place = check_sample(model, c.T, c.k, c.prompt, last.substr(0, last.size() - 1), 250);
+        CHECK(last.size() == std::strlen(c.prompt) + 251 && (c.k == V ? place >= c.most : place == c.most));
     }
-    CHECK(texts.size() == 6);
-    CHECK(run(generate + "--seed 2 2>/dev/null").out == last + "\n");
+    CHECK(texts.size() == 6 && run(generate + "--seed 2 2>/dev/null").out == last);
     // Prints nothing that a terminal takes for a command.
     const Result orders = run(generate + "--prompt '\x1b[2J'");
     CHECK_RUN(orders, 0, "[2J");
     CHECK(!contains(orders.out, "\x1b"));
 
-    // In a run whose weights stand still each step and each seed gives another sample. Some end by themselves.
+    // In a run each step and each seed gives another sample, although the weights stand still. Some end by themselves.
     texts.clear();
     size_t ended = 0;
-    model = Gpt2(kEndOften);
     for (int seed : {1, 5}) {
         const std::string out = dir() + format("/samples_%d", seed);
         CHECK_RUN(run(kTrainOptions + kModelOptions + "-b 1 -d 16 -v 0 -l 1e-30 -x 10 -s 2 -g 30 -o " + out +
                       format(" --seed %d", seed)),
                   0, "checkpoint");
-        for (const std::string& row : rows(out, "sample")) {
-            SampleCheck{model, T, V}("", text_of(row), 30);
+        for (const std::string& row : rows(out, "sample"))
             texts.insert(text_of(row)), ended += text_of(row).size() < 30;
-        }
     }
     CHECK(texts.size() == 10 && ended > 0 && ended < 10);
 }
@@ -432,7 +393,6 @@ TEST(evaluation_says_what_the_model_loses) {
                  {kValOptions + "-b 3 -m 2 --gpus 3 " + kQuestionOptions, 6, true},
                  {kValOptions + "-b 3 -m 5 --gpus 4 --context-parallel 2", 15, false},
                  {kValOptions + "-b 1", kValWindows, false},  // all, although training takes 20 batches
-                 {kValOptions + "-b 7 --gpus 2", kValWindows, false},
                  {kValOptions + format("-b %d", kValWindows + 5), kValWindows, false},
                  {kQuestionOptions + "-b 3", 0, true}};
     for (const auto& c : cases) {
@@ -462,37 +422,25 @@ TEST(evaluation_says_what_the_model_loses) {
         CHECK_RUN(run("--device cpu -t 8 " + how + kQuestionOptions + kModelOptions), 1, "length of an example");
 }
 
-// Checks what a new model starts from, and that steps take as long as the log says, by a clock outside the program.
+// Checks what a new model starts from, and that the steps of a run take about as long as the run.
 TEST(a_new_model_starts_as_gpt2_does) {
-    const std::string options = "--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + dir() + "/train.bin";
-    Vec weights[2];
+    Vec before[2];  // another matrix, and the same one of the other seed, because no two may be correlated
     for (int seed : {1, 2}) {
         const std::string out = dir() + format("/new_%d", seed);
-        const int steps = seed == 1 ? 24 : 1;
-        std::vector<Clock::time_point> seen;
-        const Result r = shell("./train_gpt2cu " + options + format(" --seed %d -x %d -o ", seed, steps) + out,
-                               [&](const std::string& line) {
-                                   if (line.find("step ") == 0) seen.push_back(Clock::now());
-                               });
-        check_lines(r.out, out, steps, 256);
+        const double start = test::now();
+        const Result r = run("--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + dir() +
+                             format("/train.bin --seed %d -x 24 -o ", seed) + out);
+        const double elapsed = 1000 * (test::now() - start);
+        CHECK_RUN(r, 0, "step 24/24");
         const Vec ms = values(out, "train", "step_ms");
-        if (r.code || seen.size() != size_t(steps) || ms.size() != seen.size()) throw Error("steps are missing");
-        if (steps > 1) {
-            const double ratio = std::accumulate(ms.begin() + 1, ms.end(), 0.0) /
-                                 std::chrono::duration<double, std::milli>(seen.back() - seen.front()).count();
-            CHECK(ratio > 0.7 && ratio < 1.4);
-        }
-        const std::string row = rows(out, "run").at(0);  // logs defaults too
-        CHECK(contains(row, format("\"B\": 4, \"T\": 64, \"tokens_per_step\": 256, \"steps\": %d, \"seed\": %d, "
-                                   "\"gpus\": 1",
-                                   steps, seed)));
-
+        const double sum = std::accumulate(ms.begin(), ms.end(), 0.0);
+        CHECK(ms.size() == 24 && sum < elapsed && sum > elapsed / 20);
+        check_lines(r.out, out, 24, 256);
         const std::vector<int32_t> header = {20240326, 3, 256, 257, 4, 2, 128, 384};  // the tiny model
-        CHECK(read_file(model_path(out, steps)).find(bytes_of(header)) == 0);
-        Vec& w = weights[seed - 1];
-        w = floats_at_the_end(model_path(out, steps), static_cast<size_t>(value(row, "parameters")));
+        CHECK(read_file(model_path(out, 24)).find(bytes_of(header)) == 0);
+        const Vec w =
+            floats_at_the_end(model_path(out, 24), static_cast<size_t>(values(out, "run", "parameters").at(0)));
         const double* at = w.data();
-        Vec before(4 * 128 * 128);  // of another matrix, because no two may be correlated
         for (const TensorInFile& t : tensors_in_file(256, 384, 4, 128))
             for (size_t l = 0; l < t.layers; l++, at += t.size) {
                 const std::string name = t.name;
@@ -506,38 +454,41 @@ TEST(a_new_model_starts_as_gpt2_does) {
                 const double sigma = name == "attprojw" || name == "fcprojw" ? 0.02 / std::sqrt(8.0) : 0.02;
                 // The normal distribution's first four moments, and the variances of their estimates.
                 const double expected[5] = {1, 0, 1, 0, 3}, variance[5] = {0, 1, 2, 15, 96};
-                double moments[5] = {}, with_before = 0;
-                for (size_t i = 0; i < n; i++) {
-                    for (int k = 1; k < 5; k++) moments[k] += std::pow(at[i] / sigma, k) / n;
-                    if (i < before.size()) with_before += at[i] / sigma * before[i] / n;
+                Vec x(at, at + n);
+                for (double& value : x) value /= sigma;
+                for (int k = 1; k < 5; k++) {
+                    double moment = 0;
+                    for (double value : x) moment += std::pow(value, k) / n;
+                    CHECK_NEAR(moment, expected[k], 5 * std::sqrt(variance[k] / n));
                 }
-                for (int k = 1; k < 5; k++) CHECK_NEAR(moments[k], expected[k], 5 * std::sqrt(variance[k] / n));
-                CHECK_NEAR(with_before, 0, 5 / std::sqrt(n));
-                for (size_t i = 0; i < std::min(n, before.size()); i++) before[i] = at[i] / sigma;
+                for (Vec& other : before) {
+                    const size_t both = std::min(n, other.size());
+                    CHECK_NEAR(std::inner_product(&x[0], &x[both], other.begin(), 0.0), 0, 5 * std::sqrt(both));
+                }
+                before[0] = x;
+                if (name == "wte") before[1] = x;
             }
         CHECK(at == w.data() + w.size());
     }
-    double together = 0;  // of the two seeds' wte
-    for (size_t i = 0; i < 257 * 128; i++) together += weights[0][i] / 0.02 * weights[1][i] / 0.02;
-    CHECK_NEAR(together, 0, 5 * std::sqrt(257.0 * 128));
 }
 
-// This run is so long that its end is minutes away. A token in the fourth window that no model knows ends it, in that
-// window's step, although batches are prepared a step ahead.
-TEST(a_long_run_says_when_it_ends) {
-    Tokens tokens = kTrain;
-    tokens[3 * T + 5] = 999;
-    const std::string out = dir() + "/long";
-    const std::string command =
-        kTrainOptions + kModelOptions + "--no-shuffle -b 1 -l 0.5 -i " + write_shard(dir() + "/late.bin", tokens) + " ";
-    CHECK_RUN(run(command + "-v 0 -x 3"), 0, "step 3/3");  // the fourth window is read ahead, but not used
-    const Result r = run(command + "-x 4000000 -o " + out);
-    CHECK_RUN(r, 1, "999");
-    check_lines(r.out, out, 4000000, T);
-    const Vec lr = values(out, "train", "lr");
-    CHECK(lr.size() == 3);
-    for (size_t i = 0; i < lr.size(); i++) CHECK_NEAR(lr[i], 0.5 * (i + 1) / 200000, 1e-12);  // a twentieth warms up
-    CHECK(!contains(r.out, "ETA 0:"));
+// In fp32 1 − β² would be off by up to a thousandth, and a sum of squares would lose ones beside 2²⁴.
+TEST(norm_and_bias_correction_are_fp64) {
+    const Cpu cpu(1);
+    std::vector<float> x(10001, 1.f);
+    x[0] = 4096;
+    float norm = 0;
+    global_norm(cpu, &norm, nullptr, x.data(), x.size());
+    CHECK_NEAR(norm, std::sqrt(4096. * 4096 + 10000), 1e-3);
+    const float one = 1, near_one = 0.99999f;
+    const ParamRange range = {0, 1, false};
+    for (int step = 1; step < 10; step++)
+        for (const auto& [beta1, beta2] : {std::pair{near_one, 0.f}, {0.f, near_one}}) {
+            float p = 0, m = 0, v = 0;
+            adamw_update<float>(cpu, &p, nullptr, &m, &v, &one, &one, &range, 1, {1, beta1, beta2, 0, 0, 0, step, 0});
+            const double beta = near_one, share = (1 - beta) / (1 - std::pow(beta, step));
+            CHECK_NEAR(p, beta1 > 0 ? -share : -1 / std::sqrt(share), 1e-6 / share);
+        }
 }
 
 TEST_MAIN

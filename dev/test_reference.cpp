@@ -463,7 +463,7 @@ TEST(reductions) {
     }
 }
 
-// dev/test_recipe has every update of a run in fp64, and dev/test_ranks the shares.
+// dev/test_recipe has every update of a run in fp64, and of the shares of ranks.
 TEST(adamw_without_a_finite_norm) {
     const Vec start = randn(9);
     const ParamRange all = {0, 9, true};

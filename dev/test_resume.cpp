@@ -5,7 +5,9 @@
 #include <csignal>
 #include <cstring>
 #include <set>
+#include <tuple>
 
+#include "dev/processes.h"
 #include "dev/small_model.h"
 #include "run/checkpoint.h"
 
@@ -27,16 +29,13 @@ std::string write_shards(const std::string& name) {
     write_shard(folder + "/c.bin", make_tokens(11 * 16 + 3, 3));
     return folder;
 }
-const std::string& shards() {
-    static const std::string folder = write_shards("shards");
-    return folder;
-}
 
 // A step takes 4 windows in 2 micro-batches, so an epoch ends inside a step. 18 steps go into the fourth epoch.
 constexpr int kSteps = 18;
 constexpr int kEndless = 1000000;  // steps, for a run that something else ends
 std::string options(int steps = kSteps) {
-    return "--device cpu -e " + model_file(kEndOften) + " -i '" + shards() + "/*.bin' -j " + shards() + "/c.bin " +
+    static const std::string shards = write_shards("shards");
+    return "--device cpu -e " + model_file(kEndOften) + " -i '" + shards + "/*.bin' -j " + shards + "/c.bin " +
            format("-b 2 -t 16 -d 64 -x %d -v 3 -m 2 -s 5 -g 8 -u 4 -l 3e-3 -c 0.2 --seed 5 ", steps);
 }
 // The same with a question for each validation.
@@ -80,24 +79,19 @@ std::string expected_log(int steps, int val_every, int sample_every, bool questi
     }
     return rows;
 }
-// Checks that two files or texts are the same and not empty. What follows the difference is shown of a log.
+// Checks that two files or texts are the same and not empty.
 void check_same(const std::string& what, const std::string& got, const std::string& want) {
     if (!want.empty() && got == want) return;
     const size_t at = std::mismatch(got.begin(), got.end(), want.begin(), want.end()).first - got.begin();
-    const size_t shown = contains(what, "log") ? 100 : 0;
-    test::report(__FILE__, __LINE__,
-                 format("%s differs from byte %zu on: \"%s\", expected \"%s\"", what.c_str(), at,
-                        got.substr(at, shown).c_str(), want.substr(at, shown).c_str()));
+    test::report(__FILE__, __LINE__, format("%s differs from byte %zu of %zu on", what.c_str(), at, want.size()));
 }
 // Checks the log, and every checkpoint of the straight run from a step on.
 void check_same_run(const std::string& straight, const std::string& resumed, int from) {
     int compared = 0;
     for (int step = from; step <= newest_checkpoint(straight); step++)
         for (const std::string& name : {model_path("", step), state_path("", step)})
-            if (exists(straight + name)) {
+            if (exists(straight + name) && ++compared)
                 check_same(resumed + name, read_file(resumed + name), read_file(straight + name));
-                compared++;
-            }
     CHECK(compared >= 2);
     check_same("log of " + resumed, log_of(resumed), log_of(straight));
 }
@@ -127,6 +121,7 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
                                "\"T\": 16, \"tokens_per_step\": 64, \"steps\": 18, \"seed\": 5, \"gpus\": 1, "
                                "\"context_parallel\": 1, \"settings\": \"--train-data  ",
                                kParameters)));
+    CHECK(contains(log, "\\n--weight-decay      0.2\\n") && contains(log, "\\n--overfit           off\\n"));
     // A state begins with what must be the same to go on, each name and value after its length.
     std::string identity;
     std::istringstream fields(
@@ -143,7 +138,6 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
                                   uint64_t(windows / kWindows), uint64_t(windows % kWindows), uint64_t(2 * step)});
         const size_t optimizer = 2 * kParameters * sizeof(float);
         CHECK(state.compare(state.size() - optimizer - counters.size(), counters.size(), counters) == 0);
-        CHECK(model.size() == 1024 + kParameters * sizeof(float));
     }
     // Neither saving nor the number of threads changes anything. A run that saves only at the end has the same end.
     const std::string quiet = dir() + "/quiet";
@@ -173,7 +167,7 @@ TEST(resumes_with_other_data_and_ranks) {
     int run_number = 0;
     for (const std::string& other :
          {std::string("--no-shuffle"), "-i " + text_file(), std::string("-a 1"), std::string("--attention naive"),
-          std::string("-b 1 --gpus 4 --context-parallel 2 --zero 1")}) {
+          std::string("-b 1 --gpus 4 --context-parallel 2 --zero 1"), std::string("-b 1 --gpus 2 --zero 0")}) {
         const std::string straight = dir() + format("/other_%d", run_number++), command = options() + other + " -n 7 ";
         CHECK_RUN(run(command + "-o " + straight), 0, "checkpoint");
         check_resumes(command, straight, 7);
@@ -188,7 +182,6 @@ TEST(resumes_after_a_signal) {
     const int steps = 600;  // enough that a signal comes before the end, however busy the machine is
     const std::string command = options(steps) + "-v 40 -s 50 -n 20 -o ", straight = dir() + "/long";
     CHECK_RUN(run(command + straight), 0, "checkpoint");
-    check_same("log", log_of(straight, true), expected_log(steps, 40, 50));
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGKILL}) {
         const std::string out = dir() + format("/signal_%d", signal);
         std::signal(signal, SIG_DFL);  // whoever started this test may ignore it
@@ -196,8 +189,7 @@ TEST(resumes_after_a_signal) {
         const Result r = run_and_act(command + out, format("step 43/%d |", steps), format(twice, signal, signal));
         CHECK_RUN(r, 128 + signal, signal == SIGKILL ? "step 43/" : "interrupted at step");
         const int step = newest_checkpoint(out);
-        if (signal == SIGKILL ? step < 20 || step % 20 : step < 43 || step >= steps)
-            test::report(__FILE__, __LINE__, format("signal %d: a checkpoint of step %d", signal, step));
+        CHECK(signal == SIGKILL ? step >= 20 && step % 20 == 0 : step >= 43 && step < steps);
         std::ofstream(out + "/log.jsonl", std::ios::app) << "{\"kind\": \"train\", \"st";
         CHECK_RUN(run(command + out + " -y 1"), 0, format("resumed at step %d\n", step));
         check_same_run(straight, out, step + 1);
@@ -216,21 +208,22 @@ TEST(signals_that_were_ignored_stay_so) {
 TEST(nothing_to_resume_is_a_fresh_run) {
     const std::string out = dir() + "/fresh";
     std::filesystem::create_directory(out);
-    write_file(out + "/log.jsonl",
-               "{\"kind\": \"run\", \"device\": \"x\"}\n{\"kind\": \"val\", \"step\": 0, \"loss_nats\": 1}\n"
-               "{\"kind\": \"train\", \"step\": 1, \"loss_nats\": 1}\n{\"kind\": \"tr");
+    write_file(out + "/log.jsonl", "{\"kind\": \"run\"}\n{\"kind\": \"val\", \"step\": 0}\n{\"kind\": \"tr");
     CHECK_RUN(run(asking_options() + "-n 1 -y 1 -o " + out), 0, "nothing to resume: starting at step 0\n");
     check_same_run(straight_run(), out, 1);
     CHECK(rows(out, "run").size() == 1);
+    const std::set<std::string> files = files_of(out);
+    const Result r = run(asking_options() + "-n 1 -y 1 -o " + out);
+    CHECK_RUN(r, 0, "nothing left to do");
+    CHECK(!contains(r.out, "\ncheckpoint ") && files_of(out) == files);  // nothing is written again
 }
 
-TEST(a_finished_run_is_left_alone) {
-    const std::string out = dir() + "/left";
-    copy_checkpoint(straight_run(), out, kSteps);
-    const Result r = run(options() + "-y 1 -o " + out);
-    CHECK_RUN(r, 0, "nothing left to do");
-    CHECK(!contains(r.out, "\ncheckpoint ") && files_of(out).size() == 3);  // nothing is written again
-    check_same("state", read_file(state_path(out, kSteps)), read_file(state_path(straight_run(), kSteps)));
+// A signal to one is one to all, and they end at one step.
+TEST(ranks_end_together_after_a_signal) {
+    const std::string out = dir() + "/together", command = options(9999) + "-v 0 -s 0 -b 1 --gpus 2 -o " + out;
+    std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
+    CHECK_RUN(run_and_act(command, "step 7/", "kill $pid"), 143, "interrupted at step ");
+    CHECK(newest_checkpoint(out) >= 7 && rows(out, "train").size() == size_t(newest_checkpoint(out)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -261,12 +254,9 @@ TEST(what_killed_runs_left_goes_at_the_start) {
 TEST(another_recipe_is_said) {
     const std::string out = dir() + "/recipe";
     copy_checkpoint(straight_run(), out, 3);
-    const std::string command = options(3) + "-y 1 -o " + out + " ";
-    CHECK_RUN(run(command), 0, "changed since the checkpoint: -x from 18 to 3\n");
-    CHECK_RUN(
-        run(command + "-x 18 -l 1e-4 -u 5 -q 0.2 -k wsd -c 0 --beta2 0.9 --max-norm 0.5"), 0,
-        "changed since the checkpoint: -l from 0.003 to 0.0001, -u from 4 to 5, -q from 0.1 to 0.2, -k from cosine "
-        "to wsd, -c from 0.2 to 0, --beta2 from 0.95 to 0.9, --max-norm from 1 to 0.5\n");
+    CHECK_RUN(run(options(3) + "-y 1 -l 1e-4 -u 5 -q 0.2 -k wsd -c 0 --beta2 0.9 --max-norm 0.5 -o " + out), 0,
+              "changed since the checkpoint: -x from 18 to 3, -l from 0.003 to 0.0001, -u from 4 to 5, -q from 0.1 to "
+              "0.2, -k from cosine to wsd, -c from 0.2 to 0, --beta2 from 0.95 to 0.9, --max-norm from 1 to 0.5\n");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -277,36 +267,25 @@ TEST(refuses_other_settings_by_name) {
     const std::string out = dir() + "/refuse", other_model = dir() + "/other.bin";
     copy_checkpoint(straight_run(), out, 3);
     write_file(other_model, model_header(3, 1) + bytes_of(make_weights(kEndOften)));
-    const std::string changed = write_shards("changed"), renamed = write_shards("renamed"), more = write_shards("more"),
-                      moved = write_shards("moved");
+    const std::string changed = write_shards("changed"), moved = write_shards("moved");
     std::string bytes = read_file(changed + "/b.bin");
     bytes[1024 + 60] ^= 1;
     write_file(changed + "/b.bin", bytes);
-    std::filesystem::rename(renamed + "/a.bin", renamed + "/z.bin");
-    std::filesystem::copy_file(more + "/a.bin", more + "/d.bin");
     const auto data = [](const std::string& folder) { return "-i '" + folder + "/*.bin'"; };
-    const struct {
-        std::string option, field, has, wants;
-    } cases[] = {
-        {"-t 8", "T", "\"16\"", "\"8\""},
-        {"-b 1", "B", "\"2\"", "\"1\""},
-        {"-d 128", "tokens per step", "\"64\"", "\"128\""},
-        {"-e " + other_model, "model", "\"L=2 NH=2 C=32 V=257\"", "\"L=2 NH=1 C=32 V=257\""},
-        {"--attention naive", "attention", "\"flash\"", "\"naive\""},
-        {"--seed 6", "seed", "\"5\"", "\"6\""},
-        {"--no-shuffle", "order of data", "\"shuffled\"", "\"as it is\""},
-        {"-a 1", "order of data", "\"shuffled\"", "\"one batch\""},
-        {data(changed), "data", "\"", "\""},
-        {data(renamed), "data", "\"", "\""},  // the shards in another order
-        {data(more), "data", "\"", "\""},
-    };
-    for (const auto& c : cases) {
-        CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out + " " + c.option), 1,
-                  ": checkpoint of another run: " + c.field + ": the checkpoint has " + c.has,
-                  ", this run has " + c.wants);
-    }
-    CHECK(newest_checkpoint(out) == 3);  // none of them did a step
-    check_same("state", read_file(state_path(out, 3)), read_file(state_path(straight_run(), 3)));
+    for (const auto& [option, says] :
+         {std::pair<std::string, const char*>{"-t 8", "T: the checkpoint has \"16\", this run has \"8\""},
+          {"-b 1", "B: the checkpoint has \"2\", this run has \"1\""},
+          {"-d 128", "tokens per step: the checkpoint has \"64\", this run has \"128\""},
+          {"-e " + other_model,
+           "model: the checkpoint has \"L=2 NH=2 C=32 V=257\", this run has \"L=2 NH=1 C=32 V=257\""},
+          {"--attention naive", "attention: the checkpoint has \"flash\", this run has \"naive\""},
+          {"--seed 6", "seed: the checkpoint has \"5\", this run has \"6\""},
+          {"--no-shuffle", "order of data: the checkpoint has \"shuffled\", this run has \"as it is\""},
+          {"-a 1", "order of data: the checkpoint has \"shuffled\", this run has \"one batch\""},
+          {data(changed), "data: the checkpoint has "}})
+        CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out + " " + option), 1,
+                  std::string(": checkpoint of another run: ") + says);
+    CHECK(newest_checkpoint(out) == 3);                                                // none of them did a step
     CHECK_RUN(run(options(4) + data(moved) + " -v 0 -y 1 -o " + out), 0, "step 4/4");  // the same data in another place
 }
 
@@ -315,48 +294,48 @@ TEST(refuses_damaged_checkpoints) {
     const std::string out = dir() + "/damaged", state_file = state_path(out, 4), file = model_path(out, 4);
     for (const int step : {2, 4}) copy_checkpoint(straight_run(), out, step);
     const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_file),
-                      model = read_file(file);
+                      model = read_file(file), differs = file + ": damaged: its parameters have checksum";
     CHECK_RUN(run(options() + "-o " + out), 1,
               "has a checkpoint of step 4: add -y to resume it");  // never over an earlier run
     const auto flipped = [](std::string bytes, size_t at) {
         bytes[at] ^= 4;
         return bytes;
     };
+    // A whole checkpoint of parameters with a NaN. The checksums are of the parameters, the counters and the table.
+    std::string of_nan = state, nan = model;
+    const auto put = [](std::string& bytes, size_t at, auto value) { std::memcpy(&bytes[at], &value, sizeof value); };
+    const size_t counters = state.size() - 2 * kParameters * sizeof(float) - 40;
+    put(nan, 1024 + 4 * offset_of(WPE), NAN);
+    put(of_nan, counters + 8, checksum64(&nan[1024], nan.size() - 1024));
+    put(of_nan, state.find("counters") + 16, checksum64(&of_nan[counters], 40));
+    put(of_nan, counters - 8, checksum64(of_nan.data(), counters - 8));
     const struct {
         std::string state, model, message;
-    } cases[] = {
-        {state + "x", model, state_file + ": too long"},
-        {flipped(state, state.size() - 1), model, "damaged section \"optimizer\""},
-        {state, flipped(model, 1024), file + ": damaged: its parameters have checksum"},
-        {state, flipped(model, model.size() - 1), file + ": damaged: its parameters have checksum"},
-        {state, read_file(model_path(out, 2)), file + ": damaged: its parameters have checksum"},
-        {state, model.substr(0, model.size() - 4), file + ": truncated"},
-        {state, flipped(model, 4 * 3), file + ": a fp32 model with L=2 NH=2 C=32 V=261"},
-    };
+    } cases[] = {{state + "x", model, state_file + ": too long"},
+                 {state, flipped(model, model.size() - 1), differs},
+                 {state, read_file(model_path(out, 2)), differs},
+                 {state, flipped(model, 4 * 3), file + ": a fp32 model with L=2 NH=2 C=32 V=261"},
+                 {of_nan, nan, file + ": not finite: wpe ("}};
     for (const auto& c : cases) {
         write_file(state_file, c.state);
         write_file(file, c.model);
         CHECK_RUN(run(command), 1, c.message);
     }
+    const std::string alone = dir() + "/alone", generate = "2>/dev/null --device cpu --generate 3 -e ";
+    copy_checkpoint(straight_run(), alone, 4);
+    for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(alone, 4), path(alone, 5));
+    CHECK_RUN(run(options() + "-y -o " + alone), 1,
+              state_path(alone, 5) + ": was renamed, by its content it is of step 4");
+    std::filesystem::remove(state_path(alone, 5));
+    CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": is missing");
+    CHECK_RUN(run(options() + "-o " + alone), 1, model_path(alone, 5));
     write_file(state_file, state);
-    write_file(file, model);
-    for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 4), path(out, 5));
-    CHECK_RUN(run(command), 1, state_path(out, 5) + ": was renamed, by its content it is of step 4");
-    for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 5), path(out, 4));
     std::filesystem::remove(file);
     CHECK_RUN(run(command), 1, file + ": is missing");
     std::filesystem::remove(state_file);  // as if the program died between the two files
     write_file(file, model);
-    const std::string alone = dir() + "/alone", generate = "--device cpu --generate 3 -e ";
-    std::filesystem::create_directory(alone);
-    write_file(model_path(alone, 4), model);
-    CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 4) + ": is missing");
-    CHECK_RUN(run(options() + "-o " + alone), 1, model_path(alone, 4));
-    CHECK(run(generate + alone + " 2>/dev/null").out == run(generate + file + " 2>/dev/null").out);
-    CHECK(run(generate + out + " 2>/dev/null").out == run(generate + file + " 2>/dev/null").out);
-    write_file(
-        out + "/log.jsonl",
-        "{\"kind\": \"x\", \"a\": [1]}\n{\"kind\": \"x\", \"a\": -1.5e-3, \"b\": \"\\\"}\"}\n{\"kind\": \"x\"\n");
+    for (const std::string& folder : {alone, out}) CHECK(run(generate + folder).out == run(generate + file).out);
+    write_file(out + "/log.jsonl", "{\"a\": [1]}\n{\"a\": -1.5e-3, \"b\": \"\\\"}\"}\n{\"kind\": \"x\"\n");
     const Result resumed = run(command);
     CHECK_RUN(resumed, 0, "resumed at step 2\n", state_file + ": is missing", "log.jsonl: line 1 is no JSON",
               "line 3 is no JSON");
@@ -368,30 +347,18 @@ TEST(refuses_damaged_checkpoints) {
 // The files
 
 TEST(which_checkpoints_are_written_and_kept) {
-    const struct {
-        const char* options;
-        int written;
-        std::vector<int> kept;
-    } cases[] = {{"-x 0", 0, {}},
-                 {"-x 7", 1, {7}},
-                 {"-x 7 -n 3", 3, {3, 6, 7}},
-                 {"-x 8 -n 4 -nk 0", 2, {4, 8}},
-                 {"-x 9 -n 2 -nk 2", 5, {8, 9}},
-                 {"-x 8 -n 2 -nk 3", 4, {4, 6, 8}},
-                 {"-x 3 -n 1 -nk 1", 3, {3}},
-                 {"-x 11 -n 2 -nk 1 -nm 4", 6, {4, 8, 11}},
-                 {"-x 2 -n 5 -nk 4", 1, {2}}};
-    for (const auto& c : cases) {
-        const std::string out = dir() + "/kept" + c.options;
-        int written = 0;
-        const Result r =
-            shell("./train_gpt2cu " + given_once(options() + "-v 0 -s 0 " + c.options + " -o '" + out + "'"),
-                  [&](const std::string& line) { written += line.find("checkpoint ") == 0; });
-        CHECK(r.code == 0 && written == c.written);
+    for (const auto& [keep, written, kept] : {std::tuple<const char*, int, std::vector<int>>{"-x 0", 0, {}},
+                                              {"-x 7 -n 3", 3, {3, 6, 7}},
+                                              {"-x 8 -n 4 -nk 0", 2, {4, 8}},
+                                              {"-x 11 -n 2 -nk 1 -nm 4", 6, {4, 8, 11}},
+                                              {"-x 2 -n 5 -nk 4", 1, {2}}}) {
+        const std::string out = dir() + "/kept" + keep;
+        const Result r = run(options() + "-v 0 -s 0 " + keep + " -o '" + out + "'");
+        CHECK(r.code == 0 && count_of(r.out, "\ncheckpoint ") == written);
         std::set<std::string> expected = {"log.jsonl"};
-        for (const int step : c.kept)
+        for (const int step : kept)
             for (const auto& path : {model_path, state_path}) expected.insert(path("", step).substr(1));
-        if (files_of(out) != expected) test::report(__FILE__, __LINE__, format("%s: other files", c.options));
+        if (files_of(out) != expected) test::report(__FILE__, __LINE__, format("%s: other files", keep));
     }
 }
 
@@ -408,36 +375,24 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     CHECK(newest_checkpoint(in_update) == -1);
 }
 
-// A disk that is full in the middle of a checkpoint leaves no file in part. The model is written first, so without a
-// state the step does not count. A limit on file size stands in for the disk, in blocks of 512 bytes. The error shows at
-// a later step, or at the end.
+// A disk that is full in the middle of a checkpoint leaves no file in part, but an empty temporary. The model is written
+// first, so without a state the step does not count. A limit on file size stands in for the disk, in blocks of 512
+// bytes. The error shows at a later step, or at the end.
 TEST(a_full_disk_leaves_whole_files) {
-    const struct {
-        int blocks, steps;
-        const char* message;
-        std::set<std::string> left;
-    } cases[] = {
-        {100, kSteps, "model_00000002.bin: cannot write", {"log.jsonl"}},
-        {400, 2, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};  // and an empty temporary
-    for (const auto& c : cases) {
-        const std::string out = dir() + format("/full_%d", c.blocks);
-        CHECK_RUN(shell(format("ulimit -f %d; ./train_gpt2cu ", c.blocks) +
-                        given_once(options(c.steps) + "-v 0 -s 0 -n 2 -o " + out)),
-                  1, c.message);
-        std::set<std::string> files = files_of(out);
-        for (auto f = files.begin(); f != files.end();) f = contains(*f, ".tmp.") ? files.erase(f) : std::next(f);
-        CHECK(files == c.left && newest_checkpoint(out) == -1);
-        const size_t steps = rows(out, "train").size();
-        check_same("log", log_of(out, true), expected_log(steps, 0, 0));
-        CHECK(steps >= 2 && steps <= 4);  // the checkpoint of step 4 would wait for the one of step 2
-        CHECK(read_file(out + "/log.jsonl").back() == '\n');
+    for (const auto& [blocks, steps, name] : {std::tuple{100, 160, "model"}, {400, 40, "state"}}) {
+        const std::string out = dir() + format("/full_%d", blocks);
+        CHECK_RUN(shell(format("ulimit -f %d; ./train_gpt2cu ", blocks) +
+                        given_once(options(steps) + "-v 0 -s 0 -n 40 -o " + out)),
+                  1, name + std::string("_00000040.bin: cannot write"));
+        const std::set<std::string> files = files_of(out);
+        const auto whole = [](const std::string& name) { return !contains(name, ".tmp."); };
+        CHECK(std::count_if(files.begin(), files.end(), whole) ==
+              (steps == 40 ? 2 : 1));  // the log, and perhaps a model
+        CHECK(newest_checkpoint(out) == -1);
+        const size_t done = rows(out, "train").size();
+        check_same("log", log_of(out, true), expected_log(done, 0, 0));
+        CHECK(done >= 40 && done < 80);  // the checkpoint of step 80 would wait for this one
     }
-}
-
-TEST(a_directory_that_is_gone_ends_the_run) {
-    const std::string out = dir() + "/gone";
-    CHECK_RUN(run_and_act(options(kEndless) + "-v 0 -s 0 -n 6 -o " + out, "checkpoint ", "mv " + out + " " + out + "_"),
-              1, out + "/log.jsonl: was removed", ": No such file or directory; check the path\n");
 }
 
 // A log or a lock that somebody removes is named and made anew, and the run goes on.
@@ -460,7 +415,6 @@ TEST(an_error_of_the_data_ends_with_a_checkpoint) {
         const std::string out = dir() + format("/data_%d", steps);
         CHECK_RUN(run(common + more + "-i " + bad + " -o " + out), 1, bad + ": token at offset 1204");
         CHECK(newest_checkpoint(out) == steps && rows(out, "train").size() == size_t(steps));
-        CHECK_RUN(run(common + more + "-x 1 -o " + out + " -y"), 1, "checkpoint of another run: data");
     }
     tokens[5 * 16 + 10] = 1;
     write_shard(val, tokens);
@@ -471,38 +425,23 @@ TEST(an_error_of_the_data_ends_with_a_checkpoint) {
     CHECK_RUN(run(options(12) + "-s 0 -v 0 -m -1 -y -o " + out), 0, "resumed at step 10", "step 12/12");
 }
 
-// Ctrl-C reaches all of a pipeline, and tee may end first. A run that nobody reads goes on, saves, and says so.
+// As tee may at Ctrl-C. A run that nobody reads goes on, saves, and says so.
 TEST(a_reader_that_ends_takes_no_run_along) {
-    for (const auto& [signal, code] : {std::pair{"INT", 130}, {"TERM", 143}}) {
-        const std::string out = dir() + "/tee_" + signal, log = out + ".log";
-        const std::string program = "./train_gpt2cu " + given_once(options(kEndless) + "-v 0 -s 0 -o " + out);
-        write_file(out + ".sh", "(trap : INT TERM; " + program + "; echo $? >" + out + ".code) 2>" + out +
-                                    ".err | tee " + log + " >/dev/null");
-        shell(format("timeout -s %s 2 sh ", signal) + out + ".sh; while [ ! -s " + out + ".code ]; do sleep 0.1; done");
-        CHECK(read_file(out + ".code") == format("%d\n", code));
-        const int step = newest_checkpoint(out);
-        CHECK(step > 0 && rows(out, "train").size() == size_t(step));
-        if (step > 0) CHECK(contains(read_file(out + ".err"), "stdout: a line could not be written"));
-    }
     const std::string out = dir() + "/head", program = given_once(options(40) + "-v 0 -s 0 -o " + out);
-    shell("(./train_gpt2cu " + program + "; echo $? >" + out + ".code) 2>/dev/null | head -12");
-    CHECK(read_file(out + ".code") == "1\n" && newest_checkpoint(out) == 40 && rows(out, "train").size() == 40);
+    CHECK_RUN(shell("(./train_gpt2cu " + program + "; echo code $? >&2) | head -12"), 0, "code 1\n",
+              "stdout: a line could not be written");
+    CHECK(newest_checkpoint(out) == 40 && rows(out, "train").size() == 40);
 }
 
 // What is read is what is written, header and tensors, in both types of file. The rate is too small to change a weight.
 TEST(a_model_file_comes_back_byte_for_byte) {
-    std::vector<float> rounded = make_weights(kEndOften);
-    std::vector<uint16_t> half;  // bf16 is an fp32's upper half
-    for (float& w : rounded) {
-        uint32_t bits;
-        std::memcpy(&bits, &w, sizeof bits);
-        half.push_back(static_cast<uint16_t>(bits >> 16));
-        bits &= 0xFFFF0000;
-        std::memcpy(&w, &bits, sizeof bits);
-    }
     const std::string fp32 = read_file(model_file(kEndOften)), path = dir() + "/read.bin";
-    for (const auto& [given, wanted] :
-         {std::pair{fp32, fp32}, {model_header(5) + bytes_of(half), model_header(3) + bytes_of(rounded)}}) {
+    std::string half = model_header(5), rounded = fp32;
+    for (size_t at = 1024; at < fp32.size(); at += 4) {
+        half += fp32.substr(at + 2, 2);  // bf16 is an fp32's upper half
+        rounded[at] = rounded[at + 1] = 0;
+    }
+    for (const auto& [given, wanted] : {std::pair{fp32, fp32}, {half, rounded}}) {
         const std::string out = dir() + format("/back_%zu", given.size());
         write_file(path, given);
         CHECK_RUN(run(options(1) + "-v 0 -s 0 -u 0 -l 1e-30 -o " + out + " -e " + path), 0, "checkpoint");
@@ -519,23 +458,18 @@ TEST(a_model_that_cannot_write_trains) {
     check_same("log", log_of(out, true), expected_log(2, 1, 0));
 }
 
-// Checks where each tensor lies. A NaN at its first or its last element is found in that tensor, and in that layer. No
-// use of such a model succeeds.
+// Checks where each tensor lies. A NaN at its last element is found in that tensor, and in that layer. No use of such a
+// model succeeds.
 TEST(every_tensor_has_its_place_in_the_file) {
     const std::string whole = read_file(model_file(kEndOften)), path = dir() + "/nan.bin";
-    const float nan = NAN;
     for (int t = WTE; t <= LNFB; t++) {
-        const TensorInFile& tensor = kTensors[t];
-        const size_t last = offset_of(t) + tensor.layers * tensor.size - 1;
-        for (const size_t at : {offset_of(t), last}) {
-            std::string bytes = whole;
-            std::memcpy(&bytes[1024 + 4 * at], &nan, 4);
-            write_file(path, bytes);
-            const int layer = at == last ? L - 1 : 0;
-            const std::string place = tensor.name + (tensor.layers > 1 ? format(" of layer %d (", layer) : " (");
-            const std::string what = at == last ? "--generate 1 -i x" : t % 2 ? "--eval-only" : "-v 0 -s 0";
-            CHECK_RUN(run(options(1) + what + " -e " + path), 1, path + ": not finite: " + place);
-        }
+        std::string bytes = whole;
+        const float nan = NAN;
+        std::memcpy(&bytes[1024 + 4 * (offset_of(t + 1) - 1)], &nan, 4);
+        write_file(path, bytes);
+        const char* const use[] = {"--generate 1 -i x", "--eval-only", "-v 0 -s 0"};
+        CHECK_RUN(run(options(1) + use[t % 3] + " -e " + path), 1,
+                  path + ": not finite: " + kTensors[t].name + (kTensors[t].layers > 1 ? " of layer 1 (" : " ("));
     }
     CHECK(whole.size() == 1024 + 4 * kParameters);
 }

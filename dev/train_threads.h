@@ -1,10 +1,12 @@
 // The program (train_gpt2.cu, included before) with threads as ranks, for tests without a GPU. --gpus N makes N threads on
-// the CPU. Each prints, but rank
-// 0 alone writes files.
+// the CPU. Each prints, but rank 0 alone writes files.
 #pragma once
+#include <functional>
+
 #include "dev/thread_comm.h"
 
 inline thread_local ThreadComm* this_thread = nullptr;
+inline std::function<void(Options&)> change_options_of_rank_1 = [](Options&) {};
 
 // Stands in for NCCL's (run/team.h).
 inline Ranks<Threads> connect(const Threads&, const Team& team, int context) {
@@ -24,6 +26,7 @@ inline int train_on_threads(int argc, char** argv) {
         std::vector<int> codes(std::max(1, o.gpus));
         on_threads(static_cast<int>(codes.size()), [&](int rank, ThreadComm& comm) {
             Options mine = o;
+            if (rank == 1) change_options_of_rank_1(mine);
             Team team;
             team.rank = rank, team.size = team.local_size = static_cast<int>(codes.size());
             this_thread = &comm;
