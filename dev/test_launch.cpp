@@ -59,7 +59,7 @@ std::string place_with(const std::string& environment) {
     std::string got;
     try {
         const Place p = place_from_environment();
-        got = format("rank %d of %d, %d of %d here, at %s %d, job %s.", p.rank, p.size, p.local_rank, p.local_size,
+        got = format("rank %d of %d, %d of %d here, at %s %d, job %s;", p.rank, p.size, p.local_rank, p.local_size,
                      p.address.c_str(), p.port, p.job.c_str());
     } catch (const UsageError& e) {
         got = e.what();
@@ -105,26 +105,26 @@ TEST(launchers_variables) {
     const std::string torchrun =
         "RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=x "
         "TORCHELASTIC_RESTART_COUNT=2 ";
-    const std::string mpirun = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 ";
+    const std::string mpirun = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 ";
     const std::string slurm =
         "SLURM_PROCID=2 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=3(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=1 ";
     const std::string intel = "PMI_RANK=1 PMI_SIZE=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=";
     const std::pair<std::string, std::string> cases[] = {
         {"MASTER_PORT=29500", "rank 0 of 1, 0 of 1 here"},
-        {torchrun, "rank 3 of 8, 1 of 4 here, at n1 29501, job x.2."},  // torchrun itself listens on 29500
-        {torchrun + "GPT2_JOB=secret SLURM_JOB_ID=5", "at n1 29501, job secret.x.2."},
-        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "rank 0 of 2, 0 of 1 here, at n1 1, job g."},
-        {mpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000", "rank 1 of 2, 1 of 1 here, at n2 5000, job p7."},
-        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=p7", "rank 1 of 2, 1 of 2 here, at 127.0.0.1 2"},
+        {torchrun, "rank 3 of 8, 1 of 4 here, at n1 29501, job x.2;"},  // torchrun itself listens on 29500
+        {torchrun + "GPT2_JOB=secret SLURM_JOB_ID=5", "at n1 29501, job secret.x.2;"},
+        {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1 GPT2_JOB=g", "rank 0 of 2, 0 of 1 here, at n1 1, job g;"},
+        {mpirun + "PMIX_NAMESPACE=p7 MASTER_ADDR=n2 MASTER_PORT=5000", "rank 1 of 2, 0 of 1 here, at n2 5000, job p7;"},
+        {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=p7", "rank 1 of 2, 0 of 2 here, at 127.0.0.1 2"},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=1", "set MASTER_ADDR to rank 0's host"},  // several machines
         {mpirun, "set MASTER_ADDR to rank 0's host"},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=1", "set MASTER_ADDR to rank 0's host"},
         {mpirun + "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1", "MASTER_PORT is \"\""},
-        {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=", "rank 1 of 6, 1 of 2 here, at n4 5002, job ."},
-        {intel + "6 PMI_JOBID=33", "job 33."},
-        {intel + "6", format("job %d.", getppid())},
+        {intel + "2 MASTER_ADDR=n4 MASTER_PORT=5002 RANK= WORLD_SIZE=", "rank 1 of 6, 1 of 2 here, at n4 5002, job ;"},
+        {intel + "6 PMI_JOBID=33", "job 33;"},
+        {intel + "6", format("job %d;", getppid())},
         {slurm + "SLURM_STEP_NUM_TASKS=6 MASTER_ADDR=n3 MASTER_PORT=5001",
-         "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1."},
+         "rank 2 of 6, 2 of 3 here, at n3 5001, job 77.1;"},
         {slurm + "MASTER_ADDR=n3", "rank 0 of 1,"},  // in an allocation, not a step
         {slurm + "SLURM_STEP_NUM_TASKS=3", "rank 2 of 3, 2 of 3 here, at 127.0.0.1 2"},
         {slurm + "SLURM_STEP_NUM_TASKS=1 PMI_RANK=2 PMI_SIZE=4 MASTER_ADDR=n3 MASTER_PORT=1",
