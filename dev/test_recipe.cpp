@@ -427,10 +427,10 @@ TEST(a_new_model_starts_as_gpt2_does) {
     Vec before[2];  // another matrix, and the same one of the other seed, because no two may be correlated
     for (int seed : {1, 2}) {
         const std::string out = dir() + format("/new_%d", seed);
-        const double start = test::now();
+        const double start = now();
         const Result r = run("--device cpu -e tiny -v 0 -s 0 -l 1e-30 -i " + dir() +
                              format("/train.bin --seed %d -x 24 -o ", seed) + out);
-        const double elapsed = 1000 * (test::now() - start);
+        const double elapsed = 1000 * (now() - start);
         CHECK_RUN(r, 0, "step 24/24");
         const Vec ms = values(out, "train", "step_ms");
         const double sum = std::accumulate(ms.begin(), ms.end(), 0.0);
