@@ -344,7 +344,7 @@ def test_runner_of_the_tests(tmp):
         "python.py": f"{harness}def test_a(): pass\ndef test_b(): time.sleep(9)\nharness.LIMIT = 0.1\nharness.main()"})
     for cores in "2", "16":
         done = run(ROOT / "dev" / "run_tests.sh", "true", "good", "bad", "dies", "lies", "hangs", "python.py", cwd=tmp,
-                   code=1, TEST_LIMIT="1", CORES=cores, **path)
+                   code=1, TEST_LIMIT="1", TEST_PATIENCE="1", CORES=cores, **path)
         assert done.stdout.endswith("\n6 passed, 6 failed, 1 skipped\n"), done.stdout
         assert "hangs: no end after 1 s" in done.stdout and "no end after 0.1 s" in done.stdout, done.stdout
         assert not os.path.exists(f"/proc/{(tmp / 'pid').read_text().strip()}/exe")
