@@ -248,10 +248,10 @@ TEST(a_checkpoint_that_cannot_be_written_ends_the_run) {
         train_step(run);
         run.save();
         CHECK_ERROR(while (run.step < o.max_steps) train_step(run),
-                    "model_00000002.bin: cannot write: No space left on device; free");
+                    "state_00000002.bin: cannot write: No space left on device; free");
         CHECK(run.step < o.max_steps);
         run.save();
-        CHECK_ERROR(run.conclude(), format("model_%08d.bin: cannot write", run.step).c_str());
+        CHECK_ERROR(run.conclude(), format("state_%08d.bin: cannot write", run.step).c_str());
         before_write = [] { return 0; };
         return std::vector<double>();
     });

@@ -241,8 +241,7 @@ TEST(a_second_run_in_a_directory_is_refused) {
     std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
     const Result r =
         run_and_act(command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
-    CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run writes to this directory (process ",
-              "code 1\n");
+    CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run writes to this directory", "code 1\n");
     check_same("log", log_of(out, true), expected_log(newest_checkpoint(out), 0, 0));
 }
 
@@ -316,8 +315,7 @@ TEST(refuses_damaged_checkpoints) {
     for (const int step : {2, 4}) copy_checkpoint(straight_run(), out, step);
     const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_file),
                       model = read_file(file);
-    CHECK_RUN(run(options() + "-o " + out), 1,
-              "has a checkpoint of step 4: add -y to resume it");  // never over an earlier run
+    CHECK_RUN(run(options() + "-o " + out), 1, state_file + ": is of an earlier run");  // never over an earlier run
     const auto flipped = [](std::string bytes, size_t at) {
         bytes[at] ^= 4;
         return bytes;
@@ -327,11 +325,11 @@ TEST(refuses_damaged_checkpoints) {
     } cases[] = {
         {state + "x", model, state_file + ": too long"},
         {flipped(state, state.size() - 1), model, "damaged section \"optimizer\""},
-        {state, flipped(model, 1024), file + ": damaged: its parameters have checksum"},
-        {state, flipped(model, model.size() - 1), file + ": damaged: its parameters have checksum"},
-        {state, read_file(model_path(out, 2)), file + ": damaged: its parameters have checksum"},
+        {state, flipped(model, 1024), file + ": damaged parameters"},
+        {state, flipped(model, model.size() - 1), file + ": damaged parameters"},
+        {state, read_file(model_path(out, 2)), file + ": damaged parameters"},
         {state, model.substr(0, model.size() - 4), file + ": truncated"},
-        {state, flipped(model, 4 * 3), file + ": a fp32 model with L=2 NH=2 C=32 V=261"},
+        {state, flipped(model, 4 * 3), "found fp32, L=2 NH=2 C=32 V=261"},
     };
     for (const auto& c : cases) {
         write_file(state_file, c.state);
@@ -341,10 +339,10 @@ TEST(refuses_damaged_checkpoints) {
     write_file(state_file, state);
     write_file(file, model);
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 4), path(out, 5));
-    CHECK_RUN(run(command), 1, state_path(out, 5) + ": was renamed, by its content it is of step 4");
+    CHECK_RUN(run(command), 1, state_path(out, 5) + ": the step in it: expected 5, found 4");
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(out, 5), path(out, 4));
     std::filesystem::remove(file);
-    CHECK_RUN(run(command), 1, file + ": is missing");
+    CHECK_RUN(run(command), 1, file + ": cannot open: No such file");
     std::filesystem::remove(state_file);  // as if the program died between the two files
     write_file(file, model);
     const std::string alone = dir() + "/alone", generate = "--device cpu --generate 3 -e ";
@@ -354,13 +352,7 @@ TEST(refuses_damaged_checkpoints) {
     CHECK_RUN(run(options() + "-o " + alone), 1, model_path(alone, 4));
     CHECK(run(generate + alone + " 2>/dev/null").out == run(generate + file + " 2>/dev/null").out);
     CHECK(run(generate + out + " 2>/dev/null").out == run(generate + file + " 2>/dev/null").out);
-    write_file(
-        out + "/log.jsonl",
-        "{\"kind\": \"x\", \"a\": [1]}\n{\"kind\": \"x\", \"a\": -1.5e-3, \"b\": \"\\\"}\"}\n{\"kind\": \"x\"\n");
-    const Result resumed = run(command);
-    CHECK_RUN(resumed, 0, "resumed at step 2\n", state_file + ": is missing", "log.jsonl: line 1 is no JSON",
-              "line 3 is no JSON");
-    CHECK(!contains(resumed.out, "line 2"));
+    CHECK_RUN(run(command), 0, "resumed at step 2\n", state_file + ": is missing");
     check_same("state", read_file(state_path(out, kSteps)), read_file(state_path(straight_run(), kSteps)));
 }
 
@@ -408,25 +400,21 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     CHECK(newest_checkpoint(in_update) == -1);
 }
 
-// A disk that is full in the middle of a checkpoint leaves no file in part. The model is written first, so without a
-// state the step does not count. A limit on file size stands in for the disk, in blocks of 512 bytes. The error shows at
-// a later step, or at the end.
+// A disk that is full in the middle of a checkpoint leaves no file in part. A limit on file size stands in for the disk,
+// in blocks of 512 bytes. The error shows at a later step, or at the end.
 TEST(a_full_disk_leaves_whole_files) {
     const struct {
         int blocks, steps;
         const char* message;
         std::set<std::string> left;
-    } cases[] = {
-        {100, kSteps, "model_00000002.bin: cannot write", {"log.jsonl"}},
-        {400, 2, "state_00000002.bin: cannot write", {"log.jsonl", "model_00000002.bin"}}};  // and an empty temporary
+    } cases[] = {{100, kSteps, "state_00000002.bin: cannot write", {"log.jsonl"}},
+                 {400, 2, "state_00000002.bin: cannot write", {"log.jsonl"}}};
     for (const auto& c : cases) {
         const std::string out = dir() + format("/full_%d", c.blocks);
         CHECK_RUN(shell(format("ulimit -f %d; ./train_gpt2cu ", c.blocks) +
                         given_once(options(c.steps) + "-v 0 -s 0 -n 2 -o " + out)),
                   1, c.message);
-        std::set<std::string> files = files_of(out);
-        for (auto f = files.begin(); f != files.end();) f = contains(*f, ".tmp.") ? files.erase(f) : std::next(f);
-        CHECK(files == c.left && newest_checkpoint(out) == -1);
+        CHECK(files_of(out) == c.left && newest_checkpoint(out) == -1);
         const size_t steps = rows(out, "train").size();
         check_same("log", log_of(out, true), expected_log(steps, 0, 0));
         CHECK(steps >= 2 && steps <= 4);  // the checkpoint of step 4 would wait for the one of step 2
@@ -437,16 +425,7 @@ TEST(a_full_disk_leaves_whole_files) {
 TEST(a_directory_that_is_gone_ends_the_run) {
     const std::string out = dir() + "/gone";
     CHECK_RUN(run_and_act(options(kEndless) + "-v 0 -s 0 -n 6 -o " + out, "checkpoint ", "mv " + out + " " + out + "_"),
-              1, out + "/log.jsonl: was removed", ": No such file or directory; check the path\n");
-}
-
-// A log or a lock that somebody removes is named and made anew, and the run goes on.
-TEST(a_log_that_is_removed_is_named) {
-    const std::string out = dir() + "/removed", log = out + "/log.jsonl", lock = out + "/run.lock";
-    CHECK_RUN(run_and_act(options(40) + "-v 0 -s 0 -n 10 -o " + out, "step 12/", "rm " + log + " " + lock), 0,
-              log + ": was removed", lock + ": was removed", "step 40/40");
-    CHECK(exists(lock) && rows(out, "train").size() >= 20 && rows(out, "train").size() <= 30);
-    CHECK(newest_checkpoint(out) == 40);
+              1, ": No such file or directory; check the path\n");
 }
 
 // An error of the data ends the run with a checkpoint of the last whole step. There is a wrong token in the sixth of seven

@@ -20,7 +20,6 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <map>
 #include <regex>
 
 #include "data/text.h"
@@ -36,23 +35,21 @@ size_t Config::num_parameters() const {
     return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
-static ModelHeader read_model_header(const InputFile& file) {
-    const char* path = file.path.c_str();
+ModelHeader read_model_header(const std::string& path) {
+    const InputFile file(path);
+    constexpr char kAgain[] = "get the file again";
     int32_t h[kHeaderInts];
     if (file.size < kHeaderBytes)
-        throw Error(
-            format("%s: truncated: expected a header of %zu bytes, found a file of %zu; is this a model checkpoint?",
-                   path, kHeaderBytes, file.size));
+        refuse(path, "truncated", format("a header of %zu bytes", kHeaderBytes), format("a file of %zu", file.size),
+               "is this a model checkpoint?");
     file.read(0, h, kHeaderBytes);
     if (h[0] != kModelMagic)
-        throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", path, kModelMagic, h[0],
-                           h[0] == kShardMagic ? "this is a token shard, give it as training data"
-                                               : "give a model_….bin of this program or of llm.c"));
+        refuse(path, "wrong magic at offset 0", kModelMagic, h[0],
+               h[0] == kShardMagic ? "this is a token shard, give it as training data"
+                                   : "give a model_….bin of this program or of llm.c");
     if (h[1] != 3 && h[1] != 5)
-        throw Error(
-            format("%s: wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found %d; write the file anew with a "
-                   "current llm.c",
-                   path, h[1]));
+        refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1],
+               "write the file anew with a current llm.c");
     const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, {h[2], h[3], h[7], h[4], h[5], h[6]}};
     const Config& c = header.config;
 
@@ -66,42 +63,31 @@ static ModelHeader read_model_header(const InputFile& file) {
     };
     for (const auto& b : bounds)
         if (h[b.index] < b.low || h[b.index] > b.high)
-            throw Error(format("%s: damaged header: %s at offset %d: expected %d..%d, found %d; get the file again",
-                               path, b.name, 4 * b.index, b.low, b.high, h[b.index]));
+            refuse(path, format("damaged header: %s at offset %d", b.name, 4 * b.index),
+                   format("%d..%d", b.low, b.high), h[b.index], kAgain);
     if (c.C % c.NH)
-        throw Error(
-            format("%s: damaged header: channels at offset 24: expected a multiple of %d heads, found %d; get the file "
-                   "again",
-                   path, c.NH, c.C));
+        refuse(path, "damaged header: channels at offset 24", format("a multiple of %d heads", c.NH), c.C, kAgain);
     const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
-        throw Error(format("%s: %s: expected %zu bytes (%s, %d layers, %d channels), found %zu; get the file again",
-                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype), c.L,
-                           c.C, file.size));
+        refuse(path, file.size < expected ? "truncated" : "too long",
+               format("%zu bytes (%s)", expected, words(header).c_str()), file.size, kAgain);
     return header;
 }
 
-ModelHeader read_model_header(const std::string& path) {
-    return read_model_header(InputFile(path));
-}
-
 void read_model_parameters(const std::string& path, const ModelHeader& header, void* out) {
-    const InputFile file(path);
-    const ModelHeader now = read_model_header(file);
-    const size_t n = header.config.num_parameters(), found = now.config.num_parameters();
-    if (now.dtype != header.dtype || found != n)
-        throw Error(format("%s: expected %zu parameters in %s, found %zu in %s; the file changed while it was read",
-                           path.c_str(), n, name_of(header.dtype), found, name_of(now.dtype)));
-    file.read(kHeaderBytes, out, header.bytes());
+    InputFile(path).read(kHeaderBytes, out, header.bytes());
 }
 
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
-    if (header.dtype != DType::f32 && header.dtype != DType::bf16)
-        throw Error(format("%s: a model file holds fp32 or bf16, not %s", path.c_str(), name_of(header.dtype)));
     const Config& c = header.config;
     const int version = header.dtype == DType::f32 ? 3 : 5;
     const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
     write_whole_file(path, {{h, kHeaderBytes}, {parameters, header.bytes()}});
+}
+
+std::string words(const ModelHeader& header) {
+    const Config& c = header.config;
+    return format("%s, L=%d NH=%d C=%d V=%d", name_of(header.dtype), c.L, c.NH, c.C, c.V);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -146,6 +132,7 @@ void write_state(const std::string& path, const Identity& identity, const std::v
 namespace {
 
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
+constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
 // Reads values one after the other from the beginning of a state file, from `offset` up to `end`.
 struct Reader {
@@ -154,9 +141,7 @@ struct Reader {
 
     void take(void* out, size_t bytes) {
         if (end - offset < bytes)
-            throw Error(
-                format("%s: damaged table at offset %zu: expected %zu bytes, found %zu; resume from another checkpoint",
-                       path.c_str(), offset, bytes, end - offset));
+            refuse(path, format("damaged table at offset %zu", offset), bytes, end - offset, kResumeFromAnother);
         std::memcpy(out, head.data() + offset, bytes);
         offset += bytes;
     }
@@ -173,118 +158,81 @@ struct Reader {
     }
 };
 
-struct StoredSection {
-    uint64_t offset, bytes, checksum;
-};
-struct StoredState {
-    std::map<std::string, std::string> identity;
-    std::map<std::string, StoredSection> sections;
-};
-
-// Reads the table of a state file and checks magic, version, checksum and the file's length against the sections.
-StoredState read_table(const InputFile& file) {
-    const char* path = file.path.c_str();
+// The bytes before the sections. Checks magic, version and checksum.
+std::string read_head(const InputFile& file) {
     std::string head;
-    const auto read_head = [&](size_t bytes) {
+    Reader reader{file.path, head, 0, 0};
+    const auto extend = [&](size_t bytes) {
         if (file.size < bytes)
-            throw Error(format("%s: truncated: expected at least %zu bytes, found %zu; %s", path, bytes, file.size,
-                               kResumeFromAnother));
-        head.resize(bytes);
+            refuse(file.path, "truncated", format("at least %zu bytes", bytes), file.size, kResumeFromAnother);
+        head.resize(reader.end = bytes);
         file.read(0, head.data(), bytes);
     };
-    read_head(kStateFixedBytes);
-    Reader reader{file.path, head, 0, head.size()};
-    const uint64_t magic = reader.number<uint64_t>();
+    extend(kStateFixedBytes);
+    const auto magic = reader.number<uint64_t>();
     if (head.compare(0, 8, kStateMagic))
-        throw Error(format("%s: wrong magic at offset 0: expected \"%s\", found bytes %016zx; %s", path, kStateMagic,
-                           __builtin_bswap64(magic),
-                           static_cast<int32_t>(magic) == kModelMagic
-                               ? "this is a model file, it holds no training state"
-                               : "give a state file of this program"));
-    const uint32_t version = reader.number<uint32_t>();
-    if (version != kStateVersion)
-        throw Error(
-            format("%s: wrong version at offset 8: expected %u, found %u; resume with the program that wrote it", path,
-                   kStateVersion, version));
+        refuse(file.path, "wrong magic at offset 0", kStateMagic, hex(magic), "give a state file of this program");
+    if (const auto version = reader.number<uint32_t>(); version != kStateVersion)
+        refuse(file.path, "wrong version at offset 8", kStateVersion, version, kOtherProgram);
     const size_t table_end = kStateFixedBytes + reader.number<uint32_t>();
-    read_head(table_end + sizeof(uint64_t));
-    const uint64_t expected = Reader{file.path, head, table_end, head.size()}.number<uint64_t>();
-    const uint64_t found = checksum64(head.data(), table_end);
+    extend(table_end + sizeof(uint64_t));
+    reader.offset = table_end;
+    const uint64_t expected = reader.number<uint64_t>(), found = checksum64(head.data(), table_end);
     if (found != expected)
-        throw Error(format("%s: damaged table (checksum at offset %zu: expected %016zx, found %016zx); %s", path,
-                           table_end, expected, found, kResumeFromAnother));
-
-    StoredState state;
-    reader.end = table_end;
-    for (uint32_t n = reader.number<uint32_t>(); n > 0; n--) {
-        const std::string name = reader.text();
-        state.identity[name] = reader.text();
-    }
-    uint64_t offset = head.size();
-    for (uint32_t n = reader.number<uint32_t>(); n > 0; n--) {
-        StoredSection& s = state.sections[reader.text()];
-        s.offset = offset;
-        s.bytes = reader.number<uint64_t>();
-        s.checksum = reader.number<uint64_t>();
-        offset += s.bytes;
-    }
-    if (file.size != offset)
-        throw Error(format("%s: %s: expected %zu bytes, found %zu; %s", path,
-                           file.size < offset ? "truncated" : "too long", offset, file.size, kResumeFromAnother));
-    return state;
-}
-
-void check_identity(const std::string& path, std::map<std::string, std::string> stored, const Identity& ours) {
-    const auto check = [&](const std::string& name, const std::string& had, const std::string& have) {
-        if (had != have)
-            throw Error(
-                format("%s: checkpoint of another run: %s: the checkpoint has %s, this run has %s; resume with the "
-                       "same settings or start anew in another directory",
-                       path.c_str(), name.c_str(), had.c_str(), have.c_str()));
-    };
-    for (const auto& [name, value] : ours.fields) {
-        check(name, stored.count(name) ? "\"" + stored[name] + "\"" : "no such field", "\"" + value + "\"");
-        stored.erase(name);
-    }
-    for (const auto& [name, value] : stored) check(name, "\"" + value + "\"", "none");
+        refuse(file.path, format("damaged table: checksum at offset %zu", table_end), hex(expected), hex(found),
+               kResumeFromAnother);
+    return head;
 }
 
 }  // namespace
 
 std::string read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
     const InputFile file(path);
-    StoredState stored = read_table(file);
+    const std::string head = read_head(file);
+    Reader reader{path, head, kStateFixedBytes, head.size() - sizeof(uint64_t)};
+    const auto expect = [&](const char* what, const auto& expected, const auto& found) {
+        if (expected != found) refuse(path, what, expected, found, kOtherProgram);
+    };
     std::string changes;
-    for (const auto& [name, value] : identity.recipe) {
-        const auto had = stored.identity.extract(name);  // absent from states that older programs wrote
-        if (had && had.mapped() != value)
-            changes += (changes.empty() ? "" : ", ") + name + " from " + had.mapped() + " to " + value;
-    }
-    check_identity(path, stored.identity, identity);
+    expect("fields", identity.fields.size() + identity.recipe.size(), reader.number<uint32_t>());
+    for (const Fields* fields : {&identity.fields, &identity.recipe})
+        for (const auto& [name, value] : *fields) {
+            expect("field", name, reader.text());
+            const std::string had = reader.text();
+            if (had == value) continue;
+            if (fields == &identity.fields)
+                throw Error(
+                    format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; resume "
+                           "with the same settings or start anew in another directory",
+                           path.c_str(), name.c_str(), had.c_str(), value.c_str()));
+            changes += (changes.empty() ? "" : ", ") + name + " from " + had + " to " + value;
+        }
 
-    // Checks that every section has its counterpart before the first byte is read into the caller's memory.
-    std::map<std::string, StoredSection> others = stored.sections;
-    for (const Section& want : sections) {
-        if (!others.erase(want.name))
-            throw Error(format("%s: section \"%s\" is missing; resume with the program that wrote it", path.c_str(),
-                               want.name.c_str()));
-        const StoredSection& s = stored.sections[want.name];
-        if (s.bytes != want.bytes)
-            throw Error(
-                format("%s: section \"%s\" at offset %zu: expected %zu bytes, found %zu; resume with the same settings",
-                       path.c_str(), want.name.c_str(), s.offset, want.bytes, s.bytes));
+    // Every section must fit before the first byte is read into the caller's memory.
+    std::vector<uint64_t> checksums;
+    uint64_t offset = head.size();
+    expect("sections", sections.size(), reader.number<uint32_t>());
+    for (const Section& s : sections) {
+        expect("section", s.name, reader.text());
+        const auto bytes = reader.number<uint64_t>();
+        if (bytes != s.bytes)
+            refuse(path, format("section \"%s\" at offset %zu", s.name.c_str(), offset), format("%zu bytes", s.bytes),
+                   bytes, "resume with the same settings");
+        checksums.push_back(reader.number<uint64_t>());
+        offset += bytes;
     }
-    for (const auto& [name, s] : others)
-        throw Error(format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
-                           path.c_str(), name.c_str(), s.offset));
-    for (const Section& want : sections) {
-        const StoredSection& s = stored.sections[want.name];
-        file.read(s.offset, want.data, s.bytes);
-        const uint64_t found = checksum64(want.data, s.bytes);
-        if (found != s.checksum)
-            throw Error(format(
-                "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
-                path.c_str(), want.name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
+    if (file.size != offset)
+        refuse(path, file.size < offset ? "truncated" : "too long", format("%zu bytes", offset), file.size,
+               kResumeFromAnother);
+    offset = head.size();
+    for (size_t i = 0; i < sections.size(); i++) {
+        const Section& s = sections[i];
+        file.read(offset, s.data, s.bytes);
+        const uint64_t found = checksum64(s.data, s.bytes);
+        if (found != checksums[i])
+            refuse(path, format("damaged section \"%s\" (%zu bytes at offset %zu)", s.name.c_str(), s.bytes, offset),
+                   hex(checksums[i]), hex(found), kResumeFromAnother);
+        offset += s.bytes;
     }
     return changes;
 }
@@ -329,38 +277,22 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
 
 }  // namespace
 
-int newest_checkpoint(const std::string& dir, bool of_llm_c) {
+int newest_checkpoint(const std::string& dir, const std::string& kind) {
     int newest = -1;
     for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == (of_llm_c ? "llm.c" : "state") && !f.temporary) newest = std::max(newest, f.step);
-    return newest;
-}
-
-int newest_model(const std::string& dir) {
-    int newest = -1;
-    for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == "model" && !f.temporary) newest = std::max(newest, f.step);
+        if (f.kind == kind && !f.temporary) newest = std::max(newest, f.step);
     return newest;
 }
 
 int checkpoint_to_resume(const std::string& dir) {
-    const int state = newest_checkpoint(dir), model = newest_model(dir);
-    const std::string newer = state_path(dir, model);
-    if (state >= 0 && access(model_path(dir, state).c_str(), F_OK))
-        throw Error(
-            format("%s: is missing, and -y needs it beside its state; bring it back, or remove the state to go on from "
-                   "the checkpoint before",
-                   model_path(dir, state).c_str()));
+    const int state = newest_checkpoint(dir), model = newest_checkpoint(dir, "model");
     if (model <= state) return state;
     // A run that ended between the two renames leaves its state's temporary (Run::write_checkpoint).
+    const std::string missing = state_path(dir, model) + ": is missing, ";
     bool killed = state >= 0;
     for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "state" && f.temporary;
-    if (!killed)
-        throw Error(
-            format("%s: is missing, and -y needs it beside its model; bring it back, or give another -o, and -e %s for "
-                   "the weights",
-                   newer.c_str(), shell_quoted(model_path(dir, model)).c_str()));
-    std::fprintf(stderr, "%s: is missing, so its model does not count\n", newer.c_str());
+    if (!killed) throw Error(missing + "and -y needs it beside its model; bring it back, or give another -o");
+    std::fprintf(stderr, "%sso its model does not count\n", missing.c_str());
     return state;
 }
 

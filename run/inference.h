@@ -12,7 +12,6 @@
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
-#include "run/pace.h"
 #include "run/process.h"
 #include "run/sample.h"
 #include "run/settings.h"

@@ -20,8 +20,8 @@ struct Foreign {
 };
 
 // Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws UsageError that names
-// the option and the value, and the nearest option if one is close. Returns true if --help or -h was asked for. "-h 0"
-// and "-h 1" do not ask for help if -h is among the options of `llm_c`.
+// the option and the value. Returns true if --help or -h was asked for. "-h 0" and "-h 1" do not ask for help if -h is
+// among the options of `llm_c`.
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table,
                    const std::vector<Foreign>& llm_c = {});
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);

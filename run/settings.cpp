@@ -181,35 +181,20 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
 }
 
 void warn_of_bytes(const Options& o, int vocab) {
-    const char* const why = "text goes to this model byte by byte, which suits only one trained on bytes";
-    const char* const advice = "for GPT-2's tokens give --tokenizer, the file that data/prepare.py writes";
-    if (vocab > kEndOfText && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
+    if (vocab > kEndOfText && o.tokenizer.empty())
+        std::fprintf(stderr,
+                     "%s: text goes to this model byte by byte, which suits only one trained on bytes; for GPT-2's "
+                     "tokens give --tokenizer\n",
+                     o.init.c_str());
 }
-
-static int lock_fd = -1;
 
 // Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
 static void lock_output_dir(const std::string& path) {
     check_regular(path);
     const int fd = uninterrupted([&] { return open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666); });
     if (fd < 0) throw file_error(path, "create", errno);
-    lock_fd = fd;
-    char text[400] = "", host[256] = "";
     if (uninterrupted([&] { return flock(fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
-        throw Error(format("%s: another run writes to this directory%s; wait for its end, or give another -o",
-                           path.c_str(), pread(fd, text, sizeof text - 1, 0) > 0 ? text : ""));
-    gethostname(host, sizeof host - 1);
-    const std::string owner = format(" (process %d on %s)", static_cast<int>(getpid()), host);
-    if (uninterrupted([&] { return ftruncate(fd, 0); }) ||
-        uninterrupted([&] { return pwrite(fd, owner.data(), owner.size(), 0); }) < 0)
-        throw file_error(path, "write", errno);
-}
-
-void check_lock(const Options& o) {
-    const std::string path = o.output_dir + "/run.lock";
-    if (lock_fd < 0 || still_there(path, lock_fd)) return;
-    std::fprintf(stderr, "%s: was removed or replaced while this run holds it; it is locked anew\n", path.c_str());
-    lock_output_dir(path);
+        throw Error(path + ": another run writes to this directory; wait for its end, or give another -o");
 }
 
 void prepare_output_dir(const Options& o) {
@@ -220,21 +205,22 @@ void prepare_output_dir(const Options& o) {
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
-    const int old = newest_checkpoint(o.output_dir);
-    if (const int theirs = newest_checkpoint(o.output_dir, true); theirs >= 0)
+    if (const int theirs = newest_checkpoint(o.output_dir, "llm.c"); theirs >= 0)
         throw Error(
             format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
                    "for its weights",
                    o.output_dir.c_str(), theirs, shell_quoted(model_path(o.output_dir, theirs)).c_str()));
-    if (!o.resume && !o.verify && old < 0 && newest_model(o.output_dir) >= 0)
-        throw Error(format("%s is there, which a run in this directory would replace: give another -o",
-                           model_path(o.output_dir, newest_model(o.output_dir)).c_str()));
-    const std::string what = old >= 0 ? format("a checkpoint of step %d: add -y to resume it, or", old)
-                                      : "a log but no checkpoint: -y would begin both anew, so rather";
-    struct stat log;
-    if (!o.resume && !o.verify &&
-        (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
-        throw Error(format("%s has %s give another -o", o.output_dir.c_str(), what.c_str()));
+    if (o.resume || o.verify) return;
+    const int step = newest_checkpoint(o.output_dir), model = newest_checkpoint(o.output_dir, "model");
+    const std::string log = o.output_dir + "/log.jsonl";
+    struct stat info;
+    const bool logged = stat(log.c_str(), &info) == 0 && info.st_size > 0;
+    if (step >= 0 || model >= 0 || logged)
+        throw Error(format("%s: is of an earlier run: add -y to resume it, or give another -o",
+                           (step >= 0    ? state_path(o.output_dir, step)
+                            : model >= 0 ? model_path(o.output_dir, model)
+                                         : log)
+                               .c_str()));
 }
 
 Data find_data(const Options& o) {

@@ -47,8 +47,6 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t windows);  // of the traini
 // Warns of text in single bytes for a model from a file, which does not say whether it was trained on bytes.
 void warn_of_bytes(const Options& o, int vocab);
 
-// Locks the output directory anew if somebody removed or replaced the lock, and says so. Throws Error if another run has it.
-void check_lock(const Options& o);
 // Creates the output directory and locks it. Refuses one in use, one with an earlier run in it unless that is to be
 // resumed, and one of llm.c's.
 void prepare_output_dir(const Options& o);
