@@ -264,11 +264,11 @@ static GoodFile good_model() {
 
 TEST(model_errors) {
     const GoodFile file = good_model();
-    file.cut(1023, "truncated: expected a header of 1024 bytes, found a file of 1023");
+    file.cut(1023, "truncated: expected 1024 bytes at offset 0, found 1023");
     file.cut(1024, "truncated: expected 12672 bytes (fp32, L=2 NH=2 C=8 V=50), found 1024");
     file.check(file.bytes + "x", "too long: expected 12672 bytes (fp32, L=2 NH=2 C=8 V=50), found 12673");
     file.poke(0, 123, "wrong magic at offset 0: expected 20240326, found 123; give a model");
-    file.poke(0, 20240520, "wrong magic at offset 0: expected 20240326, found 20240520; this is a token shard");
+    file.poke(0, 20240520, "wrong magic at offset 0: expected 20240326, found 20240520; give a model");
     file.poke(4, 2, "wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found 2");
     file.poke(4, 5, "too long");  // fp32 data under a bf16 header
     int offset = 8;
@@ -503,7 +503,6 @@ TEST(choices) {
     file.poke(0, 0, "wrong magic at offset 0: expected 20240522, found 0");
     file.poke(4, 65, "wrong version at offset 4: expected 1, found 65");
     file.poke(1024, '\xBF', "start of an example at offset 1024: expected 65535..65535, found 65471");
-    file.poke(1026, '\x68', "end of an example at offset 1064: expected 104 bytes from its start, found 40");
     file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
     write_choices(path, {});
     CHECK_ERROR(file.read(path), path + ": no examples");

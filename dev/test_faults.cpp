@@ -247,8 +247,8 @@ TEST(gate_restart_and_replay) {
     const std::string two = dir() + "/two", differ = "steps 3 to 4 computed again end otherwise";
     CHECK_RUN(run(options(two) + "-nk 0 --gpus 2"), 0);
     CHECK_RUN(run(options(two) + "--verify 2 --gpus 2"), 0, "steps 3 to 4" + same);
-    CHECK_RUN(run(options(two) + "--verify 2"), 3, differ + ", in wte (", " and ");
-    CHECK_RUN(run(verify + "2 --gpus 2"), 3, differ + " on rank 0, in wte (");
+    CHECK_RUN(run(options(two) + "--verify 2"), 3, differ);
+    CHECK_RUN(run(verify + "2 --gpus 2"), 3, differ);
 }
 
 int main(int argc, char** argv) {

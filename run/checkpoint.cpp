@@ -11,8 +11,7 @@
 //   …   sections  back to back up to the end of the file. A run writes two (run/training.h):
 //                 counters   the step, the model file's checksum, and where in its data the loader is
 //                 optimizer  m and v, in bf16 also the fp32 master weights, in the order of the parameters
-// Every byte is covered by the magic, the version, the length of the file or a checksum, so no flipped bit goes
-// unnoticed.
+// The magic, the version, a checksum or the file's length covers every byte, so no flipped bit goes unnoticed.
 #include "run/checkpoint.h"
 
 #include <algorithm>
@@ -21,8 +20,6 @@
 #include <cstring>
 #include <filesystem>
 #include <regex>
-
-#include "data/text.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
@@ -39,32 +36,20 @@ ModelHeader read_model_header(const std::string& path) {
     const InputFile file(path);
     constexpr char kAgain[] = "get the file again";
     int32_t h[kHeaderInts];
-    if (file.size < kHeaderBytes)
-        refuse(path, "truncated", format("a header of %zu bytes", kHeaderBytes), format("a file of %zu", file.size),
-               "is this a model checkpoint?");
     file.read(0, h, kHeaderBytes);
-    if (h[0] != kModelMagic)
-        refuse(path, "wrong magic at offset 0", kModelMagic, h[0],
-               h[0] == kShardMagic ? "this is a token shard, give it as training data"
-                                   : "give a model_….bin of this program or of llm.c");
-    if (h[1] != 3 && h[1] != 5)
-        refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1],
-               "write the file anew with a current llm.c");
+    constexpr char kModel[] = "give a model_….bin of this program or of a current llm.c";
+    if (h[0] != kModelMagic) refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kModel);
+    if (h[1] != 3 && h[1] != 5) refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kModel);
     const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, {h[2], h[3], h[7], h[4], h[5], h[6]}};
     const Config& c = header.config;
 
     // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
-    const struct {
-        const char* name;
-        int index, low, high;
-    } bounds[] = {
-        {"maxT", 2, 1, 1 << 24},  {"vocabulary", 3, 1, 1 << 24}, {"layers", 4, 1, 1 << 12},
-        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, c.V, 1 << 24},
-    };
-    for (const auto& b : bounds)
-        if (h[b.index] < b.low || h[b.index] > b.high)
-            refuse(path, format("damaged header: %s at offset %d", b.name, 4 * b.index),
-                   format("%d..%d", b.low, b.high), h[b.index], kAgain);
+    const char* const names[] = {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"};
+    const int low[] = {1, 1, 1, 1, 1, c.V}, high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
+    for (int i = 0; i < 6; i++)
+        if (h[2 + i] < low[i] || h[2 + i] > high[i])
+            refuse(path, format("damaged header: %s at offset %d", names[i], 8 + 4 * i),
+                   format("%d..%d", low[i], high[i]), h[2 + i], kAgain);
     if (c.C % c.NH)
         refuse(path, "damaged header: channels at offset 24", format("a multiple of %d heads", c.NH), c.C, kAgain);
     const size_t expected = kHeaderBytes + header.bytes();
@@ -134,14 +119,22 @@ namespace {
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
 constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
-// Reads values one after the other from the beginning of a state file, from `offset` up to `end`.
+// Reads a state file's values one after the other, from what is known to be whole of its beginning.
 struct Reader {
-    const std::string &path, &head;
-    size_t offset, end;
+    const InputFile& file;
+    std::string head = {};
+    size_t offset = 0;
 
+    void extend(size_t bytes) {
+        if (file.size < bytes)
+            refuse(file.path, "truncated", format("at least %zu bytes", bytes), file.size, kResumeFromAnother);
+        head.resize(bytes);
+        file.read(0, head.data(), bytes);
+    }
     void take(void* out, size_t bytes) {
-        if (end - offset < bytes)
-            refuse(path, format("damaged table at offset %zu", offset), bytes, end - offset, kResumeFromAnother);
+        if (head.size() - offset < bytes)
+            refuse(file.path, format("damaged table at offset %zu", offset), bytes, head.size() - offset,
+                   kResumeFromAnother);
         std::memcpy(out, head.data() + offset, bytes);
         offset += bytes;
     }
@@ -152,68 +145,55 @@ struct Reader {
         return value;
     }
     std::string text() {
-        std::string value(std::min<size_t>(number<uint32_t>(), end - offset), '\0');
+        std::string value(std::min<size_t>(number<uint32_t>(), head.size() - offset), '\0');
         take(value.data(), value.size());
         return value;
     }
+    template <class Expected, class Found>
+    void expect(const char* what, const Expected& expected, const Found& found) const {
+        if (expected != found) refuse(file.path, what, expected, found, kOtherProgram);
+    }
 };
-
-// The bytes before the sections. Checks magic, version and checksum.
-std::string read_head(const InputFile& file) {
-    std::string head;
-    Reader reader{file.path, head, 0, 0};
-    const auto extend = [&](size_t bytes) {
-        if (file.size < bytes)
-            refuse(file.path, "truncated", format("at least %zu bytes", bytes), file.size, kResumeFromAnother);
-        head.resize(reader.end = bytes);
-        file.read(0, head.data(), bytes);
-    };
-    extend(kStateFixedBytes);
-    const auto magic = reader.number<uint64_t>();
-    if (head.compare(0, 8, kStateMagic))
-        refuse(file.path, "wrong magic at offset 0", kStateMagic, hex(magic), "give a state file of this program");
-    if (const auto version = reader.number<uint32_t>(); version != kStateVersion)
-        refuse(file.path, "wrong version at offset 8", kStateVersion, version, kOtherProgram);
-    const size_t table_end = kStateFixedBytes + reader.number<uint32_t>();
-    extend(table_end + sizeof(uint64_t));
-    reader.offset = table_end;
-    const uint64_t expected = reader.number<uint64_t>(), found = checksum64(head.data(), table_end);
-    if (found != expected)
-        refuse(file.path, format("damaged table: checksum at offset %zu", table_end), hex(expected), hex(found),
-               kResumeFromAnother);
-    return head;
-}
 
 }  // namespace
 
 std::string read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
     const InputFile file(path);
-    const std::string head = read_head(file);
-    Reader reader{path, head, kStateFixedBytes, head.size() - sizeof(uint64_t)};
-    const auto expect = [&](const char* what, const auto& expected, const auto& found) {
-        if (expected != found) refuse(path, what, expected, found, kOtherProgram);
-    };
+    Reader reader{file};
+    reader.extend(kStateFixedBytes);
+    if (reader.head.compare(0, 8, kStateMagic))
+        refuse(path, "wrong magic at offset 0", kStateMagic, hex(reader.number<uint64_t>()), "give a state file");
+    reader.offset = 8;
+    reader.expect("wrong version at offset 8", kStateVersion, reader.number<uint32_t>());
+    const size_t table_end = kStateFixedBytes + reader.number<uint32_t>(), begin = table_end + sizeof(uint64_t);
+    reader.extend(begin);
+    reader.offset = table_end;
+    const uint64_t expected = reader.number<uint64_t>(), found = checksum64(reader.head.data(), table_end);
+    if (found != expected)
+        refuse(path, format("damaged table: checksum at offset %zu", table_end), hex(expected), hex(found),
+               kResumeFromAnother);
+    reader.offset = kStateFixedBytes;
     std::string changes;
-    expect("fields", identity.fields.size() + identity.recipe.size(), reader.number<uint32_t>());
+    reader.expect("fields", identity.fields.size() + identity.recipe.size(), reader.number<uint32_t>());
     for (const Fields* fields : {&identity.fields, &identity.recipe})
         for (const auto& [name, value] : *fields) {
-            expect("field", name, reader.text());
+            reader.expect("field", name, reader.text());
             const std::string had = reader.text();
             if (had == value) continue;
             if (fields == &identity.fields)
                 throw Error(
-                    format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; resume "
-                           "with the same settings or start anew in another directory",
+                    format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; give "
+                           "another -o",
                            path.c_str(), name.c_str(), had.c_str(), value.c_str()));
             changes += (changes.empty() ? "" : ", ") + name + " from " + had + " to " + value;
         }
 
     // Every section must fit before the first byte is read into the caller's memory.
     std::vector<uint64_t> checksums;
-    uint64_t offset = head.size();
-    expect("sections", sections.size(), reader.number<uint32_t>());
+    uint64_t offset = begin;
+    reader.expect("sections", sections.size(), reader.number<uint32_t>());
     for (const Section& s : sections) {
-        expect("section", s.name, reader.text());
+        reader.expect("section", s.name, reader.text());
         const auto bytes = reader.number<uint64_t>();
         if (bytes != s.bytes)
             refuse(path, format("section \"%s\" at offset %zu", s.name.c_str(), offset), format("%zu bytes", s.bytes),
@@ -224,7 +204,7 @@ std::string read_state(const std::string& path, const Identity& identity, const 
     if (file.size != offset)
         refuse(path, file.size < offset ? "truncated" : "too long", format("%zu bytes", offset), file.size,
                kResumeFromAnother);
-    offset = head.size();
+    offset = begin;
     for (size_t i = 0; i < sections.size(); i++) {
         const Section& s = sections[i];
         file.read(offset, s.data, s.bytes);
@@ -250,16 +230,14 @@ std::string state_path(const std::string& dir, int step) {
 namespace {
 
 struct CheckpointFile {
-    std::string name, kind;  // kind: "model", "state", "llm.c" for a state of llm.c, or "" for the log
+    std::string name, kind;  // kind: "model", "state", "temporary" of a run that was cut off, or "" for the log
     int step;
-    bool temporary;  // left behind by a run that was cut off
 };
 
-// The files in `dir` that are named like model_path, state_path, the log, their temporaries and llm.c's states. Those
-// have a rank in their names. None if there is no such directory. Refuses one that is no file.
+// The files in `dir` that are named like model_path, state_path, the log and their temporaries. None if there is no such
+// directory. Refuses one that is no file.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
-    static const std::regex pattern(
-        "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})(_[0-9]{5})?[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
+    static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
     std::vector<CheckpointFile> files;
     std::error_code no_directory;
     for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
@@ -268,9 +246,9 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
         if (!std::regex_match(name, part, pattern)) continue;
         const long long step = part[2].matched ? std::stoll(part[2]) : 0;
         if (step > INT_MAX) continue;
-        const std::string kind = part[3].matched ? "llm.c" : part[1].str();
-        if (!part[4].matched) check_regular(entry.path());
-        files.push_back({name, kind, static_cast<int>(step), part[4].matched});
+        const bool temporary = part[3].matched;
+        if (!temporary) check_regular(entry.path());
+        files.push_back({name, temporary ? "temporary" : part[1].str(), static_cast<int>(step)});
     }
     return files;
 }
@@ -280,7 +258,7 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
 int newest_checkpoint(const std::string& dir, const std::string& kind) {
     int newest = -1;
     for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == kind && !f.temporary) newest = std::max(newest, f.step);
+        if (f.kind == kind) newest = std::max(newest, f.step);
     return newest;
 }
 
@@ -290,7 +268,7 @@ int checkpoint_to_resume(const std::string& dir) {
     // A run that ended between the two renames leaves its state's temporary (Run::write_checkpoint).
     const std::string missing = state_path(dir, model) + ": is missing, ";
     bool killed = state >= 0;
-    for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "state" && f.temporary;
+    for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "temporary" && !f.name.find("state");
     if (!killed) throw Error(missing + "and -y needs it beside its model; bring it back, or give another -o");
     std::fprintf(stderr, "%sso its model does not count\n", missing.c_str());
     return state;
@@ -304,10 +282,10 @@ void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     std::vector<int> steps;
     const std::vector<CheckpointFile> files = list_checkpoints(dir);
     for (const CheckpointFile& f : files)
-        if (f.kind == "state" && !f.temporary) steps.push_back(f.step);
+        if (f.kind == "state") steps.push_back(f.step);
     for (const CheckpointFile& f : files) {
         const bool has_state = std::find(steps.begin(), steps.end(), f.step) != steps.end();
-        if (f.temporary || (f.kind == "model" && !steps.empty() && !has_state)) remove(dir + "/" + f.name);
+        if (f.kind == "temporary" || (f.kind == "model" && !steps.empty() && !has_state)) remove(dir + "/" + f.name);
     }
     std::sort(steps.rbegin(), steps.rend());
     for (size_t i = keep > 0 ? keep : steps.size(); i < steps.size(); i++) {

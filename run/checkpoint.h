@@ -68,11 +68,10 @@ std::string read_state(const std::string& path, const Identity&, const std::vect
 // last, so a step is complete when its state is there.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-// The step of the newest file of a kind, or -1. The kinds are "state", "model" and "llm.c", which is a state of llm.c's.
+// The step of the newest file of a kind, "state" or "model", or -1.
 int newest_checkpoint(const std::string& dir, const std::string& kind = "state");
-// The step from which a run goes on, or -1. Throws Error if models have no state. Says on stderr what a killed run left
-// incomplete.
+// The step from which a run goes on, or -1. Throws Error if models have no state, unless a killed run left them.
 int checkpoint_to_resume(const std::string& dir);
-// Removes what runs that were killed left in the directory: temporaries and, if it has states, models without one. Removes the
-// complete checkpoints too but the newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
+// Removes what killed runs left: temporaries and, beside states, models without one. Removes checkpoints too but the
+// newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
 void prune_checkpoints(const std::string& dir, int keep, int keep_every);

@@ -36,10 +36,9 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
     };
     std::vector<Choice> choices;
     for (int i = 0; i < header[2]; i++) {
-        const size_t start = at;
         Choice choice;
         next("start of an example", kStart, kStart);
-        const int bytes = next("size of an example", 0, 65535);
+        next("size of an example", 0, 65535);
         choice.index = next("index", 0, 65535);
         choice.label = next("label", 0, 65535);
         const int endings = next("number of endings", choice.label + 1, 64);
@@ -50,8 +49,6 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
             if (length > static_cast<size_t>(max_T))
                 fail("length of an example", format("at most T = %d tokens", max_T), length, "give a larger -t");
         }
-        if ((at - start) * sizeof(uint16_t) != static_cast<size_t>(bytes))
-            fail("end of an example", format("%d bytes from its start", bytes), (at - start) * sizeof(uint16_t));
         choices.push_back(std::move(choice));
     }
     if (at != stream.size()) fail("end of the file", format("%d examples", header[2]), (stream.size() - at) * 2);

@@ -1,11 +1,9 @@
-// log.jsonl: rows as JSON, appended one write(2) each.
 #include "run/log.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 
@@ -64,8 +62,7 @@ std::string take_for_terminal(std::string& text) {
 }
 
 std::string minutes(double seconds) {
-    if (seconds > 99 * 86400.) return "> 99 days";
-    return format("%d:%02d", static_cast<int>(seconds / 60), static_cast<int>(seconds) % 60);
+    return format("%.0f:%02.0f", std::floor(seconds / 60), std::floor(std::fmod(seconds, 60)));
 }
 
 Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}

@@ -2,8 +2,7 @@
 #pragma once
 #include <string>
 
-// Makes text safe for a terminal. Bytes that are not UTF-8, and control characters except newline and tab, become
-// U+FFFD.
+// Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except newline and tab.
 std::string for_terminal(const std::string& text);
 // The same of a text that comes in pieces. Leaves the first bytes of a character in `text` until the others are there.
 std::string take_for_terminal(std::string& text);

@@ -34,35 +34,13 @@ void print_memory_table(Model& model) {
         std::printf("%-44s %26.2f\n", "host memory for checkpoints, with -o", snapshot_bytes(model) / kMiB);
 }
 
-// Says what each arena asked for and the largest -b that would fit in what is free.
-template <class Model>
-[[noreturn]] void throw_out_of_memory(Model& model, size_t free_bytes) {
-    std::string asked;
-    for (const Arena* a : model.arenas())
-        if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / kGiB);
-    auto bytes_with = [&](int b) {
-        return Model(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute,
-                     model.ranks)
-            .total_bytes();
-    };
-    int b = model.B - 1;
-    while (b > 0 && bytes_with(b) > free_bytes) b--;
-    std::string way_out =
-        b > 0 ? format("-b %d would fit", b)
-              : "not even -b 1 fits: use a smaller -t, a smaller model, or more GPUs with --context-parallel";
-    if (model.training && model.recompute < 2) way_out += "; --recompute 2 needs less";
-    throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
-                             model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
-                             model.sequence(), asked.c_str(), way_out.c_str()));
-}
-
+// Allocates the model, or says how much is free and how much it needs.
 template <class Model>
 void allocate_or_explain(Model& model) {
     const size_t free_bytes = model.dev.free_bytes();
-    if (model.total_bytes() > free_bytes) throw_out_of_memory(model, free_bytes);
-    try {
-        model.allocate();
-    } catch (const OutOfMemory&) {
-        throw_out_of_memory(model, free_bytes - free_bytes / 20);
-    }
+    if (model.total_bytes() > free_bytes)
+        throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d; use a smaller -b or -t",
+                                 model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
+                                 model.sequence()));
+    model.allocate();
 }

@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <charconv>
+#include <cfloat>
+#include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -13,8 +14,6 @@
 #include "layers/gpu/error.h"
 
 namespace {
-
-constexpr size_t kHelpWidth = 110;  // columns
 
 std::string value_text(const Option& option) {
     switch (option.kind) {
@@ -44,36 +43,31 @@ void set_value(const Option& option, const std::string& text) {
     const auto check = [&](bool good, const std::string& why) {
         if (!good) throw UsageError(format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), why.c_str()));
     };
-    const std::string range = option.range, out_of_range = "is out of range " + range;
-    const auto check_range = [&](double value) {
-        const size_t dots = range.find("..");
-        if (dots == std::string::npos) return;
-        const std::string low = range.substr(0, dots), high = range.substr(dots + 2);
-        check(low.empty() || value >= std::stod(low), out_of_range);
-        check(high.empty() || value <= std::stod(high), out_of_range);
+    const std::string range = option.range;
+    const auto number = [&](bool integer) {
+        char* end = nullptr;
+        errno = 0;
+        const double value = std::strtod(text.c_str(), &end);
+        const bool all = !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);
+        const bool digits = text.find_first_not_of("-0123456789") == std::string::npos;
+        check(all && (!integer || digits), integer ? "is not an integer" : "is not a finite number");
+        check(std::isfinite(static_cast<float>(value)), "is not a finite number");
+        check(errno != ERANGE && (value == 0 || std::fabs(value) >= FLT_MIN), "is too small for a float");
+        const size_t dots = std::min(range.find(".."), range.size());
+        const std::string low = range.substr(0, dots), high = range.substr(std::min(dots + 2, range.size()));
+        check((low.empty() || value >= std::stod(low)) && (high.empty() || value <= std::stod(high)) &&
+                  (!integer || std::fabs(value) <= INT_MAX),
+              "is out of range " + range);
+        return value;
     };
-    const char* const text_end = text.data() + text.size();
     switch (option.kind) {
-        case Option::Int: {
-            int value = 0;
-            const auto [end, error] = std::from_chars(text.data(), text_end, value);
-            check(error != std::errc::invalid_argument && end == text_end, "is not an integer");
-            check(error == std::errc(), out_of_range);
-            check_range(value);
-            *static_cast<int*>(option.value) = value;
+        case Option::Int:
+            *static_cast<int*>(option.value) = static_cast<int>(number(true));
             break;
-        }
-        case Option::Float: {
-            char* end = nullptr;
-            errno = 0;
-            const float value = std::strtof(text.c_str(), &end);
-            const bool whole = !text.empty() && !std::isspace(static_cast<unsigned char>(text[0])) && end == text_end;
-            check(whole && std::isfinite(value), "is not a finite number");
-            check(errno != ERANGE, "is too small for a float");
-            check_range(std::strtod(text.c_str(), nullptr));
-            *static_cast<float*>(option.value) = value;
+        case Option::Float:
+            number(false);
+            *static_cast<float*>(option.value) = std::strtof(text.c_str(), nullptr);
             break;
-        }
         case Option::Choice: {
             const std::vector<std::string> choices = split(range, "|");
             check(std::find(choices.begin(), choices.end(), text) != choices.end(), "is not one of " + range);
@@ -92,22 +86,12 @@ void set_value(const Option& option, const std::string& text) {
 
 }  // namespace
 
-bool parse_options(int argc, const char* const* argv, std::vector<Option>& table, const std::vector<Foreign>& llm_c) {
+bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
     const std::vector<std::string> args(argv + 1, argv + argc);
     const auto is_flag_value = [&](size_t i) { return i < args.size() && (args[i] == "0" || args[i] == "1"); };
-    const auto refuse_foreign = [&](const std::string& name) {
-        for (const Foreign& f : llm_c)
-            for (const std::string& letter : split(f.letters, " "))
-                if (name == letter)
-                    throw UsageError(
-                        format("%s is an option of llm.c, not of this program: %s", letter.c_str(), f.instead));
-    };
     // Help comes before any value is set, because it prints the current values as defaults.
-    for (size_t i = 0; i < args.size(); i++) {
-        if (args[i] != "--help" && args[i] != "-h") continue;
-        if (is_flag_value(i + 1)) refuse_foreign(args[i]);
-        return true;
-    }
+    for (size_t i = 0; i < args.size(); i++)
+        if (args[i] == "--help" || (args[i] == "-h" && !is_flag_value(i + 1))) return true;
 
     std::vector<const Option*> given;
     for (size_t i = 0; i < args.size(); i++) {
@@ -116,13 +100,9 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         const std::string name = args[i].substr(0, equals);
         std::string value = attached ? args[i].substr(equals + 1) : "1";
         const Option* option = find_option(table, name);
-        if (!option) {
-            if (name[0] != '-' || name == "-")
-                throw UsageError(
-                    format("unexpected argument \"%s\": options start with -, and patterns need quotes", name.c_str()));
-            refuse_foreign(name);
-            throw UsageError(format("unknown option %s; see --help", name.c_str()));
-        }
+        if (!option)
+            throw UsageError(
+                format("unknown option %s; see --help, for llm.c's FROM_LLMC.md, and quote patterns", name.c_str()));
         if (std::find(given.begin(), given.end(), option) != given.end())
             throw UsageError(format("%s is given twice: leave out one", title(*option).c_str()));
         given.push_back(option);
@@ -140,6 +120,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 }
 
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
+    constexpr size_t kHelpWidth = 110;  // columns
     // The first column is "  -b,  --batch N". Options without a letter are indented to line up.
     const char* const arguments[] = {" N", " X", " TEXT", " NAME", ""};  // of an Option::Kind
     const auto left = [&](const Option& option) {
@@ -150,7 +131,6 @@ std::string options_help(const std::string& program, const std::string& about, c
     for (const Option& option : table) width = std::max(width, left(option).size() + 2);
 
     std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
-    if (!*table[0].group) text += "\n";
     for (const Option& option : table) {
         if (*option.group) text += format("\n%s\n", option.group);
         // A default in the help's own words says more than its number, and a range without an end says little.
@@ -188,14 +168,9 @@ std::string options_settings(const std::vector<Option>& table) {
 }
 
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults) {
-    std::string text, group;
-    for (size_t i = 0; i < table.size(); i++) {
-        if (*table[i].group) group = table[i].group;
-        const std::string value = value_text(table[i]);
-        if (value == value_text(defaults[i])) continue;
-        if (!group.empty()) text += format("%s%-17s", text.empty() ? "" : "\n", group.c_str());
-        group.clear();
-        text += format("  %s", table[i].name) + (table[i].kind == Option::Flag ? "" : " " + shell_quoted(value));
-    }
-    return text + "\n";
+    std::string text;
+    for (size_t i = 0; i < table.size(); i++)
+        if (const std::string value = value_text(table[i]); value != value_text(defaults[i]))
+            text += format("  %s", table[i].name) + (table[i].kind == Option::Flag ? "" : " " + shell_quoted(value));
+    return text;
 }

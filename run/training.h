@@ -13,23 +13,29 @@
 #include <vector>
 
 #include "data/loader.h"
-#include "data/text.h"
 #include "layers/gpu/peak.h"
 #include "run/checkpoint.h"
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
-#include "run/nonfinite.h"
 #include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
-#include "run/verify.h"
+#include "run/weights.h"
 
-// The model's FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not
-// known.
+// The share of all ranks' GPUs, with a peak of so many TFLOP/s each. NaN if the peak is not known.
 inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, double peak) {
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
+}
+
+// What steps change, as it is now: the parameters, and this rank's share of the optimizer's state.
+template <class Model>
+std::vector<char> state_of(const Model& model) {
+    std::vector<char> state(model.params.bytes + model.adam.bytes);
+    model.dev.download(state.data(), model.params.base, model.params.bytes);
+    model.dev.download(state.data() + model.params.bytes, model.adam.base, model.adam.bytes);
+    return state;
 }
 
 template <class Model>
@@ -51,7 +57,7 @@ class Run {
             throw Error(format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
                                data.train.c_str(), train.windows(), o.T, o.B));
         if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
-        if (o.sample_every && ranks.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
+        if (o.sample_every && ranks.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V);
         if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
         host = static_cast<int*>(dev.alloc_host((2 * ints + 1) * sizeof(int)));
@@ -69,7 +75,7 @@ class Run {
                            {"order of data", order},
                            {"attention", o.attention},
                            {"matmuls", tf32() ? "TF32" : "full precision"},
-                           {"data", format("%016zx", train.identity())}};
+                           {"data", hex(train.identity())}};
     }
     ~Run() {
         if (written.valid()) written.wait();  // when an Error unwinds
@@ -83,47 +89,37 @@ class Run {
     void describe() const {
         const auto& c = model.config;
         Options settings = o, defaults;
-        defaults.zero = o.zero, defaults.overlap = o.overlap;  // which the line of ranks has in words
-        std::string attention = "plain loops", memory;
+        if (ranks.size == 1) defaults.zero = o.zero, defaults.overlap = o.overlap;
+        std::string attention = "plain loops";
         if constexpr (std::is_base_of_v<Cuda, Dev>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
-        for (const Arena* a : model.arenas())
-            if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
-        std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
+        std::printf("options          %s\n", options_changed(settings.table(), defaults.table()).c_str());
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                     tf32() ? " with TF32 matmuls" : "", attention.c_str());
-        if (ranks.size > 1)
-            std::printf(
-                "ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n", ranks.size,
-                ranks.local_size, ranks.sharded ? "divided among them" : "on each",
-                model.ranks.overlap ? "beside" : "after",
-                model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
+        if (ranks.size > 1) std::printf("ranks              %d, %d on this machine\n", ranks.size, ranks.local_size);
         std::printf(
             "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n",
             model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
         std::printf("train data         %s\n", train.description().c_str());
         if (val) std::printf("validation data    %s\n", val->description().c_str());
-        std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
+        std::printf("memory             %.1f MiB\n", model.total_bytes() / kMiB);
     }
 
-    // All ranks must have the same run, data and parameters.
+    // All ranks must have the same data and parameters. They have the same options since they met.
     void agree() {
-        if (ranks.size == 1) return;
-        std::vector<char> params(model.params.bytes);
+        std::vector<char> params(ranks.size > 1 ? model.params.bytes : 0);
         dev.download(params.data(), model.params.base, params.size());
-        Fields fields = identity.fields;
-        fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
-        fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
-        for (const auto& [name, value] : fields) {
-            const std::vector<std::string> all = ranks.gather(value);
+        const std::pair<const char*, uint64_t> hashes[] = {{"data", train.identity()},
+                                                           {"validation data", val ? val->identity() : 0},
+                                                           {"parameters", checksum64(params.data(), params.size())}};
+        for (const auto& [name, mine] : hashes) {
+            const std::vector<uint64_t> all = ranks.gather(mine);
             for (int r = 1; r < ranks.size; r++)
                 if (all[r] != all[0])
-                    throw Error(format("ranks differ: %s: rank %d has \"%s\", rank 0 has \"%s\"; give all the same",
-                                       name.c_str(), r, all[r].c_str(), all[0].c_str()));
+                    throw Error(format("%s: rank %d has others than rank 0; give all the same", name, r));
         }
     }
 
-    // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write
-    // again.
+    // A fresh run starts a new log. A resumed run drops the rows that it will write again.
     void open_log() {
         if (o.output_dir.empty() || ranks.rank > 0) return;
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
@@ -177,17 +173,18 @@ class Run {
             for (int r = 0; r < ranks.size; r++) loss += stats[r * model.micro_steps + i];
         loss /= model.num_losses();
         const double norm = stats.back();
-        if (!std::isfinite(loss) || !std::isfinite(norm))
-            throw Error(
-                format("step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; "
-                       "last good checkpoint: %s; a lower -l or a longer -u may help",
-                       step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
+        if (!std::isfinite(loss) || !std::isfinite(norm)) {
+            await_checkpoint();  // so that the last good one is whole
+            const std::string what = format("step %d: loss %g, gradient norm %g", step + 1, loss, norm);
+            check_parameters(model, what, last_good());
+            throw Error(what + "; nothing was updated; " + last_good());
+        }
         if (another()) std::swap(now_at, next);
         const double lr = o.learning_rate(step), ms = 1e3 * (now() - began), tok_s = o.tokens_per_step / ms * 1e3;
         const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, ranks.size, peak);
         step++;
         step_seconds += ms / 1e3;
-        if (!terminal || began - shown >= 0.25) {
+        if (!terminal || began - shown >= 0.25) {  // a terminal gets four lines a second
             shown = began;
             std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
                         o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
@@ -242,41 +239,31 @@ class Run {
     void save() {
         Range range("checkpoint");
         await_checkpoint();
-        check_parameters(model, format("step %d: no checkpoint is written", step),
-                         "last good checkpoint: " + last_good() + "; a lower -l may help");
+        check_parameters(model, format("step %d: no checkpoint is written", step), last_good());
         last_checkpoint = step;
         if (ranks.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
-        if (ranks.rank == 0 || ranks.sharded) fetch_optimizer();
+        move_optimizer(true);
         if (ranks.rank > 0) return;  // the others wait at the next step
         identity.recipe = o.recipe();
         written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
     }
 
-    // A checkpoint of what is good. After an error its message is what the user needs most, so it comes last.
+    // A checkpoint of what is good, also after an error of the data.
     void save_at_the_end() {
-        try {
-            if (!o.output_dir.empty() && step > 0 && !saved()) save();
-            await_checkpoint();
-            keep_error_of([&] { log->retry(); });
-        } catch (const Error& e) {
-            if (!failed() || ranks.size > 1) throw;
-            std::fprintf(stderr, "%s\n", e.what());
-        }
+        if (!o.output_dir.empty() && step > 0 && last_checkpoint != step) save();
+        await_checkpoint();
+        keep_error_of([&] { log->retry(); });
     }
 
-    // How it went, what is kept, what to do next.
+    // How it went, and what is kept.
     void conclude() {
         await_checkpoint();
         if (step == first_step || o.profile) return;
         const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
         std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
                     loss, val.c_str(), floor().c_str(), o.tokens_per_step * double(step - timed_from) / step_seconds);
-        if (o.output_dir.empty()) return void(std::puts("nothing was kept: -o DIR keeps model and log"));
-        std::printf("the model is %s\n", model_path(o.output_dir, step).c_str());
-        const std::string tokens = o.tokenizer.empty() ? "" : " --tokenizer " + shell_quoted(o.tokenizer);
-        if (can_generate(model.config.V))
-            std::printf("next: ./train_gpt2cu -e %s --generate 500 --prompt Once%s\n",
-                        shell_quoted(o.output_dir).c_str(), tokens.c_str());
+        const std::string kept = "the model is " + model_path(o.output_dir, step);
+        std::puts(o.output_dir.empty() ? "nothing was kept: -o DIR keeps model and log" : kept.c_str());
     }
 
     // -----------------------------------------------------------------------------------------------------------------
@@ -293,7 +280,7 @@ class Run {
         counters = ranks.gather(counters)[0];
         if (ranks.rank == 0) dev.upload(model.params.base, snapshot, model.params.bytes);
         send_to_all(model, &Model::params);
-        spread_optimizer();
+        move_optimizer(false);
         dev.sync();
         check_parameters(model, model_path(o.output_dir, newest), kRemove);
         train.restore(position = counters.train);
@@ -302,7 +289,8 @@ class Run {
         return true;
     }
 
-    // Computes the steps from --verify's checkpoint to the next again, and compares.
+    // Computes the steps from --verify's checkpoint to the next again, and compares byte by byte. A GPU that computes or
+    // keeps a wrong bit without an error is found so, unless it errs twice in the same way.
     template <class Step>
     void verify(Step train_step) {
         int next = o.verify + 1;
@@ -313,26 +301,25 @@ class Run {
                                o.verify, o.output_dir.c_str()));
         next = ranks.gather(next)[0];
         restore(next);
-        const Snapshot kept(model);
+        const std::vector<char> kept = state_of(model);
         restore(o.verify);
         while (step < next) {
             train_step(*this);
             rethrow();
         }
-        const std::vector<std::string> found = ranks.gather(differences(model, kept, Snapshot(model)));
-        for (int r = 0; r < ranks.size; r++)
-            if (!found[r].empty())
-                throw Corruption(format(
-                    "steps %d to %d computed again end otherwise%s, in %s; a GPU erred, unless the program, GPUs, "
-                    "driver or libraries were others then",
-                    o.verify + 1, next, ranks.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
+        const std::vector<char> again = state_of(model);
+        size_t differ = 0;
+        for (size_t i = 0; i < kept.size(); i++) differ += kept[i] != again[i];
+        for (const size_t of_rank : ranks.gather(differ))
+            if (of_rank > 0)
+                throw Corruption(
+                    format("steps %d to %d computed again end otherwise, in %zu of %zu bytes; a GPU erred, "
+                           "or program, GPUs or libraries changed",
+                           o.verify + 1, next, of_rank, kept.size()));
         std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
     }
 
     uint64_t train_windows() const { return train.windows(); }
-    bool has_text_in_bytes() const {
-        return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
-    }
 
   private:
     const Dev& dev;
@@ -349,8 +336,7 @@ class Run {
     int last_checkpoint = -1, signal = 0;
     const bool terminal = isatty(STDOUT_FILENO);
     const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
-    double shown = -1;                  // when a terminal got the last step's line
-    double began = 0;                   // when the step did
+    double began = 0, shown = -1;       // when the step began, and when the last line did
     double loss = NAN, val_loss = NAN;  // the last ones
     // The pace is that of the steps after the second, because the first two make plans, connections and a CUDA graph.
     int timed_from = 0;
@@ -393,14 +379,10 @@ class Run {
             train.skip(model.ranks.groups() - 1 - model.ranks.group());
         }
     }
-    std::string first_nonfinite() {
-        await_checkpoint();  // so that the last good one is whole
-        const std::vector<std::string> found = ranks.gather(::first_nonfinite(model));
-        for (int r = 0; r < ranks.size; r++)
-            if (ranks.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
-        return found[0];
+    std::string last_good() const {
+        const std::string path = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+        return "last good checkpoint: " + path + "; a lower -l or a longer -u may help";
     }
-    std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
 
     // -----------------------------------------------------------------------------------------------------------------
     // Checkpoints
@@ -409,7 +391,6 @@ class Run {
     // state.
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
-    bool saved() const { return last_checkpoint == step; }
     // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
     void await_checkpoint() {
         ranks.allow(0);  // a disk may take its time
@@ -429,22 +410,15 @@ class Run {
     }
 
     // Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single
-    // rank would have it, which is m, v and master, each in the order of the parameters. So a checkpoint's contents do
-    // not depend on the number of ranks.
-    char* state() const { return snapshot + model.params.bytes; }
-    void fetch_optimizer() {
-        const auto fetch = [&](size_t offset, char* device, size_t bytes) {
-            dev.download(state() + offset, device, bytes);
+    // rank would have it: m, v and master, each in the order of the parameters.
+    void move_optimizer(bool fetch) {
+        const auto move = [&](size_t offset, char* device, size_t bytes) {
+            char* const state = snapshot + model.params.bytes + offset;
+            fetch ? dev.download(state, device, bytes) : dev.upload(device, state, bytes);
         };
-        ranks.sharded ? move_shares(model, true, fetch) : fetch(0, model.adam.base, model.adam.bytes);
-    }
-    void spread_optimizer() {
-        const auto spread = [&](size_t offset, char* device, size_t bytes) {
-            dev.upload(device, state() + offset, bytes);
-        };
-        if (ranks.sharded) return move_shares(model, false, spread);
-        if (ranks.rank == 0) spread(0, model.adam.base, model.adam.bytes);
-        send_to_all(model, &Model::adam);
+        if (ranks.sharded) return move_shares(model, fetch, move);
+        if (ranks.rank == 0) move(0, model.adam.base, model.adam.bytes);
+        if (!fetch) send_to_all(model, &Model::adam);
     }
 
     // Runs beside training, and reads nothing that changes until await_checkpoint() returns. The state gets its name last.
