@@ -106,7 +106,8 @@ class Run {
 
     // All ranks must have the same data and parameters. They have the same options since they met.
     void agree() {
-        std::vector<char> params(ranks.size > 1 ? model.params.bytes : 0);
+        if (ranks.size == 1) return;
+        std::vector<char> params(model.params.bytes);
         dev.download(params.data(), model.params.base, params.size());
         const std::pair<const char*, uint64_t> hashes[] = {{"data", train.identity()},
                                                            {"validation data", val ? val->identity() : 0},
