@@ -17,7 +17,6 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -347,7 +346,6 @@ struct GPT2 {
             throw Error(format("T = %d is beyond the model's %d positions: use -t %d or less", sequence(), config.max_T,
                                config.max_T));
         check_attention<X>(dev, attention, config.HS(), training, ranks.context > 1);
-        check_shards(ranks, config.C);
         const size_t N = size_t(B) * T, C = config.C;
         const AttentionShape shape{B, T, T, config.NH, config.HS()};
         if (ranks.context > 1)
@@ -471,7 +469,6 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
     resolve_steps(o, on_cpu, run.train_windows());
     run.describe();
-    if (from_file && run.has_text_in_bytes() && ranks.rank == 0) warn_of_bytes(o, config.V);
     return as_rank(ranks, [&] {
         allocate_or_explain(model);
         from_file ? load(model, o.init) : init_random(model, o.seed);
@@ -510,10 +507,12 @@ int run_with(const Dev& dev, Options& o, const Team& team) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
-        const int newest = S_ISDIR(file.st_mode) ? newest_model(o.init) : 0;
+        const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init, "model") : 0;
         if (newest < 0) throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
         if (newest > 0) o.init = model_path(o.init, newest);
         config = read_model_header(o.init).config;
+        if (config.V > kEndOfText && o.tokenizer.empty() && team.speaks())
+            std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n", o.init.c_str());
     }
     if (preset) config.max_T = std::max(config.max_T, o.T);  // a new model has at least -t positions
     if (preset && config.V == kByteVocab) {
@@ -541,7 +540,7 @@ static int run_on_device(Options& o, const Team& team, int gpus) {
         return run_with<Cpu, float>(Cpu(), o, team);
     }
     Cuda dev(team.device(gpus));
-    if (team.rank == 0) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
+    if (team.speaks()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.no_graph && !o.profile;
     if (o.init == "auto") o.init = "d12";
@@ -563,7 +562,7 @@ int main(int argc, char** argv) {
         }
         Options o;
         std::vector<Option> table = o.table();
-        if (parse_options(argc, argv, table, llm_c_options())) {
+        if (parse_options(argc, argv, table)) {
             std::printf("%s", o.help().c_str());
             return 0;
         }

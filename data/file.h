@@ -45,14 +45,6 @@ auto uninterrupted(F call) {
     return result;
 }
 
-// True if `path` still names the file that was opened as `fd`.
-inline bool still_there(const std::string& path, int fd) {
-    struct stat opened, named;
-    return uninterrupted([&] { return fstat(fd, &opened); }) == 0 &&
-           uninterrupted([&] { return stat(path.c_str(), &named); }) == 0 && opened.st_dev == named.st_dev &&
-           opened.st_ino == named.st_ino;
-}
-
 // Refuses what exists and is no file before it is opened. Opening a pipe may wait, and a device may have no end.
 inline void check_regular(const std::string& path) {
     struct stat info;

@@ -48,7 +48,6 @@ class Loader {
     // "12 shards, 1.2 G tokens" / "text file, 3.4 M tokens" / "text file, 0.9 M BPE tokens". Tokens that no window has
     // are counted behind that, and shards without a window are named (left_out).
     const std::string& description() const { return description_; }
-    bool is_text_in_bytes() const { return is_text_ && !is_bpe_; }
     uint64_t identity() const;  // tells data apart: a hash of the shards' sizes and samples of their content
 
   private:

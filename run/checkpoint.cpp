@@ -11,8 +11,7 @@
 //   …   sections  back to back up to the end of the file. A run writes two (run/training.h):
 //                 counters   the step, the model file's checksum, and where in its data the loader is
 //                 optimizer  m and v, in bf16 also the fp32 master weights, in the order of the parameters
-// Every byte is covered by the magic, the version, the length of the file or a checksum, so no flipped bit goes
-// unnoticed.
+// The magic, the version, a checksum or the file's length covers every byte, so no flipped bit goes unnoticed.
 #include "run/checkpoint.h"
 
 #include <algorithm>
@@ -20,10 +19,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <map>
 #include <regex>
-
-#include "data/text.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
@@ -36,72 +32,47 @@ size_t Config::num_parameters() const {
     return (Vp + max_T) * c + L * (norm + qkv + attproj + norm + fc + fcproj) + norm;
 }
 
-static ModelHeader read_model_header(const InputFile& file) {
-    const char* path = file.path.c_str();
+ModelHeader read_model_header(const std::string& path) {
+    const InputFile file(path);
+    constexpr char kAgain[] = "get the file again";
     int32_t h[kHeaderInts];
-    if (file.size < kHeaderBytes)
-        throw Error(
-            format("%s: truncated: expected a header of %zu bytes, found a file of %zu; is this a model checkpoint?",
-                   path, kHeaderBytes, file.size));
     file.read(0, h, kHeaderBytes);
-    if (h[0] != kModelMagic)
-        throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; %s", path, kModelMagic, h[0],
-                           h[0] == kShardMagic ? "this is a token shard, give it as training data"
-                                               : "give a model_….bin of this program or of llm.c"));
-    if (h[1] != 3 && h[1] != 5)
-        throw Error(
-            format("%s: wrong version at offset 4: expected 3 (fp32) or 5 (bf16), found %d; write the file anew with a "
-                   "current llm.c",
-                   path, h[1]));
+    constexpr char kModel[] = "give a model_….bin of this program or of a current llm.c";
+    if (h[0] != kModelMagic) refuse(path, "wrong magic at offset 0", kModelMagic, h[0], kModel);
+    if (h[1] != 3 && h[1] != 5) refuse(path, "wrong version at offset 4", "3 (fp32) or 5 (bf16)", h[1], kModel);
     const ModelHeader header = {h[1] == 3 ? DType::f32 : DType::bf16, {h[2], h[3], h[7], h[4], h[5], h[6]}};
     const Config& c = header.config;
 
     // Limits far above any GPT-2, so that sizes computed from a damaged header cannot overflow.
-    const struct {
-        const char* name;
-        int index, low, high;
-    } bounds[] = {
-        {"maxT", 2, 1, 1 << 24},  {"vocabulary", 3, 1, 1 << 24}, {"layers", 4, 1, 1 << 12},
-        {"heads", 5, 1, 1 << 12}, {"channels", 6, 1, 1 << 18},   {"padded vocabulary", 7, c.V, 1 << 24},
-    };
-    for (const auto& b : bounds)
-        if (h[b.index] < b.low || h[b.index] > b.high)
-            throw Error(format("%s: damaged header: %s at offset %d: expected %d..%d, found %d; get the file again",
-                               path, b.name, 4 * b.index, b.low, b.high, h[b.index]));
+    const char* const names[] = {"maxT", "vocabulary", "layers", "heads", "channels", "padded vocabulary"};
+    const int low[] = {1, 1, 1, 1, 1, c.V}, high[] = {1 << 24, 1 << 24, 1 << 12, 1 << 12, 1 << 18, 1 << 24};
+    for (int i = 0; i < 6; i++)
+        if (h[2 + i] < low[i] || h[2 + i] > high[i])
+            refuse(path, format("damaged header: %s at offset %d", names[i], 8 + 4 * i),
+                   format("%d..%d", low[i], high[i]), h[2 + i], kAgain);
     if (c.C % c.NH)
-        throw Error(
-            format("%s: damaged header: channels at offset 24: expected a multiple of %d heads, found %d; get the file "
-                   "again",
-                   path, c.NH, c.C));
+        refuse(path, "damaged header: channels at offset 24", format("a multiple of %d heads", c.NH), c.C, kAgain);
     const size_t expected = kHeaderBytes + header.bytes();
     if (file.size != expected)
-        throw Error(format("%s: %s: expected %zu bytes (%s, %d layers, %d channels), found %zu; get the file again",
-                           path, file.size < expected ? "truncated" : "too long", expected, name_of(header.dtype), c.L,
-                           c.C, file.size));
+        refuse(path, file.size < expected ? "truncated" : "too long",
+               format("%zu bytes (%s)", expected, words(header).c_str()), file.size, kAgain);
     return header;
 }
 
-ModelHeader read_model_header(const std::string& path) {
-    return read_model_header(InputFile(path));
-}
-
 void read_model_parameters(const std::string& path, const ModelHeader& header, void* out) {
-    const InputFile file(path);
-    const ModelHeader now = read_model_header(file);
-    const size_t n = header.config.num_parameters(), found = now.config.num_parameters();
-    if (now.dtype != header.dtype || found != n)
-        throw Error(format("%s: expected %zu parameters in %s, found %zu in %s; the file changed while it was read",
-                           path.c_str(), n, name_of(header.dtype), found, name_of(now.dtype)));
-    file.read(kHeaderBytes, out, header.bytes());
+    InputFile(path).read(kHeaderBytes, out, header.bytes());
 }
 
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
-    if (header.dtype != DType::f32 && header.dtype != DType::bf16)
-        throw Error(format("%s: a model file holds fp32 or bf16, not %s", path.c_str(), name_of(header.dtype)));
     const Config& c = header.config;
     const int version = header.dtype == DType::f32 ? 3 : 5;
     const int32_t h[kHeaderInts] = {kModelMagic, version, c.max_T, c.V, c.L, c.NH, c.C, c.Vp};
     write_whole_file(path, {{h, kHeaderBytes}, {parameters, header.bytes()}});
+}
+
+std::string words(const ModelHeader& header) {
+    const Config& c = header.config;
+    return format("%s, L=%d NH=%d C=%d V=%d", name_of(header.dtype), c.L, c.NH, c.C, c.V);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -146,17 +117,24 @@ void write_state(const std::string& path, const Identity& identity, const std::v
 namespace {
 
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
+constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
-// Reads values one after the other from the beginning of a state file, from `offset` up to `end`.
+// Reads a state file's values one after the other, from what is known to be whole of its beginning.
 struct Reader {
-    const std::string &path, &head;
-    size_t offset, end;
+    const InputFile& file;
+    std::string head = {};
+    size_t offset = 0;
 
+    void extend(size_t bytes) {
+        if (file.size < bytes)
+            refuse(file.path, "truncated", format("at least %zu bytes", bytes), file.size, kResumeFromAnother);
+        head.resize(bytes);
+        file.read(0, head.data(), bytes);
+    }
     void take(void* out, size_t bytes) {
-        if (end - offset < bytes)
-            throw Error(
-                format("%s: damaged table at offset %zu: expected %zu bytes, found %zu; resume from another checkpoint",
-                       path.c_str(), offset, bytes, end - offset));
+        if (head.size() - offset < bytes)
+            refuse(file.path, format("damaged table at offset %zu", offset), bytes, head.size() - offset,
+                   kResumeFromAnother);
         std::memcpy(out, head.data() + offset, bytes);
         offset += bytes;
     }
@@ -167,124 +145,74 @@ struct Reader {
         return value;
     }
     std::string text() {
-        std::string value(std::min<size_t>(number<uint32_t>(), end - offset), '\0');
+        std::string value(std::min<size_t>(number<uint32_t>(), head.size() - offset), '\0');
         take(value.data(), value.size());
         return value;
     }
-};
-
-struct StoredSection {
-    uint64_t offset, bytes, checksum;
-};
-struct StoredState {
-    std::map<std::string, std::string> identity;
-    std::map<std::string, StoredSection> sections;
-};
-
-// Reads the table of a state file and checks magic, version, checksum and the file's length against the sections.
-StoredState read_table(const InputFile& file) {
-    const char* path = file.path.c_str();
-    std::string head;
-    const auto read_head = [&](size_t bytes) {
-        if (file.size < bytes)
-            throw Error(format("%s: truncated: expected at least %zu bytes, found %zu; %s", path, bytes, file.size,
-                               kResumeFromAnother));
-        head.resize(bytes);
-        file.read(0, head.data(), bytes);
-    };
-    read_head(kStateFixedBytes);
-    Reader reader{file.path, head, 0, head.size()};
-    const uint64_t magic = reader.number<uint64_t>();
-    if (head.compare(0, 8, kStateMagic))
-        throw Error(format("%s: wrong magic at offset 0: expected \"%s\", found bytes %016zx; %s", path, kStateMagic,
-                           __builtin_bswap64(magic),
-                           static_cast<int32_t>(magic) == kModelMagic
-                               ? "this is a model file, it holds no training state"
-                               : "give a state file of this program"));
-    const uint32_t version = reader.number<uint32_t>();
-    if (version != kStateVersion)
-        throw Error(
-            format("%s: wrong version at offset 8: expected %u, found %u; resume with the program that wrote it", path,
-                   kStateVersion, version));
-    const size_t table_end = kStateFixedBytes + reader.number<uint32_t>();
-    read_head(table_end + sizeof(uint64_t));
-    const uint64_t expected = Reader{file.path, head, table_end, head.size()}.number<uint64_t>();
-    const uint64_t found = checksum64(head.data(), table_end);
-    if (found != expected)
-        throw Error(format("%s: damaged table (checksum at offset %zu: expected %016zx, found %016zx); %s", path,
-                           table_end, expected, found, kResumeFromAnother));
-
-    StoredState state;
-    reader.end = table_end;
-    for (uint32_t n = reader.number<uint32_t>(); n > 0; n--) {
-        const std::string name = reader.text();
-        state.identity[name] = reader.text();
+    template <class Expected, class Found>
+    void expect(const char* what, const Expected& expected, const Found& found) const {
+        if (expected != found) refuse(file.path, what, expected, found, kOtherProgram);
     }
-    uint64_t offset = head.size();
-    for (uint32_t n = reader.number<uint32_t>(); n > 0; n--) {
-        StoredSection& s = state.sections[reader.text()];
-        s.offset = offset;
-        s.bytes = reader.number<uint64_t>();
-        s.checksum = reader.number<uint64_t>();
-        offset += s.bytes;
-    }
-    if (file.size != offset)
-        throw Error(format("%s: %s: expected %zu bytes, found %zu; %s", path,
-                           file.size < offset ? "truncated" : "too long", offset, file.size, kResumeFromAnother));
-    return state;
-}
-
-void check_identity(const std::string& path, std::map<std::string, std::string> stored, const Identity& ours) {
-    const auto check = [&](const std::string& name, const std::string& had, const std::string& have) {
-        if (had != have)
-            throw Error(
-                format("%s: checkpoint of another run: %s: the checkpoint has %s, this run has %s; resume with the "
-                       "same settings or start anew in another directory",
-                       path.c_str(), name.c_str(), had.c_str(), have.c_str()));
-    };
-    for (const auto& [name, value] : ours.fields) {
-        check(name, stored.count(name) ? "\"" + stored[name] + "\"" : "no such field", "\"" + value + "\"");
-        stored.erase(name);
-    }
-    for (const auto& [name, value] : stored) check(name, "\"" + value + "\"", "none");
-}
+};
 
 }  // namespace
 
 std::string read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
     const InputFile file(path);
-    StoredState stored = read_table(file);
+    Reader reader{file};
+    reader.extend(kStateFixedBytes);
+    if (reader.head.compare(0, 8, kStateMagic))
+        refuse(path, "wrong magic at offset 0", kStateMagic, hex(reader.number<uint64_t>()), "give a state file");
+    reader.offset = 8;
+    reader.expect("wrong version at offset 8", kStateVersion, reader.number<uint32_t>());
+    const size_t table_end = kStateFixedBytes + reader.number<uint32_t>(), begin = table_end + sizeof(uint64_t);
+    reader.extend(begin);
+    reader.offset = table_end;
+    const uint64_t expected = reader.number<uint64_t>(), found = checksum64(reader.head.data(), table_end);
+    if (found != expected)
+        refuse(path, format("damaged table: checksum at offset %zu", table_end), hex(expected), hex(found),
+               kResumeFromAnother);
+    reader.offset = kStateFixedBytes;
     std::string changes;
-    for (const auto& [name, value] : identity.recipe) {
-        const auto had = stored.identity.extract(name);  // absent from states that older programs wrote
-        if (had && had.mapped() != value)
-            changes += (changes.empty() ? "" : ", ") + name + " from " + had.mapped() + " to " + value;
-    }
-    check_identity(path, stored.identity, identity);
+    reader.expect("fields", identity.fields.size() + identity.recipe.size(), reader.number<uint32_t>());
+    for (const Fields* fields : {&identity.fields, &identity.recipe})
+        for (const auto& [name, value] : *fields) {
+            reader.expect("field", name, reader.text());
+            const std::string had = reader.text();
+            if (had == value) continue;
+            if (fields == &identity.fields)
+                throw Error(
+                    format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; give "
+                           "another -o",
+                           path.c_str(), name.c_str(), had.c_str(), value.c_str()));
+            changes += (changes.empty() ? "" : ", ") + name + " from " + had + " to " + value;
+        }
 
-    // Checks that every section has its counterpart before the first byte is read into the caller's memory.
-    std::map<std::string, StoredSection> others = stored.sections;
-    for (const Section& want : sections) {
-        if (!others.erase(want.name))
-            throw Error(format("%s: section \"%s\" is missing; resume with the program that wrote it", path.c_str(),
-                               want.name.c_str()));
-        const StoredSection& s = stored.sections[want.name];
-        if (s.bytes != want.bytes)
-            throw Error(
-                format("%s: section \"%s\" at offset %zu: expected %zu bytes, found %zu; resume with the same settings",
-                       path.c_str(), want.name.c_str(), s.offset, want.bytes, s.bytes));
+    // Every section must fit before the first byte is read into the caller's memory.
+    std::vector<uint64_t> checksums;
+    uint64_t offset = begin;
+    reader.expect("sections", sections.size(), reader.number<uint32_t>());
+    for (const Section& s : sections) {
+        reader.expect("section", s.name, reader.text());
+        const auto bytes = reader.number<uint64_t>();
+        if (bytes != s.bytes)
+            refuse(path, format("section \"%s\" at offset %zu", s.name.c_str(), offset), format("%zu bytes", s.bytes),
+                   bytes, "resume with the same settings");
+        checksums.push_back(reader.number<uint64_t>());
+        offset += bytes;
     }
-    for (const auto& [name, s] : others)
-        throw Error(format("%s: section \"%s\" at offset %zu is not of this run; resume with the program that wrote it",
-                           path.c_str(), name.c_str(), s.offset));
-    for (const Section& want : sections) {
-        const StoredSection& s = stored.sections[want.name];
-        file.read(s.offset, want.data, s.bytes);
-        const uint64_t found = checksum64(want.data, s.bytes);
-        if (found != s.checksum)
-            throw Error(format(
-                "%s: damaged section \"%s\" (%zu bytes at offset %zu): expected checksum %016zx, found %016zx; %s",
-                path.c_str(), want.name.c_str(), s.bytes, s.offset, s.checksum, found, kResumeFromAnother));
+    if (file.size != offset)
+        refuse(path, file.size < offset ? "truncated" : "too long", format("%zu bytes", offset), file.size,
+               kResumeFromAnother);
+    offset = begin;
+    for (size_t i = 0; i < sections.size(); i++) {
+        const Section& s = sections[i];
+        file.read(offset, s.data, s.bytes);
+        const uint64_t found = checksum64(s.data, s.bytes);
+        if (found != checksums[i])
+            refuse(path, format("damaged section \"%s\" (%zu bytes at offset %zu)", s.name.c_str(), s.bytes, offset),
+                   hex(checksums[i]), hex(found), kResumeFromAnother);
+        offset += s.bytes;
     }
     return changes;
 }
@@ -302,16 +230,14 @@ std::string state_path(const std::string& dir, int step) {
 namespace {
 
 struct CheckpointFile {
-    std::string name, kind;  // kind: "model", "state", "llm.c" for a state of llm.c, or "" for the log
+    std::string name, kind;  // kind: "model", "state", "temporary" of a run that was cut off, or "" for the log
     int step;
-    bool temporary;  // left behind by a run that was cut off
 };
 
-// The files in `dir` that are named like model_path, state_path, the log, their temporaries and llm.c's states. Those
-// have a rank in their names. None if there is no such directory. Refuses one that is no file.
+// The files in `dir` that are named like model_path, state_path, the log and their temporaries. None if there is no such
+// directory. Refuses one that is no file.
 std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
-    static const std::regex pattern(
-        "(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})(_[0-9]{5})?[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
+    static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
     std::vector<CheckpointFile> files;
     std::error_code no_directory;
     for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
@@ -320,47 +246,31 @@ std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
         if (!std::regex_match(name, part, pattern)) continue;
         const long long step = part[2].matched ? std::stoll(part[2]) : 0;
         if (step > INT_MAX) continue;
-        const std::string kind = part[3].matched ? "llm.c" : part[1].str();
-        if (!part[4].matched) check_regular(entry.path());
-        files.push_back({name, kind, static_cast<int>(step), part[4].matched});
+        const bool temporary = part[3].matched;
+        if (!temporary) check_regular(entry.path());
+        files.push_back({name, temporary ? "temporary" : part[1].str(), static_cast<int>(step)});
     }
     return files;
 }
 
 }  // namespace
 
-int newest_checkpoint(const std::string& dir, bool of_llm_c) {
+int newest_checkpoint(const std::string& dir, const std::string& kind) {
     int newest = -1;
     for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == (of_llm_c ? "llm.c" : "state") && !f.temporary) newest = std::max(newest, f.step);
-    return newest;
-}
-
-int newest_model(const std::string& dir) {
-    int newest = -1;
-    for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == "model" && !f.temporary) newest = std::max(newest, f.step);
+        if (f.kind == kind) newest = std::max(newest, f.step);
     return newest;
 }
 
 int checkpoint_to_resume(const std::string& dir) {
-    const int state = newest_checkpoint(dir), model = newest_model(dir);
-    const std::string newer = state_path(dir, model);
-    if (state >= 0 && access(model_path(dir, state).c_str(), F_OK))
-        throw Error(
-            format("%s: is missing, and -y needs it beside its state; bring it back, or remove the state to go on from "
-                   "the checkpoint before",
-                   model_path(dir, state).c_str()));
+    const int state = newest_checkpoint(dir), model = newest_checkpoint(dir, "model");
     if (model <= state) return state;
     // A run that ended between the two renames leaves its state's temporary (Run::write_checkpoint).
+    const std::string missing = state_path(dir, model) + ": is missing, ";
     bool killed = state >= 0;
-    for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "state" && f.temporary;
-    if (!killed)
-        throw Error(
-            format("%s: is missing, and -y needs it beside its model; bring it back, or give another -o, and -e %s for "
-                   "the weights",
-                   newer.c_str(), shell_quoted(model_path(dir, model)).c_str()));
-    std::fprintf(stderr, "%s: is missing, so its model does not count\n", newer.c_str());
+    for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "temporary" && !f.name.find("state");
+    if (!killed) throw Error(missing + "and -y needs it beside its model; bring it back, or give another -o");
+    std::fprintf(stderr, "%sso its model does not count\n", missing.c_str());
     return state;
 }
 
@@ -372,10 +282,10 @@ void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
     std::vector<int> steps;
     const std::vector<CheckpointFile> files = list_checkpoints(dir);
     for (const CheckpointFile& f : files)
-        if (f.kind == "state" && !f.temporary) steps.push_back(f.step);
+        if (f.kind == "state") steps.push_back(f.step);
     for (const CheckpointFile& f : files) {
         const bool has_state = std::find(steps.begin(), steps.end(), f.step) != steps.end();
-        if (f.temporary || (f.kind == "model" && !steps.empty() && !has_state)) remove(dir + "/" + f.name);
+        if (f.kind == "temporary" || (f.kind == "model" && !steps.empty() && !has_state)) remove(dir + "/" + f.name);
     }
     std::sort(steps.rbegin(), steps.rend());
     for (size_t i = keep > 0 ? keep : steps.size(); i < steps.size(); i++) {

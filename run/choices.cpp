@@ -1,40 +1,33 @@
 #include "run/choices.h"
 
-#include "data/file.h"
+#include "run/checkpoint.h"
 
 namespace {
 constexpr int32_t kMagic = 20240522, kVersion = 1;
 constexpr uint16_t kStart = 65535;
+constexpr char kAgain[] = "make the file with data/hellaswag.py";
 }  // namespace
 
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) {
     const InputFile file(path);
     int32_t header[kHeaderInts];
     file.read(0, header, kHeaderBytes);
-    if (header[0] != kMagic)
-        throw Error(format("%s: wrong magic at offset 0: expected %d, found %d; make the file with data/hellaswag.py",
-                           path.c_str(), kMagic, header[0]));
-    if (header[1] != kVersion)
-        throw Error(
-            format("%s: wrong version at offset 4: expected %d, found %d; make the file with "
-                   "data/hellaswag.py",
-                   path.c_str(), kVersion, header[1]));
+    if (header[0] != kMagic) refuse(path, "wrong magic at offset 0", kMagic, header[0], kAgain);
+    if (header[1] != kVersion) refuse(path, "wrong version at offset 4", kVersion, header[1], kAgain);
     std::vector<uint16_t> stream((file.size - kHeaderBytes) / sizeof(uint16_t));
     file.read(kHeaderBytes, stream.data(), stream.size() * sizeof(uint16_t));
 
     size_t at = 0;
-    const auto fail = [&](const char* what, const std::string& expected, long long found) {
-        throw Error(format("%s: %s at offset %zu: expected %s, found %lld", path.c_str(), what,
-                           kHeaderBytes + at * sizeof(uint16_t), expected.c_str(), found));
+    const auto fail = [&](const std::string& what, const std::string& expected, auto found,
+                          const char* advice = kAgain) {
+        refuse(path, format("%s at offset %zu", what.c_str(), kHeaderBytes + at * sizeof(uint16_t)), expected, found,
+               advice);
     };
     const auto next = [&](const char* what, int least, int most) {
-        if (at >= stream.size())
-            throw Error(format("%s: truncated at offset %zu: expected the %s; make the file again", path.c_str(),
-                               kHeaderBytes + at * sizeof(uint16_t), what));
-        const int value = stream[at];
-        if (value < least || value > most) fail(what, format("%d..%d", least, most), value);
-        at++;
-        return value;
+        const std::string range = format("%d..%d", least, most);
+        if (at >= stream.size()) fail(what, range, "the file's end");
+        if (stream[at] < least || stream[at] > most) fail(what, range, stream[at]);
+        return stream[at++];
     };
     const auto tokens = [&](const char* what) {
         std::vector<int> list(next(what, 1, 65534));
@@ -43,10 +36,9 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
     };
     std::vector<Choice> choices;
     for (int i = 0; i < header[2]; i++) {
-        const size_t start = at;
         Choice choice;
         next("start of an example", kStart, kStart);
-        const int bytes = next("size of an example", 0, 65535);
+        next("size of an example", 0, 65535);
         choice.index = next("index", 0, 65535);
         choice.label = next("label", 0, 65535);
         const int endings = next("number of endings", choice.label + 1, 64);
@@ -55,10 +47,8 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
             choice.endings.push_back(tokens("length of an ending"));
             const size_t length = choice.context.size() + choice.endings.back().size() - 1;
             if (length > static_cast<size_t>(max_T))
-                fail("length of an example", format("at most T = %d tokens (a larger -t may help)", max_T), length);
+                fail("length of an example", format("at most T = %d tokens", max_T), length, "give a larger -t");
         }
-        if ((at - start) * sizeof(uint16_t) != static_cast<size_t>(bytes))
-            fail("end of an example", format("%d bytes from its start", bytes), (at - start) * sizeof(uint16_t));
         choices.push_back(std::move(choice));
     }
     if (at != stream.size()) fail("end of the file", format("%d examples", header[2]), (stream.size() - at) * 2);

@@ -15,10 +15,9 @@ struct Validation {
 };
 
 // Mean loss over the windows of the loader's first `at_most` batches, or over all windows if it is not positive or too
-// large. Each rank evaluates its share of the batches. The windows' losses are summed in fp64 and in their order, so that
-// the sum does not depend on the number of ranks. Ranks that share sequences have the same windows, and each adds its
-// tokens' part of their mean. The last batch is filled up with windows that do not count. If the data cannot be read, all
-// ranks end together, and this one throws.
+// large. Each rank evaluates its share of the batches, and ranks that share sequences their tokens of each window. The
+// windows' losses are summed in fp64 and in their order, whatever the number of ranks. Windows that fill up the last
+// batch do not count. If the data cannot be read, all ranks end together, and this one throws.
 template <class Model>
 Validation validate(Model& model, Loader& loader, int at_most) {
     const auto& ranks = model.ranks;
@@ -53,14 +52,12 @@ Validation validate(Model& model, Loader& loader, int at_most) {
     return {std::accumulate(losses.begin(), losses.end(), 0.0) / windows, windows};
 }
 
-// losses[i][e] is the mean loss of the tokens of ending e of choice i after its context. The model's answer is the
-// ending with the lowest.
+// losses[i][e] is the mean loss of ending e's tokens after choice i's context. The lowest is the model's answer.
 template <class Model>
 std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<Choice>& choices) {
     Range range("multiple choice");
     const size_t B = model.B, T = model.T, N = B * T;
     std::vector<std::pair<size_t, size_t>> rows;  // choice and ending of each row of a batch
-    std::vector<std::vector<double>> losses(choices.size());
     for (size_t i = 0; i < choices.size(); i++)
         for (size_t e = 0; e < choices[i].endings.size(); e++) rows.push_back({i, e});
     std::vector<double> means(rows.size());  // 0 if another rank computes it
@@ -71,11 +68,11 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         const size_t last = std::min(first + B, rows.size());
         std::fill(host.begin(), host.end(), 0);
         for (size_t r = first; r < last; r++) {
-            const Choice& c = choices[rows[r].first];
-            std::vector<int> text = c.context;
-            text.insert(text.end(), c.endings[rows[r].second].begin(), c.endings[rows[r].second].end());
-            std::copy(text.begin(), text.end() - 1, host.begin() + (r - first) * T);
-            std::copy(text.begin() + 1, text.end(), host.begin() + N + (r - first) * T);
+            const auto [i, e] = rows[r];
+            std::vector<int> text = choices[i].context;
+            text.insert(text.end(), choices[i].endings[e].begin(), choices[i].endings[e].end());
+            std::copy(text.begin(), text.end() - 1, &host[(r - first) * T]);
+            std::copy(text.begin() + 1, text.end(), &host[N + (r - first) * T]);
         }
         model.upload(host.data(), 1);
         model.evaluate_micro_batch(0);
@@ -87,6 +84,7 @@ std::vector<std::vector<double>> ending_losses(Model& model, const std::vector<C
         }
     }
     model.ranks.add_up(means);
+    std::vector<std::vector<double>> losses(choices.size());
     for (size_t r = 0; r < rows.size(); r++) losses[rows[r].first].push_back(means[r]);
     return losses;
 }

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstdio>
-#include <iostream>
 #include <memory>
 #include <vector>
 
@@ -12,7 +11,6 @@
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
-#include "run/pace.h"
 #include "run/process.h"
 #include "run/sample.h"
 #include "run/settings.h"
@@ -31,7 +29,6 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
         const Data data = o.val_data.empty() ? find_data(o, ranks) : Data{"", o.val_data};
         if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
         val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0, Tokenizer(o.tokenizer));
-        if (val->is_text_in_bytes() && from_file && ranks.rank == 0) warn_of_bytes(o, config.V);
         floor = data.floor;
     }
     allocate_or_explain(model);
@@ -55,43 +52,34 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     return 0;
 }
 
-// --generate streams the texts that follow --prompt. Without one it asks for prompts on a terminal until they end.
+// --generate streams the texts that follow --prompt.
 template <class Model, class Config>
 int run_generate(const typename Model::Dev& dev, const Options& o, const Config& config) {
     const int T = std::min(config.max_T, o.T ? o.T : 1024);
     const Tokenizer tokenizer(o.tokenizer);
-    const bool asks = o.prompt.empty() && isatty(STDIN_FILENO);
-    if (asks || !o.prompt.empty()) warn_of_bytes(o, config.V);
     Model model(dev, config, o.kernel(), 1, T, 1, false, 0, {}, true);
     if (o.memory) return print_memory_table(model), 0;
-    std::string prompt = o.prompt, rest;  // bytes that do not make a character yet
-    std::vector<int> context = start_of_text(tokenizer, prompt, config.V, T);
+    const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);
     load(model, o.init);
+    catch_signals();
+    std::string rest;  // bytes that do not make a character yet
     int tokens = 0;
-    double seconds = 0;
+    const double start = now();
     const auto write = [&](const std::string& text) {
         std::fputs(take_for_terminal(rest += text).c_str(), stdout);
         if (std::fflush(stdout)) throw file_error("the text", "write", errno);
         return !g_signal;
     };
     const auto count = [&](const std::string& token) { return tokens++, write(token); };
-    do {
-        if (asks && (std::fputs("> ", stderr), !std::getline(std::cin, prompt))) break;
-        if (asks) context = start_of_text(tokenizer, prompt, config.V, T);
-        catch_signals();
-        const double start = now();
-        for (int i = 0; i < o.samples && !g_signal; i++) {
-            if (i > 0) std::puts("---");
-            write(prompt);
-            generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, count);
-            std::puts(for_terminal(rest).c_str()), rest.clear();
-        }
-        seconds += now() - start;
-        for (int signal : {SIGINT, SIGTERM, SIGHUP})
-            if (asks) std::signal(signal, SIG_DFL);  // while it waits for a prompt
-    } while (asks && !g_signal);
-    if (asks && !g_signal) std::fputs("\n", stderr);
-    if (tokens > 0) std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
+    for (int i = 0; i < o.samples && !g_signal; i++) {
+        if (i > 0) std::puts("---");
+        write(o.prompt);
+        generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, count);
+        std::puts(for_terminal(rest).c_str());
+        rest.clear();
+    }
+    const double seconds = now() - start;
+    std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
     return g_signal ? 128 + g_signal : 0;
 }

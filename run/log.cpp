@@ -1,16 +1,10 @@
-// log.jsonl: rows as JSON, appended one write(2) each.
 #include "run/log.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cctype>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <filesystem>
-#include <limits>
 #include <sstream>
 
 #include "data/file.h"
@@ -67,6 +61,10 @@ std::string take_for_terminal(std::string& text) {
     return whole;
 }
 
+std::string minutes(double seconds) {
+    return format("%.0f:%02.0f", std::floor(seconds / 60), std::floor(std::fmod(seconds, 60)));
+}
+
 Row::Row(const char* kind) : text_("{\"kind\": " + quoted(kind)) {}
 
 Row& Row::put(const char* key, const std::string& json) {
@@ -86,24 +84,10 @@ Row& Row::add(const char* key, double value) {
     return put(key, number);
 }
 
-// True if a regular file ends inside a row, because its writer was cut off.
-static bool ends_inside_row(const std::string& path) {
-    std::error_code missing;
-    if (!std::filesystem::is_regular_file(path, missing)) return false;
-    const InputFile log(path);
-    return log.size > 0 && log.rest(log.size - 1) != "\n";
-}
-
-static int open_to_append(const std::string& path, int flags = 0) {
-    const int fd =
-        uninterrupted([&] { return open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | flags, 0666); });
-    if (fd < 0) throw file_error(path, "open", errno);
-    return fd;
-}
-
 Log::Log(const std::string& path, bool append) : path_(path) {
-    if (append && ends_inside_row(path)) truncate_after(path, std::numeric_limits<long long>::max());
-    fd_ = open_to_append(path, append ? 0 : O_TRUNC);
+    const int flags = O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | (append ? 0 : O_TRUNC);
+    fd_ = uninterrupted([&] { return open(path.c_str(), flags, 0666); });
+    if (fd_ < 0) throw file_error(path, "open", errno);
 }
 
 Log::~Log() {
@@ -120,67 +104,17 @@ void Log::retry() {
     if (pending_.empty()) return;
     struct stat before;
     const bool known = uninterrupted([&] { return fstat(fd_, &before); }) == 0 && S_ISREG(before.st_mode);
-    if (fd_ < 0 || (known && !still_there(path_, fd_))) {
-        std::fprintf(stderr, "%s: was removed or replaced while this run writes it; its rows go on in a new file\n",
-                     path_.c_str());
-        if (fd_ >= 0) close(fd_);
-        fd_ = -1;
-        fd_ = open_to_append(path_);
-        before.st_size = lseek(fd_, 0, SEEK_END);
-    }
     for (size_t done = 0; done < pending_.size();) {
         const ssize_t n = uninterrupted([&] { return ::write(fd_, pending_.data() + done, pending_.size() - done); });
-        if (n >= 0) {
-            done += static_cast<size_t>(n);
-            continue;
+        if (n < 0) {
+            // A full disk may have taken part of the row, and the rows before it must stay readable.
+            const Error error = file_error(path_, "write", errno);
+            if (known) uninterrupted([&] { return ftruncate(fd_, before.st_size); });
+            throw error;
         }
-        const int error = errno;
-        // A full disk may have taken part of the row, and the rows before it must stay readable.
-        if (known && uninterrupted([&] { return ftruncate(fd_, before.st_size); }))
-            throw file_error(path_, "write (and its last row is cut)", error);
-        throw file_error(path_, "write", error);
+        done += static_cast<size_t>(n);
     }
     pending_.clear();
-}
-
-// True if the line is an object in JSON without others inside, as rows are.
-static bool is_row(const std::string& line) {
-    const char* p = line.c_str();
-    const auto blank = [&] {
-        while (*p == ' ' || *p == '\t' || *p == '\r') p++;
-    };
-    const auto take = [&](const char* text) {
-        const size_t n = std::strlen(text);
-        const bool is = std::strncmp(p, text, n) == 0;
-        if (is) p += n;
-        return is;
-    };
-    const auto string = [&] {
-        if (!take("\"")) return false;
-        for (; *p != '"'; p++) {
-            if (static_cast<unsigned char>(*p) < 0x20) return false;
-            if (*p == '\\' && !std::strchr("\"\\/bfnrtu", *++p)) return false;
-        }
-        return take("\"");
-    };
-    const auto value = [&] {
-        if (*p == '"') return string();
-        if (take("null") || take("true") || take("false")) return true;
-        const char* const begin = p;
-        char* end = nullptr;
-        std::strtod(p, &end);
-        p = end;
-        return p > begin && (*begin == '-' || std::isdigit(static_cast<unsigned char>(*begin)));
-    };
-    if (blank(), !take("{")) return false;
-    do {
-        if (blank(), !string()) return false;
-        if (blank(), !take(":")) return false;
-        if (blank(), !value()) return false;
-        blank();
-    } while (take(","));
-    if (!take("}")) return false;
-    return blank(), p == line.c_str() + line.size();
 }
 
 void Log::truncate_after(const std::string& path, long long step) {
@@ -188,10 +122,7 @@ void Log::truncate_after(const std::string& path, long long step) {
     std::istringstream in(InputFile(path).rest());
     std::string kept;
     const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
-    size_t number = 0;
     for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
-        number++;
-        if (!is_row(line)) std::fprintf(stderr, "%s: line %zu is no JSON; it stays as it is\n", path.c_str(), number);
         const size_t at = line.find(key);
         if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
         kept += line + '\n';

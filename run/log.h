@@ -2,11 +2,12 @@
 #pragma once
 #include <string>
 
-// Makes text safe for a terminal. Bytes that are not UTF-8, and control characters except newline and tab, become
-// U+FFFD.
+// Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except newline and tab.
 std::string for_terminal(const std::string& text);
 // The same of a text that comes in pieces. Leaves the first bytes of a character in `text` until the others are there.
 std::string take_for_terminal(std::string& text);
+
+std::string minutes(double seconds);  // 83 → "1:23"
 
 // Builds a line, for example Row("train").add("step", 3).add("loss", 2.5).text()
 class Row {
@@ -26,8 +27,7 @@ class Row {
 };
 
 // Appends rows to a file. A failing write (a full disk) throws Error. Rows already written stay, and the next call tries
-// the others again. If somebody removes or replaces the file, a line on stderr says so. Rows then go on in the file that
-// has the name.
+// the others again.
 class Log {
   public:
     Log() = default;  // writes nowhere
@@ -37,8 +37,8 @@ class Log {
     Log& operator=(const Log&) = delete;
     void write(const Row& row);
     void retry();  // what could not be written
-    // Drops rows with "step" greater than `step`, because a resumed run is about to write them again. Names lines that are
-    // no rows on stderr, and leaves them.
+    // Drops rows with "step" greater than `step`, because a resumed run is about to write them again, and a last row that
+    // a crash has cut.
     static void truncate_after(const std::string& path, long long step);
 
   private:

@@ -4,18 +4,16 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <charconv>
+#include <cfloat>
+#include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 
 #include "data/text.h"
 #include "layers/gpu/error.h"
 
 namespace {
-
-constexpr size_t kHelpWidth = 110;  // columns
 
 std::string value_text(const Option& option) {
     switch (option.kind) {
@@ -35,64 +33,44 @@ std::string title(const Option& option) {
     return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
 }
 
-// " (did you mean x?)" for the first candidate that begins with `word` or that `word` begins with, or "".
-std::string suggestion(const std::string& word, const std::vector<std::string>& candidates) {
-    const std::string stem = word.substr(std::min(word.find_first_not_of('-'), word.size()));
-    for (const std::string& candidate : candidates) {
-        const std::string name = candidate.substr(std::min(candidate.find_first_not_of('-'), candidate.size()));
-        const size_t shared = std::min(stem.size(), name.size());
-        if (shared >= 2 && name.compare(0, shared, stem, 0, shared) == 0) return " (did you mean " + candidate + "?)";
-    }
-    return "";
-}
-
 Option* find_option(std::vector<Option>& table, const std::string& name) {
     for (Option& option : table)
         if (name == option.name || (*option.letter && name == option.letter)) return &option;
     return nullptr;
 }
 
-[[noreturn]] void bad_value(const Option& option, const std::string& text, const std::string& why) {
-    throw UsageError(format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), why.c_str()));
-}
-
-void check_range(const Option& option, const std::string& text, double value) {
-    const char* dots = std::strstr(option.range, "..");
-    if (!dots) return;
-    const double inf = std::numeric_limits<double>::infinity();
-    const double low = dots == option.range ? -inf : std::strtod(option.range, nullptr);
-    const double high = dots[2] ? std::strtod(dots + 2, nullptr) : inf;
-    if (!(value >= low && value <= high)) bad_value(option, text, format("is out of range %s", option.range));
-}
-
 void set_value(const Option& option, const std::string& text) {
+    const auto check = [&](bool good, const std::string& why) {
+        if (!good) throw UsageError(format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), why.c_str()));
+    };
+    const std::string range = option.range;
+    const auto number = [&](bool integer) {
+        char* end = nullptr;
+        errno = 0;
+        const double value = std::strtod(text.c_str(), &end);
+        const bool all = !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);
+        const bool digits = text.find_first_not_of("-0123456789") == std::string::npos;
+        check(all && (!integer || digits), integer ? "is not an integer" : "is not a finite number");
+        check(std::isfinite(static_cast<float>(value)), "is not a finite number");
+        check(errno != ERANGE && (value == 0 || std::fabs(value) >= FLT_MIN), "is too small for a float");
+        const size_t dots = std::min(range.find(".."), range.size());
+        const std::string low = range.substr(0, dots), high = range.substr(std::min(dots + 2, range.size()));
+        check((low.empty() || value >= std::stod(low)) && (high.empty() || value <= std::stod(high)) &&
+                  (!integer || std::fabs(value) <= INT_MAX),
+              "is out of range " + range);
+        return value;
+    };
     switch (option.kind) {
-        case Option::Int: {
-            int value = 0;
-            const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-            if (error == std::errc::invalid_argument || end != text.data() + text.size())
-                bad_value(option, text, "is not an integer");
-            if (error == std::errc::result_out_of_range)
-                bad_value(option, text, format("is out of range %s", *option.range ? option.range : "of 32 bits"));
-            check_range(option, text, value);
-            *static_cast<int*>(option.value) = value;
+        case Option::Int:
+            *static_cast<int*>(option.value) = static_cast<int>(number(true));
             break;
-        }
-        case Option::Float: {
-            char* end = nullptr;
-            errno = 0;
-            const float value = std::strtof(text.c_str(), &end);
-            const bool whole = !text.empty() && !std::isspace(static_cast<unsigned char>(text[0])) && !*end;
-            if (!whole || !std::isfinite(value)) bad_value(option, text, "is not a finite number");
-            if (errno == ERANGE) bad_value(option, text, "is too small for a float: give 0 or a larger number");
-            check_range(option, text, std::strtod(text.c_str(), nullptr));
-            *static_cast<float*>(option.value) = value;
+        case Option::Float:
+            number(false);
+            *static_cast<float*>(option.value) = std::strtof(text.c_str(), nullptr);
             break;
-        }
         case Option::Choice: {
-            const std::vector<std::string> choices = split(option.range, "|");
-            if (std::find(choices.begin(), choices.end(), text) == choices.end())
-                bad_value(option, text, format("is not one of %s%s", option.range, suggestion(text, choices).c_str()));
+            const std::vector<std::string> choices = split(range, "|");
+            check(std::find(choices.begin(), choices.end(), text) != choices.end(), "is not one of " + range);
             *static_cast<std::string*>(option.value) = text;
             break;
         }
@@ -100,7 +78,7 @@ void set_value(const Option& option, const std::string& text) {
             *static_cast<std::string*>(option.value) = text;
             break;
         case Option::Flag:
-            if (text != "0" && text != "1") bad_value(option, text, "is not 0 or 1");
+            check(text == "0" || text == "1", "is not 0 or 1");
             *static_cast<bool*>(option.value) = text == "1";
             break;
     }
@@ -108,22 +86,12 @@ void set_value(const Option& option, const std::string& text) {
 
 }  // namespace
 
-bool parse_options(int argc, const char* const* argv, std::vector<Option>& table, const std::vector<Foreign>& llm_c) {
+bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
     const std::vector<std::string> args(argv + 1, argv + argc);
     const auto is_flag_value = [&](size_t i) { return i < args.size() && (args[i] == "0" || args[i] == "1"); };
-    const auto refuse_foreign = [&](const std::string& name) {
-        for (const Foreign& f : llm_c)
-            for (const std::string& letter : split(f.letters, " "))
-                if (name == letter)
-                    throw UsageError(
-                        format("%s is an option of llm.c, not of this program: %s", letter.c_str(), f.instead));
-    };
     // Help comes before any value is set, because it prints the current values as defaults.
-    for (size_t i = 0; i < args.size(); i++) {
-        if (args[i] != "--help" && args[i] != "-h") continue;
-        if (is_flag_value(i + 1)) refuse_foreign(args[i]);
-        return true;
-    }
+    for (size_t i = 0; i < args.size(); i++)
+        if (args[i] == "--help" || (args[i] == "-h" && !is_flag_value(i + 1))) return true;
 
     std::vector<const Option*> given;
     for (size_t i = 0; i < args.size(); i++) {
@@ -132,25 +100,17 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         const std::string name = args[i].substr(0, equals);
         std::string value = attached ? args[i].substr(equals + 1) : "1";
         const Option* option = find_option(table, name);
-        if (!option) {
-            if (name[0] != '-' || name == "-")
-                throw UsageError(
-                    format("unexpected argument \"%s\": options start with -, and patterns need quotes", name.c_str()));
-            refuse_foreign(name);
-            std::vector<std::string> names;
-            for (const Option& o : table) names.push_back(o.name);
-            throw UsageError(format("unknown option %s%s; see --help", name.c_str(), suggestion(name, names).c_str()));
-        }
+        if (!option)
+            throw UsageError(
+                format("unknown option %s; see --help, for llm.c's FROM_LLMC.md, and quote patterns", name.c_str()));
         if (std::find(given.begin(), given.end(), option) != given.end())
             throw UsageError(format("%s is given twice: leave out one", title(*option).c_str()));
         given.push_back(option);
         if (!attached && option->kind != Option::Flag) {
             // "-1" is a value, but the name of another option means that this one's value was forgotten.
-            const std::string next = i + 1 < args.size() ? args[i + 1] : "";
-            if (i + 1 == args.size() || find_option(table, next.substr(0, next.find('='))))
-                throw UsageError(format("%s needs a value%s%s", title(*option).c_str(),
-                                        next.empty() ? "" : ", found option ", next.c_str()));
-            value = args[++i];
+            if (++i == args.size() || find_option(table, args[i].substr(0, args[i].find('='))))
+                throw UsageError(format("%s needs a value", title(*option).c_str()));
+            value = args[i];
         } else if (!attached && is_flag_value(i + 1)) {
             value = args[++i];
         }
@@ -160,19 +120,17 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 }
 
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
-    // The first column is "  -b, --batch N". Options without a letter are indented to line up.
+    constexpr size_t kHelpWidth = 110;  // columns
+    // The first column is "  -b,  --batch N". Options without a letter are indented to line up.
     const char* const arguments[] = {" N", " X", " TEXT", " NAME", ""};  // of an Option::Kind
-    size_t letters = 2, width = 0;
-    for (const Option& option : table) letters = std::max(letters, std::strlen(option.letter));
     const auto left = [&](const Option& option) {
         const std::string letter = *option.letter ? std::string(option.letter) + "," : "";
-        return format("  %-*s %s%s", static_cast<int>(letters + 1), letter.c_str(), option.name,
-                      arguments[option.kind]);
+        return format("  %-4s %s%s", letter.c_str(), option.name, arguments[option.kind]);
     };
+    size_t width = 0;
     for (const Option& option : table) width = std::max(width, left(option).size() + 2);
 
     std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
-    if (!*table[0].group) text += "\n";
     for (const Option& option : table) {
         if (*option.group) text += format("\n%s\n", option.group);
         // A default in the help's own words says more than its number, and a range without an end says little.

@@ -14,17 +14,10 @@ struct Option {
     const char* group = "";  // heading above it in --help, which those after it share
 };
 
-// Options of another program that do not have their letters here, as in "-sl -sg", and what to do in their place.
-struct Foreign {
-    const char *letters, *instead;
-};
-
 // Accepts "--name value", "--name=value" and "-b value". Flags take no value, or "0"/"1". Throws UsageError that names
-// the option and the value, and the nearest option if one is close. Returns true if --help or -h was asked for. "-h 0"
-// and "-h 1" do not ask for help if -h is among the options of `llm_c`.
-bool parse_options(int argc, const char* const* argv, std::vector<Option>& table,
-                   const std::vector<Foreign>& llm_c = {});
+// the option and the value. Returns true if --help or -h was asked for. "-h 0" and "-h 1", which llm.c has, do not ask.
+bool parse_options(int argc, const char* const* argv, std::vector<Option>& table);
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table);
-// Those whose value is not the one in `defaults`, a line for each group.
+// Those whose value is not the one in `defaults`: "  --batch 4  --overfit".
 std::string options_changed(const std::vector<Option>& table, const std::vector<Option>& defaults);
 std::string options_settings(const std::vector<Option>& table);  // name and current value of each option that has one

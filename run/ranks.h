@@ -1,25 +1,22 @@
-// Several ranks.
-//
-// In data parallel training rank r of n trains on micro-batches r, r + n, … of every step, and gradients are summed
-// over the ranks. If the optimizer is sharded (ZeRO-1, Rajbhandari et al. 2020), a rank gets only its share of the
-// summed gradients. It keeps optimizer state and updates parameters for that share alone, and then all ranks gather the
-// parameters.
+// Several ranks. In data parallel training rank r of n trains on micro-batches r, r + n, … of every step, and gradients
+// are summed over the ranks. If the optimizer is sharded (ZeRO-1, Rajbhandari et al. 2020), a rank gets only its share
+// of the summed gradients. It keeps optimizer state and updates parameters for that share alone, and then all ranks
+// gather the parameters.
 //
 // Gradients are summed all at once after backward, or with --overlap each layer's matmul weights as soon as backward
 // has finished that layer. Between machines there is much time to hide. On one machine hiding it costs more than it
-// saves. On 4 H200s with 124M at B = 64 a step without any sums takes 105.5 ms. With all of them at its end it takes
-// 108.0, and with each layer's sums beside the next layer's backward 109.4 (ZeRO-1: 106.6, 107.0, 108.0). Sums that
-// began with attention's or GELU's backward gave 108.8 and 109.8, and at most 8 blocks for NCCL gave 111. There are two
-// likely reasons. NCCL's blocks hold multiprocessors that a matmul of one persistent block per multiprocessor counts
-// on. And where the power cap decides the clock, the power they draw is missing elsewhere.
+// saves, because NCCL's blocks and the power they draw are missing in backward. On 4 H200s with 124M at B = 64 a step
+// takes 105.5 ms without any sums, 108.0 with all at its end, and 109.4 with each layer's beside backward.
 //
 // Rank r's share is part r of n of every tensor, or of each layer's part of a tensor that is summed by layer. The
 // gradients and the state of a share lie back to back.
+//
+// In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
+// of every sequence (attention/ring/ring.h), and a group reads the batches that a single rank would read otherwise.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "data/loader.h"
@@ -38,12 +35,9 @@ inline std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks
     std::vector<ParamRange> share;
     size_t at = 0, state = 0;
     for (const TensorSpec& t : params.tensors) {
-        const size_t pieces = by_layer(t, overlap) ? t.layers : 1, stride = t.elements() / pieces;
-        const size_t size = stride / ranks, begin = at + rank * size;
-        if (ranks == 1)  // everything, one piece per tensor
-            share.push_back({at, t.elements(), t.decay});
-        else
-            share.push_back({begin, size, t.decay, pieces, stride, begin - state});
+        const size_t pieces = by_layer(t, overlap && ranks > 1) ? t.layers : 1, stride = t.elements() / pieces;
+        const size_t size = stride / ranks, begin = at + rank % ranks * size;  // undivided, all is every rank's
+        share.push_back({begin, size, t.decay, pieces, stride, begin - state});
         at += t.elements(), state += pieces * size;
     }
     return share;
@@ -58,11 +52,6 @@ void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, s
             for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
 }
 
-// In context parallel training groups of `context` neighbouring ranks share their sequences. Each rank has two chunks
-// of every sequence (attention/ring/ring.h). Layers that work on single rows do not notice, and for attention keys and
-// values go around a ring. A group reads the batches that a single rank would read otherwise.
-// Gradients are summed over all ranks as before.
-//
 // The step at work, for the watchdog's message.
 inline std::atomic<int>& current_step() {
     static std::atomic<int> step{0};
@@ -90,16 +79,6 @@ struct Ranks {
         if (size > 1) comm->host_all_gather(all.data(), sizeof(T));
         return all;
     }
-    std::vector<std::string> gather(const std::string& mine) const {
-        const std::vector<size_t> lengths = gather(mine.size());
-        const size_t longest = *std::max_element(lengths.begin(), lengths.end());
-        std::vector<char> all(size * longest);
-        std::copy(mine.begin(), mine.end(), all.begin() + rank * longest);
-        if (size > 1 && longest > 0) comm->host_all_gather(all.data(), longest);
-        std::vector<std::string> texts;
-        for (int r = 0; r < size; r++) texts.emplace_back(all.data() + r * longest, lengths[r]);
-        return texts;
-    }
     // x ← the sum over the ranks, in their order.
     void add_up(std::vector<double>& x) const {
         if (size == 1 || x.empty()) return;
@@ -122,15 +101,6 @@ struct Ranks {
     int context_rank() const { return rank % context; }  // within it
 };
 
-template <class Dev>
-void check_shards(const Ranks<Dev>& ranks, int C) {
-    if (!ranks.sharded || can_shard(C, ranks.size)) return;
-    throw UsageError(
-        format("--zero 1: %d channels cannot be divided among %d ranks: use --zero 0, or a number of ranks that "
-               "divides %d",
-               C, ranks.size, C / 4));
-}
-
 // All ranks of a group read the same sequences, and each keeps its own tokens of them: tokens, then targets.
 template <class Model>
 void next_tokens(const Model& m, int* host, Loader& loader) {
@@ -147,8 +117,7 @@ void next_tokens(const Model& m, int* host, Loader& loader) {
 
 constexpr int kNoLayer = -1;
 
-// Starts summing the gradients of a layer over the ranks, or with kNoLayer those of all tensors that do not go by
-// layer.
+// Starts summing a layer's gradients over the ranks, or with kNoLayer those of all tensors that do not go by layer.
 template <class Model>
 void sum_gradients(Model& m, int layer = kNoLayer) {
     if (layer != kNoLayer && !m.ranks.overlap) return;
@@ -177,14 +146,20 @@ void gather_losses(Model& m) {
     m.ranks.comm->join();
 }
 
+// Calls between what the device does now and what it does next.
+template <class Comm, class F>
+void in_line(Comm& comm, F calls) {
+    comm.fork();
+    calls();
+    comm.join();
+}
+
 // Every rank's `mine` comes to workspace().ends, behind what the device does now.
 template <class Model>
 void gather_ends(Model& m, const int* mine) {
     int* const ends = m.workspace().ends;
     m.dev.upload(ends + m.ranks.rank, mine, sizeof(int));
-    m.ranks.comm->fork();
-    m.ranks.comm->all_gather(ends, 1);
-    m.ranks.comm->join();
+    in_line(*m.ranks.comm, [&] { m.ranks.comm->all_gather(ends, 1); });
 }
 
 // The summed gradients that this rank updates with, and after them a gate of zeros.
@@ -203,9 +178,7 @@ const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g,
     void* const scratch = m.workspace().scratch;
     global_norm(m.dev, m.ranks.sharded ? own : norm, scratch, g, n);
     if (!m.ranks.sharded) return norm;
-    m.ranks.comm->fork();
-    m.ranks.comm->all_gather(norms, 1);
-    m.ranks.comm->join();
+    in_line(*m.ranks.comm, [&] { m.ranks.comm->all_gather(norms, 1); });
     global_norm(m.dev, norm, scratch, norms, m.ranks.size);
     return norm;
 }
@@ -213,22 +186,19 @@ const typename Model::A* norm_of_gradients(Model& m, const typename Model::A* g,
 // Gathers the ranks' updated shares of the parameters on all ranks.
 template <class Model>
 void gather_parameters(Model& m) {
-    const std::vector<ParamRange> first = m.share(0);  // rank 0's pieces are where each tensor's begin
-    m.ranks.comm->fork();
-    m.ranks.comm->group([&] {
-        for (const ParamRange& r : first)
-            for (size_t p = 0; p < r.pieces; p++) m.ranks.comm->all_gather(m.weights().wte + r.piece(p), r.size);
-    });
-    m.ranks.comm->join();
+    auto& comm = *m.ranks.comm;
+    const auto gather = [&] {
+        for (const ParamRange& r : m.share(0))  // rank 0's pieces are where each tensor's begin
+            for (size_t p = 0; p < r.pieces; p++) comm.all_gather(m.weights().wte + r.piece(p), r.size);
+    };
+    in_line(comm, [&] { comm.group(gather); });
 }
 
 // Rank 0's parameters, or its whole optimizer's state, come to all ranks.
 template <class Model>
 void send_to_all(Model& m, Arena Model::*arena) {
     if (m.ranks.size == 1) return;
-    m.ranks.comm->fork();
-    m.ranks.comm->broadcast((m.*arena).base, (m.*arena).bytes);
-    m.ranks.comm->join();
+    in_line(*m.ranks.comm, [&] { m.ranks.comm->broadcast((m.*arena).base, (m.*arena).bytes); });
 }
 
 // Moves the shares of the optimizer's state between all ranks and rank 0's host. On rank 0 it calls f(offset, device,
@@ -241,9 +211,7 @@ void move_shares(Model& m, bool fetch, F f) {
     auto& comm = *ranks.comm;
     const size_t most = m.acts.bytes / sizeof(A), arrays = m.has_master ? 3 : 2;
     const auto travel = [&](bool sends, int peer, char* x, size_t bytes) {
-        comm.fork();
-        sends ? comm.send(peer, x, bytes) : comm.recv(peer, x, bytes);
-        comm.join();
+        in_line(comm, [&] { sends ? comm.send(peer, x, bytes) : comm.recv(peer, x, bytes); });
     };
     for (int of = ranks.rank; of < (ranks.rank == 0 ? ranks.size : ranks.rank + 1); of++)
         for_each_piece(m.share(of), m.num_parameters, ranks.size, arrays, [&](size_t whole, size_t share, size_t n) {

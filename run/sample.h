@@ -16,8 +16,7 @@ struct Sampling {
     int top_k = 0;  // 0: all
 };
 
-// Draws a token from softmax(logits / temperature) over the top_k largest, with the uniform number u. Temperature 0
-// takes the largest.
+// Draws a token from softmax(logits / temperature) over the top_k largest by the uniform u. Temperature 0: the largest.
 int sample_token(std::vector<float> logits, const Sampling& s, double u);
 
 // The first of n tokens that a model with T positions sees. A text that outgrows them goes on from their last half.
@@ -55,18 +54,14 @@ inline int end_of_text(int V) {
     return V == kByteVocab ? kByteEndOfText : kEndOfText;
 }
 
-// What a model with V tokens and T positions continues: <|endoftext|> and the prompt. Says what does not fit.
-inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::string& prompt, int V, int T) {
+// What a model with V tokens continues: <|endoftext|> and the prompt.
+inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::string& prompt, int V) {
     if (!can_generate(V))
         throw Error(
             format("a model with a vocabulary of %d has no <|endoftext|> to start from: %d or at least %d tokens", V,
                    kByteVocab, kEndOfText + 1));
     std::vector<int> context = tokenizer.encode_prompt(prompt, V, "--prompt");
     context.insert(context.begin(), end_of_text(V));
-    const int dropped = window_begin(static_cast<int>(context.size()), T) - 1;
-    if (dropped > 0)
-        std::fprintf(stderr, "--prompt: %zu tokens do not fit %d positions, so the first %d are dropped\n",
-                     context.size() - 1, T, dropped);
     return context;
 }
 

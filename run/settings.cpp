@@ -22,34 +22,30 @@ std::vector<Option> Options::table() {
          "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
         {"--init", "-e", O::String, &init,
-         "d12 (or gpt2:d12), d24, d36, d48, tiny, a model file (llm.c's format) or a run's -o; default: d12 (CPU: "
-         "tiny)",
-         "", "model"},
+         "d12 (gpt2:d12), d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)", "",
+         "model"},
         {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
          attention_names()},
         {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one", "auto|cuda|cpu"},
         {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)"},
         {"--recompute", "-r", O::Int, &recompute,
-         "memory for time: keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
+         "to save memory keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
-        {"--gpus", "", O::Int, &gpus,
-         "train on so many GPUs of this machine, a process each; default: one, or as torchrun, srun or mpirun started "
-         "us",
+        {"--gpus", "", O::Int, &gpus, "so many processes, a GPU each; default: one, or as torchrun, srun or mpirun say",
          "0..1024", "several GPUs"},
-        {"--zero", "-z", O::Int, &zero,
-         "1: divide the optimizer's state and work among the ranks; 0: don't; default: where channels divide", "-1..1"},
-        {"--overlap", "", O::Int, &overlap,
-         "1: add up gradients layer by layer beside backward; 0: after it; default: 1 between machines", "-1..1"},
-        {"--context-parallel", "", O::Int, &context_parallel,
-         "divide each sequence among so many GPUs, for T beyond the memory of one", "1..1024"},
-        {"--timeout", "", O::Int, &timeout, "with several GPUs: seconds without progress after which a rank gives up",
+        {"--zero", "-z", O::Int, &zero, "1: divide the optimizer among the ranks; default: where channels divide",
+         "-1..1"},
+        {"--overlap", "", O::Int, &overlap, "1: add up gradients beside backward; default: 1 between machines",
+         "-1..1"},
+        {"--context-parallel", "", O::Int, &context_parallel, "divide each sequence among so many GPUs", "1..1024"},
+        {"--timeout", "", O::Int, &timeout, "seconds without progress after which one of several ranks gives up",
          "1..86400"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
          "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: 64)", "0..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
-         "tokens per update, on all GPUs together, a multiple of B·T·GPUs / context-parallel; default: that", "0.."},
+         "tokens per update, a multiple of B·T·GPUs / context-parallel; default: that", "0.."},
         {"--max-steps", "-x", O::Int, &max_steps,
          "steps; default: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
@@ -75,27 +71,24 @@ std::vector<Option> Options::table() {
          "steps between samples, 0: never; default: five, or one in 20 steps", "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
-        {"--profile", "", O::Int, &profile,
-         "after five steps, so many inside cudaProfilerStart and Stop, then exit; default: train", "0..1000000"},
-        {"--output-dir", "-o", O::String, &output_dir, "log.jsonl and checkpoints go here; default: nothing is written",
-         "", "files"},
+        {"--profile", "", O::Int, &profile, "after five steps profile so many, then exit; default: train",
+         "0..1000000"},
+        {"--output-dir", "-o", O::String, &output_dir, "for log.jsonl and checkpoints; default: nothing is written", "",
+         "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
          "steps between checkpoints; default: only at the end and when interrupted", "0.."},
         {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; default: all", "0.."},
-        {"--keep-every", "-nm", O::Int, &keep_every,
-         "with --keep, never remove checkpoints of every so many steps; default: do", "0.."},
+        {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps for ever; default: don't",
+         "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
         {"--verify", "", O::Int, &verify,
-         "compute again from the checkpoint of this step in -o to the next one, compare, then exit (3 if a bit "
-         "differs); default: train",
+         "compute the steps from this checkpoint to the next again, exit with 3 if a bit differs; default: train",
          "0.."},
-        {"--tokenizer", "", O::String, &tokenizer,
-         "llm.c's tokenizer file: samples, --prompt and text files are in GPT-2's BPE"},
-        {"--generate", "", O::Int, &generate,
-         "write at most so many tokens with the model of -e, then exit; default: train", "0..", "generating"},
-        {"--samples", "", O::Int, &samples, "so many texts from each prompt, with the seeds from --seed on", "1.."},
-        {"--prompt", "", O::String, &prompt,
-         "what samples and --generate continue, after <|endoftext|>; without it --generate asks on a terminal"},
+        {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file: texts and prompts are in GPT-2's BPE"},
+        {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
+         "0..", "generating"},
+        {"--samples", "", O::Int, &samples, "so many texts, with the seeds from --seed on", "1.."},
+        {"--prompt", "", O::String, &prompt, "what samples and --generate continue, after <|endoftext|>"},
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
         {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; default: all", "0.."},
     };
@@ -109,27 +102,11 @@ Fields Options::recipe() const {
 }
 
 std::string Options::help() {
-    return options_help("train_gpt2cu",
-                        "Trains GPT-2. Without options: 124M parameters on the built-in corpus.\n"
-                        "--version prints the version.",
-                        table()) +
-           R"(
-examples
-  ./train_gpt2cu -i book.txt -o run1                      train on a text, keep model and log in run1/
-  ./train_gpt2cu -i book.txt -o run1 -y                   go on after Ctrl-C
-  ./train_gpt2cu -e run1 --generate 500 --prompt "Once"   write with that model
-)";
-}
-
-std::vector<Foreign> llm_c_options() {
-    return {{"-h", "leave out -h 0, and for -h 1 use --hellaswag FILE (llm.c's file will do; -h alone is help)"},
-            {"-f", "use --no-tf32 for -f 0, and leave out -f 1"},
-            {"-w", "leave it out, because training in bf16 always keeps fp32 weights for the optimizer"},
-            {"-ge", "leave it out, because matmuls include GELU wherever that is faster"},
-            {"-lg", "leave it out, because nvidia-smi --loop=1 shows power, clock and temperature"},
-            {"-sl -sg", "leave it out, because no update is skipped as an outlier"},
-            {"-pn -pr -pg -pi -pm -ps -pf -pp",
-             "use --gpus N on one machine, without mpirun, or start with torchrun, srun or mpirun"}};
+    return options_help(
+        "train_gpt2cu",
+        "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md has examples.\n"
+        "--version prints the version.",
+        table());
 }
 
 // Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last
@@ -154,20 +131,19 @@ void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     if (o.B == 0) o.B = on_cpu ? 4 : 8;
     if (o.T == 0) o.T = std::min(max_T, on_cpu && !o.eval_only ? 64 : 1024);
     if (context > 1 && o.T % (2 * context))
-        throw UsageError(format("--tokens %d is not a multiple of 2·%d, the chunks of --context-parallel %d: use -t %d",
-                                o.T, context, context, std::max(1, o.T / (2 * context)) * 2 * context));
+        throw UsageError(format("--tokens %d is not a multiple of 2·--context-parallel: use -t %d", o.T,
+                                std::max(1, o.T / (2 * context)) * 2 * context));
     const long long micro_batch = static_cast<long long>(o.B) * o.T, least = micro_batch * ranks;
-    const char* const name = context > 1 ? "groups of ranks" : "ranks";
-    const std::string one = format("B·T = %d·%d", o.B, o.T);
-    const std::string all = ranks == 1 ? one : format("B·T·%s = %d·%d·%d", name, o.B, o.T, ranks);
+    const std::string all = format("B·T·%s = %d·%d·%d", context > 1 ? "groups of ranks" : "ranks", o.B, o.T, ranks);
     if (micro_batch > INT_MAX / 4)  // the encoder's plan counts in ints
-        throw UsageError(one + " is too many tokens for a micro-batch: use a smaller -b with -d");
+        throw UsageError(all + " is too many tokens for a micro-batch: use a smaller -b with -d");
     if (least > INT_MAX) throw UsageError(all + " is too many tokens for a step: use a smaller -b");
     if (o.tokens_per_step == 0) o.tokens_per_step = static_cast<int>(least);
     if (o.tokens_per_step % least)
-        throw UsageError(
-            format("--tokens-per-step %d is not a multiple of %s = %lld", o.tokens_per_step, all.c_str(), least));
+        throw UsageError(format("--tokens-per-step %d is not a multiple of %s", o.tokens_per_step, all.c_str()));
     if (o.zero < 0) o.zero = all_ranks > 1 && can_shard(C, all_ranks);
+    if (o.zero && all_ranks > 1 && !can_shard(C, all_ranks))
+        throw UsageError(format("--zero 1: %d channels do not divide among %d ranks: use --zero 0", C, all_ranks));
     if (o.lr < 0) o.lr = C < 256 ? 2e-3f : 3e-4f;
 }
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
@@ -180,36 +156,13 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
     if (o.sample_every < 0) o.sample_every = std::max(20, o.max_steps / 5);
 }
 
-void warn_of_bytes(const Options& o, int vocab) {
-    const char* const why = "text goes to this model byte by byte, which suits only one trained on bytes";
-    const char* const advice = "for GPT-2's tokens give --tokenizer, the file that data/prepare.py writes";
-    if (vocab > kEndOfText && o.tokenizer.empty()) std::fprintf(stderr, "%s: %s; %s\n", o.init.c_str(), why, advice);
-}
-
-static int lock_fd = -1;
-
 // Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
 static void lock_output_dir(const std::string& path) {
     check_regular(path);
     const int fd = uninterrupted([&] { return open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666); });
     if (fd < 0) throw file_error(path, "create", errno);
-    lock_fd = fd;
-    char text[400] = "", host[256] = "";
     if (uninterrupted([&] { return flock(fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
-        throw Error(format("%s: another run writes to this directory%s; wait for its end, or give another -o",
-                           path.c_str(), pread(fd, text, sizeof text - 1, 0) > 0 ? text : ""));
-    gethostname(host, sizeof host - 1);
-    const std::string owner = format(" (process %d on %s)", static_cast<int>(getpid()), host);
-    if (uninterrupted([&] { return ftruncate(fd, 0); }) ||
-        uninterrupted([&] { return pwrite(fd, owner.data(), owner.size(), 0); }) < 0)
-        throw file_error(path, "write", errno);
-}
-
-void check_lock(const Options& o) {
-    const std::string path = o.output_dir + "/run.lock";
-    if (lock_fd < 0 || still_there(path, lock_fd)) return;
-    std::fprintf(stderr, "%s: was removed or replaced while this run holds it; it is locked anew\n", path.c_str());
-    lock_output_dir(path);
+        throw Error(path + ": another run writes to this directory; wait for its end, or give another -o");
 }
 
 void prepare_output_dir(const Options& o) {
@@ -220,21 +173,16 @@ void prepare_output_dir(const Options& o) {
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
-    const int old = newest_checkpoint(o.output_dir);
-    if (const int theirs = newest_checkpoint(o.output_dir, true); theirs >= 0)
-        throw Error(
-            format("%s has llm.c's checkpoint of step %d, which only llm.c resumes: give another -o, and -e %s "
-                   "for its weights",
-                   o.output_dir.c_str(), theirs, shell_quoted(model_path(o.output_dir, theirs)).c_str()));
-    if (!o.resume && !o.verify && old < 0 && newest_model(o.output_dir) >= 0)
-        throw Error(format("%s is there, which a run in this directory would replace: give another -o",
-                           model_path(o.output_dir, newest_model(o.output_dir)).c_str()));
-    const std::string what = old >= 0 ? format("a checkpoint of step %d: add -y to resume it, or", old)
-                                      : "a log but no checkpoint: -y would begin both anew, so rather";
-    struct stat log;
-    if (!o.resume && !o.verify &&
-        (old >= 0 || (stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0)))
-        throw Error(format("%s has %s give another -o", o.output_dir.c_str(), what.c_str()));
+    if (o.resume || o.verify) return;
+    const int step = newest_checkpoint(o.output_dir), model = newest_checkpoint(o.output_dir, "model");
+    const std::string log = o.output_dir + "/log.jsonl";
+    struct stat info;
+    const bool logged = stat(log.c_str(), &info) == 0 && info.st_size > 0;
+    if (step >= 0 || model >= 0 || logged)
+        throw Error((step >= 0    ? state_path(o.output_dir, step)
+                     : model >= 0 ? model_path(o.output_dir, model)
+                                  : log) +
+                    ": is of an earlier run: add -y to resume it, or give another -o");
 }
 
 Data find_data(const Options& o) {

@@ -29,28 +29,17 @@ struct Options {
     float temperature = 1.f;
 
     std::vector<Option> table();
-    // What a resumed run may change, by option.
-    Fields recipe() const;
-    std::string help();  // with this object's values as defaults
+    Fields recipe() const;  // what a resumed run may change, by option
+    std::string help();     // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
 
-// llm.c's options that we do not have by their letters, each with what to do here.
-std::vector<Foreign> llm_c_options();
-
-// The defaults that depend on the device, the model and the ranks. resolve_steps has those that need the size of the
-// data.
+// The defaults that depend on device, model and ranks. resolve_steps has those that need the size of the data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows);  // of the training data
 
-// Warns of text in single bytes for a model from a file, which does not say whether it was trained on bytes.
-void warn_of_bytes(const Options& o, int vocab);
-
-// Locks the output directory anew if somebody removed or replaced the lock, and says so. Throws Error if another run has it.
-void check_lock(const Options& o);
-// Creates the output directory and locks it. Refuses one in use, one with an earlier run in it unless that is to be
-// resumed, and one of llm.c's.
+// Creates the output directory and locks it. Refuses one in use, and an earlier run in it that is not to be resumed.
 void prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.

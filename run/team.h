@@ -15,9 +15,8 @@
 inline void check_ranks(const Options& o, const Place& place, int gpus, const std::string& why_no_gpu) {
     const int ranks = std::max(o.gpus, place.size);
     if (ranks % o.context_parallel)
-        throw UsageError(format("--context-parallel %d does not divide the %d %s that train: use --gpus %d",
-                                o.context_parallel, ranks, ranks == 1 ? "GPU" : "GPUs",
-                                (ranks / o.context_parallel + 1) * o.context_parallel));
+        throw UsageError(format("--context-parallel %d does not divide --gpus %d: use --gpus %d", o.context_parallel,
+                                ranks, (ranks / o.context_parallel + 1) * o.context_parallel));
     if (o.context_parallel > 1 && !o.hellaswag.empty())
         throw UsageError("--hellaswag needs whole sequences: leave out --context-parallel");
     if (o.gpus > 0 && place.size > 1 && o.gpus != place.size)
@@ -55,12 +54,12 @@ struct Team {
             [rank = rank] { return format("rank %d at step %d", rank, current_step().load()); });
         watchdog->allow(std::max<double>(o.timeout, kLongTimeout));
     }
+    bool speaks() const { return rank == 0; }  // for all
     // This rank's GPU. A launcher may show each rank only its own.
     int device(int gpus) const {
-        const int device = gpus == 1 && std::getenv("CUDA_VISIBLE_DEVICES") ? 0 : local_rank;
-        if (device < gpus) return device;
-        throw Error(format("rank %d is number %d on this machine, which has %d %s: start fewer ranks", rank, local_rank,
-                           gpus, gpus == 1 ? "GPU" : "GPUs"));
+        if (gpus == 1 && std::getenv("CUDA_VISIBLE_DEVICES")) return 0;
+        if (local_rank < gpus) return local_rank;
+        throw Error(format("rank %d is the %d. of a machine with %d GPUs: start fewer", rank, local_rank + 1, gpus));
     }
 };
 

@@ -2,8 +2,8 @@
 //
 //     t.each("qkv", &Activations::qkv, N * 3 * C, L);  // (N, 3, NH, HS)
 //
-// The list drives allocation, the pointers, the memory report, checkpoints and the search for the first tensor that is
-// not finite. An Arena lays the tensors of a list out, and points a struct to one layer's parts of them.
+// The list drives allocation, the pointers, the memory report and checkpoints. An Arena lays the tensors of a list out,
+// and points a struct to one layer's parts of them.
 #pragma once
 #include <algorithm>
 #include <cstring>

@@ -19,18 +19,43 @@
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
-#include "run/nonfinite.h"
-#include "run/pace.h"
 #include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
 #include "run/settings.h"
-#include "run/verify.h"
+#include "run/weights.h"
 
-// The model's FLOPs as a percentage of what all ranks' GPUs can do at `peak` TFLOP/s each. NaN if the peak is not
-// known.
+// The share of all ranks' GPUs, with a peak of so many TFLOP/s each. NaN if the peak is not known.
 inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, double peak) {
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
+}
+
+// What steps change, as it is now: the parameters, and this rank's share of the optimizer's state.
+template <class Model>
+std::vector<char> state_of(const Model& model) {
+    std::vector<char> state(model.params.bytes + model.adam.bytes);
+    model.dev.download(state.data(), model.params.base, model.params.bytes);
+    model.dev.download(state.data() + model.params.bytes, model.adam.base, model.adam.bytes);
+    return state;
+}
+
+// The tensors in which two such states differ, and in how many elements: "wte (3 of 98304 elements), …", or "".
+template <class Model>
+std::string differences(const Model& model, const std::vector<char>& once, const std::vector<char>& twice) {
+    std::string text;
+    size_t begin = 0;  // of the arena
+    for (const Arena* a : {&model.params, &model.adam}) {
+        for (size_t i = 0; i < a->tensors.size(); i++) {
+            const TensorSpec& t = a->tensors[i];
+            const size_t size = size_of(t.dtype), at = begin + a->offsets[i];
+            size_t n = 0;
+            for (size_t e = 0; e < t.elements(); e++)
+                n += std::memcmp(&once[at + e * size], &twice[at + e * size], size) != 0;
+            if (n) text += format("%s%s (%zu of %zu elements)", text.empty() ? "" : ", ", t.name, n, t.elements());
+        }
+        begin += a->bytes;
+    }
+    return text;
 }
 
 template <class Model>
@@ -49,17 +74,17 @@ class Run {
           train(data.train, o.B, o.T, model.config.V, !o.no_shuffle, o.seed, tokenizer) {
         const auto& c = model.config;
         if (train.windows() < uint64_t(o.B))
-            throw Error(
-                format("%s: too little data: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
-                       data.train.c_str(), train.windows(), o.T, o.B));
+            throw Error(format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
+                               data.train.c_str(), train.windows(), o.T, o.B));
         if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
-        if (o.sample_every && ranks.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V, model.T);
+        if (o.sample_every && ranks.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V);
         if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
         host = static_cast<int*>(dev.alloc_host((2 * ints + 1) * sizeof(int)));
         now_at = host, next = host + ints, ends = host + 2 * ints;
         const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
         if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
+        const char* const order = o.overfit ? "one batch" : o.no_shuffle ? "as it is" : "shuffled";
         identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
                            {"precision", name_of(dtype_of<X>())},
                            {"device", Dev::kind},
@@ -67,12 +92,10 @@ class Run {
                            {"T", std::to_string(o.T)},
                            {"tokens per step", std::to_string(o.tokens_per_step)},
                            {"seed", std::to_string(o.seed)},
-                           {"order of data", o.overfit      ? "one batch"
-                                             : o.no_shuffle ? "as it is"
-                                                            : "shuffled"},
+                           {"order of data", order},
                            {"attention", o.attention},
-                           {"matmuls", dev.tf32 && std::is_same_v<X, float> ? "TF32" : "full precision"},
-                           {"data", format("%016zx", train.identity())}};
+                           {"matmuls", tf32() ? "TF32" : "full precision"},
+                           {"data", hex(train.identity())}};
     }
     ~Run() {
         if (written.valid()) written.wait();  // when an Error unwinds
@@ -86,20 +109,15 @@ class Run {
     void describe() const {
         const auto& c = model.config;
         Options settings = o, defaults;
-        defaults.zero = o.zero, defaults.overlap = o.overlap;  // which the line of ranks has in words
+        if (ranks.size == 1) defaults.zero = o.zero, defaults.overlap = o.overlap;
         std::string attention = "plain loops", memory;
         if constexpr (std::is_base_of_v<Cuda, Dev>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
         for (const Arena* a : model.arenas())
             if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
         std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
-                    dev.tf32 && std::is_same_v<X, float> ? " with TF32 matmuls" : "", attention.c_str());
-        if (ranks.size > 1)
-            std::printf(
-                "ranks              %d, %d on this machine, optimizer %s, gradients summed %s backward%s\n", ranks.size,
-                ranks.local_size, ranks.sharded ? "divided among them" : "on each",
-                model.ranks.overlap ? "beside" : "after",
-                model.ranks.context > 1 ? format(", sequences divided among %d", model.ranks.context).c_str() : "");
+                    tf32() ? " with TF32 matmuls" : "", attention.c_str());
+        if (ranks.size > 1) std::printf("ranks              %d, %d on this machine\n", ranks.size, ranks.local_size);
         std::printf(
             "parameters         %.1f M: %d layers, %d heads, %d channels, %d positions, vocabulary %d (padded %d)\n",
             model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
@@ -108,27 +126,23 @@ class Run {
         std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
     }
 
-    // All ranks must have the same run, data and parameters.
+    // All ranks must have the same data and parameters. They have the same options since they met.
     void agree() {
         if (ranks.size == 1) return;
         std::vector<char> params(model.params.bytes);
         dev.download(params.data(), model.params.base, params.size());
-        Fields fields = identity.fields;
-        fields.push_back({"validation data", format("%016zx", val ? val->identity() : 0)});
-        fields.push_back({"parameters", format("%016zx", checksum64(params.data(), params.size()))});
-        for (const auto& [name, value] : fields) {
-            const std::vector<std::string> all = ranks.gather(value);
+        const std::pair<const char*, uint64_t> hashes[] = {{"data", train.identity()},
+                                                           {"validation data", val ? val->identity() : 0},
+                                                           {"parameters", checksum64(params.data(), params.size())}};
+        for (const auto& [name, mine] : hashes) {
+            const std::vector<uint64_t> all = ranks.gather(mine);
             for (int r = 1; r < ranks.size; r++)
                 if (all[r] != all[0])
-                    throw Error(
-                        format("the ranks must have the same data and parameters: %s: rank %d has \"%s\", rank 0 "
-                               "has \"%s\"",
-                               name.c_str(), r, all[r].c_str(), all[0].c_str()));
+                    throw Error(format("%s: rank %d has others than rank 0; give all the same", name, r));
         }
     }
 
-    // A fresh run starts a new log, also if -y found no checkpoint. A resumed run drops the rows that it will write
-    // again.
+    // A fresh run starts a new log. A resumed run drops the rows that it will write again.
     void open_log() {
         if (o.output_dir.empty() || ranks.rank > 0) return;
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
@@ -139,11 +153,9 @@ class Run {
         Options settings = o;
         row.add("device", dev.name).add("precision", name_of(dtype_of<X>())).add("attention", o.attention);
         row.add("parameters", static_cast<long long>(model.num_parameters)).add("B", o.B).add("T", o.T);
-        row.add("tokens_per_step", o.tokens_per_step)
-            .add("steps", o.max_steps)
-            .add("seed", o.seed)
-            .add("gpus", ranks.size);
-        row.add("context_parallel", model.ranks.context).add("settings", options_settings(settings.table()));
+        row.add("tokens_per_step", o.tokens_per_step).add("steps", o.max_steps).add("seed", o.seed);
+        row.add("gpus", ranks.size).add("context_parallel", model.ranks.context);
+        row.add("settings", options_settings(settings.table()));
         log->write(row.add("floor_nats", data.floor));
     }
 
@@ -153,11 +165,12 @@ class Run {
     // The step's micro-batches, in pinned memory. All but the first step's have been prepared by prepare_next().
     const int* batch() {
         began = now();
+        if (step <= first_step + 2) timed_from = step, timed_since = began, step_seconds = 0;
         if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
         if (!prepared) prepare(now_at);
         prepared = true;
         current_step() = step + 1;
-        ranks.allow(step > first_step ? o.timeout : std::max<double>(o.timeout, kLongTimeout));
+        ranks.allow(step > first_step ? o.timeout : long_timeout());
         return now_at;
     }
     AdamW hyper() const {
@@ -183,21 +196,22 @@ class Run {
             for (int r = 0; r < ranks.size; r++) loss += stats[r * model.micro_steps + i];
         loss /= model.num_losses();
         const double norm = stats.back();
-        if (!std::isfinite(loss) || !std::isfinite(norm))
-            throw Error(format(
-                "step %d: loss %g, gradient norm %g; first tensor that is not finite: %s; nothing was updated; last "
-                "good checkpoint: %s; a lower -l or a longer -u may help",
-                step + 1, loss, norm, first_nonfinite().c_str(), last_good().c_str()));
+        if (!std::isfinite(loss) || !std::isfinite(norm)) {
+            await_checkpoint();  // so that the last good one is whole
+            const std::string what = format("step %d: loss %g, gradient norm %g", step + 1, loss, norm);
+            check_parameters(model, what, last_good());
+            throw Error(what + "; nothing was updated; " + last_good());
+        }
         if (another()) std::swap(now_at, next);
         const double lr = o.learning_rate(step), ms = 1e3 * (now() - began), tok_s = o.tokens_per_step / ms * 1e3;
         const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, ranks.size, peak);
         step++;
-        pace.add_step(ms / 1e3);
-        if (!terminal || began - shown >= 0.25) {
+        step_seconds += ms / 1e3;
+        if (!terminal || began - shown >= 0.25) {  // a terminal gets four lines a second
             shown = began;
             std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
                         o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
-                        minutes(pace.left(step, o, model.B * model.micro_steps)).c_str());
+                        minutes((o.max_steps - step) * (now() - timed_since) / (step - timed_from)).c_str());
         }
         Row row("train");
         row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
@@ -219,66 +233,49 @@ class Run {
 
     // The loss on the validation data, and the answers to multiple-choice questions.
     void validate() {
-        const double start = now();
         if (val)
             keep_error_of([&] {
                 val_loss = ::validate(model, *val, o.val_batches).loss;
-                const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
-                std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor.c_str());
+                std::printf("step %d/%d | val loss %.4f%s\n", step, o.max_steps, val_loss, floor().c_str());
                 log->write(Row("val").add("step", step).add("loss_nats", val_loss).add("floor_nats", data.floor));
             });
-        if (!choices.empty()) {
-            const int correct = count_correct(ending_losses(model, choices), choices);
-            std::printf("step %d/%d | hellaswag %d of %zu, %.2f%%\n", step, o.max_steps, correct, choices.size(),
-                        100.0 * correct / choices.size());
-            Row row("hellaswag");
-            row.add("step", step).add("correct", correct).add("examples", static_cast<int>(choices.size()));
-            keep_error_of([&] { log->write(row); });
-        }
-        pace.val = now() - start;
+        if (choices.empty()) return;
+        const int correct = count_correct(ending_losses(model, choices), choices), all = choices.size();
+        std::printf("step %d/%d | hellaswag %d of %d, %.2f%%\n", step, o.max_steps, correct, all, 100. * correct / all);
+        keep_error_of(
+            [&] { log->write(Row("hellaswag").add("step", step).add("correct", correct).add("examples", all)); });
     }
 
     // Writes a text, on rank 0. The others wait at the next step.
     void sample() {
         if (step == 0 || ranks.rank > 0) return;
         Range range("sample");
-        const double start = now();
         const Sampling sampling = {o.temperature, o.top_k};
         const std::string text =
             o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
         std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
         keep_error_of([&] { log->write(Row("sample").add("step", step).add("text", text)); });
-        pace.sample = now() - start;
     }
 
     // A checkpoint of this step, which a thread writes. Training waits only for the snapshot, and for the checkpoint
     // before if it is still being written.
     void save() {
-        if (ranks.rank == 0) check_lock(o);
         Range range("checkpoint");
-        const double start = now();
         await_checkpoint();
-        check_parameters(model, format("step %d: no checkpoint is written", step),
-                         "last good checkpoint: " + last_good() + "; a lower -l may help");
+        check_parameters(model, format("step %d: no checkpoint is written", step), last_good());
         last_checkpoint = step;
         if (ranks.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
-        if (ranks.rank == 0 || ranks.sharded) fetch_optimizer();
+        move_optimizer(true);
         if (ranks.rank > 0) return;  // the others wait at the next step
         identity.recipe = o.recipe();
-        pace.save = now() - start;
         written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
     }
 
-    // A checkpoint of what is good. After an error its message is what the user needs most, so it comes last.
+    // A checkpoint of what is good, also after an error of the data.
     void save_at_the_end() {
-        try {
-            if (!o.output_dir.empty() && step > 0 && !saved()) save();
-            await_checkpoint();
-            keep_error_of([&] { log->retry(); });
-        } catch (const Error& e) {
-            if (!failed() || ranks.size > 1) throw;
-            std::fprintf(stderr, "%s\n", e.what());
-        }
+        if (!o.output_dir.empty() && step > 0 && last_checkpoint != step) save();
+        await_checkpoint();
+        keep_error_of([&] { log->retry(); });
     }
 
     // How it went, what is kept, what to do next.
@@ -286,12 +283,9 @@ class Run {
         await_checkpoint();
         if (step == first_step || o.profile) return;
         const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
-        const std::string floor = std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor);
         std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
-                    loss, val.c_str(), floor.c_str(), o.tokens_per_step * std::max(1, pace.steps) / pace.sum);
-        if (o.output_dir.empty())
-            return void(
-                std::printf("nothing was kept: -o DIR keeps model and log\nnext: the same command with -o run1\n"));
+                    loss, val.c_str(), floor().c_str(), o.tokens_per_step * double(step - timed_from) / step_seconds);
+        if (o.output_dir.empty()) return void(std::puts("nothing was kept: -o DIR keeps model and log"));
         std::string next = "the same command with -y, which goes on";
         if (!interrupted() && can_generate(model.config.V))
             next = "./train_gpt2cu -e " + shell_quoted(o.output_dir) + " --generate 500 --prompt Once" +
@@ -313,17 +307,17 @@ class Run {
         counters = ranks.gather(counters)[0];
         if (ranks.rank == 0) dev.upload(model.params.base, snapshot, model.params.bytes);
         send_to_all(model, &Model::params);
-        spread_optimizer();
+        move_optimizer(false);
         dev.sync();
-        check_parameters(model, model_path(o.output_dir, newest),
-                         "remove it and its state to resume from the one before");
+        check_parameters(model, model_path(o.output_dir, newest), kRemove);
         train.restore(position = counters.train);
         last_checkpoint = step = first_step = newest;
-        ranks.allow(std::max<double>(o.timeout, kLongTimeout));
+        ranks.allow(long_timeout());
         return true;
     }
 
-    // Computes the steps from --verify's checkpoint to the next again, and compares.
+    // Computes the steps from --verify's checkpoint to the next again, and compares byte by byte. A GPU that computes or
+    // keeps a wrong bit without an error is found so, unless it errs twice in the same way.
     template <class Step>
     void verify(Step train_step) {
         int next = o.verify + 1;
@@ -334,26 +328,24 @@ class Run {
                                o.verify, o.output_dir.c_str()));
         next = ranks.gather(next)[0];
         restore(next);
-        const Snapshot kept(model);
+        const std::vector<char> kept = state_of(model);
         restore(o.verify);
         while (step < next) {
             train_step(*this);
             rethrow();
         }
-        const std::vector<std::string> found = ranks.gather(differences(model, kept, Snapshot(model)));
+        const std::string found = differences(model, kept, state_of(model));
+        const std::vector<size_t> lengths = ranks.gather(found.size());
         for (int r = 0; r < ranks.size; r++)
-            if (!found[r].empty())
-                throw Corruption(format(
-                    "steps %d to %d computed again end otherwise%s, in %s; a GPU erred, unless the program, GPU model, "
-                    "number of GPUs, driver or libraries were others then",
-                    o.verify + 1, next, ranks.size > 1 ? format(" on rank %d", r).c_str() : "", found[r].c_str()));
+            if (lengths[r] > 0)
+                throw Corruption(
+                    format("steps %d to %d computed again end otherwise on rank %d: %s; a GPU erred, or "
+                           "program, GPUs or libraries changed",
+                           o.verify + 1, next, r, found.empty() ? "see its message" : found.c_str()));
         std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
     }
 
     uint64_t train_windows() const { return train.windows(); }
-    bool has_text_in_bytes() const {
-        return train.is_text_in_bytes() || (val && val->is_text_in_bytes()) || (o.sample_every && !o.prompt.empty());
-    }
 
   private:
     const Dev& dev;
@@ -370,10 +362,15 @@ class Run {
     int last_checkpoint = -1, signal = 0;
     const bool terminal = isatty(STDOUT_FILENO);
     const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
-    double shown = -1;  // when a terminal got the last step's line
-    double began = 0;   // when the step did
-    Pace pace;
+    double began = 0, shown = -1;       // when the step began, and when the last line did
     double loss = NAN, val_loss = NAN;  // the last ones
+    // The pace is that of the steps after the second, because the first two make plans, connections and a CUDA graph.
+    int timed_from = 0;
+    double timed_since = 0, step_seconds = 0;
+
+    bool tf32() const { return dev.tf32 && std::is_same_v<X, float>; }
+    double long_timeout() const { return std::max<double>(o.timeout, kLongTimeout); }
+    std::string floor() const { return std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor); }
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
     // `position` after the first of them.
@@ -408,14 +405,10 @@ class Run {
             train.skip(model.ranks.groups() - 1 - model.ranks.group());
         }
     }
-    std::string first_nonfinite() {
-        await_checkpoint();  // so that the last good one is whole
-        const std::vector<std::string> found = ranks.gather(::first_nonfinite(model));
-        for (int r = 0; r < ranks.size; r++)
-            if (ranks.size > 1 && found[r] != kNoneFound) return format("%s on rank %d", found[r].c_str(), r);
-        return found[0];
+    std::string last_good() const {
+        const std::string path = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+        return "last good checkpoint: " + path + "; a lower -l or a longer -u may help";
     }
-    std::string last_good() const { return last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint); }
 
     // -----------------------------------------------------------------------------------------------------------------
     // Checkpoints
@@ -424,13 +417,12 @@ class Run {
     // state.
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
-    bool saved() const { return last_checkpoint == step; }
     // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
     void await_checkpoint() {
         ranks.allow(0);  // a disk may take its time
         if (written.valid()) written.get();
         ranks.meet();
-        ranks.allow(std::max<double>(o.timeout, kLongTimeout));
+        ranks.allow(long_timeout());
     }
 
     // The parts of a checkpoint beside the model, for reading and for writing.
@@ -444,84 +436,52 @@ class Run {
     }
 
     // Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single
-    // rank would have it, which is m, v and master, each in the order of the parameters. So a checkpoint's contents do
-    // not depend on the number of ranks.
-    char* state() const { return snapshot + model.params.bytes; }
-    void fetch_optimizer() {
-        const auto fetch = [&](size_t offset, char* device, size_t bytes) {
-            dev.download(state() + offset, device, bytes);
+    // rank would have it: m, v and master, each in the order of the parameters.
+    void move_optimizer(bool fetch) {
+        const auto move = [&](size_t offset, char* device, size_t bytes) {
+            char* const state = snapshot + model.params.bytes + offset;
+            fetch ? dev.download(state, device, bytes) : dev.upload(device, state, bytes);
         };
-        ranks.sharded ? move_shares(model, true, fetch) : fetch(0, model.adam.base, model.adam.bytes);
-    }
-    void spread_optimizer() {
-        const auto spread = [&](size_t offset, char* device, size_t bytes) {
-            dev.upload(device, state() + offset, bytes);
-        };
-        if (ranks.sharded) return move_shares(model, false, spread);
-        if (ranks.rank == 0) spread(0, model.adam.base, model.adam.bytes);
-        send_to_all(model, &Model::adam);
+        if (ranks.sharded) return move_shares(model, fetch, move);
+        if (ranks.rank == 0) move(0, model.adam.base, model.adam.bytes);
+        if (!fetch) send_to_all(model, &Model::adam);
     }
 
-    // Runs beside training, and reads nothing that changes until await_checkpoint() returns.
+    // Runs beside training, and reads nothing that changes until await_checkpoint() returns. The state gets its name last.
+    // Its temporary is there before the model, so -y knows a model that a killed run has left.
     void write_checkpoint(Counters counters) {
-        const double start = now(), waited = pace.save;
+        const double start = now();
         const int step = static_cast<int>(counters.step);
-        const std::string path = state_path(o.output_dir, step);
-        // A model beside a state's temporary is not finished, and -y does not miss its state. So the temporary is there first.
-        const auto mark_unfinished = [&] {
-            const std::string name = temporary_of(path);
-            const int fd = uninterrupted([&] { return open(name.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666); });
-            if (fd >= 0) close(fd);
-        };
-        mark_unfinished();
-        std::future<void> model_written = std::async(std::launch::async, [&] {
-            write_model(model_path(o.output_dir, step), {dtype_of<X>(), model.config}, snapshot);
-        });
+        const std::string state = state_path(o.output_dir, step), path = model_path(o.output_dir, step);
         counters.model_checksum = checksum64(snapshot, model.params.bytes);
         try {
-            write_state(path, identity, sections(counters), [&] { model_written.get(); });
-        } catch (...) {
-            std::exception_ptr error = std::current_exception();
-            try {
-                if (model_written.valid()) model_written.get();
-            } catch (const Error&) {
-                error = std::current_exception();  // if both failed, the model's is thrown
-            }
-            if (!access(model_path(o.output_dir, step).c_str(), F_OK) && access(path.c_str(), F_OK)) mark_unfinished();
-            std::rethrow_exception(error);
+            write_state(state, identity, sections(counters), [&] {
+                write_model(path, {dtype_of<X>(), model.config}, snapshot);
+            });
+        } catch (const Error&) {
+            if (access(state.c_str(), F_OK)) unlink(path.c_str());  // without its state it does not count
+            throw;
         }
-        std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s, training waited %.2f s\n", path.c_str(),
-                    step, snapshot_bytes(model) / 1e9, now() - start, waited);
+        std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s\n", state.c_str(), step,
+                    snapshot_bytes(model) / 1e9, now() - start);
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     }
 
     void read_checkpoint(int newest, Counters& counters) {
-        const std::string path = model_path(o.output_dir, newest);
-        const std::string state = state_path(o.output_dir, newest);
+        const std::string path = model_path(o.output_dir, newest), state = state_path(o.output_dir, newest);
         identity.recipe = o.recipe();
         const std::string changes = read_state(state, identity, sections(counters));
         if (!changes.empty() && o.verify && newest != o.verify)
-            throw Error(
-                format("%s: the run had other options: %s; give --verify the same", state.c_str(), changes.c_str()));
+            throw Error(state + ": the run had other options: " + changes + "; give --verify the same");
         if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
         if (counters.step != uint64_t(newest))
-            throw Error(
-                format("%s: was renamed, by its content it is of step %d; give it and its model their names back",
-                       state.c_str(), static_cast<int>(counters.step)));
+            refuse(state, "the step in it", newest, counters.step, "give it and its model their names back");
         const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
-        const Config &theirs = header.config, &ours = mine.config;
-        if (std::memcmp(&header, &mine, sizeof header))
-            throw Error(format(
-                "%s: a %s model with L=%d NH=%d C=%d V=%d, expected this run's %s with L=%d NH=%d C=%d V=%d; remove it "
-                "and its state file to resume from the checkpoint before",
-                path.c_str(), name_of(header.dtype), theirs.L, theirs.NH, theirs.C, theirs.V, name_of(mine.dtype),
-                ours.L, ours.NH, ours.C, ours.V));
+        if (std::memcmp(&header, &mine, sizeof header)) refuse(path, "a model", words(mine), words(header), kRemove);
         read_model_parameters(path, header, snapshot);
         const uint64_t found = checksum64(snapshot, model.params.bytes);
         if (found != counters.model_checksum)
-            throw Error(
-                format("%s: damaged: its parameters have checksum %016zx, expected %016zx by the state file; remove "
-                       "both to resume from the checkpoint before",
-                       path.c_str(), found, counters.model_checksum));
+            refuse(path, "damaged parameters", hex(counters.model_checksum), hex(found), kRemove);
     }
+    static constexpr char kRemove[] = "remove it and its state to resume from the checkpoint before";
 };

@@ -7,10 +7,25 @@
 
 #include "data/random.h"
 #include "run/checkpoint.h"
-#include "run/nonfinite.h"
 #include "run/ranks.h"
 #include "run/settings.h"
 #include "run/tensors.h"
+
+// Throws Error if a parameter is not finite.
+template <class Model>
+void check_parameters(Model& model, const std::string& what, const std::string& advice) {
+    for (size_t i = 0; i < model.params.tensors.size(); i++) {
+        const TensorSpec& t = model.params.tensors[i];
+        for (int l = 0; l < std::max(t.layers, 1); l++) {
+            const auto* x = static_cast<const typename Model::X*>(model.params.at(i, l));
+            const size_t bad = count_nonfinite(model.dev, model.workspace().scratch, x, t.size);
+            const std::string place = t.name + (t.layers > 0 ? format(" of layer %d", l) : "");
+            if (bad)
+                throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), place.c_str(), bad,
+                                   t.size, advice.c_str()));
+        }
+    }
+}
 
 // Uploads the values as X, and as this rank's share of the master weights. The host rounds them to X.
 template <class Model>
@@ -63,15 +78,12 @@ void load(Model& model, const std::string& path) {
     const size_t n = model.num_parameters;
     const ModelHeader header = read_model_header(path);
     std::vector<A> values(n);
-    auto read_as = [&](auto type) {
+    const auto read_as = [&](auto type) {
         std::vector<decltype(type)> raw(n);
         read_model_parameters(path, header, raw.data());
         for (size_t i = 0; i < n; i++) values[i] = static_cast<A>(static_cast<float>(raw[i]));
     };
-    if (header.dtype == DType::bf16)
-        read_as(bf16{});
-    else
-        read_as(float{});
+    header.dtype == DType::bf16 ? read_as(bf16{}) : read_as(float{});
     set_parameters(model, values);
     check_parameters(model, path, "give an earlier checkpoint");
 }
