@@ -75,6 +75,7 @@ struct Ranks {
     // Every rank's value, by rank. All ranks make these calls together.
     template <class T>
     std::vector<T> gather(const T& mine) const {
+        static_assert(std::is_trivially_copyable_v<T>);
         std::vector<T> all(size, mine);
         if (size > 1) comm->host_all_gather(all.data(), sizeof(T));
         return all;
