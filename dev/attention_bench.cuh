@@ -1,5 +1,5 @@
-// What the programs about attention share: the options of bench_attention and accuracy, the kernels that these name,
-// what a kernel writes, and how far off that is on several inputs.
+// What the programs about attention share. bench_attention and accuracy take their options and kernels from here. accuracy
+// and study_accumulation also take the inputs, and a kernel's results with their errors.
 #pragma once
 #include <cstdlib>
 #include <cstring>

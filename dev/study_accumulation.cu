@@ -1,14 +1,13 @@
-// A study, not a kernel of the ladder: what fp16 sums inside flash attention's forward buy, and what they cost. q, k, v
-// and out are fp16, HS is 64, and attention is causal.
+// What do fp16 sums inside flash attention's forward buy, and what do they cost? This is a study, not a kernel of the
+// ladder. Attention is causal, HS is 64, and q, k, v and out are fp16.
 //
 //   S = Q Kᵀ                 summed by the tensor cores in fp32 or in fp16                          qk16
 //   P = exp(scale·S − m)     one by one in fp32, or in pairs by ex2.approx.f16x2                    exp16
 //   O = e^{m−m'} O + P V     summed in fp32, in fp16, or in fp16 for a tile of keys, fp32 between   pv16, pv16tile
 //   registers                those that sums in fp16 leave free, for 3 blocks an SM, not 2          more-warps
 //
-// Each choice is a flag of the kernel's template parameter. The kernel is flash_bf16's (sm_80+) but for two points. m is
-// the true running maximum, so P ≤ 1 is a fact and the sums' bounds can be relied on. And out is written straight from
-// registers. Operands are fp16, because tensor cores sum no others in fp16.
+// Each choice is a flag of the kernel's template parameter. The kernel differs from flash_bf16 (sm_80+) in two
+// points. m is the true running maximum, so P ≤ 1 holds and with it the sums' bounds. Registers write out directly. Operands are fp16, because tensor cores sum no others in fp16.
 //
 //   oracle     the formula in fp64 on the GPU (dev/oracle.cuh)
 //   yardstick  naive in fp16 on the same inputs, with S and P rounded to fp16 and sums in fp32

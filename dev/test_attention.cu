@@ -462,8 +462,9 @@ const TensorNorms& naive_errors(const Problem<X>& p) {
     return *p.naive;
 }
 
-// Naive's L2 error is relative to the tensor's norm. Its largest error, relative to the largest element, has P's error,
-// a dot product of T terms, and one rounding to X each of P or dS, of dP and of the result. Naive may have twice that.
+// Naive's L2 error is relative to the tensor's norm. Its largest error is relative to the largest element. It has three
+// parts: P's error, that of a dot product of T terms, and three roundings to X (P or dS, dP, the result). Naive may have
+// twice their sum.
 // An error ε of S makes a relative error e^ε − 1 of P. S is a dot product of HS terms, in error by about √HS·u|S|, and
 // naive rounds it to X. Only an S near its row's lse has weight.
 template <class X>

@@ -1,5 +1,5 @@
-// Tests how ranks start, meet and end, without a model: launchers' variables, --gpus, the meeting with every way in
-// which a rank can be missing or wrong, strangers at the port, and the watchdog.
+// Tests how ranks start, meet and end, without a model. Launchers set their variables, --gpus starts processes, ranks are
+// missing or wrong in every way, strangers come to the port, and the watchdog ends what hangs.
 //
 // Run: ./dev/test_launch [part of a test's name]
 #include <arpa/inet.h>

@@ -10,7 +10,7 @@
 #include "layers/comm/meet.h"
 #include "layers/gpu/types.h"
 
-// Throws Error "PATH: WHAT: expected …, found …; ADVICE".
+// Throws an Error that names the file, what is wrong, what was expected and found, and what to do.
 template <class Expected, class Found>
 [[noreturn]] void refuse(const std::string& path, const std::string& what, const Expected& expected, const Found& found,
                          const char* advice) {

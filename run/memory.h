@@ -34,12 +34,18 @@ void print_memory_table(Model& model) {
         std::printf("%-44s %26.2f\n", "host memory for checkpoints, with -o", snapshot_bytes(model) / kMiB);
 }
 
+// "parameters 3.3, gradients 3.3, …", in a unit of so many bytes.
+template <class Model>
+std::string by_arena(Model& model, double unit, int digits) {
+    std::string text;
+    for (const Arena* a : model.arenas())
+        if (a->bytes) text += format("%s%s %.*f", text.empty() ? "" : ", ", a->name, digits, a->bytes / unit);
+    return text;
+}
+
 // Says what each arena asked for and the largest -b that would fit in what is free.
 template <class Model>
 [[noreturn]] void throw_out_of_memory(Model& model, size_t free_bytes) {
-    std::string asked;
-    for (const Arena* a : model.arenas())
-        if (a->bytes) asked += format("%s%s %.2f", asked.empty() ? "" : ", ", a->name, a->bytes / kGiB);
     auto bytes_with = [&](int b) {
         return Model(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute,
                      model.ranks)
@@ -53,7 +59,7 @@ template <class Model>
     if (model.training && model.recompute < 2) way_out += "; --recompute 2 needs less";
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
-                             model.sequence(), asked.c_str(), way_out.c_str()));
+                             model.sequence(), by_arena(model, kGiB, 2).c_str(), way_out.c_str()));
 }
 
 template <class Model>

@@ -59,7 +59,9 @@ inline std::atomic<int>& current_step() {
 }
 
 // --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.
-constexpr double kLongTimeout = 300;
+inline double long_timeout(const Options& o) {
+    return std::max(o.timeout, 300);
+}
 
 // What a model needs to know about the other ranks. By default it is alone.
 template <class Dev>
@@ -202,9 +204,9 @@ void send_to_all(Model& m, Arena Model::*arena) {
     in_line(*m.ranks.comm, [&] { m.ranks.comm->broadcast((m.*arena).base, (m.*arena).bytes); });
 }
 
-// Moves the shares of the optimizer's state between all ranks and rank 0's host. On rank 0 it calls f(offset, device,
-// bytes) for every piece. `offset` is where it is in the whole state. `device` is in rank 0's own share, or the memory
-// of activations, through which the others' pieces come if `fetch`, or go.
+// Moves the shares of the optimizer's state from all ranks to rank 0's host if `fetch`, else back. On rank 0 it calls
+// f(offset, device, bytes) for every piece. `offset` is the piece's place in the whole state, and `device` is where the
+// piece lies on rank 0's device. The other ranks' pieces pass through the memory of activations there.
 template <class Model, class F>
 void move_shares(Model& m, bool fetch, F f) {
     using A = typename Model::A;

@@ -52,14 +52,15 @@ struct Team {
         nccl_id = meet(place, fields, rank == 0 ? NcclComm::new_id() : "");
         watchdog = std::make_unique<Watchdog>(
             [rank = rank] { return format("rank %d at step %d", rank, current_step().load()); });
-        watchdog->allow(std::max<double>(o.timeout, kLongTimeout));
+        watchdog->allow(long_timeout(o));
     }
-    bool speaks() const { return rank == 0; }  // for all
+    bool speaks() const { return rank == 0; }  // for all ranks
     // This rank's GPU. A launcher may show each rank only its own.
     int device(int gpus) const {
         if (gpus == 1 && std::getenv("CUDA_VISIBLE_DEVICES")) return 0;
         if (local_rank < gpus) return local_rank;
-        throw Error(format("rank %d is the %d. of a machine with %d GPUs: start fewer", rank, local_rank + 1, gpus));
+        throw Error(format("rank %d is number %d on this machine, which has %d GPUs: start fewer ranks", rank,
+                           local_rank, gpus));
     }
 };
 

@@ -110,10 +110,8 @@ class Run {
         const auto& c = model.config;
         Options settings = o, defaults;
         if (ranks.size == 1) defaults.zero = o.zero, defaults.overlap = o.overlap;
-        std::string attention = "plain loops", memory;
+        std::string attention = "plain loops";
         if constexpr (std::is_base_of_v<Cuda, Dev>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
-        for (const Arena* a : model.arenas())
-            if (a->bytes) memory += format("%s %s %.1f", memory.empty() ? ":" : ",", a->name, a->bytes / kMiB);
         std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                     tf32() ? " with TF32 matmuls" : "", attention.c_str());
@@ -123,7 +121,7 @@ class Run {
             model.num_parameters / 1e6, c.L, c.NH, c.C, c.max_T, c.V, c.Vp);
         std::printf("train data         %s\n", train.description().c_str());
         if (val) std::printf("validation data    %s\n", val->description().c_str());
-        std::printf("memory             %.1f MiB%s\n", model.total_bytes() / kMiB, memory.c_str());
+        std::printf("memory             %.1f MiB: %s\n", model.total_bytes() / kMiB, by_arena(model, kMiB, 1).c_str());
     }
 
     // All ranks must have the same data and parameters. They have the same options since they met.
@@ -170,7 +168,7 @@ class Run {
         if (!prepared) prepare(now_at);
         prepared = true;
         current_step() = step + 1;
-        ranks.allow(step > first_step ? o.timeout : long_timeout());
+        ranks.allow(step > first_step ? o.timeout : long_timeout(o));
         return now_at;
     }
     AdamW hyper() const {
@@ -312,7 +310,7 @@ class Run {
         check_parameters(model, model_path(o.output_dir, newest), kRemove);
         train.restore(position = counters.train);
         last_checkpoint = step = first_step = newest;
-        ranks.allow(long_timeout());
+        ranks.allow(long_timeout(o));
         return true;
     }
 
@@ -369,7 +367,6 @@ class Run {
     double timed_since = 0, step_seconds = 0;
 
     bool tf32() const { return dev.tf32 && std::is_same_v<X, float>; }
-    double long_timeout() const { return std::max<double>(o.timeout, kLongTimeout); }
     std::string floor() const { return std::isnan(data.floor) ? "" : format(" | floor %.4f", data.floor); }
 
     // Batches of two steps, pinned. The GPU works on one while the other is prepared. The training data continues at
@@ -422,7 +419,7 @@ class Run {
         ranks.allow(0);  // a disk may take its time
         if (written.valid()) written.get();
         ranks.meet();
-        ranks.allow(long_timeout());
+        ranks.allow(long_timeout(o));
     }
 
     // The parts of a checkpoint beside the model, for reading and for writing.

@@ -205,9 +205,6 @@ __device__ __forceinline__ void grid_allow_dependents() {
 __device__ __forceinline__ void grid_wait_dependency() {
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
 }
-__device__ __forceinline__ void red_add_v2(float* p, float x, float y) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(p), "f"(x), "f"(y) : "memory");
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // wgmma: D (64 × N, fp32 registers) = or += A (64 × 16) · B (16 × N), bf16. It is asynchronous. Between wgmma_fence and
