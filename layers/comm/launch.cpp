@@ -81,10 +81,11 @@ int launch_ranks(int count, char** argv) {
 
     std::map<pid_t, int> running;  // ranks
     for (int rank = 0; rank < count; rank++) {
-        const pid_t pid = fork();
+        const pid_t parent = getpid(), pid = fork();
         if (pid < 0) throw Error(format("--gpus: cannot start rank %d: %s", rank, std::strerror(errno)));
         if (pid == 0) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
+            if (getppid() != parent) _exit(1);  // it died before
             setpgid(0, 0);
             for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
             sigprocmask(SIG_SETMASK, &before, nullptr);
