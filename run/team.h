@@ -90,7 +90,7 @@ int as_rank(const Ranks<Dev>& ranks, F body) {
         return body();
     } catch (const std::exception& e) {
         if (!ranks.watchdog) throw;
-        std::fprintf(stderr, "train_gpt2cu: rank %d: %s\n", ranks.rank, e.what());
+        print_error(format("train_gpt2cu: rank %d: %s", ranks.rank, e.what()));
         std::fflush(stdout);
         _exit(exit_code_of(e));
     }

@@ -111,7 +111,7 @@ int launch_ranks(int count, char** argv) {
             if (ended.empty() || result == 0 || time_is_up || (code && (!killer || code >= 128))) continue;
             const std::string how = killer ? format("was killed by signal %d (%s)", killer, strsignal(killer))
                                            : format("ended with exit code %d", result);
-            std::fprintf(stderr, "train_gpt2cu: rank %d (pid %d) %s\n", ended.mapped(), pid, how.c_str());
+            print_error(format("train_gpt2cu: rank %d (pid %d) %s", ended.mapped(), pid, how.c_str()));
             if (code == 0) alarm(5);  // until then the others may end by themselves
             code = result;
         }

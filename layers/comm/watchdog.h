@@ -49,7 +49,7 @@ class Watchdog {
             std::string wrong = error_ ? error_() : "";
             if (allowed_ > 0 && idle > allowed_) wrong = format("no progress for %.0f s", allowed_);
             if (wrong.empty()) continue;
-            std::fprintf(stderr, "train_gpt2cu: %s: %s; the job ends\n", title_().c_str(), wrong.c_str());
+            print_error("train_gpt2cu: " + title_() + ": " + wrong + "; the job ends");
             _exit(1);
         }
     }

@@ -20,13 +20,18 @@ inline int exit_code_of(const std::exception& e) {
     return dynamic_cast<const Corruption*>(&e) ? 3 : dynamic_cast<const UsageError*>(&e) ? 2 : 1;
 }
 
+// A line on stderr in one piece. printf writes in several, between which lines of other ranks may come.
+inline void print_error(const std::string& line) {
+    std::fputs((line + "\n").c_str(), stderr);
+}
+
 // Runs the body of a main and returns its exit code. It prints an error's one line to stderr behind the program's name.
 template <class F>
 int run_program(const char* name, F body) {
     try {
         return body();
     } catch (const std::exception& e) {
-        std::fprintf(stderr, "%s: %s\n", name, e.what());
+        print_error(std::string(name) + ": " + e.what());
         return exit_code_of(e);
     }
 }
