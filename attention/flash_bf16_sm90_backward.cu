@@ -21,7 +21,7 @@
 // sum is deterministic. In the block's first warpgroup four threads have a job each:
 //   loader   takes tickets, and loads the next item's K and V and the next tile's Q, dO, lse and D
 //   senders  one for each consumer, which waits for the turn, sends dQ out of shared memory and passes the turn on
-//   storer   writes dK out of K's place in shared memory and dV out of dS's
+//   storer   writes dK and dV out of shared memory
 // The other two warpgroups are the consumers. Who waits for whom at an mbarrier, [2] by stage or consumer:
 //   KFull[2]      all others  ← loader: K is there, and which item it is
 //   KEmpty[2]     loader      ← storer: dK has left; senders: they know the item
@@ -35,8 +35,6 @@
 //   DqEmpty[2]    consumer    ← sender: dQ has been read
 //   KvDone        storer      ← consumers: dK and dV are in their places
 //   KvStored      consumers   ← storer: dV has left, so the next item may write dS
-//
-// Results in fp32 leave from the consumers' registers. A tile of them would not fit into shared memory at HS 128.
 //
 // Writes: dq, dk, dv (every element, in bf16 or fp32).
 // Scratch: log2(e)·lse, D, dQ's sum in fp32, turns and the ticket. The kernels write all of it before they read it.
@@ -67,23 +65,20 @@ struct Tiles {
     static constexpr int Bc = 128;                  // keys, 64 a warpgroup
     static constexpr int KvBytes = Bc * HS * 2, QBytes = Br * HS * 2, DsBytes = Bc * Br * 2, DqBytes = Br * HS * 4,
                          LseDBytes = Br * 8;
-    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dK leaves from K's place, dV from dS's.
+    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dV leaves from dS's first stage, dK from K's place, or in
+    // fp32 from dS's other stage.
     static constexpr int K = 0, V = K + 2 * KvBytes, Q = V + KvBytes, Do = Q + 2 * QBytes, Ds = Do + 2 * QBytes,
                          Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes, Control = LseD + 2 * LseDBytes;
     static constexpr int Smem = Control + 24 * 8 + 2 * 8;  // mbarriers, items
     static_assert(Smem <= 227 * 1024);
 };
 
-template <class Y>
-struct Results {  // bf16 leaves by TMA, fp32 from registers
-    std::conditional_t<std::is_same_v<Y, float>, Heads<float>, CUtensorMap> dq, dk, dv;
-};
-
 template <int HS, class Y>
 struct Args {
     using Order = ::Order<Tiles<HS>::Br, Tiles<HS>::Bc>;
-    CUtensorMap q, k, v, dout;
-    Results<Y> to;
+    static constexpr bool kFits = HS == 64 || std::is_same_v<Y, bf16>;  // dK and dV leave from shared memory
+    CUtensorMap q, k, v, dout, dq, dk, dv;
+    Heads<Y> dk_rows, dv_rows;
     Order order;
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
@@ -215,10 +210,10 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
                 while (load_acquire_gpu(args.turn(w.bh + (inherits ? sum_heads : 0), i, wg)) < wanted) {}
             mbarrier_wait(control.at(DqFull, wg), n & 1);
             float* sum = args.sum(w.bh, i, wg);
-            if (turn == last) {  // dQ itself. In fp32 it has left
-                if constexpr (std::is_same_v<Y, bf16>)
-                    tma_store_4d(&args.to.dq, dq_smem, HS == 128 ? 64 * wg : 0, h, i * T::Br + (HS == 64 ? 64 * wg : 0),
-                                 b);
+            if (turn == last) {  // dQ itself
+                const int d0 = HS == 128 ? 64 * wg : 0, t = i * T::Br + (HS == 64 ? 64 * wg : 0);
+                for (int d = 0; d < 64; d += 128 / sizeof(Y))
+                    tma_store_4d(&args.dq, dq_smem + d * 64 * sizeof(Y), d0 + d, h, t, b);
             } else if (turn == 0) {
                 bulk_store(sum, dq_smem, T::DqBytes / 2);
             } else {
@@ -241,10 +236,11 @@ __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS
         if (next.x < 0) return;
         const int b = next.y / args.order.NH, h = next.y % args.order.NH, t = next.x * T::Bc;
         mbarrier_wait(control.at(KvDone), item & 1);
-        if constexpr (std::is_same_v<Y, bf16>) {
-            for (int d = 0; d < HS; d += 64) {
-                tma_store_4d(&args.to.dk, control.base + T::K + (item & 1) * T::KvBytes + d * T::Bc * 2, d, h, t, b);
-                tma_store_4d(&args.to.dv, control.base + T::Ds + d * T::Bc * 2, d, h, t, b);
+        if constexpr (Args<HS, Y>::kFits) {
+            const int dk = std::is_same_v<Y, float> ? T::Ds + T::DsBytes : T::K + (item & 1) * T::KvBytes;
+            for (int d = 0; d < HS; d += 128 / sizeof(Y)) {
+                tma_store_4d(&args.dk, control.base + dk + d * T::Bc * sizeof(Y), d, h, t, b);
+                tma_store_4d(&args.dv, control.base + T::Ds + d * T::Bc * sizeof(Y), d, h, t, b);
             }
         }
         bulk_commit();
@@ -264,15 +260,25 @@ __device__ __forceinline__ uint32_t block16(uint32_t tile, int row) {
     return tile + (row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
 }
 
-// Rounds factor·c, 16 rows from `row` of a tile whose panels have `rows`, into shared memory.
-template <int N>
-__device__ __forceinline__ void round_tile(const float (&c)[N][4], float factor, uint32_t tile, int row, int rows) {
-    const uint32_t block = block16(tile, row);
+// Puts factor·c into shared memory as Y: 16 rows from `row` of a tile whose panels have `rows`.
+template <class Y, int HS, int N>
+__device__ __forceinline__ void place(const float (&c)[N][4], float factor, const Control<HS>& control, int tile,
+                                      int row, int rows) {
+    const uint32_t block = block16(control.base + tile, row);
+    unsigned char* const mine = control.smem + tile + (row + lane_id() / 4) * 128 + lane_id() % 2 * 8;
     for (int n = 0; n < N; n += 2) {
-        uint32_t a[4];
-        for (int i = 0; i < 4; i++)
-            a[i] = pack_bf16(factor * c[n + i / 2][i % 2 * 2], factor * c[n + i / 2][i % 2 * 2 + 1]);
-        stmatrix_x4((block ^ n % 8 << 4) + n / 8 * rows * 128, a);
+        if constexpr (std::is_same_v<Y, bf16>) {
+            uint32_t a[4];
+            for (int i = 0; i < 4; i++)
+                a[i] = pack_bf16(factor * c[n + i / 2][i % 2 * 2], factor * c[n + i / 2][i % 2 * 2 + 1]);
+            stmatrix_x4((block ^ n % 8 << 4) + n / 8 * rows * 128, a);
+        } else {
+            for (int i = 0; i < 4; i++) {  // a piece of 16 bytes is two lanes'
+                const int piece = 2 * ((n + i / 2) % 4) + lane_id() % 4 / 2 ^ lane_id() / 4, r = i % 2;
+                *reinterpret_cast<float2*>(mine + (n / 4 * rows + 8 * r) * 128 + piece * 16) =
+                    make_float2(factor * c[n + i / 2][2 * r], factor * c[n + i / 2][2 * r + 1]);
+            }
+        }
     }
 }
 
@@ -323,13 +329,13 @@ __device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Arg
     }
 }
 
-// Writes rows [row, row + 16) of factor·c to the tokens from t0 + row on, but none at or past `end`.
+// Writes factor·c, 16 rows, to the tokens from t0 on, but none at or past `end`.
 template <int N>
 __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor, float* head, size_t token, int t0,
-                                           int row, int end) {
+                                           int end) {
     const int lane = lane_id();
     for (int r = 0; r < 2; r++) {
-        const int t = t0 + row + 8 * r + lane / 4;
+        const int t = t0 + 8 * r + lane / 4;
         float2* to = reinterpret_cast<float2*>(head + t * token) + lane % 4;
         for (int n = 0; n < N && t < end; n++) to[4 * n] = make_float2(factor * c[n][2 * r], factor * c[n][2 * r + 1]);
     }
@@ -355,13 +361,8 @@ __device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args<HS, Y>& ar
     if (!ends) {
         float4* to = reinterpret_cast<float4*>(control.smem + T::Dq) + wg * 1024 + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) to[c * 128] = make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
-    } else if constexpr (std::is_same_v<Y, bf16>) {
-        round_tile(dq, args.scale, control.base + T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
     } else {
-        const Heads<float>& to = args.to.dq;
-        float* head = to.row(w.bh / args.order.NH, 0, w.bh % args.order.NH, HS) + (HS == 128 ? 64 * wg : 0);
-        store_rows(dq, args.scale, head, to.token, i * T::Br, (HS == 64 ? 64 * wg : 0) + 16 * (warp % 4),
-                   args.order.Tq);
+        place<Y>(dq, args.scale, control, T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
     }
     fence_proxy_async();
     mbarrier_arrive(control.at(DqFull, wg));
@@ -471,15 +472,16 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         wgmma_wait<0>(dk, dv, dq);
         mbarrier_arrive(control.at(DsEmpty, n - 1));
 
-        if constexpr (std::is_same_v<Y, float>) {
-            const int b = w.bh / args.order.NH, h = w.bh % args.order.NH, k0 = w.k_tile * Bc;
-            store_rows(dk, args.scale, args.to.dk.row(b, 0, h, HS), args.to.dk.token, k0, row, args.order.Tk);
-            store_rows(dv, 1.f, args.to.dv.row(b, 0, h, HS), args.to.dv.token, k0, row, args.order.Tk);
-        } else {
+        if constexpr (Args<HS, Y>::kFits) {
             named_barrier_sync(2, kConsumers);  // nobody reads K and dS any more
-            round_tile(dk, args.scale, k_smem, row, Bc);
-            round_tile(dv, 1.f, base + T::Ds, row, Bc);
+            constexpr bool kWide = std::is_same_v<Y, float>;
+            place<Y>(dk, args.scale, control, kWide ? T::Ds + T::DsBytes : T::K + (item & 1) * T::KvBytes, row, Bc);
+            place<Y>(dv, 1.f, control, T::Ds, row, Bc);
             fence_proxy_async();
+        } else {
+            const int b = w.bh / args.order.NH, h = w.bh % args.order.NH, k0 = w.k_tile * Bc + row, Tk = args.order.Tk;
+            store_rows(dk, args.scale, args.dk_rows.row(b, 0, h, HS), args.dk_rows.token, k0, Tk);
+            store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token, k0, Tk);
         }
         mbarrier_arrive(control.at(KvDone));
         send_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
@@ -541,7 +543,11 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                      tensor_map("k", c.k, s.B, s.Tk, s.NH, HS, Bc),
                      tensor_map("v", c.v, s.B, s.Tk, s.NH, HS, Bc),
                      tensor_map("dout", c.dout, s.B, s.Tq, s.NH, HS, Br),
-                     {},
+                     tensor_map("dq", c.dq, s.B, s.Tq, s.NH, HS, 64),
+                     tensor_map("dk", c.dk, s.B, s.Tk, s.NH, HS, Bc),
+                     tensor_map("dv", c.dv, s.B, s.Tk, s.NH, HS, Bc),
+                     c.dk,
+                     c.dv,
                      order,
                      s.resolved_scale(),
                      s.scale_log2(),
@@ -549,12 +555,6 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
                      reinterpret_cast<float*>(at + scratch.dq_sum),
                      reinterpret_cast<int*>(at + scratch.turn),
                      reinterpret_cast<int*>(at + scratch.ticket)};
-    if constexpr (std::is_same_v<Y, float>)
-        args.to = {c.dq, c.dk, c.dv};
-    else
-        args.to = {tensor_map("dq", c.dq, s.B, s.Tq, s.NH, HS, 64), tensor_map("dk", c.dk, s.B, s.Tk, s.NH, HS, Bc),
-                   tensor_map("dv", c.dv, s.B, s.Tk, s.NH, HS, Bc)};
-
     prepare_kernel<HS, Y>
         <<<static_cast<unsigned>(heads * order.q_tiles), 1024, 0, dev.stream>>>(c.dout, c.out, c.lse, args);
     LAUNCH_CHECK("flash_bf16_sm90 prepare_kernel");

@@ -39,8 +39,9 @@ struct Order {
         const int group_tiles = (24 << 20) / (Br * s.HS * 8), most = 2048 / s.HS;
         group = std::clamp(group_tiles / q_tiles, 1, most);
         period = NH % 3 == 0 ? 3 : 2;
-        sum_heads = std::min(heads, 3 * group);
-        sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles), 3 * std::max(group_tiles, q_tiles));
+        // With three large heads the fourth would wait, because a head's last key tile takes longer than the others.
+        sum_heads = std::min(heads, std::max(6, 3 * group));
+        sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles), std::max(3 * group_tiles, 6 * q_tiles));
     }
 
 #ifdef __CUDACC__

@@ -19,22 +19,22 @@ inline auto tensor_map_encoder() {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-// Describes 16-bit x (B, T, NH, HS) for copies of boxes with coordinates (d, h, t, b). A box is 64 elements of one head
-// by `rows` tokens of one sequence. Its rows in shared memory are 128 bytes in the 128-byte swizzle, where 16-byte
+// Describes x (B, T, NH, HS), 16-bit or fp32, for copies of boxes with coordinates (d, h, t, b). A box is 128 bytes of one
+// head by `rows` tokens of one sequence. Its rows in shared memory are in the 128-byte swizzle, where 16-byte
 // chunk c of row r lies at c ^ (r % 8). Each sequence ends at T, so a box that reaches past it reads zeros and not the
 // next sequence's rows. Throws Error if the driver refuses.
 template <class X>
 CUtensorMap tensor_map(const char* name, const Heads<X>& x, int B, int T, int NH, int HS, int rows) {
-    static_assert(sizeof(X) == 2);  // TMA moves bits, so it need not know whether they are bf16 or fp16
+    // TMA moves bits, so it need not know whether they are bf16 or fp16.
+    constexpr auto kType = sizeof(X) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     static const auto encode = tensor_map_encoder();
     CUtensorMap map;
     const cuuint64_t dims[4] = {cuuint64_t(HS), cuuint64_t(NH), cuuint64_t(T), cuuint64_t(B)};
     const cuuint64_t strides[3] = {HS * sizeof(X), x.token * sizeof(X), x.batch * sizeof(X)};
-    const cuuint32_t box[4] = {64, 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
-    const CUresult status =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<std::remove_const_t<X>*>(x.ptr), dims, strides,
-               box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const cuuint32_t box[4] = {128 / sizeof(X), 1, cuuint32_t(rows), 1}, step[4] = {1, 1, 1, 1};
+    const CUresult status = encode(&map, kType, 4, const_cast<std::remove_const_t<X>*>(x.ptr), dims, strides, box, step,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         throw Error(
             format("tensor_map: cuTensorMapEncodeTiled of %s failed with error %d: B %d, T %d, NH %d, HS %d, "
