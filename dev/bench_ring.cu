@@ -4,16 +4,11 @@
 //   ring       the slowest rank's time, from a start that all ranks reach together (a collective before the clock)
 //   no travel  compute only: the same calls without communication. Against single it shows the cost of cutting, and
 //              against ring the transfers that compute does not hide
+//   hop        the keys and values of all ranks go to the next rank, and nothing else happens
 //
-// One process a GPU, as in the trainer. A shorter ring is validated first, by the bounds of dev/test_comm. dev/bench.h
-// has the protocols.
+// A shorter ring is validated first, by the bounds of dev/test_comm. dev/bench.h has the protocols.
 //
 // Run: ./dev/bench_ring --help
-#include <algorithm>
-#include <cstdio>
-#include <string>
-#include <vector>
-
 #include "dev/bench.h"
 #include "dev/ring_check.h"
 #include "layers/comm/comm.h"
@@ -22,7 +17,6 @@
 struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;
     std::string hs = "64";
-    bool quick = false;
 };
 
 // Random numbers, because zeros draw less power.
@@ -32,8 +26,7 @@ static DeviceMemory random_memory(const Cuda& dev, size_t bytes) {
     return memory;
 }
 
-// Of forward, and of forward and backward.
-using Passes = std::array<Figures, 2>;
+using Passes = std::array<Figures, 2>;  // forward, forward and backward
 
 struct Bench {
     const Options& options;
@@ -63,7 +56,7 @@ struct Bench {
         const double start = cool_together([] {});  // the collective's own time
         Figures ms;
         ms.cool = cool_together(work) - start;
-        if (!options.quick) ms.sustained = slowest(sustained_ms(dev, ms.cool, [&](int) { work(); }));
+        ms.sustained = slowest(sustained_ms(dev, ms.cool, [&](int) { work(); }));
         return ms;
     }
 
@@ -89,6 +82,16 @@ struct Bench {
         ring.start(memory.get(), &through);
         return time(ring, tokens);
     }
+    Figures time_hop() const {
+        const size_t n = size_t(tokens) * 2 * NH * HS;
+        const DeviceMemory memory = random_memory(dev, 2 * n * sizeof(bf16));
+        bf16* const kv = static_cast<bf16*>(memory.get());
+        return measure([&] {
+            comm.fork();
+            comm.group([&] { comm.send_recv((comm.rank + 1) % N, kv, n, (comm.rank + N - 1) % N, kv + n, n); });
+            comm.join();
+        });
+    }
 };
 
 static void run_bench(const Bench& b) {
@@ -99,10 +102,12 @@ static void run_bench(const Bench& b) {
     const int all = b.N * b.tokens;
     const Unchunked<bf16, Cuda> unchunked{b.dev, {1, all, all, b.NH, b.HS}};
     const Passes single = b.time(unchunked, all), ring = b.time_ring(b.comm), still = b.time_ring(none);
+    const Figures hop = b.time_hop();
     if (b.comm.rank > 0) return;
     Log log = results_log(b.dev, "ring_speed", b.options);
-    std::printf("%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's rate)\n",
-                b.dev.name.c_str(), b.N, b.tokens, b.NH, b.HS);
+    std::printf(
+        "%s, %d GPUs, %d tokens each, NH %d, HS %d, bf16: ms cool/sustained (share of one GPU's rate), hop %.3f/%.3f\n",
+        b.dev.name.c_str(), b.N, b.tokens, b.NH, b.HS, hop.cool, hop.sustained);
     for (int pass : {0, 1}) {
         const char* name = pass ? "forward+backward" : "forward";
         const Figures one{single[pass].cool / b.N, single[pass].sustained / b.N};
@@ -117,6 +122,7 @@ static void run_bench(const Bench& b) {
         show("single", "single_", one);
         show("ring", "", ring[pass]);
         show("no travel", "still_", still[pass]);
+        row.add("hop_ms", hop.cool).add("hop_ms_sustained", hop.sustained);
         std::printf("\n");
         log.write(row);
     }
@@ -129,7 +135,6 @@ int main(int argc, char** argv) {
         {"--tokens", "", Option::Int, &o.tokens, "tokens per GPU", "256..1048576"},
         {"--heads", "", Option::Int, &o.heads, "number of heads NH", "1..1024"},
         {"--hs", "", Option::Choice, &o.hs, "head size HS", "64|128"},
-        {"--quick", "", Option::Flag, &o.quick, "cool figures only"},
     };
     return bench_main(argc, argv, "bench_ring", "The ring's speed.", "ring_speed.jsonl", o, table, [&] {
         const Place place = place_from_environment();
