@@ -5,7 +5,7 @@
 //   no travel  compute only: the same calls without communication. Against single it shows the cost of cutting, and
 //              against ring the transfers that compute does not hide
 //
-// One process a GPU, as in the trainer. A shorter ring is validated first, by the bounds of dev/test_comm. dev/bench.h
+// One process a GPU, as in the trainer. A shorter ring is validated first, by the bounds of dev/test_ring. dev/bench.h
 // has the protocols.
 //
 // Run: ./dev/bench_ring --help
