@@ -6,7 +6,7 @@
 //              against ring the transfers that compute does not hide
 //   hop        the keys and values of all ranks go to the next rank, and nothing else happens
 //
-// A shorter ring is validated first, by the bounds of dev/test_comm. dev/bench.h has the protocols.
+// A shorter ring is validated first, by the bounds of dev/test_ring. dev/bench.h has the protocols.
 //
 // Run: ./dev/bench_ring --help
 #include "dev/bench.h"

@@ -84,13 +84,14 @@ template <class X, class Dev>
 struct Unchunked {
     const Dev& dev;
     const AttentionShape s;
-    Tensor<Dev, float> scratch{dev, attention_scratch_bytes<X>(dev, Attention::flash, s) / sizeof(float) + 1};
+    const Attention kind = Attention::flash;
+    Tensor<Dev, float> scratch{dev, attention_scratch_bytes<X>(dev, kind, s) / sizeof(float) + 1};
     void forward(X* out, Acc<X>* lse, const X* qkv) const {
         const AttentionForward<X> c = layer_forward(out, lse, qkv, s);
         if constexpr (std::is_same_v<Dev, Cpu>)
             attention_forward(dev, c);
         else
-            attention_kernel<X>(dev, Attention::flash, s.HS).forward(dev, c);
+            attention_kernel<X>(dev, kind, s.HS).forward(dev, c);
     }
     void backward(X* dqkv, const X* dout, const X* out, const Acc<X>* lse, const X* qkv) const {
         AttentionBackward<X> c = layer_backward(dqkv, dout, out, lse, qkv, s);
@@ -98,7 +99,7 @@ struct Unchunked {
         if constexpr (std::is_same_v<Dev, Cpu>)
             attention_backward(dev, c);
         else
-            attention_kernel<X>(dev, Attention::flash, s.HS).backward(dev, c);
+            attention_kernel<X>(dev, kind, s.HS).backward(dev, c);
     }
 };
 
@@ -107,10 +108,12 @@ template <class X, class Dev>
 struct Whole {
     const Dev& dev;
     AttentionShape s;
+    const Attention kind;
     std::vector<double> qkv, dout;
     Written want, one;
-    Whole(const Dev& dev, const AttentionShape& s, double q_sigma = 1, uint64_t seed = 1, int threads = 1)
-        : dev(dev), s(s) {
+    Whole(const Dev& dev, const AttentionShape& s, double q_sigma = 1, uint64_t seed = 1, int threads = 1,
+          Attention kind = Attention::flash)
+        : dev(dev), s(s), kind(kind) {
         const size_t C = size_t(s.NH) * s.HS, n = s.B * s.Tk * C;
         qkv = normal<X>(3 * n, 3 * seed);
         dout = normal<X>(n, 3 * seed + 1);
@@ -119,7 +122,7 @@ struct Whole {
             if (i / C % 3 == 0) qkv[i] = q[i];
         const Cpu cpu(threads);
         want = written_by<double>(Unchunked<double, Cpu>{cpu, s}, cpu, s, qkv, dout);
-        one = written_by<X>(Unchunked<X, Dev>{dev, s}, dev, s, qkv, dout);
+        one = written_by<X>(Unchunked<X, Dev>{dev, s, kind}, dev, s, qkv, dout);
     }
 };
 
@@ -211,7 +214,7 @@ inline void check_flat(const TensorErrors& errors, const TensorErrors& one_rank,
 template <class X, class Dev>
 void check_chunks(const Whole<X, Dev>& whole, int q_chunk, int k_chunk) {
     const AttentionShape& s = whole.s;
-    Chunks<Dev, X> chunks(whole.dev, s, q_chunk, k_chunk);
+    Chunks<Dev, X> chunks(whole.dev, s, q_chunk, k_chunk, whole.kind);
     Tensor<Dev, float> memory(whole.dev, chunks.bytes() / sizeof(float));
     chunks.place(memory.ptr);
     PieceErrors<X, Dev> errors;
@@ -229,40 +232,31 @@ Written written_by_ring(Comm& comm, const Whole<X, Dev>& whole) {
     ring.start(memory.ptr, &comm);
     return written_by<X>(ring, whole.dev, s, part.of(whole.qkv, s.B), part.of(whole.dout, s.B));
 }
-template <class X, class Dev>
-void add_part(PieceErrors<X, Dev>& errors, const Whole<X, Dev>& whole, const Written& got, int ranks, int rank) {
-    const Part part{whole.s, ranks, rank};
-    errors.add(got, part.of(whole.one), part.of(whole.want));
-}
 inline std::string ring_name(const AttentionShape& s, int ranks) {
     return format("T %d, HS %d, %d ranks", s.Tk, s.HS, ranks);
 }
 
-// Every rank of a job makes this call.
+// A ring whose ranks are threads. Returns what each has written.
+template <class X, class Dev>
+std::vector<Written> add_local_ring(PieceErrors<X, Dev>& errors, const Whole<X, Dev>& whole, int ranks) {
+    std::vector<Written> got(ranks);
+    on_threads(
+        ranks, [&](int rank, auto& comm) { got[rank] = written_by_ring(comm, whole); }, whole.dev);
+    for (int rank = 0; rank < ranks; rank++) {
+        const Part part{whole.s, ranks, rank};
+        errors.add(got[rank], part.of(whole.one), part.of(whole.want));
+    }
+    return got;
+}
+// Every rank of a job makes this call. Its part has the bits that a thread in its place computes.
 template <class X, class Dev, class Comm>
 void check_ring(const Dev& dev, Comm& comm, const AttentionShape& s, double q_sigma = 1) {
     const Whole<X, Dev> whole(dev, s, q_sigma);
     PieceErrors<X, Dev> errors;
-    add_part(errors, whole, written_by_ring(comm, whole), comm.size, comm.rank);
-    for (TensorErrors* of : {&errors.pieces, &errors.unchunked})
-        for (ErrorOf& e : *of) {
-            const std::vector<ErrorOf> all = all_gather_values(comm, e);
-            e.error2 = e.value2 = 0;
-            for (const ErrorOf& of_rank : all) {
-                e.error2 += of_rank.error2;
-                e.value2 += of_rank.value2;
-            }
-        }
+    const std::vector<Written> threads = add_local_ring(errors, whole, comm.size);
     errors.check(ring_name(s, comm.size));
-}
-
-// The same with threads as ranks.
-template <class X, class Dev>
-void add_local_ring(PieceErrors<X, Dev>& errors, const Whole<X, Dev>& whole, int ranks) {
-    std::vector<Written> got(ranks);
-    on_threads(
-        ranks, [&](int rank, auto& comm) { got[rank] = written_by_ring(comm, whole); }, whole.dev);
-    for (int rank = 0; rank < ranks; rank++) add_part(errors, whole, got[rank], ranks, rank);
+    if (written_by_ring(comm, whole) != threads[comm.rank])
+        test::report(__FILE__, __LINE__, ring_name(s, comm.size) + ": other bits than a ring of threads");
 }
 // With one input the errors must be small, with several also flat.
 template <class X, class Dev>

@@ -5,7 +5,7 @@
 // out, dq, dk and dv to bf16 before it merges them, as a ring over a library's attention does.
 //
 // N ranks may have 1.02 times the mean error of one rank, and 1.1 times its largest error. If ours have more, the exit
-// code is 1, and dev/test_comm would fail.
+// code is 1, and dev/test_attention would fail.
 //
 // Run: ./dev/study_ring --help
 #include <cstdio>

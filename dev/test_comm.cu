@@ -1,6 +1,6 @@
-// Tests the collectives over NCCL, with a forked process for each GPU. It tests values, streams, CUDA graphs, and a
-// rank that dies while the others' GPUs wait for it. On a machine with one GPU two ranks share it. Needs NCCL.
-// (dev/test_job.cpp has the CPU's.)
+// Tests the collectives over NCCL, with a forked process for each GPU. It tests values, streams, CUDA graphs and rings.
+// On a machine with one GPU two ranks share it. Needs NCCL. dev/test_program has a rank that dies while the others' GPUs
+// wait for it.
 //
 // Run: ./dev/test_comm [part of a test's name]
 #include <algorithm>
@@ -11,7 +11,6 @@
 #include "dev/ring_check.h"
 #include "layers/comm/comm.h"
 #include "layers/comm/meet.h"
-#include "layers/comm/watchdog.h"
 
 namespace {
 
@@ -29,38 +28,26 @@ int gpus() {
     return count;
 }
 
-// Ranks of a job that end with these codes and print these parts. Each has a GPU, or two share the only one. NCCL
-// refuses that on one machine, so it is told that they are on two.
-void check_ranks(const std::vector<int>& codes, const std::vector<std::string>& parts, const Body& body) {
-    if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL")) SKIP("built without NCCL");
-    const int all = gpus(), size = static_cast<int>(codes.size());
-    const int port = free_port();
-    Processes ranks;
-    for (int rank = 0; rank < size; rank++)
-        ranks.start([&, rank] {
-            if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
-            const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
-            const std::string id = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
-            const Cuda dev(rank % all);
-            NcclComm comm(dev, rank, size, id);
-            body(dev, comm);
-            return 0;
-        });
-    ranks.check(codes, parts);
-}
+// Jobs of two and of four ranks, which must all end well. Each has a GPU, or two share the only one. NCCL refuses that on
+// one machine, so it is told that they are on two.
 void on_gpus(const Body& body) {
-    for (int size = 2; size <= std::clamp(gpus(), 2, 4); size *= 2) check_ranks(std::vector<int>(size), {}, body);
-}
-
-// On one GPU, where ranks are threads.
-void on_one_gpu(const std::function<void(const Cuda&)>& body) {
-    gpus();
-    Processes one;
-    one.start([&] {
-        body(Cuda());
-        return 0;
-    });
-    one.check({0});
+    if (contains(test::error_of([] { NcclComm::version(); }), "without NCCL")) SKIP("built without NCCL");
+    const int all = gpus();
+    for (int size = 2; size <= std::clamp(all, 2, 4); size *= 2) {
+        const int port = free_port();
+        Processes ranks;
+        for (int rank = 0; rank < size; rank++)
+            ranks.start([&, rank] {
+                if (all == 1) setenv("NCCL_HOSTID", format("%d", rank).c_str(), 1);
+                const Place place{rank, size, rank, size, port, "127.0.0.1", "a job"};
+                const std::string id = meet(place, {}, rank == 0 ? NcclComm::new_id() : "");
+                const Cuda dev(rank % all);
+                NcclComm comm(dev, rank, size, id);
+                body(dev, comm);
+                return 0;
+            });
+        ranks.check(std::vector<int>(size));
+    }
 }
 
 // The elements x(0), x(1), …
@@ -117,24 +104,18 @@ TEST(nccl_collectives) {
             CHECK(own.values() == elements(n, [=](size_t i) { return sum_of_values(size, 0, rank * n + i); }));
             CHECK(all.values() == elements(size * n, [=](size_t i) { return value(static_cast<int>(i / n), i); }));
             CHECK(got.values() == elements(n, [=](size_t i) { return i < sent_by(before) ? value(before, i) : -1; }));
-        }
-    });
-}
 
-// The sums of these values round. If ranks that each update all parameters got different bits, they would drift apart.
-TEST(nccl_sums_have_the_same_bits) {
-    on_gpus([](const Cuda& dev, NcclComm& comm) {
-        for (const size_t n : {4, 1000, 1 << 20}) {
-            uint64_t first = 0;
+            // These sums round. If ranks that each update all parameters got different bits, they would drift apart.
+            uint64_t first_bits = 0;
             for (int again = 0; again < 3; again++) {
-                Floats x(dev, elements(n, [&](size_t i) { return 1.f / (3.f + value(comm.rank, i)); }));
+                Floats x(dev, elements(n, [=](size_t i) { return 1.f / (3.f + mine(i)); }));
                 comm.fork();
                 comm.all_reduce(x.ptr, n);
                 comm.join();
                 const std::vector<double> sum = x.values();
                 const uint64_t bits = checksum64(sum.data(), n * sizeof(double));
-                if (again == 0) first = bits;
-                CHECK(bits == first);
+                if (again == 0) first_bits = bits;
+                CHECK(bits == first_bits);
                 for (uint64_t of_rank : all_gather_values(comm, bits)) CHECK(of_rank == bits);
             }
         }
@@ -171,66 +152,16 @@ TEST(nccl_in_a_graph) {
     });
 }
 
-// Chunks that divide T and chunks that do not, with the kernel that --attention flash names on this GPU.
-template <class X>
-static void check_chunks_on(const Cuda& dev) {
-    for (const int HS : {64, 128})
-        for (const bool causal : {true, false}) {
-            const Whole<X, Cuda> whole(dev, {2, 1000, 1000, 3, HS, causal}, 1, 1, 0);
-            for (const auto& [q_chunk, k_chunk] : {std::pair{500, 500}, {125, 250}, {128, 128}, {1000, 37}, {77, 1000}})
-                check_chunks(whole, q_chunk, k_chunk);
-        }
-}
-TEST(chunks_on_a_gpu) {
-    on_one_gpu([](const Cuda& dev) {
-        check_chunks_on<float>(dev);
-        check_chunks_on<bf16>(dev);
-    });
-}
-TEST(ring_of_threads) {
-    on_one_gpu([](const Cuda& dev) {
-        for (const AttentionShape& s :
-             {AttentionShape{2, 48 * 17, 48 * 17, 2, 64, true, 0.2f}, {2, 48 * 22, 48 * 22, 2, 128}})
-            for (const double q_sigma : {1., 3.}) {
-                check_local_rings<float>(dev, s, q_sigma, 0);
-                check_local_rings<bf16>(dev, s, q_sigma, 0);
-            }
-    });
-}
-TEST(ring_errors_do_not_grow_on_a_gpu) {
-    on_one_gpu([](const Cuda& dev) {
-        check_local_rings<float>(dev, {1, 2048, 2048, 4, 64}, 1, 0, 5);
-        check_local_rings<bf16>(dev, {1, 2048, 2048, 4, 64}, 1, 0, 5);
-    });
-}
-
-static void check_rings(const Cuda& dev, NcclComm& comm) {
-    const int T = 2 * comm.size * 100;
-    check_ring<float>(dev, comm, {2, T, T, 2, 64, true, 0.2f});
-    check_ring<bf16>(dev, comm, {2, T, T, 2, 64, true, 0.2f});
-    check_ring<bf16>(dev, comm, {1, T, T, 1, 128}, 3);
-}
 // All ranks in a ring, and two groups of two ranks side by side.
 TEST(nccl_ring) {
     on_gpus([](const Cuda& dev, NcclComm& comm) {
-        check_rings(dev, comm);
         NcclComm pair(comm, comm.rank / 2 * 2, 2);
-        check_rings(dev, pair);
-    });
-}
-
-// A rank that is left alone ends by its watchdog.
-TEST(nccl_death_of_a_rank) {
-    check_ranks({1, 137}, {"rank 0 at step 7: "}, [](const Cuda& dev, NcclComm& comm) {
-        Watchdog watchdog([] { return "rank 0 at step 7"; });
-        watchdog.ask([&] { return comm.error(); });
-        Floats x(dev, 1 << 20);
-        if (comm.rank == 1) raise(SIGKILL);
-        watchdog.allow(10);
-        comm.fork();
-        comm.all_reduce(x.ptr, 1 << 20);
-        comm.join();
-        dev.sync();  // for ever
+        for (NcclComm* ring : {&comm, &pair}) {
+            const int T = 2 * ring->size * 100;
+            check_ring<float>(dev, *ring, {2, T, T, 2, 64, true, 0.2f});
+            check_ring<bf16>(dev, *ring, {2, T, T, 2, 64, true, 0.2f});
+            check_ring<bf16>(dev, *ring, {1, T, T, 1, 128}, 3);
+        }
     });
 }
 

@@ -6,6 +6,7 @@
 #include "../train_gpt2.cu"
 #include "dev/finite_difference.h"
 #include "dev/program.h"
+#include "dev/train_threads.h"
 
 namespace {
 
@@ -48,11 +49,6 @@ std::vector<T> download(const GPT2<Dev, X>& model, const void* from, size_t n) {
     model.dev.download(host.data(), from, n * sizeof(T));
     return host;
 }
-template <class Dev, class X>
-std::vector<char> parameters_of(const GPT2<Dev, X>& model) {
-    return download<char>(model, model.params.base, model.params.bytes);
-}
-
 void poison(const Cpu&, const Arena& a) {
     std::memset(a.base, 0xff, a.bytes);
 }
@@ -86,7 +82,7 @@ AdamW hyper(double lr, int step) {
     return {static_cast<float>(lr), 0.9f, 0.95f, 1e-8f, 0.1f, 1.f, step, 1};
 }
 
-// Losses of `steps` steps from the same init, and the parameters at the end.
+// Losses of `steps` steps from the same init, and the state at the end.
 template <class X>
 auto train(const Cuda& dev, const Config& config, Attention attention, int T, int steps, const std::vector<int>& stream,
            double lr) {
@@ -99,7 +95,7 @@ auto train(const Cuda& dev, const Config& config, Attention attention, int T, in
         losses.push_back(loss_and_gradient(model));
         model.update(hyper(lr * std::min(1.0, (step + 1) / 20.0), step + 1));
     }
-    return std::pair(losses, parameters_of(model));
+    return std::pair(losses, state_of(model));
 }
 
 Cuda& gpu(bool tf32 = true) {
@@ -159,42 +155,28 @@ TEST(parameter_count_of_presets) {
     }
 }
 
-// Every parameter belongs to one rank, whose state has it once, in whole vectors. m, v and master of all ranks are put
-// together and taken apart again.
+// Every element of m, v and master belongs to one rank, and in its state they lie back to back, in whole vectors.
+// dev/test_recipe sees that ranks which share the optimizer train as one.
 TEST(shares_divide_the_parameters) {
     const Arena params("parameters", Parameters<float>::list(kSmall), 1);
     const size_t n = kSmall.num_parameters();
     for (const bool overlap : {false, true})
         for (int ranks : {1, 2, 4, 8}) {
-            const size_t own = n / ranks;
             CHECK(can_shard(kSmall.C, ranks));
-            std::vector<size_t> whole(3 * n, 3 * n);  // which element of all states in a row is here
+            std::vector<int> owners(3 * n);
             for (int r = 0; r < ranks; r++) {
-                const std::vector<ParamRange> share = share_of(params, r, ranks, overlap);
-                size_t decayed = 0;
-                for (const ParamRange& range : share) decayed += range.decay * range.pieces * range.size;
-                CHECK(decayed > own / 2);
-                for_each_piece(share, n, ranks, 3, [&](size_t at, size_t state, size_t size) {
-                    if (at + size > 3 * n || state + size > 3 * own) throw Error("outside");
-                    if (ranks > 1 && (at % 4 || state % 4 || size % 4)) throw Error("off a vector");
-                    for (size_t k = 0; k < size; k++) {
-                        if ((state + k) / own != (at + k) / n) throw Error("of another array");  // m stays m
-                        whole[at + k] = r * 3 * own + state + k;
-                    }
-                });
+                size_t next = 0;
+                for_each_piece(share_of(params, r, ranks, overlap), n, ranks, 3,
+                               [&](size_t at, size_t state, size_t size) {
+                                   if (state != next || at + size > 3 * n) throw Error("not back to back, or outside");
+                                   if (ranks > 1 && (at % 4 || size % 4)) throw Error("off a vector");
+                                   if (state / (n / ranks) != at / n) throw Error("of another array");  // m stays m
+                                   for (size_t k = 0; k < size; k++) owners[at + k]++;
+                                   next += size;
+                               });
+                CHECK(next == 3 * (n / ranks));
             }
-            std::vector<bool> seen(3 * n);
-            for (size_t from : whole) {
-                if (from >= 3 * n || seen[from]) throw Error("not every element once");
-                seen[from] = true;
-            }
-            for (size_t t = 0; t < params.tensors.size(); t++) {  // each tensor, or each of its layers, has equal parts
-                const TensorSpec& tensor = params.tensors[t];
-                const size_t layers = by_layer(tensor, overlap) ? tensor.layers : 1, size = tensor.elements() / layers;
-                for (size_t l = 0; l < layers; l++)
-                    for (int r = 0; r < ranks; r++)
-                        CHECK(whole[params.offsets[t] / 4 + l * size + r * size / ranks] / (3 * own) == size_t(r));
-            }
+            CHECK(std::count(owners.begin(), owners.end(), 1) == static_cast<ptrdiff_t>(3 * n));
         }
     CHECK(!can_shard(128, 3) && !can_shard(64, 32));
 }
@@ -215,31 +197,24 @@ TEST(shares_of_the_optimizer_are_packed) {
 
 // If the optimizer is sharded, a step sums gradients into a separate buffer, which the gate follows. It must read
 // nothing that was there before. There are so many micro-batches that their losses and the norm fill a line of memory.
+// Each layer, forward and backward, begins and ends with a sign of life for the watchdog.
 TEST(a_sharded_step_reads_only_what_it_wrote) {
     Ranks<Cpu> ranks;
     ranks.comm = std::make_shared<Cpu::Comm>(), ranks.sharded = true;
     constexpr int kMicroSteps = 63;
     const std::vector<int> stream = make_tokens(kMicroSteps * 20 + 1, kSmall.V, 3);
-    const auto parameters_after_a_step = [&](bool sharded) {
+    const auto state_after_a_step = [&](bool sharded) {
         Ready<float> model(kSmall, 1, 20, kMicroSteps, true, 0, sharded ? ranks : Ranks<Cpu>{});
         poison(cpu, model.buffers);
         upload_batches(model, stream, 0);
+        const uint64_t before = progress;
         for (int i = 0; i < kMicroSteps; i++) model.train_micro_batch(i, sharded && i + 1 == kMicroSteps);
+        CHECK(progress >= before + 4 * kMicroSteps * kSmall.L);
         model.update(hyper(1e-3, 1));
         CHECK(std::isfinite(model.stats()[model.num_losses()]));
-        return parameters_of(model);
+        return state_of(model);
     };
-    CHECK(parameters_after_a_step(true) == parameters_after_a_step(false));
-}
-
-// The watchdog uses these signs to tell a rank that works from one that hangs.
-TEST(each_stretch_of_work_is_a_sign_of_life) {
-    const uint64_t before = progress;
-    {
-        Range outer("a");
-        Range inner("b", 3);
-    }
-    CHECK(progress == before + 4);
+    CHECK(state_after_a_step(true) == state_after_a_step(false));
 }
 
 // The defaults that depend on the sizes of the model, of the data and of the machine.
@@ -280,21 +255,15 @@ TEST(defaults) {
 
 // An int must be able to count a step's tokens, and a quarter of its range a micro-batch's.
 TEST(tokens_beyond_an_int_are_refused) {
-    const char* const micro_batch = "too many tokens for a micro-batch";
-    const struct {
-        int B, T, ranks;
-        std::string error;
-    } cases[] = {{65535, 8192, 4, ""},
-                 {65535, 8192, 5, "too many tokens for a step"},
-                 {65536, 8192, 1, micro_batch},
-                 {65536, 4194304, 1, micro_batch}};
-    for (const auto& c : cases) {
+    const auto tokens_per_step = [](int B, int T, int ranks) {
         Options o;
-        o.B = c.B, o.T = c.T;
-        const std::string error = test::error_of([&] { resolve_sizes(o, kSmall.max_T, kSmall.C, false, c.ranks); });
-        CHECK(error.empty() == c.error.empty() && contains(error, c.error));
-        CHECK(!c.error.empty() || o.tokens_per_step == c.B * c.T * c.ranks);
-    }
+        o.B = B, o.T = T;
+        resolve_sizes(o, kSmall.max_T, kSmall.C, false, ranks);
+        return o.tokens_per_step;
+    };
+    CHECK(tokens_per_step(65535, 8192, 4) == 65535 * 8192 * 4);
+    CHECK_ERROR(tokens_per_step(65535, 8192, 5), "too many tokens for a step");
+    for (int T : {8192, 4194304}) CHECK_ERROR(tokens_per_step(65536, T, 1), "too many tokens for a micro-batch");
 }
 
 // dev/test_recipe sees the schedules' shapes. These are the ends that no run of it has.
@@ -340,108 +309,55 @@ TEST(sampling_follows_the_distribution) {
 }
 
 // N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
-// FLOPs.
+// FLOPs. The runs are on a CPU with a GPU's name, so that they have an MFU. It has 67 TFLOP/s, and a token of the tiny
+// model takes 5349888 FLOPs at T = 32. Two ranks that share a sequence have twice the peak, and the whole T.
 TEST(mfu_by_hand) {
     const Config config = preset("d12");
     CHECK(config.flops_per_token(1024) == 803478528 && config.flops_per_token(512) == 775166976);
-    CHECK_NEAR(mfu_percent(config.flops_per_token(1024), 1e5, 2, 989), 8034.78528 / 1978, 1e-12);
     CHECK(std::isnan(mfu_percent(config.flops_per_token(1024), 1e5, 1, 0)));
-}
-
-// A CPU with a GPU's name, so that a run has an MFU. It has 67 TFLOP/s, and a token of the tiny model takes 5349888
-// FLOPs at T = 32.
-TEST(a_run_logs_its_mfu) {
-    const std::string out = dir() + "/mfu";
-    Options o;
-    o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32, o.max_steps = 1;
-    o.val_every = o.sample_every = 0;
-    Cpu dev(1);
-    dev.name = "NVIDIA H100 80GB HBM3";
-    CHECK(quiet_error_of([&] { run_with<Cpu, float>(dev, o, Team()); }) == "");
-    const std::string row = rows(out, "train").at(0);
-    const double tok_s = value(row, "tokens_per_s"), mfu = value(row, "mfu_percent");
-    CHECK(tok_s > 0);
-    CHECK_NEAR(mfu, 100 * tok_s * 5349888 / 67e12, 1e-9 * mfu);
-}
-
-// A model in which one bit flips while a step is computed the first time.
-enum class Flip { none, activation, gradient, lost_gradient, m, weight };
-template <class Dev, class X>
-struct Faulty : GPT2<Dev, X> {
-    using GPT2<Dev, X>::GPT2;
-    Flip flip = Flip::none;
-    int steps_until = 0;
-
-    template <class T>
-    void flip_bit(Flip kind, T* element, int bit = 8 * sizeof(T) - 1) const {  // the sign's
-        if (flip != kind || steps_until != 0) return;
-        unsigned char bytes[sizeof(T)];
-        this->dev.download(bytes, element, sizeof(T));
-        bytes[bit / 8] ^= 1 << bit % 8;
-        this->dev.upload(element, bytes, sizeof(T));
-        this->dev.sync();
-    }
-    void train_micro_batches() {
-        steps_until--;
-        flip_bit(Flip::weight, this->weights(1).fcw + 5);
-        this->clear_gradients();
-        this->forward(this->tokens(0), this->B, this->T);
-        flip_bit(Flip::activation, this->activations(1).fch + 5);
-        this->loss(this->targets(0), this->B, this->T, this->own_stats(), true, false);
-        this->backward(this->plan(0), false, false);
-    }
-    void update(const AdamW& hyper) {
-        flip_bit(Flip::gradient, this->gradients(1).fcw + 5);
-        flip_bit(Flip::lost_gradient, this->gradients().wte + this->config.V * this->config.C, 0);  // padding's, 0 else
-        GPT2<Dev, X>::update(hyper);
-        flip_bit(Flip::m, this->optimizer().m + 5);
-    }
-};
-
-// Steps 3 to 6 are computed twice. Later steps do not spread a flip in step 6. bf16's weights may round away what the
-// optimizer's m shows.
-template <class Dev, class X>
-void check_flipped_bits_are_found(const Dev& dev) {
-    const char* spread = sizeof(X) == 2 ? "m (" : "wte (";
-    const struct {
-        Flip flip;
-        int step;
-        const char* found;
-    } cases[] = {{Flip::lost_gradient, 4, ""},  // rounds away
-                 {Flip::activation, 4, spread}, {Flip::gradient, 4, spread}, {Flip::gradient, 6, "m (1 of "},
-                 {Flip::m, 4, spread},          {Flip::m, 6, "m (1 of "},    {Flip::weight, 6, spread}};
-    Options o;
-    o.train_data = text_file(), o.B = 2, o.T = 64, o.tokens_per_step = 128, o.max_steps = 9, o.lr = 1e-3f, o.warmup = 0;
-    Faulty<Dev, X> model(dev, {80, kByteVocab, 384, 2, 2, 128}, Attention::flash, o.B, o.T, 1, true);
-    model.allocate();
-    const auto after_six_steps = [&](Flip flip, int step) {
-        init_random(model, 3);
-        dev.zero(model.adam.base, model.adam.bytes);
-        Run<Faulty<Dev, X>> run(o, model, {o.train_data, ""});
-        model.flip = flip, model.steps_until = step;
-        quiet_error_of([&] {
-            while (run.step < 6) train_step(run);
-        });
-        return state_of(model);
-    };
-    const std::vector<char> good = after_six_steps(Flip::none, 0);
-    CHECK(differences(model, good, after_six_steps(Flip::none, 0)) == "");
-    for (const auto& c : cases) {
-        const std::string found = differences(model, good, after_six_steps(c.flip, c.step));
-        if (*c.found ? !contains(found, c.found) : found != "")
-            test::report(__FILE__, __LINE__, format("flip %d in step %d: %s", int(c.flip), c.step, found.c_str()));
+    for (const int ranks : {1, 2}) {
+        const std::string out = dir() + format("/mfu_%d", ranks);
+        Options o;
+        o.output_dir = out, o.init = "tiny", o.train_data = "README.md", o.B = 2, o.T = 32, o.max_steps = 1;
+        o.val_every = o.sample_every = 0, o.context_parallel = ranks;
+        const auto train = [&](int rank, ThreadComm& comm) {
+            Options mine = o;
+            Threads dev(1);
+            dev.name = "NVIDIA H100 80GB HBM3";
+            Team team;
+            team.rank = rank, team.size = team.local_size = ranks;
+            this_thread = &comm;
+            run_with<Threads, float>(dev, mine, team);
+        };
+        CHECK(quiet_error_of([&] { on_threads(ranks, train); }) == "");
+        const std::string row = rows(out, "train").at(0);
+        const double tok_s = value(row, "tokens_per_s"), mfu = value(row, "mfu_percent");
+        CHECK(tok_s > 0);
+        CHECK_NEAR(mfu, 100 * tok_s * 5349888 / (ranks * 67e12), 1e-9 * mfu);
     }
 }
+
+// --verify compares what steps change, and names the tensor in which a bit differs (dev/test_faults has the option).
 TEST(flipped_bits_are_found) {
-    check_flipped_bits_are_found<Cpu, float>(cpu);
+    Ready<float> model(kSmall, 1, 20);
+    const std::vector<char> good = state_of(model);
+    CHECK(differences(model, good, state_of(model)) == "");
+    for (const auto& [element, tensor] : {std::pair{model.weights(1).fcw + 5, "fcw"},
+                                          {model.weights().wte + model.num_parameters - 1, "lnfb"},
+                                          {model.optimizer().m + 5, "m"},
+                                          {model.optimizer().v + model.num_parameters - 1, "v"}}) {
+        const float before = *element;
+        *element = -before;
+        CHECK(differences(model, good, state_of(model)).find(tensor + std::string(" (1 of ")) == 0);
+        *element = before;
+    }
 }
 
-// What is computed again is not kept, and has the same bits as what would have been kept.
-TEST(recompute_changes_memory_not_gradients) {
+// What is computed again has the same bits as what would have been kept. dev/test_program has the bytes of each level.
+TEST(recompute_does_not_change_gradients) {
     const int B = 2, T = 20;
     const std::vector<int> stream = make_tokens(2 * B * T + 1, kSmall.V, 3);
     std::vector<char> kept;
-    size_t bytes = 0;
     for (int level : {0, 1, 2}) {
         Ready<double> model(kSmall, B, T, 2, true, level);
         poison(cpu, model.acts);
@@ -450,30 +366,17 @@ TEST(recompute_changes_memory_not_gradients) {
         const std::vector<char> gradients = download<char>(model, model.grads.base, model.grads.bytes);
         if (level == 0) kept = gradients;
         CHECK(kept == gradients);
-        const size_t channels[] = {0, 4, 2};  // of a token in a layer, in C: GELU's output, the layer norms'
-        const size_t saved = size_t(kSmall.L - 1) * B * T * kSmall.C * sizeof(double) * channels[level];
-        if (level) CHECK(model.acts.bytes + saved <= bytes + 4096 && model.acts.bytes + saved + 4096 >= bytes);
-        bytes = model.acts.bytes;
     }
 }
 
 TEST(reference_model_gradient_by_finite_differences) {
     const Config config = {9, 30, 32, 2, 2, 8};
-    const size_t C = config.C;
     Ready<double> model(config, 2, 9);
+    model.sizes.chunk = 11;  // the classifier gets a whole chunk and a smaller one
     double* w = model.weights().wte;
     for (size_t i = 0; i < model.num_parameters; i++) w[i] += 0.2 * normal(11, i);  // away from the symmetric start
     upload_batches(model, make_tokens(2 * 9 + 1, config.V, 5), 0);
     loss_and_gradient(model);
-    for (int l = 0; l < config.L; l++) {  // what the GPU computes instead of two thirds of the sums
-        const Parameters<double> g = model.gradients(l);
-        for (size_t c = 0; c < C; c++) {
-            double v = 0;
-            for (size_t r = 0; r < C; r++) v += g.attprojb[r] * model.weights(l).attprojw[r * C + c];
-            CHECK_NEAR(g.qkvb[C + c], 0, 1e-12);
-            CHECK_NEAR(g.qkvb[2 * C + c], v, 1e-12);
-        }
-    }
     for (size_t i = 0; i < model.params.tensors.size(); i++) {
         const TensorSpec& t = model.params.tensors[i];
         const double* gradient = static_cast<double*>(model.grads.at(i));
@@ -482,18 +385,6 @@ TEST(reference_model_gradient_by_finite_differences) {
             return model.stats()[0];
         });
     }
-}
-
-TEST(accumulated_micro_batches_equal_one_batch) {
-    const Config config = {16, 30, 32, 2, 2, 8};
-    const int T = config.max_T;
-    const std::vector<int> stream = make_tokens(4 * T + 1, config.V, 5);
-    Ready<double> whole(config, 4, T), parts(config, 1, T, 4);
-    whole.sizes.chunk = 40;  // of 64 rows
-    upload_batches(whole, stream, 0), upload_batches(parts, stream, 0);
-    CHECK_NEAR(loss_and_gradient(parts), loss_and_gradient(whole), 1e-12);
-    const double *got = parts.gradients().wte, *want = whole.gradients().wte;
-    for (size_t i = 0; i < whole.num_parameters; i++) CHECK_NEAR(got[i], want[i], 1e-13);
 }
 
 TEST(logits_are_2_GiB_at_most) {
@@ -511,10 +402,10 @@ TEST(logits_are_2_GiB_at_most) {
 template <class Dev, class X>
 void check_nothing_is_updated(GPT2<Dev, X>& model, X* element, const char* says) {
     const auto update_stops = [&] {
-        const std::vector<char> before = parameters_of(model);
+        const std::vector<char> before = state_of(model);
         model.update(hyper(1e-3, 1));
         const Acc<X> norm = download<Acc<X>>(model, model.stats() + model.num_losses(), 1)[0];
-        return !std::isfinite(norm) && parameters_of(model) == before;
+        return !std::isfinite(norm) && state_of(model) == before;
     };
     upload_batches(model, make_tokens(model.micro_steps * model.B * model.T + 1, model.config.V, 5), 0);
     CHECK(std::isfinite(loss_and_gradient(model)));
@@ -564,23 +455,24 @@ void check_memory_is_linear_in_T(const Dev& dev) {
 }
 TEST(flash_memory_is_linear_in_T) {
     check_memory_is_linear_in_T<float>(cpu);
+    if (Cuda::count() > 0) check_memory_is_linear_in_T<bf16>(gpu());
 }
 
 TEST(arenas_are_what_is_allocated) {
     Ready<float> model(kSmall, 2, 80, 3);
     size_t total = 0;
     for (const Arena* a : model.arenas()) {
-        size_t bytes = 0;
+        size_t end = 0;
         for (size_t i = 0; i < a->tensors.size(); i++) {
             const TensorSpec& t = a->tensors[i];
             if (t.elements() == 0) continue;
-            const char *begin = static_cast<char*>(a->at(i)),
-                       *last = static_cast<char*>(a->at(i, std::max(t.layers - 1, 0)));
-            CHECK(begin >= a->base + bytes);  // in order, without overlap
-            bytes = last - a->base + t.size * size_of(t.dtype);
-            CHECK(bytes <= a->bytes);
+            const auto offset = [&](int layer) {
+                return static_cast<size_t>(static_cast<char*>(a->at(i, layer)) - a->base);
+            };
+            CHECK(offset(0) >= end);  // in order, without overlap
+            end = offset(std::max(t.layers - 1, 0)) + t.size * size_of(t.dtype);
         }
-        CHECK(a->bytes < bytes + 256);  // at the end there is only what alignment takes
+        CHECK(end <= a->bytes && a->bytes < end + 256);  // at the end there is only what alignment takes
         total += a->bytes;
     }
     CHECK(total == model.total_bytes());
@@ -596,7 +488,7 @@ TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
 }
 
 // dev/test_recipe has what samples are. Their tokens are padded to 64, or to T, and beyond T the window moves. A model
-// that trains on several sequences has the cache too.
+// that trains on several sequences has the cache too. With the cache a token more computes only its own row.
 TEST(cached_logits_are_the_same) {
     for (int T : {1, 2, 7, 80}) {
         Ready<float> whole(kSmall, 1, T, 1, false), trains(kSmall, 3, T);
@@ -605,7 +497,10 @@ TEST(cached_logits_are_the_same) {
         for (int n = 1, seen = 0; n <= 2 * T + 5; n++) {
             const std::vector<int> text = make_tokens(n, kSmall.V, 3);
             const std::vector<float> wanted = logits_of_last(whole, text);
+            float* const second_row = cached.activations().encoded + (T > 1 ? kSmall.C : 0);
+            *second_row = NAN;
             CHECK(logits_of_last(cached, text, n > 1) == wanted && logits_of_last(trains, text, n > 1) == wanted);
+            CHECK(std::isnan(*second_row) == (n > 1 && seen < T));
             seen = seen < T ? seen + 1 : (T + 1) / 2;
             CHECK(window_begin(n, T) == n - seen);
         }
@@ -655,10 +550,8 @@ void check_determinism() {
     }
     gpu().graphs = true;
 }
-TEST(gpu_two_runs_are_bit_equal_bf16) {
+TEST(gpu_two_runs_are_bit_equal) {
     check_determinism<bf16>();
-}
-TEST(gpu_two_runs_are_bit_equal_fp32) {
     check_determinism<float>();
 }
 
@@ -744,19 +637,10 @@ TEST(gpu_a_late_token_takes_hardly_longer) {
     CHECK(late <= 1.5 * early);
 }
 
-TEST(gpu_flipped_bits_are_found) {
-    check_flipped_bits_are_found<Cuda, float>(gpu());
-    check_flipped_bits_are_found<Cuda, bf16>(gpu());
-}
-
 TEST(gpu_out_of_memory_says_what_fits) {
     GPT2<Cuda, bf16> model(gpu(), preset("d48"), Attention::flash, 4096, 1024, 1, true);
     CHECK_ERROR(allocate_or_explain(model), "would fit");
     CHECK_ERROR(allocate_or_explain(model), "activations");
-}
-
-TEST(gpu_flash_memory_is_linear_in_T) {
-    check_memory_is_linear_in_T<bf16>(gpu());
 }
 
 TEST_MAIN

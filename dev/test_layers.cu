@@ -3,7 +3,7 @@
 // A test describes a call once, and check() makes it on both backends. Inputs are random and rounded to X first, so
 // that both compute from the same numbers. What a layer writes starts as NaN, and so does scratch. What it adds into
 // starts as random values on both sides. Each call runs twice on the GPU and must give the same bits. Whatever it reads
-// arrives late (dev/late.h).
+// arrives late, and all memory lies between guards (dev/late.h).
 #include <deque>
 #include <limits>
 #include <numeric>
@@ -244,14 +244,6 @@ TEST(device) {
     CHECK(cudaGetLastError() == cudaSuccess);  // the failure is not reported again by the next check
     CHECK_ERROR(CUDA_CHECK(cudaSetDevice(99)), "cudaSetDevice(99)");
     CHECK_ERROR(CUBLAS_CHECK(CUBLAS_STATUS_NOT_SUPPORTED), "CUBLAS_STATUS_NOT_SUPPORTED");
-
-    const Tensor<float> x({1.0, 2.0, 3.0});
-    CHECK(same_bits(x.values(), {1.0, 2.0, 3.0}));
-    dev.zero(x + 1, sizeof(float));
-    CHECK(same_bits(x.values(), {1.0, 0.0, 3.0}));
-    void* pinned = dev.alloc_host(64);
-    CHECK(pinned);
-    dev.free_host(pinned);
 }
 
 TEST(another_stream_is_noticed) {
@@ -263,13 +255,6 @@ TEST(another_stream_is_noticed) {
         CHECK(same_bits(to.values(), other ? Values{3.0, 4.0} : Values{1.0, 2.0}));
         CHECK(same_bits(from.values(), {1.0, 2.0}));
     }
-    const Late late;
-    const Cuda& dev = late;  // work that reads too early sees NaN
-    float early[2];
-    CUDA_CHECK(cudaMemcpy(early, from, sizeof early, cudaMemcpyDeviceToHost));
-    CHECK(std::isnan(early[0]) && std::isnan(early[1]));
-    dev.download(early, from, sizeof early);
-    CHECK(early[0] == 1.f && early[1] == 2.f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -305,12 +290,6 @@ TEST_OF_X(encoder) {
     check_encoder<X>(33, 64, 64, 64, pairs);
     check_encoder<X>(3, 66, 64, 40, tokens_below(40, 198, 3), {33, 33, 7 * 33});  // a rank's two chunks of a sequence
     check_encoder<X>(2, 6, 65, 40, tokens_below(40, 12, 4), {3, 0, 5});
-}
-
-TEST(encoder_plan_errors) {
-    const int tokens[] = {3, -1};
-    std::vector<int> plan(encoder_plan_ints(gpu(), 2));
-    CHECK_ERROR(encoder_plan(gpu(), plan.data(), tokens, 2), "token -1 at position 1");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -502,34 +481,15 @@ TEST(matmul_race) {
         for (void* p : rest) dev.free(p);
     }
 
-    // Each hostile set can tell a split of K by itself, and is what its name says.
+    // Each hostile set can tell a split of K by itself.
     const Tensor<float> hostile_a(poison(n)), hostile_b(poison(n));
-    const Tensor<bf16> narrow(poison(n));
     for (int set = 0; set < kHostileSets; set++) {
         fill_hostile(Late(), hostile_a, DType::f32, rows, K, false, set, false);
         fill_hostile(Late(), hostile_b, DType::f32, rows, K, true, set, true);
         multiply({d, hostile_a, hostile_b}, false, false);
-        const Values whole = d.values(), x = hostile_a.values(), y = hostile_b.values();
+        const Values whole = d.values();
         multiply({d, hostile_a, hostile_b}, false, true);
         if (same_bits(d.values(), whole)) test::report("hostile set", set, "a split of K gives the same bits");
-
-        fill_hostile(Late(), hostile_a, DType::f32, rows, K, true, set, false);
-        fill_hostile(Late(), narrow, DType::bf16, rows, K, true, set, false);
-        const Values turned = hostile_a.values(), stored = narrow.values();
-        for (const size_t r : {size_t{0}, size_t{7}, rows - 1}) {
-            double sum = 0.0, least = INFINITY, most = 0.0;
-            int large = 0, negative = 0;
-            for (size_t k = 0; k < K; k++) {
-                const size_t m = K - 1 - k;
-                const double v = x[k * rows + r];
-                if (k < m) sum += std::fabs(v * y[r * K + k] + x[m * rows + r] * y[r * K + m]);
-                least = std::min(least, std::fabs(v)), most = std::max(most, std::fabs(v));
-                large += std::fabs(v) > 1000.0, negative += v < 0.0;
-                CHECK(turned[r * K + k] == v && stored[r * K + k] == rounded<bf16>(v));
-            }
-            CHECK((sum == 0.0) == (set == 0) && negative > 800 && negative < 1250);
-            CHECK(large == (set == 2) && (set == 1 ? most > 100.0 && least < 0.01 : least >= 1.0));
-        }
     }
 }
 
@@ -577,7 +537,10 @@ TEST_OF_X(matmul_gelu) {
     check_matmul_gelu<X>(127, 64, 256, 1);
     check_matmul_gelu_backward<X>(127, 256, 64, 1);
 }
-TEST(matmul_errors) {
+TEST(errors_of_encoder_and_matmul) {
+    const int tokens[] = {3, -1};
+    std::vector<int> plan(encoder_plan_ints(gpu(), 2));
+    CHECK_ERROR(encoder_plan(gpu(), plan.data(), tokens, 2), "token -1 at position 1");
     CHECK_ERROR(matmul_forward<float>(gpu(), nullptr, nullptr, nullptr, nullptr, 1, 0, 1), "C = 0");
     CHECK_ERROR(
         matmul_gelu_backward<bf16>(gpu(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1, 0),
@@ -655,26 +618,23 @@ TEST_OF_X(classifier) {
     check_classifier<X>(3, 50257, 50257, 5.0);
     check_classifier<X>(3, 257, 384, 1.0, 1);
 
-    // A target outside the vocabulary, padding included, makes its row NaN. The other rows are as they should be.
-    const int V = 257, Vp = 384;
-    const Tensor<float> losses(poison(4));
-    const Tensor<X> logits(randn<X>(4 * Vp));
-    classifier<X>(Late(), logits, losses, Ints({V, -1, 1000000, V - 1}), 1.f, 4, V, Vp);
-    const Values got = losses.values(), dlogits = logits.values();
-    CHECK(std::isnan(got[0]) && std::isnan(got[1]) && std::isnan(got[2]) && std::isfinite(got[3]));
-    CHECK(std::isnan(dlogits[5]) && std::isfinite(dlogits[3 * Vp + 5]));
-    CHECK_ERROR(classifier<X>(gpu(), logits, losses, nullptr, 1.f, 4, Vp + 1, Vp), "V = 385");
-
-    // A logit that is NaN or +∞ is noticed in its row, wherever it is. −∞ is a probability of zero.
+    // A target outside the vocabulary, padding included, makes its row NaN. A logit that is NaN or +∞ is noticed in its
+    // row, wherever it is. −∞ is a probability of zero. The other rows are as they should be.
+    const int V = 257, Vp = 384, N = 7;
+    const Tensor<float> losses(poison(N));
     for (int at : {0, 100, V - 1}) {
-        Values x = randn<X>(4 * Vp);
-        x[at] = NAN, x[Vp + at] = INFINITY, x[2 * Vp + at] = -INFINITY;
-        const Tensor<X> broken(x);
-        classifier<X>(Late(), broken, losses, Ints({7, 7, 7, 7}), 1.f, 4, V, Vp);
-        const Values loss = losses.values(), gradient = broken.values();
-        CHECK(!std::isfinite(loss[0]) && !std::isfinite(loss[1]) && std::isfinite(loss[2]) && std::isfinite(loss[3]));
-        CHECK(std::isnan(gradient[5]) && gradient[2 * Vp + at] == 0.0 && std::isfinite(gradient[3 * Vp + 5]));
+        Values x = randn<X>(N * Vp);
+        x[3 * Vp + at] = NAN, x[4 * Vp + at] = INFINITY, x[5 * Vp + at] = -INFINITY;
+        const Tensor<X> logits(x);
+        classifier<X>(Late(), logits, losses, Ints({V, -1, 1000000, 7, 7, 7, V - 1}), 1.f, N, V, Vp);
+        const Values loss = losses.values(), gradient = logits.values();
+        for (int n = 0; n < N; n++) {
+            CHECK(n < 3 ? std::isnan(loss[n]) : std::isfinite(loss[n]) == n > 4);
+            if (n != 4) CHECK(std::isfinite(gradient[n * Vp + 5]) == n > 4);
+        }
+        CHECK(gradient[5 * Vp + at] == 0.0);
     }
+    CHECK_ERROR(classifier<X>(gpu(), nullptr, losses, nullptr, 1.f, N, Vp + 1, Vp), "V = 385");
 }
 
 // Losses and both gradients. Logits have standard deviation `scale`, and are near 17 for the targets if sure.
@@ -780,6 +740,7 @@ TEST(reductions) {
                 x.start[n / 2] = broken;
                 x.reset();
                 call(OnGpu());
+                CHECK(count_nonfinite<float>(Late(), Scratch(sizeof(double)).p, x, n) == 1);
                 CHECK(std::isnan(broken) ? std::isnan(out.values()[0]) : out.values()[0] == INFINITY);
             }
             x.start[n / 2] = whole;
@@ -789,18 +750,6 @@ TEST(reductions) {
     const Tensor<float> seven({7.0});  // nothing to add
     reduce_sum(Late(), out, Scratch(reduce_scratch_bytes(gpu())).p, seven, 1.f, 0);
     CHECK(same_bits(out.values(), {0.0}));
-}
-
-TEST_OF_X(count_nonfinite) {
-    for (size_t n : {1, 1000, 300001}) {
-        Tensor<X> x(randn<X>(n));
-        const Scratch scratch(sizeof(double));
-        CHECK(count_nonfinite<X>(Late(), scratch.p, x, n) == 0);
-        if (n > 1) x.start[n - 1] = INFINITY, x.start[n / 2] = -INFINITY;
-        x.start[0] = NAN;
-        x.reset();
-        CHECK(count_nonfinite<X>(Late(), scratch.p, x, n) == (n > 1 ? 3 : 1));
-    }
 }
 
 // A changed sign makes another, and so do two words that change places. Zeros have none, wherever they lie.
@@ -895,16 +844,20 @@ TEST(adamw_shares) {
     CHECK(same_bits(shared.values(), params.values()) && same_bits(fp32_shared.values(), fp32.values()));
 }
 
-TEST(adamw_broken_norm) {
-    for (const double norm : {double(NAN), double(INFINITY)}) {
-        const Values p = randn<bf16>(kAdamSize);
-        const Tensor<float> master(p), fp32(p), m(randn<float>(kAdamSize)), v(randn<float>(kAdamSize, 0.1, 5.0)),
-            g(randn<float>(kAdamSize)), norm_gpu({norm});
-        const Tensor<bf16> params(p);
-        adamw_update<bf16>(Late(), params, master, m, v, g, norm_gpu, kRanges, std::size(kRanges), hyper(1));
-        adamw_update<float>(Late(), fp32, nullptr, m, v, g, norm_gpu, kRanges, std::size(kRanges), hyper(1));
-        for (const AnyTensor* x : std::initializer_list<const AnyTensor*>{&params, &master, &fp32, &m, &v})
-            CHECK(same_bits(x->values(), x->start));
+// In fp32 a power would be off by 2e-5 at the second step, and a product of t factors by 5e-4 at the hundredth. Each
+// parameter starts at 0, so that it becomes what it is updated by.
+TEST(adamw_bias_correction) {
+    const size_t n = 1000;
+    const ParamRange all = {0, n, false};
+    for (const int step : {1, 2, 100, 100000}) {
+        Tensor<float> p(Values(n, 0.0)), m(randn<float>(n, 0.1, 1.0)), v(randn<float>(n, 0.1, 1.0)), g(randn<float>(n)),
+            norm({1.0});
+        AdamW slow = hyper(step);
+        slow.beta1 = 0.99999f, slow.beta2 = 0.9999f;
+        check(format("adamw at step %d", step), {{"params", p, kFp32, 0.0, true}, {"m", m}, {"v", v}},
+              [&](const auto& on) {
+                  adamw_update(on.dev, on(p), nullptr, on(m), on(v), on(g), on(norm), &all, 1, slow);
+              });
     }
 }
 
@@ -915,11 +868,11 @@ TEST(adamw_stochastic_rounding) {
     const Values zeros(n, 0.0);
     Tensor<float> master(zeros), m(zeros), v(zeros), g(randn<float>(n)), norm({1.0});
     Tensor<bf16> params(poison(n));
-    const auto draw = [&](double value, int step) {
+    const auto draw = [&](double value, int step, uint64_t seed = 42) {
         master.start.assign(n, value);
         master.reset(), m.reset(), v.reset();
         AdamW still = hyper(step);
-        still.lr = 0.f;
+        still.lr = 0.f, still.seed = seed;
         adamw_update<bf16>(Late(), params, master, m, v, g, norm, &all, 1, still);
         return params.values();
     };
@@ -940,11 +893,14 @@ TEST(adamw_stochastic_rounding) {
                 CHECK_NEAR(up / (n / 4.0), exact, 4.0 * std::sqrt(exact * (1.0 - exact) / (n / 4.0)));
             }
         }
-    const Values first = draw(3.007, 1), second = draw(3.007, 2);
+    const Values first = draw(3.007, 1);
     CHECK(same_bits(first, draw(3.007, 1)));
-    size_t equal = 0;
-    for (size_t i = 0; i < n; i++) equal += first[i] == second[i];
-    CHECK(equal < n * 0.6);  // another step gives other bits, and about half agree by chance
+    // Another step, another seed, and both with the same sum give other bits, of which about half agree by chance.
+    for (const Values& other : {draw(3.007, 2), draw(3.007, 1, 43), draw(3.007, 2, 41)}) {
+        size_t equal = 0;
+        for (size_t i = 0; i < n; i++) equal += first[i] == other[i];
+        CHECK(equal < n * 0.6);
+    }
     CHECK(std::isnan(draw(NAN, 1)[7]));
     CHECK(std::isnan(draw(INFINITY, 1)[7]));  // ∞ − 0·∞
 }

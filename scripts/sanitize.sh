@@ -32,8 +32,7 @@ if [ $# -eq 0 ]; then
     for kernel in "flash_fp16x3 fp32" "flash_bf16_sm90 bf16"; do  # racecheck takes too long for these: "few"
         check_all "$kernel pieces" memcheck initcheck synccheck
     done
-    set -- layer_flash_fp32 layer_flash_bf16 "flash_fp16x3 fp32 few" "flash_bf16_sm90 bf16 few" \
-        "flash_bf16_sm90 bf16 large"
+    set -- "flash_fp16x3 fp32 few" "flash_bf16_sm90 bf16 few" "flash_bf16_sm90 bf16 large"
 fi
 for test in "$@"; do
     check_all "$test" memcheck racecheck initcheck synccheck
