@@ -195,7 +195,7 @@ def read_log(run):
 @contextlib.contextmanager
 def whole(path):
     """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
-    part = path.with_name(f"{path.name[:3]}.{os.getpid()}.part")  # nothing that TensorBoard would read
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield part
         os.replace(part, path)
