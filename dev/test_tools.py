@@ -268,7 +268,6 @@ def test_recipes_pass_the_trainers_checks(tmp):
                     + bytes(4 * (Vp * C + 1024 * C + 12 * C * C + 15 * C)))
     one_rank = 'echo "$@" >"$(basename "$0").ran"; while [ $1 != ./train_gpt2cu ]; do shift; done; exec "$@"'
     shutil.copytree(SCRIPTS, tmp / "scripts")
-    written(tmp / "data" / "stdout.py", (ROOT / "data" / "stdout.py").read_bytes())
     (tmp / "train_gpt2cu").symlink_to(built())
     more = {**before_others(tmp, {"make": "", "torchrun": one_rank, "srun": one_rank, "scontrol": "echo localhost"}),
             "SLURM_SUBMIT_DIR": str(tmp), "SLURM_JOB_NODELIST": "1", "SLURM_JOB_ID": "7", "LAUNCH": "torchrun --no-python",

@@ -16,8 +16,6 @@ from operator import itemgetter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
-sys.path.append(str(ROOT / "data"))
-from stdout import guard_stdout  # noqa: E402
 
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus steps lr tf32 input tensor recompute
@@ -35,7 +33,6 @@ def fail(text):
 
 def arguments(doc, bench=None):
     """A parser that shows the script's `doc`, with the options of a script that appends rows of `bench`."""
-    guard_stdout()
     arg = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if bench:
         arg.add_argument("--json", action="store_true", help=f"append rows to dev/results/<gpu>/{bench}.jsonl")
