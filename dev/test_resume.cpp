@@ -294,7 +294,7 @@ TEST(refuses_damaged_checkpoints) {
     for (const int step : {2, 4}) copy_checkpoint(straight_run(), out, step);
     const std::string command = options() + "-n 1 -y 1 -o " + out, state = read_file(state_file),
                       model = read_file(file), differs = file + ": damaged parameters";
-    CHECK_RUN(run(options() + "-o " + out), 1, state_file + ": is of an earlier run");  // never over an earlier run
+    CHECK_RUN(run(options() + "-o " + out), 1, out + ": has an earlier run");  // never over an earlier run
     const auto flipped = [](std::string bytes, size_t at) {
         bytes[at] ^= 4;
         return bytes;

@@ -276,7 +276,7 @@ def test_recipes_pass_the_trainers_checks(tmp):
         done = run(tmp / "scripts" / path.name, *[model] * ("long" in path.name), cwd="/", code=1, **more)
         stops = ("several ranks need a GPU each",) if "_gpus" in path.name else ("data/cache/fineweb", "data/prepare.py")
         assert all(part in done.stderr for part in stops), (path, done.stderr)
-    assert (tmp / "torchrun.ran").read_text().startswith("--no-python ./train_gpt2cu -e d")
+    assert (tmp / "torchrun.ran").read_text().startswith("--no-python ./train_gpt2cu -e d24 ")
 
 
 def test_longer_context(tmp):
