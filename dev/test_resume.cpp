@@ -323,9 +323,13 @@ TEST(refuses_damaged_checkpoints) {
     copy_checkpoint(straight_run(), alone, 4);
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(alone, 4), path(alone, 5));
     CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": the step in it: expected 5, found 4");
+    for (const auto& path : {model_path, state_path}) {  // one of the two is an earlier run, too
+        std::filesystem::rename(path(alone, 5), dir() + "/aside");
+        CHECK_RUN(run(options() + "-o " + alone), 1, alone + ": has an earlier run");
+        std::filesystem::rename(dir() + "/aside", path(alone, 5));
+    }
     std::filesystem::remove(state_path(alone, 5));
     CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": is missing");
-    CHECK_RUN(run(options() + "-o " + alone), 1, alone + ": has an earlier run");
     write_file(state_file, state);
     std::filesystem::remove(file);
     CHECK_RUN(run(command), 1, file + ": cannot open: No such file");
