@@ -1,6 +1,6 @@
 # make train_gpt2cu   the trainer
 # make test           all tests that this machine can run
-# make benches        dev/bench_*, dev/accuracy, dev/study_ring
+# make benches        dev/bench_*, dev/accuracy, dev/study_*
 # make profile        the timeline of three steps, for Nsight Systems
 # make sanitize       the readers and writers of files under ASan and UBSan
 # make archs          every kernel for every architecture (part of make test)
@@ -84,7 +84,7 @@ KERNELS   := $(filter %.cu,$(SOURCES))
 OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
-BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_ring
+BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
 TOOLS     := dev/dump_gradients dev/encode dev/train_threads
 
 .PHONY: all test sanitize archs benches profile clean help FORCE

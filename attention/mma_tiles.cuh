@@ -1,5 +1,5 @@
-// What flash_bf16 and flash_fp16x3 share: tiles of 16-bit elements in shared memory, and launches that cover each tile of
-// each head.
+// What flash_bf16, flash_fp16x3 and dev/study_accumulation share: tiles of 16-bit elements in shared memory, and
+// launches that cover each tile of each head.
 #pragma once
 #include <algorithm>
 #include <climits>

@@ -56,62 +56,6 @@ static void check_oracle(const Cuda& dev, int HS) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Inputs, and a kernel's results with their errors
-
-// q, k, v and dout are (N(0,1) + shift)·factor.
-struct Input {
-    const char *name, *text;
-    float factor[4] = {1, 1, 1, 1}, shift[4] = {};
-};
-
-// x has n elements of N(0,1): qkv (…, 3, C), and then dout (…, C).
-template <class X>
-__global__ void shape_inputs_kernel(X* x, size_t n, int C, Input input) {
-    const size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x;
-    const int part = i < n / 4 * 3 ? i / C % 3 : 3;
-    if (i < n) x[i] = static_cast<X>((to_float(x[i]) + input.shift[part]) * input.factor[part]);
-}
-
-// What a kernel wrote, and its errors.
-template <class X>
-struct Result {
-    const char* name;
-    KernelRun<X> run;
-    Errors errors;
-
-    Result(Cuda& dev, const Subject<X>& subject, const AttentionShape& s, const X* qkv, const X* dout)
-        : name(subject.name), run(dev, *subject.kernel, s), errors(dev, s) {
-        dev.tf32 = subject.tf32;
-        run.forward(dev, qkv);
-        CUDA_CHECK(cudaMemsetAsync(run.scratch, 0xFF, run.kernel.scratch_bytes(s), dev.stream));
-        run.backward(dev, qkv, dout);
-        dev.sync();
-        run.att.memory.reset();
-        run.scratch.memory.reset();
-    }
-};
-
-// Of each subject, on the same input.
-template <class X>
-std::list<Result<X>> results_on(Cuda& dev, const std::vector<Subject<X>>& subjects, const AttentionShape& s,
-                                const Input& input) {
-    const size_t n = s.rows() * s.HS;
-    const Poisoned<X> inputs(dev, 4 * n);
-    X *const qkv = inputs, *const dout = qkv + 3 * n;
-    fill_normal(dev, qkv, 4 * n, s.Tq);
-    shape_inputs_kernel<<<blocks_of(4 * n), kThreads, 0, dev.stream>>>(qkv, 4 * n, s.NH * s.HS, input);
-    LAUNCH_CHECK("shape_inputs_kernel");
-
-    std::list<Result<X>> results;
-    for (const Subject<X>& subject : subjects) results.emplace_back(dev, subject, s, qkv, dout);
-    for_each_head<X>(dev, qkv, dout, s, [&](const Oracle& oracle, int b, int h) {
-        for (Result<X>& r : results) r.errors.template add<X>(oracle, r.run.out, r.run.lse, r.run.dqkv, b, h);
-    });
-    for (Result<X>& r : results) r.errors.fetch();
-    return results;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // One shape and input
 
 static const Input kInputs[] = {{"normal", "N(0,1)"},

@@ -340,23 +340,23 @@ def test_measuring_in_parts(tmp):
     for path in SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh":
         executable(tmp / path.relative_to(ROOT), path.read_text())
     tests, tables = ["test_attention", "test_layers", "test_gpt2"], ["plot_results", "pictures", "readme_tables"]
-    benches = "accuracy study_ring bench_attention bench_ring bench_train".split()
+    benches = "accuracy study_accumulation study_ring bench_attention bench_ring bench_train".split()
     for name in benches + tests:
         executable(tmp / "dev" / name, 'exec python3 "$(basename "$0")" "$@"')
     path = before_others(tmp, {"make": "", "nvidia-smi": 'echo "GPU 0: it"; echo "GPU 1: it"', "python3":
                                'case $* in *import*) exit 1; esac\necho "$RUN $*" >>ran\n'
                                'case "$*" in $BAD) exit 3 ;; $SLOW) sleep 60 ;; esac'})
     for parts, more, code, expected in (
-            ("", {}, 0, [*tests, *16 * ["*"], "*scaling.py --json", *(f"scripts/{name}.py" for name in tables)]),
-            ("--no-tests accuracy ring default", {"BAD": "accuracy*64", "SLOW": "study*", "PART_LIMIT": "1"}, 1,
-             ["accuracy --json --hs 64", "study_ring --json", "scripts/default_run.py"]),
+            ("", {}, 0, [*tests, *17 * ["*"], "*scaling.py --json", *(f"scripts/{name}.py" for name in tables)]),
+            ("--no-tests accuracy study default", {"BAD": "accuracy*64", "SLOW": "study*", "PART_LIMIT": "1"}, 1,
+             ["accuracy --json --hs 64", "study_accumulation --json", "scripts/default_run.py"]),
             ("ring rin", {}, 2, []), ("ring", {"BAD": "test_layers"}, 3, tests[:2])):
         written(tmp / "ran", "")
         done = run(tmp / "scripts" / "measure.sh", *parts.split(), code=code, **path, **more)
         ran = [line.split(" ", 1) for line in (tmp / "ran").read_text().splitlines()]
         assert len(ran) == len(expected) and len({of for of, _ in ran} - {""}) == bool(ran), (parts, ran)  # one RUN
         assert all(fnmatch.fnmatch(command, pattern) for (_, command), pattern in zip(ran, expected)), (parts, ran)
-        assert "SLOW" not in more or "failed: accuracy ring; no table" in done.stderr, done
+        assert "SLOW" not in more or "failed: accuracy study; no table" in done.stderr, done
 
 
 def test_sanitizer_of_the_kernels(tmp):

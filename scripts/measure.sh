@@ -6,11 +6,11 @@
 #
 #   bf16, fp32   attention: our kernels and PyTorch's     memory    the step by T
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
-#   ring         the ring: errors by ranks, speed         torch     losses beside PyTorch's
-#   train        tokens/s, memory, where the time goes
+#   study        what fp16 sums would buy                 torch     losses beside PyTorch's
+#   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
 #   scaling      tokens/s and losses of several GPUs, which no table shows, nor the ring's speed
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy ring train memory default torch scaling"
+all="bf16 fp32 accuracy study ring train memory default torch scaling"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
@@ -28,6 +28,7 @@ measure() {  # part
     accuracy)
         ./dev/accuracy --json --hs 64
         ./dev/accuracy --json --hs 128 ;;
+    study) ./dev/study_accumulation --json ;;
     ring)
         ./dev/study_ring --json
         [ "$gpus" -gt 1 ] || return 0
@@ -59,7 +60,7 @@ for part in "$@"; do
     case "$part: $all " in
     --no-tests:*) tests= ;;
     --help:*)
-        sed -n '2,11s/^# \{0,1\}//p' "$0"
+        sed -n '2,12s/^# \{0,1\}//p' "$0"
         exit ;;
     *:*" $part "*) parts="$parts $part" ;;
     *)

@@ -73,6 +73,13 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with sums in fp16 too, packed as c[0] = (g, t..t+1), c[1] = (g+8, t..t+1).
+__device__ __forceinline__ void mma_m16n8k16_f16(uint32_t (&c)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};\n"
+        : "+r"(c[0]), "+r"(c[1])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Two floats rounded to nearest even into one register, `low` in bits 0–15.
 // #data-movement-and-conversion-instructions-cvt
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -120,5 +127,12 @@ constexpr float kLog2e = static_cast<float>(M_LOG2E);  // eˣ = 2^(x·kLog2e)
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+// 2^x of two fp16 in one register. The result may be subnormal. It is one instruction in PTX only, because sm_75 to
+// sm_90 work on one half at a time. #half-precision-floating-point-instructions-ex2
+__device__ __forceinline__ uint32_t exp2_approx_f16x2(uint32_t x) {
+    uint32_t y;
+    asm("ex2.approx.f16x2 %0, %1;\n" : "=r"(y) : "r"(x));
     return y;
 }
