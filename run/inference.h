@@ -59,8 +59,11 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
     const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);
     load(model, o.init);
-    std::string rest;  // bytes that do not make a character yet
+    std::string rest;         // bytes that do not make a character yet
+    int tokens = -o.samples;  // the prompts are none
+    const double start = now();
     const auto write = [&](const std::string& text) {
+        tokens++;
         std::fputs(take_for_terminal(rest += text).c_str(), stdout);
         if (std::fflush(stdout)) throw file_error("the text", "write", errno);
     };
@@ -71,5 +74,7 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
         std::puts(for_terminal(rest).c_str());
         rest.clear();
     }
+    const double seconds = now() - start;
+    std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
     return 0;
 }

@@ -113,6 +113,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 }
 
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
+    constexpr size_t kHelpWidth = 110;  // columns
     // The first column is "  -b,  --batch N". Options without a letter are indented to line up.
     const char* const arguments[] = {" N", " X", " TEXT", " NAME", ""};  // of an Option::Kind
     const auto left = [&](const Option& option) {
@@ -125,12 +126,26 @@ std::string options_help(const std::string& program, const std::string& about, c
     std::string text = "usage: " + program + " [options]\n\n" + about + "\n";
     for (const Option& option : table) {
         if (*option.group) text += format("\n%s\n", option.group);
-        // A default in the help's own words says more than its number, and a message about a value has the range.
-        const bool in_words = option.kind == Option::Flag || std::strstr(option.help, "default: ");
-        const std::string value = in_words ? "" : value_text(option);
-        text += format("%-*s%s", static_cast<int>(width), left(option).c_str(), option.help);
-        if (option.kind == Option::Choice) text += format(" (%s)", option.range);
-        text += (value.empty() ? "" : ", default " + value) + "\n";
+        // A default in the help's own words says more than its number, and a range without an end says little.
+        const std::string range = option.range;
+        const bool in_words = std::strstr(option.help, "default: "), endless = !range.empty() && range.back() == '.';
+        std::string notes = endless || (in_words && option.kind != Option::Choice) ? "" : range;
+        std::string value = in_words ? "" : value_text(option);
+        if (option.kind == Option::Flag && value == "off") value = "";
+        if (!value.empty()) notes += (notes.empty() ? "default " : "; default ") + value;
+        const std::string help = notes.empty() ? option.help : format("%s (%s)", option.help, notes.c_str());
+
+        // Help in the second column, wrapped at words.
+        std::string line = left(option);
+        line.resize(width - 1, ' ');
+        for (const std::string& word : split(help, " ")) {
+            if (line.size() + 1 + word.size() > kHelpWidth) {
+                text += line + "\n";
+                line.assign(width - 1, ' ');
+            }
+            line += " " + word;
+        }
+        text += line + "\n";
     }
     return text;
 }
