@@ -166,14 +166,11 @@ build/archs/layers/%.o: layers/%.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,$(filter $(KNOWN),75 80 86 89 90a 100 120)) -c -o $@ $<
 
-# The timeline of three steps with its NVTX ranges (dev/README.md: how to open it, and ncu for one kernel's counters).
+# The timeline of three steps with its NVTX ranges, by Nsight Systems (dev/README.md: how to open it, and ncu).
 profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
 profile: train_gpt2cu
 	nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --force-overwrite true --output profile \
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
-ifeq ($(filter profile,$(MAKECMDGOALS))$(shell command -v nsys),profile)
-$(error make profile needs nsys (Nsight Systems) on the PATH)
-endif
 
 clean:
 	rm -rf build train_gpt2cu dev/timeline $(TESTS) $(BENCHES) $(TOOLS)

@@ -542,7 +542,7 @@ static int run_on_device(Options& o, const Team& team, int gpus) {
     Cuda dev(team.device(gpus));
     if (team.speaks()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
-    dev.graphs = !o.no_graph && !o.profile;
+    dev.graphs = !o.profile;
     if (o.init == "auto") o.init = "d12";
     if (o.precision == "bf16" && dev.sm < 80)
         throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
@@ -563,7 +563,7 @@ int main(int argc, char** argv) {
         Options o;
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table)) {
-            std::printf("%s", o.help().c_str());
+            std::printf("%s", Options().help().c_str());
             return 0;
         }
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every || o.verify))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from prepare_common import (Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
                             progress, run, write_file, write_tokenizer)
-from stdout import guard_stdout
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -67,7 +66,6 @@ def convert(args):
 
 
 def main():
-    guard_stdout()
     parser = argparse.ArgumentParser(description="Writes HellaSwag as llm.c's file for multiple-choice evaluation. "
                                      "Needs: pip install -r scripts/requirements.txt")
     parser.add_argument("source", nargs="?", default="val", help="val, train, or a .jsonl file (default: val)")

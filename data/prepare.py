@@ -28,7 +28,6 @@ from pathlib import Path
 from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, asking_hub, commit, download, encodable, json_lines,
                             load_ranks, make_encoding, need, progress, reading, run, sha256_of, write_file,
                             write_tokenizer)
-from stdout import guard_stdout
 
 SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
@@ -276,17 +275,10 @@ def tokens(text):
 
 
 def main():
-    guard_stdout()
     parser = argparse.ArgumentParser(
         description="Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding.",
-        epilog="""examples:
-  python3 data/prepare.py fineweb-edu --max-tokens 1e9              as much of a large one as wanted
-  python3 data/prepare.py fineweb10B --ready --shards 10            its tokens as others made them, 200 MB a shard
-  python3 data/prepare.py book.txt --ranks vocab.bpe                without network
-
-Interrupted? The same command goes on. In a .txt file <|endoftext|> separates documents. HF_ENDPOINT names a mirror of
-the Hugging Face hub. Needs: pip install -r scripts/requirements.txt""",
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog="Interrupted? The same command goes on. In a .txt file <|endoftext|> separates documents. HF_ENDPOINT "
+        "names a mirror of the Hugging Face hub. README.md has examples. Needs: pip install -r scripts/requirements.txt")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: data/cache/ and the source's name")

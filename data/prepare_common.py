@@ -166,6 +166,7 @@ def run(main, args):
         message = f"{error.filename or args.output or 'output'}: {error.strerror or error}; what is finished is kept"
     except KeyboardInterrupt:
         message = "interrupted; run again to go on, what is finished is kept"
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
     os._exit(1)  # sys.exit would wait for what threads have begun

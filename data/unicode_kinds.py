@@ -5,14 +5,11 @@ import itertools
 import textwrap
 import unicodedata
 
-from stdout import guard_stdout
-
 
 def kind(c):
     space = chr(c).isspace() and not 0x1C <= c <= 0x1F  # those four are white space to Python, not to Unicode
     return "S" if space else {"L": "L", "N": "N"}.get(unicodedata.category(chr(c))[0], "O")
 
 
-guard_stdout()
 runs = ((kind, len(list(run))) for kind, run in itertools.groupby(map(kind, range(0x110000))))
 print(*textwrap.wrap(" ".join(f"{kind}{length}" for kind, length in runs), 120), sep="\n")

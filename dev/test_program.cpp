@@ -104,7 +104,7 @@ TEST(arguments_and_their_errors) {
         {{"--eval-only=yes"}, "--eval-only: \"yes\" is not 0 or 1"},
         {{"--prompt", "a b=c"}, "  --prompt 'a b=c'"},
         {{"--train-data=--batch"}, "  --train-data --batch"},  // how to give a value that looks like an option
-        {{"-b", "8", "--nonsense", "--help"}, ""},             // --help wins over all that came before
+        {{"-b", "8", "--help", "--nonsense"}, "  --batch 8"},  // --help ends it
         {{"-a", "data.bin"}, "unknown option data.bin; see --help, for llm.c's FROM_LLMC.md, and quote patterns"},
         {{"-b"}, "--batch (-b) needs a value"},
         {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value"},
@@ -113,7 +113,6 @@ TEST(arguments_and_their_errors) {
         {{"--device", "gpu"}, "--device: \"gpu\" is not one of auto|cuda|cpu"},  // nobody means cpu
         {{"--bacth=8"}, "unknown option --bacth; see --help, for llm.c's FROM_LLMC.md, and quote patterns"},
         {{"-b", "99999999999999999999"}, "--batch (-b): \"99999999999999999999\" is out of range 0..65536"},
-        {{"-l", "1e-40"}, "--lr (-l): \"1e-40\" is too small for a float"},
         {{"-l", "0e-999"}, "  --lr 0"}};
     std::set<void*> values;  // each has its own
     for (const Option& o : Options().table()) values.insert(o.value);
@@ -183,7 +182,7 @@ TEST(other_errors_exit_with_1) {
         {1, "--device cpu --eval-only -e " + model() + " --hellaswag " + text_file(), "20240522"},
         {1, tiny() + "-x 1 -o " + text_file() + "/below_a_file", "below_a_file"},
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
-        {1, tiny() + "-x 1 -o " + logged, logged + "/log.jsonl: is of an earlier run"},
+        {1, tiny() + "-x 1 -o " + logged, logged + ": has an earlier run"},
     });
     const std::string why = exists("/dev/nvidiactl") ? "" : "--device cuda: no NVIDIA driver was found";
     if (Cuda::count() == 0) check_commands({{1, tiny() + "-x 1 --device cuda", why + "; use --device cpu"}});
@@ -229,7 +228,8 @@ TEST(an_llm_c_directory_is_left_alone) {
         std::filesystem::copy_file(model(), out + "/model_" + step + ".bin");
     }
     const std::string ours = out + "/ours ", start = tiny() + "-x 1 -o ";
-    for (const char* resume : {" -y 1", " -y 0"}) check_commands({{1, start + out + resume, "00000020.bin: is "}});
+    check_commands(
+        {{1, start + out + " -y 1", "00000020.bin: is missing"}, {1, start + out + " -y 0", out + ": has "}});
     CHECK(exists(model_path(out, 20)) && !exists(out + "/log.jsonl"));
     CHECK_RUN(run(start + ours + "-e " + model_path(out, 20)), 0, "checkpoint");
 }
@@ -238,12 +238,10 @@ TEST(texts_are_streamed) {
     const std::string generate = "--device cpu -e " + model() + " --generate 50 --prompt 'Twelve chars' ";
     const auto text = [&](const std::string& options) { return run(generate + "2>/dev/null " + options).out; };
     CHECK(text("--seed 3 --samples 2") == text("--seed 3") + "---\n" + text("--seed 4"));
-    CHECK_RUN(run(generate + "-t 8"), 0, "Twelve chars", " tokens in ", " tokens/s\n");
+    CHECK_RUN(run(generate + "-t 8"), 0, "Twelve chars");
     CHECK_RUN(run(generate + "--memory"), 0, "activations  qkv        fp32       4         393216 ");  // 256·3·128 each
-    // Texts without an end: Ctrl-C, a reader that has enough, and a full disk.
-    signal(SIGINT, SIG_DFL);  // whoever started this test may ignore it
+    // Texts without an end: a reader that has enough, and a full disk.
     const std::string endless = generate + "--samples 1000000 ";
-    CHECK_RUN(run_and_act(endless, "---", "kill -s INT $pid"), 130, "\n---\n", " tokens/s\n");
     const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
     CHECK_RUN(closed, 0, "Twelve chars", "cannot write: Broken pipe", "code 1\n");
     CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
@@ -284,18 +282,17 @@ TEST(memory_table_and_profile) {
     CHECK_RUN(run(tiny() + "--profile 2"), 0, "step 7/7 |");
 }
 
-// A terminal gets four steps a second and at the end a command that works, and the log has all steps.
+// A terminal gets each step, and at the end a command that works.
 TEST(a_run_says_what_it_does_and_what_is_next) {
     const std::string out = dir() + "/says", terminal = "python3 -c 'import pty, sys; pty.spawn(sys.argv[1:])' ";
     CHECK_RUN(run(tiny() + "-x 3 -a"), 0, "--tokens-per-step 128  --max-steps 3  --overfit\n",
               "--lr 0.002  --warmup 1\n", " tok/s\nnothing was kept: -o DIR keeps");
     const std::string options = tiny() + "-x 40 -v 2 -m 1 -c 0 --prompt x -j " + text_file() + " -o " + out;
-    const double begin = now();
-    std::string said = shell(terminal + "./train_gpt2cu " + given_once(options) + " </dev/null | tr -d '\\r'").out;
+    const std::string said =
+        shell(terminal + "./train_gpt2cu " + given_once(options) + " </dev/null | tr -d '\\r'").out;
     int lines[2] = {};  // of validations and of steps
     for (size_t at = 0; (at = said.find("/40 | ", at + 1)) < said.size();) lines[said[at + 6] == 'l']++;
-    CHECK(lines[0] == 21 && lines[1] >= 1 && lines[1] <= 1 + 4 * (now() - begin));
-    CHECK(rows(out, "train").size() == 40);
+    CHECK(lines[0] == 21 && lines[1] == 40);
     CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
 }
 
@@ -442,7 +439,8 @@ TEST(ranks_by_hand) {
             command += as_rank(rank, 2, port) + format("CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=%d ./train_gpt2cu ", rank) +
                        given_once(options + " -x 1000000 --timeout 8") + "& ";
         const Result r = shell(command + "sign; kill -s " + signal + " $!; wait %1; echo first $?; wait $!");
-        CHECK_RUN(r, code == 1 ? 137 : code, format("first %d\n", code), code == 1 ? "rank 0 at step" : "checkpoint ");
+        CHECK_RUN(r, code == 1 ? 137 : code, format("first %d\n", code),
+                  code == 1 ? "rank 0: no progress" : "checkpoint ");
         port++;
     }
 }

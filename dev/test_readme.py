@@ -74,8 +74,6 @@ def test_trainers_commands(tmp):
 def options_of(program):
     """Those of a tool in Python, where no library is installed (-S), or those in the source of one that needs a GPU."""
     if program.endswith(".py"):
-        full = run("sh", "-c", f"python3 -S {program} --help >/dev/full", code=1)
-        assert "stdout: cannot write" in full.stderr, full
         return re.findall(r"--[a-z-]+", run("python3", "-S", program, "--help").stdout)
     source = (ROOT / f"{program}.cu").read_text()
     headers = [(ROOT / name).read_text() for name in ["dev/bench.h", *re.findall(r'#include "(dev/.*)"', source)]]

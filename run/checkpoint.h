@@ -59,9 +59,8 @@ struct Section {
 // Calls `before_rename` when all is written, and the file does not have its name yet.
 void write_state(const std::string& path, const Identity&, const std::vector<Section>&,
                  const std::function<void()>& before_rename = nullptr);
-// Fills the sections, whose order is that of write_state. Throws Error if the magic, the version or a checksum is wrong,
-// the file is truncated, or a section has another name or size. Also throws if the identity differs, naming the field and
-// both values. Returns in words what differs in the recipe.
+// Fills the sections, whose order is that of write_state. Throws Error if the file is damaged, or if the identity differs,
+// naming the field and both values. Returns in words what differs in the recipe.
 std::string read_state(const std::string& path, const Identity&, const std::vector<Section>&);
 
 // Checkpoints of a run live in its output directory as model_00001000.bin and state_00001000.bin. The state is renamed

@@ -11,6 +11,5 @@ struct Choice {
     std::vector<std::vector<int>> endings;
 };
 
-// Throws Error with file, offset, expected and found. The reasons are a wrong magic or version, truncation, an
-// impossible label or count, a token >= vocab, and an example of more than max_T tokens.
+// Throws Error with file, offset, expected and found if something is wrong, or does not fit the model.
 std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T);

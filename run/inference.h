@@ -1,7 +1,5 @@
 // What a model is made for if not for training: --eval-only and --generate.
 #pragma once
-#include <unistd.h>
-
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -11,7 +9,6 @@
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
-#include "run/process.h"
 #include "run/sample.h"
 #include "run/settings.h"
 #include "run/weights.h"
@@ -62,24 +59,22 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
     const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);
     load(model, o.init);
-    catch_signals();
-    std::string rest;  // bytes that do not make a character yet
-    int tokens = 0;
+    std::string rest;         // bytes that do not make a character yet
+    int tokens = -o.samples;  // the prompts are none
     const double start = now();
     const auto write = [&](const std::string& text) {
+        tokens++;
         std::fputs(take_for_terminal(rest += text).c_str(), stdout);
         if (std::fflush(stdout)) throw file_error("the text", "write", errno);
-        return !g_signal;
     };
-    const auto count = [&](const std::string& token) { return tokens++, write(token); };
-    for (int i = 0; i < o.samples && !g_signal; i++) {
+    for (int i = 0; i < o.samples; i++) {
         if (i > 0) std::puts("---");
         write(o.prompt);
-        generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, count);
+        generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, write);
         std::puts(for_terminal(rest).c_str());
         rest.clear();
     }
     const double seconds = now() - start;
     std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);
-    return g_signal ? 128 + g_signal : 0;
+    return 0;
 }

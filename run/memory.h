@@ -43,9 +43,11 @@ std::string by_arena(Model& model, double unit, int digits) {
     return text;
 }
 
-// Says what each arena asked for and the largest -b that would fit in what is free.
+// If there is too little memory, it says what each arena asked for and the largest -b that would fit in what is free.
 template <class Model>
-[[noreturn]] void throw_out_of_memory(Model& model, size_t free_bytes) {
+void allocate_or_explain(Model& model) {
+    const size_t free_bytes = model.dev.free_bytes();
+    if (model.total_bytes() <= free_bytes) return model.allocate();
     auto bytes_with = [&](int b) {
         return Model(model.dev, model.config, model.attention, b, model.T, 1, model.training, model.recompute,
                      model.ranks)
@@ -60,15 +62,4 @@ template <class Model>
     throw OutOfMemory(format("%s has %.2f GiB free, the model needs %.2f GiB at B=%d T=%d (%s): %s",
                              model.dev.name.c_str(), free_bytes / kGiB, model.total_bytes() / kGiB, model.B,
                              model.sequence(), by_arena(model, kGiB, 2).c_str(), way_out.c_str()));
-}
-
-template <class Model>
-void allocate_or_explain(Model& model) {
-    const size_t free_bytes = model.dev.free_bytes();
-    if (model.total_bytes() > free_bytes) throw_out_of_memory(model, free_bytes);
-    try {
-        model.allocate();
-    } catch (const OutOfMemory&) {
-        throw_out_of_memory(model, free_bytes - free_bytes / 20);
-    }
 }

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cerrno>
-#include <cfloat>
 #include <climits>
 #include <cmath>
 #include <cstdlib>
@@ -46,13 +44,11 @@ void set_value(const Option& option, const std::string& text) {
     const std::string range = option.range;
     const auto number = [&](bool integer) {
         char* end = nullptr;
-        errno = 0;
         const double value = std::strtod(text.c_str(), &end);
         const bool all = !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);
         const bool digits = text.find_first_not_of("-0123456789") == std::string::npos;
         check(all && (!integer || digits), integer ? "is not an integer" : "is not a finite number");
         check(std::isfinite(static_cast<float>(value)), "is not a finite number");
-        check(errno != ERANGE && (value == 0 || std::fabs(value) >= FLT_MIN), "is too small for a float");
         const size_t dots = std::min(range.find(".."), range.size());
         const std::string low = range.substr(0, dots), high = range.substr(std::min(dots + 2, range.size()));
         check((low.empty() || value >= std::stod(low)) && (high.empty() || value <= std::stod(high)) &&
@@ -89,12 +85,9 @@ void set_value(const Option& option, const std::string& text) {
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
     const std::vector<std::string> args(argv + 1, argv + argc);
     const auto is_flag_value = [&](size_t i) { return i < args.size() && (args[i] == "0" || args[i] == "1"); };
-    // Help comes before any value is set, because it prints the current values as defaults.
-    for (size_t i = 0; i < args.size(); i++)
-        if (args[i] == "--help" || (args[i] == "-h" && !is_flag_value(i + 1))) return true;
-
     std::vector<const Option*> given;
     for (size_t i = 0; i < args.size(); i++) {
+        if (args[i] == "--help" || (args[i] == "-h" && !is_flag_value(i + 1))) return true;
         const size_t equals = args[i][0] == '-' ? args[i].find('=') : std::string::npos;
         const bool attached = equals != std::string::npos;
         const std::string name = args[i].substr(0, equals);
@@ -158,12 +151,10 @@ std::string options_help(const std::string& program, const std::string& about, c
 }
 
 std::string options_settings(const std::vector<Option>& table) {
-    size_t width = 0;
-    for (const Option& option : table) width = std::max(width, std::strlen(option.name));
     std::string text;
     for (const Option& option : table)
         if (const std::string value = value_text(option); !value.empty())
-            text += format("%-*s  %s\n", static_cast<int>(width), option.name, value.c_str());
+            text += format("%s %s\n", option.name, value.c_str());
     return text;
 }
 

@@ -15,8 +15,8 @@ inline void prepare_process() {
     std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
 }
 
-// SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave, or end the text that is written. A second one
-// ends the program at once. Within a second it is the same one, which many programs send to a process and to its group.
+// SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave. A second one ends the program at once. Within a
+// second it is the same one, which many programs send to a process and to its group.
 inline volatile std::sig_atomic_t g_signal = 0;
 inline double g_signal_time;
 inline void on_signal(int signal) {

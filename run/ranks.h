@@ -15,7 +15,6 @@
 // of every sequence (attention/ring/ring.h), and a group reads the batches that a single rank would read otherwise.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -50,12 +49,6 @@ void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, s
     for (size_t array = 0; array < arrays; array++)
         for (const ParamRange& r : share)
             for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
-}
-
-// The step at work, for the watchdog's message.
-inline std::atomic<int>& current_step() {
-    static std::atomic<int> step{0};
-    return step;
 }
 
 // --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.

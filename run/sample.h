@@ -66,10 +66,10 @@ inline std::vector<int> start_of_text(const Tokenizer& tokenizer, const std::str
 }
 
 // Continues `context` by up to n tokens, up to the next <|endoftext|>. Returns their text. `see` gets the text of each
-// as it comes, and ends the text too by returning false.
+// as it comes.
 template <class Model>
 std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> context, int n, const Sampling& s,
-                     uint64_t seed, const std::function<bool(const std::string&)>& see = nullptr) {
+                     uint64_t seed, const std::function<void(const std::string&)>& see = nullptr) {
     std::string text;
     for (int i = 0; i < n; i++) {
         const auto logits = logits_of_last(model, context, i > 0);
@@ -78,7 +78,7 @@ std::string generate(Model& model, const Tokenizer& tokenizer, std::vector<int> 
         context.push_back(token);
         const std::string piece = tokenizer.decode(token);
         text += piece;
-        if (see && !see(piece)) break;
+        if (see) see(piece);
     }
     return text;
 }

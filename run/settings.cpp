@@ -19,35 +19,31 @@ std::vector<Option> Options::table() {
     using O = Option;
     return {
         {"--train-data", "-i", O::String, &train_data,
-         "token shards (a glob) or a text file; default: the built-in corpus, kept in data/cache", "", "data"},
+         "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
         {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
         {"--init", "-e", O::String, &init,
-         "d12 (gpt2:d12), d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)", "",
-         "model"},
+         "d12, d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)", "", "model"},
         {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
          attention_names()},
         {"--device", "", O::Choice, &device, "where to train; default: the GPU if there is one", "auto|cuda|cpu"},
-        {"--no-graph", "", O::Flag, &no_graph, "launch kernels one by one, not as a CUDA graph (for profilers)"},
         {"--recompute", "-r", O::Int, &recompute,
          "to save memory keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
-        {"--gpus", "", O::Int, &gpus, "so many processes, a GPU each; default: one, or as torchrun, srun or mpirun say",
+        {"--gpus", "", O::Int, &gpus, "processes, a GPU each; default: one, or as torchrun, srun or mpirun say",
          "0..1024", "several GPUs"},
-        {"--zero", "-z", O::Int, &zero, "1: divide the optimizer among the ranks; default: where channels divide",
-         "-1..1"},
+        {"--zero", "-z", O::Int, &zero, "1: divide the optimizer among ranks; default: where channels divide", "-1..1"},
         {"--overlap", "", O::Int, &overlap, "1: add up gradients beside backward; default: 1 between machines",
          "-1..1"},
         {"--context-parallel", "", O::Int, &context_parallel, "divide each sequence among so many GPUs", "1..1024"},
-        {"--timeout", "", O::Int, &timeout, "seconds without progress after which one of several ranks gives up",
-         "1..86400"},
+        {"--timeout", "", O::Int, &timeout, "seconds without progress after which a rank gives up", "1..86400"},
         {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
          "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: 64)", "0..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
          "tokens per update, a multiple of B·T·GPUs / context-parallel; default: that", "0.."},
-        {"--max-steps", "-x", O::Int, &max_steps,
-         "steps; default: about two minutes on an H200 (CPU: one minute), or one epoch of -i", "-1.."},
+        {"--max-steps", "-x", O::Int, &max_steps, "default: two minutes on an H200 (CPU: one), or an epoch of -i",
+         "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again"},
         {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "-1..", "optimizer"},
@@ -55,7 +51,7 @@ std::vector<Option> Options::table() {
          "-1.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
         {"--schedule", "-k", O::Choice, &schedule,
-         "after the warm-up; wsd: constant, and over the last fifth of all steps 1 - sqrt, as in llm.c",
+         "after the warm-up; wsd: constant, then 1 - sqrt over the last fifth, as in llm.c",
          "cosine|linear|constant|wsd"},
         {"--weight-decay", "-c", O::Float, &weight_decay, "on matrices only", "0.."},
         {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
@@ -71,15 +67,13 @@ std::vector<Option> Options::table() {
          "steps between samples, 0: never; default: five, or one in 20 steps", "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
         {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
-        {"--profile", "", O::Int, &profile, "after five steps profile so many, then exit; default: train",
-         "0..1000000"},
-        {"--output-dir", "-o", O::String, &output_dir, "for log.jsonl and checkpoints; default: nothing is written", "",
+        {"--profile", "", O::Int, &profile, "after five steps profile so many, then exit; default: train", "0.."},
+        {"--output-dir", "-o", O::String, &output_dir, "for log.jsonl and checkpoints; default: nothing is kept", "",
          "files"},
         {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
          "steps between checkpoints; default: only at the end and when interrupted", "0.."},
         {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; default: all", "0.."},
-        {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps for ever; default: don't",
-         "0.."},
+        {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps; default: don't", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
         {"--verify", "", O::Int, &verify,
          "compute the steps from this checkpoint to the next again, exit with 3 if a bit differs; default: train",
@@ -174,15 +168,10 @@ void prepare_output_dir(const Options& o) {
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
     if (o.resume || o.verify) return;
-    const int step = newest_checkpoint(o.output_dir), model = newest_checkpoint(o.output_dir, "model");
-    const std::string log = o.output_dir + "/log.jsonl";
-    struct stat info;
-    const bool logged = stat(log.c_str(), &info) == 0 && info.st_size > 0;
-    if (step >= 0 || model >= 0 || logged)
-        throw Error((step >= 0    ? state_path(o.output_dir, step)
-                     : model >= 0 ? model_path(o.output_dir, model)
-                                  : log) +
-                    ": is of an earlier run: add -y to resume it, or give another -o");
+    struct stat log;
+    const bool logged = stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0;
+    if (logged || newest_checkpoint(o.output_dir) >= 0 || newest_checkpoint(o.output_dir, "model") >= 0)
+        throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
 }
 
 Data find_data(const Options& o) {

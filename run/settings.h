@@ -19,7 +19,7 @@ struct Options {
     std::string hellaswag;
     bool eval_only = false;
     int checkpoint_every = 0, keep = 0, keep_every = 0, verify = 0;
-    bool resume = false, overfit = false, no_tf32 = false, no_graph = false, no_shuffle = false, memory = false;
+    bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false, memory = false;
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;

@@ -167,7 +167,6 @@ class Run {
         if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
         if (!prepared) prepare(now_at);
         prepared = true;
-        current_step() = step + 1;
         ranks.allow(step > first_step ? o.timeout : long_timeout(o));
         return now_at;
     }
@@ -205,12 +204,9 @@ class Run {
         const double mfu = mfu_percent(model.config.flops_per_token(o.T), tok_s, ranks.size, peak);
         step++;
         step_seconds += ms / 1e3;
-        if (!terminal || began - shown >= 0.25) {  // a terminal gets four lines a second
-            shown = began;
-            std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
-                        o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
-                        minutes((o.max_steps - step) * (now() - timed_since) / (step - timed_from)).c_str());
-        }
+        std::printf("step %d/%d | loss %.4f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s | MFU %s | ETA %s\n", step,
+                    o.max_steps, loss, norm, lr, ms, tok_s, peak > 0 ? format("%.1f%%", mfu).c_str() : "n/a",
+                    minutes((o.max_steps - step) * (now() - timed_since) / (step - timed_from)).c_str());
         Row row("train");
         row.add("step", step).add("loss_nats", loss).add("grad_norm", norm).add("lr", lr);
         row.add("step_ms", ms).add("tokens_per_s", tok_s).add("mfu_percent", mfu);
@@ -358,9 +354,8 @@ class Run {
     std::unique_ptr<Log> log = std::make_unique<Log>();
     int first_step = 0;  // of this process
     int last_checkpoint = -1, signal = 0;
-    const bool terminal = isatty(STDOUT_FILENO);
     const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
-    double began = 0, shown = -1;       // when the step began, and when the last line did
+    double began = 0;                   // when the step began
     double loss = NAN, val_loss = NAN;  // the last ones
     // The pace is that of the steps after the second, because the first two make plans, connections and a CUDA graph.
     int timed_from = 0;

@@ -16,14 +16,11 @@ template <class Model>
 void check_parameters(Model& model, const std::string& what, const std::string& advice) {
     for (size_t i = 0; i < model.params.tensors.size(); i++) {
         const TensorSpec& t = model.params.tensors[i];
-        for (int l = 0; l < std::max(t.layers, 1); l++) {
-            const auto* x = static_cast<const typename Model::X*>(model.params.at(i, l));
-            const size_t bad = count_nonfinite(model.dev, model.workspace().scratch, x, t.size);
-            const std::string place = t.name + (t.layers > 0 ? format(" of layer %d", l) : "");
-            if (bad)
-                throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), place.c_str(), bad,
-                                   t.size, advice.c_str()));
-        }
+        const auto* x = static_cast<const typename Model::X*>(model.params.at(i));
+        const size_t bad = count_nonfinite(model.dev, model.workspace().scratch, x, t.elements());
+        if (bad)
+            throw Error(format("%s: not finite: %s (%zu of %zu elements); %s", what.c_str(), t.name, bad, t.elements(),
+                               advice.c_str()));
     }
 }
 

@@ -25,7 +25,6 @@ from pathlib import Path
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, asking_hub, need, progress,
                             reading, write_file)
-from stdout import guard_stdout
 
 MAGIC, HEADER_INTS = 20240326, 256
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
@@ -256,7 +255,6 @@ def export_model(path, out, want, tokenizer):
 
 def main():
     global np  # --help needs none
-    guard_stdout()
     arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg.add_argument("command", choices=["import", "export"])
     arg.add_argument("source", help="import: folder or name on the hub; export: a checkpoint, or a run's folder")

@@ -2,13 +2,13 @@
 # measure.sh [--no-tests] [part…]   Measures on this machine's GPU what dev/README.md shows, appends it to dev/results
 # and rewrites the tables. All parts take about half an hour on an H200, each 20 minutes at most. If one fails, the others
 # still run, but no table is written. A kernel that fails its tests is not timed: --no-tests is for the second call of a
-# day. Three calls at one commit give least and most of figures that are close. Without git: see scripts/tree.sh.
+# day. Without git: see scripts/tree.sh.
 #
 #   bf16, fp32   attention: our kernels and PyTorch's     memory    the step by T
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
-#   scaling      tokens/s and losses of several GPUs
+#   scaling      tokens/s and losses of several GPUs, which no table shows, nor the ring's speed
 cd "$(dirname "$0")/.."
 all="bf16 fp32 accuracy study ring train memory default torch scaling"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')

@@ -6,7 +6,6 @@
 """
 import math
 import pathlib
-import shlex
 
 import results
 
@@ -104,7 +103,7 @@ def main():
     if out.suffix not in (".png", ".svg", ".pdf"):
         results.fail(f"--out {out}: expected a name that ends in .png, .svg or .pdf")
     plot(runs, [folder.resolve().name for folder in folders], out)
-    print(f"{out}\nnext: python3 scripts/tensorboard.py {shlex.join(map(str, a.runs))}")
+    print(out)
 
 
 if __name__ == "__main__":

@@ -24,24 +24,16 @@ GPT2_124M = {"model": "d12", "dtype": "bf16", "T": 1024}
 BREAKDOWN = ["model", "dtype", "B", "T", "attention", "recompute"]
 
 
-def figure(row, value, others, text):
-    """The text of value(row). Where one of `others` is less than 3 % away: least and most of three jobs, or "≈"."""
-    mine, jobs = value(row), [value(job) for job in row["jobs"]]
-    if not any(abs(mine - other) < 0.03 * max(mine, other) for other in others if other):
-        return text(mine)
-    if len(jobs) < 3:
-        return f"≈{text(mine)}"
-    return "–".join(dict.fromkeys((text(min(jobs)), text(max(jobs)))))
-
-
 def thousands(rate):
     return f"{rate / 1e3:.0f}k"
 
 
 def compared(row, rows, alike, field, text):
-    """figure() of this field beside the other rows that agree with `row` in all of the fields `alike`."""
+    """The text of this field, with "≈" where it is less than 3 % from that of another row with the same `alike`."""
+    mine = row[field]
     others = [r.get(field) for r in rows if r is not row and values(r, alike) == values(row, alike)]
-    return figure(row, itemgetter(field), others, text)
+    close = any(abs(mine - other) < 0.03 * max(mine, other) for other in others if other)
+    return "≈" * close + text(mine)
 
 
 def plain(*fields):
@@ -75,11 +67,9 @@ def table(title, rows, columns, lines):
     measured = sorted({"{date:.10} at {commit:.7}".format_map(r) for r in rows})
     caption = f"{title}. {'; '.join(machines)}. Measured {', '.join(measured)}."
     if "≈" in "".join(lines):
-        caption += " ≈: less than 3 % from what it is compared with, and measured once."
+        caption += " ≈: less than 3 % from what it is compared with."
     if not all("dirty" in r for r in rows):
         caption += " Whether the sources differed from the commit was not recorded."
-    if re.search(r"\d–\d", "".join(lines)):
-        caption += " a–b: least and most of three jobs or more."
     under = "---" + " | --:" * header.count(" | ")
     return paragraph(caption) + "\n\n" + "\n".join(f"| {line} |" for line in [header, under, *lines])
 
@@ -191,26 +181,6 @@ def step(rows):
     return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), cell)
 
 
-def percent(r, part, whole):
-    """A share of 100 %, which is what it is compared with."""
-    return figure(r, lambda r: 100 * r[part] / r[whole], [100], "{:.1f} %".format)
-
-
-def scaling(rows):
-    """Weak scaling: the newest run of each model, with the losses of its ranks beside one GPU's."""
-    of = ["model", "gpus", "zero"]
-    apart = {values(r, of): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
-    rows = sorted(matching(rows, what="speed"), key=itemgetter("model", "B", "gpus", "zero"))
-    same, varying = shared(rows, ["model", "dtype", "B", "T"])
-    title = f"""Data parallel, {same}, B for each GPU, sustained. Side by side: as many runs of one GPU each, at once.
-        GiB: of tensors. Losses apart: a step's loss from one GPU's at the same global batch, strict fp32, 20 steps"""
-    return listed(title, rows, {
-        "GPUs": "{gpus}", "--zero": "{zero}", **plain(*varying), "tok/s": lambda r: thousands(r["tok_s"]),
-        "of linear": lambda r: f"{100 * r['of_linear']:.1f} %", "ms a step": "{ms:.2f}",
-        "of side by side": lambda r: percent(r, "ms_side_by_side", "ms"), "GiB a GPU": "{gib:.1f}",
-        "losses apart": lambda r: apart.get(values(r, of), "–")})
-
-
 def ring_errors(rows):
     def cell(r):
         return "{mean_error:.2e} ({mean_ratio:.2f}), {max_error:.1e} ({max_ratio:.2f})".format_map(r)
@@ -218,18 +188,6 @@ def ring_errors(rows):
     title = f"""Ring attention against fp64 by number of ranks, causal, {shared(rows, ['T', 'NH', 'HS'])[0]}, N(0,1):
         mean and largest absolute error (multiples of one rank's)"""
     return crossed(title, rows, ["dtype", "carry", "ranks"], "tensor", ["out", "dq", "dk", "dv"], cell)
-
-
-def ring_speed(rows):
-    rows.sort(key=itemgetter("HS", "gpus", "pass"))
-
-    def share(r, ms):
-        return " / ".join(percent(r, "single_ms" + state, ms + state) for state in ("", "_sustained"))
-    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU; ms cool, rates cool /
-        sustained. Nothing sent: the same calls without travel"""
-    return listed(title, rows, {
-        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", "pass": "{pass}", "one GPU's time / GPUs, ms": "{single_ms:.2f}",
-        "ms": "{ms:.2f}", "of one GPU's rate": lambda r: share(r, "ms"), "nothing sent": lambda r: share(r, "still_ms")})
 
 
 def breakdown(rows):
@@ -305,11 +263,9 @@ TABLES = {
     "train": (train, "train", {"apart": TRAIN}, "train"),
     "step": (step, "train", {"apart": ["run"], "ids": "text-like", **GPT2_124M}, "train"),
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
-    "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),
     "default run": (default_run, "default_run", {}, "default"),
     "ring errors": (ring_errors, "ring", {"study": "ring"}, "ring"),
-    "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"], "form": "ring"}, "ring"),
 }
 
 

@@ -12,18 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from operator import itemgetter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
-sys.path.append(str(ROOT / "data"))
-from stdout import guard_stdout  # noqa: E402
 
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
-WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor
-recompute call variant study carry ranks tokens_per_gpu step ids""".split()
+WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus steps lr tf32 input tensor recompute
+call study carry ranks step ids""".split()
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
-SOURCES = ["commit", "gpu", "driver", "cuda"]
-DEFAULTS = {"recompute": 0, "ids": "uniform", "form": "ring"}  # of rows that do not say it
+DEFAULTS = {"recompute": 0, "ids": "uniform"}  # of rows that do not say it
 # Of a run's log.
 FIELDS = {"run": ["tokens_per_step"], "train": ["step", "loss_nats", "grad_norm", "lr", "tokens_per_s"],
           "val": ["step", "loss_nats"], "sample": ["step", "text"], "hellaswag": ["step", "correct", "examples"]}
@@ -35,7 +33,6 @@ def fail(text):
 
 def arguments(doc, bench=None):
     """A parser that shows the script's `doc`, with the options of a script that appends rows of `bench`."""
-    guard_stdout()
     arg = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if bench:
         arg.add_argument("--json", action="store_true", help=f"append rows to dev/results/<gpu>/{bench}.jsonl")
@@ -119,8 +116,7 @@ def matching(rows, **where):
 
 def read_rows(path, apart=(), **where):
     """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
-    `apart` are not compared, so that each of them has a newest run of its own. A row's "jobs" are all that were
-    measured as it was, by the same sources."""
+    `apart` are not compared, so that each of them has a newest run of its own."""
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -132,15 +128,9 @@ def read_rows(path, apart=(), **where):
         if not row.get("dirty"):
             rows.append(row)
     rows = matching(rows, **where)
-    run, jobs, newest = {}, {}, {}
-    for row in sorted(rows, key=lambda row: row["date"]):
-        run[values(row, apart)] = row["of"]
-        jobs.setdefault(values(row, WHAT + SOURCES), {})[row["of"]] = row
-    for row in rows:
-        if row["of"] == run[values(row, apart)]:
-            newest[values(row, [*WHAT, *apart])] = jobs[values(row, WHAT + SOURCES)][row["of"]]
-    for row in newest.values():
-        row["jobs"] = list(jobs[values(row, WHAT + SOURCES)].values())
+    rows.sort(key=itemgetter("date"))
+    run = {values(row, apart): row["of"] for row in rows}  # the newest comes last
+    newest = {values(row, [*WHAT, *apart]): row for row in rows if row["of"] == run[values(row, apart)]}
     return list(newest.values())
 
 
@@ -195,7 +185,7 @@ def read_log(run):
 @contextlib.contextmanager
 def whole(path):
     """Gives a temporary name beside `path`: it becomes `path` when the block ends well, and is removed otherwise."""
-    part = path.with_name(f"{path.name[:3]}.{os.getpid()}.part")  # nothing that TensorBoard would read
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield part
         os.replace(part, path)
