@@ -15,6 +15,7 @@
 // of every sequence (attention/ring/ring.h), and a group reads the batches that a single rank would read otherwise.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -50,6 +51,8 @@ void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, s
         for (const ParamRange& r : share)
             for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
 }
+
+inline std::atomic<int> g_step = 0;  // at work, for the watchdog's message
 
 // --timeout is for ordinary steps. The first one makes plans and connections, and before it data is read.
 inline double long_timeout(const Options& o) {

@@ -50,7 +50,8 @@ struct Team {
         for (std::string name, value; settings >> name && std::getline(settings >> std::ws, value);)
             fields.push_back({name, value});
         nccl_id = meet(place, fields, rank == 0 ? NcclComm::new_id() : "");
-        watchdog = std::make_unique<Watchdog>([rank = rank] { return format("rank %d", rank); });
+        watchdog =
+            std::make_unique<Watchdog>([rank = rank] { return format("rank %d at step %d", rank, g_step.load()); });
         watchdog->allow(long_timeout(o));
     }
     bool speaks() const { return rank == 0; }  // for all ranks

@@ -167,6 +167,7 @@ class Run {
         if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
         if (!prepared) prepare(now_at);
         prepared = true;
+        g_step = step + 1;
         ranks.allow(step > first_step ? o.timeout : long_timeout(o));
         return now_at;
     }
