@@ -8,7 +8,7 @@
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
-#   scaling      tokens/s and losses of several GPUs, which no table shows, nor the ring's speed
+#   scaling      tokens/s and losses of several GPUs
 cd "$(dirname "$0")/.."
 all="bf16 fp32 accuracy study ring train memory default torch scaling"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')

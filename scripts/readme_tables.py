@@ -181,6 +181,34 @@ def step(rows):
     return crossed(title, [*ours, *peers], ["B"], "kernel", list(names), cell)
 
 
+def scaling(rows):
+    """Weak scaling, and the losses of several ranks beside one GPU's."""
+    of = ["model", "gpus", "zero"]
+    apart = {values(r, of): f"{r['apart']:.0e}" for r in matching(rows, what="losses")}
+    rows = sorted(matching(rows, what="speed"), key=itemgetter(*of))
+    title = f"""Data parallel, {shared(rows, ["model", "dtype", "B", "T"])[0]}, B for each GPU, sustained. Side by side:
+        as many runs of one GPU each, at once. Losses apart: a step's loss from one GPU's at the same global batch,
+        strict fp32, 20 steps"""
+    return listed(title, rows, {
+        "GPUs": "{gpus}", "--zero": "{zero}", "tok/s": lambda r: thousands(r["tok_s"]),
+        "of linear": lambda r: f"{100 * r['of_linear']:.1f} %", "ms a step": "{ms:.2f}",
+        "side by side": "{ms_side_by_side:.2f}", "GiB a GPU": "{gib:.1f}",
+        "losses apart": lambda r: apart.get(values(r, of), "–")})
+
+
+def ring_speed(rows):
+    def share(field):
+        return lambda r: " / ".join(f"{100 * r['single_' + ms] / r[field + ms]:.1f} %" for ms in ("ms", "ms_sustained"))
+    rows.sort(key=itemgetter("HS", "gpus", "pass"))
+    title = f"""Ring attention, bf16, causal, B 1, {rows[0]['tokens_per_gpu']} tokens a GPU: ms cool, and shares of one
+        GPU's rate cool / sustained. Nothing sent: the same calls without travel. A hop: keys and values travel once,
+        and nothing else happens"""
+    return listed(title, rows, {
+        "GPUs": "{gpus}", "NH, HS": "{NH}, {HS}", **plain("pass"), "one GPU's ms / GPUs": "{single_ms:.2f}",
+        "ms": "{ms:.2f}", "share": share(""), "nothing sent, ms": "{still_ms:.2f}", "share then": share("still_"),
+        "a hop, ms": "{hop_ms:.2f}"})
+
+
 def ring_errors(rows):
     def cell(r):
         return "{mean_error:.2e} ({mean_ratio:.2f}), {max_error:.1e} ({max_ratio:.2f})".format_map(r)
@@ -265,7 +293,9 @@ TABLES = {
     "breakdown": (breakdown, "breakdown", {"apart": BREAKDOWN}, "train"),
     "torch": (torch, "torch", {"apart": ["model", "dtype"]}, "torch"),
     "default run": (default_run, "default_run", {}, "default"),
+    "scaling": (scaling, "scaling", {"apart": ["model"]}, "scaling"),
     "ring errors": (ring_errors, "ring", {"study": "ring"}, "ring"),
+    "ring speed": (ring_speed, "ring_speed", {"apart": ["gpus"]}, "ring"),
 }
 
 
