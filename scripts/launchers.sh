@@ -2,11 +2,12 @@
 # launchers.sh [way…]   Trains the same 20 steps on two GPUs, started in every way (gpus, torchrun, mpirun, machines) that is
 # to be had here, and compares the losses. Ends with 1 if they differ.
 #
+# --overlap changes the order in which the norm is added up, and it is the default between machines alone.
 # machines: each of two ranks sees one GPU, and NCCL may use the network alone, as on two machines.
 cd "$(dirname "$0")/.." && self=$PWD/scripts/launchers.sh
 . dev/within.sh
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-train="./train_gpt2cu -e d12 -b 8 -t 1024 -x 20 -v 0 -s 0" first="" failed=""
+train="./train_gpt2cu -e d12 -b 8 -t 1024 -x 20 -v 0 -s 0 --overlap 1" first="" failed=""
 
 start() {  # way
     case $1 in

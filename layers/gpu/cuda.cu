@@ -1,6 +1,8 @@
 // The CUDA backend's device (see cuda.h).
 #include <cuda_profiler_api.h>
 
+#include <csignal>
+
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/cuda.h"
 
@@ -43,7 +45,12 @@ void Cuda::pause(unsigned ns) const {
 
 int Cuda::count(std::string* why) {
     int n = 0;
+    // The driver's threads inherit the mask. If one of them took a signal, it would end a process that waits for it.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
     const cudaError_t status = cudaGetDeviceCount(&n);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (status != cudaSuccess) {
         cudaGetLastError();
         n = 0;

@@ -47,6 +47,7 @@ struct Cuda {
         CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
         sync();
     }
+    void use() const { CUDA_CHECK(cudaSetDevice(device)); }  // by a thread that another one has started
     void sync() const { CUDA_CHECK(cudaStreamSynchronize(stream)); }
     void pause(unsigned ns) const;  // holds the stream up for that long
     void profile(bool on) const;    // marks what Nsight's --capture-range=cudaProfilerApi keeps
