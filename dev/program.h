@@ -68,30 +68,24 @@ inline Result shell(const std::string& command, const std::function<void(const s
     return r;
 }
 // Tests begin with common options and change some. The program refuses one that is given twice, so the last one counts.
-// Other words follow the options as they are, and so does all from a ; or a | or an & on.
+// The words behind an option belong to it. From a ; or a | or an & on all stays as it is.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
-    const std::vector<std::string> words(std::sregex_token_iterator(arguments.begin(), arguments.end(), word), {});
-    Options o;
-    const std::vector<Option> table = o.table();
+    const std::vector<Option> table = Options().table();
     std::map<std::string, std::string> given;
-    std::string others;
-    bool of_shell = false;
-    for (size_t i = 0; i < words.size(); i++) {
-        const std::string name = words[i].substr(0, words[i].find('='));
-        const auto option = std::find_if(table.begin(), table.end(),
-                                         [&](const Option& o) { return name == o.name || name == o.letter; });
-        of_shell |= words[i].find_first_of(";|&") != std::string::npos;
-        const bool known = !of_shell && option != table.end();
-        std::string& text = known ? given[option->name] : others;
-        text = (known ? "" : others) + words[i] + " ";
-        if (!known || name != words[i] || i + 1 == words.size()) continue;
-        const std::string& next = words[i + 1];
-        if (option->kind != Option::Flag || next == "0" || next == "1") text += words[++i] + " ";
+    std::string first, rest, *last = &first;
+    for (std::sregex_iterator at(arguments.begin(), arguments.end(), word); at != std::sregex_iterator(); ++at) {
+        const std::string text = at->str(), name = text.substr(0, text.find('='));
+        if (text.find_first_of(";|&") != std::string::npos) last = &rest;
+        for (const Option& option : table)
+            if (last != &rest && (name == option.name || name == option.letter)) {
+                last = &given[option.name];
+                last->clear();
+            }
+        *last += text + " ";
     }
-    std::string text;
-    for (const auto& [name, written] : given) text += written;
-    return text + others;
+    for (const auto& [name, text] : given) first += text;
+    return first + rest;
 }
 // The program. Several ranks without a GPU are the threads of dev/train_threads.
 inline std::string command(const std::string& arguments) {

@@ -14,13 +14,6 @@ std::array<A, 3> merged(A o, A lse, A o_b, A lse_b, A rest = 0, A rest_b = 0) {
     return {o, lse, rest};
 }
 
-// A ring over so many threads, whose errors count together.
-template <class X>
-void check_job(int ranks, const AttentionShape& s, double q_sigma = 1) {
-    const Cpu cpu(1);
-    on_threads(ranks, [&](int, ThreadComm& comm) { check_ring<X>(cpu, comm, s, q_sigma); });
-}
-
 }  // namespace
 
 TEST(merge_of_two_pieces) {
@@ -57,15 +50,12 @@ TEST(chunks_make_the_whole) {
     check_chunks(Whole<float, Cpu>(cpu, s), 7, 10);
 }
 
+// 8 ranks have chunks of a token, of 2 and of 9.
 TEST(ring_equals_the_whole) {
-    for (int ranks : {1, 2, 3, 4})
-        for (int Tc : {1, 7, 16}) check_job<double>(ranks, {2, 2 * ranks * Tc, 2 * ranks * Tc, 2, 32, true, 0.3f});
-    check_job<double>(3, {1, 36, 36, 2, 16});
-    check_job<double>(4, {1, 40, 40, 1, 64}, 40);  // one key has nearly all the weight
-    check_job<float>(4, {1, 264, 264, 2, 64}, 5);
-}
-TEST(ring_of_threads_equals_the_whole) {
-    check_local_rings<double>(Cpu(1), {2, 48 * 3, 48 * 3, 2, 20}, 1, 1);
+    const Cpu cpu(1);
+    for (int T : {16, 32, 144}) check_local_rings<double>(cpu, {2, T, T, 2, 20, true, 0.3f}, 1, 1);
+    check_local_rings<double>(cpu, {1, 48, 48, 1, 64}, 40, 1);  // one key has nearly all the weight
+    check_local_rings<float>(cpu, {1, 264, 264, 2, 64}, 5, 1);
 }
 TEST(ring_errors_do_not_grow) {
     // With long sums one key's error does not decide.
