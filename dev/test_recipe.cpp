@@ -472,20 +472,15 @@ TEST(a_new_model_starts_as_gpt2_does) {
     }
 }
 
-// In fp32 1 − β² would be off by up to a thousandth, and a sum of squares would lose ones beside 2²⁴.
-TEST(norm_and_bias_correction_are_fp64) {
-    const Cpu cpu(1);
-    std::vector<float> x(10001, 1.f);
-    x[0] = 4096;
-    float norm = 0;
-    global_norm(cpu, &norm, nullptr, x.data(), x.size());
-    CHECK_NEAR(norm, std::sqrt(4096. * 4096 + 10000), 1e-3);
+// In fp32 1 − β² would be off by up to a thousandth.
+TEST(bias_correction_is_fp64) {
     const float one = 1, near_one = 0.99999f;
     const ParamRange range = {0, 1, false};
     for (int step = 1; step < 10; step++)
         for (const auto& [beta1, beta2] : {std::pair{near_one, 0.f}, {0.f, near_one}}) {
             float p = 0, m = 0, v = 0;
-            adamw_update<float>(cpu, &p, nullptr, &m, &v, &one, &one, &range, 1, {1, beta1, beta2, 0, 0, 0, step, 0});
+            adamw_update<float>(Cpu(1), &p, nullptr, &m, &v, &one, &one, &range, 1,
+                                {1, beta1, beta2, 0, 0, 0, step, 0});
             const double beta = near_one, share = (1 - beta) / (1 - std::pow(beta, step));
             CHECK_NEAR(p, beta1 > 0 ? -share : -1 / std::sqrt(share), 1e-6 / share);
         }
