@@ -180,13 +180,16 @@ template <class T>
 std::string bytes_of(const std::vector<T>& values) {
     return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
+// llm.c's files begin with 256 int32.
+inline std::string header_of(std::vector<int32_t> numbers) {
+    numbers.resize(256);
+    return bytes_of(numbers);
+}
 // A shard of tokens. 256, the end of a text in a vocabulary of bytes, is stored as GPT-2's.
 inline std::string write_shard(const std::string& path, const std::vector<int>& tokens) {
-    std::vector<int32_t> header(256);
-    header[0] = 20240520, header[1] = 1, header[2] = static_cast<int32_t>(tokens.size());
     std::vector<uint16_t> stored;
     for (int token : tokens) stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
-    write_file(path, bytes_of(header) + bytes_of(stored));
+    write_file(path, header_of({20240520, 1, static_cast<int32_t>(tokens.size())}) + bytes_of(stored));
     return path;
 }
 
@@ -206,8 +209,7 @@ inline void write_choices(const std::string& path, const std::vector<Choice>& ch
         header[3] = std::max<int32_t>(header[3], one[1]);
         all.insert(all.end(), one.begin(), one.end());
     }
-    header.resize(256);
-    write_file(path, bytes_of(header) + bytes_of(all));
+    write_file(path, header_of(header) + bytes_of(all));
 }
 inline bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;

@@ -45,11 +45,6 @@ std::string noise(size_t bytes) {
     for (size_t i = 0; i < bytes; i++) data[i] = static_cast<char>(i * 2654435761u >> 13);
     return data;
 }
-// llm.c's files begin with 256 int32.
-std::string header(std::vector<int32_t> numbers) {
-    numbers.resize(256);
-    return bytes_of(numbers);
-}
 
 // A good file, its reader, and where its version stands. Whatever is changed in it, the reader names the file and says
 // `what`.
@@ -128,24 +123,17 @@ TEST(checksum) {
     CHECK(checksum64(data.data(), 1000, 5) == 0xe645477def5dce9du);
 }
 
-static void write_atomically(const std::string& path, const Strings& pieces) {
-    std::vector<Block> blocks;
-    for (const std::string& piece : pieces) blocks.push_back({piece.data(), piece.size()});
-    write_whole_file(path, blocks);
-}
-
 // dev/test_faults has what a crash or a full disk leaves at every point.
 TEST(atomic_file) {
     const std::string here = folder(), path = here + "/out.bin";
-    write_file(temporary_of(path), std::string(5000, 'x'));              // from a process with the same number
-    const Strings pieces = {"small", noise(3 << 20), "", "0123456789"};  // the second is written in pieces
-    const std::string want = pieces[0] + pieces[1] + pieces[3];
-    write_atomically(path, pieces);
+    write_file(temporary_of(path), std::string(4 << 20, 'x'));  // from a process with the same number
+    const std::string large = noise(3 << 20);                   // is written in pieces
+    write_whole_file(path, {{"small", 5}, {large.data(), large.size()}, {"", 0}, {"0123456789", 10}});
     const auto stop = [] { throw Error("before it has its name, so only the old file stays"); };
     CHECK_ERROR(write_whole_file(path, {{"half", 4}}, stop), "before it");
-    CHECK(read_file(path) == want && shell("ls " + here).out == "out.bin\n");
+    CHECK(read_file(path) == "small" + large + "0123456789" && shell("ls " + here).out == "out.bin\n");
     const mode_t mask = umask(022);
-    write_atomically(path, {"new"});
+    write_whole_file(path, {{"new", 3}});
     umask(mask);
     CHECK(read_file(path) == "new" && static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
     // The name is taken by a directory while the file is written.
@@ -167,7 +155,7 @@ TEST(model_round_trip) {
         std::string back(parameters.size(), 'x');
         write_model(path, h, parameters.data());
         const int version = h.dtype == DType::f32 ? 3 : 5;
-        CHECK(read_file(path) == header({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
+        CHECK(read_file(path) == header_of({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
         const ModelHeader got = read_model_header(path);
         CHECK(!std::memcmp(&got, &h, sizeof h));
         read_model_parameters(path, got, back.data());
@@ -259,7 +247,7 @@ TEST(tokenizer_bytes) {
 
 static std::string tokenizer_file(int version, const Strings& pieces) {
     const int count = static_cast<int>(pieces.size());
-    std::string bytes = header({20240328, version, count, version == 2 ? count - 1 : 0});
+    std::string bytes = header_of({20240328, version, count, version == 2 ? count - 1 : 0});
     for (const std::string& piece : pieces) bytes += static_cast<char>(piece.size()) + piece;
     return bytes;
 }
@@ -354,7 +342,7 @@ TEST(choices) {
     const std::string path = file.path;
     const std::vector<Choice> read = read_choices(path, 257, 64);
     CHECK(read.size() == 2 &&
-          file.bytes.compare(0, 1024, header({20240522, 1, 2, 40})) == 0);  // the longest has 40 bytes
+          file.bytes.compare(0, 1024, header_of({20240522, 1, 2, 40})) == 0);  // the longest has 40 bytes
     for (size_t i = 0; i < read.size(); i++) {
         const auto parts = [](const Choice& c) { return std::tie(c.index, c.label, c.context, c.endings); };
         CHECK(parts(read[i]) == parts(kChoices[i]));
@@ -509,16 +497,13 @@ TEST(loader_errors) {
     for (const std::string& shard : {path, name}) write_file(shard, file.bytes);
     write_file(text, "this is text, long enough for a batch or two");
     write_file(exact, "abcdefgh");  // 9 tokens with <|endoftext|>
-    write_file(here + "/empty", "");
     for (const size_t n : {0, 4, 8, 9}) write_shard(here + format("/%zu", n), counting(n));
     for (const std::string& enough : {path, text, exact, here + "/9", here + "/8", name}) TestLoader(enough, 2, 4);
     const std::pair<std::string, std::string> unusable[] = {
         {here + "/missing_*.bin", ": no such file, and no file matches it"},
-        {here + "/missing/*.bin", ": a directory of this pattern is missing or cannot be read"},
         {"", ": no such file"},
         {here, ": is a directory"},
         {here + "/4", ": too little data: 4 tokens in 1 file, none with the 5 of a sequence"},
-        {here + "/empty", ": too little data: 0 tokens in 1 file"},
         {small, ": too little data: 40 tokens in 10 files"}};  // no shard has a whole window
     for (const auto& [pattern, why] : unusable) CHECK_ERROR(TestLoader(pattern, 2, 4), pattern + why);
     CHECK_ERROR(TestLoader(here + "/[bf]*", 2, 4), text + ": wrong magic at offset 0: expected 20240520, found ");
@@ -528,7 +513,7 @@ TEST(loader_errors) {
          {std::tuple{kByteVocab, 256, 256}, {50304, 50304, 65535}, {50256, 50256, 50256}}) {
         std::vector<uint16_t> tokens(13);
         tokens[10] = token;
-        write_file(path, header({20240520, 1, 13}) + bytes_of(tokens));
+        write_file(path, header_of({20240520, 1, 13}) + bytes_of(tokens));
         TestLoader loader(path, 2, 3, vocab);
         loader.batch();
         CHECK_ERROR(
@@ -557,7 +542,7 @@ TEST(loader_larger_than_2_gib) {
     const int tokens = 2147000001, T = 1000;  // 4.3 GB, nearly all of it a hole
     std::vector<uint16_t> end(2 * T + 1);
     std::iota(end.begin(), end.end(), 100);
-    write_file(path, header({20240520, 1, tokens}));
+    write_file(path, header_of({20240520, 1, tokens}));
     if (truncate(path.c_str(), 1024 + 2 * (off_t(tokens) - 2 * T - 1)))
         SKIP("no sparse files here: %s", std::strerror(errno));
     std::ofstream(path, std::ios::app | std::ios::binary) << bytes_of(end);
@@ -601,13 +586,10 @@ TEST(documents_of_a_text) {
     }
 }
 
-// A shell and glob() give back what was quoted for them.
+// A shell gives back what was quoted for it.
 TEST(names_in_commands) {
     for (const std::string name : {"run1", "", "-x;&|", "it's $HOME `x` \"q\" \\ *\n"})
         CHECK(shell("printf %s " + shell_quoted(name)).out == name);
-    const std::string here = folder();
-    write_shard(here + "/a[1]*.bin", counting(9));
-    TestLoader(glob_escaped(here + "/a[1]*") + ".bi?", 1, 4);
 }
 
 // dev/test_resume has what a run says of other data.
