@@ -171,7 +171,7 @@ int check_sample(Gpt2& model, int T, int k, const std::string& prompt, const std
     return place;
 }
 
-// Checks the lines that a run prints against the rows of its log. dev/test_program has the time left.
+// Checks the lines that a run prints against the rows of its log.
 void check_lines(const std::string& text, const std::string& out, int steps, int tokens_per_step) {
     for (const char* kind : {"train", "val"})
         for (const std::string& row : rows(out, kind)) {
