@@ -142,10 +142,11 @@ Result train(const std::string& options, int ranks = 1, const std::string& out =
     return {codes[0], process.text()};
 }
 
-// What a run leaves: its last model and state, and which step each of its log's rows is of.
+// What a run leaves: its last model and state, and of each line of its log the step and how many rows are in it.
 std::string content(const std::string& out) {
     std::string all = read_file(model_path(out, kSteps)) + "|" + read_file(state_path(out, kSteps)) + "|";
-    for (const double step : values(out, "train", "step")) all += format("%g ", step);
+    for (const std::string& row : rows(out, "train"))
+        all += format("%g in %zd rows ", value(row, "step"), std::count(row.begin(), row.end(), '{'));
     return all;
 }
 std::string undisturbed(const std::string& command = "", int ranks = 1) {
