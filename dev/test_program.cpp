@@ -146,7 +146,6 @@ TEST(usage_errors_exit_with_2) {
         {2, "--device cpu --eval-only", "--eval-only needs a model"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "need a directory: give it with -o"},
-        {2, tiny() + "-nm 5", "need a directory: give it with -o"},
         {2, tiny() + "--verify 5", "need a directory: give it with -o"},
         {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
         {2, tiny() + "-d 100", "not a multiple"},
