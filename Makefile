@@ -85,7 +85,7 @@ OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
 TESTS     := $(basename $(wildcard dev/test_*.cpp dev/test_*.cu))
 PYTESTS   := $(wildcard dev/test_*.py)
 BENCHES   := $(basename $(wildcard dev/bench_*.cu)) dev/accuracy dev/study_accumulation dev/study_ring
-TOOLS     := dev/dump_gradients dev/encode dev/train_threads
+TOOLS     := dev/encode dev/train_threads
 
 .PHONY: all test sanitize archs benches profile clean help FORCE
 all: train_gpt2cu
@@ -94,7 +94,7 @@ train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 $(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
-build/dev/test_gpt2.o build/dev/bench_train.o build/dev/dump_gradients.o build/dev/train_threads.o: train_gpt2.cu  # they include the program itself
+build/dev/test_gpt2.o build/dev/bench_train.o build/dev/train_threads.o: train_gpt2.cu  # they include the program itself
 # The Hopper kernels with clock stamps at their waits, for dev/timeline alone.
 STAMPED   := flash_bf16_sm90 flash_bf16_sm90_backward
 dev/timeline: build/dev/timeline.o $(STAMPED:%=build/timeline/%.o) $(filter-out $(STAMPED:%=build/attention/%.o),$(OBJECTS))
@@ -119,7 +119,7 @@ build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/layers/comm/comm.o build/dev/test_gpt2.o build/dev/dump_gradients.o: LANGUAGE := -x c++
+build/train_gpt2.o build/layers/comm/comm.o build/dev/test_gpt2.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
 build/data/tokenizer.o: data/unicode_kinds.txt

@@ -9,13 +9,14 @@
 
 #include "dev/test.h"
 
+inline double dot(const std::vector<double>& a, const std::vector<double>& b) {
+    return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+}
+
 // Checks that grad is dloss/dx. It moves x, in place and back, along a few random directions and a few single elements.
 inline void check_gradient(const std::string& what, double* x, const std::vector<double>& grad,
                            const std::function<double()>& loss) {
     static std::mt19937_64 rng(20240521);
-    const auto dot = [](const std::vector<double>& a, const std::vector<double>& b) {
-        return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
-    };
     const size_t n = grad.size();
     const std::vector<double> start(x, x + n);
     const double h = 1e-5, round_off = 1e-9 * (1 + std::fabs(loss()));

@@ -68,30 +68,24 @@ inline Result shell(const std::string& command, const std::function<void(const s
     return r;
 }
 // Tests begin with common options and change some. The program refuses one that is given twice, so the last one counts.
-// Other words follow the options as they are, and so does all from a ; or a | or an & on.
+// The words behind an option belong to it. From a ; or a | or an & on all stays as it is.
 inline std::string given_once(const std::string& arguments) {
     static const std::regex word("(?:[^ '\"]|'[^']*'|\"[^\"]*\")+");
-    const std::vector<std::string> words(std::sregex_token_iterator(arguments.begin(), arguments.end(), word), {});
-    Options o;
-    const std::vector<Option> table = o.table();
+    const std::vector<Option> table = Options().table();
     std::map<std::string, std::string> given;
-    std::string others;
-    bool of_shell = false;
-    for (size_t i = 0; i < words.size(); i++) {
-        const std::string name = words[i].substr(0, words[i].find('='));
-        const auto option = std::find_if(table.begin(), table.end(),
-                                         [&](const Option& o) { return name == o.name || name == o.letter; });
-        of_shell |= words[i].find_first_of(";|&") != std::string::npos;
-        const bool known = !of_shell && option != table.end();
-        std::string& text = known ? given[option->name] : others;
-        text = (known ? "" : others) + words[i] + " ";
-        if (!known || name != words[i] || i + 1 == words.size()) continue;
-        const std::string& next = words[i + 1];
-        if (option->kind != Option::Flag || next == "0" || next == "1") text += words[++i] + " ";
+    std::string first, rest, *last = &first;
+    for (std::sregex_iterator at(arguments.begin(), arguments.end(), word); at != std::sregex_iterator(); ++at) {
+        const std::string text = at->str(), name = text.substr(0, text.find('='));
+        if (text.find_first_of(";|&") != std::string::npos) last = &rest;
+        for (const Option& option : table)
+            if (last != &rest && (name == option.name || name == option.letter)) {
+                last = &given[option.name];
+                last->clear();
+            }
+        *last += text + " ";
     }
-    std::string text;
-    for (const auto& [name, written] : given) text += written;
-    return text + others;
+    for (const auto& [name, text] : given) first += text;
+    return first + rest;
 }
 // The program. Several ranks without a GPU are the threads of dev/train_threads.
 inline std::string command(const std::string& arguments) {
@@ -186,13 +180,16 @@ template <class T>
 std::string bytes_of(const std::vector<T>& values) {
     return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
+// llm.c's files begin with 256 int32.
+inline std::string header_of(std::vector<int32_t> numbers) {
+    numbers.resize(256);
+    return bytes_of(numbers);
+}
 // A shard of tokens. 256, the end of a text in a vocabulary of bytes, is stored as GPT-2's.
 inline std::string write_shard(const std::string& path, const std::vector<int>& tokens) {
-    std::vector<int32_t> header(256);
-    header[0] = 20240520, header[1] = 1, header[2] = static_cast<int32_t>(tokens.size());
     std::vector<uint16_t> stored;
     for (int token : tokens) stored.push_back(static_cast<uint16_t>(token == 256 ? 50256 : token));
-    write_file(path, bytes_of(header) + bytes_of(stored));
+    write_file(path, header_of({20240520, 1, static_cast<int32_t>(tokens.size())}) + bytes_of(stored));
     return path;
 }
 
@@ -212,8 +209,7 @@ inline void write_choices(const std::string& path, const std::vector<Choice>& ch
         header[3] = std::max<int32_t>(header[3], one[1]);
         all.insert(all.end(), one.begin(), one.end());
     }
-    header.resize(256);
-    write_file(path, bytes_of(header) + bytes_of(all));
+    write_file(path, header_of(header) + bytes_of(all));
 }
 inline bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0;

@@ -61,9 +61,7 @@ inline std::vector<float> make_weights(double end) {
     return p;
 }
 inline std::string model_header(int version, int NH = ::NH, int V = ::V) {
-    std::vector<int32_t> header = {20240326, version, kPositions, V, L, NH, C, Vp};
-    header.resize(256);
-    return bytes_of(header);
+    return header_of({20240326, version, kPositions, V, L, NH, C, Vp});
 }
 inline std::string model_file(double end) {
     const std::string path = dir() + format("/model_%g.bin", end);

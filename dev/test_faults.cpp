@@ -85,6 +85,7 @@ Result operation(const char* name, const std::string& path, Act act) {
     const Fault now = n == fault_at ? fault : kNone;
     if (now == kPowerCut) cut_power();
     if (now == kPowerCut || now == kDiesBefore) die();
+    if (now == kNoSpace && contains(name, "write")) act(true);  // the disk takes a part and is full
     if (now == kNoSpace || now == kInterrupted) {
         errno = now == kNoSpace ? ENOSPC : EINTR;
         return -1;
@@ -141,10 +142,11 @@ Result train(const std::string& options, int ranks = 1, const std::string& out =
     return {codes[0], process.text()};
 }
 
-// What a run leaves: its last model and state, and which step each of its log's rows is of.
+// What a run leaves: its last model and state, and of each line of its log the step and how many rows are in it.
 std::string content(const std::string& out) {
     std::string all = read_file(model_path(out, kSteps)) + "|" + read_file(state_path(out, kSteps)) + "|";
-    for (const double step : values(out, "train", "step")) all += format("%g ", step);
+    for (const std::string& row : rows(out, "train"))
+        all += format("%g in %zd rows ", value(row, "step"), std::count(row.begin(), row.end(), '{'));
     return all;
 }
 std::string undisturbed(const std::string& command = "", int ranks = 1) {
@@ -251,7 +253,10 @@ TEST(gate_restart_and_replay) {
     CHECK_RUN(train(verify + "5"), 1, "--verify 5: no checkpoint follows that step in " + out);
     CHECK_RUN(train(options(dir() + "/typo") + "--verify 3"), 2, "/typo has no checkpoint of that step");
     CHECK(!exists(dir() + "/typo"));
-    CHECK_RUN(train(verify + "2 -l 1e-3"), 1, "the run had other options: -l from 0.003 to 0.001;");
+    CHECK_RUN(
+        train(verify + "2 -x 3 -l 1e-4 -u 5 -q 0.2 -k wsd -c 0 --beta2 0.9 --max-norm 0.5"), 1,
+        "the run had other options: -x from 5 to 3, -l from 0.003 to 0.0001, -u from 2 to 5, -q from 0.1 to 0.2, -k "
+        "from cosine to wsd, -c from 0.1 to 0, --beta2 from 0.95 to 0.9, --max-norm from 1 to 0.5;");
     CHECK(content(out) == content(undisturbed()));
     // Two ranks round other sums than one.
     const std::string two = dir() + "/two", differ = "steps 3 to 4 computed again end otherwise";

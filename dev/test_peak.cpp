@@ -54,34 +54,29 @@ TEST(data_sheet_figures_by_device_name) {
 }
 
 // The other figures follow from cores and clock, with an addition and a multiplication per core and cycle in fp32.
-// Tensor cores are twice as fast in bf16, and four times in workstation GPUs. In TF32 they are half as fast as in bf16.
-// Turing's have neither type.
+// Tensor cores are `tensor` times as fast in bf16, and half as fast in TF32. Turing's have neither type.
 TEST(rates_by_cores_and_boost_clock) {
-    const struct {
-        std::string line;
-        int tensor;  // how many times as fast
-        std::vector<std::tuple<const char*, int, double>> chips;  // cores, GHz
-    } lines[] = {
-        {"NVIDIA GeForce RTX ", 0, {
-            {"2060", 1920, 1.68}, {"2060 SUPER", 2176, 1.65}, {"2070", 2304, 1.62}, {"2070 SUPER", 2560, 1.77},
-            {"2080", 2944, 1.71}, {"2080 SUPER", 3072, 1.815}}},
-        {"Quadro RTX ", 0, {
-            {"4000", 2304, 1.545}, {"5000", 3072, 1.815}, {"8000", 4608, 1.77}}},
-        {"NVIDIA GeForce RTX ", 2, {
-            {"3060", 3584, 1.777}, {"3060 Ti", 4864, 1.665}, {"3070", 5888, 1.725}, {"3070 Ti", 6144, 1.77},
-            {"3080 Ti", 10240, 1.665}, {"4060", 3072, 2.46}, {"4060 Ti", 4352, 2.535}, {"4070", 5888, 2.475},
-            {"4070 SUPER", 7168, 2.475}, {"4090 D", 14592, 2.52}, {"5050", 2560, 2.57}, {"5060", 3840, 2.5},
-            {"5060 Ti", 4608, 2.57}, {"5070", 6144, 2.51}, {"5070 Ti", 8960, 2.45}, {"5080", 10752, 2.62}}},
-        {"NVIDIA RTX ", 4, {
-            {"A2000 12GB", 3328, 1.2}, {"A4500", 7168, 1.65}, {"A5000", 8192, 1.695}, {"A5500", 10240, 1.665},
-            {"2000 Ada Generation", 2816, 2.13}, {"4000 Ada Generation", 6144, 2.175},
-            {"4500 Ada Generation", 7680, 2.58}, {"5000 Ada Generation", 12800, 2.55},
-            {"5880 Ada Generation", 14080, 2.46}}}};
-    for (const auto& l : lines)
-        for (const auto& [chip, cores, ghz] : l.chips) {
+    using Chip = std::tuple<const char*, int, double>;  // cores, GHz
+    const auto line = [](const std::string& line, int tensor, const std::vector<Chip>& chips) {
+        for (const auto& [chip, cores, ghz] : chips) {
             const double fp32 = 2 * cores * ghz / 1000;
-            check({l.line + chip, l.tensor * fp32, std::max(1., l.tensor / 2.) * fp32, fp32});
+            check({line + chip, tensor * fp32, std::max(1., tensor / 2.) * fp32, fp32});
         }
+    };
+    line("NVIDIA GeForce RTX ", 0, {
+        {"2060", 1920, 1.68}, {"2060 SUPER", 2176, 1.65}, {"2070", 2304, 1.62}, {"2070 SUPER", 2560, 1.77},
+        {"2080", 2944, 1.71}, {"2080 SUPER", 3072, 1.815}});
+    line("Quadro RTX ", 0, {{"4000", 2304, 1.545}, {"5000", 3072, 1.815}, {"8000", 4608, 1.77}});
+    line("NVIDIA GeForce RTX ", 2, {
+        {"3060", 3584, 1.777}, {"3060 Ti", 4864, 1.665}, {"3070", 5888, 1.725}, {"3070 Ti", 6144, 1.77},
+        {"3080 Ti", 10240, 1.665}, {"4060", 3072, 2.46}, {"4060 Ti", 4352, 2.535}, {"4070", 5888, 2.475},
+        {"4070 SUPER", 7168, 2.475}, {"4090 D", 14592, 2.52}, {"5050", 2560, 2.57}, {"5060", 3840, 2.5},
+        {"5060 Ti", 4608, 2.57}, {"5070", 6144, 2.51}, {"5070 Ti", 8960, 2.45}, {"5080", 10752, 2.62}});
+    line("NVIDIA RTX ", 4, {
+        {"A2000 12GB", 3328, 1.2}, {"A4500", 7168, 1.65}, {"A5000", 8192, 1.695}, {"A5500", 10240, 1.665},
+        {"2000 Ada Generation", 2816, 2.13}, {"4000 Ada Generation", 6144, 2.175},
+        {"4500 Ada Generation", 7680, 2.58}, {"5000 Ada Generation", 12800, 2.55},
+        {"5880 Ada Generation", 14080, 2.46}});
 }
 
 // Parts with unusual rates, slices, vGPUs, and names that merely contain a known one.
