@@ -272,7 +272,7 @@ def test_longer_context(tmp):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What make chooses, and what runs tests and benchmarks
+# What make chooses, and what runs tests, benchmarks and the sanitizer
 
 def test_one_toolkit_is_chosen(tmp):
     """CUDA_HOME's, else the PATH's, else where toolkits are; make says so where there is none."""
@@ -335,6 +335,13 @@ def test_measuring_in_parts(tmp):
         assert len({words[0] for words in ran} - {""}) == bool(ran), (parts, ran)
         assert list(dict.fromkeys(words[1] for words in ran)) == expected, (parts, ran)
         assert "SLOW" not in more or "accuracy study" in done.stderr, done
+
+
+def test_sanitizer_of_the_kernels(tmp):
+    sanitize = executable(tmp / "scripts" / "sanitize.sh", (SCRIPTS / "sanitize.sh").read_text())
+    path = before_others(tmp, {"make": "", "compute-sanitizer": 'case "$2 $6" in synccheck?bad) exit 1; esac'})
+    run(sanitize, "good", **path)
+    run(sanitize, "bad", "good", code=1, **path)
 
 
 if __name__ == "__main__":
