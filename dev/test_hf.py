@@ -16,7 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import BYTES, ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds, tokenizer_file, written
+from harness import (BYTES, ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds, tokenizer_file,
+                     written)
 
 try:
     need("numpy", "safetensors", "tqdm")

@@ -80,13 +80,9 @@ class Hub:
 sys.modules["huggingface_hub"] = Hub
 
 
-def sha256(raw):
-    return hashlib.sha256(raw).hexdigest()
-
-
 def ranks_options(merges=MERGES, name="vocab.bpe"):
     path = written(name, "\n".join(["#version: 0.2", *merges, ""]))
-    return ["--ranks", str(path), "--ranks-sha256", sha256(path.read_bytes())]
+    return ["--ranks", str(path), "--ranks-sha256", hashlib.sha256(path.read_bytes()).hexdigest()]
 
 
 def run(*command, code=0, says="", script="prepare", ranks=None):
@@ -325,7 +321,8 @@ def test_downloads_by_address():
     import prepare
     text = "First:\nHe sang.\n\nSecond:\nNo, I sang\nall day.\n\n" * 20 + "First:\nSure.\n"
     path = written("at/input.txt", text).absolute()
-    known = {"files": [{"url": f"file://{path}", "sha256": sha256(text.encode())}], "val_tokens": 50}
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    known = {"files": [{"url": f"file://{path}", "sha256": sha256}], "val_tokens": 50}
     with mock.patch.dict(prepare.DATASETS, tinyshakespeare=known):
         check_stream(["tinyshakespeare"], re.findall(r"(?s).+?(?:\n\n|\Z)", text), validation=50)
         path.write_text(text[:-1])

@@ -42,8 +42,8 @@ def before_others(folder, programs):
 
 def write_log(folder):
     rows = [{"kind": "run", "tokens_per_step": 32, "floor_nats": 1.5, "steps": 3, "B": 8, "T": 4, "precision": "bf16"}]
-    rows += [{"kind": "train", "step": i, "loss_nats": 9 / i, "grad_norm": 7 + i, "lr": i / 4, "tokens_per_s": 100 + i,
-              "mfu_percent": None} for i in (1, 2, 3)]
+    rows += [{"kind": "train", "step": i, "loss_nats": 9 / i, "grad_norm": 7 + i, "lr": i / 4, "tokens_per_s": 100 + i}
+             for i in (1, 2, 3)]
     for step in 2, 3:
         rows += [{"kind": "val", "step": step, "loss_nats": 4 + step, "floor_nats": 1.5},
                  {"kind": "sample", "step": step, "text": f"Once\nupon {step}"}]
@@ -139,7 +139,8 @@ def test_rows_name_the_sources(tmp):
     def state(*option, **variables):
         return run(tmp / "scripts" / "tree.sh", *option, **variables).stdout.split()
     shutil.copytree(SCRIPTS, tmp / "scripts")
-    sources = ["Makefile", "train_gpt2.cu", "attention/a.cuh", "dev/a.py", "run/a.cpp", "data/a.txt", "layers/a.h"]
+    sources = ["Makefile", "train_gpt2.cu", "attention/a.cuh", "dev/a.py", "run/a.cpp", "data/a.txt", "layers/a.h",
+               "scripts/a.sh"]
     for name in [*sources, "a.md"]:
         written(tmp / name, "1")
     run("sh", "-c", "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first", cwd=tmp)
