@@ -154,7 +154,7 @@ def write_documents(path, documents):
         pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=700)
         return path  # several batches a group
     if path.endswith(".jsonl"):
-        return written(path, "\n" + json_lines({"text": document} for document in documents) + "\n")
+        return written(path, "\n\n" + json_lines({"text": document} for document in documents) + "\n")
     return written(path, "\n<|endoftext|>\n".join(documents))
 
 
