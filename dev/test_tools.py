@@ -319,23 +319,23 @@ def test_measuring_in_parts(tmp):
     for path in SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh":
         executable(tmp / path.relative_to(ROOT), path.read_text())
     tests, default = ["test_attention", "test_layers", "test_gpt2"], "scripts/default_run.py"
-    benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_train"]
+    benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_ring", "bench_train"]
     tables = [f"scripts/{name}.py" for name in ("plot_results", "pictures", "readme_tables")]
     for name in benches + tests:
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
-    path = before_others(tmp, {"make": "", "nvidia-smi": "", "python3": """[ "$1" = -c ] && exit 1
+    path = before_others(tmp, {"make": "", "nvidia-smi": "echo GPU 0; echo GPU 1", "python3": """[ "$1" = -c ] && exit 1
         echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; $SLOW) sleep 60 ;; esac"""})
     for parts, more, code, expected in (
-            ("", {}, 0, [*tests, *benches, default, *tables]),
-            ("--no-tests accuracy study default", {"BAD": "accuracy*64", "SLOW": "study*", "PART_LIMIT": "1"}, 1,
-             ["accuracy", "study_accumulation", default]),
+            ("", {}, 0, [*tests, *benches, default, "scripts/scaling.py", *tables]),
+            ("--no-tests accuracy ring default", {"BAD": "accuracy*64", "SLOW": "study*", "PART_LIMIT": "1"}, 1,
+             ["accuracy", "study_ring", default]),
             ("ring rin", {}, 2, []), ("ring", {"BAD": "test_layers"}, 3, tests[:2])):
         written(tmp / "ran", "")
         done = run(tmp / "scripts" / "measure.sh", *parts.split(), code=code, **path, **more)
         ran = [line.split(" ") for line in (tmp / "ran").read_text().splitlines()]
         assert len({words[0] for words in ran} - {""}) == bool(ran), (parts, ran)
         assert list(dict.fromkeys(words[1] for words in ran)) == expected, (parts, ran)
-        assert "SLOW" not in more or "accuracy study" in done.stderr, done
+        assert "SLOW" not in more or "accuracy ring" in done.stderr, done
 
 
 def test_sanitizer_of_the_kernels(tmp):
