@@ -2,12 +2,10 @@
 """Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a small list of merges, and tiktoken's
 own encoder with the pattern of GPT-2's release says what they must write. A folder stands for the Hugging Face hub.
 Run: python3 dev/test_prepare.py [part of a name]"""
-import contextlib
 import errno
 import glob
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import random
@@ -23,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import ROOT, Skip, main, need, new_folder, run_program, shell_words, written
+from harness import BYTES, ROOT, Skip, built, ended, header, main, need, new_folder, tokenizer_file, written
 
 try:
     need("numpy", "tiktoken", "tqdm")
@@ -40,13 +38,11 @@ NASTY = ["a", "Zoë", "it's", "we'LL", "12", "...", "<", ">", "|>", "<|", " ", "
 QUESTIONS = [{"ind": i, "ctx": f"The sailors sang {'all day ' * i}and they", "label": i % 4,
               "endings": ["gone north.", "didn't see it.", "'ll say 12 🙂.", "sure"]} for i in range(7)]
 
-# GPT-2's order of the bytes, then merges as vocab.bpe writes them. GPT-2's pattern cuts inside three of them.
-VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-BYTES = VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]
+# Merges as vocab.bpe writes them. GPT-2's pattern cuts inside three of them.
 MERGES = ("H i,Ġ t,Ġt h,e r,Ġth er,Ġther e,' s,' t,r e,' re,v e,' ve,' m,l l,' ll,' d,1 x,! x,Ġ Ġ,"
           "Ġ s,Ġs a,i l,Ġsa il,o r,or s,Ġsail ors,n g,Ġ a,Ġa ll,Ġsa ng,T h,Th e,h e,he y,Ġs h,8 9,a y,Ã «").split(",")
 MERGED = [merge.replace(" ", "").replace("Ġ", " ").replace("Ã«", "ë").encode() for merge in MERGES]
-RANKS = {token: rank for rank, token in enumerate([bytes([byte]) for byte in BYTES] + MERGED)}
+RANKS = {token: rank for rank, token in enumerate(BYTES + MERGED)}
 
 # In an empty folder stands a copy of the scripts, so that what they write by default goes there as well.
 new_folder()
@@ -84,28 +80,16 @@ class Hub:
 sys.modules["huggingface_hub"] = Hub
 
 
-def sha256(raw):
-    return hashlib.sha256(raw).hexdigest()
-
-
 def ranks_options(merges=MERGES, name="vocab.bpe"):
     path = written(name, "\n".join(["#version: 0.2", *merges, ""]))
-    return ["--ranks", str(path), "--ranks-sha256", sha256(path.read_bytes())]
+    return ["--ranks", str(path), "--ranks-sha256", hashlib.sha256(path.read_bytes()).hexdigest()]
 
 
 def run(*command, code=0, says="", script="prepare", ranks=None):
     """Runs a script with the merges of this file, or with the options `ranks`. It prints `says`, and if `code` is 1,
     just one line on stderr. Gives that."""
-    out, err, found = io.StringIO(), io.StringIO(), 0
-    argv = [f"{script}.py", *map(str, command), *(ranks_options() if ranks is None else ranks)]
-    with (mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-          mock.patch("os._exit", sys.exit)):
-        try:
-            importlib.import_module(script).main()
-        except SystemExit as end:
-            found = end.code
-    out, err = out.getvalue(), err.getvalue()
-    assert found == code, f"{argv}: expected exit code {code}, found {found}:\n{out}{err}"
+    found, out, err = ended(script, *command, *(ranks_options() if ranks is None else ranks))
+    assert found == code, f"{command}: expected exit code {code}, found {found}:\n{out}{err}"
     assert code != 1 or len(err.splitlines()) == 1, f"expected one line, found:\n{err}"
     assert says in (err if code else out), f"expected {says!r} in: {out}{err}"
     return err if code else out
@@ -130,19 +114,27 @@ def paths(name):
 
 
 def read_shard(path):
-    header, tokens = path.read_bytes()[:1024], path.read_bytes()[1024:]
-    assert header == struct.pack("<256i", 20240520, 1, len(tokens) // 2, *[0] * 253), f"{path}: {header[:16]}"
+    raw, tokens = path.read_bytes(), path.read_bytes()[1024:]
+    assert raw[:1024] == header(20240520, 1, len(tokens) // 2), f"{path}: {raw[:16]}"
     return list(struct.unpack(f"<{len(tokens) // 2}H", tokens))
 
 
-def all_tokens(name):
-    return [token for path in paths(name) for token in read_shard(path)]
+def check_stream(sources, documents, *options, validation, most=None, of_shard=10**8):
+    """Prepares the sources. The shards have so many of the documents' tokens, and of these so many for validation."""
+    run(*sources, *options)
+    name, tokens = Path(sources[0]).stem, expected_tokens(documents)[:most]
+    splits = ("val", tokens[:validation]), ("train", tokens[validation:])
+    pieces = [(split, part[i:][:of_shard]) for split, part in splits for i in range(0, len(part), of_shard)]
+    found = {path.name: read_shard(path) for path in paths(name)}
+    assert found == {f"{split}_{i:06d}.bin": piece for i, (split, piece) in enumerate(pieces)}, (name, list(found))
+    assert content(name)["gpt2_tokenizer.bin"] == tokenizer_file(RANKS)
 
 
 def content(name):
+    """The files there, but not the manifest, whose positions are those of a run's own batches."""
     folder = Path("data/cache", name)
     assert not list(folder.rglob("*.part")), "a partial file was left behind"
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
 def some_documents(count=300, seed=SEED):
@@ -162,33 +154,31 @@ def write_documents(path, documents):
         pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=700)
         return path  # several batches a group
     if path.endswith(".jsonl"):
-        return written(path, json_lines({"id": i, "text": document} for i, document in enumerate(documents)) + "\n\n")
+        return written(path, "\n\n" + json_lines({"text": document} for document in documents) + "\n")
     return written(path, "\n<|endoftext|>\n".join(documents))
 
 
 def test_one_stream_of_tokens_in_shards():
-    """A case: the sources and options; the documents, how many tokens of these, of validation and of a shard."""
     documents, long = some_documents(), "".join(some_documents(6000))
     assert len(long) > 1 << 20  # cut, not held
-    empty = ["", *documents[:9], "  \n ", *documents[9:], ""]
     parts = [write_documents(f"part{i}.{suffix}", documents[100 * i:][:100])
              for i, suffix in enumerate(("txt", "jsonl", "txt"))]
     tenth = sum(path.stat().st_size for path in parts) // 40  # of the tokens, of about four bytes each, for validation
+    check_stream(parts, documents, validation=tenth)
+    check_stream([written("long.txt", long)], [long], "--jobs", 2, validation=len(long.encode()) // 40)
     body = written("body.jsonl", json_lines({"body": document} for document in documents))
-    exact = ["--field", "body", "--max-tokens", "1.5e3", "--shard-tokens", "1e3", "--val-tokens", 100]
-    cases = [(parts, [], documents, None, tenth, 10**8), ([body], exact, documents, 1500, 100, 1000),
-             ([written("small.txt", "The sailors")], [], ["The sailors"], None, 1, 10**8),
-             ([written("long.txt", long)], ["--jobs", 2], [long], None, len(long.encode()) // 40, 10**8)]
+    check_stream([body], documents, "--field", "body", "--max-tokens", "1.5e3", "--shard-tokens", "1e3", "--val-tokens",
+                 100, validation=100, most=1500, of_shard=1000)
+    contractions = "Hi there, Hi~\n\u00e9 x's x't x're x've x'm x'll x'd 1x!x  x"
+    check_stream([written("small.txt", contractions)], [contractions], validation=1)
+    # In JSON <|endoftext|> and a byte order mark are text. Half of a surrogate pair is what tiktoken makes of it.
+    texts = ["\ufeffa<|endoftext|>\n", " ", "b\r\n", "日本語"]
+    path = written("json.jsonl", json_lines([{"text": text} for text in [*texts, None]]) + '{"text": "A \\ud800"}')
+    check_stream([path], [*texts, "A \ufffd"], "--val-tokens", 2, validation=2)
+    empty = ["", *documents[:9], "  \n ", *documents[9:], ""]
     for suffix in FORMATS:
         path = write_documents(f"format_{suffix}.{suffix}", empty)
-        cases.append(([path], ["--shard-tokens", 5000, "--val-tokens", 7001], empty, None, 7001, 5000))
-    for sources, options, texts, most, validation, shard_tokens in cases:
-        run(*sources, *options)
-        name, tokens = Path(sources[0]).stem, expected_tokens(texts)[:most]
-        splits = ("val", tokens[:validation]), ("train", tokens[validation:])
-        pieces = [(split, part[i:][:shard_tokens]) for split, part in splits for i in range(0, len(part), shard_tokens)]
-        found = {path.name: read_shard(path) for path in paths(name)}
-        assert found == {f"{split}_{i:06d}.bin": piece for i, (split, piece) in enumerate(pieces)}, (name, list(found))
+        check_stream([path], empty, "--shard-tokens", 5000, "--val-tokens", 7001, validation=7001, of_shard=5000)
 
 
 def tokens_of(batches):
@@ -214,59 +204,29 @@ def test_text_is_cut_where_no_token_changes():
                 assert tokens_of(again) == expected, f"seed {SEED}, trial {trial}, from {position}: {text!r}"
 
 
-def test_documents_of_json():
-    """<|endoftext|> in them is text, as is a byte order mark. Half of a surrogate pair is what tiktoken makes of it."""
-    import prepare
-    texts = ["\ufeffa<|endoftext|>\n", " ", "b\r\n", "日本語"]
-    path = written("documents.jsonl", json_lines([{"text": text} for text in [*texts, None]]) + '{"text": "A \\ud800"}')
-    assert tokens_of(prepare.read_jsonl(path, 0, "text")) == expected_tokens([*texts, "A \ufffd"])
-
-
-def test_known_ids():
-    """Worked out by hand. GPT-2 numbers the visible bytes from '!' = 0 on, then the others (' ' = 220), then merges."""
-    run(written("known.txt", "Hi there, Hi~\n\u00e9 x's x't x're x've x'm x'll x'd 1x!x  x"), "--val-tokens", 4)
-    assert [read_shard(path) for path in paths("known")] == [
-        [50256, 256, 261, 11],
-        [220, 256, 93, 198, 127, 102, 220, 87, 262, 220, 87, 263, 220, 87, 265, 220, 87, 267, 220, 87, 268, 220, 87,
-         270, 220, 87, 271, 220, 16, 87, 0, 87, 220, 220, 87]]
-    header = struct.pack("<256I", 20240328, 2, 50257, 50256, *[0] * 252)
-    pieces = b"".join(bytes([len(token)]) + token for token in RANKS)
-    found = content("known")["gpt2_tokenizer.bin"]
-    assert found == header + pieces + bytes(50256 - len(RANKS)) + b"\x0d<|endoftext|>"
-
-
-def test_gpt2_ids():
-    import prepare_common
-    try:
-        ranks = prepare_common.load_ranks(SimpleNamespace(ranks=None))
-    except prepare_common.Fail:
-        raise Skip("needs GPT-2's files in tiktoken's cache directory") from None
-    assert [ranks[token] for token in (b"!", b"Hello", b" world")] == [0, 15496, 995] and len(ranks) == 50256
-
-
 def test_hellaswag_file():
-    questions = QUESTIONS + [{"ctx": "a", "endings": [""], "label": "0"}] * 65529  # as many as 16 bits can number
     encode, stream, sizes = oracle().encode_ordinary, [], []
-    for i, question in enumerate(questions):
+    for i, question in enumerate(QUESTIONS):
         texts = [encode(text) for text in [question["ctx"]] + [" " + ending for ending in question["endings"]]]
         parts = [part for tokens in texts for part in (len(tokens), *tokens)]
         sizes.append(2 * (5 + len(parts)))
         stream += [65535, sizes[-1], i, int(question["label"]), len(question["endings"]), *parts]
-    header = struct.pack("<256i", 20240522, 1, 65536, max(sizes), *[0] * 252)
-    run(written("hellaswag_val.jsonl", json_lines(questions)), script="hellaswag")
+    run(written("hellaswag_val.jsonl", json_lines(QUESTIONS)), script="hellaswag")
     found = content("hellaswag")
-    assert found["hellaswag_val.bin"] == header + struct.pack(f"<{len(stream)}H", *stream)
-    assert found["gpt2_tokenizer.bin"][1024:].startswith(b"\1!\1\"\1#")
+    questions = header(20240522, 1, len(QUESTIONS), max(sizes)) + struct.pack(f"<{len(stream)}H", *stream)
+    assert found["hellaswag_val.bin"] == questions and found["gpt2_tokenizer.bin"] == tokenizer_file(RANKS)
 
 
 def test_stopped_runs_go_on_byte_for_byte():
-    """One thread writes the whole. Two write the parts, and something stops them after so many shards more."""
+    """Of every format. One thread writes the whole. Two write the parts, and something stops them after so many shards
+    more. Then shards are damaged and lost."""
     def fill_disk(process):  # a limit on the size of files stands for it: the shard of validation fits, no other does
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60000, 60000))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100000, 100000))
 
-    path = write_documents("stopped.jsonl", some_documents(24000))
-    assert path.stat().st_size > 4 << 20  # several batches
-    options = [path, "--val-tokens", 1000, "--shard-tokens", 30000, "-o"]
+    documents = some_documents(12000)
+    documents[3] = "".join(documents[:1500])  # one that many shards share
+    sources = [write_documents(f"{i}.{suffix}", documents) for i, suffix in enumerate(FORMATS)]
+    options = [*sources, "--val-tokens", 1000, "--shard-tokens", 50000, "-o"]
     run(*options, "data/cache/whole", "--jobs", 1)
     whole, kill, some = content("whole"), subprocess.Popen.kill, len(paths("whole")) // 5
     for more, stop, code, says in ((0, fill_disk, 1, os.strerror(errno.EFBIG)), (1, kill, -signal.SIGKILL, ""),
@@ -287,40 +247,22 @@ def test_stopped_runs_go_on_byte_for_byte():
     same = sum(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     assert same >= len(stamps) - 1 > 0, f"{same} of {len(stamps)} shards were kept"  # one may have missed the manifest
 
-
-def test_goes_on_after_any_shard_of_every_format():
-    documents = some_documents(1500)
-    documents[3] = "".join(documents)  # one that many shards share
-    for suffix in FORMATS:
-        sources = [write_documents(f"{i}.{suffix}", part) for i, part in enumerate((documents, documents[:900]))]
-        options = [*sources, "--jobs", 2, "--shard-tokens", 30000, "-o", f"data/cache/{suffix}"]
-        run(*options)
-        whole, shards = content(suffix), paths(suffix)
-        for i, shard in enumerate([shards[1], shards[len(shards) // 2], shards[-1], shards[0]]):
-            if i % 2:
-                shard.unlink()
-            else:
-                shard.write_bytes(shard.read_bytes()[:-2] + b"zz")
-            written(f"{shard}.part", b"half a shard")  # a crash leaves such a file
-            run(*options, says=f"{shard.name}: not what was written")
-            assert content(suffix) == whole, shard
-        stamps = [path.stat().st_mtime_ns for path in shards]
-        run(*options)  # there is nothing left to do
-        assert content(suffix) == whole and stamps == [path.stat().st_mtime_ns for path in shards]
-        # A manifest with other batches: what it skips is longer than one of them.
-        manifest = json.loads(whole.pop("manifest.json"))
-        del manifest["shards"][-1]
-        skip = sum(shard["tokens"] for shard in manifest["shards"])
-        manifest["shards"][-1]["next"] = {"source": 0, "position": 0, "skip": skip}
-        written(f"data/cache/{suffix}/manifest.json", json.dumps(manifest))
-        shards[-1].unlink()
-        run(*options)
-        assert whole.items() <= content(suffix).items()
-    run(*options, "--field", "body", code=1, says="manifest.json: made with another field")
-    run(*options, code=1, says="another ranks", ranks=ranks_options([*MERGES[1:], MERGES[0]], "other.bpe"))
-    raw = Path(sources[0]).read_bytes()
-    written(sources[0], raw[:-1] + b"?")
-    run(*options, code=1, says="manifest.json: made with another files")
+    shards = paths("parts")
+    for i, shard in enumerate([*shards[::len(shards) // 5], shards[-1]]):
+        if i % 2:
+            shard.unlink()
+        else:
+            shard.write_bytes(shard.read_bytes()[:-2] + b"zz")
+        written(f"{shard}.part", b"half a shard")  # a crash leaves such a file
+        run(*options, "data/cache/parts", says=f"{shard.name}: not what was written")
+        assert content("parts") == whole, shard
+    # Of a version with larger batches: what it skips is longer than one.
+    manifest = json.loads(Path("data/cache/parts/manifest.json").read_text())
+    del manifest["shards"][2:]
+    manifest["shards"][1]["next"] = {"source": 0, "position": 0, "skip": 51000}
+    written("data/cache/parts/manifest.json", json.dumps(manifest))
+    run(*options, "data/cache/parts")
+    assert content("parts") == whole
 
 
 def test_few_batches_are_in_flight():
@@ -348,16 +290,15 @@ def test_datasets_of_the_hub():
     for name, part in zip(names, (documents[:200], documents[200:])):
         write_documents(f"served/roneneldan/TinyStories/{name}", part)
     for _ in range(2):
-        run("tinystories", "--val-tokens", 2000)
-        assert all_tokens("tinystories") == expected_tokens(documents) and asked == list(names), asked
-    run("fineweb10B", code=1, says="HuggingFaceFW/fineweb: the Hugging Face hub does not give it")
+        check_stream(["tinystories"], documents, "--val-tokens", 2000, validation=2000)
+        assert asked == list(names), asked
+    run("fineweb10B", code=1, says="HuggingFaceFW/fineweb: ")
     for size in ("10B", "100B") if "parquet" in FORMATS else ():
         written(f"served/HuggingFaceFW/fineweb/sample/{size}T/README.md", size)
         parts = [[size, *documents[100 * i:][:100]] for i in range(3)]
         for i, part in enumerate(parts):
             path = write_documents(f"served/HuggingFaceFW/fineweb/sample/{size}T/00{i}_00000.parquet", part)
-        run(f"fineweb{size}", "--val-tokens", 50)
-        assert all_tokens(f"fineweb{size}") == expected_tokens(sum(parts, [])), size
+        check_stream([f"fineweb{size}"], sum(parts, []), "--val-tokens", 50, validation=50)
         batches = importlib.import_module("prepare").read_parquet(path, 70, "text")
         assert [text for _, texts in batches for _, text in texts] == part[70:]  # a manifest with other batches
 
@@ -366,12 +307,13 @@ def test_ready_shards():
     names = ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(1, 4))]
     for i, name in enumerate(names):
         written(f"served/kjj0/finewebedu10B-gpt2/finewebedu_{name}", bytes(1024 + i))
-    for options, sizes in (["--shards", 2], [1024, 1025, 1026, 0]), ([], [1024, 1025, 1026, 1027]):
+    for options, wanted in (["--shards", 2], names[:3]), ([], names):
         run("fineweb-edu", "--ready", *options)
         found = content("fineweb-edu")
-        assert [len(found.get(name, "")) for name in names] == sizes and "gpt2_tokenizer.bin" in found
+        del found["gpt2_tokenizer.bin"]
+        assert found == {name: bytes(1024 + names.index(name)) for name in wanted}
     assert len(asked) == len(set(asked)), asked
-    run("fineweb-edu", code=1, says="manifest.json: made with another dataset")  # does not mix
+    run("fineweb-edu", code=1, says="manifest.json: ")  # does not mix
 
 
 def test_downloads_by_address():
@@ -379,12 +321,10 @@ def test_downloads_by_address():
     import prepare
     text = "First:\nHe sang.\n\nSecond:\nNo, I sang\nall day.\n\n" * 20 + "First:\nSure.\n"
     path = written("at/input.txt", text).absolute()
-    known = {"files": [{"url": f"file://{path}", "sha256": sha256(text.encode())}], "val_tokens": 50}
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    known = {"files": [{"url": f"file://{path}", "sha256": sha256}], "val_tokens": 50}
     with mock.patch.dict(prepare.DATASETS, tinyshakespeare=known):
-        run("tinyshakespeare")
-        expected = expected_tokens(text.replace("\n\n", "\n\n<|endoftext|>").split("<|endoftext|>"))
-        assert all_tokens("tinyshakespeare") == expected and expected.count(END_OF_TEXT) == 41
-        assert len(read_shard(paths("tinyshakespeare")[0])) == 50
+        check_stream(["tinyshakespeare"], re.findall(r"(?s).+?(?:\n\n|\Z)", text), validation=50)
         path.write_text(text[:-1])
         run("tinyshakespeare", "-o", "cut", code=1, says="input.txt: wrong SHA-256")
     run("tinyshakespeare", "-o", "away", code=1, says="input.txt: cannot download")
@@ -400,7 +340,6 @@ def test_wrong_input():
     cases = [
         ("a.txt", b"good \xff bad", "invalid UTF-8 at offset 5"), ("a.txt", b"good \xe2\x82", "UTF-8 at offset 5"),
         ("a.txt", many + b"\xe2\x28", "UTF-8 at offset 1800000"), ("a.txt", many + b"\0", "NUL byte at offset 1800000"),
-        ("a.txt", b"\x93NUMPY\1\0v\0{'", "UTF-8"), ("a.txt", "\ufeffa".encode("utf-16"), "UTF-8"),
         ("a.txt", "a" + " " * 3000000, "white spaces"), ("errors", "a", "no tokens left to train on"),
         ("errors", "", "no tokens left to train on"), ("a.jsonl", "[1]\n", "object at offset 0"),
         ("a.jsonl", good.encode() + b'{"text": "\xff"}\n', f"no JSON in UTF-8 at offset {at}"),
@@ -426,7 +365,6 @@ def test_wrong_input():
         assert says in run(path, "-o", *to, script=script, code=1, says=f"{name}: "), (name, says)
         late = len(raw) > 1 << 20  # a batch or more
         assert late or not Path("errors/manifest.json").exists(), name  # other settings may follow
-        assert late or name == "errors" or not list(Path("errors").glob("*.bin"))[1:], name
         shutil.rmtree("errors", ignore_errors=True)
     many = [chr(33 + i // 8836) + " " + chr(33 + i // 94 % 94) + chr(33 + i % 94) for i in range(50001)]
     for name, merges in ("many", many), ("twice", ["a b", "a b"]), ("long", ["a" * 256]), ("foreign", ["🙂 a"]):
@@ -438,10 +376,15 @@ def test_wrong_input():
 def test_wrong_commands():
     path = written("command.txt", LETTERS)
     run(path, "-o", "made")
+    run(path, "-o", "made", "--field", "body", code=1, says="another field")
+    run(path, "-o", "made", code=1, says="another ranks", ranks=ranks_options([*MERGES[1:], MERGES[0]], "other.bpe"))
     manifest = Path("made/manifest.json")
-    for wrong in "null", "{", "[" * 100000, manifest.read_text().replace('"sha256"', '"sha25"'):
+    good = manifest.read_text()
+    for wrong in "null", "{", "[" * 100000, good.replace('"sha256"', '"sha25"'):
         written(manifest, wrong)
         run(path, "-o", "made", code=1, says="manifest.json: damaged")
+    written(manifest, good)
+    run(written(path, LETTERS.lower()), "-o", "made", code=1, says="another files")
     for command, code, says in (
             ("", 2, "SOURCE"), ("book.pdf", 2, "book.pdf"), ("tinystories a.txt", 2, "tinystories"),
             ("none.txt", 1, "none.txt"), ("a.txt --shard-tokens 0", 2, "--shard-tokens"),
@@ -455,25 +398,30 @@ def test_wrong_commands():
 
 def test_printed_command():
     said = run(written("printed.txt", LETTERS), "-o", folder := "it's [1] $x *")
-    words = shell_words(said.split("next: ")[1])
+    command = said.split("next: ")[1]
+    words = subprocess.run(["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True).stdout.split("\0")
     for option, name in ("-i", "train_000001.bin"), ("-j", "val_000000.bin"):
         assert glob.glob(words[words.index(option) + 1]) == [f"{folder}/{name}"], words
     assert Path(words[words.index("--tokenizer") + 1]).exists(), words
 
 
 def test_trainer_encodes_as_tiktoken():
-    """Every character among others, then nasty text, with random merges that would cross from one word to another."""
+    """Every character among others, then nasty text, with random merges that would cross from one word to another. They
+    are as many as GPT-2's, and stand in the place of those that tiktoken would download."""
     import prepare_common
     chance = random.Random(SEED)
-    single = [bytes([byte]) for byte in BYTES]
-    pairs = chance.sample([a + b for a in single for b in single], 30000)
-    fours = {chance.choice(pairs) + chance.choice(pairs) for _ in range(19000)}
-    ranks = {token: rank for rank, token in enumerate(single + pairs + sorted(fours))}
+    pairs = chance.sample([a + b for a in BYTES for b in BYTES], 30000)
+    fours = set()
+    while len(fours) < 20000:
+        fours.add(chance.choice(pairs) + chance.choice(pairs))
+    ranks = {token: rank for rank, token in enumerate(BYTES + pairs + sorted(fours))}
+    with mock.patch("tiktoken.get_encoding", lambda name: oracle(ranks)):
+        assert prepare_common.load_ranks(SimpleNamespace(ranks=None)) == ranks
     prepare_common.write_tokenizer(Path("pairs.bin"), ranks)
     characters = [chr(c) for c in (*range(0xD800), *range(0xE000, 0x33500), *range(0xE0000, 0xE0200), 0x10FFFF)]
     text = "".join(f"{c}a {c}1{c}! {c}{c}\n" for c in characters)
     text += "".join(chance.choice(NASTY if chance.random() < 0.7 else characters) for _ in range(100000))
-    found = run_program("dev/encode", "pairs.bin", written("nasty.txt", text)).split()
+    found = subprocess.check_output([built("dev/encode"), "pairs.bin", written("nasty.txt", text)]).split()
     for i, (id, expected) in enumerate(zip(map(int, found), oracle(ranks).encode_ordinary(text), strict=True)):
         assert id == expected, f"seed {SEED}, token {i}: {id}, tiktoken has {expected}"
 
