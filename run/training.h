@@ -414,8 +414,9 @@ class Run {
     void await_checkpoint() {
         ranks.allow(0);  // a disk may take its time
         if (written.valid()) written.get();
+        if (ranks.rank == 0) ranks.allow(o.timeout);
         ranks.meet();
-        ranks.allow(long_timeout(o));
+        ranks.allow(o.timeout);
     }
 
     // The parts of a checkpoint beside the model, for reading and for writing.
