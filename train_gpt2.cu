@@ -8,13 +8,11 @@
 // the CPU it is float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have the
 // type A = Acc<X>. What surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <climits>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
@@ -219,6 +217,7 @@ struct GPT2 {
             const Parameters<A> g = gradients(l);
             const X* residual = l ? activations(l - 1).residual3 : a.encoded;
             A* bias_below = l ? gradients(l - 1).fcprojb : nullptr;
+            // (N, 4C): fch's gradient, then qkv's. From -r 1 on it is in the logits' memory, which is free by now.
             X* wide = recompute >= 1 ? buffers.logits : a.gelu;
             auto fcproj_weight_gradient = [&] {
                 matmul_backward<X>(dev, nullptr, g.fcprojw, dresidual, a.gelu, nullptr, N, 4 * C, C, accumulate);
@@ -312,6 +311,7 @@ struct GPT2 {
         const Buffers<X> buffers = workspace();
         const Optimizer<X> state = optimizer();
         A *g = gradients_to_update(*this), *gate = g + sizes.parameters;
+        // 0·losses: NaN if one of them is not finite. Then the norm is, and nothing is updated.
         reduce_sum(dev, gate, buffers.scratch, stats(), A(0), num_losses());
         const A* norm = norm_of_gradients(*this, g, sizes.parameters + kGate);
         const std::vector<ParamRange> own = share(ranks.rank);
@@ -563,7 +563,10 @@ int main(int argc, char** argv) {
         Options o;
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table)) {
-            std::printf("%s", Options().help().c_str());
+            const char* const about =
+                "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md has examples.\n"
+                "--version prints the version.";
+            std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
             return 0;
         }
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every || o.verify))

@@ -5,9 +5,10 @@
 // item waits only for lower tickets, which belong to blocks that run. So nothing can deadlock, and only who takes which
 // ticket varies from run to run.
 //
-// A head's key tiles walk forward, from the diagonal to the last query, and the last key tile begins. So each is one
-// query tile behind the next one and finds its turn come. But the longest items would be the last. The last group of
-// heads therefore walks back, from the last query to the diagonal, and ends with its shortest items.
+// A head's key tiles walk forward, from the diagonal to the last query, and the last key tile begins. So each starts one
+// query tile after the one that adds before it, and its turn has usually come. But the longest items would be the last.
+// Groups run from the highest heads to the lowest. So the group that runs last, heads 0 to group − 1, walks back, from the
+// last query to the diagonal, and ends with its shortest items.
 //
 // Where a group is one head, every third of the heads walks back, or every second. The key tiles of a head that walks
 // forward can begin together and end one after the other. Of one that walks back they have to begin one after the
@@ -39,8 +40,7 @@ struct Order {
         const int group_tiles = (24 << 20) / (Br * s.HS * 8), most = 2048 / s.HS;
         group = std::clamp(group_tiles / q_tiles, 1, most);
         period = NH % 3 == 0 ? 3 : 2;
-        // With three large heads the fourth would wait, because a head's last key tile takes longer than the others.
-        sum_heads = std::min(heads, std::max(6, 3 * group));
+        sum_heads = std::min(heads, std::max(6, 3 * group));  // with 3 large heads the 4th waits: last key tiles are slow
         sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles), std::max(3 * group_tiles, 6 * q_tiles));
     }
 

@@ -22,7 +22,6 @@
 // Run: ./dev/study_accumulation --help
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <list>

@@ -1,7 +1,6 @@
 // Tests checkpoints and resuming, through ./train_gpt2cu on the CPU. A run that stops anywhere and resumes must write
 // what one that never stopped writes. Every later model, state and row of the log is the same byte for byte.
 // dev/test_program has the GPUs.
-#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <set>

@@ -14,7 +14,6 @@
 // Writes: params.  Updates in place: master, m, v.
 // Limits: 32 ranges. params are aligned to 4·sizeof(X) bytes, the fp32 arrays to 16. A range may begin anywhere, but
 // `skipped` is a multiple of 4, and so are the size and stride of several pieces.
-#include <algorithm>
 #include <cmath>
 
 #include "data/random.h"

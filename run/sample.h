@@ -1,7 +1,6 @@
 // Text from a model, a token at a time.
 #pragma once
 #include <algorithm>
-#include <cstdio>
 #include <functional>
 #include <string>
 #include <vector>

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstdio>
 #include <filesystem>
 
 #include "attention/attention.h"
@@ -89,14 +88,6 @@ Fields Options::recipe() const {
     return {
         {"-x", text(max_steps)}, {"-l", text(lr)},           {"-u", text(warmup)},     {"-q", text(final_lr)},
         {"-k", schedule},        {"-c", text(weight_decay)}, {"--beta2", text(beta2)}, {"--max-norm", text(max_norm)}};
-}
-
-std::string Options::help() {
-    return options_help(
-        "train_gpt2cu",
-        "Trains GPT-2. Without options: 124M parameters on the built-in corpus. README.md has examples.\n"
-        "--version prints the version.",
-        table());
 }
 
 // Warm-up is linear and reaches the full rate at step `warmup`. Then --schedule takes it to final_lr·lr at the last

@@ -30,7 +30,6 @@ struct Options {
 
     std::vector<Option> table();
     Fields recipe() const;  // what a resumed run may change, by option
-    std::string help();     // with this object's values as defaults
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };

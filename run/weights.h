@@ -1,6 +1,5 @@
 // A model's first parameters: random, or from a file.
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
