@@ -65,8 +65,7 @@ struct Tiles {
     static constexpr int Bc = 128;                  // keys, 64 a warpgroup
     static constexpr int KvBytes = Bc * HS * 2, QBytes = Br * HS * 2, DsBytes = Bc * Br * 2, DqBytes = Br * HS * 4,
                          LseDBytes = Br * 8;
-    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dV leaves from dS's first stage, dK from K's place, or in
-    // fp32 from dS's other stage.
+    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dV leaves from dS's place, dK from K's, fp32 from dS's too.
     static constexpr int K = 0, V = K + 2 * KvBytes, Q = V + KvBytes, Do = Q + 2 * QBytes, Ds = Do + 2 * QBytes,
                          Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes, Control = LseD + 2 * LseDBytes;
     static constexpr int Smem = Control + 24 * 8 + 2 * 8;  // mbarriers, items
