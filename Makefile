@@ -95,16 +95,9 @@ train_gpt2cu: build/train_gpt2.o $(OBJECTS)
 $(TESTS) $(BENCHES) $(TOOLS): %: build/%.o $(OBJECTS)
 	$(NVCC) -o $@ $^ $(LDLIBS)
 build/dev/test_gpt2.o build/dev/bench_train.o build/dev/train_threads.o: train_gpt2.cu  # they include the program itself
-# The Hopper kernels with clock stamps at their waits, for dev/timeline alone.
-STAMPED   := flash_bf16_sm90 flash_bf16_sm90_backward
-dev/timeline: build/dev/timeline.o $(STAMPED:%=build/timeline/%.o) $(filter-out $(STAMPED:%=build/attention/%.o),$(OBJECTS))
-	$(NVCC) -o $@ $^ $(LDLIBS)
-build/timeline/%.o: attention/%.cu build/nvcc.flags
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(GENCODE) -DTIMELINE=timeline_of_$* -include dev/timeline.cuh -c -o $@ $<
-benches: $(BENCHES) dev/timeline
+benches: $(BENCHES)
 # Which sources a program was built from, for --version and for a benchmark's rows.
-train_gpt2cu $(BENCHES) dev/timeline: build/tree.o
+train_gpt2cu $(BENCHES): build/tree.o
 build/tree.o: build/tree.cpp
 	$(CXX) -c -o $@ $<
 build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh 2>/dev/null)";
@@ -173,7 +166,7 @@ profile: train_gpt2cu
 	    ./train_gpt2cu --profile 3 -v 0 -s 0
 
 clean:
-	rm -rf build train_gpt2cu dev/timeline $(TESTS) $(BENCHES) $(TOOLS)
+	rm -rf build train_gpt2cu $(TESTS) $(BENCHES) $(TOOLS)
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 

@@ -86,7 +86,7 @@ def test_other_commands_name_what_exists():
             assert known or re.match(r"-|.*=|build/.*\.o$", target), f"no target {target}"
         scripts = [word for word in words[:2] if re.match(r"(data|dev|scripts)/\w+\.(py|sh)$", word)]
         assert all((ROOT / script).exists() for script in scripts), words
-        benches = [word for word in words if re.match(r"\./dev/(bench_|accuracy|study_|timeline)", word)]
+        benches = [word for word in words if re.match(r"\./dev/(bench_|accuracy|study_)", word)]
         for program in [script for script in scripts if re.search(r"/(?!test_)\w+\.py", script)] + benches:
             after = words[words.index(program) + 1:]
             assert {word for word in after if word.startswith("--")} <= set(options_of(program)), words
