@@ -66,7 +66,8 @@ struct Parameters {
     }
 };
 
-// What forward keeps for backward. N = B·T rows.
+// What forward keeps for backward. N = B·T rows. s.kept(n) is all layers while --recompute is below n and a backward
+// follows. Otherwise all layers share one.
 template <class X>
 struct Activations {
     using A = Acc<X>;
