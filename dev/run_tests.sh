@@ -1,5 +1,5 @@
 #!/bin/sh
-# run_tests.sh "command that compiles for all architectures" program...   (a program that ends in .py is run by python3)
+# run_tests.sh "command that compiles for other architectures" program...   (a program that ends in .py is run by python3)
 # Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped. Those in Python come last. With 16
 # cores or more they, those that no GPU is for and the compilation run side by side, beside the others. Of these
 # test_program comes first and alone, because it trains on all GPUs, and test_attention, the longest, beside the rest.
@@ -72,7 +72,7 @@ for program in $longest $last; do
     [ "$beside" ] || run "$program"
     report "$program"
 done
-echo "== every kernel for every architecture, no warnings, no spills in attention"
+echo "== every kernel for each kind of architecture, no warnings, no spills in attention"
 [ "$beside" ] || compile
 cat "$logs/archs"
 if [ "$(cat "$logs/archs.code")" -eq 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
