@@ -34,7 +34,7 @@
 //   DqFull[2]     sender      ← consumer: dQ is in shared memory
 //   DqEmpty[2]    consumer    ← sender: dQ has been read
 //   KvDone        storer      ← consumers: dK and dV are in their places
-//   KvStored      consumers   ← storer: dV has left, so the next item may write dS
+//   KvStored      consumers   ← storer: dK and dV have left, so the next item may write dS
 //
 // Writes: dq, dk, dv (every element, in bf16 or fp32).
 // Scratch: log2(e)·lse, D, dQ's sum in fp32, turns and the ticket. The kernels write all of it before they read it.
@@ -65,7 +65,7 @@ struct Tiles {
     static constexpr int Bc = 128;                  // keys, 64 a warpgroup
     static constexpr int KvBytes = Bc * HS * 2, QBytes = Br * HS * 2, DsBytes = Bc * Br * 2, DqBytes = Br * HS * 4,
                          LseDBytes = Br * 8;
-    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dV leaves from dS's place, dK from K's, fp32 from dS's too.
+    // K, Q, dO, dS, lse and D have two stages, V and dQ one. dV leaves from dS's place, dK from K's, or in fp32 from dS's.
     static constexpr int K = 0, V = K + 2 * KvBytes, Q = V + KvBytes, Do = Q + 2 * QBytes, Ds = Do + 2 * QBytes,
                          Dq = Ds + 2 * DsBytes, LseD = Dq + DqBytes, Control = LseD + 2 * LseDBytes;
     static constexpr int Smem = Control + 24 * 8 + 2 * 8;  // mbarriers, items

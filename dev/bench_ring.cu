@@ -88,7 +88,7 @@ struct Bench {
         bf16* const kv = static_cast<bf16*>(memory.get());
         return measure([&] {
             comm.fork();
-            comm.group([&] { comm.send_recv((comm.rank + 1) % N, kv, n, (comm.rank + N - 1) % N, kv + n, n); });
+            comm.send_recv((comm.rank + 1) % N, kv, n, (comm.rank + N - 1) % N, kv + n, n);
             comm.join();
         });
     }

@@ -1,9 +1,9 @@
 #!/bin/sh
-# run_tests.sh "command that compiles for other architectures" program...   (a program that ends in .py is run by python3)
-# Runs them all whatever fails, and ends in one line: N passed, N failed, N skipped. Those in Python come last. With 16
-# cores or more they, those that no GPU is for and the compilation run side by side, beside the others. Of these
-# test_program comes first and alone, because it trains on all GPUs, and test_attention, the longest, beside the rest.
-# Each has TEST_LIMIT seconds, times TEST_PATIENCE, and nothing that it started outlives it.
+# run_tests.sh "command that compiles for other architectures" program...
+# Runs the programs, .py files by python3, and then the command, whatever fails. Its last line is "N passed, N failed, N
+# skipped". Programs in Python come last. With 16 cores or more they, those that no GPU is for and the compilation run
+# beside the others. Of these test_program comes first and alone, because it trains on all GPUs. test_attention, the
+# longest, runs beside the rest. Each has TEST_LIMIT · TEST_PATIENCE seconds, and leaves nothing behind.
 archs=$1; shift
 limit=${TEST_LIMIT:-1200}
 beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the others

@@ -155,8 +155,8 @@ TEST(parameter_count_of_presets) {
     }
 }
 
-// Every element of m, v and master belongs to one rank, and in its state they lie back to back, in whole vectors.
-// dev/test_recipe sees that ranks which share the optimizer train as one.
+// Each element of m, v and master belongs to one rank. A rank's elements lie back to back, in whole vectors. dev/test_recipe
+// sees that ranks with a share each train as one.
 TEST(shares_divide_the_parameters) {
     const Arena params("parameters", Parameters<float>::list(kSmall), 1);
     const size_t n = kSmall.num_parameters();

@@ -844,8 +844,8 @@ TEST(adamw_shares) {
     CHECK(same_bits(shared.values(), params.values()) && same_bits(fp32_shared.values(), fp32.values()));
 }
 
-// In fp32 a power would be off by 2e-5 at the second step, and a product of t factors by 5e-4 at the hundredth. Each
-// parameter starts at 0, so that it becomes what it is updated by.
+// If AdamW computed beta^t in fp32, a power would be off by 2e-5 at step 2, and a product of t factors by 5e-4 at step
+// 100. Each parameter starts at 0, so after the step it is the update.
 TEST(adamw_bias_correction) {
     const size_t n = 1000;
     const ParamRange all = {0, n, false};

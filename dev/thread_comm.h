@@ -134,7 +134,7 @@ void on_threads(int ranks, Body body, const Dev& dev = Cpu(1)) {
             std::exception_ptr error;
             try {
                 const Cpu one_thread(1);  // each calling thread sets OpenMP's number of threads
-                if constexpr (!std::is_base_of_v<Cpu, Dev>) dev.use();
+                dev.use();
                 ThreadCommOn<Dev> comm(dev, mail, rank, ranks);
                 body(rank, comm);
             } catch (...) {

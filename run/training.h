@@ -414,7 +414,7 @@ class Run {
     void await_checkpoint() {
         ranks.allow(0);  // a disk may take its time
         if (written.valid()) written.get();
-        if (ranks.rank == 0) ranks.allow(o.timeout);
+        if (ranks.rank == 0) ranks.allow(o.timeout);  // the others may still wait for its disk
         ranks.meet();
         ranks.allow(o.timeout);
     }

@@ -2,8 +2,8 @@
 # launchers.sh [way…]   Trains the same 20 steps on two GPUs, started in every way (gpus, torchrun, mpirun, machines) that is
 # to be had here, and compares the losses. Ends with 1 if they differ.
 #
-# --overlap changes the order in which the norm is added up, and it is the default between machines alone.
-# machines: each of two ranks sees one GPU, and NCCL may use the network alone, as on two machines.
+# All runs have --overlap 1. It is the default between machines alone, and it adds up the norm in another order.
+# In the way "machines" each of two ranks sees one GPU, and NCCL may use the network alone, as on two machines.
 cd "$(dirname "$0")/.." && self=$PWD/scripts/launchers.sh
 . dev/within.sh
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

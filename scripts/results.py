@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
 
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
-WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor recompute
-call study carry ranks step ids""".split()
+WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor
+recompute call study carry ranks tokens_per_gpu step ids""".split()
 TENSORS = ["out", "lse", "dq", "dk", "dv"]  # of attention
 DEFAULTS = {"recompute": 0, "ids": "uniform"}  # of rows that do not say it
 # Of a run's log.

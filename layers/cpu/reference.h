@@ -59,6 +59,7 @@ struct Cpu {
     void upload(void* dst, const void* host, size_t bytes) const { std::memcpy(dst, host, bytes); }
     void download(void* host, const void* src, size_t bytes) const { std::memcpy(host, src, bytes); }
     void sync() const {}
+    void use() const {}
     void profile(bool) const {}
     size_t free_bytes() const { return total_bytes; }
 
