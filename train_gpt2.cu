@@ -315,6 +315,7 @@ struct GPT2 {
         // 0·losses: NaN if one of them is not finite. Then the norm is, and nothing is updated.
         reduce_sum(dev, gate, buffers.scratch, stats(), A(0), num_losses());
         const A* norm = norm_of_gradients(*this, g, sizes.parameters + kGate);
+        dev.mark();  // the host reads losses and norm while the rest goes on
         const std::vector<ParamRange> own = share(ranks.rank);
         adamw_update(dev, weights().wte, state.master, state.m, state.v, g, norm, own.data(),
                      static_cast<int>(own.size()), hyper);
@@ -427,9 +428,9 @@ void train_step(Run<Model>& run) {
     Range range("step", run.step);
     run.model.upload(run.batch(), run.model.micro_steps);
     run.model.train_micro_batches();
-    run.model.update(run.hyper());
     run.prepare_next();  // the next batch, while the GPU works
-    run.finish_step();   // reads the loss, prints and logs it
+    run.model.update(run.hyper());
+    run.finish_step();  // reads the loss, prints and logs it
 }
 
 template <class Model>

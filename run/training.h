@@ -187,7 +187,7 @@ class Run {
     // Reads the loss and the gradients' norm, prints and logs them. Throws if one is not finite.
     void finish_step() {
         std::vector<A> stats(model.num_losses() + 1);
-        dev.download(stats.data(), model.stats(), stats.size() * sizeof(A));
+        dev.download_marked(stats.data(), model.stats(), stats.size() * sizeof(A));
         if (ranks.size > 1) hear_ends();
         loss = 0;  // in the order of the data, whichever rank had it
         for (int i = 0; i < model.micro_steps; i++)
@@ -376,7 +376,7 @@ class Run {
     static constexpr int kFailed = 256;
     void hear_ends() {
         std::vector<int> all(ranks.size);
-        dev.download(all.data(), model.workspace().ends, all.size() * sizeof(int));
+        dev.download_marked(all.data(), model.workspace().ends, all.size() * sizeof(int));
         for (const int e : all) {
             signal = std::max(signal, e % kFailed);
             others_failed |= e >= kFailed;

@@ -58,6 +58,8 @@ struct Cpu {
     void zero(void* p, size_t bytes) const { std::memset(p, 0, bytes); }
     void upload(void* dst, const void* host, size_t bytes) const { std::memcpy(dst, host, bytes); }
     void download(void* host, const void* src, size_t bytes) const { std::memcpy(host, src, bytes); }
+    void mark() const {}
+    void download_marked(void* host, const void* src, size_t bytes) const { download(host, src, bytes); }
     void sync() const {}
     void use() const {}
     void profile(bool) const {}

@@ -87,6 +87,8 @@ Cuda::Cuda(int device) : device(device) {
 
     // In a blocking stream, work that someone puts on the default stream is still ordered with ours.
     CUDA_CHECK(cudaStreamCreate(&stream));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaEventCreateWithFlags(&marked, cudaEventDisableTiming));
     workspace = alloc(kWorkspaceBytes);
     probe_kernel<<<1, 1, 0, stream>>>(static_cast<bool*>(workspace));
     LAUNCH_CHECK("probe_kernel");
@@ -105,7 +107,15 @@ Cuda::~Cuda() {
     cublasLtDestroy(blaslt);
     cublasDestroy(blas);
     cudaFree(workspace);
+    cudaEventDestroy(marked);
+    cudaStreamDestroy(aside);
     cudaStreamDestroy(stream);
+}
+
+void Cuda::download_marked(void* host, const void* src, size_t bytes) const {
+    CUDA_CHECK(cudaStreamWaitEvent(aside, marked, 0));
+    CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, aside));
+    CUDA_CHECK(cudaStreamSynchronize(aside));
 }
 
 void* Cuda::alloc(size_t bytes) const {

@@ -47,6 +47,9 @@ struct Cuda {
         CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
         sync();
     }
+    // As download(), but it waits for no more than what was called before mark(). Later work goes on meanwhile.
+    void mark() const { CUDA_CHECK(cudaEventRecord(marked, stream)); }
+    void download_marked(void* host, const void* src, size_t bytes) const;
     void use() const { CUDA_CHECK(cudaSetDevice(device)); }  // by a thread that another one has started
     void sync() const { CUDA_CHECK(cudaStreamSynchronize(stream)); }
     void pause(unsigned ns) const;  // holds the stream up for that long
@@ -63,7 +66,8 @@ struct Cuda {
     size_t total_bytes = 0;
     bool tf32 = true;    // fp32 matmuls run on tensor cores, or if false in strict fp32
     bool graphs = true;  // if false CudaGraph::run only runs the work
-    cudaStream_t stream = nullptr;
+    cudaStream_t stream = nullptr, aside = nullptr;  // aside: of download_marked()
+    cudaEvent_t marked = nullptr;
     cublasContext* blas = nullptr;
     cublasLtContext* blaslt = nullptr;
     void* workspace = nullptr;  // cuBLAS's, kWorkspaceBytes
