@@ -16,8 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import (BYTES, ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds, tokenizer_file,
-                     written)
+from harness import ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds, written
 
 try:
     need("numpy", "safetensors", "tqdm")
@@ -43,7 +42,6 @@ def refuses(message, *command):
 IMPORT, EXPORT = ("import", "hf", "b.bin"), ("export", "a.bin", "hf2")
 TENSORS, CONFIG = "hf/model.safetensors", "hf/config.json"
 TOKENIZER = ("vocab.json", "merges.txt", "tokenizer_config.json")
-LONGER = [b" t", b"he", b" the", b"in"]  # tokens beside the single bytes
 
 
 def read(path):
@@ -199,26 +197,19 @@ def test_other_forms_of_a_model():
 
 
 def test_tokenizer_of_an_export():
-    """The ids are those of the trainer. Its file has no merges, and a token of three parts has one way to be made."""
-    for V, source, end_of_text, merges in ((257, None, 256, []), (50257, "bytes", 50256, []), (50257, None, 0, None),
-                                           (50257, "t.bin", 50256, ["Ġ t", "h e", "Ġt he", "i n"])):
+    """The ids of single bytes are those of the trainer."""
+    for V, option, end_of_text in (257, [], 256), (50257, ["--bytes"], 50256), (50257, [], None):
         new_export(V=V)
-        written("t.bin", tokenizer_file(BYTES + LONGER))
-        converts(*EXPORT, *(["--tokenizer", source] if source else []))
-        assert len(set(os.listdir("hf2")) & set(TOKENIZER)) == (0 if merges is None else 3), V
-        if merges is not None:
+        converts(*EXPORT, *option)
+        assert len(set(os.listdir("hf2")) & set(TOKENIZER)) == (3 if end_of_text else 0), V
+        if end_of_text:
             vocabulary, config = (json.loads(read(f"hf2/{name}")) for name in TOKENIZER[::2])
-            assert read("hf2/merges.txt").decode().splitlines() == ["#version: 0.2", *merges]
-            assert config["model_max_length"] == P and config["clean_up_tokenization_spaces"] is False
+            assert read("hf2/merges.txt") == b"#version: 0.2\n" and config["model_max_length"] == P
             found = [vocabulary[shown] for shown in ("!", "~", "\u00ff", "\u0100", "Ġ", "<|endoftext|>")]
             assert found == [0, 93, 187, 188, 220, end_of_text], found
-            assert list(vocabulary.values())[:-1] == list(range(256 + len(merges))), vocabulary
-    good = tokenizer_file(BYTES)
-    for raw in (b"", tokenizer_file(BYTES, magic=1), good + b"1", good.replace(b"\1z", b"\1y"), good[:-1],
-                tokenizer_file([*BYTES, b"the"])):
-        refuses("t.bin: ", "export", "a.bin", "hf3", "--tokenizer", written("t.bin", raw).name)
-    new_export()
-    refuses("t.bin: no tokenizer for a vocabulary of 257", *EXPORT, "--tokenizer", "t.bin")
+            assert list(vocabulary.values()) == [*range(256), end_of_text], vocabulary
+    new_export(V=258)
+    refuses("a.bin: no tokenizer for a vocabulary of 258", *EXPORT, "--bytes")
 
 
 def test_files_that_are_refused():
@@ -259,7 +250,7 @@ def test_files_that_are_refused():
             assert written(file, wrong).read_bytes() != before, message
         refuses(message, *(EXPORT if file == "a.bin" else IMPORT))
         written(file, before)
-    for usage in "", "import", "move a b", "import a b --precision fp8", "import a b --tokenizer t":
+    for usage in "", "import", "move a b", "import a b --precision fp8", "import a b --bytes":
         assert ended("hf", *usage.split())[0] == 2, usage
 
 
@@ -294,15 +285,13 @@ def compare(device, attention, V, C, B=3, T=37, P=48):
             p.add_(torch.randn_like(p) * 0.1)
     new_folder()
     first.save_pretrained("hf")
-    written("t.bin", tokenizer_file(BYTES + LONGER))
     converts("import", "hf", "a.bin")
-    converts(*EXPORT, *(["--tokenizer", "t.bin"] if V > 257 else []))
+    converts(*EXPORT, "--bytes")
     model, info = AutoModelForCausalLM.from_pretrained("hf2", output_loading_info=True)
     assert not any(info.values()) and model.dtype == first.dtype, info
     assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     words = AutoTokenizer.from_pretrained("hf2")
     assert words.decode(words(text := "in the Zo\u00eb 's  , don 't\n")["input_ids"]) == text
-    assert V == 257 or words("in the")["input_ids"] == [259, 258]
 
     text = np.random.default_rng(2).integers(0, V, B * T + 1)
     text[::5] = 7  # a token that comes again and again

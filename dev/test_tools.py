@@ -133,25 +133,15 @@ def test_tables_and_plots_are_those_of_dev_results(tmp):
 
 
 def test_rows_name_the_sources(tmp):
-    """A change of any source makes it dirty, of a text or a result not. Without git COMMIT and TREE say what it is."""
-    def state(*option, **variables):
-        return run(tmp / "scripts" / "tree.sh", *option, **variables).stdout.split()
-    shutil.copytree(SCRIPTS, tmp / "scripts")
-    sources = ["Makefile", "train_gpt2.cu", "attention/a.cuh", "dev/a.py", "run/a.cpp", "data/a.txt", "layers/a.h",
-               "scripts/a.sh"]
-    for name in [*sources, "a.md"]:
-        written(tmp / name, "1")
+    """A change of any source makes it dirty, of a text or a result not. Without git COMMIT says what it is."""
+    script = executable(tmp / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
+    written(tmp / "a.cu", "1")
     run("sh", "-c", "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first", cwd=tmp)
-    for name in "a.md", "dev/results/a.py":
+    for name, state in ("a.md", "clean"), ("dev/results/a.py", "clean"), ("Makefile", "dirty"), ("a.cu", "dirty"):
         written(tmp / name, "2")
-    (commit, said), (tree,) = state(), state("--sum")
-    assert said == "clean" and len(commit) == 12
-    for name in sources:
-        written(tmp / name, "2")
-        assert state() == [commit, "dirty"], name
-        written(tmp / name, "1")
+        assert re.fullmatch(rf"\w{{12}} {state}\n", run(script).stdout), name
     shutil.rmtree(tmp / ".git")  # a copy
-    assert state(COMMIT="abc", TREE=tree) == ["abc", "clean"] and state(COMMIT="abc") == ["abc", "dirty"]
+    assert run(script, COMMIT="abc").stdout == "abc clean\n" and run(script).stdout == "unknown dirty\n"
     results.tree.cache_clear()
     with mock.patch.object(results, "output_of", lambda *command: "abc dirty"):
         assert results.row("x", "GPU A")["dirty"]
@@ -312,28 +302,21 @@ def test_runner_of_the_tests(tmp):
 
 
 def test_measuring_in_parts(tmp):
-    """A kernel that fails its tests is not timed. A part that fails or hangs is named, the others run all the same, and
-    no table is written. All rows have one RUN."""
-    for path in SCRIPTS / "measure.sh", ROOT / "dev" / "within.sh":
-        executable(tmp / path.relative_to(ROOT), path.read_text())
-    tests, default = ["test_attention", "test_layers", "test_gpt2"], "scripts/default_run.py"
+    """Each benchmark runs, with the same RUN. No table is written after one that fails."""
+    script = executable(tmp / "scripts" / "measure.sh", (SCRIPTS / "measure.sh").read_text())
     benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_ring", "bench_train"]
-    tables = [f"scripts/{name}.py" for name in ("plot_results", "pictures", "readme_tables")]
-    for name in benches + tests:
+    others = [f"scripts/{name}.py" for name in ("default_run", "scaling", "plot_results", "pictures", "readme_tables")]
+    for name in benches:
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
     path = before_others(tmp, {"make": "", "nvidia-smi": "echo GPU 0; echo GPU 1", "python3": """[ "$1" = -c ] && exit 1
-        echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; $SLOW) sleep 60 ;; esac"""})
-    for parts, more, code, expected in (
-            ("", {}, 0, [*tests, *benches, default, "scripts/scaling.py", *tables]),
-            ("--no-tests accuracy ring default", {"BAD": "accuracy*64", "SLOW": "study*", "PART_LIMIT": "1"}, 1,
-             ["accuracy", "study_ring", default]),
-            ("ring rin", {}, 2, []), ("ring", {"BAD": "test_layers"}, 3, tests[:2])):
+        echo "$RUN $*" >>ran; case $* in $BAD) exit 3 ;; esac"""})
+    for parts, bad, code, expected in (([], "", 0, [*benches, *others]), (["ring", "rin"], "", 2, []),
+                                       (["ring", "accuracy"], "bench_ring*", 3, ["study_ring", "bench_ring"])):
         written(tmp / "ran", "")
-        done = run(tmp / "scripts" / "measure.sh", *parts.split(), code=code, **path, **more)
+        run(script, *parts, code=code, BAD=bad, **path)
         ran = [line.split(" ") for line in (tmp / "ran").read_text().splitlines()]
-        assert len({words[0] for words in ran} - {""}) == bool(ran), (parts, ran)
         assert list(dict.fromkeys(words[1] for words in ran)) == expected, (parts, ran)
-        assert "SLOW" not in more or "accuracy ring" in done.stderr, done
+        assert len({words[0] for words in ran} - {""}) == bool(ran), ran
 
 
 def test_sanitizer_of_the_kernels(tmp):

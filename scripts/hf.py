@@ -5,7 +5,7 @@
     ./train_gpt2cu -e gpt2.bin -i 'data/train_*.bin'                  # and safetensors files
 
     python3 scripts/hf.py export run1 my-gpt2                         # its newest model_….bin, for transformers:
-    pipeline("text-generation", "my-gpt2")("Once")                    # (text needs --tokenizer gpt2_tokenizer.bin)
+    pipeline("text-generation", "my-gpt2", tokenizer="gpt2")("Once")  # after --bytes without tokenizer=
 
 Needs: pip install -r scripts/requirements.txt. One tensor at a time is in memory.
 
@@ -17,14 +17,12 @@ import json
 import math
 import os
 import re
-import struct
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, TOKENIZER_MAGIC, Fail, asking_hub, need, progress,
-                            reading, write_file)
+from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, Fail, asking_hub, need, progress, reading, write_file)
 
 MAGIC, HEADER_INTS = 20240326, 256
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
@@ -177,51 +175,24 @@ def read_model(path):
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
 
 
-def read_tokenizer(path):
-    """The bytes of each token, from llm.c's file, which data/prepare.py writes and the trainer reads."""
-    with open(path, "rb") as f:
-        header, raw = f.read(1024), f.read()
-    magic, version, count = struct.unpack("<3I", header[:12].ljust(12, b"\0"))
-    pieces, at = [], 0
-    while len(pieces) < count and at < len(raw):
-        pieces.append(raw[at + 1:at + 1 + raw[at]])
-        at += 1 + raw[at]
-    if ((magic, len(pieces), at) != (TOKENIZER_MAGIC, END_OF_TEXT + 1, len(raw)) or version not in (1, 2) or
-            any(bytes([byte]) not in pieces for byte in BYTES)):
-        raise Fail(f"{path}: expected {END_OF_TEXT + 1} tokens with all bytes, and magic {TOKENIZER_MAGIC}, found "
-                   f"{len(pieces)} and {magic}; give GPT-2's tokenizer, which data/prepare.py writes")
-    return pieces[:END_OF_TEXT]
+def byte_tokenizer(config, end_of_text):
+    """{name: text} of a tokenizer whose tokens are single bytes, in GPT-2's order."""
+    vocabulary = {**{SHOWN[byte]: id for id, byte in enumerate(BYTES)}, "<|endoftext|>": end_of_text}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces": False,
+                "model_max_length": config["n_positions"]}
+    return {"vocab.json": json.dumps(vocabulary), "merges.txt": "#version: 0.2\n",
+            "tokenizer_config.json": json.dumps(settings)}
 
 
-def tokenizer_files(config, end_of_text, source):
-    """{name: text}. The file of merges says which two tokens make each longer one. They are the last two parts when
-    the tokens before it have joined what they can."""
-    if end_of_text is None or source != "bytes" and end_of_text != END_OF_TEXT:
-        raise Fail(f"{source}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --tokenizer")
-    pieces = [bytes([byte]) for byte in BYTES] if source == "bytes" else read_tokenizer(source)
-    ids, merges = {piece: id for id, piece in enumerate(pieces) if piece}, []
-    for piece, id in ids.items():
-        parts = [piece[i:i + 1] for i in range(len(piece))]
-        while len(parts) > 2:
-            first, at = min((ids.get(a + b, id), at) for at, (a, b) in enumerate(zip(parts, parts[1:])))
-            if first >= id:
-                raise Fail(f"{source}: token {id} is not made of two earlier ones; give GPT-2's tokenizer")
-            parts[at:at + 2] = [parts[at] + parts[at + 1]]
-        merges += [parts] * (len(parts) == 2)
-    shown = lambda piece: "".join(SHOWN[byte] for byte in piece)
-    return {"vocab.json": json.dumps({**{shown(piece): id for piece, id in ids.items()}, "<|endoftext|>": end_of_text}),
-            "merges.txt": "\n".join(["#version: 0.2", *(" ".join(map(shown, pair)) for pair in merges), ""]),
-            "tokenizer_config.json": json.dumps({"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces":
-                                                 False, "model_max_length": config["n_positions"]})}
-
-
-def export_model(path, out, want, tokenizer):
+def export_model(path, out, want, of_bytes):
     config, padding, have, parameters = read_model(path)
     want = want or have
     # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
     end_of_text = END_OF_TEXT if config["vocab_size"] > END_OF_TEXT else 256 if config["vocab_size"] == 257 else None
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    files = tokenizer_files(config, end_of_text, tokenizer or "bytes") if tokenizer or end_of_text == 256 else {}
+    if of_bytes and not end_of_text:
+        raise Fail(f"{path}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --bytes")
+    files = byte_tokenizer(config, end_of_text) if of_bytes or end_of_text == 256 else {}
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
         end = position + math.prod(shape) * ITEM_BYTES[want]
@@ -247,9 +218,9 @@ def export_model(path, out, want, tokenizer):
     for name, content in files.items():
         write_file(out / name, [content.encode()])
     write_file(out / "model.safetensors", chunks())
-    if "vocab.json" not in files:
-        print(f"{out.name}: no tokenizer, because the checkpoint does not say which; transformers loads an empty one "
-              "without an error" + ("; export with --tokenizer gpt2_tokenizer.bin, or bytes" if end_of_text else ""))
+    if end_of_text and "vocab.json" not in files:
+        print(f'{out.name}: no tokenizer, and transformers loads an empty one without an error; give it '
+              'tokenizer="gpt2", or export with --bytes if the model was trained without --tokenizer')
     return config, want
 
 
@@ -261,11 +232,11 @@ def main():
     arg.add_argument("out", type=Path, help="import: checkpoint to write; export: folder to write")
     arg.add_argument("--precision", choices=PRECISIONS, help="of the output; default: bf16 if all "
                      "of the source is, else fp32")
-    arg.add_argument("--tokenizer", metavar="FILE", help="export: the trainer's gpt2_tokenizer.bin, or 'bytes' if it "
-                     "was trained without --tokenizer; default: bytes for a vocabulary of 257, else none")
+    arg.add_argument("--bytes", action="store_true", help="export: with a tokenizer of single bytes, for a model that "
+                     "was trained without --tokenizer; default: if the vocabulary has 257 tokens")
     a = arg.parse_args()
-    if a.tokenizer and a.command == "import":
-        arg.error("--tokenizer belongs to export; an import has the weights alone")
+    if a.bytes and a.command == "import":
+        arg.error("--bytes belongs to export; an import has the weights alone")
     try:
         np = need("numpy")
         if os.path.lexists(a.out):
@@ -273,7 +244,7 @@ def main():
         convert_model = import_model if a.command == "import" else export_model
         with tempfile.TemporaryDirectory(prefix=f"{a.out.name}.tmp.", dir=a.out.parent) as folder:
             made = Path(folder, a.out.name)
-            config, dtype = convert_model(a.source, made, PRECISIONS.get(a.precision), a.tokenizer)
+            config, dtype = convert_model(a.source, made, PRECISIONS.get(a.precision), a.bytes)
             os.rename(made, a.out)
     except Fail as e:
         sys.exit(f"hf.py: {e}")

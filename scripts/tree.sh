@@ -1,25 +1,12 @@
 #!/bin/sh
-# tree.sh         Prints "COMMIT clean" or "COMMIT dirty": which sources are here, for the rows of dev/results.
-# tree.sh --sum   Prints the checksum of the last commit's sources.
-#
-# Where the sources were copied without .git, COMMIT=… and TREE=… say what these two printed; without TREE it is dirty.
-set -e
+# Prints "COMMIT clean" or "COMMIT dirty": which sources are here, for the rows of dev/results. A changed text or result does
+# not count. Where the sources were copied without .git, COMMIT=… says which they are.
 cd "$(dirname "$0")/.."
-sum() {  # of all that is compiled or run here; what is measured and written does not change what is measured
-    find Makefile train_gpt2.cu attention data dev layers run scripts \( -path data/cache -o -path dev/results \) -prune -o \
-        -type f -print | grep -E '(\.(cu|cuh|cpp|h|py|sh|txt)|Makefile)$' | LC_ALL=C sort |
-        xargs sha256sum | sha256sum | cut -c 1-16
-}
+state=clean
 if [ -e .git ]; then
-    folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' EXIT
-    git archive HEAD | tar -x -C "$folder"
-    COMMIT=$(git rev-parse --short=12 HEAD) TREE=$(cd "$folder" && sum)
+    COMMIT=$(git rev-parse --short=12 HEAD)
+    changed=$(git status --porcelain -- . ':!*.md' ':!dev/results') && [ -z "$changed" ] || state=dirty
+elif [ -z "$COMMIT" ]; then
+    COMMIT=unknown state=dirty
 fi
-if [ "$1" = --sum ]; then
-    echo "$TREE"
-elif [ "$TREE" = "$(sum)" ]; then
-    echo "$COMMIT clean"
-else
-    echo "${COMMIT:-unknown} dirty"
-fi
+echo "$COMMIT $state"
