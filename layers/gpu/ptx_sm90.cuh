@@ -66,6 +66,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Does not wait. The barrier counts this thread among the `threads` that sync waits for.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The lane, read anew rather than kept in a register. #special-registers-laneid
 __device__ __forceinline__ int lane_id() {
     int lane;
