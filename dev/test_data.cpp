@@ -149,7 +149,7 @@ TEST(model_round_trip) {
     const std::string path = folder() + "/model.bin";
     ModelHeader bf16 = kTiny, longer = kTiny;
     bf16.dtype = DType::bf16;
-    longer.config.max_T = 262144;  // the context of scripts/run_long_context_gpus.sh
+    longer.config.max_T = 262144;
     for (const ModelHeader& h : {kTiny, bf16, longer}) {
         const std::string parameters = noise(h.bytes());
         std::string back(parameters.size(), 'x');
