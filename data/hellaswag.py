@@ -15,7 +15,7 @@ import shlex
 import struct
 from pathlib import Path
 
-from prepare_common import (Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
+from prepare_common import (CACHE, Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
                             progress, run, write_file, write_tokenizer)
 
 MAGIC, START_EXAMPLE = 20240522, 65535
@@ -51,7 +51,7 @@ def convert(args):
     encoding = make_encoding(ranks)
     folder, path = args.output.parent, args.source
     if path in SHA256:
-        path = download(folder / "download", URL.format(path), SHA256[path])
+        path = download(URL.format(path), SHA256[path])
     examples = [encode_example(encoding, f"{path}: example at offset {at}", index, example)
                 for index, (at, example) in enumerate(progress(iterable=json_lines(path), unit=" examples"))]
     if not examples:
@@ -76,7 +76,7 @@ def main():
     if args.source not in SHA256 and not args.source.endswith(".jsonl"):
         parser.error(f"{args.source}: expected val, train or a .jsonl file")
     name = "hellaswag_" + Path(args.source).stem.replace("hellaswag_", "")
-    args.output = args.output or Path(__file__).parent / "cache" / "hellaswag" / f"{name}.bin"
+    args.output = args.output or CACHE / "hellaswag" / f"{name}.bin"
     run(convert, args)
 
 

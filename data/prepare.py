@@ -2,58 +2,55 @@
 """Turns text into token shards that ./train_gpt2cu reads, with GPT-2's byte pair encoding (tiktoken).
 
   sources  →  batches of ~1 MB  →  tokens, on all cores  →  shards of --shard-tokens, in order
-  files       cut where a resumed    one <|endoftext|>       val_000000.bin, train_000001.bin, …
-              run can cut as well    before each document    written aside, fsynced, then renamed
+  files       cut where no         one <|endoftext|>        val_000000.bin, train_000001.bin, …
+              token changes        before each document     in DIR.part, which becomes DIR at the end
 
-A few batches a core are in flight. The stream of tokens depends on the sources alone, not on its batches, so three
-numbers a shard in manifest.json are enough to go on after it: the file, the position there where a batch began, and
-how many tokens of that batch earlier shards took. The result is the same byte for byte.
+In memory are a few batches a core and one shard. If anything fails, DIR.part goes, so DIR is whole or not there.
 
 A shard is llm.c's: 256 int32 (magic 20240520, version 1, number of tokens), then uint16 tokens, little endian."""
 import argparse
 import codecs
 import collections
 import concurrent.futures
+import contextlib
+import fcntl
 import glob
-import hashlib
-import itertools
-import json
 import os
 import re
 import shlex
+import shutil
 import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (END_OF_TEXT, Fail, add_ranks_options, asking_hub, commit, download, encodable, json_lines,
-                            load_ranks, make_encoding, need, progress, reading, run, sha256_of, write_file,
+from prepare_common import (CACHE, END_OF_TEXT, Fail, add_ranks_options, asking_hub, download, encodable, json_lines,
+                            load_ranks, make_encoding, need, progress, reading, rename, run, write_file,
                             write_tokenizer)
 
 SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
-# A dataset has files with a fixed address, or "hub" names a repository of the Hugging Face hub, a folder and files there.
-# Without files it takes all that end in .parquet. TinyStories' own validation file comes first, because it has a little
-# more than the tokens taken. "ready" is a repository of shards, named …_val_000000.bin and …_train_000001.bin on.
-SHAKESPEARE = {"url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-               "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}
+# TinyStories' own validation file comes first, because it has a little more than val_tokens.
 STORIES = ["TinyStoriesV2-GPT4-valid.txt", "TinyStoriesV2-GPT4-train.txt"]
+SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+               "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
 DATASETS = {
-    "tinyshakespeare": {"files": [SHAKESPEARE], "val_tokens": 32768},
-    "tinystories": {"hub": ("roneneldan/TinyStories", None, STORIES), "val_tokens": 5_000_000},
-    "fineweb10B": {"hub": ("HuggingFaceFW/fineweb", "sample/10BT", None), "ready": "kjj0/fineweb10B-gpt2"},
-    "fineweb100B": {"hub": ("HuggingFaceFW/fineweb", "sample/100BT", None)},
-    "fineweb-edu": {"hub": ("HuggingFaceFW/fineweb-edu", "sample/10BT", None), "ready": "kjj0/finewebedu10B-gpt2"},
+    "tinyshakespeare": {"files": lambda: [download(*SHAKESPEARE)], "val_tokens": 32768},
+    "tinystories": {"files": lambda: hub_files("roneneldan/TinyStories", names=STORIES), "val_tokens": 5_000_000},
+    "fineweb10B": {"files": lambda: hub_files("HuggingFaceFW/fineweb", "sample/10BT")},
+    "fineweb100B": {"files": lambda: hub_files("HuggingFaceFW/fineweb", "sample/100BT")},
+    "fineweb-edu": {"files": lambda: hub_files("HuggingFaceFW/fineweb-edu", "sample/10BT")},
 }
-READY = {name: known["ready"] for name, known in DATASETS.items() if "ready" in known}
 
 
-def hub_files(repository, folder=None, paths=None, ending=".parquet"):
-    """These files, or all of the folder that end so, as they are now. The hub promises no order."""
+def hub_files(repository, folder=None, names=None):
+    """Paths of these files, or of the folder's, in the hub's cache. Each is downloaded when its turn comes."""
     with asking_hub(repository) as hub:
         of_hub = {"repo_type": "dataset", "revision": hub.HfApi().dataset_info(repository).sha}
-        listing = [] if paths else hub.HfApi().list_repo_tree(repository, folder, **of_hub)
-        paths = paths or sorted(entry.path for entry in listing if entry.path.endswith(ending))
-    return [{"repo_id": repository, "filename": path, **of_hub} for path in paths]
+        listing = [] if names else hub.HfApi().list_repo_tree(repository, folder, **of_hub)  # in no order
+        names = names or sorted(entry.path for entry in listing if entry.path.endswith(".parquet"))
+    for name in names:
+        with asking_hub(f"{repository}: {name}") as hub:
+            yield hub.hf_hub_download(repository, name, **of_hub)
 
 
 def encode(encoding, texts):
@@ -64,42 +61,36 @@ def encode(encoding, texts):
             continue
         if begins:
             tokens.append([END_OF_TEXT])
-        try:
-            tokens.append(encoding.encode_to_numpy(text, disallowed_special=()))
-        except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can hold
-            tokens.append(encoding.encode_ordinary(text))
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON can hold half a surrogate pair
+        tokens.append(encoding.encode_to_numpy(text, disallowed_special=()))
     return need("numpy").concatenate(tokens).astype("<u2")
 
 
 def in_order(pool, batches, encoding, ahead):
-    """(place, tokens) of each batch, with at most `ahead` of them in flight. tiktoken lets threads run side by side."""
+    """The tokens of each batch, with at most `ahead` of them in flight. tiktoken lets threads run side by side."""
     pending = collections.deque()
-    for place, texts in batches:
-        pending.append((place, pool.submit(encode, encoding, texts)))
+    for texts in batches:
+        pending.append(pool.submit(encode, encoding, texts))
         if len(pending) > ahead:
-            place, future = pending.popleft()
-            yield place, future.result()
-    for place, future in pending:
-        yield place, future.result()
+            yield pending.popleft().result()
+    for future in pending:
+        yield future.result()
 
-
-# Each yields (position, [(begins a document, text)]) from a position that it once yielded.
 
 # Plain text, here and in the trainer. A byte order mark at the file's beginning is dropped. Between documents stands
 # <|endoftext|> with at most one line end before and one behind it, \n or \r\n each. A line end between two of them
 # belongs to the first. Nothing else is stripped, even at the file's beginning and end: a last line end is text.
 DOCUMENTS = re.compile(r"(?:\r?\n)?<\|endoftext\|>(?:\r?\n)?")
-# The last place where cutting a text changes no token: between a visible character and white space, since GPT-2's
-# pattern looks ahead only from white space and never back. Not after >, which may end a separator.
+SPEECHES = re.compile(r"(?<=\n\n)")  # of tinyshakespeare: an empty line ends one, as llm.c has it
+# The last place where cutting a text changes no token, which is between a visible character and white space. GPT-2's
+# pattern looks ahead only from white space, and never back. Not after >, which may end a separator.
 LAST_CUT = re.compile(r"(?s:.*)[^\s>](?=[ \t\r\n])")
 
 
-def read_text(path, position, _, separator=DOCUMENTS):
-    decoder, text, more = codecs.getincrementaldecoder("utf-8")(), "", True
+def read_text(path, args):
+    separator = SPEECHES if args.sources == ["tinyshakespeare"] else DOCUMENTS
+    decoder, text, begins, more = codecs.getincrementaldecoder("utf-8-sig")(), "", True, True
     with open(path, "rb") as file:
-        start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
-        position = max(position, start)
-        file.seek(position)
         while more:
             at, block = file.tell(), file.read(BATCH_BYTES)
             more = bool(block)
@@ -108,162 +99,106 @@ def read_text(path, position, _, separator=DOCUMENTS):
             try:
                 text += decoder.decode(block, final=not more)
             except UnicodeDecodeError as error:
-                offset, byte = position + len(text.encode()) + error.start, error.object[error.start]
+                offset, byte = file.tell() - len(error.object) + error.start, error.object[error.start]
                 raise Fail(f"{path}: invalid UTF-8 at offset {offset}: found byte 0x{byte:02x}; convert it") from None
             cut = LAST_CUT.match(text) if more else re.match("(?s:.*)", text)
             if cut and text:
                 parts = separator.split(cut.group())
-                yield position, [(i > 0 or position == start, encodable(part)) for i, part in enumerate(parts)]
-                position += len(cut.group().encode())
-                text = text[cut.end():]
+                yield [(begins or i > 0, encodable(part)) for i, part in enumerate(parts)]
+                begins, text = False, text[cut.end():]
 
 
-def read_speeches(path, position, _):
-    return read_text(path, position, _, re.compile(r"(?<=\n\n)"))  # an empty line ends one, as llm.c has it
-
-
-def read_jsonl(path, position, field):
-    """An object a line, its text under `field`."""
-    begin, texts = position, []
-    for at, found in json_lines(path, position):
+def read_jsonl(path, args):
+    """An object a line, its text under args.field."""
+    begin, texts = 0, []
+    for at, found in json_lines(path):
         if at - begin >= BATCH_BYTES:
-            yield begin, texts
+            yield texts
             begin, texts = at, []
-        with reading(f"{path}: object at offset {at}", f"expected text in {field!r}, --field names another"):
-            texts.append((True, encodable(found[field])))
-    yield begin, texts
+        with reading(f"{path}: object at offset {at}", f"expected text in {args.field!r}, --field names another"):
+            texts.append((True, encodable(found[args.field])))
+    yield texts
 
 
-def read_parquet(path, position, field):
-    """A document a row, its text in the column `field`; positions are row numbers."""
+def read_parquet(path, args):
+    """A document a row, its text in the column args.field."""
     with need("pyarrow.parquet").ParquetFile(path) as file:
-        row = 0
-        for batch in file.iter_batches(batch_size=256, columns=[field]):
-            if row + len(batch) > position:
-                begin = max(row, position)
-                yield begin, [(True, encodable(text)) for text in batch.column(0)[begin - row:].to_pylist()]
-            row += len(batch)
+        for rows in file.iter_batches(batch_size=256, columns=[args.field]):
+            yield [(True, encodable(text)) for text in rows.column(0).to_pylist()]
 
 
 READERS = {".txt": read_text, ".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
-def save_manifest(directory, manifest):
-    write_file(directory / "manifest.json", [json.dumps(manifest).encode(), b"\n"])
+def read_files(paths, args):
+    """The batches of all files, lists of (begins a document, text)."""
+    for path in paths:
+        with reading(path, f"damaged, or no text in the field {args.field!r}"):
+            yield from READERS[Path(path).suffix](path, args)
 
 
-def load_manifest(directory, settings):
-    """What an earlier run with the same settings has done, or a new manifest."""
-    path = directory / "manifest.json"
-    if not path.exists():
-        return {"settings": settings, "sources": settings.get("files"), "shards": []}
-    with reading(path, "damaged; delete it to begin anew"):
-        manifest = json.loads(path.read_bytes())
-        changed = [key for key in settings if manifest["settings"].get(key) != settings[key]]
-        if changed:
-            raise Fail(f"{path}: made with another {', '.join(changed)}; choose another --output, or delete it to "
-                       "begin anew")
-        for i, shard in enumerate(manifest["shards"]):
-            file = directory / shard["name"]
-            if not file.exists() or sha256_of(file) != shard["sha256"]:
-                print(f"{file}: not what was written; shards are made anew from here on", flush=True)
-                del manifest["shards"][i:]
-                break
-    return manifest
+@contextlib.contextmanager
+def all_or_nothing(output):
+    """Gives an empty folder. At the end it becomes the output, or goes if anything failed."""
+    if os.path.lexists(output):
+        raise Fail(f"{output}: exists already; remove it or choose another --output")
+    part = Path(f"{output}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    lock = os.open(part, os.O_RDONLY)  # until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # of another kind where a file system has no locks
+        if isinstance(error, BlockingIOError):
+            raise Fail(f"{part}: another run writes there; wait for it or choose another --output") from None
+    for left in part.iterdir():  # by a run that was killed
+        left.unlink()
+    try:
+        yield part
+        rename(part, output)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
-def write_shards(directory, manifest, batches, skip, bar):
-    """Cuts the stream of tokens into shards, without the first `skip` of them. manifest["shards"] says which are
-    finished and where the next begins."""
-    shards, val_tokens = manifest["shards"], manifest["val_tokens"]
-    shard_tokens, max_tokens = manifest["settings"]["shard_tokens"], manifest["settings"]["max_tokens"] or sys.maxsize
-    total = sum(shard["tokens"] for shard in shards)
-    place, data = next(batches)
+def write_shards(folder, batches, val_tokens, args, bar):
+    """Cuts the stream of tokens into shards, those for validation first. Gives the number of tokens."""
+    total, shards, data = 0, 0, next(batches, [])
+    max_tokens = args.max_tokens or sys.maxsize
     while len(data) and total < max_tokens:
-        split, end = ("val", val_tokens) if total < val_tokens else ("train", sys.maxsize)
-        room, count = min(shard_tokens, end - total, max_tokens - total), 0
-        name = f"{split}_{len(shards):06d}.bin"
-        file = open(directory / f"{name}.part", "wb")
-        file.write(bytes(1024))  # the header, once the count is known
-        while len(data) and count < room:
-            piece = data[skip:skip + room - count]
-            file.write(piece.data)
+        split, end = ("val", val_tokens) if total < val_tokens else ("train", max_tokens)
+        end = min(end, total + args.shard_tokens, max_tokens)
+        pieces = []
+        while len(data) and total < end:
+            piece, data = data[:end - total], data[end - total:]
+            pieces.append(piece)
+            total += len(piece)
             bar.update(len(piece))
-            count += len(piece)
-            skip += len(piece)
-            if skip >= len(data):
-                skip -= len(data)
-                place, data = next(batches)
-        file.seek(0)
-        file.write(struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253))
-        commit(file, directory / name)
-        sha256 = sha256_of(directory / name)
-        total += count
-        shards.append({"name": name, "tokens": count, "sha256": sha256, "next": {**place, "skip": skip}})
-        save_manifest(directory, manifest)
-        bar.write(f"{directory / name}: {count:,} tokens", file=sys.stdout)
+            data = data if len(data) else next(batches, [])
+        name, count = f"{split}_{shards:06d}.bin", sum(map(len, pieces))
+        write_file(folder / name, [struct.pack("<256i", SHARD_MAGIC, 1, count, *[0] * 253), *pieces])
+        bar.write(f"{name}: {count:,} tokens", file=sys.stdout)
+        shards += 1
     return total
 
 
-def take_ready(directory, repository, most):
-    """Downloads the shards for validation and at most so many others."""
-    save_manifest(directory, load_manifest(directory, {"ready": repository}))
-    files = hub_files(repository, ending=".bin")
-    for split, most in (("_val_", None), ("_train_", most)):
-        for file in [file for file in files if split in file["filename"]][:most]:
-            path = directory / file["filename"].split("_", 1)[-1]
-            if not path.exists():
-                os.replace(download(directory / "download", **file), path)
-            print(f"{path}: {(path.stat().st_size - 1024) // 2:,} tokens", flush=True)
-
-
 def prepare(args):
-    dataset = args.sources[0] if args.sources[0] in DATASETS else None
-    known = DATASETS.get(dataset, {})
-    directory = args.output or Path(__file__).parent / "cache" / (dataset or Path(args.sources[0]).stem)
-    local = None if dataset else [(os.path.basename(path), os.stat(path)) for path in args.sources]
-    ranks = load_ranks(args)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(directory / "gpt2_tokenizer.bin", ranks)
-    if args.ready:
-        return take_ready(directory, known["ready"], args.shards)
-    manifest = load_manifest(directory, {
-        "dataset": dataset,
-        "files": local and [{"name": name, "bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for name, s in local],
-        "ranks": hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest(),
-        **{key: getattr(args, key) for key in ("field", "shard_tokens", "val_tokens", "max_tokens")},
-    })
-    sources = manifest["sources"] = manifest["sources"] or known.get("files") or hub_files(*known["hub"])
-    tenth = max(1, sum(s.st_size for _, s in local) // 40) if local else sys.maxsize  # a token has about four bytes
-    manifest["val_tokens"] = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
-    shards = manifest["shards"]
-    start = shards[-1]["next"] if shards else {"source": 0, "position": 0, "skip": 0}
-
-    def texts_of_batches():
-        position = start["position"]
-        for i in range(start["source"], len(sources)):
-            path = args.sources[i] if local else download(directory / "download", **sources[i])
-            reader = read_speeches if dataset == "tinyshakespeare" else READERS[Path(path).suffix]
-            with reading(path, f"damaged, or no text in the field {args.field!r}"):
-                for position, texts in reader(path, position, args.field):
-                    yield {"source": i, "position": position}, texts
-            position = 0
-
-    pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
-    batches = in_order(pool, texts_of_batches(), make_encoding(ranks), 3 * args.jobs)
-    some = (batch for batch in batches if len(batch[1]))
-    batches = itertools.chain(some, [({"source": len(sources), "position": 0}, [])])
-    with progress(total=args.max_tokens, initial=sum(shard["tokens"] for shard in shards), unit=" tokens") as bar:
-        total = write_shards(directory, manifest, batches, start["skip"], bar)
-    pool.shutdown(cancel_futures=True)
-    if total <= manifest["val_tokens"]:
-        (directory / "manifest.json").unlink(missing_ok=True)
-        raise Fail(f"{directory}: no tokens left to train on: found {total:,}, and {manifest['val_tokens']:,} go to "
-                   "validation; give more text or a smaller --val-tokens")
-    pattern = glob.escape(str(directory)).replace("\\", r"\\")  # C's glob() takes one for an escape
+    known = DATASETS.get(args.sources[0], {})
+    with all_or_nothing(args.output) as folder:
+        tenth = sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)  # four bytes a token
+        val_tokens = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)
+        ranks = load_ranks(args)
+        write_tokenizer(folder / "gpt2_tokenizer.bin", ranks)
+        paths = known["files"]() if known else args.sources
+        pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
+        batches = in_order(pool, read_files(paths, args), make_encoding(ranks), 3 * args.jobs)
+        with progress(total=args.max_tokens, unit=" tokens") as bar:
+            total = write_shards(folder, filter(len, batches), val_tokens, args, bar)
+        if total <= val_tokens:
+            raise Fail(f"{args.output}: no tokens left to train on: found {total:,}, and {val_tokens:,} go to "
+                       "validation; give more text or a smaller --val-tokens")
+    pattern = glob.escape(str(args.output)).replace("\\", r"\\")  # C's glob() takes one for an escape
     command = ["./train_gpt2cu", "-i", f"{pattern}/train_*.bin", "-j", f"{pattern}/val_*.bin", "--tokenizer",
-               f"{directory}/gpt2_tokenizer.bin", "-o", "run1"]
-    print(f"{total:,} tokens\nnext: {shlex.join(command)}")
+               f"{args.output}/gpt2_tokenizer.bin", "-o", "run1"]
+    print(f"{args.output}: {total:,} tokens\nnext: {shlex.join(command)}")
 
 
 def tokens(text):
@@ -277,8 +212,9 @@ def tokens(text):
 def main():
     parser = argparse.ArgumentParser(
         description="Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding.",
-        epilog="Interrupted? The same command goes on. In a .txt file <|endoftext|> separates documents. HF_ENDPOINT "
-        "names a mirror of the Hugging Face hub. README.md has examples. Needs: pip install -r scripts/requirements.txt")
+        epilog="DIR is there only when it is complete. A run that fails keeps its downloads alone. In a .txt file "
+        "<|endoftext|> separates documents. HF_ENDPOINT names a mirror of the Hugging Face hub. README.md has "
+        "examples. Needs: pip install -r scripts/requirements.txt")
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"one of {', '.join(DATASETS)}; or .txt, .jsonl and .parquet files")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: data/cache/ and the source's name")
@@ -286,9 +222,6 @@ def main():
     parser.add_argument("--val-tokens", type=tokens, metavar="N",
                         help="the first N tokens are for validation (default: a shard, but about a tenth at most)")
     parser.add_argument("--max-tokens", type=tokens, metavar="N", help="stop after so many (default: all)")
-    parser.add_argument("--ready", action="store_true", help="download shards that others made, on huggingface.co ("
-                        f"{', '.join(f'{name}: {of}' for name, of in READY.items())}; licence of the text: ODC-By 1.0)")
-    parser.add_argument("--shards", type=tokens, metavar="N", help="with --ready: N to train on at most (default: all)")
     parser.add_argument("--field", default="text", help="of .jsonl and .parquet files (default: text)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="threads (default: one a core)")
@@ -297,10 +230,9 @@ def main():
     for source in args.sources:
         if (source not in DATASETS or len(args.sources) > 1) and Path(source).suffix not in READERS:
             parser.error(f"{source}: expected one of {', '.join(DATASETS)} alone, or {', '.join(READERS)} files")
-    if args.sources[0] not in READY or args.val_tokens or args.max_tokens if args.ready else args.shards:
-        parser.error(f"--ready goes with {', '.join(READY)} and --shards alone, and --shards with it")
     if args.shard_tokens >= 2**31 or args.jobs < 1:
         parser.error(f"expected --shard-tokens below 2^31 and --jobs from 1, found {args.shard_tokens} and {args.jobs}")
+    args.output = args.output or CACHE / Path(args.sources[0]).stem
     run(prepare, args)
 
 

@@ -20,6 +20,7 @@ SHOWN = {byte: chr(byte) if byte in VISIBLE else chr(256 + i - len(VISIBLE)) for
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # of GPT-2's vocab.bpe or merges.txt
 DAMAGED = "damaged, get the file again"
+CACHE = Path(__file__).parent / "cache"
 
 
 class Fail(Exception):
@@ -50,26 +51,21 @@ def reading(what, advice=DAMAGED):
         raise Fail(f"{what}: {advice}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-def sha256_of(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def commit(file, path):
-    """Gives a complete file its final name: on disk first, so that a final name never holds a partial file."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(file.name, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
+def rename(part, path):
+    """Gives its name to a file or folder that is on disk. A crash after this cannot take the name back."""
+    os.replace(part, path)
+    parent = os.open(path.parent, os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)
 
 
 def write_file(path, chunks):
-    file = open(f"{path}.part", "wb")
-    file.writelines(chunks)
-    commit(file, path)
+    """The file is on disk before it has its name, so a file of this name is never a part."""
+    with open(f"{path}.part", "wb") as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(file.name, path)
 
 
 @contextlib.contextmanager
@@ -79,33 +75,29 @@ def asking_hub(name):
         yield need("huggingface_hub")
 
 
-def download(folder, url=None, sha256=None, **of_hub):
-    """A file of an address or of the hub in this folder. A file that is there is not asked for again."""
-    if not url:
-        with asking_hub(f"{of_hub['repo_id']}: {of_hub['filename']}") as hub:
-            return hub.hf_hub_download(**of_hub, local_dir=folder)
-    path = folder / Path(url).name
+def download(url, sha256):
+    """The path of what this address has. A file that is there is not asked for again."""
+    path = CACHE / "download" / Path(url).name
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with reading(url, "cannot download; check the network, or give a local file"):
-            with urllib.request.urlopen(url, timeout=60) as response:
-                write_file(path, [response.read()])
-    if (found := sha256_of(path)) != sha256:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        advice = "cannot download; check the network, or give a local file"
+        with reading(url, advice), urllib.request.urlopen(url, timeout=60) as response:
+            write_file(path, [response.read()])
+    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
         raise Fail(f"{path}: wrong SHA-256: expected {sha256}, found {found}; delete it to get it again")
     return path
 
 
-def json_lines(path, position=0):
-    """(offset, object) of each line from a position on, without blank ones."""
+def json_lines(path):
+    """(offset, object) of each line that is not blank."""
     with open(path, "rb") as file:
-        file.seek(position)
         for line in file:
+            position = file.tell() - len(line)
             try:
                 if line.strip():
                     yield position, json.loads(line.decode())
             except (ValueError, RecursionError) as error:
                 raise Fail(f"{path}: no JSON in UTF-8 at offset {position}: {error}; give one object a line") from None
-            position += len(line)
 
 
 def load_ranks(args):
@@ -163,9 +155,9 @@ def run(main, args):
     except Fail as error:
         message = str(error)
     except OSError as error:
-        message = f"{error.filename or args.output or 'output'}: {error.strerror or error}; what is finished is kept"
+        message = f"{error.filename or args.output}: {error.strerror or error}"
     except KeyboardInterrupt:
-        message = "interrupted; run again to go on, what is finished is kept"
+        message = f"interrupted; {args.output} is not written"
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
