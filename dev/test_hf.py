@@ -2,8 +2,6 @@
 """Tests of scripts/hf.py. Round trips keep every bit, Hugging Face's GPT-2 and ours agree in loss and every gradient,
 and bad input is refused in one line.
 
-    python3 dev/test_hf.py [part of a test's name]
-
 The comparison needs PyTorch: pip install -c scripts/requirements-more.txt transformers torch
 """
 import functools
@@ -26,8 +24,6 @@ except Skip as why:
 os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")  # before the libraries read them
 sys.dont_write_bytecode = True
 sys.path.append(str(ROOT / "scripts"))  # last, because a script there is named as a library is
-
-
 converts = functools.partial(succeeds, "hf")
 
 

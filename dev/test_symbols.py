@@ -4,8 +4,6 @@
 A name has one meaning in a program, so what no header declares is static or in an unnamed namespace. If two files
 define a type, template or inline function of the same name, no linker reports which of them runs. And includes form a
 tree of rooms, so that a reader can stop at any of them.
-
-    python3 dev/test_symbols.py
 """
 import graphlib
 import re
