@@ -375,7 +375,6 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // so they are known to be uniform
     const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
-    const uint32_t ds_block = block16(base + T::Ds, row);
 
     if (HS == 128 && wg == 1) named_barrier_arrive(3, kConsumers);  // consumer 0 begins
     for (int item = 0, n = 0;; item++) {                            // n: query tiles so far
@@ -444,7 +443,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
             }
             for (int kk = 0; kk < Br / 16; kk++)
-                stmatrix_x4((ds_block ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128, ds[kk]);
+                stmatrix_x4((block16(base + T::Ds, row) ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128,
+                            ds[kk]);
             fence_proxy_async();
             mbarrier_arrive(control.at(DsFull, n));
             // [quote]
