@@ -543,17 +543,20 @@ TEST(gpu_two_runs_are_bit_equal) {
 
 // --memory prints what is allocated.
 TEST(gpu_memory_is_what_the_table_says) {
-    const Cuda& dev = gpu();
     for (int recompute : {0, 1, 2}) {
-        GPT2<Cuda, bf16> model(dev, preset("d12"), Attention::flash, 4, 1024, 1, true, recompute);
+        GPT2<Cuda, bf16> model(gpu(), preset("d12"), Attention::flash, 4, 1024, 1, true, recompute);
         size_t bytes = 0, tensors = 0;
-        for (const Arena* a : model.arenas()) {
+        for (const Arena* a : model.arenas())
             for (const TensorSpec& t : a->tensors) bytes += t.elements() * size_of(t.dtype), tensors++;
+        const double most = 256. * tensors + 5 * (2 << 20);  // alignment, and the driver's 2 MiB pages
+        double taken = 0;
+        for (int i = 0; i < 5 && !(std::fabs(taken - bytes) <= most); i++) {  // a program beside this may take some, too
+            for (Arena* a : model.arenas()) gpu().free(a->base), a->base = nullptr;
+            const size_t before = gpu().free_bytes();
+            model.allocate();
+            taken = double(before) - gpu().free_bytes();
         }
-        const size_t before = dev.free_bytes();
-        model.allocate();
-        const double taken = double(before) - dev.free_bytes();
-        CHECK_NEAR(taken, double(bytes), 256. * tensors + 5 * (2 << 20));  // alignment, and the driver's 2 MiB pages
+        CHECK_NEAR(taken, double(bytes), most);
     }
 }
 

@@ -153,7 +153,7 @@ void Cuda::profile(bool on) const {
 size_t Cuda::free_bytes() const {
     size_t free = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    return free;
+    return free - std::min(free, reserved);
 }
 
 void CudaGraph::end(const Cuda& dev, bool keep) {

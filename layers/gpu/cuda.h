@@ -58,15 +58,17 @@ struct Cuda {
 
     static constexpr const char* kind = "cuda";
     int device = 0;
-    int sm = 0;          // compute capability ×10, 90 for an H200
-    bool sm90a = false;  // its code was compiled for sm_90a. Otherwise kernels that need wgmma are empty
-    int num_sms = 0;     // multiprocessors
-    int block_smem = 0;  // bytes of shared memory that a block may have, which a test may lower
-    std::string name;    // "NVIDIA H200"
+    int sm = 0;           // compute capability ×10, 90 for an H200
+    bool sm90a = false;   // its code was compiled for sm_90a. Otherwise kernels that need wgmma are empty
+    int num_sms = 0;      // multiprocessors
+    int block_smem = 0;   // bytes of shared memory that a block may have, which a test may lower
+    size_t reserved = 0;  // bytes that free_bytes() leaves out, which a test may raise
+    std::string name;     // "NVIDIA H200"
     size_t total_bytes = 0;
     bool tf32 = true;    // fp32 matmuls run on tensor cores, or if false in strict fp32
     bool graphs = true;  // if false CudaGraph::run only runs the work
-    cudaStream_t stream = nullptr, aside = nullptr;  // aside: of download_marked()
+    cudaStream_t stream = nullptr;
+    cudaStream_t aside = nullptr;  // download_marked() reads here
     cudaEvent_t marked = nullptr;
     cublasContext* blas = nullptr;
     cublasLtContext* blaslt = nullptr;
