@@ -550,7 +550,7 @@ TEST(gpu_memory_is_what_the_table_says) {
             for (const TensorSpec& t : a->tensors) bytes += t.elements() * size_of(t.dtype), tensors++;
         const double most = 256. * tensors + 5 * (2 << 20);  // alignment, and the driver's 2 MiB pages
         double taken = 0;
-        for (int i = 0; i < 5 && !(std::fabs(taken - bytes) <= most); i++) {  // a program beside this may take some, too
+        for (int i = 0; i < 5 && !(std::fabs(taken - bytes) <= most); i++) {  // a program beside may take some, too
             for (Arena* a : model.arenas()) gpu().free(a->base), a->base = nullptr;
             const size_t before = gpu().free_bytes();
             model.allocate();
