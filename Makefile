@@ -3,7 +3,7 @@
 # make benches        dev/bench_*, dev/accuracy, dev/study_*
 # make profile        the timeline of three steps, for Nsight Systems
 # make sanitize       the readers and writers of files under ASan and UBSan
-# make archs          every kernel for sm_75, 80, 90a and 120 (part of make test)
+# make archs          every kernel for sm_75, 80 and 90a (part of make test)
 #
 # ARCH="80 90a"   architectures to build for; default: this machine's GPUs, else 80 with PTX for later ones
 # CUDA_HOME=…     the toolkit, or NVCC=… names its nvcc; default: on the PATH, in /usr/local/cuda* or /opt/cuda
@@ -146,18 +146,14 @@ build/sanitized/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(if $(filter dev/%,$<),-O0) -fsanitize=address,undefined -fno-sanitize-recover=all -c -o $@ $<
 
-# Every kernel for the architectures between which sources differ, as far as this nvcc knows them (sm_120 came with 12.8),
-# warnings as errors. The others share sm_80's lines. A register spill in an attention kernel is one on sm_80 and sm_90a.
-KNOWN = $(shell $(NVCC) --list-gpu-code | tr -d sm_) 90a
+# Every kernel for the architectures between which sources differ, warnings as errors. Later ones share the lines of these.
+# A register spill in an attention kernel is an error, too.
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/%.o: WERROR := 1
-build/archs/attention/%.o: attention/%.cu
+build/archs/attention/%.o: SPILLS := -Xptxas -warn-spills
+build/archs/%.o: %.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,80 90a) -Xptxas -warn-spills -c -o build/archs/attention/$*.spills.o $<
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,$(filter $(KNOWN),75 120)) -c -o $@ $<
-build/archs/layers/%.o: layers/%.cu
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(call gencode,$(filter $(KNOWN),75 80 90a 120)) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SPILLS) $(call gencode,75 80 90a) -c -o $@ $<
 
 # The timeline of three steps with its NVTX ranges, by Nsight Systems (dev/README.md: how to open it, and ncu).
 profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters
