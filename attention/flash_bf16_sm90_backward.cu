@@ -124,6 +124,8 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
 // waited for with the round's parity, an empty one with the opposite, so that the first round passes at once.
 
 enum Barrier { KFull, KEmpty, VFull, VEmpty, QFull, QEmpty, DsFull, DsEmpty, DqFull, DqEmpty, KvDone, KvStored };
+// And the named barriers of both consumers: nobody reads K and dS any more, and a consumer's turn at HS 128 (kTurn + wg).
+enum NamedBarrier { kLastRead = 2, kTurn };
 
 template <int HS>
 struct Control {
@@ -376,8 +378,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // so they are known to be uniform
     const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
 
-    if (HS == 128 && wg == 1) named_barrier_arrive(3, kConsumers);  // consumer 0 begins
-    for (int item = 0, n = 0;; item++) {                            // n: query tiles so far
+    if (HS == 128 && wg == 1) named_barrier_arrive(kTurn, kConsumers);  // consumer 0 begins
+    for (int item = 0, n = 0;; item++) {                                // n: query tiles so far
         const int2 next = control.wait_item(item);
         Work w = args.order.work(__shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0));  // uniform
         if (w.k_tile < 0) break;
@@ -418,7 +420,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             wgmma_commit();
 
             // In turns, so that one consumer's exponentials run beside the other's products. At HS 64 that costs 2 %.
-            if (HS == 128) named_barrier_sync(3 + wg, kConsumers);
+            if (HS == 128) named_barrier_sync(kTurn + wg, kConsumers);
             wgmma_wait<1>(s);  // dPᵀ runs on
             mask<HS>(s, args, w, row);
             uint32_t p[Br / 16][4];  // Pᵀ as A operand
@@ -452,7 +454,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             clear(s);
             clear(dq);
             add_product<HS>(dk, ds, q_smem);
-            if (HS == 128) named_barrier_arrive(4 - wg, kConsumers);
+            if (HS == 128) named_barrier_arrive(kTurn + 1 - wg, kConsumers);
             if (n > first) start_dq(n - 1);  // the other warpgroup's dS of this tile may still be on its way
             wgmma_fence();
             wgmma_commit();
@@ -476,7 +478,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         mbarrier_arrive(control.at(DsEmpty, n - 1));
 
         if constexpr (Args<HS, Y>::kFits) {
-            named_barrier_sync(2, kConsumers);  // nobody reads K and dS any more
+            named_barrier_sync(kLastRead, kConsumers);
             constexpr bool kWide = std::is_same_v<Y, float>;
             place<Y>(dk, args.scale, control, kWide ? T::Ds + T::DsBytes : T::K + (item & 1) * T::KvBytes, row, Bc);
             place<Y>(dv, 1.f, control, T::Ds, row, Bc);
