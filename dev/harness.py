@@ -99,7 +99,7 @@ def executable(path, text):
 
 def run(*command, code=0, cwd=ROOT, **variables):
     """How a command ended, if with this exit code. Of make's settings and of those for rows it has only `variables`."""
-    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "RUN", "COMMIT", "B", "GPUS")
+    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "RUN", "COMMIT", "B")
     env = {name: value for name, value in os.environ.items() if name not in others}
     done = subprocess.run([str(word) for word in command], cwd=cwd, env={**env, **variables}, capture_output=True,
                           text=True, errors="replace")

@@ -1,6 +1,7 @@
 // The CUDA backend's device (see cuda.h).
 #include <cuda_profiler_api.h>
 
+#include <algorithm>
 #include <csignal>
 
 #include "layers/gpu/cublas.h"
