@@ -114,7 +114,8 @@ struct Matrices {
     size_t batch, head;
     int ld, rows, cols;
     cublasOperation_t op = CUBLAS_OP_N;  // what a product does with it first
-    Matrices transposed() const { return {ptr, batch, head, ld, rows, cols, CUBLAS_OP_T}; }
+    void** list = nullptr;               // where each begins, as cuBLAS wants to know
+    Matrices transposed() const { return {ptr, batch, head, ld, rows, cols, CUBLAS_OP_T, list}; }
 };
 template <class X>
 auto tokens(const Heads<X>& x, int T, int HS) {
@@ -126,39 +127,37 @@ Matrices<X> squares(const X* att, const AttentionShape& s) {  // (B, NH, Tq, Tk)
     return {att, size_t(s.NH) * s.Tq * ld, size_t(s.Tq) * ld, ld, s.Tq, s.Tk};
 }
 
-// What att holds, and backward's scratch: squares, and behind them the pointers of a product.
-template <class X>
-size_t squares_bytes(const AttentionShape& s) {
-    return s.B * squares<X>(nullptr, s).batch * sizeof(X);
-}
+// What att holds, and backward's scratch: squares, and behind them the lists of a pass, which are nine in backward.
 template <class X>
 size_t bytes(const AttentionShape& s) {
-    return squares_bytes<X>(s) + 3 * size_t(s.B) * s.NH * sizeof(void*);
+    return s.B * squares<X>(nullptr, s).batch * sizeof(X) + 9 * size_t(s.B) * s.NH * sizeof(void*);
 }
 
-template <class X>
-__global__ void pointers_kernel(const X** pointers, Matrices<X> a, Matrices<X> b, Matrices<X> c, int heads, int NH) {
+template <class... M>
+__global__ void list_kernel(int heads, int NH, M... of) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= heads) return;
-    const auto at = [&](const Matrices<X>& x) { return x.ptr + i / NH * x.batch + i % NH * x.head; };
-    pointers[i] = at(a), pointers[heads + i] = at(b), pointers[2 * heads + i] = at(c);
+    if (i < heads) ((of.list[i] = (void*)(of.ptr + i / NH * of.batch + i % NH * of.head)), ...);
+}
+// Makes the lists of a pass's matrices, all in one launch, behind the squares in att or scratch.
+template <class X, class... M>
+void make_lists(const Cuda& dev, const AttentionShape& s, const Matrices<X>& squares, M&... of) {
+    const int heads = s.B * s.NH;
+    void** list = (void**)(squares.ptr + s.B * squares.batch);
+    ((of.list = list, list += heads), ...);
+    list_kernel<<<(heads - 1) / kBlock + 1, kBlock, 0, dev.stream>>>(heads, s.NH, of...);
+    LAUNCH_CHECK("list_kernel");
 }
 
 // c = alpha · a b for each (b, h). cuBLAS is column-major, and a row-major matrix is its transpose already. So it is
-// asked for cᵀ = bᵀ aᵀ. `squares` is att or datt, behind which the pointers lie.
+// asked for cᵀ = bᵀ aᵀ.
 template <class X>
-void multiply(const Cuda& dev, const AttentionShape& s, const X* squares, const Matrices<X>& c, float alpha,
-              const Matrices<X>& a, const Matrices<X>& b) {
+void multiply(const Cuda& dev, const AttentionShape& s, Matrices<X> c, float alpha, Matrices<X> a, Matrices<X> b) {
     constexpr cudaDataType type = std::is_same_v<X, bf16> ? CUDA_R_16BF : CUDA_R_32F;
     const auto compute = std::is_same_v<X, float> && dev.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     const float beta = 0.f;
-    const int heads = s.B * s.NH, k = a.op == CUBLAS_OP_N ? a.cols : a.rows;
-    const X** pointers = (const X**)((const char*)squares + squares_bytes<X>(s));
-    pointers_kernel<<<(heads - 1) / kBlock + 1, kBlock, 0, dev.stream>>>(pointers, a, b, c, heads, s.NH);
-    LAUNCH_CHECK("pointers_kernel");
-    const auto list = [&](int i) { return (void**)(pointers + i * heads); };
-    CUBLAS_CHECK(cublasGemmBatchedEx(dev.blas, b.op, a.op, c.cols, c.rows, k, &alpha, list(1), type, b.ld, list(0),
-                                     type, a.ld, &beta, list(2), type, c.ld, heads, compute, CUBLAS_GEMM_DEFAULT));
+    const int k = a.op == CUBLAS_OP_N ? a.cols : a.rows;
+    CUBLAS_CHECK(cublasGemmBatchedEx(dev.blas, b.op, a.op, c.cols, c.rows, k, &alpha, b.list, type, b.ld, a.list, type,
+                                     a.ld, &beta, c.list, type, c.ld, s.B * s.NH, compute, CUBLAS_GEMM_DEFAULT));
 }
 
 // Launches the one of a softmax's two kernels that suits the rows' length.
@@ -184,12 +183,13 @@ template <class X>
 void forward(const Cuda& dev, const AttentionForward<X>& c) {
     check<X>(c);
     const AttentionShape& s = c.s;
-    const auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
-    const auto out = tokens(c.out, s.Tq, s.HS), att = squares(c.att, s);
+    auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
+    auto out = tokens(c.out, s.Tq, s.HS), att = squares(c.att, s);
+    make_lists(dev, s, att, q, k, v, out, att);
     // [quote]
-    multiply(dev, s, c.att, att, s.resolved_scale(), q, k.transposed());  // S, which becomes P
+    multiply(dev, s, att, s.resolved_scale(), q, k.transposed());  // S, which becomes P
     launch<X>(dev, s, softmax_forward_kernel<X, kWarp>, softmax_forward_kernel<X, kBlock>, c.att, c.lse);
-    multiply(dev, s, c.att, out, 1.f, att, v);
+    multiply(dev, s, out, 1.f, att, v);
     // [end]
 }
 
@@ -199,15 +199,16 @@ void backward(const Cuda& dev, const AttentionBackward<X>& c) {
     check_whole(kName, c);
     const AttentionShape& s = c.s;
     X* dp = static_cast<X*>(c.scratch);  // becomes dS
-    const auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
-    const auto dq = tokens(c.dq, s.Tq, s.HS), dk = tokens(c.dk, s.Tk, s.HS), dv = tokens(c.dv, s.Tk, s.HS);
-    const auto dout = tokens(c.dout, s.Tq, s.HS), att = squares(c.att, s), datt = squares(dp, s);
+    auto q = tokens(c.q, s.Tq, s.HS), k = tokens(c.k, s.Tk, s.HS), v = tokens(c.v, s.Tk, s.HS);
+    auto dq = tokens(c.dq, s.Tq, s.HS), dk = tokens(c.dk, s.Tk, s.HS), dv = tokens(c.dv, s.Tk, s.HS);
+    auto dout = tokens(c.dout, s.Tq, s.HS), att = squares(c.att, s), datt = squares(dp, s);
+    make_lists(dev, s, datt, q, k, v, dq, dk, dv, dout, att, datt);
 
-    multiply(dev, s, dp, dv, 1.f, att.transposed(), dout);
-    multiply(dev, s, dp, datt, 1.f, dout, v.transposed());
+    multiply(dev, s, dv, 1.f, att.transposed(), dout);
+    multiply(dev, s, datt, 1.f, dout, v.transposed());
     launch<X>(dev, s, softmax_backward_kernel<X, kWarp>, softmax_backward_kernel<X, kBlock>, dp, c.att);
-    multiply(dev, s, dp, dq, s.resolved_scale(), datt, k);
-    multiply(dev, s, dp, dk, s.resolved_scale(), datt.transposed(), q);
+    multiply(dev, s, dq, s.resolved_scale(), datt, k);
+    multiply(dev, s, dk, s.resolved_scale(), datt.transposed(), q);
 }
 
 template <class X>
