@@ -484,7 +484,6 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         matmul_tn<Br>(dk_regs, p_smem + key, kPRow, q_smem + 4 * col, kRow);
         float dq_regs[M][kOut] = {};
         matmul_nn<Bc>(dq_regs, p_smem + row * kPRow, kPRow, k_smem + 4 * col, kRow);
-        __syncthreads();  // everyone is done with Q, dO and dS
 
         // Add into dq when the key tiles before this one have.
         volatile int* added = args.key_tiles_added + static_cast<size_t>(bh) * query_tiles + tile;
@@ -492,7 +491,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             while (*added != key_tile) __nanosleep(50);
             __threadfence();  // what the predecessor wrote before it raised the counter is visible now
         }
-        __syncthreads();
+        __syncthreads();  // and everyone is done with Q, dO and dS
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             if (t >= args.Tq) continue;
@@ -501,9 +500,11 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
                 put4(dq + n * 4 * kLaneCols, &dq_regs[i][4 * n], key_tile > 0, args.scale);
         }
         if (tile > first_query_tile) load_queries(tile - 1);
-        __threadfence();
         __syncthreads();  // dq is written, and the next Q and dO are there
-        if (threadIdx.x == 0) *added = key_tile + 1;
+        if (threadIdx.x == 0) {
+            __threadfence();  // for all: the barrier put their writes before it
+            *added = key_tile + 1;
+        }
     }
 
     for (int i = 0; i < Mk; i++) {
