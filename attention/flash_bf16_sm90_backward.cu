@@ -254,10 +254,9 @@ __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS
 // ---------------------------------------------------------------------------------------------------------------------
 // The main kernel
 
-// The address that this lane gives stmatrix for the 16×16 block at (row, 0) of a tile: 16-byte piece c of row r lies at
+// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile: 16-byte piece c of row r lies at
 // c ^ (r % 8). An xor with 32·k goes to column 16·k of the panel.
-__device__ __forceinline__ uint32_t block16(uint32_t tile, int row) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
     return tile + (row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
 }
 
@@ -265,7 +264,7 @@ __device__ __forceinline__ uint32_t block16(uint32_t tile, int row) {
 template <class Y, int HS, int N>
 __device__ __forceinline__ void place(const float (&c)[N][4], float factor, const Control<HS>& control, int tile,
                                       int row, int rows) {
-    const uint32_t block = block16(control.base + tile, row);
+    const uint32_t block = block16(control.base + tile, row, lane_id());
     unsigned char* const mine = control.smem + tile + (row + lane_id() / 4) * 128 + lane_id() % 2 * 8;
     for (int n = 0; n < N; n += 2) {
         if constexpr (std::is_same_v<Y, bf16>) {
@@ -281,14 +280,6 @@ __device__ __forceinline__ void place(const float (&c)[N][4], float factor, cons
             }
         }
     }
-}
-
-// The compiler takes a register for dead only once it is written.
-template <int N>
-__device__ __forceinline__ void clear(float (&c)[N][4]) {
-    for (auto& x : c)
-        for (float& y : x) y = 0.f;
-    wgmma_hold(c);
 }
 
 // Starts d = A Bᵀ over the head size, for Sᵀ and dPᵀ. a and b describe rows of keys and of queries.
@@ -378,22 +369,32 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1;  // so they are known to be uniform
     const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
 
-    if (HS == 128 && wg == 1) named_barrier_arrive(kTurn, kConsumers);  // consumer 0 begins
-    for (int item = 0, n = 0;; item++) {                                // n: query tiles so far
-        const int2 next = control.wait_item(item);
-        Work w = args.order.work(__shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0));  // uniform
-        if (w.k_tile < 0) break;
+    float s[Br / 8][4];  // Sᵀ, then Pᵀ
+    int2 next;
+    auto wait_item = [&](int item) {
+        next = control.wait_item(item);
+        next = {__shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0)};  // uniform
+    };
+    // Starts Sᵀ of query tile n. After the last item it is a product that nobody reads, for with a condition around it
+    // the compiler would clear s where it is false, by 128 instructions a tile.
+    auto start_s = [&](int item, int n) {
+        if (next.x >= 0) mbarrier_wait(control.at(QFull, n), n >> 1 & 1);
+        multiply<HS>(s, wgmma_descriptor(base + T::K + (item & 1) * T::KvBytes + 64 * wg * 128),
+                     wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes));
+        wgmma_commit();
+    };
+
+    wait_item(0);
+    start_s(0, 0);
+    wgmma_wait<0>(s);
+    if (wg == 1) named_barrier_arrive(kTurn, kConsumers);  // consumer 0 begins
+    for (int item = 0, n = 0; next.x >= 0; item++) {       // n: query tiles so far
+        Work w = args.order.work(next.x, next.y);
         const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
-        const uint64_t k_rows = wgmma_descriptor(k_smem + 64 * wg * 128);
         const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
         // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
         const uint64_t k_transposed = wgmma_descriptor(k_smem + (HS == 128 ? wg : 0) * Bc * 128);
         float dk[HS / 8][4] = {}, dv[HS / 8][4] = {}, dq[8][4] = {};
-        float s[Br / 8][4];  // Sᵀ, then Pᵀ
-        auto start_s = [&](int n) {
-            mbarrier_wait(control.at(QFull, n), n >> 1 & 1);
-            multiply<HS>(s, k_rows, wgmma_descriptor(base + T::Q + (n & 1) * T::QBytes));
-        };
         auto start_dq = [&](int n) {
             mbarrier_wait(control.at(DsFull, n), n >> 1 & 1);
             const uint64_t ds_transposed =
@@ -404,8 +405,6 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                                      wgmma_advance(k_transposed, kk * 16 * 128), kk > 0);
         };
 
-        start_s(n);
-        wgmma_commit();
         mbarrier_wait(control.at(VFull), item & 1);
         const int first = n;
 #pragma unroll 1
@@ -419,9 +418,9 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
             wgmma_commit();
 
-            // In turns, so that one consumer's exponentials run beside the other's products. At HS 64 that costs 2 %.
-            if (HS == 128) named_barrier_sync(kTurn + wg, kConsumers);
-            wgmma_wait<1>(s);  // dPᵀ runs on
+            // In turns, so that one consumer's exponentials run beside the other's products. A turn ends after them at
+            // HS 64, and at HS 128, where there are half as many, after dS.
+            named_barrier_sync(kTurn + wg, kConsumers);
             mask<HS>(s, args, w, row);
             uint32_t p[Br / 16][4];  // Pᵀ as A operand
             for (int c = 0; c < Br / 8; c++) {
@@ -431,6 +430,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
             }
             add_product<HS>(dv, p, do_smem);
+            if (HS == 64) named_barrier_arrive(kTurn + 1 - wg, kConsumers);
 
             mbarrier_wait(control.at(DsEmpty, n), n >> 1 & 1 ^ 1);
             if (n == first) mbarrier_wait(control.at(KvStored), item & 1 ^ 1);  // the last item's dV has left
@@ -445,22 +445,21 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 ds[c / 2][c % 2 * 2 + 1] = pack_bf16(x[2], x[3]);
             }
             for (int kk = 0; kk < Br / 16; kk++)
-                stmatrix_x4((block16(base + T::Ds, row) ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128,
+                stmatrix_x4((block16(base + T::Ds, row, lane) ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128,
                             ds[kk]);
             fence_proxy_async();
             mbarrier_arrive(control.at(DsFull, n));
             // [quote]
             wgmma_wait<0>(dv);
-            clear(s);
-            clear(dq);
+            for (auto& x : dq) x[0] = x[1] = x[2] = x[3] = 0.f;  // the compiler takes it for alive until it is written
+            wgmma_hold(dq);
             add_product<HS>(dk, ds, q_smem);
             if (HS == 128) named_barrier_arrive(kTurn + 1 - wg, kConsumers);
             if (n > first) start_dq(n - 1);  // the other warpgroup's dS of this tile may still be on its way
             wgmma_fence();
             wgmma_commit();
-            if (w.left > 1) start_s(n + 1);
-            wgmma_fence();  // where the branches meet, or the compiler adds one and says so (C7519)
-            wgmma_commit();
+            if (w.left == 1) wait_item(item + 1);
+            start_s(w.left == 1 ? item + 1 : item, n + 1);
 
             wgmma_wait<1>(dk, dq);  // the next Sᵀ runs on
             // [end]
@@ -469,6 +468,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 mbarrier_arrive(control.at(DsEmpty, n - 1));
                 send_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
             }
+            wgmma_wait<0>(s);  // across the loop's end the compiler would serialize it (C7514)
             n++, w.i += w.step;
         } while (--w.left > 0);
         w.i -= w.step;
