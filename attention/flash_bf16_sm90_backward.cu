@@ -15,7 +15,8 @@
 //   dQ  = dS K           dS, shared memory, transposed   K, transposed                 registers, then the sum
 //
 // Keys are rows of S and dP, so P and dS are A operands where they arise. Only dQ sums over all keys of the tile, so
-// the two warpgroups exchange dS for it. They compute dQ one tile late, so neither waits for the other's dS.
+// the two warpgroups exchange dS for it. They compute dQ one tile late, so neither waits for the other's dS. Sᵀ they
+// start one tile early. In an item's last tile that is the Sᵀ of the next item's first tile.
 //
 // A block stays on its SM and takes items until there are none, in the order of sm90_backward_work.cuh, by which dQ's
 // sum is deterministic. In the block's first warpgroup four threads have a job each:
@@ -124,8 +125,8 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
 // waited for with the round's parity, an empty one with the opposite, so that the first round passes at once.
 
 enum Barrier { KFull, KEmpty, VFull, VEmpty, QFull, QEmpty, DsFull, DsEmpty, DqFull, DqEmpty, KvDone, KvStored };
-// And the named barriers of both consumers: nobody reads K and dS any more, and a consumer's turn at HS 128 (kTurn + wg).
-enum NamedBarrier { kLastRead = 2, kTurn };
+// And the named barriers of both consumers: nobody reads K and dS any more, and consumer wg may begin (kAlternate + wg).
+enum NamedBarrier { kLastRead = 2, kAlternate };
 
 template <int HS>
 struct Control {
@@ -333,8 +334,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
     }
 }
 
-// Gives dQ of query tile i, the n-th of this block, to the sender. The last key tile to add fetches the others' sum and
-// makes dQ of it.
+// Gives dQ of query tile i, the block's n-th, to the sender. The last key tile to add makes dQ of the others' sum too.
 template <int HS, class Y>
 __device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args<HS, Y>& args, const Control<HS>& control,
                                         const Work& w, int n, int i, int warp) {
@@ -370,13 +370,13 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     const int row = 64 * wg + 16 * (warp % 4);                                  // the warp's first key in the tile
 
     float s[Br / 8][4];  // Sᵀ, then Pᵀ
-    int2 next;
+    int2 next;           // the item of s
     auto wait_item = [&](int item) {
         next = control.wait_item(item);
         next = {__shfl_sync(~0u, next.x, 0), __shfl_sync(~0u, next.y, 0)};  // uniform
     };
-    // Starts Sᵀ of query tile n. After the last item it is a product that nobody reads, for with a condition around it
-    // the compiler would clear s where it is false, by 128 instructions a tile.
+    // Starts Sᵀ of query tile n. After the last item it multiplies what lies there, and nobody reads the result. Under a
+    // condition the compiler would clear s where it does not hold, or serialize all products (C7512).
     auto start_s = [&](int item, int n) {
         if (next.x >= 0) mbarrier_wait(control.at(QFull, n), n >> 1 & 1);
         multiply<HS>(s, wgmma_descriptor(base + T::K + (item & 1) * T::KvBytes + 64 * wg * 128),
@@ -387,8 +387,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
     wait_item(0);
     start_s(0, 0);
     wgmma_wait<0>(s);
-    if (wg == 1) named_barrier_arrive(kTurn, kConsumers);  // consumer 0 begins
-    for (int item = 0, n = 0; next.x >= 0; item++) {       // n: query tiles so far
+    if (wg == 1) named_barrier_arrive(kAlternate, kConsumers);  // consumer 0 begins
+    for (int item = 0, n = 0; next.x >= 0; item++) {            // n: query tiles so far
         Work w = args.order.work(next.x, next.y);
         const uint32_t k_smem = base + T::K + (item & 1) * T::KvBytes;
         const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
@@ -418,9 +418,9 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
             wgmma_commit();
 
-            // In turns, so that one consumer's exponentials run beside the other's products. A turn ends after them at
-            // HS 64, and at HS 128, where there are half as many, after dS.
-            named_barrier_sync(kTurn + wg, kConsumers);
+            // Consumers alternate, so that one's exponentials run beside the other's products. At HS 64 the other begins
+            // once dV's products have started, at HS 128, with half as many exponentials, once dK's have.
+            named_barrier_sync(kAlternate + wg, kConsumers);
             mask<HS>(s, args, w, row);
             uint32_t p[Br / 16][4];  // Pᵀ as A operand
             for (int c = 0; c < Br / 8; c++) {
@@ -430,10 +430,10 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 p[c / 2][c % 2 * 2 + 1] = pack_bf16(s[c][2], s[c][3]);
             }
             add_product<HS>(dv, p, do_smem);
-            if (HS == 64) named_barrier_arrive(kTurn + 1 - wg, kConsumers);
+            if (HS == 64) named_barrier_arrive(kAlternate + 1 - wg, kConsumers);
 
             mbarrier_wait(control.at(DsEmpty, n), n >> 1 & 1 ^ 1);
-            if (n == first) mbarrier_wait(control.at(KvStored), item & 1 ^ 1);  // the last item's dV has left
+            if (n == first) mbarrier_wait(control.at(KvStored), item & 1 ^ 1);  // the previous item's dV has left
             wgmma_wait<1>(dp);
             if (w.left == 1) mbarrier_arrive(control.at(VEmpty));
             uint32_t ds[Br / 16][4];  // dSᵀ as A operand, while dV runs
@@ -451,10 +451,10 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             mbarrier_arrive(control.at(DsFull, n));
             // [quote]
             wgmma_wait<0>(dv);
-            for (auto& x : dq) x[0] = x[1] = x[2] = x[3] = 0.f;  // the compiler takes it for alive until it is written
+            for (auto& x : dq) x[0] = x[1] = x[2] = x[3] = 0.f;  // else its old values hold registers all tile long
             wgmma_hold(dq);
             add_product<HS>(dk, ds, q_smem);
-            if (HS == 128) named_barrier_arrive(kTurn + 1 - wg, kConsumers);
+            if (HS == 128) named_barrier_arrive(kAlternate + 1 - wg, kConsumers);
             if (n > first) start_dq(n - 1);  // the other warpgroup's dS of this tile may still be on its way
             wgmma_fence();
             wgmma_commit();
@@ -468,7 +468,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 mbarrier_arrive(control.at(DsEmpty, n - 1));
                 send_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
             }
-            wgmma_wait<0>(s);  // across the loop's end the compiler would serialize it (C7514)
+            wgmma_wait<0>(s);  // in flight at the loop's end, the compiler would serialize all products (C7514)
             n++, w.i += w.step;
         } while (--w.left > 0);
         w.i -= w.step;

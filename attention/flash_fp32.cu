@@ -491,7 +491,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
             while (*added != key_tile) __nanosleep(50);
             __threadfence();  // what the predecessor wrote before it raised the counter is visible now
         }
-        __syncthreads();  // and everyone is done with Q, dO and dS
+        __syncthreads();  // the predecessor's dq is visible to all, and everyone is done with Q and dS
         for (int i = 0; i < M; i++) {
             const int t = q0 + row + i * kLaneRows;
             if (t >= args.Tq) continue;
@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(kThreads, 2) backward_kernel(BackwardArgs args
         if (tile > first_query_tile) load_queries(tile - 1);
         __syncthreads();  // dq is written, and the next Q and dO are there
         if (threadIdx.x == 0) {
-            __threadfence();  // for all: the barrier put their writes before it
+            __threadfence();  // one serves the block, because the barrier orders all its writes before it
             *added = key_tile + 1;
         }
     }

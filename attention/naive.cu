@@ -15,7 +15,7 @@
 // P overwrites S in `att`, which backward needs, and dS overwrites dP in scratch. Rows are padded to 16 bytes, so that any
 // Tk gets wide accesses. Products work on full squares. P and dS are zero where a causal mask hides the key.
 //
-// Writes: forward out, lse and att, backward dq, dk and dv (every element).  Scratch: dP.
+// Writes: forward out, lse and att, backward dq, dk and dv (every element).  Scratch: dP, and behind it the lists.
 // Limits: any Tq ≤ Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/launch.h"

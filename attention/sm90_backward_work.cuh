@@ -2,8 +2,8 @@
 //
 // dQ in a fixed order. The key tiles of a head add to a query tile's sum one after the other, and `turn` counts them.
 // The first writes the sum. The last fetches it, adds its own part and writes dQ. Blocks take items by ticket, and an
-// item waits only for lower tickets, which belong to blocks that run. So nothing can deadlock, and only who takes which
-// ticket varies from run to run.
+// item waits only for lower tickets, which belong to blocks that run. (Its last tile waits for the next item's loads too,
+// which need only the block's earlier tiles.) So nothing can deadlock, and only who takes which ticket varies.
 //
 // A head's key tiles walk forward, from the diagonal to the last query, and the last key tile begins. So each starts one
 // query tile after the one that adds before it, and its turn has usually come. But the longest items would be the last.
@@ -29,7 +29,7 @@ struct Order {
     int q_tiles, k_tiles;
     bool masked;    // some query does not see some key
     int group;      // of heads that are worked on together
-    int period;     // if it is one: every period-th head walks back
+    int period;     // if group is 1: every period-th head walks back
     int sum_heads;  // so many heads' sums of dQ have room
     size_t sums;    // sum_heads·q_tiles, or more, because a call with fewer queries must not need more
 
