@@ -147,13 +147,14 @@ build/sanitized/%.o: %.cpp build/cxx.flags
 	$(CXX) $(CXXFLAGS) $(if $(filter dev/%,$<),-O0) -fsanitize=address,undefined -fno-sanitize-recover=all -c -o $@ $<
 
 # Every kernel for the architectures between which sources differ, warnings as errors. Later ones share the lines of these.
-# A register spill in an attention kernel is an error, too.
+# In attention's a register spill is an error, too, and what ptxas says where it serializes wgmma or adds a wait (C7510 on).
 archs: $(patsubst %.cu,build/archs/%.o,$(KERNELS))
 build/archs/%.o: WERROR := 1
-build/archs/attention/%.o: SPILLS := -Xptxas -warn-spills
+build/archs/attention/%.o: SLOW := -Xptxas -warn-spills
 build/archs/%.o: %.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SPILLS) $(call gencode,75 80 90a) -c -o $@ $<
+	$(NVCC) $(NVCCFLAGS) $(STRICT) $(SLOW) $(call gencode,75 80 90a) -c -o $@ $< 2>$@.log || { cat $@.log >&2; exit 1; }
+	@if [ "$(SLOW)" ] && grep 'info *: .C75' $@.log >&2; then rm $@; exit 1; fi
 
 # The timeline of three steps with its NVTX ranges, by Nsight Systems (dev/README.md: how to open it, and ncu).
 profile: NVCCFLAGS += -lineinfo  # for the lines of the source beside Nsight Compute's counters

@@ -72,7 +72,7 @@ for program in $longest $last; do
     [ "$beside" ] || run "$program"
     report "$program"
 done
-echo "== every kernel for each kind of architecture, no warnings, no spills in attention"
+echo "== every kernel for each kind of architecture, no warnings, in attention no spills, no serialized wgmma"
 [ "$beside" ] || compile
 cat "$logs/archs"
 if [ "$(cat "$logs/archs.code")" -eq 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
