@@ -525,4 +525,4 @@ void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
 }  // namespace
 
 const AttentionKernel<bf16> flash_bf16_sm90 = {
-    kName, 90, true, no_bytes, sm90_scratch, forward<bf16>, sm90_backward<bf16>, forward<float>, sm90_backward<float>};
+    kName, 90, true, no_bytes, sm90_bytes, forward<bf16>, sm90_backward<bf16>, forward<float>, sm90_backward<float>};

@@ -4,4 +4,4 @@
 
 template <class Y>  // bf16, float
 void sm90_backward(const Cuda& dev, const AttentionBackward<bf16, Y>& call);
-size_t sm90_scratch(const AttentionShape& s);  // bytes
+size_t sm90_bytes(const AttentionShape& s);  // of its scratch

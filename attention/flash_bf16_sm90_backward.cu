@@ -255,8 +255,8 @@ __device__ __forceinline__ void storer(const Args<HS, Y>& args, const Control<HS
 // ---------------------------------------------------------------------------------------------------------------------
 // The main kernel
 
-// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile: 16-byte piece c of row r lies at
-// c ^ (r % 8). An xor with 32·k goes to column 16·k of the panel.
+// The address that a lane gives stmatrix for the 16×16 block at (row, 0) of a tile. Row r has its 16-byte piece c at
+// c ^ (r % 8), so an xor with 32·k goes to column 16·k of the panel.
 __device__ __forceinline__ uint32_t block16(uint32_t tile, int row, int lane) {
     return tile + (row + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
 }
@@ -394,7 +394,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         const uint64_t v_rows = wgmma_descriptor(base + T::V + 64 * wg * 128);
         // dQ is shared out by queries at HS 64, by columns at HS 128: 64 × 64 a warpgroup.
         const uint64_t k_transposed = wgmma_descriptor(k_smem + (HS == 128 ? wg : 0) * Bc * 128);
-        float dk[HS / 8][4] = {}, dv[HS / 8][4] = {}, dq[8][4] = {};
+        float dk[HS / 8][4] = {}, dv[HS / 8][4] = {}, dq[8][4];
         auto start_dq = [&](int n) {
             mbarrier_wait(control.at(DsFull, n), n >> 1 & 1);
             const uint64_t ds_transposed =
@@ -585,6 +585,6 @@ void sm90_backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
 template void sm90_backward(const Cuda&, const AttentionBackward<bf16, bf16>&);
 template void sm90_backward(const Cuda&, const AttentionBackward<bf16, float>&);
 
-size_t sm90_scratch(const AttentionShape& s) {
+size_t sm90_bytes(const AttentionShape& s) {
     return s.HS == 64 ? Scratch<64>(s).bytes : Scratch<128>(s).bytes;
 }
