@@ -181,7 +181,7 @@ def test_ranks_are_compared_and_timed(tmp):
     for loss, code in (2.0021, 1), (math.nan, 1), (2.0019, 0):
         def trained(*options, **_):
             n = options[options.index("--gpus") + 1]
-            text = "device             GPU A, 1 GiB\nmemory             2048.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n"
+            text = "device  GPU A, bf16, attention by flash\nmemory             2048.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n"
             return text + 2 * f"step 11/9 | {900 * n} tok/s\n", {"train": [{"loss_nats": loss if n == 2 else 2}]}
         out = tmp / f"{loss}.jsonl"
         with mock.patch.multiple(results, need_trainer=lambda: None, train=trained,
@@ -189,7 +189,7 @@ def test_ranks_are_compared_and_timed(tmp):
             done = ended("scaling", "--gpus", "1,2", "--device", "cpu", "--batch", 3, "--tokens", 16, "--out", out)
         assert done[0] == code and [r["what"] for r in rows_of(out)].count("speed") == (0 if code else 3), done
     last = rows_of(out)[-1]
-    assert (last["gpus"], round(last["tok_s"]), last["of_linear"]) == (2, 1800, 1), last
+    assert (last["gpu"], last["gpus"], round(last["tok_s"]), last["of_linear"]) == ("GPU A", 2, 1800, 1), last
 
 
 # ----------------------------------------------------------------------------------------------------------------------

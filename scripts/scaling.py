@@ -66,7 +66,7 @@ def main():
     def record(text, n, zero, **fields):
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
         if a.json or a.out:
-            device = re.search(r"^device +(.*), ", text, flags=re.M)[1]
+            device = re.search(r"^device +(.*), \w+, attention by ", text, flags=re.M)[1]
             row = results.row("scaling", device, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields)
             results.append([row], "scaling", a.out)
 
