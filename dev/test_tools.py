@@ -181,8 +181,8 @@ def test_ranks_are_compared_and_timed(tmp):
     for loss, code in (2.0021, 1), (math.nan, 1), (2.0019, 0):
         def trained(*options, **_):
             n = options[options.index("--gpus") + 1]
-            text = "device  GPU A, bf16, attention by flash\nmemory             2048.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n"
-            return text + 2 * f"step 11/9 | {900 * n} tok/s\n", {"train": [{"loss_nats": loss if n == 2 else 2}]}
+            text = "memory  2048.0 MiB\n" + 10 * "step 1/9 | 1 tok/s\n" + 2 * f"step 11/9 | {900 * n} tok/s\n"
+            return text, {"run": [{"device": "GPU A"}], "train": [{"loss_nats": loss if n == 2 else 2}]}
         out = tmp / f"{loss}.jsonl"
         with mock.patch.multiple(results, need_trainer=lambda: None, train=trained,
                                  run_trainer=lambda *options: trained(*options)[0]):

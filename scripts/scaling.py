@@ -63,22 +63,22 @@ def main():
     def ranks(n, zero):
         return ["-e", a.model, "-t", a.tokens, "-v", 0, "-s", 0, "--device", a.device, "--gpus", n, "--zero", zero]
 
-    def record(text, n, zero, **fields):
+    def record(n, zero, **fields):
         """Appends a row as soon as it is known: what came before a run that fails, or is ended, stays."""
         if a.json or a.out:
-            device = re.search(r"^device +(.*), \w+, attention by ", text, flags=re.M)[1]
             row = results.row("scaling", device, model=a.model, T=a.tokens, gpus=n, zero=zero, **fields)
             results.append([row], "scaling", a.out)
 
     batch = 2 * max(numbers) * a.tokens  # of two sequences a GPU
     strict = ["-b", 2, "-d", batch, "-x", 20, "--precision", "fp32", *["--no-tf32"] * (a.device == "cuda")]
-    one = results.train(*ranks(1, 0), *strict)[1]["train"]
+    first = results.train(*ranks(1, 0), *strict)[1]
+    one, device = first["train"], first["run"][0]["device"]
     for n, zero in several:
-        text, log = results.train(*ranks(n, zero), *strict)
+        log = results.train(*ranks(n, zero), *strict)[1]
         apart = results.largest(abs(x["loss_nats"] - y["loss_nats"]) / y["loss_nats"]
                                 for x, y in zip(log["train"], one, strict=True))
         print(f"{n} GPUs, --zero {zero}: losses of {len(one)} steps within {apart:.1e} of one GPU's", flush=True)
-        record(text, n, zero, what="losses", apart=apart)
+        record(n, zero, what="losses", apart=apart)
         if not apart <= 1e-3:
             results.fail("the losses differ by more than 1e-3: not timed")
 
@@ -94,7 +94,7 @@ def main():
         of_linear = tok_s / (n * single)
         gib = float(re.search(r"^memory +([\d.]+) MiB", text, flags=re.M)[1]) / 1024
         print(f"{n:4}  {zero:4}  {ms:9.2f}  {alone:12.2f}  {tok_s:10.0f}  {of_linear:9.1%}  {gib:5.1f}", flush=True)
-        record(text, n, zero, what="speed", dtype=timed[-1], B=a.batch, ms=ms, ms_side_by_side=alone, tok_s=tok_s,
+        record(n, zero, what="speed", dtype=timed[-1], B=a.batch, ms=ms, ms_side_by_side=alone, tok_s=tok_s,
                of_linear=of_linear, gib=gib)
 
 
