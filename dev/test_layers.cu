@@ -841,8 +841,8 @@ TEST(adamw_shares) {
     CHECK(same_bits(shared.values(), params.values()) && same_bits(fp32_shared.values(), fp32.values()));
 }
 
-// If beta^t were fp32, a power would be wrong by 2e-5 at step 2, and a product of t factors by 5e-4 at step 100. Each
-// parameter starts at 0, so after the step it is the update.
+// beta^t needs more than fp32. There a power is wrong by 2e-5 at step 2, a product of t factors by 5e-4 at step 100.
+// Each parameter starts at 0, so after the step it is the update.
 TEST(adamw_bias_correction) {
     const size_t n = 1000;
     const ParamRange all = {0, n, false};
