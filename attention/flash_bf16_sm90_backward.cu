@@ -83,7 +83,7 @@ struct Args {
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
     float* dq_sum;            // (sum_heads, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
-    int* turns;               // (heads, q_tiles, 2 warpgroups): how many key tiles have added to dQ
+    int* turns;               // (heads, q_tiles, 2 warpgroups, 32): how many key tiles have added to dQ
     int* ticket;              // the next item
     __device__ float* sum(int bh, int i, int wg) const {
         return dq_sum + order.sum_index(bh, i, wg) * (Tiles<HS>::DqBytes / 8);
@@ -107,7 +107,7 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
     const int q_tiles = args.order.q_tiles, h = blockIdx.x % args.order.NH, tile = blockIdx.x / args.order.NH % q_tiles,
               b = blockIdx.x / args.order.NH / q_tiles, bh = b * args.order.NH + h;
     if (threadIdx.x == 0 && blockIdx.x == 0) *args.ticket = 0;
-    if (threadIdx.x < 2) args.turns[blockIdx.x * 2 + threadIdx.x] = 0;
+    if (threadIdx.x < 2) *args.turn(bh, tile, threadIdx.x) = 0;
     const int row = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, t = tile * Br + row;
     const size_t read = min(t, args.order.Tq - 1), column = h * HS + lane * 8;
     float D = dot8(*reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch + read * dout.token + column),
@@ -205,11 +205,10 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
         for (int i = w.i; w.left > 0; w.left--, i += w.step, n++) {
             const int last = args.order.last_k_tile(i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
-            const int sum_heads = args.order.sum_heads;
-            const bool inherits = turn == 0 && w.bh + sum_heads < args.order.heads;
+            const int before = w.bh + args.order.sum_heads;
+            const bool inherits = turn == 0 && before < args.order.heads;
             const int wanted = inherits ? last + 1 : turn;
-            if (wanted > 0)
-                while (load_acquire_gpu(args.turn(w.bh + (inherits ? sum_heads : 0), i, wg)) < wanted) {}
+            while (wanted > 0 && load_acquire_gpu(args.turn(inherits ? before : w.bh, i, wg)) < wanted) {}
             mbarrier_wait(control.at(DqFull, wg), n & 1);
             float* sum = args.sum(w.bh, i, wg);
             if (turn == last) {  // dQ itself
@@ -314,8 +313,7 @@ __device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Arg
     const int lane = lane_id();  // a register less in the loop
     for (int r = 0; r < 2; r++) {
         const int key = k0 + row + 8 * r + lane / 4;
-        const int hidden =
-            (key < args.order.Tk ? key - shift - q0 : Br) - lane % 4 * 2;  // queries before it do not see it
+        const int hidden = (key < args.order.Tk ? key - shift - q0 : Br) - lane % 4 * 2;  // so many queries
         for (int c = 0; c < Br / 8; c++)
             for (int e = 0; e < 2; e++)
                 if (8 * c + e < hidden) s[c][2 * r + e] = -INFINITY;
@@ -529,7 +527,7 @@ struct Scratch {
         const size_t tiles = static_cast<size_t>(order.heads) * order.q_tiles;
         dq_sum = tiles * Tiles<HS>::LseDBytes;
         turn = dq_sum + order.sums * Tiles<HS>::DqBytes;
-        ticket = turn + 2 * tiles * sizeof(int);
+        ticket = turn + order.turn_index(order.heads, 0, 0) * sizeof(int);
         bytes = ticket + sizeof(int);
     }
 };
@@ -568,10 +566,8 @@ void launch(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
     cudaLaunchAttribute overlap{};  // starts beside prepare_kernel's last blocks
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(std::min<size_t>(heads * order.k_tiles, dev.num_sms));
-    config.blockDim = kThreads, config.dynamicSmemBytes = Tiles<HS>::Smem;
-    config.stream = dev.stream, config.attrs = &overlap, config.numAttrs = 1;
+    const cudaLaunchConfig_t config{
+        dim3(std::min<size_t>(heads * order.k_tiles, dev.num_sms)), kThreads, Tiles<HS>::Smem, dev.stream, &overlap, 1};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
