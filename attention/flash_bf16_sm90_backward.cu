@@ -332,10 +332,10 @@ __device__ __forceinline__ void store_rows(const float (&c)[N][4], float factor,
     }
 }
 
-// Gives dQ of query tile i, the block's n-th, to the sender. The last key tile to add makes dQ of the others' sum too.
+// Puts dQ of query tile i, the block's n-th, where its sender looks. The last key tile to add fetches the others' sum.
 template <int HS, class Y>
-__device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args<HS, Y>& args, const Control<HS>& control,
-                                        const Work& w, int n, int i, int warp) {
+__device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& args, const Control<HS>& control,
+                                       const Work& w, int n, int i, int warp) {
     using T = Tiles<HS>;
     const int wg = warp / 4 - 1, last = args.order.last_k_tile(i);
     const bool ends = w.k_tile == (w.step > 0 ? 0 : last);
@@ -354,8 +354,6 @@ __device__ __forceinline__ void send_dq(float (&dq)[8][4], const Args<HS, Y>& ar
     } else {
         place<Y>(dq, args.scale, control, T::Dq + wg * T::DqBytes / 2, 16 * (warp % 4), 64);
     }
-    fence_proxy_async();
-    mbarrier_arrive(control.at(DqFull, wg));
 }
 
 template <int HS, class Y>
@@ -402,6 +400,10 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
                 wgmma_ss<true, true>(dq, wgmma_advance(ds_transposed, kk * 16 * 128),
                                      wgmma_advance(k_transposed, kk * 16 * 128), kk > 0);
         };
+        auto give_dq = [&] {  // later than put_dq, because the fence waits until the stores are done
+            fence_proxy_async();
+            mbarrier_arrive(control.at(DqFull, wg));
+        };
 
         mbarrier_wait(control.at(VFull), item & 1);
         const int first = n;
@@ -415,6 +417,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             float dp[Br / 8][4];
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
             wgmma_commit();
+            if (n - 1 > first) give_dq();  // of the tile before the last
 
             // Consumers alternate, so that one's exponentials run beside the other's products. At HS 64 the other begins
             // once dV's products have started, at HS 128, with half as many exponentials, once dK's have.
@@ -445,13 +448,13 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             for (int kk = 0; kk < Br / 16; kk++)
                 stmatrix_x4((block16(base + T::Ds, row, lane) ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128,
                             ds[kk]);
-            fence_proxy_async();
-            mbarrier_arrive(control.at(DsFull, n));
             // [quote]
             wgmma_wait<0>(dv);
             for (auto& x : dq) x[0] = x[1] = x[2] = x[3] = 0.f;  // else its old values hold registers all tile long
             wgmma_hold(dq);
             add_product<HS>(dk, ds, q_smem);
+            fence_proxy_async();  // of dS, whose stores are done by now
+            mbarrier_arrive(control.at(DsFull, n));
             if (HS == 128) named_barrier_arrive(kAlternate + 1 - wg, kConsumers);
             if (n > first) start_dq(n - 1);  // the other warpgroup's dS of this tile may still be on its way
             wgmma_fence();
@@ -464,7 +467,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             mbarrier_arrive(control.at(QEmpty, n));
             if (n > first) {
                 mbarrier_arrive(control.at(DsEmpty, n - 1));
-                send_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
+                put_dq<HS>(dq, args, control, w, n - 1, w.i - w.step, warp);
             }
             wgmma_wait<0>(s);  // in flight at the loop's end, the compiler would serialize all products (C7514)
             n++, w.i += w.step;
@@ -472,6 +475,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
         w.i -= w.step;
         start_dq(n - 1);
         wgmma_commit();
+        if (n - 1 > first) give_dq();
         wgmma_wait<0>(dk, dv, dq);
         mbarrier_arrive(control.at(DsEmpty, n - 1));
 
@@ -487,7 +491,8 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             store_rows(dv, 1.f, args.dv_rows.row(b, 0, h, HS), args.dv_rows.token, k0, Tk);
         }
         mbarrier_arrive(control.at(KvDone));
-        send_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
+        put_dq<HS>(dq, args, control, w, n - 1, w.i, warp);
+        give_dq();
     }
 }
 
