@@ -448,10 +448,10 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             for (int kk = 0; kk < Br / 16; kk++)
                 stmatrix_x4((block16(base + T::Ds, row, lane) ^ kk % 4 << 5) + (n & 1) * T::DsBytes + kk / 4 * Bc * 128,
                             ds[kk]);
-            // [quote]
             wgmma_wait<0>(dv);
             for (auto& x : dq) x[0] = x[1] = x[2] = x[3] = 0.f;  // else its old values hold registers all tile long
             wgmma_hold(dq);
+            // [quote]
             add_product<HS>(dk, ds, q_smem);
             fence_proxy_async();  // of dS, whose stores are done by now
             mbarrier_arrive(control.at(DsFull, n));
