@@ -417,7 +417,7 @@ __device__ __forceinline__ void consumer(const Args<HS, Y>& args, const Control<
             float dp[Br / 8][4];
             multiply<HS>(dp, v_rows, wgmma_descriptor(do_smem));
             wgmma_commit();
-            if (n - 1 > first) give_dq();  // of the tile before the last
+            if (n - 1 > first) give_dq();  // of tile n − 2
 
             // Consumers alternate, so that one's exponentials run beside the other's products. At HS 64 the other begins
             // once dV's products have started, at HS 128, with half as many exponentials, once dK's have.
