@@ -313,7 +313,7 @@ __device__ __forceinline__ void mask(float (&s)[Tiles<HS>::Br / 8][4], const Arg
     const int lane = lane_id();  // a register less in the loop
     for (int r = 0; r < 2; r++) {
         const int key = k0 + row + 8 * r + lane / 4;
-        const int hidden = (key < args.order.Tk ? key - shift - q0 : Br) - lane % 4 * 2;  // so many queries
+        const int hidden = (key < args.order.Tk ? key - shift - q0 : Br) - lane % 4 * 2;  // so many do not see the key
         for (int c = 0; c < Br / 8; c++)
             for (int e = 0; e < 2; e++)
                 if (8 * c + e < hidden) s[c][2 * r + e] = -INFINITY;

@@ -44,10 +44,6 @@ struct Order {
         sums = std::min<size_t>(std::min(heads, 3 * most) * size_t(q_tiles), std::max(3 * group_tiles, 6 * q_tiles));
     }
 
-    // A turn has a line of L2, 32 ints, to itself, because many blocks ask at once and a line answers one at a time.
-    __host__ __device__ size_t turn_index(int bh, int i, int wg) const {
-        return ((static_cast<size_t>(bh) * q_tiles + i) * 2 + wg) * 32;
-    }
     // The item of a ticket, {key tile, head}, or {−1, −1} if there are no more. Groups of heads go one after the other,
     // from the last heads to the first. Within a group all heads have one key tile, then all have the next.
     __device__ __forceinline__ int2 item(int ticket) const {
@@ -75,5 +71,9 @@ struct Order {
     // Which sum of a query tile's dQ is this head's, for each of two warpgroups.
     __device__ __forceinline__ size_t sum_index(int bh, int i, int wg) const {
         return (static_cast<size_t>(bh % sum_heads) * q_tiles + i) * 2 + wg;
+    }
+    // A turn has a line of L2, 32 ints, to itself, because many blocks ask at once and a line answers one at a time.
+    __host__ __device__ size_t turn_index(int bh, int i, int wg) const {
+        return ((static_cast<size_t>(bh) * q_tiles + i) * 2 + wg) * 32;
     }
 };
