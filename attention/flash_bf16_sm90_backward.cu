@@ -58,6 +58,7 @@ namespace {
 // Tiles, and what a launch covers
 
 constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
+constexpr size_t kTurnInts = 32;  // a line of L2 each: many blocks ask at once, and a line answers one at a time
 
 // What lies where in shared memory: panels of 64 columns, rows of 128 bytes in TMA's 128-byte swizzle.
 template <int HS>
@@ -83,12 +84,10 @@ struct Args {
     float scale, scale_log2;  // scale_log2 = scale·log2(e): the exponentials are powers of 2
     float* lse_D;             // (heads, q_tiles, 2, Br): log2(e)·lse (+inf for rows past Tq) and D
     float* dq_sum;            // (sum_heads, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
-    int* turns;               // (heads, q_tiles, 2 warpgroups, 32): how many key tiles have added to dQ
+    int* turns;               // (heads, q_tiles, 2 warpgroups, kTurnInts): how many key tiles have added to dQ
     int* ticket;              // the next item
-    __device__ float* sum(int bh, int i, int wg) const {
-        return dq_sum + order.sum_index(bh, i, wg) * (Tiles<HS>::DqBytes / 8);
-    }
-    __device__ int* turn(int bh, int i, int wg) const { return turns + order.turn_index(bh, i, wg); }
+    __device__ float* sum(int index) const { return dq_sum + index * size_t{Tiles<HS>::DqBytes / 8}; }
+    __device__ int* turn(int index) const { return turns + index * kTurnInts; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
     const int q_tiles = args.order.q_tiles, h = blockIdx.x % args.order.NH, tile = blockIdx.x / args.order.NH % q_tiles,
               b = blockIdx.x / args.order.NH / q_tiles, bh = b * args.order.NH + h;
     if (threadIdx.x == 0 && blockIdx.x == 0) *args.ticket = 0;
-    if (threadIdx.x < 2) *args.turn(bh, tile, threadIdx.x) = 0;
+    if (threadIdx.x < 2) *args.turn(args.order.turn_index(bh, threadIdx.x) + 2 * tile) = 0;
     const int row = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, t = tile * Br + row;
     const size_t read = min(t, args.order.Tq - 1), column = h * HS + lane * 8;
     float D = dot8(*reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch + read * dout.token + column),
@@ -201,30 +200,34 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
         if (next.x < 0) return;
         mbarrier_arrive(control.at(KEmpty, item));
         Work w = args.order.work(next.x, next.y);
-        const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
-        for (int i = w.i; w.left > 0; w.left--, i += w.step, n++) {
+        // Other blocks wait while this thread computes or waits. So it computes before the loop what it can, and asks for
+        // the next turn while dQ is on its way.
+        const int sums = args.order.sum_index(w.bh, wg), turns = args.order.turn_index(w.bh, wg);
+        for (int i = w.i, seen = 0; w.left > 0; w.left--, i += w.step, n++) {
             const int last = args.order.last_k_tile(i), turn = w.step > 0 ? last - w.k_tile : w.k_tile;
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
-            const int before = w.bh + args.order.sum_heads;
-            const bool inherits = turn == 0 && before < args.order.heads;
+            const bool inherits = turn == 0 && w.bh + args.order.sum_heads < args.order.heads;
             const int wanted = inherits ? last + 1 : turn;
-            while (wanted > 0 && load_acquire_gpu(args.turn(inherits ? before : w.bh, i, wg)) < wanted) {}
+            const int* at = args.turn(turns + 2 * (i + (inherits ? args.order.sum_heads * args.order.q_tiles : 0)));
+            while (seen < wanted) seen = load_acquire_gpu(at);
             mbarrier_wait(control.at(DqFull, wg), n & 1);
-            float* sum = args.sum(w.bh, i, wg);
             if (turn == last) {  // dQ itself
+                const int b = w.bh / args.order.NH, h = w.bh % args.order.NH;
                 const int d0 = HS == 128 ? 64 * wg : 0, t = i * T::Br + (HS == 64 ? 64 * wg : 0);
                 for (int d = 0; d < 64; d += 128 / sizeof(Y))
                     tma_store_4d(&args.dq, dq_smem + d * 64 * sizeof(Y), d0 + d, h, t, b);
             } else if (turn == 0) {
-                bulk_store(sum, dq_smem, T::DqBytes / 2);
+                bulk_store(args.sum(sums + 2 * i), dq_smem, T::DqBytes / 2);
             } else {
-                bulk_add(sum, dq_smem, T::DqBytes / 2);
+                bulk_add(args.sum(sums + 2 * i), dq_smem, T::DqBytes / 2);
             }
             bulk_commit();
             bulk_wait_read<0>();
             mbarrier_arrive(control.at(DqEmpty, wg));
+            seen = w.left > 1 ? load_relaxed_gpu(args.turn(turns + 2 * (i + w.step))) : 0;
             bulk_wait<0>();
-            store_release_gpu(args.turn(w.bh, i, wg), turn + 1);
+            fence_gpu();  // acquires what was seen, too
+            store_relaxed_gpu(args.turn(turns + 2 * i), turn + 1);
         }
     }
 }
@@ -340,8 +343,9 @@ __device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& arg
     const int wg = warp / 4 - 1, last = args.order.last_k_tile(i);
     const bool ends = w.k_tile == (w.step > 0 ? 0 : last);
     if (ends && last > 0) {
-        while (load_acquire_gpu(args.turn(w.bh, i, wg)) < last) {}
-        const float4* sum = reinterpret_cast<const float4*>(args.sum(w.bh, i, wg)) + threadIdx.x % 128;
+        while (load_acquire_gpu(args.turn(args.order.turn_index(w.bh, wg) + 2 * i)) < last) {}
+        const float* const others = args.sum(args.order.sum_index(w.bh, wg) + 2 * i);
+        const float4* const sum = reinterpret_cast<const float4*>(others) + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) {
             const float4 x = __ldcg(sum + c * 128);
             dq[c][0] += x.x, dq[c][1] += x.y, dq[c][2] += x.z, dq[c][3] += x.w;
@@ -532,7 +536,7 @@ struct Scratch {
         const size_t tiles = static_cast<size_t>(order.heads) * order.q_tiles;
         dq_sum = tiles * Tiles<HS>::LseDBytes;
         turn = dq_sum + order.sums * Tiles<HS>::DqBytes;
-        ticket = turn + order.turn_index(order.heads, 0, 0) * sizeof(int);
+        ticket = turn + order.turn_index(order.heads, 0) * kTurnInts * sizeof(int);
         bytes = ticket + sizeof(int);
     }
 };

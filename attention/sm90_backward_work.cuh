@@ -68,12 +68,7 @@ struct Order {
     __device__ __forceinline__ int last_k_tile(int i) const {
         return min(k_tiles - 1, ((i + 1) * Br - 1 + shift) / Bc);
     }
-    // Which sum of a query tile's dQ is this head's, for each of two warpgroups.
-    __device__ __forceinline__ size_t sum_index(int bh, int i, int wg) const {
-        return (static_cast<size_t>(bh % sum_heads) * q_tiles + i) * 2 + wg;
-    }
-    // A turn has a line of L2, 32 ints, to itself, because many blocks ask at once and a line answers one at a time.
-    __host__ __device__ size_t turn_index(int bh, int i, int wg) const {
-        return ((static_cast<size_t>(bh) * q_tiles + i) * 2 + wg) * 32;
-    }
+    // Which sum and which turn are those of a head's first dQ, for each of two warpgroups. Query tile i's are 2i further.
+    __device__ __forceinline__ int sum_index(int bh, int wg) const { return bh % sum_heads * q_tiles * 2 + wg; }
+    __host__ __device__ int turn_index(int bh, int wg) const { return bh * q_tiles * 2 + wg; }
 };

@@ -197,9 +197,20 @@ __device__ __forceinline__ int load_acquire_gpu(const int* p) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
+// The same without that promise, which a later fence_gpu gives.
+__device__ __forceinline__ int load_relaxed_gpu(const int* p) {
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+// What this thread loaded and wrote before it comes before what follows, for all blocks. So a relaxed store after it is a
+// release. #membar
+__device__ __forceinline__ void fence_gpu() {
+    asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
+}
 // #data-movement-and-conversion-instructions-st
-__device__ __forceinline__ void store_release_gpu(int* p, int x) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
+__device__ __forceinline__ void store_relaxed_gpu(int* p, int x) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;\n" ::"l"(p), "r"(x) : "memory");
 }
 // A kernel launched with programmatic stream serialization starts when all blocks of the kernel before it have allowed
 // it or have ended. Where it needs that kernel's writes, it waits for its end.
