@@ -86,8 +86,9 @@ struct Args {
     float* dq_sum;            // (sum_heads, q_tiles, 2 warpgroups, 8 tiles of 8 columns, 128 threads, 4): unscaled dQ
     int* turns;               // (heads, q_tiles, 2 warpgroups, kTurnInts): how many key tiles have added to dQ
     int* ticket;              // the next item
-    __device__ float* sum(int index) const { return dq_sum + index * size_t{Tiles<HS>::DqBytes / 8}; }
-    __device__ int* turn(int index) const { return turns + index * kTurnInts; }
+    // Of query tile i, for a warpgroup. `first` is the head's order.sum_index or turn_index.
+    __device__ float* sum(int first, int i) const { return dq_sum + (first + 2 * i) * size_t{Tiles<HS>::DqBytes / 8}; }
+    __device__ int* turn(int first, int i) const { return turns + (first + 2 * i) * kTurnInts; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ __global__ __launch_bounds__(1024) void prepare_kernel(Heads<const bf16> dout, H
     const int q_tiles = args.order.q_tiles, h = blockIdx.x % args.order.NH, tile = blockIdx.x / args.order.NH % q_tiles,
               b = blockIdx.x / args.order.NH / q_tiles, bh = b * args.order.NH + h;
     if (threadIdx.x == 0 && blockIdx.x == 0) *args.ticket = 0;
-    if (threadIdx.x < 2) *args.turn(args.order.turn_index(bh, threadIdx.x) + 2 * tile) = 0;
+    if (threadIdx.x < 2) *args.turn(args.order.turn_index(bh, threadIdx.x), tile) = 0;
     const int row = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, t = tile * Br + row;
     const size_t read = min(t, args.order.Tq - 1), column = h * HS + lane * 8;
     float D = dot8(*reinterpret_cast<const uint4*>(dout.ptr + b * dout.batch + read * dout.token + column),
@@ -208,7 +209,7 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
             // A sum begins where another head's was: that has been read when its last key tile has had its turn.
             const bool inherits = turn == 0 && w.bh + args.order.sum_heads < args.order.heads;
             const int wanted = inherits ? last + 1 : turn;
-            const int* at = args.turn(turns + 2 * (i + (inherits ? args.order.sum_heads * args.order.q_tiles : 0)));
+            const int* at = args.turn(turns, i + (inherits ? args.order.sum_heads * args.order.q_tiles : 0));
             while (seen < wanted) seen = load_acquire_gpu(at);
             mbarrier_wait(control.at(DqFull, wg), n & 1);
             if (turn == last) {  // dQ itself
@@ -217,17 +218,17 @@ __device__ __forceinline__ void sender(const Args<HS, Y>& args, const Control<HS
                 for (int d = 0; d < 64; d += 128 / sizeof(Y))
                     tma_store_4d(&args.dq, dq_smem + d * 64 * sizeof(Y), d0 + d, h, t, b);
             } else if (turn == 0) {
-                bulk_store(args.sum(sums + 2 * i), dq_smem, T::DqBytes / 2);
+                bulk_store(args.sum(sums, i), dq_smem, T::DqBytes / 2);
             } else {
-                bulk_add(args.sum(sums + 2 * i), dq_smem, T::DqBytes / 2);
+                bulk_add(args.sum(sums, i), dq_smem, T::DqBytes / 2);
             }
             bulk_commit();
             bulk_wait_read<0>();
             mbarrier_arrive(control.at(DqEmpty, wg));
-            seen = w.left > 1 ? load_relaxed_gpu(args.turn(turns + 2 * (i + w.step))) : 0;
+            seen = w.left > 1 ? load_relaxed_gpu(args.turn(turns, i + w.step)) : 0;
             bulk_wait<0>();
             fence_gpu();  // acquires what was seen, too
-            store_relaxed_gpu(args.turn(turns + 2 * i), turn + 1);
+            store_relaxed_gpu(args.turn(turns, i), turn + 1);
         }
     }
 }
@@ -343,8 +344,8 @@ __device__ __forceinline__ void put_dq(float (&dq)[8][4], const Args<HS, Y>& arg
     const int wg = warp / 4 - 1, last = args.order.last_k_tile(i);
     const bool ends = w.k_tile == (w.step > 0 ? 0 : last);
     if (ends && last > 0) {
-        while (load_acquire_gpu(args.turn(args.order.turn_index(w.bh, wg) + 2 * i)) < last) {}
-        const float* const others = args.sum(args.order.sum_index(w.bh, wg) + 2 * i);
+        while (load_acquire_gpu(args.turn(args.order.turn_index(w.bh, wg), i)) < last) {}
+        const float* const others = args.sum(args.order.sum_index(w.bh, wg), i);
         const float4* const sum = reinterpret_cast<const float4*>(others) + threadIdx.x % 128;
         for (int c = 0; c < 8; c++) {
             const float4 x = __ldcg(sum + c * 128);
