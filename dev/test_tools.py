@@ -93,6 +93,7 @@ def test_rows_that_tables_show(tmp):
     assert [r["ms"] for r in read({}, {"recompute": 0, "ids": "uniform", "date": "2031", "ms": 2})] == [2]
     for field in "kernel", "T", "HS", "causal", "recompute", "ids":
         assert len(read({field: 1}, {field: 2})) == 2, field  # neither replaces the other
+    assert len(read({"commit": "0123456789ab"}, {"commit": "0123456", "kernel": "fa3"})) == 2
     with refused(SystemExit, "rows.jsonl:2: "):
         results.read_rows(written(tmp / "rows.jsonl", '{"commit": 1, "date": "2030"}\n{"commit": 1}\n'))
 

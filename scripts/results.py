@@ -121,7 +121,7 @@ def read_rows(path, apart=(), **where):
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             row = {**DEFAULTS, **json.loads(line)}
-            row["of"] = row["commit"], row.get("run")
+            row["of"] = str(row["commit"])[:7], row.get("run")  # some rows have more of the same hash
             row["date"]
         except (ValueError, KeyError, TypeError):
             fail(f"{path}:{number}: expected a result row with its date, found {line[:60]!r}")
