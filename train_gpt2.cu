@@ -474,7 +474,6 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     return as_rank(ranks, [&] {
         allocate_or_explain(model);
         from_file ? load(model, o.init) : init_random(model, o.seed);
-        if (o.verify) return run.verify(train_step<GPT2<Dev, X>>), 0;
         if (o.resume) {
             const bool found = run.restore();
             std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
@@ -571,8 +570,8 @@ int main(int argc, char** argv) {
             std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
             return 0;
         }
-        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every || o.verify))
-            throw UsageError("-y, -n, -nk, -nm and --verify need a directory: give it with -o");
+        if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
+            throw UsageError("-y, -n, -nk and -nm need a directory: give it with -o");
         if (o.generate > 0 && (o.eval_only || !o.output_dir.empty() || o.overfit))
             throw UsageError("--generate only writes a text: leave out --eval-only, -o and -a");
         if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");

@@ -244,26 +244,12 @@ TEST(gate_repeat) {
     CHECK(values(out, "train", "grad_norm") == values(undisturbed(), "train", "grad_norm"));
 }
 
-TEST(gate_restart_and_replay) {
-    const std::string out = dir() + "/replayed", same = " were computed again and have the same bits";
-    const std::string command = options(out) + "-nk 0 ", verify = options(out) + "--verify ";
+TEST(gate_restart) {
+    const std::string out = dir() + "/restarted";
+    const std::string command = options(out) + "-nk 0 ";
     CHECK_RUN(train(command, 1, out, 35, kDiesBefore), 128 + SIGKILL);
     CHECK_RUN(train(command + "-y 1"), 0, "resumed at step ");
-    CHECK_RUN(train(verify + "2"), 0, "steps 3 to 4" + same);
-    CHECK_RUN(train(verify + "5"), 1, "--verify 5: no checkpoint follows that step in " + out);
-    CHECK_RUN(train(options(dir() + "/typo") + "--verify 3"), 2, "/typo has no checkpoint of that step");
-    CHECK(!exists(dir() + "/typo"));
-    CHECK_RUN(
-        train(verify + "2 -x 3 -l 1e-4 -u 5 -q 0.2 -k wsd -c 0 --beta2 0.9 --max-norm 0.5"), 1,
-        "the run had other options: -x from 5 to 3, -l from 0.003 to 0.0001, -u from 2 to 5, -q from 0.1 to 0.2, -k "
-        "from cosine to wsd, -c from 0.1 to 0, --beta2 from 0.95 to 0.9, --max-norm from 1 to 0.5;");
     CHECK(content(out) == content(undisturbed()));
-    // Two ranks round other sums than one.
-    const std::string two = dir() + "/two", differ = "steps 3 to 4 computed again end otherwise";
-    CHECK_RUN(run(options(two) + "-nk 0 --gpus 2"), 0);
-    CHECK_RUN(run(options(two) + "--verify 2 --gpus 2"), 0, "steps 3 to 4" + same);
-    CHECK_RUN(run(options(two) + "--verify 2"), 3, differ);
-    CHECK_RUN(run(verify + "2 --gpus 2"), 3, differ);
 }
 
 int main(int argc, char** argv) {

@@ -71,8 +71,6 @@ std::vector<Option> Options::table() {
         {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; default: all", "0.."},
         {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps; default: don't", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
-        {"--verify", "", O::Int, &verify,
-         "compute from this checkpoint to the next again, exit with 3 if a bit differs; default: train", "0.."},
         {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file: texts and prompts are in GPT-2's BPE"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
          "0..", "generating"},
@@ -147,14 +145,12 @@ static void lock_output_dir(const std::string& path) {
 }
 
 void prepare_output_dir(const Options& o) {
-    if (o.verify && access(state_path(o.output_dir, o.verify).c_str(), F_OK))
-        throw UsageError(format("--verify %d: %s has no checkpoint of that step", o.verify, o.output_dir.c_str()));
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
-    if (o.resume || o.verify) return;
+    if (o.resume) return;
     struct stat log;
     const bool logged = stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0;
     if (logged || newest_checkpoint(o.output_dir) >= 0 || newest_checkpoint(o.output_dir, "model") >= 0)

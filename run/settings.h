@@ -18,7 +18,7 @@ struct Options {
     int val_every = -1, val_batches = 0, sample_every = -1, sample_length = 700;
     std::string hellaswag;
     bool eval_only = false;
-    int checkpoint_every = 0, keep = 0, keep_every = 0, verify = 0;
+    int checkpoint_every = 0, keep = 0, keep_every = 0;
     bool resume = false, overfit = false, no_tf32 = false, no_shuffle = false, memory = false;
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";

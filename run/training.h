@@ -30,34 +30,6 @@ inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, doubl
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
 
-// What steps change, as it is now: the parameters, and this rank's share of the optimizer's state.
-template <class Model>
-std::vector<char> state_of(const Model& model) {
-    std::vector<char> state(model.params.bytes + model.adam.bytes);
-    model.dev.download(state.data(), model.params.base, model.params.bytes);
-    model.dev.download(state.data() + model.params.bytes, model.adam.base, model.adam.bytes);
-    return state;
-}
-
-// The tensors in which two such states differ, and in how many elements: "wte (3 of 98304 elements), …", or "".
-template <class Model>
-std::string differences(const Model& model, const std::vector<char>& once, const std::vector<char>& twice) {
-    std::string text;
-    size_t begin = 0;  // of the arena
-    for (const Arena* a : {&model.params, &model.adam}) {
-        for (size_t i = 0; i < a->tensors.size(); i++) {
-            const TensorSpec& t = a->tensors[i];
-            const size_t size = size_of(t.dtype), at = begin + a->offsets[i];
-            size_t n = 0;
-            for (size_t e = 0; e < t.elements(); e++)
-                n += std::memcmp(&once[at + e * size], &twice[at + e * size], size) != 0;
-            if (n) text += format("%s%s (%zu of %zu elements)", text.empty() ? "" : ", ", t.name, n, t.elements());
-        }
-        begin += a->bytes;
-    }
-    return text;
-}
-
 template <class Model>
 class Run {
   public:
@@ -291,11 +263,11 @@ class Run {
     // -----------------------------------------------------------------------------------------------------------------
     // Starting from a checkpoint
 
-    // From this step's or the newest, false if there is none. Rank 0 reads and sends, because the directory need not
-    // exist on other machines.
-    bool restore(int from = -1) {
+    // The newest; false if there is none. Rank 0 reads and sends, because the directory need not exist on other
+    // machines.
+    bool restore() {
         ranks.allow(0);  // a disk may take its time
-        const int newest = ranks.gather(from >= 0 || ranks.rank > 0 ? from : checkpoint_to_resume(o.output_dir))[0];
+        const int newest = ranks.gather(ranks.rank > 0 ? -1 : checkpoint_to_resume(o.output_dir))[0];
         if (newest < 0) return false;
         Counters counters{};
         if (ranks.rank == 0) read_checkpoint(newest, counters);
@@ -309,35 +281,6 @@ class Run {
         last_checkpoint = step = first_step = newest;
         ranks.allow(long_timeout(o));
         return true;
-    }
-
-    // Computes the steps from --verify's checkpoint to the next again, and compares byte by byte. A GPU that computes or
-    // keeps a wrong bit without an error is found so, unless it errs twice in the same way.
-    template <class Step>
-    void verify(Step train_step) {
-        int next = o.verify + 1;
-        const int newest = ranks.rank == 0 ? newest_checkpoint(o.output_dir) : 0;
-        while (next <= newest && access(state_path(o.output_dir, next).c_str(), F_OK)) next++;
-        if (next > newest && ranks.rank == 0)
-            throw Error(format("--verify %d: no checkpoint follows that step in %s; give the step of an earlier one",
-                               o.verify, o.output_dir.c_str()));
-        next = ranks.gather(next)[0];
-        restore(next);
-        const std::vector<char> kept = state_of(model);
-        restore(o.verify);
-        while (step < next) {
-            train_step(*this);
-            rethrow();
-        }
-        const std::string found = differences(model, kept, state_of(model));
-        const std::vector<size_t> lengths = ranks.gather(found.size());
-        for (int r = 0; r < ranks.size; r++)
-            if (lengths[r] > 0)
-                throw Corruption(
-                    format("steps %d to %d computed again end otherwise on rank %d: %s; a GPU erred, or "
-                           "program, GPUs or libraries changed",
-                           o.verify + 1, next, r, found.empty() ? "see its message" : found.c_str()));
-        std::printf("steps %d to %d were computed again and have the same bits\n", o.verify + 1, next);
     }
 
     uint64_t train_windows() const { return train.windows(); }
@@ -465,8 +408,6 @@ class Run {
         const std::string path = model_path(o.output_dir, newest), state = state_path(o.output_dir, newest);
         identity.recipe = o.recipe();
         const std::string changes = read_state(state, identity, sections(counters));
-        if (!changes.empty() && o.verify && newest != o.verify)
-            throw Error(state + ": the run had other options: " + changes + "; give --verify the same");
         if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
         if (counters.step != uint64_t(newest))
             refuse(state, "the step in it", newest, counters.step, "give it and its model their names back");

@@ -13,11 +13,8 @@ struct Error : std::runtime_error {  // exit code 1
 struct UsageError : Error {  // exit code 2, for a wrong command line
     using Error::Error;
 };
-struct Corruption : Error {  // exit code 3, for steps that gave other bits when they were computed again
-    using Error::Error;
-};
 inline int exit_code_of(const std::exception& e) {
-    return dynamic_cast<const Corruption*>(&e) ? 3 : dynamic_cast<const UsageError*>(&e) ? 2 : 1;
+    return dynamic_cast<const UsageError*>(&e) ? 2 : 1;
 }
 
 // A line on stderr in one piece. printf writes in several, between which lines of other ranks may come.
