@@ -508,7 +508,7 @@ int run_with(const Dev& dev, Options& o, const Team& team) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
-        const int newest = S_ISDIR(file.st_mode) ? newest_checkpoint(o.init, "model") : 0;
+        const int newest = S_ISDIR(file.st_mode) ? newest_model(o.init) : 0;
         if (newest < 0) throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
         if (newest > 0) o.init = model_path(o.init, newest);
         config = read_model_header(o.init).config;

@@ -64,8 +64,7 @@ void InputFile::read(uint64_t offset, void* out, size_t bytes) const {
     in_pieces(path, "read", pread, fd, static_cast<char*>(out), bytes, offset);
 }
 
-void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
-                      const std::function<void()>& before_rename) {
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks) {
     check_regular(path);
     const std::string temporary = temporary_of(path);
     const int fd =
@@ -77,7 +76,6 @@ void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
             in_pieces(path, "write", pwrite, fd, static_cast<const char*>(block.data), block.bytes, written);
             written += block.bytes;
         }
-        if (before_rename) before_rename();
         // The data is synced first, then the file is renamed, then its directory is synced. After any crash one whole
         // file is there.
         if (uninterrupted([&] { return fsync(fd); })) throw file_error(path, "write", errno);

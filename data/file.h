@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -59,7 +58,12 @@ struct InputFile {
         fd = uninterrupted([&] { return open(path.c_str(), O_RDONLY | O_CLOEXEC); });
         if (fd < 0) throw file_error(path, "open", errno);
         struct stat info;
-        size = uninterrupted([&] { return fstat(fd, &info); }) ? 0 : static_cast<uint64_t>(info.st_size);
+        if (uninterrupted([&] { return fstat(fd, &info); })) {
+            const Error error = file_error(path, "find the size of", errno);
+            close(fd);  // a constructor that throws has no destructor
+            throw error;
+        }
+        size = static_cast<uint64_t>(info.st_size);
     }
     ~InputFile() { close(fd); }
     InputFile(const InputFile&) = delete;
@@ -91,8 +95,7 @@ struct Block {
     size_t bytes;
 };
 // Writes a file atomically, from blocks. On failure it throws Error (path, what, errno in words) and leaves nothing
-// behind. Calls `before_rename` when all is written, and the file does not have its name yet.
-void write_whole_file(const std::string& path, const std::vector<Block>& blocks,
-                      const std::function<void()>& before_rename = nullptr);
+// behind.
+void write_whole_file(const std::string& path, const std::vector<Block>& blocks);
 
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine

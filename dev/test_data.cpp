@@ -129,16 +129,13 @@ TEST(atomic_file) {
     write_file(temporary_of(path), std::string(4 << 20, 'x'));  // from a process with the same number
     const std::string large = noise(3 << 20);                   // is written in pieces
     write_whole_file(path, {{"small", 5}, {large.data(), large.size()}, {"", 0}, {"0123456789", 10}});
-    const auto stop = [] { throw Error("before it has its name, so only the old file stays"); };
-    CHECK_ERROR(write_whole_file(path, {{"half", 4}}, stop), "before it");
     CHECK(read_file(path) == "small" + large + "0123456789" && shell("ls " + here).out == "out.bin\n");
     const mode_t mask = umask(022);
     write_whole_file(path, {{"new", 3}});
     umask(mask);
     CHECK(read_file(path) == "new" && static_cast<int>(fs::status(path).permissions()) == 0644);  // others may read it
-    // The name is taken by a directory while the file is written.
-    CHECK_ERROR(write_whole_file(here + "/late", {}, [&] { fs::create_directory(here + "/late"); }),
-                here + "/late: cannot rename the finished file to: Is a directory");
+    fs::create_directory(here + "/taken");
+    CHECK_ERROR(write_whole_file(here + "/taken", {}), here + "/taken: cannot open: Is a directory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -187,47 +184,59 @@ TEST(model_errors) {
     file.poke(16, 3, "truncated: expected 16160 bytes (fp32, L=3 NH=2 C=8 V=50), found 12672");
 }
 
-namespace {
+static const std::string kOptimizer = noise(240);
+static const Counters kCounters = {1234, 77, {3, 14, 15}};
+static const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}}, {{"-l", "0.1"}}};
 
-// The content of each section, by its name.
-using State = std::map<std::string, std::string>;
-const State kState = {{"step", "1234"}, {"m", noise(120)}, {"v", noise(124).substr(4)}, {"empty", ""}, {"text", "odd"}};
-std::vector<Section> sections(State& state) {
-    std::vector<Section> all;
-    for (auto& [name, bytes] : state) all.push_back({name, bytes.data(), bytes.size()});
-    return all;
+static GoodFile good_state() {
+    return {[](const std::string& path) {
+                write_state(path, kRun, kCounters, {kOptimizer.data(), kOptimizer.size()});
+            },
+            [](const std::string& path) {
+                std::string optimizer(kOptimizer.size(), 'x');
+                const SavedState read = read_state(path, kRun, optimizer.data(), optimizer.size());
+                if (optimizer != kOptimizer || std::memcmp(&read.counters, &kCounters, sizeof kCounters))
+                    throw Error("read something else");
+            },
+            29};
 }
-const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}}};
-
-GoodFile good_state() {
-    return {[state = kState](const std::string& path) mutable { write_state(path, kRun, sections(state)); },
-            [state = kState](const std::string& path) mutable { read_state(path, kRun, sections(state)); }, 8};
-}
-
-}  // namespace
 
 TEST(state_errors) {
     const GoodFile file = good_state();
     const std::string path = file.path;
-    file.poke(0, std::pair{20240326, 3}, "wrong magic at offset 0: expected gpt2stat, found ");
-    file.poke(20, '\1', "damaged table: checksum at offset 193: expected e9e4136ea91075e5, found 43265eb38e6dc1cf");
-    file.poke(444, 'x', "damaged section \"v\" (120 bytes at offset 328): expected ");
+    CHECK(file.bytes.find("gpt2 training state, version 2\nidentity model: d12\nidentity B: 4\n") == 0);
+    file.poke(0, std::pair{20240326, 3}, "wrong magic at offset 0: expected ");
+    file.poke(0, std::pair{uint64_t(0x7461747332747067), 1}, "wrong version at offset 8: expected 2, found 1");
+    file.poke(29, '3', "wrong version at offset 29: expected 2, found 3");
+    file.poke(file.bytes.size() - 1, 'x', "damaged: expected ");
+    file.poke(file.bytes.find("window: 14") + 8, '2', "damaged: expected ");
     write_file(path, file.bytes);
 
-    State state = kState;
-    state["m"].assign(120, '?');
-    State shorter = state;
-    shorter["v"].resize(116);
+    const auto refused = [&](const Identity& run, size_t bytes, const std::string& what) {
+        std::string optimizer(bytes, '?');
+        CHECK_ERROR(read_state(path, run, optimizer.data(), bytes), what);
+        CHECK(bytes == 240 || optimizer == std::string(bytes, '?'));  // nothing is read that does not fit
+    };
     const Fields& fields = kRun.fields;
-    const std::tuple<Fields, State, const char*> cases[] = {
-        {{fields[0], fields[1], fields[2], fields[3], {"T", "64"}}, state, "fields: expected 5, found 4"},
-        {{fields[1], fields[2], fields[3]}, state, "fields: expected 3, found 4"},
-        {fields, shorter, "section \"v\" at offset 328: expected 116 bytes, found 120"}};
-    for (const auto& [run, state, what] : cases) {
-        State read = state;
-        CHECK_ERROR(read_state(path, {run}, sections(read)), what);
-        CHECK(read == state);  // nothing is read before all of it fits
-    }
+    refused({{fields[0], fields[1], fields[2], fields[3], {"T", "64"}}}, 240,
+            "T: the checkpoint has \"nothing\", this run has \"64\"");
+    refused({{fields[1], fields[2], fields[3]}}, 240, "model: the checkpoint has \"d12\", this run has \"nothing\"");
+    refused({{fields[0], {"B", "8"}, fields[2], fields[3]}}, 240, "B: the checkpoint has \"4\", this run has \"8\"");
+    refused(kRun, 236, "expected 236 bytes, found 240");
+
+    std::string optimizer(240, '?');
+    const Identity faster = {fields, {{"-l", "0.2"}, {"-u", "5"}}};
+    const std::string changes = read_state(path, faster, optimizer.data(), 240).recipe_changes;
+    CHECK(changes == "-l from 0.1 to 0.2, -u from nothing to 5");
+}
+
+// An output directory that cannot be read is not an empty one.
+TEST(a_directory_that_cannot_be_listed) {
+    const std::string loop = folder() + "/loop";
+    fs::create_symlink(loop, loop);
+    CHECK_ERROR(newest_model(loop), loop + ": cannot list the directory");
+    CHECK_ERROR(checkpoint_to_resume(loop), loop + ": cannot list the directory");
+    CHECK(checkpoint_to_resume(folder() + "/none") == -1);
 }
 
 TEST(tokenizer_bytes) {

@@ -47,7 +47,7 @@ std::string path_of(int fd) {
 }
 ino_t inode_of(int fd) {
     struct stat info;
-    return fstat(fd, &info) ? 0 : info.st_ino;
+    return REAL(fstat)(fd, &info) ? 0 : info.st_ino;
 }
 int written(int fd) {
     const std::lock_guard<std::mutex> lock(guard);
@@ -112,6 +112,7 @@ COUNTED(ssize_t, pwrite, (int fd, const void* p, size_t n, off_t at), path_of(fd
 COUNTED(int, rename, (const char* from, const char* to) noexcept, to, from, named(from, to))
 COUNTED(int, unlink, (const char* path) noexcept, path, path)
 COUNTED(int, close, (int fd), path_of(fd), fd)
+COUNTED(int, fstat, (int fd, struct stat* info) noexcept, path_of(fd), fd, info)
 COUNTED(int, ftruncate, (int fd, off_t length) noexcept, path_of(fd), fd, length)
 COUNTED(int, flock, (int fd, int how) noexcept, path_of(fd), fd, how)
 }
@@ -178,7 +179,7 @@ void check_faults(const std::string& begin, const std::string& command, int rank
             const bool said = first.code == 1 && contains(first.out, ranks > 1 ? "train_threads: " : "train_gpt2cu: ");
             const Result second = first.code ? train(options(out) + command + " -y 1", ranks) : first;
             // A checkpoint that was announced is never lost.
-            const double announced = number_after(first.out, "checkpoint " + out + "/state_"),
+            const double announced = number_after(first.out, "checkpoint " + out + "/model_"),
                          resumed = number_after(second.out, "resumed at step ");
             const bool same = content(out) == wanted && (kind != kInterrupted || first.code == 0) &&
                               (!first.code || std::isnan(announced) || resumed >= announced);
@@ -205,7 +206,7 @@ TEST(faults_in_a_new_run) {
 TEST(faults_in_a_resumed_run) {
     const std::string left = dir() + "/left";
     CHECK_RUN(train(options(left) + "-nk 0"), 0, "checkpoint");
-    std::filesystem::rename(state_path(left, 5), state_path(left, 5) + ".tmp.7");
+    std::filesystem::rename(model_path(left, 5), model_path(left, 5) + ".tmp.7");
     write_file(left + "/log.jsonl", read_file(left + "/log.jsonl") + "{\"kind\": \"tr");
     check_faults(left, "-y 1");
 }

@@ -283,7 +283,7 @@ TEST(a_second_interrupt_a_second_later_ends_the_step) {
         "kill -s CONT $pid; sleep 0.001; kill -s STOP $pid; done; }; "
         "compute; kill -s INT $pid; compute; sleep 1.2; kill -s INT $pid");
     unsetenv("OMP_THREAD_LIMIT");
-    CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_checkpoint(out) == -1);
+    CHECK(r.code == 130 && !contains(r.out, "interrupted at step") && newest_model(out) == -1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ TEST(a_job_ends_as_a_whole) {
         CHECK_RUN(run_and_act(options + format(" -x 1000000 --gpus %d ", gpus) + c.options, "step 5/", c.act), c.code,
                   c.says);
         CHECK(shell("pgrep -f 'gpt2c[u].*" + out + "'").out.empty());
-        const int step = newest_checkpoint(out);
+        const int step = newest_model(out);
         CHECK(step > 0);
         if (c.resumes) CHECK_RUN(run(options + format(" -x %d -y", step + 1)), 0, format("resumed at step %d\n", step));
         if (test::failed_checks() > failed) std::printf("  in case %d: %s, %s\n", n, c.options, c.act);

@@ -87,7 +87,7 @@ void check_same(const std::string& what, const std::string& got, const std::stri
 // Checks the log, and every checkpoint of the straight run from a step on.
 void check_same_run(const std::string& straight, const std::string& resumed, int from) {
     int compared = 0;
-    for (int step = from; step <= newest_checkpoint(straight); step++)
+    for (int step = from; step <= newest_model(straight); step++)
         for (const std::string& name : {model_path("", step), state_path("", step)})
             if (exists(straight + name) && ++compared)
                 check_same(resumed + name, read_file(resumed + name), read_file(straight + name));
@@ -121,22 +121,24 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
                                "\"context_parallel\": 1, \"settings\": \"--train-data ",
                                kParameters)));
     CHECK(contains(log, "\\n--weight-decay 0.2\\n") && contains(log, "\\n--overfit off\\n"));
-    // A state begins with what must be the same to go on, each name and value after its length.
+    // A state begins with what must be the same to go on, and with where the run is.
     std::string identity;
-    std::istringstream fields(
-        "model|L=2 NH=2 C=32 V=257|precision|fp32|device|cpu|B|2|T|16|tokens per step|64|seed|5|order of data|shuffled|"
-        "attention|flash|matmuls|full precision|data");
-    for (std::string field; std::getline(fields, field, '|');)
-        identity += bytes_of(std::vector<uint32_t>{static_cast<uint32_t>(field.size())}) + field;
+    for (const char* field :
+         {"model: L=2 NH=2 C=32 V=257", "precision: fp32", "device: cpu", "B: 2", "T: 16", "tokens per step: 64",
+          "seed: 5", "order of data: shuffled", "attention: flash", "matmuls: full precision", "data: "})
+        identity += std::string("\nidentity ") + field;
     for (int step = 1; step <= kSteps; step++) {
-        const std::string state = read_file(state_path(out, step)), model = read_file(model_path(out, step));
-        CHECK(state.compare(16, 4, bytes_of(std::vector<uint32_t>{11 + 8})) == 0 && state.find(identity) == 20);
+        const std::string state = read_file(state_path(out, step));
+        const std::string model = read_file(model_path(out, step));
+        CHECK(state.find("gpt2 training state, version 2" + identity) == 0);
         const int windows = 4 * step;  // handed out
-        const std::string counters = bytes_of(
-            std::vector<uint64_t>{uint64_t(step), checksum64(&model[1024], model.size() - 1024),
-                                  uint64_t(windows / kWindows), uint64_t(windows % kWindows), uint64_t(2 * step)});
+        const std::string counters =
+            format("\nstep: %d\nmodel checksum: %zu\nepoch: %d\nwindow: %d\nbatches: %d\n", step,
+                   size_t(checksum64(&model[1024], model.size() - 1024)), windows / kWindows, windows % kWindows,
+                   2 * step);
+        CHECK(contains(state, counters));
         const size_t optimizer = 2 * kParameters * sizeof(float);
-        CHECK(state.compare(state.size() - optimizer - counters.size(), counters.size(), counters) == 0);
+        CHECK(state.find("\n\n") + 2 + optimizer == state.size());
     }
     // Neither saving nor the number of threads changes anything. A run that saves only at the end has the same end.
     const std::string quiet = dir() + "/quiet";
@@ -146,12 +148,12 @@ TEST(a_run_logs_each_step_and_saves_where_the_data_goes_on) {
     check_same_run(out, quiet, kSteps);
 }
 
-// The log goes further than the checkpoint, and its last row is cut. There is a later model without a state.
+// The log goes further than the checkpoint, and its last row is cut. There is a later state without a model.
 static void check_resumes(const std::string& command, const std::string& straight, int step) {
     const std::string out = straight + format("_from_%d", step);
     for (const int s : {step - 1, step})
         if (exists(state_path(straight, s))) copy_checkpoint(straight, out, s);
-    write_file(model_path(out, step + 1), "cut off");
+    write_file(state_path(out, step + 1), "of a run that was killed before it wrote the model");
     write_file(out + "/log.jsonl", read_file(straight + "/log.jsonl") + "{\"kind\": \"train\", \"step\": 1");
     CHECK_RUN(run(command + "-y 1 -o " + out), 0, format("resumed at step %d\n", step));
     check_same_run(straight, out, step + 1);
@@ -187,7 +189,7 @@ TEST(resumes_after_a_signal) {
         // By then the checkpoint of step 20 is whole, because the one of step 40 waited for it.
         const Result r = run_and_act(command + out, format("step 43/%d |", steps), format(twice, signal, signal));
         CHECK_RUN(r, 128 + signal, signal == SIGKILL ? "step 43/" : "interrupted at step");
-        const int step = newest_checkpoint(out);
+        const int step = newest_model(out);
         CHECK(signal == SIGKILL ? step >= 20 && step % 20 == 0 : step >= 43 && step < steps);
         std::ofstream(out + "/log.jsonl", std::ios::app) << "{\"kind\": \"train\", \"st";
         CHECK_RUN(run(command + out + " -y 1"), 0, format("resumed at step %d\n", step));
@@ -222,7 +224,7 @@ TEST(ranks_end_together_after_a_signal) {
     const std::string out = dir() + "/together", command = options(9999) + "-v 0 -s 0 -b 1 --gpus 2 -o " + out;
     std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
     CHECK_RUN(run_and_act(command, "step 7/", "kill $pid"), 143, "interrupted at step ");
-    CHECK(newest_checkpoint(out) >= 7 && rows(out, "train").size() == size_t(newest_checkpoint(out)));
+    CHECK(newest_model(out) >= 7 && rows(out, "train").size() == size_t(newest_model(out)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -234,23 +236,72 @@ TEST(a_second_run_in_a_directory_is_refused) {
     const Result r =
         run_and_act(command, "step 7/", "./train_gpt2cu " + given_once(command) + "; echo code $?; kill $pid");
     CHECK_RUN(r, 143, "interrupted at step ", out + "/run.lock: another run writes to this directory", "code 1\n");
-    check_same("log", log_of(out, true), expected_log(newest_checkpoint(out), 0, 0));
+    check_same("log", log_of(out, true), expected_log(newest_model(out), 0, 0));
 }
 
-// Of a run that was killed. What another program wrote there stays.
+// What a killed run leaves goes at the start: temporaries, and states newer than every model. What another program
+// or the user put there stays: an older state without its model is named, and a model without a state is kept.
 TEST(what_killed_runs_left_goes_at_the_start) {
     const std::string out = dir() + "/left_over";
     for (const int step : {2, 3, 4}) copy_checkpoint(straight_run(), out, step);
-    std::set<std::string> left = {"notes.tmp.7",         "x_log.jsonl.tmp.7",
-                                  "state_7.bin",         "state_00000999.bin.bak",
-                                  "model_00000001.bin2", "xstate_00000999.bin",
-                                  "state_-0000001.bin"},
-                          all = left;
-    all.insert({"model_00000001.bin", "model_00000009.bin", "state_00000005.bin.tmp.7", "log.jsonl.tmp.7"});
+    std::set<std::string> left = {"notes.tmp.7",         "x_log.jsonl.tmp.7",      "state_7.bin",
+                                  "model_00000001.bin2", "state_00000999.bin.bak", "xstate_00000999.bin",
+                                  "model_00000001.bin",  "state_-0000001.bin",     "state_00000000.bin"};
+    std::set<std::string> all = left;
+    all.insert({"state_00000005.bin", "state_00000009.bin", "model_00000005.bin.tmp.7", "log.jsonl.tmp.7"});
     for (const std::string& name : all) write_file(out + "/" + name, "x");
-    CHECK_RUN(run(options(4) + "-v 0 -s 0 -y 1 -nk 1 -o " + out), 0, "nothing left to do");
+    const Result r = run(options(4) + "-v 0 -s 0 -y 1 -nk 1 -o " + out);
+    CHECK_RUN(r, 0, "nothing left to do", out + "/state_00000000.bin: has no model beside it");
     left.insert({"log.jsonl", "model_00000004.bin", "state_00000004.bin"});
     CHECK(files_of(out) == left);
+}
+
+// Two kills before the first checkpoint leave no model, wherever they came.
+TEST(resumes_after_kills_before_the_first_checkpoint) {
+    const std::string out = dir() + "/no_model";
+    std::filesystem::create_directory(out);
+    for (const char* name : {"state_00000001.bin", "model_00000001.bin.tmp.7", "state_00000002.bin.tmp.8"})
+        write_file(out + "/" + name, "x");
+    write_file(out + "/log.jsonl", "{\"kind\": \"run\"}\n{\"kind\": \"train\", \"step\": 1}\n");
+    CHECK_RUN(run(asking_options() + "-n 1 -y 1 -o " + out), 0, "nothing to resume");
+    CHECK(files_of(out) == files_of(straight_run()));
+    check_same_run(straight_run(), out, 1);
+}
+
+// A model without a state is the user's. -y refuses at the start where it would have to go over it or leave it aside,
+// and whatever -y and -nk do, it stays.
+TEST(a_model_without_a_state_is_never_lost) {
+    const std::string out = dir() + "/states_removed";
+    for (const int step : {2, 3, 4}) copy_checkpoint(straight_run(), out, step);
+    for (const int step : {2, 3, 4}) std::filesystem::rename(state_path(out, step), state_path(out, step) + ".aside");
+    const std::set<std::string> before = files_of(out);
+    for (const std::string keep : {"", "-nk 1 "}) {
+        CHECK_RUN(run(options() + keep + "-y 1 -o " + out), 1, model_path(out, 4), model_path(out, 2), "with -e");
+        CHECK(files_of(out) == before);
+    }
+    // The newest is ahead of a whole checkpoint.
+    std::filesystem::rename(state_path(out, 3) + ".aside", state_path(out, 3));
+    CHECK_RUN(run(options() + "-y 1 -o " + out), 1, model_path(out, 4) + ": ");
+    // Behind it models without states are left.
+    std::filesystem::rename(state_path(out, 4) + ".aside", state_path(out, 4));
+    CHECK_RUN(run(options(6) + "-v 0 -s 0 -n 1 -nk 1 -y 1 -o " + out), 0, "resumed at step 4\n");
+    CHECK(exists(model_path(out, 2)) && !exists(model_path(out, 4)) && exists(model_path(out, 6)));
+    // One that appears during the run is not written over.
+    const std::string mine = model_path(out, 8);
+    const Result r = run_and_act(options(60) + "-v 0 -s 0 -n 8 -y 1 -o " + out, "step 7/", "echo mine >" + mine);
+    CHECK_RUN(r, 1, mine + ": ");
+    CHECK(read_file(mine) == "mine\n");
+}
+
+// It ends as after an error of the log: with one more try, which may succeed.
+TEST(a_checkpoint_that_cannot_be_written_ends_with_one_more_try) {
+    const std::string out = dir() + "/one_fails", blocked = state_path(out, 7);
+    const Result r = run_and_act(options(kEndless) + "-v 0 -s 0 -n 7 -o " + out, "step 3/", "mkdir " + blocked);
+    CHECK_RUN(r, 1, blocked + ": ", "\ncheckpoint ");
+    std::filesystem::remove(blocked);
+    const int saved = newest_model(out);
+    CHECK(saved > 7);
+    CHECK(rows(out, "train").size() == size_t(saved));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -279,7 +330,7 @@ TEST(refuses_other_settings_by_name) {
           {data(changed), "data: the checkpoint has "}})
         CHECK_RUN(run(options() + "-n 1 -y 1 -o " + out + " " + option), 1,
                   std::string(": checkpoint of another run: ") + says);
-    CHECK(newest_checkpoint(out) == 3);                                                // none of them did a step
+    CHECK(newest_model(out) == 3);                                                // none of them did a step
     CHECK_RUN(run(options(4) + data(moved) + " -v 0 -y 1 -o " + out), 0, "step 4/4");  // the same data in another place
 }
 
@@ -309,20 +360,13 @@ TEST(refuses_damaged_checkpoints) {
     copy_checkpoint(straight_run(), alone, 4);
     for (const auto& path : {model_path, state_path}) std::filesystem::rename(path(alone, 4), path(alone, 5));
     CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": the step in it: expected 5, found 4");
-    for (const auto& path : {model_path, state_path}) {  // one of the two is an earlier run, too
-        std::filesystem::rename(path(alone, 5), dir() + "/aside");
-        CHECK_RUN(run(options() + "-o " + alone), 1, alone + ": has an earlier run");
-        std::filesystem::rename(dir() + "/aside", path(alone, 5));
-    }
     std::filesystem::remove(state_path(alone, 5));
-    CHECK_RUN(run(options() + "-y -o " + alone), 1, state_path(alone, 5) + ": is missing");
+    CHECK_RUN(run(options() + "-o " + alone), 1, alone + ": has an earlier run");  // a model alone is one, too
     write_file(state_file, state);
-    std::filesystem::remove(file);
-    CHECK_RUN(run(command), 1, file + ": cannot open: No such file");
-    std::filesystem::remove(state_file);  // as if the program died between the two files
     write_file(file, model);
     for (const std::string& folder : {alone, out}) CHECK(run(generate + folder).out == run(generate + file).out);
-    CHECK_RUN(run(command), 0, "resumed at step 2\n", state_file + ": is missing");
+    std::filesystem::remove(file);  // as if the program died between the two files
+    CHECK_RUN(run(command), 0, "resumed at step 2\n");
     check_same("state", read_file(state_path(out, kSteps)), read_file(state_path(straight_run(), kSteps)));
 }
 
@@ -349,13 +393,13 @@ TEST(which_checkpoints_are_written_and_kept) {
 TEST(a_loss_that_is_not_finite_names_the_last_good_checkpoint) {
     const std::string out = dir() + "/ruined";
     CHECK_RUN(run(options() + "-v 0 -s 0 -u 0 -l 1e30 -n 1 -o " + out), 1,
-              "last good checkpoint: " + state_path(out, 1) + ";");
+              "last good checkpoint: " + model_path(out, 1) + ";");
     CHECK((files_of(out) == std::set<std::string>{"log.jsonl", "model_00000001.bin", "state_00000001.bin"}));
     // Decay at this rate passes the largest number in the second step.
     const std::string in_update = dir() + "/in_update";
     CHECK_RUN(run(options() + "-v 0 -s 0 -u 1 -k linear -l 1e20 -c 1e25 -n 1 -o " + in_update), 1,
               "no checkpoint is written");
-    CHECK(newest_checkpoint(in_update) == -1);
+    CHECK(newest_model(in_update) == -1);
 }
 
 // An error of the data ends the run with a checkpoint of the last whole step. There is a wrong token in the sixth of seven
@@ -368,14 +412,14 @@ TEST(an_error_of_the_data_ends_with_a_checkpoint) {
     for (const auto& [more, steps] : {std::pair{"16 ", 5}, {"32 --gpus 2 ", 2}}) {
         const std::string out = dir() + format("/data_%d", steps);
         CHECK_RUN(run(common + more + "-i " + bad + " -o " + out), 1, bad + ": token at offset 1204");
-        CHECK(newest_checkpoint(out) == steps && rows(out, "train").size() == size_t(steps));
+        CHECK(newest_model(out) == steps && rows(out, "train").size() == size_t(steps));
     }
     tokens[5 * 16 + 10] = 1;
     write_shard(val, tokens);
     const std::string out = dir() + "/cut_val";
     CHECK_RUN(run_and_act(options(60) + "-s 0 -v 5 -m -1 -j " + val + " -o " + out, "step 7/60 |", cut), 1,
               val + ": truncated");
-    CHECK(newest_checkpoint(out) == 10);
+    CHECK(newest_model(out) == 10);
     CHECK_RUN(run(options(12) + "-s 0 -v 0 -m -1 -y -o " + out), 0, "resumed at step 10", "step 12/12");
 }
 
@@ -384,7 +428,7 @@ TEST(a_reader_that_ends_takes_no_run_along) {
     const std::string out = dir() + "/head", program = given_once(options(40) + "-v 0 -s 0 -o " + out);
     CHECK_RUN(shell("(./train_gpt2cu " + program + "; echo code $? >&2) | head -12"), 0, "code 1\n",
               "stdout: a line could not be written");
-    CHECK(newest_checkpoint(out) == 40 && rows(out, "train").size() == 40);
+    CHECK(newest_model(out) == 40 && rows(out, "train").size() == 40);
 }
 
 // dev/test_recipe starts from models in fp32. The rate is too small to change a weight.

@@ -1,17 +1,15 @@
 // llm.c's model files and our training state.
 //
-// State file, little-endian:
-//   0   8 bytes   magic "gpt2stat"
-//   8   uint32    version
-//   12  uint32    bytes of the table
-//   16  table     uint32 fields, then for each: string name, string value
-//                 uint32 sections, then for each: string name, uint64 bytes, uint64 checksum
-//                 (a string: uint32 length, then as many bytes)
-//   …   uint64    checksum of everything above
-//   …   sections  back to back up to the end of the file. A run writes two (run/training.h):
-//                 counters   the step, the model file's checksum, and where in its data the loader is
-//                 optimizer  m and v, in bf16 also the fp32 master weights, in the order of the parameters
-// The magic, the version, a checksum or the file's length covers every byte, so no flipped bit goes unnoticed.
+// A state file is a text head and bytes. The head has a line "name: value" for each of these, in this order, and ends
+// with an empty line:
+//
+//   gpt2 training state, version 2
+//   identity model: L=12 NH=12 …        what must be the same to resume, one line for each field
+//   recipe -l: 0.0003                   what may be changed on purpose
+//   step: 1000                          and the other counters
+//   optimizer bytes: 995514368          m and v, in bf16 also the fp32 master weights, in the order of the parameters
+//   checksum: 0123456789abcdef          of the head up to this line, and of the bytes
+//
 #include "run/checkpoint.h"
 
 #include <algorithm>
@@ -19,7 +17,9 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <regex>
+#include <set>
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are written as they lie in memory");
 
@@ -78,143 +78,136 @@ std::string words(const ModelHeader& header) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Training state
 
-static constexpr char kStateMagic[9] = "gpt2stat";
-static constexpr uint32_t kStateVersion = 1;
-static constexpr size_t kStateFixedBytes = 16;  // magic, version, table bytes
-
-template <class T>
-static void put(std::string& to, T value) {
-    to.append(reinterpret_cast<const char*>(&value), sizeof value);
-}
-static void put(std::string& to, const std::string& text) {
-    put(to, static_cast<uint32_t>(text.size()));
-    to += text;
-}
-
-void write_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections,
-                 const std::function<void()>& before_rename) {
-    std::string table;
-    put(table, static_cast<uint32_t>(identity.fields.size() + identity.recipe.size()));
-    for (const Fields& fields : {identity.fields, identity.recipe})
-        for (const auto& [name, value] : fields) put(table, name), put(table, value);
-    put(table, static_cast<uint32_t>(sections.size()));
-    for (const Section& s : sections) {
-        put(table, s.name);
-        put(table, static_cast<uint64_t>(s.bytes));
-        put(table, checksum64(s.data, s.bytes));
-    }
-    std::string head(kStateMagic, 8);
-    put(head, kStateVersion);
-    put(head, static_cast<uint32_t>(table.size()));
-    head += table;
-    put(head, checksum64(head.data(), head.size()));
-
-    std::vector<Block> blocks = {{head.data(), head.size()}};
-    for (const Section& s : sections) blocks.push_back({s.data, s.bytes});
-    write_whole_file(path, blocks, before_rename);
-}
-
 namespace {
 
+const std::string kStateTitle = "gpt2 training state, version ";
+constexpr int kStateVersion = 2;
+constexpr size_t kMostHeadBytes = 1 << 16;
+constexpr char kChecksum[] = "\nchecksum: ";
 constexpr char kResumeFromAnother[] = "resume from another checkpoint or start anew";
 constexpr char kOtherProgram[] = "resume with the program that wrote it";
 
-// Reads a state file's values one after the other, from what is known to be whole of its beginning.
-struct Reader {
-    const InputFile& file;
-    std::string head = {};
-    size_t offset = 0;
+std::string line(const std::string& name, const std::string& value) {
+    return name + ": " + value + "\n";
+}
 
-    void extend(size_t bytes) {
-        if (file.size < bytes)
-            refuse(file.path, "truncated", format("at least %zu bytes", bytes), file.size, kResumeFromAnother);
-        head.resize(bytes);
-        file.read(0, head.data(), bytes);
-    }
-    void take(void* out, size_t bytes) {
-        if (head.size() - offset < bytes)
-            refuse(file.path, format("damaged table at offset %zu", offset), bytes, head.size() - offset,
-                   kResumeFromAnother);
-        std::memcpy(out, head.data() + offset, bytes);
-        offset += bytes;
-    }
-    template <class T>
-    T number() {
-        T value;
-        take(&value, sizeof value);
-        return value;
-    }
-    std::string text() {
-        std::string value(std::min<size_t>(number<uint32_t>(), head.size() - offset), '\0');
-        take(value.data(), value.size());
-        return value;
-    }
-    template <class Expected, class Found>
-    void expect(const char* what, const Expected& expected, const Found& found) const {
-        if (expected != found) refuse(file.path, what, expected, found, kOtherProgram);
+uint64_t checksum_of(const std::string& head, const void* bytes, size_t size) {
+    return checksum64(bytes, size, checksum64(head.data(), head.size()));
+}
+
+// The counters, one table for writing and for reading.
+std::vector<std::pair<const char*, uint64_t*>> named(Counters& counters) {
+    return {{"step", &counters.step},
+            {"model checksum", &counters.model_checksum},
+            {"epoch", &counters.data.epoch},
+            {"window", &counters.data.window},
+            {"batches", &counters.data.batches}};
+}
+
+// A state file's head: the values by name, and what the checksum covers of it.
+struct Head {
+    std::map<std::string, std::string> values;
+    std::string text;
+    std::string checksum;
+    size_t bytes = 0;  // with the empty line
+
+    uint64_t number(const std::string& path, const std::string& name) const {
+        const auto found = values.find(name);
+        const std::string value = found == values.end() ? "nothing" : found->second;
+        if (value.empty() || value.find_first_not_of("0123456789") != std::string::npos)
+            refuse(path, "damaged head: " + name, "a number", value, kResumeFromAnother);
+        return std::strtoull(value.c_str(), nullptr, 10);
     }
 };
 
+Head read_head(const InputFile& file) {
+    std::string text(std::min<size_t>(file.size, kMostHeadBytes), '\0');
+    file.read(0, text.data(), text.size());
+    if (text.compare(0, 8, "gpt2stat") == 0)
+        refuse(file.path, "wrong version at offset 8", kStateVersion, "1", kOtherProgram);
+    if (text.compare(0, kStateTitle.size(), kStateTitle))
+        refuse(file.path, "wrong magic at offset 0", kStateTitle, "something else", "give a state file");
+    const int version = std::atoi(text.c_str() + kStateTitle.size());
+    if (version != kStateVersion)
+        refuse(file.path, format("wrong version at offset %zu", kStateTitle.size()), kStateVersion, version,
+               kOtherProgram);
+    const size_t end = text.find("\n\n");
+    const size_t checksum = text.rfind(kChecksum, end);
+    if (end == std::string::npos || checksum == std::string::npos)
+        refuse(file.path, "truncated or damaged", "a head that ends in a checksum and an empty line", "none",
+               kResumeFromAnother);
+
+    Head head;
+    head.bytes = end + 2;
+    head.text = text.substr(0, checksum + 1);
+    head.checksum = text.substr(checksum + std::strlen(kChecksum), end - checksum - std::strlen(kChecksum));
+    std::istringstream lines(head.text);
+    for (std::string each; std::getline(lines, each);) {
+        const size_t colon = each.find(": ");
+        if (colon != std::string::npos) head.values[each.substr(0, colon)] = each.substr(colon + 2);
+    }
+    return head;
+}
+
+// The fields of a kind that differ, each as `say` puts it. A field that only one side has differs too.
+template <class Say>
+void for_each_difference(const Head& head, const std::string& kind, const Fields& mine, Say say) {
+    std::map<std::string, std::string> had;
+    for (const auto& [name, value] : head.values)
+        if (name.compare(0, kind.size(), kind) == 0) had[name.substr(kind.size())] = value;
+    for (const auto& [name, value] : mine) {
+        const auto found = had.find(name);
+        const std::string before = found == had.end() ? "nothing" : found->second;
+        if (before != value) say(name, before, value);
+        had.erase(name);
+    }
+    for (const auto& [name, value] : had) say(name, value, "nothing");
+}
+
 }  // namespace
 
-std::string read_state(const std::string& path, const Identity& identity, const std::vector<Section>& sections) {
-    const InputFile file(path);
-    Reader reader{file};
-    reader.extend(kStateFixedBytes);
-    if (reader.head.compare(0, 8, kStateMagic))
-        refuse(path, "wrong magic at offset 0", kStateMagic, hex(reader.number<uint64_t>()), "give a state file");
-    reader.offset = 8;
-    reader.expect("wrong version at offset 8", kStateVersion, reader.number<uint32_t>());
-    const size_t table_end = kStateFixedBytes + reader.number<uint32_t>(), begin = table_end + sizeof(uint64_t);
-    reader.extend(begin);
-    reader.offset = table_end;
-    const uint64_t expected = reader.number<uint64_t>(), found = checksum64(reader.head.data(), table_end);
-    if (found != expected)
-        refuse(path, format("damaged table: checksum at offset %zu", table_end), hex(expected), hex(found),
-               kResumeFromAnother);
-    reader.offset = kStateFixedBytes;
-    std::string changes;
-    reader.expect("fields", identity.fields.size() + identity.recipe.size(), reader.number<uint32_t>());
-    for (const Fields* fields : {&identity.fields, &identity.recipe})
-        for (const auto& [name, value] : *fields) {
-            reader.expect("field", name, reader.text());
-            const std::string had = reader.text();
-            if (had == value) continue;
-            if (fields == &identity.fields)
-                throw Error(
-                    format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; give "
-                           "another -o",
-                           path.c_str(), name.c_str(), had.c_str(), value.c_str()));
-            changes += (changes.empty() ? "" : ", ") + name + " from " + had + " to " + value;
-        }
+void write_state(const std::string& path, const Identity& identity, const Counters& counters, Block optimizer) {
+    std::string head = kStateTitle + std::to_string(kStateVersion) + "\n";
+    for (const auto& [name, value] : identity.fields) head += line("identity " + name, value);
+    for (const auto& [name, value] : identity.recipe) head += line("recipe " + name, value);
+    Counters copy = counters;
+    for (const auto& [name, value] : named(copy)) head += line(name, std::to_string(*value));
+    head += line("optimizer bytes", std::to_string(optimizer.bytes));
+    head += line("checksum", hex(checksum_of(head, optimizer.data, optimizer.bytes))) + "\n";
+    write_whole_file(path, {{head.data(), head.size()}, optimizer});
+}
 
-    // Every section must fit before the first byte is read into the caller's memory.
-    std::vector<uint64_t> checksums;
-    uint64_t offset = begin;
-    reader.expect("sections", sections.size(), reader.number<uint32_t>());
-    for (const Section& s : sections) {
-        reader.expect("section", s.name, reader.text());
-        const auto bytes = reader.number<uint64_t>();
-        if (bytes != s.bytes)
-            refuse(path, format("section \"%s\" at offset %zu", s.name.c_str(), offset), format("%zu bytes", s.bytes),
-                   bytes, "resume with the same settings");
-        checksums.push_back(reader.number<uint64_t>());
-        offset += bytes;
+SavedState read_state(const std::string& path, const Identity& identity, void* optimizer, size_t bytes) {
+    const InputFile file(path);
+    const Head head = read_head(file);
+    const size_t has = head.number(path, "optimizer bytes");
+    if (file.size != head.bytes + has)
+        refuse(path, file.size < head.bytes + has ? "truncated" : "too long", format("%zu bytes", head.bytes + has),
+               file.size, kResumeFromAnother);
+
+    const auto another_run = [&](const std::string& name, const std::string& had, const std::string& has) {
+        throw Error(format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; "
+                           "give another -o",
+                           path.c_str(), name.c_str(), had.c_str(), has.c_str()));
+    };
+    if (has != bytes) {
+        for_each_difference(head, "identity ", identity.fields, another_run);
+        refuse(path, "optimizer", format("%zu bytes", bytes), has, "resume with the same settings");
     }
-    if (file.size != offset)
-        refuse(path, file.size < offset ? "truncated" : "too long", format("%zu bytes", offset), file.size,
-               kResumeFromAnother);
-    offset = begin;
-    for (size_t i = 0; i < sections.size(); i++) {
-        const Section& s = sections[i];
-        file.read(offset, s.data, s.bytes);
-        const uint64_t found = checksum64(s.data, s.bytes);
-        if (found != checksums[i])
-            refuse(path, format("damaged section \"%s\" (%zu bytes at offset %zu)", s.name.c_str(), s.bytes, offset),
-                   hex(checksums[i]), hex(found), kResumeFromAnother);
-        offset += s.bytes;
-    }
-    return changes;
+
+    file.read(head.bytes, optimizer, bytes);
+    const std::string found = hex(checksum_of(head.text, optimizer, bytes));
+    if (found != head.checksum) refuse(path, "damaged", head.checksum, found, kResumeFromAnother);
+    for_each_difference(head, "identity ", identity.fields, another_run);
+
+    SavedState state;
+    for (const auto& [name, value] : named(state.counters)) *value = head.number(path, name);
+    for_each_difference(head, "recipe ", identity.recipe,
+                        [&](const std::string& name, const std::string& had, const std::string& has) {
+                            state.recipe_changes += state.recipe_changes.empty() ? "" : ", ";
+                            state.recipe_changes += name + " from " + had + " to " + has;
+                        });
+    return state;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -229,69 +222,90 @@ std::string state_path(const std::string& dir, int step) {
 
 namespace {
 
-struct CheckpointFile {
-    std::string name, kind;  // kind: "model", "state", "temporary" of a run that was cut off, or "" for the log
-    int step;
+// The files of `dir` that are named like a run's. There are none if there is no such directory.
+struct RunFiles {
+    std::set<int> models;
+    std::set<int> states;
+    std::vector<std::string> temporaries;  // paths, of runs that were killed
+
+    int newest_model() const { return models.empty() ? -1 : *models.rbegin(); }
+    bool has_state(int step) const { return states.count(step) > 0; }
+    bool has_model(int step) const { return models.count(step) > 0; }
 };
 
-// The files in `dir` that are named like model_path, state_path, the log and their temporaries. None if there is no such
-// directory. Refuses one that is no file.
-std::vector<CheckpointFile> list_checkpoints(const std::string& dir) {
+RunFiles list_run_files(const std::string& dir) {
     static const std::regex pattern("(?:(model|state)_([0-9]{8}|[1-9][0-9]{8,9})[.]bin|log[.]jsonl)([.]tmp[.][0-9]+)?");
-    std::vector<CheckpointFile> files;
-    std::error_code no_directory;
-    for (const auto& entry : std::filesystem::directory_iterator(dir, no_directory)) {
-        const std::string name = entry.path().filename();
+    RunFiles files;
+    std::error_code error;
+    std::filesystem::directory_iterator entry(dir, error);
+    if (error == std::errc::no_such_file_or_directory) return files;
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+        const std::string name = entry->path().filename();
         std::smatch part;
         if (!std::regex_match(name, part, pattern)) continue;
         const long long step = part[2].matched ? std::stoll(part[2]) : 0;
         if (step > INT_MAX) continue;
-        const bool temporary = part[3].matched;
-        if (!temporary) check_regular(entry.path());
-        files.push_back({name, temporary ? "temporary" : part[1].str(), static_cast<int>(step)});
+        if (part[3].matched) {
+            files.temporaries.push_back(entry->path());
+            continue;
+        }
+        check_regular(entry->path());
+        if (part[1] == "model") files.models.insert(static_cast<int>(step));
+        if (part[1] == "state") files.states.insert(static_cast<int>(step));
     }
+    if (error) throw file_error(dir, "list the directory", error.value());
     return files;
+}
+
+void remove_file(const std::string& path) {
+    if (uninterrupted([&] { return unlink(path.c_str()); }) && errno != ENOENT) throw file_error(path, "remove", errno);
 }
 
 }  // namespace
 
-int newest_checkpoint(const std::string& dir, const std::string& kind) {
-    int newest = -1;
-    for (const CheckpointFile& f : list_checkpoints(dir))
-        if (f.kind == kind) newest = std::max(newest, f.step);
-    return newest;
+int newest_model(const std::string& dir) {
+    return list_run_files(dir).newest_model();
 }
 
 int checkpoint_to_resume(const std::string& dir) {
-    const int state = newest_checkpoint(dir), model = newest_checkpoint(dir, "model");
-    if (model <= state) return state;
-    // A run that ended between the two renames leaves its state's temporary (Run::write_checkpoint).
-    const std::string missing = state_path(dir, model) + ": is missing, ";
-    bool killed = state >= 0;
-    for (const CheckpointFile& f : list_checkpoints(dir)) killed |= f.kind == "temporary" && !f.name.find("state");
-    if (!killed) throw Error(missing + "and -y needs it beside its model; bring it back, or give another -o");
-    std::fprintf(stderr, "%sso its model does not count\n", missing.c_str());
-    return state;
+    const RunFiles files = list_run_files(dir);
+    std::string without_state;
+    for (auto step = files.models.rbegin(); step != files.models.rend(); ++step) {
+        if (files.has_state(*step)) {
+            if (without_state.empty()) return *step;
+            break;
+        }
+        without_state += (without_state.empty() ? "" : ", ") + model_path(dir, *step);
+    }
+    if (without_state.empty()) return -1;
+    throw Error(format("%s: -y needs a model's state beside it (%s); bring it back, or move such models away, or start "
+                       "from one with -e and another -o",
+                       without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
+}
+
+void remove_leftovers(const std::string& dir) {
+    const RunFiles files = list_run_files(dir);
+    for (const std::string& path : files.temporaries) remove_file(path);
+    for (const int step : files.states) {
+        if (files.has_model(step)) continue;
+        const std::string path = state_path(dir, step);
+        if (step > files.newest_model())
+            remove_file(path);
+        else
+            std::fprintf(stderr, "%s: has no model beside it, and is left as it is\n", path.c_str());
+    }
 }
 
 void prune_checkpoints(const std::string& dir, int keep, int keep_every) {
-    const auto remove = [](const std::string& path) {
-        if (uninterrupted([&] { return unlink(path.c_str()); }) && errno != ENOENT)
-            throw file_error(path, "remove", errno);
-    };
-    std::vector<int> steps;
-    const std::vector<CheckpointFile> files = list_checkpoints(dir);
-    for (const CheckpointFile& f : files)
-        if (f.kind == "state") steps.push_back(f.step);
-    for (const CheckpointFile& f : files) {
-        const bool has_state = std::find(steps.begin(), steps.end(), f.step) != steps.end();
-        if (f.kind == "temporary" || (f.kind == "model" && !steps.empty() && !has_state)) remove(dir + "/" + f.name);
-    }
-    std::sort(steps.rbegin(), steps.rend());
-    for (size_t i = keep > 0 ? keep : steps.size(); i < steps.size(); i++) {
+    if (keep == 0) return;
+    const RunFiles files = list_run_files(dir);
+    std::vector<int> steps;  // newest first
+    for (auto step = files.models.rbegin(); step != files.models.rend(); ++step)
+        if (files.has_state(*step)) steps.push_back(*step);
+    for (size_t i = keep; i < steps.size(); i++) {
         if (keep_every > 0 && steps[i] % keep_every == 0) continue;
-        // The state goes first, because without it the step no longer counts as complete if we stop before the model.
-        remove(state_path(dir, steps[i]));
-        remove(model_path(dir, steps[i]));
+        // The model goes first: if we are stopped before its state goes, no model is left without one.
+        remove_file(model_path(dir, steps[i]));
+        remove_file(state_path(dir, steps[i]));
     }
 }

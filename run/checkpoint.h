@@ -1,12 +1,12 @@
 // Files that outlive the process: llm.c's model files, and our training state. Each is written under a temporary name,
 // synced and then renamed, so a file under its final name is whole.
 #pragma once
-#include <functional>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "data/file.h"
+#include "data/loader.h"
 #include "layers/comm/meet.h"
 #include "layers/gpu/types.h"
 
@@ -44,33 +44,44 @@ ModelHeader read_model_header(const std::string& path);
 void read_model_parameters(const std::string& path, const ModelHeader&, void* out);
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
-// ---- Training state (ours): magic, version, identity and sections {name, bytes, checksum}.
-// Identity holds by name what a resumed run must have in common with the one before. The recipe, which is the schedule
-// and the optimizer's options, may be changed on purpose.
+// ---- Training state (ours): a text head, one checksum, then the optimizer's arrays (checkpoint.cpp has the format).
+
+// What a run is, by name. A resumed run must have `fields` in common with the one before, whereas
+// `recipe`, the schedule and the optimizer's options, may be changed on purpose.
 struct Identity {
     Fields fields;       // {"B", "4"}, {"precision", "bf16"}, …
     Fields recipe = {};  // {"-l", "0.001"}, …
 };
-struct Section {
-    std::string name;
-    void* data;  // read into / written from
-    size_t bytes;
+// Where a run is.
+struct Counters {
+    uint64_t step = 0;
+    uint64_t model_checksum = 0;  // of the parameters in the model file of the same step
+    LoaderState data;             // where the training data goes on
 };
-// Calls `before_rename` when all is written, and the file does not have its name yet.
-void write_state(const std::string& path, const Identity&, const std::vector<Section>&,
-                 const std::function<void()>& before_rename = nullptr);
-// Fills the sections, whose order is that of write_state. Throws Error if the file is damaged, or if the identity differs,
-// naming the field and both values. Returns in words what differs in the recipe.
-std::string read_state(const std::string& path, const Identity&, const std::vector<Section>&);
+void write_state(const std::string& path, const Identity&, const Counters&, Block optimizer);
 
-// Checkpoints of a run live in its output directory as model_00001000.bin and state_00001000.bin. The state is renamed
-// last, so a step is complete when its state is there.
+// Reads the optimizer's arrays into `optimizer`, whose size must be that of the file. Throws Error if the file is
+// damaged, or if the identity differs, naming the field and both values.
+struct SavedState {
+    Counters counters;
+    std::string recipe_changes;  // in words, "" if there are none
+};
+SavedState read_state(const std::string& path, const Identity&, void* optimizer, size_t bytes);
+
+// ---- The checkpoints of a run are model_00001000.bin and state_00001000.bin in its output directory. The state is
+// written first and the model gets its name last, so a checkpoint is there when its model is. A model without a state
+// is the user's: it is never deleted and never overwritten.
 std::string model_path(const std::string& dir, int step);
 std::string state_path(const std::string& dir, int step);
-// The step of the newest file of a kind, "state" or "model", or -1.
-int newest_checkpoint(const std::string& dir, const std::string& kind = "state");
-// The step from which a run goes on, or -1. Throws Error if models have no state, unless a killed run left them.
+
+// The step of the newest model, with a state or without, or -1.
+int newest_model(const std::string& dir);
+// The step of the newest model that has its state, or -1 if there is no model. Throws Error if a model without a state
+// lies ahead of it, or if no model has one.
 int checkpoint_to_resume(const std::string& dir);
-// Removes what killed runs left: temporaries and, beside states, models without one. Removes checkpoints too but the
-// newest `keep` and every `keep_every`-th step's. 0 is all and none of them.
+// Removes what a killed run leaves: temporaries, and states newer than every model. Names older states that have no
+// model on stderr, and leaves them.
+void remove_leftovers(const std::string& dir);
+// Removes checkpoints, except the newest `keep` of them (0 keeps all) and those at every `keep_every`-th step (0 exempts
+// none).
 void prune_checkpoints(const std::string& dir, int keep, int keep_every);

@@ -150,10 +150,14 @@ void prepare_output_dir(const Options& o) {
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
     lock_output_dir(o.output_dir + "/run.lock");
-    if (o.resume) return;
-    struct stat log;
-    const bool logged = stat((o.output_dir + "/log.jsonl").c_str(), &log) == 0 && log.st_size > 0;
-    if (logged || newest_checkpoint(o.output_dir) >= 0 || newest_checkpoint(o.output_dir, "model") >= 0)
+    if (o.resume) {
+        checkpoint_to_resume(o.output_dir);  // refuses at once what cannot be resumed
+        return;
+    }
+    struct stat log = {};
+    const std::string log_path = o.output_dir + "/log.jsonl";
+    if (stat(log_path.c_str(), &log) && errno != ENOENT) throw file_error(log_path, "find", errno);
+    if (log.st_size > 0 || newest_model(o.output_dir) >= 0)
         throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
 }
 

@@ -115,6 +115,7 @@ class Run {
     // A fresh run starts a new log. A resumed run drops the rows that it will write again.
     void open_log() {
         if (o.output_dir.empty() || ranks.rank > 0) return;
+        remove_leftovers(o.output_dir);
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
         const std::string path = o.output_dir + "/log.jsonl";
         if (step > 0) Log::truncate_after(path, step);
@@ -136,7 +137,7 @@ class Run {
     const int* batch() {
         began = now();
         if (step <= first_step + 2) timed_from = step, timed_since = began, step_seconds = 0;
-        if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) written.get();
+        if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) end_of_writing();
         if (!prepared) prepare(now_at);
         prepared = true;
         g_step = step + 1;
@@ -230,18 +231,24 @@ class Run {
         Range range("checkpoint");
         await_checkpoint();
         check_parameters(model, format("step %d: no checkpoint is written", step), last_good());
-        last_checkpoint = step;
         if (ranks.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
         move_optimizer(true);
-        if (ranks.rank > 0) return;  // the others wait at the next step
+        dev.sync();
+        if (ranks.rank > 0) return;
         identity.recipe = o.recipe();
+        writing = step;
         written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
     }
 
-    // A checkpoint of what is good, also after an error of the data.
+    // A checkpoint of what is good, also after an error. Where it cannot be written it is tried once more.
     void save_at_the_end() {
-        if (!o.output_dir.empty() && step > 0 && last_checkpoint != step) save();
-        await_checkpoint();
+        if (!o.output_dir.empty() && step > 0) {
+            await_checkpoint();
+            for (int tries = 0; tries < 2 && last_checkpoint != step; tries++) {
+                save();
+                await_checkpoint();
+            }
+        }
         keep_error_of([&] { log->retry(); });
     }
 
@@ -269,15 +276,13 @@ class Run {
         ranks.allow(0);  // a disk may take its time
         const int newest = ranks.gather(ranks.rank > 0 ? -1 : checkpoint_to_resume(o.output_dir))[0];
         if (newest < 0) return false;
-        Counters counters{};
-        if (ranks.rank == 0) read_checkpoint(newest, counters);
-        counters = ranks.gather(counters)[0];
+        const Counters counters = ranks.gather(ranks.rank == 0 ? read_checkpoint(newest) : Counters{})[0];
         if (ranks.rank == 0) dev.upload(model.params.base, snapshot, model.params.bytes);
         send_to_all(model, &Model::params);
         move_optimizer(false);
         dev.sync();
         check_parameters(model, model_path(o.output_dir, newest), kRemove);
-        train.restore(position = counters.train);
+        train.restore(position = counters.data);
         last_checkpoint = step = first_step = newest;
         ranks.allow(long_timeout(o));
         return true;
@@ -342,7 +347,7 @@ class Run {
         }
     }
     std::string last_good() const {
-        const std::string path = last_checkpoint < 0 ? "none" : state_path(o.output_dir, last_checkpoint);
+        const std::string path = last_checkpoint < 0 ? "none" : model_path(o.output_dir, last_checkpoint);
         return "last good checkpoint: " + path + "; a lower -l or a longer -u may help";
     }
 
@@ -353,23 +358,21 @@ class Run {
     // state.
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
-    // Waits for the checkpoint that is being written, and throws what went wrong with it. All ranks call this together.
+    int writing = -1;           // its step
+    // Waits for the checkpoint that is being written. All ranks call this together.
     void await_checkpoint() {
         ranks.allow(0);  // a disk may take its time
-        if (written.valid()) written.get();
+        if (written.valid()) end_of_writing();
         if (ranks.rank == 0) ranks.allow(o.timeout);  // the others may still wait for its disk
-        ranks.meet();
+        last_checkpoint = ranks.gather(last_checkpoint)[0];
         ranks.allow(o.timeout);
     }
-
-    // The parts of a checkpoint beside the model, for reading and for writing.
-    struct Counters {
-        uint64_t step, model_checksum;
-        LoaderState train;
-    };
-    std::vector<Section> sections(Counters& counters) const {
-        return {{"counters", &counters, sizeof counters},
-                {"optimizer", snapshot + model.params.bytes, model.adam.bytes * model.shards()}};
+    // An error of writing ends the run, which then tries once more.
+    void end_of_writing() {
+        keep_error_of([&] {
+            written.get();
+            last_checkpoint = writing;
+        });
     }
 
     // Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single
@@ -384,39 +387,42 @@ class Run {
         if (!fetch) send_to_all(model, &Model::adam);
     }
 
-    // Runs beside training, and reads nothing that changes until await_checkpoint() returns. The state gets its name last.
-    // Its temporary is there before the model, so -y knows a model that a killed run has left.
+    // Runs beside training, and reads nothing that changes until await_checkpoint() returns. The model is written last,
+    // because a checkpoint is there when its model is.
     void write_checkpoint(Counters counters) {
         const double start = now();
         const int step = static_cast<int>(counters.step);
-        const std::string state = state_path(o.output_dir, step), path = model_path(o.output_dir, step);
+        const std::string state = state_path(o.output_dir, step);
+        const std::string path = model_path(o.output_dir, step);
+        if (access(path.c_str(), F_OK) == 0)
+            throw Error(path + ": is not this run's, and is not overwritten; move it away");
         counters.model_checksum = checksum64(snapshot, model.params.bytes);
-        try {
-            write_state(state, identity, sections(counters), [&] {
-                write_model(path, {dtype_of<X>(), model.config}, snapshot);
-            });
-        } catch (const Error&) {
-            if (access(state.c_str(), F_OK)) unlink(path.c_str());  // without its state it does not count
-            throw;
-        }
-        std::printf("checkpoint %s (and model_%08d.bin): %.2f GB in %.2f s\n", state.c_str(), step,
+        write_state(state, identity, counters,
+                    {snapshot + model.params.bytes, model.adam.bytes * model.shards()});
+        write_model(path, {dtype_of<X>(), model.config}, snapshot);
+        std::printf("checkpoint %s (and state_%08d.bin): %.2f GB in %.2f s\n", path.c_str(), step,
                     snapshot_bytes(model) / 1e9, now() - start);
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     }
 
-    void read_checkpoint(int newest, Counters& counters) {
-        const std::string path = model_path(o.output_dir, newest), state = state_path(o.output_dir, newest);
+    Counters read_checkpoint(int newest) {
+        const std::string path = model_path(o.output_dir, newest);
+        const std::string state = state_path(o.output_dir, newest);
         identity.recipe = o.recipe();
-        const std::string changes = read_state(state, identity, sections(counters));
-        if (!changes.empty()) std::printf("changed since the checkpoint: %s\n", changes.c_str());
-        if (counters.step != uint64_t(newest))
-            refuse(state, "the step in it", newest, counters.step, "give it and its model their names back");
+        const SavedState saved = read_state(state, identity, snapshot + model.params.bytes,
+                                            model.adam.bytes * model.shards());
+        if (!saved.recipe_changes.empty())
+            std::printf("changed since the checkpoint: %s\n", saved.recipe_changes.c_str());
+        if (saved.counters.step != uint64_t(newest))
+            refuse(state, "the step in it", newest, saved.counters.step,
+                   "give it and its model their names back");
         const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
         if (std::memcmp(&header, &mine, sizeof header)) refuse(path, "a model", words(mine), words(header), kRemove);
         read_model_parameters(path, header, snapshot);
         const uint64_t found = checksum64(snapshot, model.params.bytes);
-        if (found != counters.model_checksum)
-            refuse(path, "damaged parameters", hex(counters.model_checksum), hex(found), kRemove);
+        if (found != saved.counters.model_checksum)
+            refuse(path, "damaged parameters", hex(saved.counters.model_checksum), hex(found), kRemove);
+        return saved.counters;
     }
     static constexpr char kRemove[] = "remove it and its state to resume from the checkpoint before";
 };
