@@ -13,6 +13,7 @@
 #include <array>
 #include <climits>
 #include <cstdio>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "data/corpus.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
 #include "run/buffers.h"
@@ -465,7 +467,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     GPT2<Dev, X> model(dev, config, o.kernel(), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
     if (!o.output_dir.empty() && ranks.rank == 0) prepare_output_dir(o);
-    const Data data = find_data(o, ranks);
+    const Data data = find_data(o);
     if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data);
     if (o.profile) o.max_steps = kProfileWarmUp + o.profile;
@@ -582,6 +584,9 @@ int main(int argc, char** argv) {
         const Place place = place_from_environment();
         check_ranks(o, place, gpus, why);
         if (o.gpus > 1 && place.size == 1 && !o.memory) return launch_ranks(o.gpus, argv);
+        // The built-in corpus is made while the device starts.
+        std::future<void> corpus;
+        if (needs_corpus(o)) corpus = std::async(std::launch::async, [] { builtin_corpus(); });
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         try {

@@ -82,12 +82,16 @@ int vocabulary_of(const std::string& pattern, bool encoded) {
     return kByteVocab;
 }
 
-// Every document's tokens behind <|endoftext|>.
-Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenizer) {
+void Loader::check_end_of_text(const std::string& name) const {
     if (end_of_text_ >= vocab_)
         throw Error(
             format("%s: text needs a vocabulary of %d (bytes) or at least %d (GPT-2), found %d; give token shards",
-                   file.path.c_str(), kByteVocab, kEndOfText + 1, vocab_));
+                   name.c_str(), kByteVocab, kEndOfText + 1, vocab_));
+}
+
+// Every document's tokens behind <|endoftext|>.
+Loader::Shard Loader::read_text(const InputFile& file, const Tokenizer& tokenizer) {
+    check_end_of_text(file.path);
     const std::string text = file.rest();
     check_is_text(text, file.path);
     is_text_ = true;
@@ -129,23 +133,32 @@ Loader::Shard Loader::inspect(const std::string& path, bool only_file, const Tok
     return {path, tokens, file.size};
 }
 
-Loader::Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed,
-               const Tokenizer& tokenizer)
+Loader::Loader(const Source& source, int B, int T, int vocab, bool shuffle, uint64_t seed, const Tokenizer& tokenizer)
     : B_(B), T_(T), seed_(seed), vocab_(vocab), shuffle_(shuffle) {
     end_of_text_ = vocab == kByteVocab ? kByteEndOfText : kEndOfText;
-    const std::vector<std::string> paths = matching_files(pattern);
-    for (const std::string& path : paths) {
-        shards_.push_back(inspect(path, paths.size() == 1, tokenizer));
-        tokens_ += shards_.back().tokens;
-        windows_ += windows_in(shards_.back());
+    if (source.tokens) {
+        check_end_of_text(source.name);
+        memory_ = source.tokens->data();
+        shards_.push_back({source.name, source.tokens->size(), source.tokens->size() * sizeof(uint16_t)});
+    } else {
+        const std::vector<std::string> paths = matching_files(source.name);
+        for (const std::string& path : paths) {
+            shards_.push_back(inspect(path, paths.size() == 1, tokenizer));
+        }
     }
-    const bool one = paths.size() == 1;
+    for (const Shard& shard : shards_) {
+        tokens_ += shard.tokens;
+        windows_ += windows_in(shard);
+    }
+    const bool one = shards_.size() == 1;
     if (windows_ == 0)
         throw Error(
             format("%s: too little data: %zu tokens in %zu %s, none with the %d of a sequence; choose a smaller -t",
-                   pattern.c_str(), tokens_, paths.size(), one ? "file" : "files", T + 1));
-    description_ = (is_text_ ? "text file" : format("%zu %s", paths.size(), one ? "shard" : "shards")) + ", " +
-                   human(tokens_) + (is_bpe_ ? " BPE tokens" : " tokens") + left_out();
+                   source.name.c_str(), tokens_, shards_.size(), one ? "file" : "files", T + 1));
+    const std::string kind = memory_    ? source.name
+                             : is_text_ ? "text file"
+                                        : format("%zu %s", shards_.size(), one ? "shard" : "shards");
+    description_ = kind + ", " + human(tokens_) + (is_bpe_ ? " BPE tokens" : " tokens") + left_out();
     begin_epoch();
 }
 
@@ -189,9 +202,13 @@ std::vector<int> Loader::read_window() {
     if (shuffle_) local = permute(local, windows_in(shard), key(index));
     const uint64_t begin = local * T_;  // token of the shard
     if (is_text_) return {&text_[begin], &text_[begin] + T_ + 1};
-    if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
     std::vector<uint16_t> tokens(T_ + 1);
-    file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(), tokens.size() * sizeof(uint16_t));
+    if (memory_) {
+        std::copy_n(memory_ + begin, tokens.size(), tokens.data());
+    } else {
+        if (!file_ || file_->path != shard.path) file_ = std::make_unique<InputFile>(shard.path);
+        file_->read(kHeaderBytes + begin * sizeof(uint16_t), tokens.data(), tokens.size() * sizeof(uint16_t));
+    }
     // A byte vocabulary's 256 is <|endoftext|>, which is 50256 in every shard.
     const int limit = vocab_ == kByteVocab ? kByteEndOfText : vocab_;
     std::vector<int> window(tokens.begin(), tokens.end());
@@ -246,6 +263,7 @@ uint64_t Loader::identity() const {
     std::vector<char> block(kBlockBytes);
     uint64_t hash = shards_.size();
     hash = checksum64(text_.data(), text_.size() * sizeof(uint16_t), hash);
+    if (memory_) return checksum64(memory_, tokens_ * sizeof(uint16_t), hash);
     for (const Shard& shard : shards_) {
         const InputFile input(shard.path);
         hash = checksum64(&shard.file_bytes, sizeof shard.file_bytes, hash);

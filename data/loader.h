@@ -15,6 +15,18 @@ struct LoaderState {
     uint64_t batches = 0;            // handed out since the start
 };
 
+// Where a loader's tokens come from: files, or memory.
+struct Source {
+    std::string name = {};                          // a file or a glob, or what messages call the tokens in memory
+    const std::vector<uint16_t>* tokens = nullptr;  // GPT-2's ids, which must outlive the loader
+
+    Source() = default;
+    Source(const char* pattern) : name(pattern) {}
+    Source(const std::string& pattern) : name(pattern) {}
+    Source(const std::string& name, const std::vector<uint16_t>& tokens) : name(name), tokens(&tokens) {}
+    bool empty() const { return name.empty(); }
+};
+
 // The vocabulary that data needs, single bytes or GPT-2's. Text is in bytes unless a tokenizer will have `encoded` it. Of
 // shards all tokens are read, up to the first that is no byte.
 int vocabulary_of(const std::string& pattern, bool encoded);
@@ -24,7 +36,7 @@ int vocabulary_of(const std::string& pattern, bool encoded);
 // windows make a batch. If they do not divide an epoch, its last batch takes windows of the next one. Nobody sees the
 // tail of a shard that is shorter than a window. description() says how much that is.
 //
-// `pattern`: a file or a glob of llm.c shards, or one plain text file. A shard is a header of 256 int32 (magic
+// `source`: a file or a glob of llm.c shards, or one plain text file, or tokens in memory. A shard is a header of 256 int32 (magic
 // 20240520, version 1, count) and then uint16 tokens. Any other file is text, whose documents() each follow an
 // <|endoftext|>. With a tokenizer file and GPT-2's vocabulary they are in BPE, else in byte ids. Text is kept in memory,
 // two bytes a token. Shards may be many and larger than 2 GiB, because they are read as needed, never whole.
@@ -33,8 +45,7 @@ int vocabulary_of(const std::string& pattern, bool encoded);
 // Data that is neither shard nor text is an Error too, and so is data without a window.
 class Loader {
   public:
-    Loader(const std::string& pattern, int B, int T, int vocab, bool shuffle, uint64_t seed,
-           const Tokenizer& tokenizer = {});
+    Loader(const Source& source, int B, int T, int vocab, bool shuffle, uint64_t seed, const Tokenizer& tokenizer = {});
 
     // Writes inputs and targets (B,T). The targets are the inputs shifted by one.
     void next(int* inputs, int* targets);
@@ -60,6 +71,7 @@ class Loader {
     bool shuffle_, is_text_ = false, is_bpe_ = false;
     std::vector<Shard> shards_;
     std::vector<uint16_t> text_;         // the tokens of a text file
+    const uint16_t* memory_ = nullptr;   // those of a source in memory
     uint64_t tokens_ = 0, windows_ = 0;  // in all shards
     std::string description_;
 
@@ -68,6 +80,7 @@ class Loader {
     std::vector<uint64_t> first_window_;  // of order_[i] in this epoch, and behind the last the number of all windows
     std::unique_ptr<InputFile> file_;     // the shard in use
 
+    void check_end_of_text(const std::string& name) const;
     Shard inspect(const std::string& path, bool only_file, const Tokenizer& tokenizer);
     Shard read_text(const InputFile& file, const Tokenizer& tokenizer);
     std::string left_out() const;

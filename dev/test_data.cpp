@@ -373,9 +373,9 @@ namespace {
 
 struct TestLoader : Loader {
     size_t B, T;
-    TestLoader(const std::string& pattern, int B, int T, int vocab = 50257, bool shuffle = false, uint64_t seed = 0,
+    TestLoader(const Source& source, int B, int T, int vocab = 50257, bool shuffle = false, uint64_t seed = 0,
                const Tokenizer& tokenizer = {})
-        : Loader(pattern, B, T, vocab, shuffle, seed, tokenizer), B(B), T(T) {}
+        : Loader(source, B, T, vocab, shuffle, seed, tokenizer), B(B), T(T) {}
     // The next B windows of T + 1 tokens. The targets are the inputs shifted by one.
     std::vector<Tokens> batch() {
         Tokens inputs(B * T, -7), targets(B * T, -7);
@@ -532,6 +532,26 @@ TEST(loader_errors) {
     TestLoader loader(path, 2, 4);
     fs::resize_file(path, 1030);  // the data changes while a loader runs
     CHECK_ERROR(loader.batch(), path + ": truncated: expected 10 bytes at offset 1024, found 6");
+}
+
+// Tokens in memory are the same data as a shard of them.
+TEST(loader_reads_from_memory) {
+    std::vector<uint16_t> tokens(41);
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = i % 10 ? i : kEndOfText;
+    const std::string path = folder() + "/shard.bin";
+    write_file(path, header_of({20240520, 1, 41}) + bytes_of(tokens));
+    for (const int vocab : {kByteVocab, 50304}) {
+        TestLoader memory({"my tokens", tokens}, 3, 4, vocab, true, 7), shard(path, 3, 4, vocab, true, 7);
+        CHECK(memory.windows() == 10 && memory.description() == "my tokens, 41 tokens");
+        for (int i = 0; i < 7; i++) CHECK(memory.batch() == shard.batch());
+        CHECK(memory.state() == shard.state());
+    }
+    const uint64_t before = TestLoader({"my tokens", tokens}, 1, 4).identity();
+    CHECK(TestLoader({"elsewhere", tokens}, 2, 3).identity() == before);
+    CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 4, 256), "my tokens: text needs a vocabulary of 257");
+    CHECK_ERROR(TestLoader({"my tokens", tokens}, 1, 41), "my tokens: too little data: 41 tokens");
+    tokens[40]++;
+    CHECK(TestLoader({"my tokens", tokens}, 1, 4).identity() != before);
 }
 
 TEST(loader_many_shards) {

@@ -403,11 +403,11 @@ TEST(ranks_that_differ_are_refused) {
 // The floor shown is the entropy of the built-in corpus's validation part, which dev/test_corpus recomputes. In 40
 // steps a model gets from ln 257 = 5.55 to where it knows the letters' frequencies, nowhere near the floor.
 TEST(default_corpus_without_gpu_shows_its_floor) {
-    const Corpus corpus = builtin_corpus("data/cache", true);
+    const Corpus& corpus = builtin_corpus();
     const std::string out = dir() + "/corpus";
     const Result r = run("--device cpu -x 40 -b 4 -t 128 -s 0 -v 20 -m 4 -o " + out);
-    CHECK_RUN(r, 0, "train data         1 shard, 30.9 M tokens; left",  // and not the other way round
-              "validation data    1 shard, 1.1 M tokens; left", "step 0/40 | val loss 5.",
+    CHECK_RUN(r, 0, "train data         built-in corpus, 30.9 M tokens; left",  // and not the other way round
+              "validation data    built-in corpus, 1.1 M tokens; left", "step 0/40 | val loss 5.",
               format(" | floor %.4f\n", corpus.val_nats));
     const double val = number_after(r.out, "val loss ");
     CHECK(val > 2 && val < 4 && rows(out, "val").size() == 3);
@@ -416,7 +416,7 @@ TEST(default_corpus_without_gpu_shows_its_floor) {
     // Data of one's own has no known floor. Training data alone has no validation data.
     const std::string own = "--device cpu -e tiny -x 0 -b 1 -t 16 -s 0 -v 1 -m 1 ";
     const Result val_only = run(own + "-j " + text_file()), train_only = run(own + "-i " + text_file());
-    CHECK_RUN(val_only, 0, "train data         1 shard, 30.9 M tokens", "validation data    text file, 100318 tokens");
+    CHECK_RUN(val_only, 0, "train data         built-in corpus, 30.9 M tokens", "validation data    text file, 100318 tokens");
     CHECK_RUN(train_only, 0, "train data         text file, 100318 tokens; left out: 13 at the end\nmemory  ");
     CHECK(!contains(val_only.out, "floor") && !contains(train_only.out, "val loss"));
 }

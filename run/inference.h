@@ -23,7 +23,7 @@ int run_evaluate(const typename Model::Dev& dev, Options& o, const Config& confi
     std::unique_ptr<Loader> val;
     double floor = NAN;
     if (choices.empty() || !o.val_data.empty()) {
-        const Data data = o.val_data.empty() ? find_data(o, ranks) : Data{"", o.val_data};
+        const Data data = o.val_data.empty() ? find_data(o) : Data{"", o.val_data};
         if (data.val.empty()) throw UsageError("--eval-only with -i needs validation data: give it with -j");
         val = std::make_unique<Loader>(data.val, o.B, o.T, config.V, false, 0, Tokenizer(o.tokenizer));
         floor = data.floor;

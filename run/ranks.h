@@ -229,12 +229,3 @@ void move_shares(Model& m, bool fetch, F f) {
             }
         });
 }
-
-// Rank 0 goes first, because it may have to write the built-in corpus where the others will find it.
-template <class Dev>
-Data find_data(const Options& o, const Ranks<Dev>& ranks) {
-    if (ranks.rank > 0) ranks.meet();
-    const Data data = find_data(o);
-    if (ranks.rank == 0) ranks.meet();
-    return data;
-}

@@ -161,9 +161,15 @@ void prepare_output_dir(const Options& o) {
         throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
 }
 
+bool needs_corpus(const Options& o) {
+    if (!o.train_data.empty() || o.memory || o.generate > 0) return false;
+    return !o.eval_only || (o.val_data.empty() && o.hellaswag.empty());
+}
+
 Data find_data(const Options& o) {
     if (!o.train_data.empty()) return {o.train_data, o.val_data};
-    const Corpus corpus = builtin_corpus("data/cache");
-    if (!o.val_data.empty()) return {corpus.train_path, o.val_data};
-    return {corpus.train_path, corpus.val_path, corpus.val_nats};
+    const Corpus& corpus = builtin_corpus();
+    const Source train = {"built-in corpus", corpus.train};
+    if (!o.val_data.empty()) return {train, o.val_data};
+    return {train, {"built-in corpus", corpus.val}, corpus.val_nats};
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "data/loader.h"
 #include "layers/comm/meet.h"
 #include "layers/gpu/types.h"
 #include "run/options.h"
@@ -43,7 +44,9 @@ void prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.
 struct Data {
-    std::string train, val;
+    Source train, val;
     double floor = NAN;  // nats per token of the validation data
 };
 Data find_data(const Options& o);
+// Whether a run with these options trains on the built-in corpus or evaluates on it.
+bool needs_corpus(const Options& o);

@@ -47,7 +47,7 @@ class Run {
         const auto& c = model.config;
         if (train.windows() < uint64_t(o.B))
             throw Error(format("%s: %zu sequences of %d, and a batch takes %d; choose a smaller -b or -t",
-                               data.train.c_str(), train.windows(), o.T, o.B));
+                               data.train.name.c_str(), train.windows(), o.T, o.B));
         if (!data.val.empty()) val = std::make_unique<Loader>(data.val, o.B, o.T, c.V, false, 0, tokenizer);
         if (o.sample_every && ranks.rank == 0) prompt = start_of_text(tokenizer, o.prompt, c.V);
         if (!o.hellaswag.empty()) choices = read_choices(o.hellaswag, c.V, o.T);
