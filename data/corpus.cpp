@@ -3,6 +3,7 @@
 
 #include "data/file.h"
 #include "data/grammar.h"
+#include "data/threads.h"
 #include "data/tokenizer.h"
 
 // The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early decides what happens
@@ -23,7 +24,7 @@ constexpr double kValNats = 0.12731075475943862;  // per token
 // The tokens of `count` stories, from number `first` on.
 std::vector<uint16_t> write_tokens(int first, int count) {
     std::vector<std::vector<int>> stories(count);
-#pragma omp parallel for schedule(dynamic, 100)
+#pragma omp parallel for schedule(dynamic, 100) num_threads(available_threads())
     for (int i = 0; i < count; i++) {
         stories[i] = encode_bytes(write_story(kSeed, first + i));
     }

@@ -8,6 +8,8 @@
 // The exception to plainness is add_product, the matrix product, which has to be fast.
 #include "layers/cpu/reference.h"
 
+#include "data/threads.h"
+
 #include <omp.h>
 #include <unistd.h>
 
@@ -31,7 +33,7 @@ constexpr size_t kBlock = 1024;
 // The device
 
 Cpu::Cpu(int threads) {
-    if (threads <= 0) threads = omp_get_num_procs();
+    if (threads <= 0) threads = available_threads();
     omp_set_num_threads(threads);
     name = format("CPU, %d thread%s", threads, threads == 1 ? "" : "s");
     total_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
