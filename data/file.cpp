@@ -8,29 +8,51 @@
 // The two multiplications spread even the top bit of a word over many bits, so that a second small error does not
 // cancel it.
 
-uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
-    const auto step = [](uint64_t lane, uint64_t word) {
-        lane += word * 0x9E3779B97F4A7C15u;  // odd
-        lane = lane << 31 | lane >> 33;
-        return lane * 0xD6E8FEB86659FD93u;  // odd
-    };
-    const char* p = static_cast<const char*>(data);
-    uint64_t lanes[4], words[4];
-    for (uint64_t i = 0; i < 4; i++) lanes[i] = step(seed + i, bytes);
+static uint64_t step(uint64_t lane, uint64_t word) {
+    lane += word * 0x9E3779B97F4A7C15u;  // odd
+    lane = (lane << 31) | (lane >> 33);
+    return lane * 0xD6E8FEB86659FD93u;  // odd
+}
+
+Checksum64::Checksum64(size_t bytes, uint64_t seed) : seed_(seed) {
+    for (uint64_t i = 0; i < 4; i++) {
+        lanes_[i] = step(seed + i, bytes);
+    }
+}
+
+void Checksum64::add(const void* piece, size_t bytes) {
+    const char* p = static_cast<const char*>(piece);
+    uint64_t lanes[4];  // a copy, which the compiler keeps in registers
+    uint64_t words[4];
+    std::memcpy(lanes, lanes_, sizeof lanes);
     size_t left = bytes;
-    for (; left >= sizeof words; p += sizeof words, left -= sizeof words) {
+    for (; left >= kStep; p += kStep, left -= kStep) {
         std::memcpy(words, p, sizeof words);
-        for (int i = 0; i < 4; i++) lanes[i] = step(lanes[i], words[i]);
+        for (int i = 0; i < 4; i++) {
+            lanes[i] = step(lanes[i], words[i]);
+        }
     }
     uint64_t last[4] = {};  // filled up with zeros
     if (left) std::memcpy(last, p, left);
-    for (size_t i = 0; 8 * i < left; i++) lanes[i] = step(lanes[i], last[i]);
-    uint64_t hash = seed;
-    for (uint64_t lane : lanes) {
+    for (size_t i = 0; 8 * i < left; i++) {
+        lanes[i] = step(lanes[i], last[i]);
+    }
+    std::memcpy(lanes_, lanes, sizeof lanes);
+}
+
+uint64_t Checksum64::value() const {
+    uint64_t hash = seed_;
+    for (const uint64_t lane : lanes_) {
         hash = step(hash, lane);
         hash ^= hash >> 32;
     }
     return hash;
+}
+
+uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
+    Checksum64 checksum(bytes, seed);
+    checksum.add(data, bytes);
+    return checksum.value();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -98,4 +98,18 @@ struct Block {
 // behind.
 void write_whole_file(const std::string& path, const std::vector<Block>& blocks);
 
-uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);  // fast 64-bit hash, same on every machine
+// A fast 64-bit hash, the same on every machine.
+uint64_t checksum64(const void* data, size_t bytes, uint64_t seed = 0);
+
+// The same of `bytes` bytes that come in pieces. All pieces but the last have a multiple of kStep bytes.
+class Checksum64 {
+  public:
+    static constexpr size_t kStep = 32;
+    explicit Checksum64(size_t bytes, uint64_t seed = 0);
+    void add(const void* piece, size_t bytes);
+    uint64_t value() const;
+
+  private:
+    uint64_t seed_;
+    uint64_t lanes_[4];
+};

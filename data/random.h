@@ -18,16 +18,17 @@ RANDOM_HD inline uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
     return x ^ (x >> 31);
 }
-#undef RANDOM_HD
 
 // A stateless generator. The same (seed, index) gives the same number on every machine and thread.
-inline uint64_t mix(uint64_t seed, uint64_t index = 0) {
+RANDOM_HD inline uint64_t mix(uint64_t seed, uint64_t index = 0) {
     return mix64(seed + (index + 1) * kGolden);
 }
-inline double uniform(uint64_t seed, uint64_t index) {
+RANDOM_HD inline double uniform(uint64_t seed, uint64_t index) {  // [0, 1)
     return static_cast<double>(mix(seed, index) >> 11) * 0x1p-53;
-}  // [0, 1)
-inline double normal(uint64_t seed, uint64_t index) {  // Box–Muller
-    const double u = uniform(seed, 2 * index), v = uniform(seed, 2 * index + 1);
+}
+RANDOM_HD inline double normal(uint64_t seed, uint64_t index) {  // Box–Muller
+    const double u = uniform(seed, 2 * index);
+    const double v = uniform(seed, 2 * index + 1);
     return std::sqrt(-2.0 * std::log(1.0 - u)) * std::cos(2.0 * M_PI * v);
 }
+#undef RANDOM_HD

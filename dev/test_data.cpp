@@ -13,6 +13,7 @@
 #include "data/file.h"
 #include "data/loader.h"
 #include "data/text.h"
+#include "data/threads.h"
 #include "data/tokenizer.h"
 #include "dev/program.h"
 #include "run/checkpoint.h"
@@ -112,6 +113,33 @@ TEST(log_truncate) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Threads
+
+// A container's quota counts like fewer cores, as do the quotas of the groups around it.
+TEST(cpu_quotas) {
+    const std::string groups = folder();
+    fs::create_directories(groups + "/slice/job");
+    CHECK(cpu_quota(groups, "/") == 0 && cpu_quota(groups, "/slice/job") == 0);
+    write_file(groups + "/slice/cpu.max", "max 100000\n");
+    CHECK(cpu_quota(groups, "/slice/job") == 0);
+    write_file(groups + "/slice/job/cpu.max", "250000 100000\n");
+    CHECK(cpu_quota(groups, "/slice/job") == 3 && cpu_quota(groups, "/slice") == 0 && cpu_quota(groups, "/") == 0);
+    write_file(groups + "/slice/cpu.max", "10000 50000\n");
+    CHECK(cpu_quota(groups, "/slice/job") == 1 && cpu_quota(groups, "/slice/other") == 1);
+    write_file(groups + "/cpu.max", "200000 100000\n");
+    CHECK(cpu_quota(groups, "/") == 2);
+}
+
+// The line that names the threads tells the truth.
+TEST(threads_of_the_cpu) {
+    const std::string train = "./train_gpt2cu --device cpu -e tiny -x 0 -v 0 -s 0 -b 1 -t 16 -i ";
+    const std::string text = folder() + "/text";
+    write_file(text, std::string(1000, 'x'));
+    for (const char* one : {"OMP_NUM_THREADS=1 ", "OMP_THREAD_LIMIT=1 ", "taskset -c 0 "})
+        CHECK(contains(shell("unset OMP_NUM_THREADS OMP_THREAD_LIMIT; env " + std::string(one) + train + text).out, "CPU, 1 thread,"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Files written whole or not at all, and their checksum
 
 // The values are pinned, because files on disk depend on them.
@@ -121,6 +149,9 @@ TEST(checksum) {
     for (size_t n = 0; n <= 100; n++) all = checksum64(&data[n], n, all);
     CHECK(all == 0xdd0847526e6d1e41u);
     CHECK(checksum64(data.data(), 1000, 5) == 0xe645477def5dce9du);
+    Checksum64 in_pieces(1000, 5);
+    for (size_t at = 0; at < 1000; at += 96) in_pieces.add(&data[at], std::min<size_t>(96, 1000 - at));
+    CHECK(in_pieces.value() == 0xe645477def5dce9du);
 }
 
 // dev/test_faults has what a crash or a full disk leaves at every point.
@@ -155,7 +186,7 @@ TEST(model_round_trip) {
         CHECK(read_file(path) == header_of({20240326, version, h.config.max_T, 50, 2, 2, 8, 128}) + parameters);
         const ModelHeader got = read_model_header(path);
         CHECK(!std::memcmp(&got, &h, sizeof h));
-        read_model_parameters(path, got, back.data());
+        InputFile(path).read(kHeaderBytes, back.data(), got.bytes());
         CHECK(back == parameters);
     }
 }
@@ -165,7 +196,7 @@ static GoodFile good_model() {
             [](const std::string& path) {
                 const ModelHeader header = read_model_header(path);
                 std::string parameters(header.bytes(), 0);
-                read_model_parameters(path, header, parameters.data());
+                InputFile(path).read(kHeaderBytes, parameters.data(), header.bytes());
             }};
 }
 
@@ -188,14 +219,27 @@ static const std::string kOptimizer = noise(240);
 static const Counters kCounters = {1234, 77, {3, 14, 15}};
 static const Identity kRun = {{{"model", "d12"}, {"B", "4"}, {"data", "00ff"}, {"note", ""}}, {{"-l", "0.1"}}};
 
+// Reads the optimizer in two pieces, as a resumed run may.
+static std::unique_ptr<StateFile> read_state(const std::string& path, const Identity& run, std::string& optimizer) {
+    auto file = std::make_unique<StateFile>(path, run, optimizer.size());
+    StateFile& state = *file;
+    for (const size_t at : {size_t(0), size_t(64)}) {
+        const size_t bytes = at ? optimizer.size() - at : 64;
+        state.file.read(state.begin + at, &optimizer[at], bytes);
+        state.add(&optimizer[at], bytes);
+    }
+    state.check();
+    return file;
+}
+
 static GoodFile good_state() {
     return {[](const std::string& path) {
                 write_state(path, kRun, kCounters, {kOptimizer.data(), kOptimizer.size()});
             },
             [](const std::string& path) {
                 std::string optimizer(kOptimizer.size(), 'x');
-                const SavedState read = read_state(path, kRun, optimizer.data(), optimizer.size());
-                if (optimizer != kOptimizer || std::memcmp(&read.counters, &kCounters, sizeof kCounters))
+                const auto read = read_state(path, kRun, optimizer);
+                if (optimizer != kOptimizer || std::memcmp(&read->counters, &kCounters, sizeof kCounters))
                     throw Error("read something else");
             },
             29};
@@ -214,7 +258,7 @@ TEST(state_errors) {
 
     const auto refused = [&](const Identity& run, size_t bytes, const std::string& what) {
         std::string optimizer(bytes, '?');
-        CHECK_ERROR(read_state(path, run, optimizer.data(), bytes), what);
+        CHECK_ERROR(read_state(path, run, optimizer), what);
         CHECK(bytes == 240 || optimizer == std::string(bytes, '?'));  // nothing is read that does not fit
     };
     const Fields& fields = kRun.fields;
@@ -226,7 +270,7 @@ TEST(state_errors) {
 
     std::string optimizer(240, '?');
     const Identity faster = {fields, {{"-l", "0.2"}, {"-u", "5"}}};
-    const std::string changes = read_state(path, faster, optimizer.data(), 240).recipe_changes;
+    const std::string changes = read_state(path, faster, optimizer)->recipe_changes;
     CHECK(changes == "-l from 0.1 to 0.2, -u from nothing to 5");
 }
 

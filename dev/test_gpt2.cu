@@ -164,33 +164,46 @@ TEST(parameter_count_of_presets) {
     }
 }
 
-// Each element of m, v and master belongs to one rank. A rank's elements lie back to back, in whole vectors. dev/test_recipe
-// sees that ranks with a share each train as one.
+// Each parameter belongs to one rank. A rank's lie back to back, in whole vectors, whatever part of the parameters is
+// looked at. dev/test_recipe sees that ranks with a share each train as one.
 TEST(shares_divide_the_parameters) {
     const Arena params("parameters", Parameters<float>::list(kSmall), 1);
     const size_t n = kSmall.num_parameters();
     for (const bool overlap : {false, true})
         for (int ranks : {1, 2, 4, 8}) {
             CHECK(can_shard(kSmall.C, ranks));
-            std::vector<int> owners(3 * n);
+            std::vector<int> owners(n);
             for (int r = 0; r < ranks; r++) {
+                const auto share = share_of(params, r, ranks, overlap);
+                std::vector<size_t> place(n / ranks, n);  // of each element of the state among the parameters
                 size_t next = 0;
-                for_each_piece(share_of(params, r, ranks, overlap), n, ranks, 3,
-                               [&](size_t at, size_t state, size_t size) {
-                                   if (state != next || at + size > 3 * n) throw Error("not back to back, or outside");
-                                   if (ranks > 1 && (at % 4 || size % 4)) throw Error("off a vector");
-                                   if (state / (n / ranks) != at / n) throw Error("of another array");  // m stays m
-                                   for (size_t k = 0; k < size; k++) owners[at + k]++;
-                                   next += size;
-                               });
-                CHECK(next == 3 * (n / ranks));
+                for_each_part(share, 0, n, [&](size_t at, size_t state, size_t size) {
+                    if (state != next || at + size > n) throw Error("not back to back, or outside");
+                    if (ranks > 1 && (at % 4 || size % 4)) throw Error("off a vector");
+                    for (size_t k = 0; k < size; k++) {
+                        owners[at + k]++;
+                        place[state + k] = at + k;
+                    }
+                    next += size;
+                });
+                CHECK(next == n / ranks);
+                for (size_t begin = 0, end; begin < n; begin = end) {
+                    end = std::min(n, begin + 999);
+                    for_each_part(share, begin, end, [&](size_t at, size_t state, size_t size) {
+                        CHECK(at >= begin && at + size <= end);
+                        next -= size;
+                        for (size_t k = 0; k < size; k++)
+                            if (place[state + k] != at + k) throw Error("elsewhere when looked at in parts");
+                    });
+                }
+                CHECK(next == 0);
             }
-            CHECK(std::count(owners.begin(), owners.end(), 1) == static_cast<ptrdiff_t>(3 * n));
+            CHECK(std::count(owners.begin(), owners.end(), 1) == static_cast<ptrdiff_t>(n));
         }
     CHECK(!can_shard(128, 3) && !can_shard(64, 32));
 }
 
-// A share's m and v lie as for_each_piece() counts them, without a gap, because 64 floats do not always divide a share.
+// A share's m and v lie as for_each_part() counts them, without a gap, because 64 floats do not always divide a share.
 TEST(shares_of_the_optimizer_are_packed) {
     for (const char* name : {"tiny", "d12", "d36", "d48"})
         for (int ranks : {1, 2, 4, 8}) {

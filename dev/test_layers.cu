@@ -720,6 +720,62 @@ TEST_OF_X(cross_entropy) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reductions
 
+// The numbers are the CPU's, up to one unit in the last place, and exactly the mean where sigma is 0. Any part of them
+// is filled with the same bits.
+template <class X>
+void check_init_normal() {
+    constexpr size_t n = 100003;
+    constexpr double kUnit = std::is_same_v<X, bf16> ? 0x1p-7 : 0x1p-23;  // relative to a power of 2
+    const Cpu cpu;
+    for (const size_t first : {size_t(0), size_t(1) << 33})
+        for (const double sigma : {0.02, 0.0}) {
+            Tensor<X> x(poison(n + 1), 1);
+            init_normal<X>(Late(), x, n, 0.25, sigma, 7, first);
+            std::vector<X> want(n);
+            init_normal(cpu, want.data(), n, 0.25, sigma, 7, first);
+            const Values got = x.values();
+            size_t others = 0;
+            for (size_t i = 0; i < n; i++) {
+                const double w = static_cast<float>(want[i]);
+                others += got[i] != w;
+                CHECK_NEAR(got[i], w, sigma == 0 ? 0 : kUnit * std::exp2(std::floor(std::log2(std::fabs(w)))));
+            }
+            CHECK(others < n / 1000 && std::isnan(got[n]));
+            Tensor<X> part(poison(777));
+            init_normal<X>(Late(), part, 777, 0.25, sigma, 7, first + 1234);
+            CHECK(same_bits(part.values(), Values(got.begin() + 1234, got.begin() + 1234 + 777)));
+        }
+}
+TEST(init_normal_fp32) {
+    check_init_normal<float>();
+}
+TEST(init_normal_bf16) {
+    check_init_normal<bf16>();
+}
+
+// Each rounding is the one to nearest, as the CPU's.
+TEST(convert) {
+    const Values values = randn<float>(10007);
+    Tensor<float> single(values);
+    Tensor<bf16> half(values);
+    const auto check = [&](auto& in, auto& out) {
+        convert(Late(), out.p, in.p, values.size());
+        const Values got = out.values();
+        for (size_t i = 0; i < values.size(); i++) {
+            CHECK(got[i] == rounded<std::remove_pointer_t<decltype(out.p + 0)>>(in.start[i]));
+        }
+    };
+    Tensor<float> to_float(poison(values.size()));
+    Tensor<bf16> to_bf16(poison(values.size()));
+    check(single, to_float);
+    check(single, to_bf16);
+    half.start = half.values();
+    to_float.reset();
+    to_bf16.reset();
+    check(half, to_float);
+    check(half, to_bf16);
+}
+
 TEST(reductions) {
     Tensor<float> out({kNaN});
     for (size_t n : {1, 3, 64, 1000, 1000003, 4000000}) {

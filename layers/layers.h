@@ -147,3 +147,14 @@ uint64_t checksum(const Cuda& dev, void* scratch, const void* x, size_t bytes);
 template <class X>
 void adamw_update(const Cuda& dev, X* params, float* master, float* m, float* v, const float* grads, const float* norm,
                   const ParamRange* ranges, int num_ranges, const AdamW& hyper);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What parameters start from (parameters.cu)
+
+// Writes x[i] = mean + sigma·z, rounded to float and then to X. z is a standard normal number that depends on seed and
+// first + i alone. The CPU's may differ by one unit in the last place of a float.
+template <class X>
+void init_normal(const Cuda& dev, X* x, size_t n, double mean, double sigma, uint64_t seed, size_t first);
+// Writes out[i] = in[i], rounded to To. Both are float or bf16.
+template <class To, class From>
+void convert(const Cuda& dev, To* out, const From* in, size_t n);

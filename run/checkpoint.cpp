@@ -59,10 +59,6 @@ ModelHeader read_model_header(const std::string& path) {
     return header;
 }
 
-void read_model_parameters(const std::string& path, const ModelHeader& header, void* out) {
-    InputFile(path).read(kHeaderBytes, out, header.bytes());
-}
-
 void write_model(const std::string& path, const ModelHeader& header, const void* parameters) {
     const Config& c = header.config;
     const int version = header.dtype == DType::f32 ? 3 : 5;
@@ -91,8 +87,9 @@ std::string line(const std::string& name, const std::string& value) {
     return name + ": " + value + "\n";
 }
 
-uint64_t checksum_of(const std::string& head, const void* bytes, size_t size) {
-    return checksum64(bytes, size, checksum64(head.data(), head.size()));
+// Of a head and the bytes behind it, which are yet to be added.
+Checksum64 checksum_of(const std::string& head, size_t bytes) {
+    return Checksum64(bytes, checksum64(head.data(), head.size()));
 }
 
 // The counters, one table for writing and for reading.
@@ -173,41 +170,54 @@ void write_state(const std::string& path, const Identity& identity, const Counte
     Counters copy = counters;
     for (const auto& [name, value] : named(copy)) head += line(name, std::to_string(*value));
     head += line("optimizer bytes", std::to_string(optimizer.bytes));
-    head += line("checksum", hex(checksum_of(head, optimizer.data, optimizer.bytes))) + "\n";
+    Checksum64 checksum = checksum_of(head, optimizer.bytes);
+    checksum.add(optimizer.data, optimizer.bytes);
+    head += line("checksum", hex(checksum.value())) + "\n";
     write_whole_file(path, {{head.data(), head.size()}, optimizer});
 }
 
-SavedState read_state(const std::string& path, const Identity& identity, void* optimizer, size_t bytes) {
-    const InputFile file(path);
+StateFile::StateFile(const std::string& path, const Identity& identity, size_t optimizer_bytes) : file(path) {
     const Head head = read_head(file);
     const size_t has = head.number(path, "optimizer bytes");
     if (file.size != head.bytes + has)
         refuse(path, file.size < head.bytes + has ? "truncated" : "too long", format("%zu bytes", head.bytes + has),
                file.size, kResumeFromAnother);
+    begin = head.bytes;
+    expected_ = head.checksum;
+    checksum_ = checksum_of(head.text, has);
+    for (const auto& [name, value] : named(counters)) *value = head.number(path, name);
 
-    const auto another_run = [&](const std::string& name, const std::string& had, const std::string& has) {
-        throw Error(format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this run has \"%s\"; "
-                           "give another -o",
-                           path.c_str(), name.c_str(), had.c_str(), has.c_str()));
-    };
-    if (has != bytes) {
-        for_each_difference(head, "identity ", identity.fields, another_run);
-        refuse(path, "optimizer", format("%zu bytes", bytes), has, "resume with the same settings");
-    }
-
-    file.read(head.bytes, optimizer, bytes);
-    const std::string found = hex(checksum_of(head.text, optimizer, bytes));
-    if (found != head.checksum) refuse(path, "damaged", head.checksum, found, kResumeFromAnother);
-    for_each_difference(head, "identity ", identity.fields, another_run);
-
-    SavedState state;
-    for (const auto& [name, value] : named(state.counters)) *value = head.number(path, name);
-    for_each_difference(head, "recipe ", identity.recipe,
-                        [&](const std::string& name, const std::string& had, const std::string& has) {
-                            state.recipe_changes += state.recipe_changes.empty() ? "" : ", ";
-                            state.recipe_changes += name + " from " + had + " to " + has;
+    for_each_difference(head, "identity ", identity.fields,
+                        [&](const std::string& name, const std::string& had, const std::string& mine) {
+                            check_whole_file();  // a damaged head is not the user's fault
+                            throw Error(format("%s: checkpoint of another run: %s: the checkpoint has \"%s\", this "
+                                               "run has \"%s\"; give another -o",
+                                               path.c_str(), name.c_str(), had.c_str(), mine.c_str()));
                         });
-    return state;
+    if (has != optimizer_bytes) {
+        check_whole_file();
+        refuse(path, "optimizer", format("%zu bytes", optimizer_bytes), has, "resume with the same settings");
+    }
+    for_each_difference(head, "recipe ", identity.recipe,
+                        [&](const std::string& name, const std::string& had, const std::string& mine) {
+                            recipe_changes += recipe_changes.empty() ? "" : ", ";
+                            recipe_changes += name + " from " + had + " to " + mine;
+                        });
+}
+
+void StateFile::check() const {
+    const std::string found = hex(checksum_.value());
+    if (found != expected_) refuse(file.path, "damaged", expected_, found, kResumeFromAnother);
+}
+
+void StateFile::check_whole_file() {
+    std::vector<char> piece(1 << 20);
+    for (size_t at = begin; at < file.size; at += piece.size()) {
+        piece.resize(std::min<size_t>(piece.size(), file.size - at));
+        file.read(at, piece.data(), piece.size());
+        add(piece.data(), piece.size());
+    }
+    check();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

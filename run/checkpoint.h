@@ -40,8 +40,6 @@ struct ModelHeader {
 std::string words(const ModelHeader&);  // "fp32, L=12 NH=12 C=768 V=50257"
 // Throws Error if the file is not found or its magic, version, sizes or length are wrong.
 ModelHeader read_model_header(const std::string& path);
-// Reads the parameters as one block in file order, in the header's dtype.
-void read_model_parameters(const std::string& path, const ModelHeader&, void* out);
 void write_model(const std::string& path, const ModelHeader&, const void* parameters);
 
 // ---- Training state (ours): a text head, one checksum, then the optimizer's arrays (checkpoint.cpp has the format).
@@ -60,13 +58,25 @@ struct Counters {
 };
 void write_state(const std::string& path, const Identity&, const Counters&, Block optimizer);
 
-// Reads the optimizer's arrays into `optimizer`, whose size must be that of the file. Throws Error if the file is
-// damaged, or if the identity differs, naming the field and both values.
-struct SavedState {
+// A state file that is being read: the head first, then the optimizer's arrays in pieces, in their order. Throws Error
+// if the file is damaged, or if the identity differs, naming the field and both values.
+class StateFile {
+  public:
+    StateFile(const std::string& path, const Identity&, size_t optimizer_bytes);
+    const InputFile file;
+    size_t begin = 0;  // of the arrays
     Counters counters;
     std::string recipe_changes;  // in words, "" if there are none
+
+    // Every piece that has been read, and then once that this was all. Only then is what was read known to be right.
+    void add(const void* piece, size_t bytes) { checksum_.add(piece, bytes); }
+    void check() const;
+
+  private:
+    void check_whole_file();
+    std::string expected_;  // the checksum
+    Checksum64 checksum_{0};
 };
-SavedState read_state(const std::string& path, const Identity&, void* optimizer, size_t bytes);
 
 // ---- The checkpoints of a run are model_00001000.bin and state_00001000.bin in its output directory. The state is
 // written first and the model gets its name last, so a checkpoint is there when its model is. A model without a state

@@ -43,13 +43,16 @@ inline std::vector<ParamRange> share_of(const Arena& params, int rank, int ranks
     return share;
 }
 
-// Calls f(place in the whole state, place in the share's state, elements) for every piece of a share. The optimizer has
-// `arrays` arrays (m, v and perhaps master) of n elements each in the whole.
+// Calls f(place among all parameters, place in the share's state, elements) for what a share has of the parameters
+// from `begin` to `end`.
 template <class F>
-void for_each_piece(const std::vector<ParamRange>& share, size_t n, int ranks, size_t arrays, F f) {
-    for (size_t array = 0; array < arrays; array++)
-        for (const ParamRange& r : share)
-            for (size_t p = 0; p < r.pieces; p++) f(array * n + r.piece(p), array * (n / ranks) + r.state(p), r.size);
+void for_each_part(const std::vector<ParamRange>& share, size_t begin, size_t end, F f) {
+    for (const ParamRange& r : share)
+        for (size_t p = 0; p < r.pieces; p++) {
+            const size_t first = std::max(begin, r.piece(p));
+            const size_t last = std::min(end, r.piece(p) + r.size);
+            if (first < last) f(first, r.state(p) + (first - r.piece(p)), last - first);
+        }
 }
 
 inline std::atomic<int> g_step = 0;  // at work, for the watchdog's message
@@ -200,32 +203,51 @@ void send_to_all(Model& m, Arena Model::*arena) {
     in_line(*m.ranks.comm, [&] { m.ranks.comm->broadcast((m.*arena).base, (m.*arena).bytes); });
 }
 
-// Moves the shares of the optimizer's state from all ranks to rank 0's host if `fetch`, else back. On rank 0 it calls
-// f(offset, device, bytes) for every piece. `offset` is the piece's place in the whole state, and `device` is where the
-// piece lies on rank 0's device. The other ranks' pieces pass through the memory of activations there.
+// Moves the optimizer's state from all ranks to rank 0's host if `fetch`, else back, in the order in which a single rank
+// has it: m, v and master, each in the order of the parameters. On rank 0 it calls f(offset, device, bytes) for one piece
+// after the other. If the state is sharded, pieces are put together in the memory of activations.
 template <class Model, class F>
-void move_shares(Model& m, bool fetch, F f) {
+void move_optimizer(Model& m, bool fetch, F f) {
     using A = typename Model::A;
     const auto& ranks = m.ranks;
     auto& comm = *ranks.comm;
-    const size_t most = m.acts.bytes / sizeof(A), arrays = m.has_master ? 3 : 2;
-    const auto travel = [&](bool sends, int peer, char* x, size_t bytes) {
-        in_line(comm, [&] { sends ? comm.send(peer, x, bytes) : comm.recv(peer, x, bytes); });
-    };
-    for (int of = ranks.rank; of < (ranks.rank == 0 ? ranks.size : ranks.rank + 1); of++)
-        for_each_piece(m.share(of), m.num_parameters, ranks.size, arrays, [&](size_t whole, size_t share, size_t n) {
-            for (size_t at = 0; at < n; at += most) {
-                const size_t bytes = std::min(most, n - at) * sizeof(A), offset = (whole + at) * sizeof(A);
-                char* const own = m.adam.base + (share + at) * sizeof(A);
-                if (ranks.rank > 0) {
-                    travel(fetch, 0, own, bytes);
-                } else if (of == 0) {
-                    f(offset, own, bytes);
+    if (!ranks.sharded) {
+        if (ranks.rank == 0) f(0, m.adam.base, m.adam.bytes);
+        if (!fetch) send_to_all(m, &Model::adam);
+        return;
+    }
+    const size_t most = m.acts.bytes / Checksum64::kStep * Checksum64::kStep / sizeof(A);
+    const size_t n = m.num_parameters;
+    const size_t own_n = n / ranks.size;
+    const size_t all = n * (m.has_master ? 3 : 2);
+    A* const staged = reinterpret_cast<A*>(m.acts.base);
+    for (size_t begin = 0; begin < all; begin += most) {
+        const size_t end = std::min(all, begin + most);
+        const size_t offset = begin * sizeof(A);
+        const size_t bytes = (end - begin) * sizeof(A);
+        if (ranks.rank == 0 && !fetch) f(offset, m.acts.base, bytes);
+        // What rank r has of array `array`'s elements from `first` to `last`.
+        const auto exchange = [&](int r, size_t array, size_t first, size_t last) {
+            for_each_part(m.share(r), first, last, [&](size_t at, size_t state, size_t count) {
+                A* const there = staged + (array * n + at - begin);
+                A* const own = m.optimizer().m + (array * own_n + state);
+                const size_t size = count * sizeof(A);
+                if (r > 0) {
+                    A* const x = ranks.rank == 0 ? there : own;
+                    const bool sends = (ranks.rank == 0) != fetch;
+                    const int peer = ranks.rank == 0 ? r : 0;
+                    in_line(comm, [&] { sends ? comm.send(peer, x, size) : comm.recv(peer, x, size); });
                 } else {
-                    if (fetch) travel(false, of, m.acts.base, bytes);
-                    f(offset, m.acts.base, bytes);
-                    if (!fetch) travel(true, of, m.acts.base, bytes);
+                    m.dev.copy(fetch ? there : own, fetch ? own : there, size);
                 }
-            }
-        });
+            });
+        };
+        for (size_t array = begin / n; array * n < end; array++) {
+            const size_t first = std::max(begin, array * n) - array * n;
+            const size_t last = std::min(end, (array + 1) * n) - array * n;
+            for (int r = 0; r < ranks.size; r++)
+                if (ranks.rank == 0 || ranks.rank == r) exchange(r, array, first, last);
+        }
+        if (ranks.rank == 0 && fetch) f(offset, m.acts.base, bytes);
+    }
 }

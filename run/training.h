@@ -30,6 +30,11 @@ inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, doubl
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
 
+template <class T>
+bool is_ready(const std::future<T>& result) {
+    return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
 template <class Model>
 class Run {
   public:
@@ -54,8 +59,11 @@ class Run {
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
         host = static_cast<int*>(dev.alloc_host((2 * ints + 1) * sizeof(int)));
         now_at = host, next = host + ints, ends = host + 2 * ints;
-        const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
-        if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
+        if (!o.output_dir.empty() && ranks.rank == 0)
+            snapshot_to_come = std::async(std::launch::async, [this] {
+                this->dev.use();
+                return static_cast<char*>(this->dev.alloc_host(snapshot_bytes(this->model)));
+            });
         const char* const order = o.overfit ? "one batch" : o.no_shuffle ? "as it is" : "shuffled";
         identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
                            {"precision", name_of(dtype_of<X>())},
@@ -71,6 +79,7 @@ class Run {
     }
     ~Run() {
         if (written.valid()) written.wait();  // when an Error unwinds
+        if (snapshot_to_come.valid()) keep_error_of([&] { take_snapshot(); });
         dev.free_host(host), dev.free_host(snapshot);
     }
 
@@ -99,11 +108,10 @@ class Run {
     // All ranks must have the same data and parameters. They have the same options since they met.
     void agree() {
         if (ranks.size == 1) return;
-        std::vector<char> params(model.params.bytes);
-        dev.download(params.data(), model.params.base, params.size());
         const std::pair<const char*, uint64_t> hashes[] = {{"data", train.identity()},
                                                            {"validation data", val ? val->identity() : 0},
-                                                           {"parameters", checksum64(params.data(), params.size())}};
+                                                           {"parameters", checksum(dev, model.workspace().scratch, model.params.base,
+                                                                                  model.params.bytes)}};
         for (const auto& [name, mine] : hashes) {
             const std::vector<uint64_t> all = ranks.gather(mine);
             for (int r = 1; r < ranks.size; r++)
@@ -137,7 +145,8 @@ class Run {
     const int* batch() {
         began = now();
         if (step <= first_step + 2) timed_from = step, timed_since = began, step_seconds = 0;
-        if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready) end_of_writing();
+        if (written.valid() && is_ready(written)) end_of_writing();
+        if (snapshot_to_come.valid() && is_ready(snapshot_to_come)) take_snapshot();
         if (!prepared) prepare(now_at);
         prepared = true;
         g_step = step + 1;
@@ -231,8 +240,11 @@ class Run {
         Range range("checkpoint");
         await_checkpoint();
         check_parameters(model, format("step %d: no checkpoint is written", step), last_good());
+        if (snapshot_to_come.valid()) take_snapshot();
         if (ranks.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
-        move_optimizer(true);
+        move_optimizer(model, true, [&](size_t offset, const char* device, size_t bytes) {
+            dev.download(snapshot + model.params.bytes + offset, device, bytes);
+        });
         dev.sync();
         if (ranks.rank > 0) return;
         identity.recipe = o.recipe();
@@ -276,12 +288,22 @@ class Run {
         ranks.allow(0);  // a disk may take its time
         const int newest = ranks.gather(ranks.rank > 0 ? -1 : checkpoint_to_resume(o.output_dir))[0];
         if (newest < 0) return false;
-        const Counters counters = ranks.gather(ranks.rank == 0 ? read_checkpoint(newest) : Counters{})[0];
-        if (ranks.rank == 0) dev.upload(model.params.base, snapshot, model.params.bytes);
+        const std::string path = model_path(o.output_dir, newest);
+        identity.recipe = o.recipe();
+        std::unique_ptr<StateFile> state;  // of rank 0
+        if (ranks.rank == 0) state = open_checkpoint(newest);
+        const Counters counters = ranks.gather(state ? state->counters : Counters{})[0];
+        if (state) read_parameters(path, counters.model_checksum);
         send_to_all(model, &Model::params);
-        move_optimizer(false);
+        move_optimizer(model, false, [&](size_t offset, char* device, size_t bytes) {
+            stream_in(dev, state->file, state->begin + offset, bytes, bytes, [&](const char* piece, size_t at, size_t n) {
+                dev.upload(device + at, piece, n);
+                state->add(piece, n);
+            });
+        });
+        if (state) state->check();
         dev.sync();
-        check_parameters(model, model_path(o.output_dir, newest), kRemove);
+        check_parameters(model, path, kRemove);
         train.restore(position = counters.data);
         last_checkpoint = step = first_step = newest;
         ranks.allow(long_timeout(o));
@@ -357,6 +379,8 @@ class Run {
     // The parameters and the optimizer's state, in pinned memory. A rank other than 0 has at most its share of the
     // state.
     char* snapshot = nullptr;
+    std::future<char*> snapshot_to_come;  // a thread gets the memory, because that takes a second for every few GB
+    void take_snapshot() { snapshot = snapshot_to_come.get(); }
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
     int writing = -1;           // its step
     // Waits for the checkpoint that is being written. All ranks call this together.
@@ -373,18 +397,6 @@ class Run {
             written.get();
             last_checkpoint = writing;
         });
-    }
-
-    // Moves the optimizer's state from every rank's device to rank 0's snapshot, or back. There it lies as a single
-    // rank would have it: m, v and master, each in the order of the parameters.
-    void move_optimizer(bool fetch) {
-        const auto move = [&](size_t offset, char* device, size_t bytes) {
-            char* const state = snapshot + model.params.bytes + offset;
-            fetch ? dev.download(state, device, bytes) : dev.upload(device, state, bytes);
-        };
-        if (ranks.sharded) return move_shares(model, fetch, move);
-        if (ranks.rank == 0) move(0, model.adam.base, model.adam.bytes);
-        if (!fetch) send_to_all(model, &Model::adam);
     }
 
     // Runs beside training, and reads nothing that changes until await_checkpoint() returns. The model is written last,
@@ -405,24 +417,32 @@ class Run {
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
     }
 
-    Counters read_checkpoint(int newest) {
+    std::unique_ptr<StateFile> open_checkpoint(int newest) const {
         const std::string path = model_path(o.output_dir, newest);
-        const std::string state = state_path(o.output_dir, newest);
-        identity.recipe = o.recipe();
-        const SavedState saved = read_state(state, identity, snapshot + model.params.bytes,
-                                            model.adam.bytes * model.shards());
-        if (!saved.recipe_changes.empty())
-            std::printf("changed since the checkpoint: %s\n", saved.recipe_changes.c_str());
-        if (saved.counters.step != uint64_t(newest))
-            refuse(state, "the step in it", newest, saved.counters.step,
+        auto state = std::make_unique<StateFile>(state_path(o.output_dir, newest), identity,
+                                                 model.adam.bytes * model.shards());
+        if (!state->recipe_changes.empty())
+            std::printf("changed since the checkpoint: %s\n", state->recipe_changes.c_str());
+        if (state->counters.step != uint64_t(newest))
+            refuse(state->file.path, "the step in it", newest, state->counters.step,
                    "give it and its model their names back");
-        const ModelHeader header = read_model_header(path), mine = {dtype_of<X>(), model.config};
+        const ModelHeader header = read_model_header(path);
+        const ModelHeader mine = {dtype_of<X>(), model.config};
         if (std::memcmp(&header, &mine, sizeof header)) refuse(path, "a model", words(mine), words(header), kRemove);
-        read_model_parameters(path, header, snapshot);
-        const uint64_t found = checksum64(snapshot, model.params.bytes);
-        if (found != saved.counters.model_checksum)
-            refuse(path, "damaged parameters", hex(saved.counters.model_checksum), hex(found), kRemove);
-        return saved.counters;
+        return state;
+    }
+
+    // As they are in the file of a model like this one.
+    void read_parameters(const std::string& path, uint64_t expected) {
+        const InputFile file(path);
+        const size_t bytes = model.params.bytes;
+        Checksum64 checksum(bytes);
+        stream_in(dev, file, kHeaderBytes, bytes, bytes, [&](const char* piece, size_t at, size_t n) {
+            dev.upload(model.params.base + at, piece, n);
+            checksum.add(piece, n);
+        });
+        if (checksum.value() != expected)
+            refuse(path, "damaged parameters", hex(expected), hex(checksum.value()), kRemove);
     }
     static constexpr char kRemove[] = "remove it and its state to resume from the checkpoint before";
 };

@@ -1,14 +1,37 @@
 // A model's first parameters: random, or from a file.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <future>
 #include <string>
 #include <vector>
 
-#include "data/random.h"
 #include "run/checkpoint.h"
 #include "run/ranks.h"
 #include "run/settings.h"
 #include "run/tensors.h"
+
+// Reads bytes of a file in order and calls use(piece, at, n) for each piece, which is in pinned memory and may be
+// uploaded: its memory is used again only when the device has done what was called for it. A thread reads the next
+// piece meanwhile. Pieces are whole steps of a checksum, and have `most` bytes at most.
+template <class Dev, class F>
+void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most, F use) {
+    const size_t size = std::min<size_t>(32 << 20, most / Checksum64::kStep * Checksum64::kStep);
+    const auto free = [&](char* p) { dev.free_host(p); };
+    const std::unique_ptr<char, decltype(free)> memory(static_cast<char*>(dev.alloc_host(2 * size)), free);
+    const auto half = [&](size_t at) { return memory.get() + at / size % 2 * size; };
+    const auto read = [&](size_t at) { file.read(begin + at, half(at), std::min(size, bytes - at)); };
+
+    std::future<void> reading;  // goes before the memory into which it reads
+    if (bytes > 0) read(0);
+    for (size_t at = 0; at < bytes; at += size) {
+        if (reading.valid()) reading.get();
+        dev.sync();  // the piece before this one is no longer needed
+        if (at + size < bytes) reading = std::async(std::launch::async, read, at + size);
+        use(half(at), at, std::min(size, bytes - at));
+    }
+    dev.sync();
+}
 
 // Throws Error if a parameter is not finite.
 template <class Model>
@@ -23,63 +46,67 @@ void check_parameters(Model& model, const std::string& what, const std::string& 
     }
 }
 
-// Uploads the values as X, and as this rank's share of the master weights. The host rounds them to X.
-template <class Model>
-void set_parameters(Model& model, std::vector<typename Model::A>& values) {
-    using A = typename Model::A;
-    using X = typename Model::X;
-    const auto& dev = model.dev;
-    const size_t n = model.num_parameters;
-    if (A* const master = model.optimizer().master) {
-        std::vector<A> own(n / model.shards());
-        for_each_piece(model.share(model.ranks.rank), n, model.shards(), 1,
-                       [&](size_t at, size_t state, size_t n) { std::copy_n(&values[at], n, &own[state]); });
-        dev.upload(master, own.data(), own.size() * sizeof(A));
-        dev.sync();
-    }
-    std::vector<X> rounded(Model::has_master ? n : 0);
-#pragma omp parallel for
-    for (size_t i = 0; i < rounded.size(); i++) rounded[i] = static_cast<X>(values[i]);
-    dev.upload(model.params.base, Model::has_master ? static_cast<void*>(rounded.data()) : values.data(),
-               model.params.bytes);
-    dev.sync();
-}
-
 // GPT-2's initialisation (Radford et al. 2019, §2.3). Weights are normal with σ = 0.02, scaled by 1/√(2L) in the two
-// projections into the residual stream. Biases are 0 and layer norm weights 1. Padding rows of wte are 0.
+// projections into the residual stream. Biases are 0 and layer norm weights 1. Padding rows of wte are 0. Parameter i
+// depends on the seed and i alone, so all ranks get the same.
 template <class Model>
 void init_random(Model& model, uint64_t seed) {
     using A = typename Model::A;
+    const auto& dev = model.dev;
     const auto& config = model.config;
-    std::vector<A> values(model.num_parameters);
-    size_t at = 0;
+    const auto own = model.share(model.ranks.rank);
+    A* const master = model.optimizer().master;
+    size_t begin = 0;  // of the tensor, among all parameters
     for (const TensorSpec& t : model.params.tensors) {
         const std::string name = t.name;
-        const bool projection = name == "attprojw" || name == "fcprojw",
-                   norm_weight = name[0] == 'l' && name.back() == 'w';
-        const double sigma = 0.02 / (projection ? std::sqrt(2.0 * config.L) : 1.0);
+        const bool projection = name == "attprojw" || name == "fcprojw";
+        const bool norm_weight = name[0] == 'l' && name.back() == 'w';
+        const double sigma = !t.decay ? 0 : projection ? 0.02 / std::sqrt(2.0 * config.L) : 0.02;
+        const double mean = norm_weight ? 1 : 0;
         const size_t used = name == "wte" ? size_t(config.V) * config.C : t.elements();
-#pragma omp parallel for
-        for (size_t i = 0; i < used; i++)
-            values[at + i] = static_cast<A>(t.decay ? sigma * normal(seed, at + i) : norm_weight ? 1.0 : 0.0);
-        at += t.elements();
+        const auto fill = [&](auto* x, size_t first, size_t n) {
+            const size_t random = first < begin + used ? std::min(n, begin + used - first) : 0;
+            init_normal(dev, x, random, mean, sigma, seed, first);
+            init_normal(dev, x + random, n - random, 0, 0, seed, 0);
+        };
+        fill(model.weights().wte + begin, begin, t.elements());
+        if (master)
+            for_each_part(own, begin, begin + t.elements(),
+                          [&](size_t at, size_t state, size_t n) { fill(master + state, at, n); });
+        begin += t.elements();
     }
-    set_parameters(model, values);
+    dev.sync();
+}
+
+// The parameters of a model file of type File, as X and as this rank's share of the master weights.
+template <class File, class Model>
+void load_as(Model& model, const InputFile& file) {
+    const auto& dev = model.dev;
+    const auto own = model.share(model.ranks.rank);
+    auto* const master = model.optimizer().master;
+    char* const staged = model.acts.base;
+    const size_t bytes = model.num_parameters * sizeof(File);
+    stream_in(dev, file, kHeaderBytes, bytes, model.acts.bytes, [&](const char* piece, size_t at, size_t n) {
+        const File* const values = reinterpret_cast<const File*>(staged);
+        const size_t first = at / sizeof(File);
+        const size_t count = n / sizeof(File);
+        dev.upload(staged, piece, n);
+        convert(dev, model.weights().wte + first, values, count);
+        if (master)
+            for_each_part(own, first, first + count, [&](size_t at, size_t state, size_t n) {
+                convert(dev, master + state, values + (at - first), n);
+            });
+    });
 }
 
 // Those of a model file, whichever type it has.
 template <class Model>
 void load(Model& model, const std::string& path) {
-    using A = typename Model::A;
-    const size_t n = model.num_parameters;
     const ModelHeader header = read_model_header(path);
-    std::vector<A> values(n);
-    const auto read_as = [&](auto type) {
-        std::vector<decltype(type)> raw(n);
-        read_model_parameters(path, header, raw.data());
-        for (size_t i = 0; i < n; i++) values[i] = static_cast<A>(static_cast<float>(raw[i]));
-    };
-    header.dtype == DType::bf16 ? read_as(bf16{}) : read_as(float{});
-    set_parameters(model, values);
+    const InputFile file(path);
+    if (header.dtype == DType::bf16)
+        load_as<bf16>(model, file);
+    else
+        load_as<float>(model, file);
     check_parameters(model, path, "give an earlier checkpoint");
 }

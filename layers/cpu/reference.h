@@ -15,6 +15,8 @@
 #include <vector>
 
 #include "attention/ring/pieces.h"
+#include "data/file.h"
+#include "data/random.h"
 #include "layers/gpu/error.h"
 
 struct Cpu {
@@ -49,7 +51,7 @@ struct Cpu {
             work();
         }
     };
-    explicit Cpu(int threads = 0);  // 0: all cores
+    explicit Cpu(int threads = 0);  // 0: available_threads()
 
     void* alloc(size_t bytes) const;  // 64-byte aligned; throws Error
     void free(void* p) const { std::free(p); }
@@ -58,6 +60,7 @@ struct Cpu {
     void zero(void* p, size_t bytes) const { std::memset(p, 0, bytes); }
     void upload(void* dst, const void* host, size_t bytes) const { std::memcpy(dst, host, bytes); }
     void download(void* host, const void* src, size_t bytes) const { std::memcpy(host, src, bytes); }
+    void copy(void* dst, const void* src, size_t bytes) const { std::memmove(dst, src, bytes); }
     void mark() const {}
     void download_marked(void* host, const void* src, size_t bytes) const { download(host, src, bytes); }
     void sync() const {}
@@ -218,6 +221,26 @@ void global_norm(const Cpu&, A* out, void* scratch, const A* x, size_t n);
 template <class X>
 size_t count_nonfinite(const Cpu&, void* scratch, const X* x, size_t n);
 
+inline uint64_t checksum(const Cpu&, void*, const void* x, size_t bytes) {
+    return checksum64(x, bytes);
+}
+
 template <class X>
 void adamw_update(const Cpu&, X* params, Acc<X>* master, Acc<X>* m, Acc<X>* v, const Acc<X>* grads, const Acc<X>* norm,
                   const ParamRange* ranges, int num_ranges, const AdamW& hyper);
+
+template <class X>
+void init_normal(const Cpu&, X* x, size_t n, double mean, double sigma, uint64_t seed, size_t first) {
+#pragma omp parallel for
+    for (size_t i = 0; i < n; i++) {
+        const double value = sigma == 0.0 ? mean : mean + sigma * normal(seed, first + i);
+        x[i] = static_cast<X>(static_cast<Acc<X>>(value));
+    }
+}
+template <class To, class From>
+void convert(const Cpu&, To* out, const From* in, size_t n) {
+#pragma omp parallel for
+    for (size_t i = 0; i < n; i++) {
+        out[i] = static_cast<To>(static_cast<float>(in[i]));
+    }
+}

@@ -47,6 +47,9 @@ struct Cuda {
         CUDA_CHECK(cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, stream));
         sync();
     }
+    void copy(void* dst, const void* src, size_t bytes) const {  // from device memory to device memory
+        CUDA_CHECK(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream));
+    }
     // As download(), but it waits for no more than what was called before mark(). Later work goes on meanwhile.
     void mark() const { CUDA_CHECK(cudaEventRecord(marked, stream)); }
     void download_marked(void* host, const void* src, size_t bytes) const;
