@@ -15,8 +15,9 @@ import shlex
 import struct
 from pathlib import Path
 
-from prepare_common import (CACHE, Fail, add_ranks_options, download, encodable, json_lines, load_ranks, make_encoding,
-                            progress, run, write_file, write_tokenizer)
+from prepare_common import (CACHE, Fail, add_ranks_options, check_stdout, download, encodable,
+                            json_lines, load_ranks, make_encoding, progress, run, write_file,
+                            write_tokenizer)
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -65,6 +66,7 @@ def convert(args):
           f"./train_gpt2cu ... --hellaswag {shlex.quote(str(args.output))}")
 
 
+@check_stdout()
 def main():
     parser = argparse.ArgumentParser(description="Writes HellaSwag as llm.c's file for multiple-choice evaluation. "
                                      "Needs: pip install -r scripts/requirements.txt")

@@ -23,9 +23,9 @@ import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (CACHE, END_OF_TEXT, Fail, add_ranks_options, asking_hub, download, encodable, json_lines,
-                            load_ranks, make_encoding, need, progress, reading, rename, run, write_file,
-                            write_tokenizer)
+from prepare_common import (CACHE, END_OF_TEXT, Fail, add_ranks_options, asking_hub, check_stdout,
+                            download, encodable, json_lines, load_ranks, make_encoding, need,
+                            progress, reading, rename, run, write_file, write_tokenizer)
 
 SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
@@ -209,6 +209,7 @@ def tokens(text):
     return int(number)
 
 
+@check_stdout()
 def main():
     parser = argparse.ArgumentParser(
         description="Turns text into token shards for ./train_gpt2cu, with GPT-2's byte pair encoding.",

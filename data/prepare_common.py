@@ -1,6 +1,8 @@
 """What prepare.py, hellaswag.py and scripts/hf.py share: errors of one line, files that are whole or not there,
-downloads that are checked, and GPT-2's tokens."""
+downloads that are checked, and GPT-2's tokens. scripts/results.py takes from here what every Python
+tool needs."""
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -25,6 +27,64 @@ CACHE = Path(__file__).parent / "cache"
 
 class Fail(Exception):
     """One line for the user: what, where, expected, found, what to do."""
+
+
+def tool_name():
+    return os.path.basename(sys.argv[0])
+
+
+class Output:
+    """stdout or stderr of a tool whose files matter more than its messages. If a write fails,
+    because the reader has ended or the disk is full, `error` says so and the rest is dropped."""
+
+    def __init__(self, stream):
+        self.stream, self.error = stream, None
+        if stream is None:  # as Python has it if the tool was started without
+            self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
+        elif getattr(stream, "errors", "") == "strict":  # else "…" would be an error in ASCII
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.attempt("write", text)
+        return len(text)
+
+    def flush(self):
+        self.attempt("flush")
+
+    def attempt(self, call, *arguments):
+        if self.error:
+            return
+        try:
+            getattr(self.stream, call)(*arguments)
+        except OSError as error:
+            self.error = error
+            # The stream still has what it could not write, and Python flushes it at the end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def check_stdout():
+    """Decorates a tool's main(), which does all its work even if nobody can read what it prints.
+    The exit code is then 1, as ./train_gpt2cu's is."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = outputs = [Output(stream) for stream in before]
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        for output in outputs:
+            output.flush()
+        sys.stdout, sys.stderr = before
+    if error := outputs[0].error:
+        sys.exit(f"{tool_name()}: stdout: a line could not be written: {error.strerror}; free some "
+                 "space or send it elsewhere")
 
 
 def need(module):
@@ -158,7 +218,6 @@ def run(main, args):
         message = f"{error.filename or args.output}: {error.strerror or error}"
     except KeyboardInterrupt:
         message = f"interrupted; {args.output} is not written"
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    print(f"{tool_name()}: {message}", file=sys.stderr, flush=True)
     os._exit(1)  # sys.exit would wait for what threads have begun

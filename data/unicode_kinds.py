@@ -5,11 +5,19 @@ import itertools
 import textwrap
 import unicodedata
 
+from prepare_common import check_stdout
+
 
 def kind(c):
     space = chr(c).isspace() and not 0x1C <= c <= 0x1F  # those four are white space to Python, not to Unicode
     return "S" if space else {"L": "L", "N": "N"}.get(unicodedata.category(chr(c))[0], "O")
 
 
-runs = ((kind, len(list(run))) for kind, run in itertools.groupby(map(kind, range(0x110000))))
-print(*textwrap.wrap(" ".join(f"{kind}{length}" for kind, length in runs), 120), sep="\n")
+@check_stdout()
+def main():
+    runs = ((kind, len(list(run))) for kind, run in itertools.groupby(map(kind, range(0x110000))))
+    print(*textwrap.wrap(" ".join(f"{kind}{length}" for kind, length in runs), 120), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -97,14 +97,33 @@ def executable(path, text):
     return path
 
 
-def run(*command, code=0, cwd=ROOT, **variables):
+def unread_pipe():
+    """Where each write fails, because there is no reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")
+
+
+def run(*command, code=0, cwd=ROOT, stdout=subprocess.PIPE, **variables):
     """How a command ended, if with this exit code. Of make's settings and of those for rows it has only `variables`."""
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARCH", "RUN", "COMMIT", "B")
     env = {name: value for name, value in os.environ.items() if name not in others}
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**env, **variables}, capture_output=True,
-                          text=True, errors="replace")
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**env, **variables},
+                          stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
     assert code == done.returncode, f"{command}\n{done.returncode}, not {code}\n{done.stdout}{done.stderr}"
     return done
+
+
+def unheard(*command, **options):
+    """Runs a command with stdout closed, then into a full disk, then into a pipe without a reader.
+    It has to end with exit code 1 and one line. After each run the caller can look at its files."""
+    closed = ["sh", "-c", 'exec "$0" "$@" >&-']
+    full = open("/dev/full", "w")
+    for shell, out in (closed, open(os.devnull, "w")), ([], full), ([], unread_pipe()):
+        with out:
+            done = run(*shell, *command, code=1, stdout=out, **options)
+        assert "stdout" in done.stderr and done.stderr.count("\n") == 1, (command, done.stderr)
+        yield
 
 
 def main():

@@ -17,7 +17,6 @@ import json
 import math
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,12 +49,12 @@ def torch_with_gpu(script):
     sys.exit()
 
 
-def rows_of(program, *options, **how):
-    """How a benchmark ended that is run with these options, and the rows that it wrote."""
+def rows_of(program, *options, run=results.run_aloud):
+    """What `run` says of a benchmark with these options, and the rows that it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "rows.jsonl")
         try:
-            done = subprocess.run([program, *map(str, options), "--out", out], cwd=ROOT, text=True, **how)
+            done = run(program, *map(str, options), "--out", out)
         except FileNotFoundError:
             results.fail(f"there is no ./dev/{program.name}: make benches")
         return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -63,11 +62,11 @@ def rows_of(program, *options, **how):
 
 def our_rows(a):
     """The rows that ./dev/bench_attention writes; it ends with 1 where one of our results is wrong."""
-    done, rows = rows_of(
+    code, rows = rows_of(
         ROOT / "dev" / "bench_attention", "--heads", NH, "--hs", a.hs, "--dtype", a.dtype,
         *["--shapes", a.shapes] * bool(a.shapes))
-    if done.returncode:
-        sys.exit(done.returncode)
+    if code:
+        sys.exit(code)
     return rows
 
 
@@ -189,6 +188,7 @@ def peer_rows(torch, backend, dtype, B, T, HS):
         return rows
 
 
+@results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "attention")
     arg.add_argument("--shapes", default="", help="BxT,BxT,… (default: bench_attention's)")

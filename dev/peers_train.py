@@ -47,8 +47,11 @@ class Wrong(Exception):
 
 def our_row(model, B, T, recompute):
     """The row that ./dev/bench_train writes; None where the GPU's memory is too small."""
-    done, rows = rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}", "--precision",
-                                 "bf16", "-r", recompute, capture_output=True)
+    def run(*command):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    done, rows = rows_of(ROOT / "dev" / "bench_train", "--model", model, "--shapes", f"{B}x{T}",
+                         "--precision", "bf16", "-r", recompute, run=run)
     if done.returncode and re.search("out of memory|the model needs", done.stderr):
         return None
     if done.returncode:
@@ -192,6 +195,7 @@ def shapes_of(text):
     return [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
 
 
+@results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "train")
     arg.add_argument("--model", default="d12", choices=SIZES)

@@ -8,13 +8,15 @@ import functools
 import json
 import os
 import random
+import shutil
 import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds, written
+from harness import (ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds,
+                     unheard, written)
 
 try:
     need("numpy", "safetensors", "tqdm")
@@ -248,6 +250,14 @@ def test_files_that_are_refused():
         written(file, before)
     for usage in "", "import", "move a b", "import a b --precision fp8", "import a b --bytes":
         assert ended("hf", *usage.split())[0] == 2, usage
+
+
+def test_stdout_that_cannot_be_written():
+    new_export(V=50257)  # whose export says something in the middle
+    for _ in unheard(sys.executable, "-u", ROOT / "scripts" / "hf.py", *EXPORT, cwd=None):
+        assert sorted(os.listdir("hf2")) == sorted(os.listdir("hf"))
+        assert read_tensors("hf2/model.safetensors") == read_tensors()
+        shutil.rmtree("hf2")
 
 
 def test_output_that_cannot_be():

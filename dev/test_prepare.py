@@ -10,6 +10,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import BYTES, ROOT, Skip, built, ended, header, main, need, new_folder, tokenizer_file, written
+from harness import (BYTES, ROOT, Skip, built, ended, header, main, need, new_folder,
+                     tokenizer_file, unheard, written)
 
 try:
     need("numpy", "tiktoken", "tqdm")
@@ -203,6 +205,19 @@ def test_stopped_runs_leave_no_dataset():
     written(part / "train_999999.bin", "of other sources")
     run(*again)
     assert content("again") == content("whole")
+
+
+def test_stdout_that_cannot_be_written():
+    """Its reader has ended, or the disk is full, or there is none: the work goes on to its end."""
+    documents = write_documents("unheard.jsonl", some_documents(2000))
+    shards = ["prepare", documents, "--shard-tokens", 9000]
+    questions = ["hellaswag", written("unheard_hellaswag.jsonl", json_lines(QUESTIONS))]
+    for i, (script, *options) in enumerate((shards, questions)):
+        run(*options, "-o", f"data/cache/heard{i}" + "/h.bin" * i, script=script)
+        command = [sys.executable, "-u", f"data/{script}.py", *options, *ranks_options()]
+        for _ in unheard(*command, "-o", f"data/cache/unheard{i}" + "/h.bin" * i, cwd=None):
+            assert content(f"unheard{i}") == content(f"heard{i}"), script
+            shutil.rmtree(f"data/cache/unheard{i}")
 
 
 def test_few_batches_are_in_flight():

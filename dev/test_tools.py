@@ -13,7 +13,8 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import ROOT, Skip, built, ended, executable, main, need, run, succeeds, written
+from harness import (ROOT, Skip, built, ended, executable, main, need, run, succeeds, unheard,
+                     unread_pipe, written)
 
 SCRIPTS, H200 = ROOT / "scripts", ROOT / "dev" / "results" / "NVIDIA-H200"
 refused = unittest.TestCase().assertRaisesRegex
@@ -37,10 +38,57 @@ def before_others(folder, programs):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What all tools have in common
+
+TOOLS = [path for folder in ("data", "dev", "scripts")
+         for path in sorted((ROOT / folder).glob("*.py"))
+         if "parse_args()" in path.read_text() and not path.name.startswith("test_")]
+
+
+def test_help_of_every_tool():
+    """In ASCII too. If it cannot be written, one line says so."""
+    assert len(TOOLS) > 10, TOOLS
+    for tool in TOOLS:
+        assert "usage: " in run("python3", tool, "--help", PYTHONIOENCODING="ascii").stdout, tool
+        for _ in unheard("python3", tool, "--help"):
+            pass
+
+
+def test_work_whose_errors_nobody_reads(tmp):
+    """As under 2>&1 | head. A library's progress on stderr ends no work either."""
+    @results.check_stdout()
+    def work():
+        print("on stderr", file=sys.stderr, flush=True)
+        print("on stdout", flush=True)
+        written(tmp / "done", "")
+
+    with (unread_pipe() as out, unread_pipe() as err,
+          mock.patch.multiple(sys, stdout=out, stderr=err)):
+        with refused(SystemExit, "stdout"):
+            work()
+    assert (tmp / "done").exists()
+
+
+def test_work_whose_messages_nobody_reads(tmp):
+    """The trainer that a script starts comes to its end, and so does the script: rows are there."""
+    import default_run
+    write_log(tmp / "run")
+    executable(tmp / "train_gpt2cu", f"echo first line && echo >done && cp {tmp}/run/log.jsonl $2")
+    argv = mock.patch.object(sys, "argv", ["default_run.py"])
+    patched = mock.patch.multiple(results, ROOT=tmp, RESULTS=tmp, output_of=lambda *command: "")
+    with unread_pipe() as pipe, mock.patch.object(sys, "stdout", pipe), argv, patched:
+        with refused(SystemExit, "stdout"):
+            default_run.main()
+    assert (tmp / "done").exists()
+    assert [row["step"] for row in rows_of(tmp / "GPU-A" / "default_run.jsonl")] == [2, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Logs of runs
 
 def write_log(folder):
-    rows = [{"kind": "run", "tokens_per_step": 32, "floor_nats": 1.5, "steps": 3, "B": 8, "T": 4, "precision": "bf16"}]
+    rows = [{"kind": "run", "device": "GPU A", "tokens_per_step": 32, "floor_nats": 1.5, "steps": 3,
+             "B": 8, "T": 4, "precision": "bf16"}]
     rows += [{"kind": "train", "step": i, "loss_nats": 9 / i, "grad_norm": 7 + i, "lr": i / 4, "tokens_per_s": 100 + i}
              for i in (1, 2, 3)]
     for step in 2, 3:
@@ -73,6 +121,11 @@ def test_plot_and_samples_of_a_run(tmp):
     assert list(plt.gcf().axes[0].lines[1].get_ydata()) == [6, 7]  # validation
     assert plot.smooth([1, 5, 3, 4, math.nan], 2) == [1, 3, 4, 3.5, 4]
     before = (log / "plot.png").read_bytes()
+    (log / "plot.png").unlink()
+    for _ in unheard("python3", SCRIPTS / "plot.py", log):
+        assert (log / "plot.png").read_bytes() == before
+        (log / "plot.png").unlink()
+    written(log / "plot.png", before)
     full = run("sh", "-c", 'ulimit -f 8; python3 scripts/plot.py "$0"', log, code=1)  # a limit stands for a full disk
     assert "cannot write: File too large" in full.stderr and (log / "plot.png").read_bytes() == before
     samples = default_run.samples(results.read_log(log))

@@ -93,6 +93,7 @@ def random_chain(n):
     return tokens
 
 
+@results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "torch")
     arg.add_argument("--model", choices=SIZES, default="d12")

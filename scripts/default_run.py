@@ -4,7 +4,6 @@
     python3 scripts/default_run.py     # two minutes on an H200; appends to dev/results/<gpu>/default_run.jsonl
 """
 import pathlib
-import subprocess
 import tempfile
 
 import results
@@ -20,11 +19,12 @@ def samples(log):
             for r in log["sample"] if r["step"] in losses]
 
 
+@results.check_stdout()
 def main():
     results.arguments(__doc__).parse_args()
     results.need_trainer()
     with tempfile.TemporaryDirectory() as folder:
-        if subprocess.run([results.ROOT / "train_gpt2cu", "-o", folder], cwd=results.ROOT).returncode:
+        if results.run_aloud("./train_gpt2cu", "-o", folder):
             results.fail("./train_gpt2cu failed")
         log = results.read_log(pathlib.Path(folder))
         rows = [results.row("default_run", log["run"][0]["device"], **fields) for fields in samples(log)]

@@ -22,7 +22,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, Fail, asking_hub, need, progress, reading, write_file)
+from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, Fail, asking_hub, check_stdout,
+                            need, progress, reading, write_file)
 
 MAGIC, HEADER_INTS = 20240326, 256
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
@@ -224,6 +225,7 @@ def export_model(path, out, want, of_bytes):
     return config, want
 
 
+@check_stdout()
 def main():
     global np  # --help needs none
     arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -8,7 +8,7 @@ import itertools
 import math
 from html import escape
 
-from results import ROOT, arguments, publish
+from results import ROOT, arguments, check_stdout, publish
 
 INK, GREY, LIGHT, WHITE, HATCH = "#1a1a1a", "#595959", "#d5d5d5", "#ffffff", "url(#hatch)"
 # Okabe and Ito's palette: distinct for colour-blind eyes too.
@@ -310,6 +310,7 @@ def roles(p):
            "warpgroup, k_empty and v_empty one arrival of each of the 12 consumer warps.")
 
 
+@check_stdout()
 def main():
     arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a picture is out of date")

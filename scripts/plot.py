@@ -93,6 +93,7 @@ def plot(runs, names, out):
     plt.close(figure)
 
 
+@results.check_stdout()
 def main():
     arg = results.arguments(__doc__)
     arg.add_argument("runs", nargs="+", metavar="RUN", type=pathlib.Path, help="a folder with log.jsonl, or that file")

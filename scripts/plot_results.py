@@ -167,6 +167,7 @@ PLOTS = {
                "GiB by T, straight lines with flash, parabolas with naive")}
 
 
+@results.check_stdout()
 def main():
     arg = results.arguments(__doc__)
     arg.add_argument("plots", nargs="*", metavar="PLOT", help=f"some of {', '.join(PLOTS)} (default: all)")

@@ -14,8 +14,8 @@ import textwrap
 from operator import itemgetter
 
 from plot_results import PLOTS
-from results import (RESULTS, ROOT, TENSORS, arguments, fail, folder_of_gpu, kernels_of, kind_of, matching, publish,
-                     read_rows, shared, values)
+from results import (RESULTS, ROOT, TENSORS, arguments, check_stdout, fail, folder_of_gpu,
+                     kernels_of, kind_of, matching, publish, read_rows, shared, values)
 
 # Rows are compared that agree in these fields, or newest runs kept of each combination of them.
 SHAPE = ["HS", "NH", "T", "B", "pass"]
@@ -341,6 +341,7 @@ def between(name, folder):
     return table_of(name, folder)
 
 
+@check_stdout()
 def main():
     arg = arguments(__doc__)
     arg.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")

@@ -16,6 +16,8 @@ from operator import itemgetter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
+sys.path.append(str(ROOT / "data"))
+from prepare_common import check_stdout  # noqa: E402
 
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor
@@ -207,6 +209,17 @@ def run_trainer(*options, **variables):
     if done.returncode:
         fail(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+def run_aloud(*command):
+    """The exit code of a program whose lines this script passes on to its own stdout. The program
+    comes to its end even if nobody reads them."""
+    command = [str(word) for word in command]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8",
+                          errors="replace") as program:
+        for line in program.stdout:
+            print(line, end="", flush=True)
+    return program.returncode
 
 
 def train(*options, **variables):

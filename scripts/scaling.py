@@ -41,6 +41,7 @@ def side_by_side(a, gpus, options):
         return max(pool.map(alone, names[:gpus]))
 
 
+@results.check_stdout()
 def main():
     arg = results.arguments(__doc__, "scaling")
     arg.add_argument("--gpus", help="numbers of GPUs, from 1 on (default: 1,2,4,… up to this machine's)")
