@@ -13,7 +13,6 @@ backward, on the GPU alone, in the two protocols of dev/bench.h. Sustained launc
 """
 import importlib.util
 import itertools
-import json
 import math
 import pathlib
 import statistics
@@ -57,7 +56,7 @@ def rows_of(program, *options, run=results.run_aloud):
             done = run(program, *map(str, options), "--out", out)
         except FileNotFoundError:
             results.fail(f"there is no ./dev/{program.name}: make benches")
-        return done, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        return done, [row for _, row in results.json_rows(out)] if out.exists() else []
 
 
 def our_rows(a):

@@ -22,12 +22,12 @@ sys.path += [str(SCRIPTS), str(ROOT / "dev")]
 import results  # noqa: E402  it sets RUN
 
 
-def jsonl(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def jsonl(rows, **how):
+    return "".join(json.dumps(row, **how) + "\n" for row in rows)
 
 
 def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for _, row in results.json_rows(path)]
 
 
 def before_others(folder, programs):
@@ -101,12 +101,28 @@ def write_log(folder):
 def test_logs_that_cannot_be_read(tmp):
     path = write_log(tmp) / "log.jsonl"
     good = path.read_text()
-    written(path, good + '{"kind": "tra')  # a row that is being written
-    assert [r["loss_nats"] for r in results.read_log(tmp)["train"]] == [9, 4.5, 3]
-    for bad in "{oops", '{"step": 2}', '{"kind": "val", "step": 2}', '{"kind": "val", "step": 2, "loss_nats": ""}':
-        written(path, f"{good}{bad}\n")
-        with refused(SystemExit, "log.jsonl:9: "):
-            results.read_log(path)
+    for cut in b'{"kind": "tra', '{"kind": "sample", "text": "ë'.encode()[:-1]:
+        written(path, good.encode() + cut)
+        assert [r["loss_nats"] for r in results.read_log(tmp)["train"]] == [9, 4.5, 3]
+    for bad in ("{oops", "", "\xff", '{"step": 2}', '{"kind": "val", "step": 2}',
+                '{"kind": "val", "step": 2, "loss_nats": ""}'):
+        for rest in "", good:
+            written(path, f"{good}{bad}\n{rest}".encode("latin-1"))
+            with refused(SystemExit, "log.jsonl:9: "):
+                results.read_log(path)
+
+
+def test_texts_with_separators_of_lines(tmp):
+    """A row ends at a newline alone. A sample's text may hold Unicode's other separators."""
+    rows = rows_of(write_log(tmp) / "log.jsonl")
+    for text in "\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r":
+        rows[1]["text"] = text
+        written(tmp / "log.jsonl", jsonl(rows, ensure_ascii=False))
+        log = results.read_log(tmp)
+        assert len(log["train"]) == 3 and log["train"][0]["text"] == text, text
+        result = {"commit": "a", "date": "2030", "text": text}
+        written(tmp / "rows.jsonl", jsonl([result], ensure_ascii=False))
+        assert results.read_rows(tmp / "rows.jsonl")[0]["text"] == text, text
 
 
 def test_plot_and_samples_of_a_run(tmp):
@@ -149,6 +165,10 @@ def test_rows_that_tables_show(tmp):
     assert len(read({"commit": "0123456789ab"}, {"commit": "0123456", "kernel": "fa3"})) == 2
     with refused(SystemExit, "rows.jsonl:2: "):
         results.read_rows(written(tmp / "rows.jsonl", '{"commit": 1, "date": "2030"}\n{"commit": 1}\n'))
+    good, cut = '{"commit": 1, "date": "2030"}\n', '{"commit": 1, "da'
+    with refused(SystemExit, "rows.jsonl:1: "):
+        results.read_rows(written(tmp / "rows.jsonl", f"{cut}\n{good}"))
+    assert len(results.read_rows(written(tmp / "rows.jsonl", good + cut))) == 1
 
     for other, text in (None, "10.0"), (9.69, "10.0"), (9.71, "≈10.0"), (10.29, "≈10.0"), (10.32, "10.0"):
         rows = [{"T": 1, "ms": 10}, {"T": 1, "ms": other}, {"T": 2, "ms": 10}]

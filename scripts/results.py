@@ -64,6 +64,20 @@ def publish(texts, check):
         path.write_text(texts[path], encoding="utf-8")
 
 
+def json_rows(path):
+    """(number of the line, row) of a file with one JSON value a line. A last line that a crash has
+    cut, or that a run is still writing, is left out."""
+    lines = path.read_bytes().split(b"\n")  # str.splitlines() would cut at a sample's U+2028 too
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as e:
+            if number < len(lines):
+                fail(f"{path}:{number}: not JSON in UTF-8: {e}, found {line[:60]!r}; delete it")
+            return
+        yield number, row
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of dev/results
 
@@ -120,13 +134,13 @@ def read_rows(path, apart=(), **where):
     """The rows of the newest run that match `where`, measured at what is committed. Rows that differ in a field of
     `apart` are not compared, so that each of them has a newest run of its own."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, found in json_rows(path):
         try:
-            row = {**DEFAULTS, **json.loads(line)}
+            row = {**DEFAULTS, **found}
             row["of"] = str(row["commit"])[:7], row.get("run")  # some rows have more of the same hash
             row["date"]
-        except (ValueError, KeyError, TypeError):
-            fail(f"{path}:{number}: expected a result row with its date, found {line[:60]!r}")
+        except (KeyError, TypeError):
+            fail(f"{path}:{number}: expected a result row with its date, found {str(found)[:60]!r}")
         if not row.get("dirty"):
             rows.append(row)
     rows = matching(rows, **where)
@@ -164,20 +178,17 @@ def read_log(run):
     """The rows of a log by kind: {"run": […], "train": […], "val": […], …}; null becomes NaN."""
     path = run / "log.jsonl" if run.is_dir() else run
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as e:
+        found = list(json_rows(path))
+    except OSError as e:
         fail(f"{path}: cannot be read: {e}; give a folder that ./train_gpt2cu -o wrote")
     rows = {kind: [] for kind in FIELDS}
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            break  # a run that goes on is writing it
+    for number, row in found:
         try:
-            row = json.loads(line)
             for field in FIELDS.get(row["kind"], []):
                 row[field] = math.nan if row[field] is None else row[field]
                 assert isinstance(row[field], str) == (field == "text"), field
-        except (ValueError, KeyError, TypeError, AssertionError) as e:
-            fail(f"{path}:{number}: not a row of ./train_gpt2cu's: {e!r} in {line.strip()[:60]!r}")
+        except (KeyError, TypeError, AssertionError) as e:
+            fail(f"{path}:{number}: not a row of ./train_gpt2cu's: {e!r} in {str(row)[:60]!r}")
         rows.setdefault(row["kind"], []).append(row)
     if not rows["train"] and not rows["val"]:
         fail(f"{path}: no steps yet")
