@@ -233,6 +233,7 @@ def test_files_that_are_refused():
         ({**tensors, name: (data, "I32", shape)}, "I32"), ({**tensors, name: (data * 2, "F64", shape)}, "F64"),
         ({**tensors, name: (data, "F32", shape[::-1])}, "of shape (32, 128), found F32 of (128, 32)"),
         ({**tensors, "other": (bytes(64), "F32", [16])}, "tensor other: GPT-2 as config"),
+        ({**tensors, f"transformer.{name}": tensors[name]}, f"{TENSORS}: tensor {name} "),
         ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]
     cases += [(TENSORS, wrong, f"{TENSORS}: damaged") for wrong in (
         b"", b"\xff" * 8 + raw[8:], raw[:8] + b"?" + raw[9:], raw[:-1], raw.replace(b"[0, ", b"[4, ", 1))]

@@ -67,8 +67,14 @@ def read_safetensors(path):
         header = json.loads(f.read(length))
         header.pop("__metadata__", None)
         data = np.memmap(path, np.uint8, "r", 8 + length)
-        return {name.removeprefix("transformer."): (e["dtype"], tuple(e["shape"]), data[slice(*e["data_offsets"])])
-                for name, e in header.items()}
+        found = {}
+        for name, e in header.items():
+            name = name.removeprefix("transformer.")
+            if name in found:
+                raise Fail(f"{path}: tensor {name} is here twice, with and without the prefix "
+                           "transformer.; get the file again")
+            found[name] = e["dtype"], tuple(e["shape"]), data[slice(*e["data_offsets"])]
+        return found
 
 
 def find_folder(source):
