@@ -194,6 +194,28 @@ def test_other_forms_of_a_model():
     refuses(names[1], "import", "hf", "d.bin")
 
 
+def test_ends_of_texts():
+    """An import takes a model with no end of text, or with the one that exports name. 256 is the
+    one of single bytes alone."""
+    for V, end, taken in ((50257, 50256, True), (50300, 50256, True), (50300, None, True),
+                          (50300, 256, False), (257, 256, True), (257, 50256, True),
+                          (258, 50256, True), (258, 256, False)):
+        new_export(V=V)
+        config = json.loads(read(CONFIG))
+        assert config["eos_token_id"] == (256 if V == 257 else 50256 if V > 50256 else None), V
+        written(CONFIG, json.dumps({**config, "bos_token_id": end, "eos_token_id": end}))
+        if taken:
+            converts(*IMPORT)
+            assert read("a.bin") == read("b.bin"), (V, end)
+        else:
+            refuses("config.json: bos_token_id", *IMPORT)
+    new_export()
+    config = json.loads(read(CONFIG))
+    del config["bos_token_id"], config["eos_token_id"]
+    written(CONFIG, json.dumps(config))
+    converts(*IMPORT)
+
+
 def test_tokenizer_of_an_export():
     """The ids of single bytes are those of the trainer."""
     for V, option, end_of_text in (257, [], 256), (50257, ["--bytes"], 50256), (50257, [], None):
@@ -213,7 +235,8 @@ def test_tokenizer_of_an_export():
 def test_files_that_are_refused():
     """A case has a file, what stands in it (None: no such file), and what is said."""
     new_export()
-    config, tensors, raw, good = json.loads(read(CONFIG)), read_tensors(), read(TENSORS), read("a.bin")
+    config = {**json.loads(read(CONFIG)), "bos_token_id": None, "eos_token_id": None}
+    tensors, raw, good = read_tensors(), read(TENSORS), read("a.bin")
     cases = [(CONFIG, None, "config.json"), (TENSORS, None, "hf: no model.safetensors"), ("a.bin", None, "a.bin"),
              ("a.bin", b"state", "(a model_….bin, not a state_….bin)")]
     others = [("model_type", "llama"), ("activation_function", "gelu"), ("layer_norm_epsilon", 1e-6), ("n_inner", 64),
@@ -222,6 +245,9 @@ def test_files_that_are_refused():
               ("vocab_size", None), ("n_layer", 10**4299), ("n_layer", True), ("n_embd", float("inf")),
               ("vocab_size", 258, "wte.weight: expected F32, F16 or BF16 of shape (258, 32)"),
               ("n_layer", 1, "has none of this name"), ("n_layer", 10**9, "n_layer"), ("n_positions", 40.0)]
+    others += [(key, value, f"config.json: {key}: expected 256")
+               for key in ("bos_token_id", "eos_token_id")
+               for value in (0, 2, 255, "256", [2], True, 256.0)]
     cases += [(CONFIG, json.dumps({**config, key: value}), *(says or [f"config.json: {key}"]))
               for key, value, *says in others]
     cases += [(CONFIG, text, "config.json: damaged") for text in ('{"model": ', 100000 * "[", '"', "null", b"\xff")]

@@ -26,6 +26,7 @@ from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, Fail, asking_hub
                             need, progress, reading, write_file)
 
 MAGIC, HEADER_INTS = 20240326, 256
+BYTE_VOCABULARY = 257  # tokens of a model without merges: 256 bytes and <|endoftext|>
 VERSIONS = {3: "F32", 5: "BF16"}  # of our file, and what safetensors calls the type
 PRECISIONS = {"fp32": "F32", "bf16": "BF16"}
 SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")  # in our header from index 2, then padded V
@@ -77,6 +78,14 @@ def read_safetensors(path):
         return found
 
 
+def end_of_text(config):
+    """The id of <|endoftext|>, which both begins and ends a text: known in GPT-2's vocabulary and
+    in the one of single bytes."""
+    if config["vocab_size"] == BYTE_VOCABULARY:
+        return BYTE_VOCABULARY - 1
+    return END_OF_TEXT if config["vocab_size"] > END_OF_TEXT else None
+
+
 def find_folder(source):
     if os.path.exists(source):
         return Path(source)
@@ -100,6 +109,15 @@ def read_config(path):
             raise Fail(f"{path}: {key}: expected a positive integer, found {config.get(key)!r}; get the file again")
     if config["n_embd"] % config["n_head"]:
         raise Fail(f"{path}: n_embd: expected a multiple of n_head = {config['n_head']}, found {config['n_embd']}")
+    # Our file does not say which token begins and ends a text: the program goes by the vocabulary's
+    # size. A library's default is GPT-2's token, whatever the size.
+    for key in "bos_token_id", "eos_token_id":
+        found = config.get(key)
+        if found is None or type(found) is int and found in (END_OF_TEXT, end_of_text(config)):
+            continue
+        expected = end_of_text(config) or END_OF_TEXT
+        raise Fail(f"{path}: {key}: expected {expected}, found {found!r}; texts would begin and "
+                   "end with another token here, so give a model that has GPT-2's tokens")
     return config
 
 
@@ -182,9 +200,9 @@ def read_model(path):
     return config, padding, dtype, np.memmap(path, STORAGE[dtype], "r", header.nbytes)
 
 
-def byte_tokenizer(config, end_of_text):
+def byte_tokenizer(config, end):
     """{name: text} of a tokenizer whose tokens are single bytes, in GPT-2's order."""
-    vocabulary = {**{SHOWN[byte]: id for id, byte in enumerate(BYTES)}, "<|endoftext|>": end_of_text}
+    vocabulary = {**{SHOWN[byte]: id for id, byte in enumerate(BYTES)}, "<|endoftext|>": end}
     settings = {"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces": False,
                 "model_max_length": config["n_positions"]}
     return {"vocab.json": json.dumps(vocabulary), "merges.txt": "#version: 0.2\n",
@@ -194,12 +212,12 @@ def byte_tokenizer(config, end_of_text):
 def export_model(path, out, want, of_bytes):
     config, padding, have, parameters = read_model(path)
     want = want or have
-    # <|endoftext|> both begins and ends a text: known in GPT-2's vocabulary and in the one of single bytes.
-    end_of_text = END_OF_TEXT if config["vocab_size"] > END_OF_TEXT else 256 if config["vocab_size"] == 257 else None
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    if of_bytes and not end_of_text:
+    end = end_of_text(config)
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    if of_bytes and not end:
         raise Fail(f"{path}: no tokenizer for a vocabulary of {config['vocab_size']}; leave out --bytes")
-    files = byte_tokenizer(config, end_of_text) if of_bytes or end_of_text == 256 else {}
+    is_of_bytes = of_bytes or config["vocab_size"] == BYTE_VOCABULARY
+    files = byte_tokenizer(config, end) if is_of_bytes else {}
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
         end = position + math.prod(shape) * ITEM_BYTES[want]
@@ -225,7 +243,7 @@ def export_model(path, out, want, of_bytes):
     for name, content in files.items():
         write_file(out / name, [content.encode()])
     write_file(out / "model.safetensors", chunks())
-    if end_of_text and "vocab.json" not in files:
+    if end and not is_of_bytes:
         print(f'{out.name}: no tokenizer, and transformers loads an empty one without an error; give it '
               'tokenizer="gpt2", or export with --bytes if the model was trained without --tokenizer')
     return config, want
