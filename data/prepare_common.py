@@ -115,8 +115,13 @@ def rename(part, path):
     """Gives its name to a file or folder that is on disk. A crash after this cannot take the name back."""
     os.replace(part, path)
     parent = os.open(path.parent, os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)
+    try:
+        os.fsync(parent)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: the file system has nothing to sync
+            raise
+    finally:
+        os.close(parent)
 
 
 def write_file(path, chunks):

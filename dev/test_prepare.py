@@ -2,6 +2,7 @@
 """Tests of data/prepare.py and data/hellaswag.py, all offline. The scripts get a small list of merges, and tiktoken's
 own encoder with the pattern of GPT-2's release says what they must write. A folder stands for the Hugging Face hub.
 Run: python3 dev/test_prepare.py [part of a name]"""
+import errno
 import glob
 import hashlib
 import importlib.util
@@ -244,6 +245,24 @@ def test_what_is_on_disk_before_it_has_its_name():
     with mock.patch("os.fsync", fsync), mock.patch("os.replace", replaced):
         run(written("disk.txt", LETTERS), "-o", "synced/made")
     assert on_disk[os.stat("synced").st_ino] == ["made"], on_disk
+
+
+def test_folders_that_cannot_be_synced():
+    """A file system such as CIFS answers with EINVAL. Other errors count, and so do a file's."""
+    path, sync = written("network.txt", LETTERS), os.fsync
+    cases = ((True, errno.EINVAL, ""), (True, errno.EIO, "Input/output error"),
+             (False, errno.EINVAL, "Invalid argument"))
+    for i, (of_folder, number, says) in enumerate(cases):
+        def fsync(file):
+            if os.path.isdir(f"/proc/self/fd/{file}") == of_folder:
+                raise OSError(number, os.strerror(number))
+            sync(file)
+
+        with mock.patch("os.fsync", fsync):
+            run(path, "-o", f"data/cache/network{i}", code=1 if says else 0, says=says)
+        assert not says or not os.path.exists(f"data/cache/network{i}")
+    run(path, "-o", "data/cache/local")
+    assert content("network0") == content("local")
 
 
 def test_datasets_of_the_hub():
