@@ -15,9 +15,9 @@ import shlex
 import struct
 from pathlib import Path
 
-from prepare_common import (CACHE, Fail, add_ranks_options, check_stdout, download, encodable,
-                            json_lines, load_ranks, make_encoding, progress, run, write_file,
-                            write_tokenizer)
+from prepare_common import (CACHE, Fail, add_ranks_options, check_fetched, check_stdout, download,
+                            encodable, json_lines, load_ranks, make_encoding, progress, run,
+                            write_file, write_tokenizer)
 
 MAGIC, START_EXAMPLE = 20240522, 65535
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
@@ -48,6 +48,7 @@ def encode_example(encoding, where, index, example):
 
 
 def convert(args):
+    check_fetched(args.source)
     ranks = load_ranks(args)
     encoding = make_encoding(ranks)
     folder, path = args.output.parent, args.source

@@ -23,9 +23,10 @@ import struct
 import sys
 from pathlib import Path
 
-from prepare_common import (CACHE, END_OF_TEXT, Fail, add_ranks_options, asking_hub, check_stdout,
-                            download, encodable, json_lines, load_ranks, make_encoding, need,
-                            progress, reading, rename, run, write_file, write_tokenizer)
+from prepare_common import (CACHE, END_OF_TEXT, Fail, add_ranks_options, asking_hub, check_fetched,
+                            check_stdout, download, encodable, json_lines, load_ranks,
+                            make_encoding, need, progress, reading, rename, run, write_file,
+                            write_tokenizer)
 
 SHARD_MAGIC, BATCH_BYTES = 20240520, 1 << 20
 
@@ -182,6 +183,8 @@ def write_shards(folder, batches, val_tokens, args, bar):
 
 def prepare(args):
     known = DATASETS.get(args.sources[0], {})
+    for source in args.sources:
+        check_fetched(source)
     with all_or_nothing(args.output) as folder:
         tenth = sys.maxsize if known else max(1, sum(map(os.path.getsize, args.sources)) // 40)  # four bytes a token
         val_tokens = args.val_tokens or known.get("val_tokens") or min(args.shard_tokens, tenth)

@@ -111,6 +111,16 @@ def reading(what, advice=DAMAGED):
         raise Fail(f"{what}: {advice}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
+def check_fetched(path):
+    """Fails if Git LFS has left its pointer, a few lines of text, in the place of the file."""
+    if not os.path.isfile(path):  # of a pipe nothing may be taken
+        return
+    with open(path, "rb") as file:
+        head = file.read(1024)  # a pointer is shorter
+    if len(head) < 1024 and head.startswith(b"version https://git-lfs.github.com/spec/v1\n"):
+        raise Fail(f"{path}: a Git LFS pointer, not the file itself; get that with git lfs pull")
+
+
 def rename(part, path):
     """Gives its name to a file or folder that is on disk. A crash after this cannot take the name back."""
     os.replace(part, path)
@@ -172,6 +182,7 @@ def load_ranks(args):
         with reading("GPT-2's ranks", f"cannot download; check the network, or {advice}"):
             gpt2 = need("tiktoken").get_encoding("gpt2")
             return {gpt2.decode_single_token_bytes(rank): rank for rank in range(END_OF_TEXT)}
+    check_fetched(path)
     content = Path(path).read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 not in (MERGES_SHA256, args.ranks_sha256):

@@ -22,6 +22,11 @@ VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x10
 BYTES = [bytes([byte]) for byte in VISIBLE + [byte for byte in range(256) if byte not in VISIBLE]]
 
 
+# What Git LFS leaves in the place of a large file that was not fetched.
+POINTER = (b"version https://git-lfs.github.com/spec/v1\n"
+           b"oid sha256:" + b"0" * 64 + b"\nsize 200001024\n")
+
+
 class Skip(Exception):
     pass
 

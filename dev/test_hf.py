@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import (ROOT, Skip, built, ended, header, main, need, new_folder, run, succeeds,
-                     unheard, written)
+from harness import (POINTER, ROOT, Skip, built, ended, header, main, need, new_folder, run,
+                     succeeds, unheard, written)
 
 try:
     need("numpy", "safetensors", "tqdm")
@@ -261,6 +261,7 @@ def test_files_that_are_refused():
         ({**tensors, "other": (bytes(64), "F32", [16])}, "tensor other: GPT-2 as config"),
         ({**tensors, f"transformer.{name}": tensors[name]}, f"{TENSORS}: tensor {name} "),
         ({**tensors, "lm_head.weight": (bytes(4 * V * C), "F32", [V, C])}, "only tied embeddings"))]
+    cases += [(path, POINTER, f"{path}: a Git LFS") for path in (CONFIG, TENSORS, "a.bin")]
     cases += [(TENSORS, wrong, f"{TENSORS}: damaged") for wrong in (
         b"", b"\xff" * 8 + raw[8:], raw[:8] + b"?" + raw[9:], raw[:-1], raw.replace(b"[0, ", b"[4, ", 1))]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import (BYTES, ROOT, Skip, built, ended, header, main, need, new_folder,
+from harness import (BYTES, POINTER, ROOT, Skip, built, ended, header, main, need, new_folder,
                      tokenizer_file, unheard, written)
 
 try:
@@ -332,6 +332,17 @@ def test_wrong_input():
         run("a.txt", code=1, says=f"{name}.bpe: {advice}", ranks=ranks_options(merges, f"{name}.bpe"))
     run("a.txt", code=1, says="vocab.bpe: wrong SHA-256", ranks=ranks_options()[:2])
     run(written("a.txt", LETTERS), "--val-tokens", 9, "--max-tokens", 5, code=1, says="found 5, and 9 go to validation")
+
+
+def test_pointers_of_git_lfs():
+    """Every file that is read is named. A long text that begins like one is a text."""
+    good = written("good.txt", LETTERS)
+    for name in "p.txt", "p.jsonl", "p.parquet":
+        run(good, written(name, POINTER), "-o", "lfs", code=1, says=f"{name}: a Git LFS")
+        assert not glob.glob("lfs*"), name
+    run("p.jsonl", "-o", "lfs/h.bin", script="hellaswag", code=1, says="p.jsonl: a Git LFS")
+    run(good, "-o", "lfs", ranks=["--ranks", "p.txt"], code=1, says="p.txt: a Git LFS")
+    run(written("long.txt", POINTER + LETTERS.encode() * 20), "-o", "lfs")
 
 
 def test_wrong_commands():

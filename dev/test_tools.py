@@ -13,8 +13,8 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
-from harness import (ROOT, Skip, built, ended, executable, main, need, run, succeeds, unheard,
-                     unread_pipe, written)
+from harness import (POINTER, ROOT, Skip, built, ended, executable, main, need, run, succeeds,
+                     unheard, unread_pipe, written)
 
 SCRIPTS, H200 = ROOT / "scripts", ROOT / "dev" / "results" / "NVIDIA-H200"
 refused = unittest.TestCase().assertRaisesRegex
@@ -110,6 +110,8 @@ def test_logs_that_cannot_be_read(tmp):
             written(path, f"{good}{bad}\n{rest}".encode("latin-1"))
             with refused(SystemExit, "log.jsonl:9: "):
                 results.read_log(path)
+    with refused(SystemExit, "log.jsonl: a Git LFS"):
+        results.read_log(written(path, POINTER))
 
 
 def test_texts_with_separators_of_lines(tmp):

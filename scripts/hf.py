@@ -22,8 +22,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, Fail, asking_hub, check_stdout,
-                            need, progress, reading, write_file)
+from prepare_common import (BYTES, DAMAGED, END_OF_TEXT, SHOWN, Fail, asking_hub, check_fetched,
+                            check_stdout, need, progress, reading, write_file)
 
 MAGIC, HEADER_INTS = 20240326, 256
 BYTE_VOCABULARY = 257  # tokens of a model without merges: 256 bytes and <|endoftext|>
@@ -94,6 +94,7 @@ def find_folder(source):
 
 
 def read_config(path):
+    check_fetched(path)
     with reading(path):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     # What would make it another model; a missing key means the library's default, which is the first here.
@@ -130,6 +131,7 @@ def read_tensors(folder, config):
         raise Fail(f"{folder}: no model.safetensors; save_pretrained of the transformers library writes it")
     found = {}
     for file in files:
+        check_fetched(file)
         of_file = read_safetensors(file)
         if twice := of_file.keys() & found.keys():
             raise Fail(f"{file}: tensor {min(twice)} is here a second time; get the folder again")
@@ -184,6 +186,7 @@ def newest_model(folder):
 def read_model(path):
     """Our checkpoint, or a run's newest: sizes, rows of padding, storage type, parameters as one flat array."""
     path = newest_model(path) if os.path.isdir(path) else path
+    check_fetched(path)
     header = np.fromfile(path, "<i4", HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC or header[1] not in VERSIONS:
         raise Fail(f"{path}: expected magic {MAGIC} and version 3 (fp32) or 5 (bf16), found {header[:2].tolist()}; "

@@ -17,7 +17,7 @@ from operator import itemgetter
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "dev" / "results"
 sys.path.append(str(ROOT / "data"))
-from prepare_common import check_stdout  # noqa: E402
+from prepare_common import Fail, check_fetched, check_stdout  # noqa: E402
 
 # What was measured, rather than what came out: a newer row replaces one that agrees in all of these.
 WHAT = """kernel pass model dtype attention B T NH HS causal deterministic gpus zero what steps lr tf32 input tensor
@@ -67,6 +67,10 @@ def publish(texts, check):
 def json_rows(path):
     """(number of the line, row) of a file with one JSON value a line. A last line that a crash has
     cut, or that a run is still writing, is left out."""
+    try:
+        check_fetched(path)
+    except Fail as e:
+        fail(e)
     lines = path.read_bytes().split(b"\n")  # str.splitlines() would cut at a sample's U+2028 too
     for number, line in enumerate(lines, 1):
         try:
