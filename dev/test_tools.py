@@ -150,6 +150,16 @@ def test_plot_and_samples_of_a_run(tmp):
     assert [(r["step"], r["val_loss_nats"], r["text"][-1]) for r in samples] == [(2, 6, "2"), (3, 7, "3")], samples
 
 
+def test_names_of_runs_in_a_plot(tmp):
+    """They are drawn as they are, not as formulas of TeX, and so are names that are not UTF-8."""
+    need("matplotlib")
+    names = ["-run", "_run", "a$b$c", r"a\$b", r"$\frac", r"\alpha$1$", "é\udcff"]
+    runs = [write_log(tmp / name) for name in names]
+    succeeds("plot", *runs, "-o", tmp / "-$x$.svg")
+    drawn = re.findall(r">(.*), validation 7.0000<", (tmp / "-$x$.svg").read_text(encoding="utf-8"))
+    assert drawn == [*names[:-1], "é\ufffd"], drawn
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows of results, tables and plots
 

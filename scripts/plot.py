@@ -5,6 +5,7 @@
     python3 scripts/plot.py run1 run2 -o compare.svg      # several runs in one plot; PNG, SVG or PDF by the name's end
 """
 import math
+import os
 import pathlib
 
 import results
@@ -16,7 +17,8 @@ STYLE = {"font.size": 9, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.c
          "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
          "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.xmargin": 0.01,
-         "svg.hashsalt": "plot", "svg.fonttype": "none"}  # none: text stays text
+         "svg.hashsalt": "plot", "svg.fonttype": "none",  # none: text stays text
+         "text.parse_math": False}  # the name of a run may hold dollars
 PANELS = {"loss": ("loss_nats", "Loss"), "norm": ("grad_norm", "Gradient norm"), "lr": ("lr", "Learning rate"),
           "speed": ("tokens_per_s", "Tokens per second")}
 
@@ -100,10 +102,11 @@ def main():
     arg.add_argument("-o", "--out", type=pathlib.Path, help="the plot (default: plot.png in the first run's folder)")
     a = arg.parse_args()
     runs, folders = [results.read_log(run) for run in a.runs], [results.folder_of(run) for run in a.runs]
+    names = [os.fsencode(folder.resolve().name).decode("utf-8", "replace") for folder in folders]
     out = a.out or folders[0] / "plot.png"
     if out.suffix not in (".png", ".svg", ".pdf"):
         results.fail(f"--out {out}: expected a name that ends in .png, .svg or .pdf")
-    plot(runs, [folder.resolve().name for folder in folders], out)
+    plot(runs, names, out)
     print(out)
 
 
