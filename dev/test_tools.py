@@ -3,6 +3,8 @@
 
     make train_gpt2cu && python3 dev/test_tools.py [part of a test's name]
 """
+import contextlib
+import io
 import json
 import math
 import os
@@ -243,7 +245,12 @@ def test_losses_beside_pytorch():
     torch, near = [(4, 0.6), (3, 0.4)], [(4, 0.6), (3.01, 0.4)]  # losses and norms
     for bf16, fp32, right in ((2.981, 3.00009, True), (2.979, 2.99989, False), (math.nan, math.nan, False)):
         for a.precision, loss in ("bf16", bf16), ("fp32", fp32):
-            assert judge(a, [(4, 0.6), (loss, 0.4)], torch, near)[1] == right, (a.precision, loss)
+            found, fine = judge(a, [(4, 0.6), (loss, 0.4)], torch, near)
+            assert fine == right and found["clipped"] == 1, (a.precision, loss)
+            allowed = 1e-4 if a.precision == "fp32" else 0.02  # twice 3.01 - 3
+            figures = [found[name] for name in ("difference", "allowed", "torch_itself")]
+            for figure, expected in zip(figures, (abs(loss - 3), allowed, 0.01), strict=True):
+                assert math.isnan(expected) or abs(figure - expected) < 1e-9, found
     assert not judge(a, [(4, 0.4), (3, 0.4)], torch, near)[1]  # never clipped
     assert trainer_options(a, "model", "shard")[-1] == "--no-tf32"
 
@@ -253,13 +260,26 @@ def test_peers_of_training():
     import peers_train
     figures = {"gpu": "GPU A", "cuda": "13", "ms": 10, "tok_s": 4e5, "mem_gib": 5, "loss": 9}
     tried = [("slow", {**figures, "ms": 16}), ("fast", figures), ("none", "out of memory")]
-    found, = peers_train.fastest("peer", "d12", 4, 1024, {"mfu": 40, "tok_s": 5e5}, tried)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        found, = peers_train.fastest("peer", "d12", 4, 1024, {"mfu": 40, "tok_s": 5e5}, tried)
     assert (found["sdpa"], found["mfu"], found["ids"]) == ("fast", 32, "text-like"), found
+    assert " 1.25\n" in out.getvalue(), out.getvalue()  # 5e5 / 4e5, ours/peer
     for wrong in [math.nan, 2], [10.8, math.nan], [10.8, 10.9], [5, 4]:
         with refused(peers_train.Wrong, "expected"):
             peers_train.check_losses(wrong)
     ids, weights = peers_train.text_ids(100000), [1 / (id + 2.7) for id in range(50257)]
     assert abs(sum(id < 100 for id in ids) / len(ids) - sum(weights[:100]) / sum(weights)) < 0.005
+
+
+def test_figures_of_llmc(tmp):
+    """The mean of the steps that take 5 s, after those that take 3 s."""
+    import peers_train
+    steps = [("9.5", ms) for ms in (1500, 1500, 2000, 1000, 2000)] + [("7.5", 9999)]
+    lines = ["| device memory usage: 1536 MiB / 80000 MiB",
+             *(f"step 1/9 | loss {loss} (+0z) | norm 1 | {ms} ms | 9 tok/s" for loss, ms in steps)]
+    program = executable(tmp / "llmc", "".join(f"echo '{line}'\n" for line in lines))
+    found = peers_train.llmc_figures(program, "d12", 0, 2, 8)
+    assert found == {"ms": 5000 / 3, "tok_s": 16 / (5 / 3), "mem_gib": 1.5, "loss": 7.5}, found
 
 
 def test_ranks_are_compared_and_timed(tmp):
@@ -276,6 +296,38 @@ def test_ranks_are_compared_and_timed(tmp):
         assert done[0] == code and [r["what"] for r in rows_of(out)].count("speed") == (0 if code else 3), done
     last = rows_of(out)[-1]
     assert (last["gpu"], last["gpus"], round(last["tok_s"]), last["of_linear"]) == ("GPU A", 2, 1800, 1), last
+
+
+def test_figures_of_scaling(tmp):
+    """By hand, from the tokens per second that pretended runs print; a GPU has 48 tokens a step."""
+    usual = {(1, 0): 1000, (2, 0): 1600, (2, 1): 1500, (4, 0): 2000, (4, 1): 3000}  # GPUs, --zero
+    alone = {"3": 800, "5": 600, "7": 480, "9": 960}  # by the number of the GPU
+
+    def trained(*options, **settings):
+        n, zero = (options[options.index(name) + 1] for name in ("--gpus", "--zero"))
+        rate = alone.get(settings.get("CUDA_VISIBLE_DEVICES"), usual[n, zero])
+        rates = [1] * 10 + [rate / 4, rate, 9 * rate]
+        steps = "".join(f"step 1/13 | {rate} tok/s\n" for rate in rates)
+        return f"memory  {1536 * n} MiB\n{steps}"
+
+    def losses(*options):
+        return "", {"run": [{"device": "GPU A"}], "train": [{"loss_nats": 2}]}
+
+    pretended = {"need_trainer": lambda: None, "train": losses, "run_trainer": trained}
+    options = ["--gpus", "1,2,4", "--batch", 3, "--tokens", 16, "--out", tmp / "rows.jsonl"]
+    with (mock.patch.multiple(results, **pretended),
+          mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,5,7,9")):
+        text = succeeds("scaling", *options)
+    columns = "gpus", "zero", "ms", "ms_side_by_side", "tok_s", "of_linear", "gib"
+    found = [[round(row[name], 9) for name in columns]
+             for row in rows_of(options[-1]) if row["what"] == "speed"]
+    assert found == [
+        [1, 0, 48, 48, 1000, 1, 1.5],
+        [2, 0, 60, 80, 1600, 0.8, 3],
+        [2, 1, 64, 80, 1500, 0.75, 3],
+        [4, 0, 96, 100, 2000, 0.5, 6],
+        [4, 1, 64, 100, 3000, 0.75, 6]], found
+    assert re.findall(r"[\d.]+%", text) == ["100.0%", "80.0%", "75.0%", "50.0%", "75.0%"], text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
