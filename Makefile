@@ -16,18 +16,28 @@ TOOLKITS := /usr/local/cuda $(shell ls -d /usr/local/cuda-* 2>/dev/null | sort -
 FOUND  = $(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=%/bin/nvcc)) nvcc))
 GIVEN := $(NVCC)
 override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(FOUND))
-# nvcc, headers and libraries are of one toolkit. It is where nvcc is, or where a link to nvcc leads, as from /usr/bin.
-COMPILER := $(shell command -v $(lastword $(NVCC)))
-HOMES    := $(abspath $(addsuffix ..,$(dir $(COMPILER) $(realpath $(COMPILER)))))
-OF_NVCC  := $(firstword $(patsubst %/include/cuda_runtime.h,%,$(wildcard $(HOMES:%=%/include/cuda_runtime.h))) $(HOMES))
+CXX   ?= g++
+CCBIN := $(if $(filter-out g++,$(lastword $(CXX))),-ccbin $(lastword $(CXX)))
+# nvcc, headers and libraries belong to one toolkit. We ask nvcc where they are, because its path
+# does not tell: NVCC may be a wrapper or have options, and conda, NVIDIA and Debian use different
+# folders.
+DRYRUN     = $(NVCC) $(CCBIN) --dryrun -x cu -c /dev/null 2>&1
+ANSWER     = $(shell $(DRYRUN) | sed -n 's/^.[$$] $(1)= *//p' | tr -d '"')
+TOP       := $(or $(call ANSWER,TOP),/usr)
+INCLUDES  := $(abspath $(patsubst -I%,%,$(call ANSWER,INCLUDES)))
+LIBRARIES := $(abspath $(patsubst -L%,%,$(filter-out %/stubs,$(call ANSWER,LIBRARIES))))
+SPACED    := $(or $(and $(word 2,$(CUDA_HOME)),$(CUDA_HOME)),$(and $(word 2,$(TOP)),$(TOP)))
+ifneq ($(SPACED),)
+$(error $(SPACED): make cannot use a path with a space: set CUDA_HOME to a link without one)
+endif
 ifneq ($(words $(CUDA_HOME)),$(words $(wildcard $(CUDA_HOME:%=%/.))))
 $(error CUDA_HOME: there is no folder $(CUDA_HOME))
 endif
-ifneq ($(and $(GIVEN),$(CUDA_HOME),$(filter-out $(realpath $(CUDA_HOME)),$(realpath $(OF_NVCC)))),)
-$(error NVCC is of $(OF_NVCC), and CUDA_HOME is $(CUDA_HOME): give one of them)
+OTHER     := $(filter-out $(realpath $(CUDA_HOME)),$(realpath $(TOP)))
+ifneq ($(and $(GIVEN),$(LIBRARIES),$(CUDA_HOME),$(OTHER)),)
+$(error NVCC is of $(abspath $(TOP)), and CUDA_HOME is $(CUDA_HOME): give one of them)
 endif
-override CUDA_HOME := $(abspath $(or $(CUDA_HOME),$(OF_NVCC)))
-CXX   ?= g++
+override CUDA_HOME := $(abspath $(or $(CUDA_HOME),$(TOP)))
 MARCH ?= native
 ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
 $(error $(CXX) is clang, which ignores what makes the CPU backend fast: leave out CXX, or name a g++)
@@ -52,14 +62,13 @@ endif
 # nvcc's -O is the host compiler's; kernels are always at -O3. Host code does with less (-Og compiles fastest), except the
 # CPU's own layers, the choice of a token and the checksum.
 CXXFLAGS  := -std=c++17 -Og -fno-math-errno -march=$(MARCH) -fopenmp -I. -Wall -Wextra -MMD -MP $(EXTRA)
-CCBIN     := $(if $(filter-out g++,$(lastword $(CXX))),-ccbin $(lastword $(CXX)))
 NVCCFLAGS := -std=c++17 -O0 -I. $(CCBIN) -Xcompiler -Og,-Wall,-Wextra,-fopenmp -MMD -MP $(EXTRA)
 # These are not among the flags whose change compiles all anew. make test keeps what make train_gpt2cu has compiled, and
 # is strict with the rest. In a fresh checkout that is everything.
 STRICT     = $(if $(filter 1,$(WERROR)),-Werror all-warnings)
 CXXSTRICT  = $(if $(filter 1,$(WERROR)),-Werror)
-CXXFLAGS  += $(filter-out -isystem/usr/include,-isystem$(CUDA_HOME)/include)  # a distribution's toolkit is in /usr
-LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp -Xlinker -rpath,$(CUDA_HOME)/lib64
+CXXFLAGS  += $(patsubst %,-isystem%,$(filter-out /usr/include,$(INCLUDES)))
+LDLIBS    := $(CCBIN) -lcublas -lcublasLt -Xcompiler -fopenmp $(LIBRARIES:%=-Xlinker -rpath,%)
 
 # NCCL, for several GPUs: there if a program that includes nccl.h can be linked.
 NCCL_HOME ?= $(CUDA_HOME)
@@ -73,9 +82,10 @@ LDLIBS    += $(NCCL_LIBS)
 endif
 endif
 
-ifeq ($(COMPILER),)
-MISSING := $(lastword $(NVCC))
-override NVCC = $(error there is no $(MISSING): install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
+ifeq ($(LIBRARIES),)
+MISSING := $(NVCC)
+override NVCC = $(error there is no $(MISSING) with a toolkit: \
+install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
 ROOMS     := attention attention/ring layers layers/gpu layers/sm90 layers/comm data run

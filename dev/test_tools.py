@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -382,24 +383,64 @@ def test_recipes_pass_the_trainers_checks(tmp):
 # ----------------------------------------------------------------------------------------------------------------------
 # What make chooses, and what runs tests, benchmarks and the sanitizer
 
+# What nvcc --dryrun says of its toolkit, which is the one that it is called in.
+NVCC = """here=$(dirname "$0"); for line in "TOP=$here/.." "INCLUDES=\\"-I$here/../include\\"" \\
+    "LIBRARIES= \\"-L$here/../lib64/stubs\\" \\"-L$here/../lib64\\""; do echo "#$ $line"; done"""
+
+
 def test_one_toolkit_is_chosen(tmp):
     """CUDA_HOME's, else the PATH's, else where toolkits are; make says so where there is none."""
     makefile = (ROOT / "Makefile").read_text().replace("/usr/local", f"{tmp}/local").replace("/opt", f"{tmp}/opt")
     written(tmp / "Makefile", makefile)
     written(tmp / "train_gpt2.cu", "")
     (tmp / "tools").mkdir()
-    for name in "make sh g++ grep tr sort find nproc sed ls mkdir".split():
+    for name in "make sh g++ grep tr sort find nproc sed ls mkdir dirname env".split():
         (tmp / "tools" / name).symlink_to(shutil.which(name))
+    executable(tmp / "silent" / "bin" / "nvcc", "")
     for found, home, says in ((None, "", "there is no nvcc"), ("local/cuda", "", ""), ("path", "", ""),
-                              ("B", f"{tmp}/B", ""), (None, f"{tmp}/none", "no folder")):
+                              ("B", f"{tmp}/B", ""), (None, f"{tmp}/none", "no folder"),
+                              (None, f"{tmp}/silent", "silent"), (None, f"{tmp}/two words", "two words: ")):
         if found:
-            written(tmp / found / "include" / "cuda_runtime.h", "")
-            executable(tmp / found / "bin" / "nvcc", "")
+            executable(tmp / found / "bin" / "nvcc", NVCC)
         settings = {"PATH": f"{tmp}/tools:{tmp}/path/bin", "CUDA_HOME": home, "NVCC": ""}
         done = run("make", "-nB", "train_gpt2cu", cwd=tmp, code=2 if says else 0, **settings)
         places = set(re.findall(rf"{tmp}/((?:local/)?\w+)/(?:include|lib64)", done.stdout))
         assert says in done.stderr and (says or places == {found}), done
+        assert not says or done.stderr.count("\n") == 1, done
         assert not (found and home) or f"{home}/bin/nvcc -" in done.stdout, done
+
+
+def test_programs_find_the_libraries_of_their_toolkit(tmp):
+    """Wherever these are, and however nvcc is named. The loader's cache would hide a wrong path."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    loader = Path("/lib64/ld-linux-x86-64.so.2")
+    if not os.path.exists(nvcc) or not loader.exists():
+        raise Skip("needs nvcc and x86-64's loader")
+    dryrun = run(nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null").stderr
+    top = re.search(r"TOP=(.*)", dryrun)
+    if not top:
+        raise Skip("needs NVIDIA's toolkit, which is in a folder of its own")
+    toolkit = Path(top[1]).resolve()
+    for home in tmp / "conda", tmp / "two words":  # without lib64, and nvcc reads its profile beside itself
+        (home / "bin").mkdir(parents=True)
+        for file in toolkit.glob("bin/*"):
+            (home / "bin" / file.name).symlink_to(file)
+        for name in "nvvm", "include", "lib", "targets":
+            (home / name).symlink_to(toolkit / name)
+    home = tmp / "conda"
+    wrapper = executable(tmp / "bin" / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    shutil.copy(ROOT / "Makefile", tmp)
+    main = "int main() { return cublasCreate(nullptr) == 0; }"
+    written(tmp / "train_gpt2.cu", f"#include <cublas_v2.h>\n{main}\n")
+    for settings in ({"CUDA_HOME": f"{home}"}, {"NVCC": f"{wrapper}"},
+                     {"NVCC": f"{home}/bin/nvcc -DNOTHING"},
+                     {"PATH": f"{wrapper.parent}:{os.environ['PATH']}"}):
+        settings = {"CUDA_HOME": "", "NVCC": "", "LD_LIBRARY_PATH": "", "ARCH": "80", **settings}
+        run("make", "-B", "NCCL_HOME=none", "train_gpt2cu", cwd=tmp, **settings)
+        found = run(loader, "--inhibit-cache", "--list", "./train_gpt2cu", cwd=tmp, LD_LIBRARY_PATH="")
+        assert f"=> {home}/" in re.search("libcublas.so.*", found.stdout)[0], (settings, found)
+    done = run("make", "train_gpt2cu", cwd=tmp, code=2, CUDA_HOME=f"{tmp}/two words", NVCC="")
+    assert f"{tmp}/two words: " in done.stderr and done.stderr.count("\n") == 1, done
 
 
 def test_runner_of_the_tests(tmp):
