@@ -110,7 +110,8 @@ benches: $(BENCHES)
 train_gpt2cu $(BENCHES): build/tree.o
 build/tree.o: build/tree.cpp
 	$(CXX) -c -o $@ $<
-build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(shell scripts/tree.sh 2>/dev/null)";
+build/tree.cpp: BUILT_FROM = $(or $(shell scripts/tree.sh 2>/dev/null),unknown dirty)
+build/tree.cpp: TREE_IS = extern const char built_from[]; const char built_from[] = "$(BUILT_FROM)";
 build/tree.cpp: FORCE
 	@mkdir -p $(@D)
 	@echo '$(TREE_IS)' | cmp -s - $@ || echo '$(TREE_IS)' >$@

@@ -235,6 +235,31 @@ def test_rows_name_the_sources(tmp):
         assert results.row("x", "GPU A")["dirty"]
 
 
+def test_rows_name_no_other_sources(tmp):
+    """What git cannot tell is "unknown dirty", never another commit and never clean, whatever COMMIT is."""
+    ours, unknown = tmp / "ours", "unknown dirty\n"
+    script = executable(ours / "scripts" / "tree.sh", (SCRIPTS / "tree.sh").read_text())
+    commit = "git init -q && git add -A && git -c user.name=A -c user.email=a@b commit -qm first"
+    for folder in ours, tmp:  # one repository is in a folder of another
+        written(folder / "a.cu", folder.name)
+        run("sh", "-c", commit, cwd=folder)
+    clean = run("git", "rev-parse", "--short=12", "HEAD", cwd=ours).stdout.strip() + " clean\n"
+    assert run(script).stdout == clean
+    for name, value in ("GIT_DIR", tmp / ".git"), ("GIT_WORK_TREE", tmp), ("GIT_INDEX_FILE", tmp / "none"):
+        assert run(script, **{name: str(value)}).stdout == clean, name
+    assert run(script, COMMIT="abc", GIT_TEST_ASSUME_DIFFERENT_OWNER="1").stdout == unknown
+    (tmp / "tools").mkdir()  # without git
+    for name in "sh", "dirname":
+        (tmp / "tools" / name).symlink_to(shutil.which(name))
+    assert run(script, COMMIT="abc", PATH=str(tmp / "tools")).stdout == unknown
+    run("git", "config", "status.showUntrackedFiles", "no", cwd=ours)
+    written(ours / "b.cu", "new")
+    assert run(script).stdout == clean.replace("clean", "dirty")
+    shutil.rmtree(ours / ".git")
+    (ours / ".git").mkdir()  # of no use, and git would go on to the folder above
+    assert run(script).stdout == unknown
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Comparisons with PyTorch and between numbers of GPUs
 
