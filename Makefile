@@ -44,8 +44,9 @@ $(error $(CXX) is clang, which ignores what makes the CPU backend fast: leave ou
 endif
 
 # All cores. A -j of the command line wins, even where Make 4.3 hides it here. Nothing may run beside clean.
+# nproc would obey OpenMP's variables, which torchrun and Slurm set to 1.
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS)),0)
-MAKEFLAGS += -j$(shell nproc)
+MAKEFLAGS += -j$(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 endif
 
 gencode = $(foreach a,$(1),-gencode arch=compute_$(a),code=sm_$(a))

@@ -6,11 +6,12 @@
 # longest, runs beside the rest. Each has TEST_LIMIT · TEST_PATIENCE seconds, and leaves nothing behind.
 archs=$1; shift
 limit=${TEST_LIMIT:-1200}
-beside=$([ "$(nproc)" -lt 16 ] || echo yes)  # some programs run beside the others
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # which would be nproc's answer
+beside=$([ "$cores" -lt 16 ] || echo yes)  # some programs run beside the others
 # Threads that spin while they wait for each other take cores that other programs need.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # The reference's small models gain nothing from more threads than that, and those of 64 cores mostly wait for each other.
-[ "$(nproc)" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
+[ "$cores" -le 16 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-16}"
 passed=0 failed=0 skipped=0 alone= first= last=
 . "$(dirname "$0")/within.sh"
 logs=$groups/logs

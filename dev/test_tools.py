@@ -468,6 +468,18 @@ def test_programs_find_the_libraries_of_their_toolkit(tmp):
     assert f"{tmp}/two words: " in done.stderr and done.stderr.count("\n") == 1, done
 
 
+def test_all_cores_are_used(tmp):
+    """Whatever OpenMP's variables say, which nproc obeys and torchrun and Slurm set."""
+    path = before_others(tmp, {"nproc": "echo ${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-16}}",
+                               "threads": "echo threads $OMP_NUM_THREADS; echo 1 passed, 0 failed, 0 skipped"})
+    makefile = written(tmp / "Makefile", f"include {ROOT}/Makefile\n$(info flags $(MAKEFLAGS))\n")
+    for few in "OMP_NUM_THREADS", "OMP_THREAD_LIMIT":
+        done = run("make", "-f", makefile, "help", cwd=tmp, **{few: "1"}, **path)
+        assert re.search("^flags.* -j16( |$)", done.stdout, re.M), done
+        done = run(ROOT / "dev" / "run_tests.sh", "true", "threads", cwd=tmp, **{few: "1"}, **path)
+        assert "threads 2\n" in done.stdout, done  # it runs beside others, as with 16 cores
+
+
 def test_runner_of_the_tests(tmp):
     """dev/run_tests.sh and a harness: what they count, and that nothing takes for ever or is left behind."""
     harness = f"#!{sys.executable}\nimport sys\nsys.path.append('{ROOT}/dev')\nimport harness\n"

@@ -62,7 +62,7 @@ for part in "$@"; do
     esac
 done
 export RUN="$(date -u +%Y-%m-%dT%H:%M:%SZ)"  # of all rows of this call
-make -j"$(nproc)" train_gpt2cu benches >/dev/null
+make train_gpt2cu benches >/dev/null
 for part in ${*:-$all}; do
     echo "== $part"
     measure "$part"
