@@ -146,6 +146,7 @@ TEST(gpus_starts_and_ends_ranks) {
                  {"exit", 0, 3, {": rank 1 (pid ", ") ended with exit code 3\n"}, 1},
                  {"die", 0, 137, {") ended with exit code 4\n", ": rank 1 (pid ", ") was killed by signal 9 ("}, 2},
                  {"count", SIGINT, 0, {}, 0},
+                 {"sleep", SIGALRM, 128 + SIGALRM, {}, 0},  // as with any process
                  {"sleep", SIGTERM, 143, {") was killed by signal 15 ("}, 1}};
     for (const auto& c : cases) {
         Processes parent;

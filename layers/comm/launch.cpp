@@ -5,8 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -67,15 +69,34 @@ Place place_from_environment() {
     return place;
 }
 
+// Waits for one of these signals. Returns 0 if none has come by the deadline, which can be infinite.
+static int next_signal(const sigset_t& taken, double deadline) {
+    for (;;) {
+        const double left = std::max(deadline - now(), 0.0);
+        timespec wait = {};
+        if (std::isfinite(left)) {
+            wait.tv_sec = static_cast<time_t>(left);
+            wait.tv_nsec = static_cast<long>(1e9 * std::fmod(left, 1));
+        }
+
+        const int signal = sigtimedwait(&taken, nullptr, std::isfinite(left) ? &wait : nullptr);
+        if (signal > 0)
+            return signal;
+        if (errno == EAGAIN)
+            return 0;
+    }
+}
+
 int launch_ranks(int count, char** argv) {
     std::random_device random;
     setenv("GPT2_JOB", format("%08x%08x", random(), random()).c_str(), 1);
     for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) setenv(name, std::to_string(count).c_str(), 1);
     for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) unsetenv(name);
-    // Signals wait until sigwait takes them, so there are no handlers and no races.
+    // Signals wait until next_signal takes them, so there are no handlers and no races.
     sigset_t taken, before;
     sigemptyset(&taken);
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGALRM}) sigaddset(&taken, signal);
+    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD})
+        sigaddset(&taken, signal);
     sigprocmask(SIG_BLOCK, &taken, &before);
     std::signal(SIGCHLD, SIG_DFL);  // if we inherited SIG_IGN, children would vanish without a status
 
@@ -96,11 +117,15 @@ int launch_ranks(int count, char** argv) {
     }
 
     int code = 0;
+    int status = 0;
     bool time_is_up = false;
+    double deadline = INFINITY;  // until then the others may end by themselves, once one has failed
     while (!running.empty()) {
-        int signal = 0, status = 0;
-        sigwait(&taken, &signal);
-        if (signal == SIGALRM) time_is_up = true;
+        const int signal = next_signal(taken, deadline);
+        if (signal == 0) {
+            time_is_up = true;
+            deadline = INFINITY;
+        }
         for (const auto& [pid, rank] : running)
             if (signal != SIGCHLD) kill(pid, time_is_up ? SIGKILL : signal);
         for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
@@ -112,7 +137,8 @@ int launch_ranks(int count, char** argv) {
             const std::string how = killer ? format("was killed by signal %d (%s)", killer, strsignal(killer))
                                            : format("ended with exit code %d", result);
             print_error(format("train_gpt2cu: rank %d (pid %d) %s", ended.mapped(), pid, how.c_str()));
-            if (code == 0) alarm(5);  // until then the others may end by themselves
+            if (code == 0)
+                deadline = now() + 5;
             code = result;
         }
     }
