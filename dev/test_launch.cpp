@@ -18,15 +18,19 @@ namespace {
 Place local_place(int rank, int size, int port, const std::string& job = "job") {
     return {rank, size, 0, 1, port, "127.0.0.1", job};
 }
-// A connection that has sent `text`, or -1 if nobody listens there within so many seconds.
-int connect_and_say(int port, const std::string& text, double patience = 20, const char* host = "127.0.0.1") {
+sockaddr_in local_address(int port, const char* host = "127.0.0.1") {
     sockaddr_in a = {};
     a.sin_family = AF_INET;
     a.sin_port = htons(static_cast<uint16_t>(port));
     a.sin_addr.s_addr = inet_addr(host);
+    return a;
+}
+// A connection that has sent `text`, or -1 if nobody listens there within so many seconds.
+int connect_and_say(int port, const std::string& text, double patience = 20, const char* host = "127.0.0.1") {
+    const sockaddr_in a = local_address(port, host);
     for (const double deadline = now() + patience;; sleep_for(0.01)) {
         const int fd = socket(AF_INET, SOCK_STREAM, 0);
-        if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) == 0) {
+        if (connect(fd, reinterpret_cast<const sockaddr*>(&a), sizeof a) == 0) {
             send(fd, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
             return fd;
         }
@@ -256,6 +260,37 @@ TEST(a_port_is_another_programs_at_first) {
     ranks.start([&] { return meet_all(local_place(0, 2, port)); });
     ranks.check({0, 0});
     close(guest);
+}
+
+// A connection that nobody refuses and nobody accepts, as behind a firewall. Here a listener's queue
+// is full.
+TEST(a_silent_address_takes_no_more_than_the_patience) {
+    const int port = free_port();
+    const int listener = listen_at("127.0.0.1", port);
+    CHECK(listen(listener, 0) == 0);
+    std::vector<int> queue;
+    const sockaddr_in a = local_address(port);
+    for (int i = 0; i < 4; i++) {
+        queue.push_back(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
+        CHECK(connect(queue.back(), reinterpret_cast<const sockaddr*>(&a), sizeof a) == -1);
+        CHECK(errno == EINPROGRESS);
+    }
+    Processes ranks;
+    ranks.start([&] { return meet_all(local_place(1, 2, port), {}, 1); });
+    ranks.check({1}, {"cannot reach rank 0 at 127.0.0.1 port "});
+
+    // Rank 0 comes there when the first try is over.
+    queue.push_back(listener);
+    ranks.start([&] {
+        for (int fd : queue)
+            close(fd);
+        return meet_all(local_place(1, 2, port));
+    });
+    sleep_for(3);
+    for (int fd : queue)
+        close(fd);
+    ranks.start([&] { return meet_all(local_place(0, 2, port)); });
+    ranks.check({0, 0});
 }
 
 // Strangers stay or go while rank 0 waits. They are silent, say a part of a hello, or anything. None gets an answer.

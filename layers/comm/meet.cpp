@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -111,6 +112,28 @@ std::string answer_all(const Place& place, const std::string& me, const std::str
     return answer;
 }
 
+// Connects a non-blocking socket. Returns 0, or why that failed. Where a firewall drops what we send,
+// connect() by itself would wait for two minutes.
+int connect_within(double seconds, int fd, const addrinfo& to) {
+    const double deadline = now() + seconds;
+    if (connect(fd, to.ai_addr, to.ai_addrlen) == 0)
+        return 0;
+    if (errno != EINPROGRESS && errno != EINTR)
+        return errno;
+
+    pollfd connected = {fd, POLLOUT, 0};
+    int ready;
+    do {
+        ready = poll(&connected, 1, static_cast<int>(1e3 * std::max(deadline - now(), 0.0)));
+    } while (ready < 0 && errno == EINTR);
+    if (ready == 0)
+        return ETIMEDOUT;
+
+    int error = 0;
+    socklen_t size = sizeof error;
+    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) ? errno : error;
+}
+
 // The other ranks' part. Returns what rank 0 answers when all have come, or when its patience has ended. Rank 0 may start
 // later than we. Until then others may answer at its port, or a socket that connects to itself.
 std::string ask_first(const Place& place, const std::string& me, double patience) {
@@ -118,9 +141,14 @@ std::string ask_first(const Place& place, const std::string& me, double patience
     for (const double deadline = now() + patience; now() < deadline; usleep(50000)) {
         const auto found = look_up(place.address, place.port, 0);
         for (const addrinfo* a = found.get(); a; a = a->ai_next) {
-            Socket s(socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-            const bool connected = connect(s.fd, a->ai_addr, a->ai_addrlen) == 0;
-            why = connected ? "what answers there is not rank 0 of this job, or it has failed" : std::strerror(errno);
+            Socket s(socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+            // A try is short, because the name may mean another address by now.
+            const int error = connect_within(std::min(2.0, deadline - now()), s.fd, *a);
+            if (error) {
+                why = std::strerror(error);
+                continue;
+            }
+            why = "what answers there is not rank 0 of this job, or it has failed";
             s.say(me);
             while (!s.hear() && now() < deadline + patience) usleep(10000);
             if (s.heard.rfind(kMark, 0) == 0) return s.heard.substr(kMark.size());
