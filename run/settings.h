@@ -24,7 +24,7 @@ struct Options {
     int profile = 0;
     std::string precision = "auto", attention = "flash", device = "auto";
     int recompute = 1;
-    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1, timeout = 60;
+    int gpus = 0, zero = -1, overlap = -1, context_parallel = 1, timeout = 600;
     int generate = 0, samples = 1, top_k = 0;
     std::string prompt;
     float temperature = 1.f;
