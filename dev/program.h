@@ -98,12 +98,14 @@ inline Result run(const std::string& arguments) {
     return shell(command(arguments));
 }
 // Runs the program, and `action` in a shell as soon as a line begins with `sign`. In it $pid is the program, which
-// stands still meanwhile, and $(ranks) are its ranks. The result has what both print.
-inline Result run_and_act(const std::string& arguments, const std::string& sign, const std::string& action) {
+// stands still meanwhile, and $(ranks) are its ranks. The result has what both print. `before` is a
+// command that starts it.
+inline Result run_and_act(const std::string& arguments, const std::string& sign,
+                          const std::string& action, const std::string& before = "") {
     pid_t pid = 0;
     bool acted = false;
     std::string said;
-    Result r = shell("echo $$; exec " + command(arguments), [&](const std::string& line) {
+    Result r = shell("echo $$; exec " + before + command(arguments), [&](const std::string& line) {
         if (!pid) pid = std::atoi(line.c_str());
         if (acted || line.compare(0, sign.size(), sign)) return;
         acted = kill(pid, SIGSTOP) == 0;

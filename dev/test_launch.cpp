@@ -7,11 +7,13 @@
 #include <sys/socket.h>
 
 #include <csignal>
+#include <filesystem>
 #include <iterator>
 #include <sstream>
 
 #include "dev/processes.h"
 #include "layers/comm/watchdog.h"
+#include "run/process.h"
 
 namespace {
 
@@ -81,13 +83,34 @@ int child(const std::string& act) {
     sleep_for(0.5);
     return signals == 1 ? 0 : 4;
 }
-void launch(Processes& parent, std::string act) {
+// A process with the program's handlers, which ends by a signal or not at all.
+int process(const std::string& act) {
+    if (act == "end")
+        return 0;
+    prepare_process();
+    if (act == "training")
+        catch_signals();
+
+    // Its number outside of its container, where /proc comes from.
+    std::printf("ready %s\n", std::filesystem::read_symlink("/proc/self").c_str());
+    std::fflush(stdout);
+    while (!g_signal)
+        sleep_for(0.01);
+    std::puts("first");
+    std::fflush(stdout);
+    for (;;)
+        pause();
+}
+int launch_here(std::string act) {
+    setenv("MASTER_ADDR", "nowhere", 1);  // of an earlier job
+    std::string words[] = {"test_launch", "--child", act};
+    char* argv[] = {words[0].data(), words[1].data(), words[2].data(), nullptr};
+    return launch_ranks(3, argv);
+}
+void launch(Processes& parent, const std::string& act) {
     parent.start([&] {
         setpgid(0, 0);
-        setenv("MASTER_ADDR", "nowhere", 1);  // of an earlier job
-        std::string words[] = {"test_launch", "--child", act};
-        char* argv[] = {words[0].data(), words[1].data(), words[2].data(), nullptr};
-        return launch_ranks(3, argv);
+        return launch_here(act);
     });
 }
 
@@ -179,6 +202,56 @@ TEST(ranks_die_with_their_parent) {
         for (int p : pids) alive += kill(p, 0) == 0;
     }
     CHECK(found == 3 && alive == 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Process 1 of a container
+
+// Not even a signal's default action reaches it.
+TEST(process_1_ends_by_a_signal) {
+    const std::string program = std::filesystem::read_symlink("/proc/self/exe");
+    const auto start = [&](Processes& job, const char* act) {
+        job.start([&] {
+            execlp("unshare", "unshare", "--pid", "--fork", "--kill-child", "--map-root-user",
+                   program.c_str(), "--process", act, nullptr);
+            return 1;
+        });
+    };
+    const auto pid_of = [](const Processes& job) {
+        job.wait_for("\n", 1);
+        const int pid = std::atoi(job.text().c_str() + std::strlen("ready "));
+        if (pid <= 1)
+            throw Error("no process has started: " + job.text());
+        return pid;
+    };
+    Processes allowed;
+    start(allowed, "end");
+    if (allowed.wait()[0] != 0)
+        SKIP("unshare is not permitted here");
+
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        std::signal(signal, SIG_DFL);  // whoever started this test may ignore it
+        for (const std::string act : {"prepared", "training"}) {
+            Processes job;
+            start(job, act.c_str());
+            const int pid = pid_of(job);
+            kill(pid, signal);
+            if (act == "training") {
+                job.wait_for("first", 1);
+                sleep_for(1.2);  // until then it would be the same signal
+                kill(pid, signal);
+            }
+            job.check({128 + signal});
+        }
+    }
+    Processes job;
+    std::signal(SIGHUP, SIG_IGN);  // as nohup does
+    start(job, "prepared");
+    std::signal(SIGHUP, SIG_DFL);
+    const int pid = pid_of(job);
+    kill(pid, SIGHUP);
+    kill(pid, SIGTERM);
+    job.check({128 + SIGTERM});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -371,5 +444,7 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
 
 int main(int argc, char** argv) {
     if (argc == 3 && std::string(argv[1]) == "--child") return run_program("child", [&] { return child(argv[2]); });
+    if (argc == 3 && std::string(argv[1]) == "--process")
+        return process(argv[2]);
     return test::main(argc, argv);
 }

@@ -3,6 +3,7 @@
 // any machine.
 #include <sys/stat.h>
 
+#include <csignal>
 #include <set>
 
 #include "data/loader.h"
@@ -215,6 +216,19 @@ TEST(texts_are_streamed) {
     const Result closed = shell("{ ./train_gpt2cu " + endless + "; echo code $? >&2; } | head -c 13");
     CHECK_RUN(closed, 0, "Twelve chars", "cannot write: Broken pipe", "code 1\n");
     CHECK_RUN(run(endless + ">/dev/full"), 1, "the text: cannot write: No space left on device");
+}
+
+// As the first process of a container, to which the kernel brings no signal without a handler.
+TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
+    const std::string way = "unshare --pid --fork --kill-child --map-root-user ";
+    if (shell(way + "true").code)
+        SKIP("unshare is not permitted here");
+    const std::string endless = "--device cpu -e " + model() + " --generate 5 --samples 1000000";
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        std::signal(signal, SIG_DFL);  // whoever started this test may ignore it
+        const std::string act = format("kill -%d $(ranks)", signal);
+        CHECK_RUN(run_and_act(endless, "---", act, way), 128 + signal);
+    }
 }
 
 // The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.

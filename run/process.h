@@ -1,11 +1,29 @@
 // The process around a run: its descriptors, the signals that end it, and its exit code.
 #pragma once
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
+#include <initializer_list>
 
 #include "layers/comm/meet.h"
+
+// Calls `handler` at these signals. nohup and the & of a script have some ignored, which stay so.
+inline void handle(std::initializer_list<int> signals, void (*handler)(int)) {
+    for (const int signal : signals)
+        if (std::signal(signal, SIG_IGN) != SIG_IGN)
+            std::signal(signal, handler);
+}
+
+// Ends the program as the signal does by default. In a container we may be process 1, for which the
+// kernel drops signals that have no handler.
+inline void end_by(int signal) {
+    if (getpid() == 1)
+        _exit(128 + signal);
+    std::signal(signal, SIG_DFL);
+    raise(signal);
+}
 
 inline void prepare_process() {
     // A file must not get the number of a stream that is closed, because what is printed would go into it.
@@ -13,6 +31,8 @@ inline void prepare_process() {
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     std::signal(SIGPIPE, SIG_IGN);  // a reader that ends, such as tee at Ctrl-C, ends no run; check_stdout() says it
     std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
+    if (getpid() == 1)
+        handle({SIGINT, SIGTERM, SIGHUP, SIGQUIT}, end_by);
 }
 
 // SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave. A second one ends the program at once. Within a
@@ -23,13 +43,11 @@ inline void on_signal(int signal) {
     if (!g_signal) {
         g_signal_time = now(), g_signal = signal;
     } else if (now() - g_signal_time > 1) {
-        std::signal(signal, SIG_DFL);
-        raise(signal);
+        end_by(signal);
     }
 }
 inline void catch_signals() {
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP})  // nohup and the & of a script ignore some
-        if (std::signal(signal, SIG_IGN) != SIG_IGN) std::signal(signal, on_signal);
+    handle({SIGINT, SIGTERM, SIGHUP}, on_signal);
 }
 
 // The exit code of a program that is not heard is 1.
