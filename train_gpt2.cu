@@ -556,7 +556,6 @@ static int run_on_device(Options& o, const Team& team, int gpus) {
 
 int main(int argc, char** argv) {
     prepare_process();
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
     return check_stdout(run_program("train_gpt2cu", [&] {
         if (std::find(argv, argv + argc, std::string("--version")) != argv + argc) {
             const bool known = std::string(built_from, 7) != "unknown";

@@ -3,8 +3,10 @@
 //
 // Run: ./dev/test_launch [part of a test's name]
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <termios.h>
 
 #include <csignal>
 #include <filesystem>
@@ -76,6 +78,8 @@ int child(const std::string& act) {
         if (place.rank == 1) raise(SIGKILL);
         return 4 + place.rank;
     }
+    if (act == "print")
+        return std::puts("printed") < 0;
     if (act == "count") std::signal(SIGINT, [](int) { signals = signals + 1; });
     std::printf("ready %d\n", static_cast<int>(getpid()));
     std::fflush(stdout);
@@ -202,6 +206,27 @@ TEST(ranks_die_with_their_parent) {
         for (int p : pids) alive += kill(p, 0) == 0;
     }
     CHECK(found == 3 && alive == 0);
+}
+
+// As with stty tostop. Each rank is in a process group of its own, in the background.
+TEST(ranks_write_to_a_terminal_that_stops_background_groups) {
+    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    CHECK(grantpt(terminal) == 0 && unlockpt(terminal) == 0);
+    Processes parent;
+    parent.start([&] {
+        setsid();
+        const int screen = open(ptsname(terminal), O_RDWR);  // the session's terminal from now on
+        termios settings;
+        CHECK(tcgetattr(screen, &settings) == 0);
+        settings.c_lflag |= TOSTOP;
+        CHECK(tcsetattr(screen, TCSANOW, &settings) == 0);
+        dup2(screen, STDOUT_FILENO);
+        return launch_here("print");
+    });
+    parent.check({0});
+    std::string shown(4096, '\0');
+    CHECK(read(terminal, shown.data(), shown.size()) > 0 && count_of(shown, "printed") == 3);
+    close(terminal);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // Tests the program as its users run it. ./train_gpt2cu is a subprocess, and its output, exit codes and files are
 // checked. Most tests use --device cpu, so that the loop, data, checkpoints, resume, sampling and errors are tested on
 // any machine.
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <csignal>
@@ -9,6 +10,7 @@
 #include "data/loader.h"
 #include "data/text.h"
 #include "dev/bounds.h"
+#include "dev/processes.h"
 #include "dev/program.h"
 #include "layers/gpu/cuda.h"
 #include "run/checkpoint.h"
@@ -203,6 +205,43 @@ TEST(standard_streams_may_be_closed_or_full) {
     CHECK(rows(out, "train").size() == 2 && shell("wc -l <" + out + "/log.jsonl").out == "3\n");
     for (const std::string& full : {command, std::string("./train_gpt2cu --help")})
         CHECK_RUN(shell(full + " >/dev/full"), 1, "train_gpt2cu: stdout: a line could not be written");
+}
+
+// What a command prints into a pipe that is full at first, and that another program has made
+// non-blocking for all.
+static Result into_full_pipe(const std::string& arguments) {
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    CHECK(fcntl(ends[1], F_SETFL, O_NONBLOCK) == 0);
+    const std::string filling(fcntl(ends[1], F_SETPIPE_SZ, 4096), '.');
+    CHECK(write(ends[1], filling.data(), filling.size()) == ssize_t(filling.size()));
+
+    Processes process;
+    process.start([&] {
+        dup2(ends[1], STDOUT_FILENO);
+        dup2(ends[1], STDERR_FILENO);
+        close(ends[0]);
+        close(ends[1]);
+        execl("/bin/sh", "sh", "-c", ("exec " + command(arguments)).c_str(), nullptr);
+        return 1;
+    });
+    close(ends[1]);
+    sleep_for(0.5);  // the reader is slow
+
+    std::string text;
+    char part[1000];
+    for (ssize_t n; (n = read(ends[0], part, sizeof part)) > 0;)
+        text.append(part, n);
+    close(ends[0]);
+    return {process.wait()[0], text.substr(std::min(filling.size(), text.size()))};
+}
+TEST(no_line_is_lost_in_a_pipe_that_does_not_block) {
+    for (const std::string& arguments : {std::string("--help"), std::string("--nonsense")}) {  // stdout, stderr
+        const Result expected = run(arguments);
+        const Result found = into_full_pipe(arguments);
+        CHECK(found.code == expected.code && found.out == expected.out);
+    }
+    CHECK_RUN(into_full_pipe(tiny() + "-x 3"), 0, "device  ", "step 1/3", "step 3/3", "nothing was kept");
 }
 
 TEST(texts_are_streamed) {

@@ -1,13 +1,34 @@
 // The process around a run: its descriptors, the signals that end it, and its exit code.
 #pragma once
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <initializer_list>
 
 #include "layers/comm/meet.h"
+
+// Another program may have made a pipe or terminal non-blocking that is also our stdout or stderr.
+// While it is full it refuses what we write, and stdio would drop that. So wait until it takes more.
+inline ssize_t write_all(void* fd_of_stream, const char* text, size_t bytes) {
+    const int fd = *static_cast<const int*>(fd_of_stream);
+    size_t done = 0;
+    while (done < bytes) {
+        const ssize_t n = write(fd, text + done, bytes - done);
+        if (n > 0) {
+            done += static_cast<size_t>(n);
+        } else if (n < 0 && errno == EAGAIN) {
+            pollfd writable = {fd, POLLOUT, 0};
+            poll(&writable, 1, -1);
+        } else if (n == 0 || errno != EINTR) {
+            break;
+        }
+    }
+    return static_cast<ssize_t>(done);  // fewer bytes are an error of the stream
+}
 
 // Calls `handler` at these signals. nohup and the & of a script have some ignored, which stay so.
 inline void handle(std::initializer_list<int> signals, void (*handler)(int)) {
@@ -33,6 +54,13 @@ inline void prepare_process() {
     std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit on file sizes fails with EFBIG, which has a message
     if (getpid() == 1)
         handle({SIGINT, SIGTERM, SIGHUP, SIGQUIT}, end_by);
+
+    static int out = STDOUT_FILENO;
+    static int err = STDERR_FILENO;
+    stdout = fopencookie(&out, "w", {nullptr, write_all, nullptr, nullptr});
+    stderr = fopencookie(&err, "w", {nullptr, write_all, nullptr, nullptr});
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line at a time, into files and pipes too
+    std::setvbuf(stderr, nullptr, _IONBF, 0);
 }
 
 // SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and leave. A second one ends the program at once. Within a

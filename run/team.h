@@ -41,7 +41,12 @@ struct Team {
           size(std::max(o.gpus, place.size)),
           local_rank(place.local_rank),
           local_size(place.local_size) {
-        if (rank > 0 && !std::freopen("/dev/null", "w", stdout)) throw Error("cannot open /dev/null");
+        if (rank > 0) {
+            const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+            if (null < 0 || dup2(null, STDOUT_FILENO) < 0)
+                throw Error("cannot open /dev/null");
+            close(null);
+        }
         if (size == 1 || o.memory) return;
         const std::string program = InputFile("/proc/self/exe").rest();
         Fields fields = {{"program", format("%016zx", checksum64(program.data(), program.size()))},

@@ -108,6 +108,7 @@ int launch_ranks(int count, char** argv) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             if (getppid() != parent) _exit(1);  // it died before
             setpgid(0, 0);
+            std::signal(SIGTTOU, SIG_IGN);  // may write to a terminal with stty tostop all the same
             for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
             sigprocmask(SIG_SETMASK, &before, nullptr);
             execv("/proc/self/exe", argv);
