@@ -585,7 +585,7 @@ int main(int argc, char** argv) {
         if (o.gpus > 1 && place.size == 1 && !o.memory) return launch_ranks(o.gpus, argv);
         // The built-in corpus is made while the device starts.
         std::future<void> corpus;
-        if (needs_corpus(o)) corpus = std::async(std::launch::async, [] { builtin_corpus(); });
+        if (needs_corpus(o)) corpus = start_async([] { builtin_corpus(); });
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         try {

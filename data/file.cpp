@@ -1,7 +1,5 @@
 #include "data/file.h"
 
-#include <future>
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Checksum: four lanes, so that the multiplications overlap and the hash keeps up with memory. Each step is a bijection
 // of the lane for a given word, and of the word for a given lane. Any change of one word therefore changes the result.
@@ -77,7 +75,7 @@ static void in_pieces(const std::string& path, const char* action, Once once, in
     const size_t piece = std::max((bytes + kThreads - 1) / kThreads, kLeast);
     std::vector<std::future<void>> others;
     for (size_t begin = piece; begin < bytes; begin += piece)
-        others.push_back(std::async(std::launch::async, transfer, begin, std::min(begin + piece, bytes)));
+        others.push_back(start_async([=] { transfer(begin, std::min(begin + piece, bytes)); }));
     transfer(0, std::min(piece, bytes));
     for (std::future<void>& other : others) other.get();
 }

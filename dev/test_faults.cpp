@@ -28,6 +28,7 @@ enum Fault { kNone, kDiesBefore, kDiesInside, kPowerCut, kShort, kNoSpace, kInte
 std::string folder;
 int fault_at = -1;
 Fault fault = kNone;
+bool no_threads = false;  // as where a user's or a container's limit is reached
 struct Counted {
     std::atomic<int> operations;
     const char* names[1000];
@@ -105,6 +106,10 @@ Result operation(const char* name, const std::string& path, Act act) {
 extern "C" {
 int fsync(int fd) {  // of which nothing is left but its mark, because real ones take a minute
     return operation<int>("fsync", path_of(fd), [&](bool) { return synced(fd); });
+}
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*),
+                   void* argument) {
+    return no_threads ? EAGAIN : REAL(pthread_create)(thread, attributes, start, argument);
 }
 COUNTED(int, open, (const char* path, int flags, ...), path, path, flags, 0666)
 COUNTED(ssize_t, write, (int fd, const void* p, size_t n), path_of(fd), written(fd), p, half ? n / 2 : n)
@@ -236,6 +241,16 @@ TEST(a_rank_that_differs_is_named) {
     };
     check("--zero 0 -u 0", "step 2: loss ", ruin);
     check("--zero 0 -u 0 --context-parallel 2", "step 2: loss ", ruin);
+}
+
+TEST(a_run_without_more_threads_keeps_the_same) {
+    const std::string out = dir() + "/no_threads", large = dir() + "/large", bytes(10 << 20, 'x');
+    no_threads = true;
+    CHECK_RUN(train(options(out)), 0, "checkpoint");
+    CHECK(test::error_of([&] { write_whole_file(large, {{bytes.data(), bytes.size()}}); }) == "");
+    CHECK(test::error_of([&] { CHECK(InputFile(large).rest() == bytes); }) == "");
+    no_threads = false;
+    CHECK(content(out) == content(undisturbed()));
 }
 
 TEST(gate_repeat) {

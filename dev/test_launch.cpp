@@ -3,6 +3,7 @@
 //
 // Run: ./dev/test_launch [part of a test's name]
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -16,6 +17,15 @@
 #include "dev/processes.h"
 #include "layers/comm/watchdog.h"
 #include "run/process.h"
+
+// While this is true the system has no more threads.
+static bool no_threads = false;
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*start)(void*), void* argument) {
+    using Create = decltype(&pthread_create);
+    static const auto create = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+    return no_threads ? EAGAIN : create(thread, attributes, start, argument);
+}
 
 namespace {
 
@@ -465,6 +475,20 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
         dog.ask([] { return std::string("NCCL is gone"); });
         sleep_for(20);
     });
+}
+
+TEST(a_rank_without_a_thread_to_spare_has_no_watchdog) {
+    Processes rank;
+    rank.start([&] {
+        no_threads = true;
+        Watchdog dog([] { return std::string("rank 3 at step 12"); });
+        dog.allow(0.1);
+        dog.ask([] { return std::string(); });
+        sleep_for(0.5);
+        return 7;
+    });
+    rank.check({7}, {"rank 3 at step 12: no thread for the watchdog"});
+    CHECK(count_of(rank.text(), "\n") == 1);
 }
 
 int main(int argc, char** argv) {

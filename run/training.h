@@ -249,7 +249,10 @@ class Run {
         if (ranks.rank > 0) return;
         identity.recipe = o.recipe();
         writing = step;
-        written = std::async(std::launch::async, &Run::write_checkpoint, this, Counters{uint64_t(step), 0, position});
+        const Counters counters{uint64_t(step), 0, position};
+        ranks.allow(0);  // without a thread to spare it is written here
+        written = start_async([this, counters] { write_checkpoint(counters); });
+        ranks.allow(o.timeout);
     }
 
     // A checkpoint of what is good, also after an error. Where it cannot be written it is tried once more.

@@ -27,7 +27,7 @@ void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes
     for (size_t at = 0; at < bytes; at += size) {
         if (reading.valid()) reading.get();
         dev.sync();  // the piece before this one is no longer needed
-        if (at + size < bytes) reading = std::async(std::launch::async, read, at + size);
+        if (at + size < bytes) reading = start_async([&read, at, size] { read(at + size); });
         use(half(at), at, std::min(size, bytes - at));
     }
     dev.sync();

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "layers/gpu/error.h"
@@ -16,10 +17,18 @@ inline std::atomic<uint64_t> progress{0};
 class Watchdog {
   public:
     // The watching thread asks `title` who and where this rank is, such as "rank 3 at step 12".
-    explicit Watchdog(std::function<std::string()> title) : title_(std::move(title)) {}
+    explicit Watchdog(std::function<std::string()> title) : title_(std::move(title)) {
+        try {
+            thread_ = std::thread([this] { watch(); });
+        } catch (const std::system_error& e) {
+            print_error("train_gpt2cu: " + title_() + ": no thread for the watchdog (" + e.what() +
+                        "): nothing will end this rank if it hangs; raise ulimit -u");
+        }
+    }
     ~Watchdog() {
         allow(-1);
-        thread_.join();
+        if (thread_.joinable())
+            thread_.join();
     }
     // From now on so many seconds without progress are a hang. 0: no progress is awaited.
     void allow(double seconds) {
@@ -37,7 +46,7 @@ class Watchdog {
     std::function<std::string()> title_, error_;
     double allowed_ = 0;  // or -1 when the thread is to end
     std::mutex mutex_;
-    std::thread thread_{[this] { watch(); }};  // the last member, because it uses the others
+    std::thread thread_;  // none if the system has no more threads
     void watch() {
         uint64_t seen = 0;
         for (double idle = 0;; idle += 0.1) {
