@@ -251,6 +251,18 @@ TEST(a_run_without_more_threads_keeps_the_same) {
     CHECK(test::error_of([&] { CHECK(InputFile(large).rest() == bytes); }) == "");
     no_threads = false;
     CHECK(content(out) == content(undisturbed()));
+
+    // OpenMP, which would end the program, does with fewer.
+    Processes process;
+    process.start([&] {
+        unsetenv("OMP_THREAD_LIMIT");
+        const std::string command = "exec \"$0\" --without-threads " + given_once(options(out + "_2"));
+        const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+        execl("/bin/sh", "sh", "-c", command.c_str(), self.c_str(), nullptr);
+        return 1;
+    });
+    process.check({0}, {"CPU, 1 thread,", "checkpoint"});
+    CHECK(content(out + "_2") == content(undisturbed()));
 }
 
 TEST(gate_repeat) {
@@ -269,6 +281,10 @@ TEST(gate_restart) {
 }
 
 int main(int argc, char** argv) {
+    if (argc > 1 && std::string(argv[1]) == "--without-threads") {
+        no_threads = true;
+        return train_main(argc - 1, argv + 1);
+    }
     // OpenMP has read its variables by now, so this program starts once more.
     if (!std::getenv("OMP_THREAD_LIMIT")) {
         setenv("OMP_THREAD_LIMIT", "1", 1);
