@@ -7,7 +7,6 @@
 // the same layer calls. `X` is the type in which weights and activations are stored. On CUDA it is bf16 or float. On
 // the CPU it is float, and in tests also double. Sums, statistics, gradients of weights and optimizer state have the
 // type A = Acc<X>. What surrounds the step (options, batches, checkpoints, validation, samples, the log) is in run/.
-#include <omp.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -541,9 +540,8 @@ static int run_on_device(Options& o, const Team& team, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
         if (o.init == "auto") o.init = "tiny";
-        return run_with<Cpu, float>(Cpu(possible_threads(omp_get_num_procs())), o, team);
+        return run_with<Cpu, float>(Cpu(), o, team);
     }
-    omp_set_num_threads(possible_threads(omp_get_max_threads()));
     Cuda dev(team.device(gpus));
     if (team.speaks()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;

@@ -5,6 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 // A group's cpu.max is "max 100000" or, for one and a half cores, "150000 100000".
 static double quota_of(const std::string& group) {
@@ -32,9 +36,33 @@ static std::string own_group() {
     return "/";
 }
 
+// How many threads there can be, of so many, found out with threads that do nothing.
+static int startable_threads(int wanted) {
+    std::mutex all_have_started;
+    std::vector<std::thread> others;
+    {
+        const std::lock_guard<std::mutex> lock(all_have_started);
+        try {
+            while (static_cast<int>(others.size()) + 1 < wanted) {
+                others.emplace_back([&] { const std::lock_guard<std::mutex> wait(all_have_started); });
+            }
+        } catch (const std::system_error&) {
+            // others.size() of them is what we get
+        }
+    }
+    for (std::thread& other : others) {
+        other.join();
+    }
+    return static_cast<int>(others.size()) + 1;
+}
+
+int possible_threads() {
+    static const int possible = startable_threads(omp_get_num_procs());  // the affinity's number
+    return possible;
+}
+
 int available_threads() {
-    int threads = std::min(omp_get_max_threads(), omp_get_thread_limit());
-    threads = std::min(threads, omp_get_num_procs());  // which is the affinity's number
+    const int threads = std::min({omp_get_max_threads(), omp_get_thread_limit(), possible_threads()});
     const int quota = cpu_quota("/sys/fs/cgroup", own_group());
     return quota > 0 ? std::min(threads, quota) : threads;
 }

@@ -8,10 +8,6 @@
 #include <csignal>
 #include <cstdio>
 #include <initializer_list>
-#include <mutex>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "layers/comm/meet.h"
 
@@ -32,27 +28,6 @@ inline ssize_t write_all(void* fd_of_stream, const char* text, size_t bytes) {
         }
     }
     return static_cast<ssize_t>(done);  // fewer bytes are an error of the stream
-}
-
-// How many threads there can be, of so many. libgomp ends the program when the system refuses one of
-// its threads (ulimit -u, a container's pids.max), so try it before with threads that do nothing.
-inline int possible_threads(int wanted) {
-    std::mutex all_have_started;
-    std::vector<std::thread> others;
-    {
-        const std::lock_guard<std::mutex> lock(all_have_started);
-        try {
-            while (static_cast<int>(others.size()) + 1 < wanted)
-                others.emplace_back([&] {
-                    const std::lock_guard<std::mutex> wait(all_have_started);
-                });
-        } catch (const std::system_error&) {
-            // others.size() of them is what we get
-        }
-    }
-    for (std::thread& other : others)
-        other.join();
-    return static_cast<int>(others.size()) + 1;
 }
 
 // Calls `handler` at these signals. nohup and the & of a script have some ignored, which stay so.

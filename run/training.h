@@ -59,11 +59,8 @@ class Run {
         const size_t ints = size_t(model.micro_steps) * model.batch_ints();
         host = static_cast<int*>(dev.alloc_host((2 * ints + 1) * sizeof(int)));
         now_at = host, next = host + ints, ends = host + 2 * ints;
-        if (!o.output_dir.empty() && ranks.rank == 0)
-            snapshot_to_come = std::async(std::launch::async, [this] {
-                this->dev.use();
-                return static_cast<char*>(this->dev.alloc_host(snapshot_bytes(this->model)));
-            });
+        const size_t bytes = o.output_dir.empty() ? 0 : snapshot_bytes(model);
+        if (bytes) snapshot = static_cast<char*>(dev.alloc_host(bytes));
         const char* const order = o.overfit ? "one batch" : o.no_shuffle ? "as it is" : "shuffled";
         identity.fields = {{"model", format("L=%d NH=%d C=%d V=%d", c.L, c.NH, c.C, c.V)},
                            {"precision", name_of(dtype_of<X>())},
@@ -79,7 +76,6 @@ class Run {
     }
     ~Run() {
         if (written.valid()) written.wait();  // when an Error unwinds
-        if (snapshot_to_come.valid()) keep_error_of([&] { take_snapshot(); });
         dev.free_host(host), dev.free_host(snapshot);
     }
 
@@ -146,7 +142,6 @@ class Run {
         began = now();
         if (step <= first_step + 2) timed_from = step, timed_since = began, step_seconds = 0;
         if (written.valid() && is_ready(written)) end_of_writing();
-        if (snapshot_to_come.valid() && is_ready(snapshot_to_come)) take_snapshot();
         if (!prepared) prepare(now_at);
         prepared = true;
         g_step = step + 1;
@@ -240,7 +235,6 @@ class Run {
         Range range("checkpoint");
         await_checkpoint();
         check_parameters(model, format("step %d: no checkpoint is written", step), last_good());
-        if (snapshot_to_come.valid()) take_snapshot();
         if (ranks.rank == 0) dev.download(snapshot, model.params.base, model.params.bytes);
         move_optimizer(model, true, [&](size_t offset, const char* device, size_t bytes) {
             dev.download(snapshot + model.params.bytes + offset, device, bytes);
@@ -382,8 +376,6 @@ class Run {
     // The parameters and the optimizer's state, in pinned memory. A rank other than 0 has at most its share of the
     // state.
     char* snapshot = nullptr;
-    std::future<char*> snapshot_to_come;  // a thread gets the memory, because that takes a second for every few GB
-    void take_snapshot() { snapshot = snapshot_to_come.get(); }
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
     int writing = -1;           // its step
     // Waits for the checkpoint that is being written. All ranks call this together.

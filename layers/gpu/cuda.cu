@@ -1,9 +1,12 @@
 // The CUDA backend's device (see cuda.h).
 #include <cuda_profiler_api.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 
+#include "data/threads.h"
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/cuda.h"
 
@@ -132,11 +135,26 @@ void* Cuda::alloc(size_t bytes) const {
     return p;
 }
 
+// cudaMallocHost takes a third of a second for each GB, and lets no other call of CUDA through meanwhile. Memory in large
+// pages, which several threads have touched, is pinned five times as fast.
 void* Cuda::alloc_host(size_t bytes) const {
-    void* p = nullptr;
-    const cudaError_t status = cudaMallocHost(&p, bytes);
+    constexpr size_t kSmallPage = 4 << 10;
+    constexpr size_t kPage = 2 << 20;
+    const size_t size = (bytes + kPage - 1) / kPage * kPage;
+    const int threads = std::min(4, possible_threads());
+    char* const p = static_cast<char*>(std::aligned_alloc(kPage, size));
+    cudaError_t status = cudaErrorMemoryAllocation;
+    if (p) {
+        madvise(p, size, MADV_HUGEPAGE);  // a wish; ordinary pages do too
+#pragma omp parallel for num_threads(threads)
+        for (size_t at = 0; at < size; at += kSmallPage) {
+            p[at] = 0;
+        }
+        status = cudaHostRegister(p, size, cudaHostRegisterDefault);
+    }
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
+        std::free(p);
         throw OutOfMemory(
             format("out of pinned host memory: asked for %.1f MiB; free some, or leave out -o, because "
                    "checkpoints need most of it",
@@ -144,6 +162,11 @@ void* Cuda::alloc_host(size_t bytes) const {
     }
     CUDA_CHECK(status);
     return p;
+}
+
+void Cuda::free_host(void* p) const {
+    if (p) cudaHostUnregister(p);
+    std::free(p);
 }
 
 void Cuda::profile(bool on) const {

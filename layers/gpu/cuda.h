@@ -38,7 +38,7 @@ struct Cuda {
     void* alloc_host(size_t bytes) const;  // pinned
     // Destructors free while an Error unwinds, so these must not throw. A failure shows at the next checked launch.
     void free(void* p) const { cudaFree(p); }
-    void free_host(void* p) const { cudaFreeHost(p); }
+    void free_host(void* p) const;
     void zero(void* p, size_t bytes) const { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream)); }
     void upload(void* dst, const void* host, size_t bytes) const {  // asynchronous if host is pinned
         CUDA_CHECK(cudaMemcpyAsync(dst, host, bytes, cudaMemcpyHostToDevice, stream));
