@@ -539,14 +539,16 @@ extern const char built_from[];  // "COMMIT clean", "COMMIT dirty" or "unknown d
 static int run_on_device(Options& o, const Team& team, int gpus) {
     if (gpus == 0) {
         if (o.precision == "bf16") throw UsageError("--precision bf16 needs a GPU; the CPU runs fp32");
-        if (o.init == "auto") o.init = "tiny";
+        if (o.init.empty())
+            o.init = "tiny";
         return run_with<Cpu, float>(Cpu(), o, team);
     }
     Cuda dev(team.device(gpus));
     if (team.speaks()) std::fputs(missing_kernels(dev.sm, dev.sm90a), stderr);
     dev.tf32 = !o.no_tf32 && dev.sm >= 80;
     dev.graphs = !o.profile;
-    if (o.init == "auto") o.init = "d12";
+    if (o.init.empty())
+        o.init = "d12";
     if (o.precision == "bf16" && dev.sm < 80)
         throw Error(format("--precision bf16 needs compute capability 8.0 or later, %s has %d.%d: use --precision fp32",
                            dev.name.c_str(), dev.sm / 10, dev.sm % 10));
@@ -571,12 +573,11 @@ int main(int argc, char** argv) {
             std::printf("%s", options_help("train_gpt2cu", about, Options().table()).c_str());
             return 0;
         }
+        check_all_are_used(o, table);
         if (o.output_dir.empty() && (o.resume || o.checkpoint_every || o.keep || o.keep_every))
             throw UsageError("-y, -n, -nk and -nm need a directory: give it with -o");
-        if (o.generate > 0 && (o.eval_only || !o.output_dir.empty() || o.overfit))
-            throw UsageError("--generate only writes a text: leave out --eval-only, -o and -a");
-        if (o.profile && !o.output_dir.empty()) throw UsageError("--profile writes nothing: leave out -o");
-        if (o.eval_only && o.init == "auto") throw UsageError("--eval-only needs a model: give its checkpoint with -e");
+        if (o.eval_only && o.init.empty())
+            throw UsageError("--eval-only needs a model: give its checkpoint with -e");
         std::string why;
         const int gpus = o.device == "cpu" ? 0 : Cuda::count(&why);
         if (o.device == "cuda" && gpus == 0) throw Error("--device cuda: " + why + "; use --device cpu");

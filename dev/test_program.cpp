@@ -92,7 +92,7 @@ static std::string parsed(const std::vector<std::string>& arguments) {
 TEST(arguments_and_their_errors) {
     const struct {
         std::vector<std::string> arguments;
-        std::string result;  // or how it begins, up to a colon
+        std::string result;  // of an error how it begins
     } cases[] = {
         {{}, ""},
         {{"-i", "x", "--train-data="}, "--train-data (-i) is given twice"},
@@ -112,20 +112,92 @@ TEST(arguments_and_their_errors) {
         {{"-i", "--batch=3", "3"}, "--train-data (-i) needs a value"},
         {{"-i", "-nk", "3"}, "--train-data (-i) needs a value"},
         {{"--device", "cu"}, "--device: \"cu\" is not one of auto|cuda|cpu"},
-        {{"-b", "99999999999999999999"}, "--batch (-b): \"99999999999999999999\" is out of range 0..65536"},
-        {{"-l", "0e-999"}, "  --lr 0"}};
+        {{"-b", "99999999999999999999"},
+         "--batch (-b): \"99999999999999999999\" is out of range 1..65536"},
+        {{"-l", "0e-999"}, "  --lr 0"},
+        // What a user gives is no default in disguise.
+        {{"-l", "-1"}, "--lr (-l): \"-1\" is out of range"},
+        {{"-l", "-0.5"}, "--lr (-l): \"-0.5\" is out of range"},
+        {{"-l", "1e-400"}, "--lr (-l): \"1e-400\" is too small"},
+        {{"--max-norm", "1e-46"}, "--max-norm: \"1e-46\" is too small"},  // no float, but a double
+        {{"--temperature", "1e-400"}, "--temperature: \"1e-400\" is too small"},
+        {{"-c", "1e-30", "-q", "0.0e-400"}, "  --final-lr 0  --weight-decay 1e-30"},
+        {{"-u", "-1"}, "--warmup (-u): \"-1\" is out of range"},
+        {{"-b", "0"}, "--batch (-b): \"0\" is out of range"},
+        {{"-t", "0"}, "--tokens (-t): \"0\" is out of range"},
+        {{"-d", "0"}, "--tokens-per-step (-d): \"0\" is out of range"},
+        {{"-m", "0"}, "--val-batches (-m): \"0\" is out of range -1 or 1.."},
+        {{"-m", "-2"}, "--val-batches (-m): \"-2\" is out of range -1 or 1.."},
+        {{"-m", "-1"}, "  --val-batches -1"},
+        {{"--gpus", "0"}, "--gpus: \"0\" is out of range"},
+        {{"-z", "-1"}, "--zero (-z): \"-1\" is out of range"},
+        {{"--overlap", "-1"}, "--overlap: \"-1\" is out of range"},
+        {{"--generate", "0"}, "--generate: \"0\" is out of range"},
+        {{"--profile", "0"}, "--profile: \"0\" is out of range"},
+        // llm.c's users write these.
+        {{"-v", "0", "-s", "0", "-x", "-1", "-n", "0", "-nk", "0", "-nm", "0", "-y", "0"},
+         "  --val-every 0  --sample-every 0"},
+        {{"-v", "-1", "-s", "-1", "-z", "1", "-r", "1"}, "  --zero 1"}};
     std::set<void*> values;  // each has its own
     for (const Option& o : Options().table()) values.insert(o.value);
     CHECK(values.size() == Options().table().size());
     for (const auto& [arguments, result] : cases) {
         const std::string found = parsed(arguments);
-        if (found != result && found.find(result + ": ") != 0)
+        const bool is_error = !result.empty() && result[0] != ' ';
+        if (is_error ? found.find(result) != 0 : found != result)
             test::report(__FILE__, __LINE__, format("expected \"%s\", got \"%s\"", result.c_str(), found.c_str()));
     }
     for (const char* value : {"", "x", "3x", " 3", "3.5", "1e3", "0x10", "+3", "-"})
         CHECK(parsed({"-b", value}) == format("--batch (-b): \"%s\" is not an integer", value));
     for (const char* value : {"", "nan", "-nan", "inf", "1e99", "0.1f", " 0.1", "0,1", "lr"})
         CHECK(parsed({"-l", value}) == format("--lr (-l): \"%s\" is not a finite number", value));
+    for (const char* path : {"-i", "-j", "-e", "-o", "--hellaswag", "--tokenizer"})
+        CHECK(contains(parsed({path, ""}), "is no path"));
+    CHECK(parsed({"--prompt", ""}).empty());
+}
+
+// Nothing that is given is ignored. The table says which modes use an option: t is training, p is
+// --profile, e is --eval-only and g is --generate. --memory asks about a command that trains or
+// generates, and takes what that command takes.
+TEST(options_that_a_mode_would_ignore_are_named) {
+    const std::pair<const char*, const char*> users[] = {
+        {"tpeg", "--init --precision --attention --device --no-tf32 --tokens --seed --tokenizer"},
+        {"tpe", "--val-data --gpus --context-parallel --timeout --batch --val-batches --hellaswag"},
+        {"tpg", "--prompt --temperature --top-k"},
+        {"tp", "--train-data --recompute --zero --overlap --tokens-per-step"},
+        {"tp", "--no-shuffle --overfit"},
+        {"tp", "--lr --warmup --final-lr --schedule --weight-decay --beta2 --max-norm"},
+        {"tp", "--val-every --sample-every --sample-length"},
+        {"tg", "--memory"},
+        {"t", "--max-steps --output-dir --checkpoint-every --keep --keep-every --resume"},
+        {"p", "--profile"},
+        {"e", "--eval-only"},
+        {"g", "--generate --samples"},
+    };
+    std::map<std::string, std::string> users_of;
+    for (const auto& [modes, options] : users)
+        for (const std::string& option : split(options, " "))
+            users_of[option] = modes;
+
+    for (const Option& tried : Options().table()) {
+        if (!users_of.count(tried.name))
+            continue;
+        for (const char mode : std::string("tpeg")) {
+            Options o;
+            o.profile = mode == 'p';
+            o.eval_only = mode == 'e';
+            o.generate = mode == 'g';
+            std::vector<Option> table = o.table();
+            for (Option& option : table)
+                option.given = option.name == std::string(tried.name);
+
+            const std::string error = test::error_of([&] { check_all_are_used(o, table); });
+            const bool used = contains(users_of.at(tried.name), std::string(1, mode));
+            if (used != error.empty() || contains(error, title(tried)) == used)
+                test::report(__FILE__, __LINE__,
+                             format("%s, %c: %s", tried.name, mode, error.c_str()));
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -133,6 +205,9 @@ TEST(arguments_and_their_errors) {
 
 // Parsing has its errors above.
 TEST(usage_errors_exit_with_2) {
+    const std::string with_model = "--device cpu -e " + model() + " ";
+    const std::string evaluate = with_model + "--eval-only -j " + text_file() + " ";
+    const std::string generate = with_model + "--generate 5 ";
     check_commands({
         {0, "-h", "usage: train_gpt2cu"},
         {0, "--version", "train_gpt2cu " + shell("sed -n 's/^## //p' CHANGELOG.md | head -n 1 | tr -d '\\n'").out},
@@ -148,7 +223,23 @@ TEST(usage_errors_exit_with_2) {
         {2, "--device cpu --eval-only", "--eval-only needs a model"},
         {2, "--device cpu --eval-only -e " + model() + " -i " + text_file(), "-j"},
         {2, tiny() + "-y 1", "need a directory: give it with -o"},
-        {2, tiny() + "--profile 1 -o x", "--profile writes nothing"},
+        {2, tiny() + "--profile 1 -o x", "--output-dir (-o)"},
+        {2, tiny() + "--profile 1 -x 9", "--max-steps (-x)"},
+        {2, tiny() + "--profile 1 --memory", "--memory"},
+        {2, tiny() + "-x 1 --samples 2", "--samples"},
+        {2, evaluate + "--memory", "--memory"},
+        {2, evaluate + "--profile 1", "--profile"},
+        {2, evaluate + "-y -o " + dir() + "/evaluated", "--output-dir (-o), --resume (-y)"},
+        {2, evaluate + "-x 1", "--max-steps (-x)"},
+        {0, evaluate + "-y 0 -m 1 -b 1 -t 16", "val loss"},
+        {2, generate + "--hellaswag x", "--hellaswag"},
+        {2, generate + "-j x", "--val-data (-j)"},
+        {2, generate + "--profile 1", "--profile"},
+        {2, generate + "-b 2", "--batch (-b)"},
+        {2, generate + "-o " + dir() + "/generated", "--output-dir (-o)"},
+        {2, "--device cpu --generate 0 -e " + model(), "--generate"},
+        {2, tiny() + "-x 1 -o ''", "--output-dir (-o)"},
+        {2, tiny() + "-x 1 --lr 1e-400", "--lr (-l)"},
         {2, tiny() + "-d 100", "not a multiple"},
         {0, kRanks + "--memory --gpus 3 -d 96", ""},  // three ranks do not divide 128 channels
         {2, kRanks + "--memory --gpus 3", "B·T·ranks"},
@@ -163,6 +254,8 @@ TEST(usage_errors_exit_with_2) {
         {2, kRanks + "--memory --gpus 2 --context-parallel 2 --attention naive", "--attention flash"},
         {2, kRanks + "--memory --gpus 2 --context-parallel 2 --hellaswag x", "--hellaswag"},
     });
+    for (const char* never_made : {"/evaluated", "/generated"})
+        CHECK(!exists(dir() + never_made));
     CHECK_RUN(shell("./train_gpt2cu --device cpu --gpus 2"), 2, "--device cpu has one rank: leave out --gpus");
     CHECK_RUN(shell(as_rank(0, 3, 29999) + "./train_gpt2cu --device cpu --gpus 2"), 2, "started 3 ranks");
     CHECK_RUN(shell("RANK=1 WORLD_SIZE=3 ./train_gpt2cu --device cpu"), 2, "MASTER_ADDR");

@@ -51,13 +51,17 @@ def test_trainers_commands(tmp):
         words = words[words.index("./train_gpt2cu"):]
         if "--gpus" in words:  # of which a CPU has none
             words[0] = "./dev/train_threads"
-        small = {"--device": "cpu", "-b": "2", "-t": "64", "-x": "3" if "-y" in words else "2", "-v": "0", "-s": "0"}
+        small = {"--device": "cpu", "-t": "64"}
+        if "--eval-only" in words:
+            small |= {"-b": "2", "-j": paths["book.txt"]}
+        elif "--generate" not in words:
+            small |= {"-b": "2", "-x": "3" if "-y" in words else "2", "-v": "0", "-s": "0"}
+            if "-i" not in words:
+                small["-i"] = paths["book.txt"]  # the built-in corpus has its own tests
+        if "--profile" in words:
+            del small["-x"]
         if "-e" not in words:  # else it is a checkpoint that an earlier command left
             small["-e"] = "tiny"
-        if not {"-i", "--generate", "--eval-only"} & set(words):
-            small["-i"] = paths["book.txt"]  # instead of the built-in corpus, which has its own tests
-        if "--eval-only" in words:
-            small["-j"] = paths["book.txt"]
         if "--precision" in words:
             small["--precision"] = "fp32"  # what a CPU has
         for option in small.keys() & set(words):  # it may not be given twice

@@ -460,8 +460,10 @@ TEST(a_model_with_a_nan_is_refused) {
     const float nan = NAN;
     std::memcpy(&bytes[1024 + 4 * (offset_of(LNFW) - 1)], &nan, 4);
     write_file(path, bytes);
-    for (const char* use : {"--generate 1 -i x", "--eval-only", "-v 0 -s 0"})
-        CHECK_RUN(run(options(1) + use + " -e " + path), 1, path + ": not finite: fcprojb (");
+    const std::string evaluate = "--device cpu --eval-only -t 16 -j " + text_file();
+    for (const std::string& use :
+         {std::string("--device cpu --generate 1"), evaluate, options(1) + "-v 0 -s 0"})
+        CHECK_RUN(run(use + " -e " + path), 1, path + ": not finite: fcprojb (");
 }
 
 TEST_MAIN

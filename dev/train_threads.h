@@ -22,7 +22,7 @@ inline int train_on_threads(int argc, char** argv) {
         Options o;
         std::vector<Option> table = o.table();
         parse_options(argc, argv, table);
-        if (o.init == "auto") o.init = "tiny";
+        if (o.init.empty()) o.init = "tiny";
         std::vector<int> codes(std::max(1, o.gpus));
         on_threads(static_cast<int>(codes.size()), [&](int rank, ThreadComm& comm) {
             Options mine = o;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <climits>
 #include <cmath>
 #include <cstdlib>
@@ -26,34 +27,42 @@ std::string value_text(const Option& option) {
     }
 }
 
-// How messages name an option, for example "--batch (-b)".
-std::string title(const Option& option) {
-    return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
-}
-
 Option* find_option(std::vector<Option>& table, const std::string& name) {
     for (Option& option : table)
         if (name == option.name || (*option.letter && name == option.letter)) return &option;
     return nullptr;
 }
 
-void set_value(const Option& option, const std::string& text) {
+// A range has one or more pieces with " or " between them. A piece is a number or "low..high", of
+// which either end may be left out.
+bool in_range(double value, const std::string& range) {
+    for (const std::string& piece : split(range, " or ")) {
+        const size_t dots = piece.find("..");
+        const std::string low = piece.substr(0, dots);
+        const std::string high = dots == std::string::npos ? low : piece.substr(dots + 2);
+        if ((low.empty() || value >= std::stod(low)) && (high.empty() || value <= std::stod(high)))
+            return true;
+    }
+    return false;
+}
+
+void set_value(Option& option, const std::string& text) {
     const auto check = [&](bool good, const std::string& why) {
         if (!good) throw UsageError(format("%s: \"%s\" %s", title(option).c_str(), text.c_str(), why.c_str()));
     };
     const std::string range = option.range;
     const auto number = [&](bool integer) {
         char* end = nullptr;
+        errno = 0;
         const double value = std::strtod(text.c_str(), &end);
+        const bool became_zero = value == 0 ? errno == ERANGE : static_cast<float>(value) == 0;
         const bool all = !text.empty() && end == text.c_str() + text.size() && !std::isspace(text[0] & 0xFF);
         const bool digits = text.find_first_not_of("-0123456789") == std::string::npos;
         check(all && (!integer || digits), integer ? "is not an integer" : "is not a finite number");
         check(std::isfinite(static_cast<float>(value)), "is not a finite number");
-        const size_t dots = std::min(range.find(".."), range.size());
-        const std::string low = range.substr(0, dots), high = range.substr(std::min(dots + 2, range.size()));
-        check((low.empty() || value >= std::stod(low)) && (high.empty() || value <= std::stod(high)) &&
-                  (!integer || std::fabs(value) <= INT_MAX),
+        check(in_range(value, range) && (!integer || std::fabs(value) <= INT_MAX),
               "is out of range " + range);
+        check(!became_zero, "is too small: a float would make 0 of it");
         return value;
     };
     switch (option.kind) {
@@ -70,6 +79,10 @@ void set_value(const Option& option, const std::string& text) {
             *static_cast<std::string*>(option.value) = text;
             break;
         }
+        case Option::Path:
+            check(!text.empty(), "is no path");
+            *static_cast<std::string*>(option.value) = text;
+            break;
         case Option::String:
             *static_cast<std::string*>(option.value) = text;
             break;
@@ -78,9 +91,14 @@ void set_value(const Option& option, const std::string& text) {
             *static_cast<bool*>(option.value) = text == "1";
             break;
     }
+    option.given = option.kind != Option::Flag || text == "1";
 }
 
 }  // namespace
+
+std::string title(const Option& option) {
+    return *option.letter ? format("%s (%s)", option.name, option.letter) : option.name;
+}
 
 bool parse_options(int argc, const char* const* argv, std::vector<Option>& table) {
     const std::vector<std::string> args(argv + 1, argv + argc);
@@ -92,7 +110,7 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
         const bool attached = equals != std::string::npos;
         const std::string name = args[i].substr(0, equals);
         std::string value = attached ? args[i].substr(equals + 1) : "1";
-        const Option* option = find_option(table, name);
+        Option* option = find_option(table, name);
         if (!option)
             throw UsageError(
                 format("unknown option %s; see --help, for llm.c's FROM_LLMC.md, and quote patterns", name.c_str()));
@@ -115,7 +133,8 @@ bool parse_options(int argc, const char* const* argv, std::vector<Option>& table
 std::string options_help(const std::string& program, const std::string& about, const std::vector<Option>& table) {
     constexpr size_t kHelpWidth = 110;  // columns
     // The first column is "  -b,  --batch N". Options without a letter are indented to line up.
-    const char* const arguments[] = {" N", " X", " TEXT", " NAME", ""};  // of an Option::Kind
+    // What follows the name, by Option::Kind.
+    const char* const arguments[] = {" N", " X", " TEXT", " PATH", " NAME", ""};
     const auto left = [&](const Option& option) {
         const std::string letter = *option.letter ? std::string(option.letter) + "," : "";
         return format("  %-4s %s%s", letter.c_str(), option.name, arguments[option.kind]);

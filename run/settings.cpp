@@ -17,10 +17,10 @@
 std::vector<Option> Options::table() {
     using O = Option;
     return {
-        {"--train-data", "-i", O::String, &train_data,
+        {"--train-data", "-i", O::Path, &train_data,
          "token shards (a glob) or a text file; default: the built-in corpus", "", "data"},
-        {"--val-data", "-j", O::String, &val_data, "the same for validation; default: none with -i"},
-        {"--init", "-e", O::String, &init,
+        {"--val-data", "-j", O::Path, &val_data, "the same for validation; default: none with -i"},
+        {"--init", "-e", O::Path, &init,
          "d12, d24, d36, d48, tiny, a model file (llm.c's) or a run's -o; default: d12 (CPU: tiny)", "", "model"},
         {"--precision", "", O::Choice, &precision, "default: bf16 where the GPU has it, else fp32", "auto|bf16|fp32"},
         {"--attention", "", O::Choice, &attention, "the kernel; flash: the fastest for precision and GPU",
@@ -30,23 +30,30 @@ std::vector<Option> Options::table() {
          "to save memory keep 1: no GELU output (1 % slower), 2: no layer norm output either (2 %)", "0..2"},
         {"--no-tf32", "", O::Flag, &no_tf32, "strict fp32 matmuls (they use TF32 otherwise)"},
         {"--gpus", "", O::Int, &gpus, "processes, a GPU each; default: one, or as torchrun, srun or mpirun say",
-         "0..1024", "several GPUs"},
-        {"--zero", "-z", O::Int, &zero, "1: divide the optimizer among ranks; default: where channels divide", "-1..1"},
-        {"--overlap", "", O::Int, &overlap, "1: sum gradients beside backward; default: 1 between machines", "-1..1"},
+         "1..1024", "several GPUs"},
+        {"--zero", "-z", O::Int, &zero,
+         "1: divide the optimizer among ranks; default: where channels divide", "0..1"},
+        {"--overlap", "", O::Int, &overlap,
+         "1: sum gradients beside backward; default: 1 between machines", "0..1"},
         {"--context-parallel", "", O::Int, &context_parallel, "divide each sequence among so many GPUs", "1..1024"},
         {"--timeout", "", O::Int, &timeout,
          "seconds without progress, also for a terminal or a disk, after which a rank gives up", "1..86400"},
-        {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)", "0..65536", "batch"},
+        {"--batch", "-b", O::Int, &B, "sequences per micro-batch and GPU; default: 8 (CPU: 4)",
+         "1..65536", "batch"},
         {"--tokens", "-t", O::Int, &T,
-         "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: 64)", "0..4194304"},
+         "tokens per sequence; default: the model's positions, but at most 1024 (training on a CPU: "
+         "64)",
+         "1..4194304"},
         {"--tokens-per-step", "-d", O::Int, &tokens_per_step,
-         "tokens per update, a multiple of B·T·GPUs / context-parallel; default: that", "0.."},
-        {"--max-steps", "-x", O::Int, &max_steps, "default: two minutes on an H200 (CPU: one), or an epoch of -i",
-         "-1.."},
+         "tokens per update, a multiple of B·T·GPUs / context-parallel; default: that", "1.."},
+        {"--max-steps", "-x", O::Int, &max_steps,
+         "-1 is the default: two minutes on an H200 (CPU: one), or an epoch of -i", "-1.."},
         {"--no-shuffle", "", O::Flag, &no_shuffle, "read the training data in order"},
         {"--overfit", "-a", O::Flag, &overfit, "train on the first batch again and again"},
-        {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "-1..", "optimizer"},
-        {"--warmup", "-u", O::Int, &warmup, "steps; default: a twentieth of all, but at least 50 or a third", "-1.."},
+        {"--lr", "-l", O::Float, &lr, "learning rate; default: 3e-4 (tiny: 2e-3)", "0..",
+         "optimizer"},
+        {"--warmup", "-u", O::Int, &warmup,
+         "steps; default: a twentieth of all, but at least 50 or a third", "0.."},
         {"--final-lr", "-q", O::Float, &final_lr, "learning rate at the end, as a fraction", "0..1"},
         {"--schedule", "-k", O::Choice, &schedule, "after the warm-up; wsd: constant, then 1 - sqrt in the last fifth",
          "cosine|linear|constant|wsd"},
@@ -54,31 +61,38 @@ std::vector<Option> Options::table() {
         {"--beta2", "", O::Float, &beta2, "AdamW's second decay", "0..0.99999"},
         {"--max-norm", "", O::Float, &max_norm, "clip the gradient's norm; 0: don't", "0.."},
         {"--seed", "", O::Int, &seed, "of initial weights, order of data, rounding and samples", "0.."},
-        {"--val-every", "-v", O::Int, &val_every, "steps between validations, 0: never; default: ten in the run",
-         "-1..", "watching"},
+        {"--val-every", "-v", O::Int, &val_every,
+         "steps between validations, 0: never, -1 is the default: ten in the run", "-1..",
+         "watching"},
         {"--val-batches", "-m", O::Int, &val_batches,
-         "micro-batches per validation, -1: all; default: 20 (--eval-only: all)", "-1.."},
-        {"--hellaswag", "", O::String, &hellaswag, "with each validation, answer the questions of this file"},
+         "micro-batches per validation, -1: all; default: 20 (--eval-only: all)", "-1 or 1.."},
+        {"--hellaswag", "", O::Path, &hellaswag,
+         "with each validation, answer the questions of this file"},
         {"--eval-only", "", O::Flag, &eval_only, "validate the model of -e on -j, then exit"},
-        {"--sample-every", "-s", O::Int, &sample_every, "steps between samples, 0: never; default: five at most",
-         "-1.."},
+        {"--sample-every", "-s", O::Int, &sample_every,
+         "steps between samples, 0: never, -1 is the default: five at most", "-1.."},
         {"--sample-length", "-g", O::Int, &sample_length, "tokens per sample, at most", "1.."},
-        {"--memory", "", O::Flag, &memory, "print the bytes of every tensor, then exit"},
-        {"--profile", "", O::Int, &profile, "after five steps profile so many, then exit; default: train", "0.."},
-        {"--output-dir", "-o", O::String, &output_dir, "for log.jsonl and checkpoints; default: nothing is kept", "",
-         "files"},
-        {"--checkpoint-every", "-n", O::Int, &checkpoint_every, "steps between checkpoints; default: one, at the end",
+        {"--memory", "", O::Flag, &memory,
+         "print the bytes of every tensor of this command's run, then exit"},
+        {"--profile", "", O::Int, &profile,
+         "after five steps profile so many, then exit; default: train", "1.."},
+        {"--output-dir", "-o", O::Path, &output_dir,
+         "for log.jsonl and checkpoints; default: nothing is kept", "", "files"},
+        {"--checkpoint-every", "-n", O::Int, &checkpoint_every,
+         "steps between checkpoints, 0: only one, at the end", "0.."},
+        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints, 0: all", "0.."},
+        {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps, 0: don't",
          "0.."},
-        {"--keep", "-nk", O::Int, &keep, "keep only so many checkpoints; default: all", "0.."},
-        {"--keep-every", "-nm", O::Int, &keep_every, "keep those of every so many steps; default: don't", "0.."},
         {"--resume", "-y", O::Flag, &resume, "go on from the newest checkpoint in -o"},
-        {"--tokenizer", "", O::String, &tokenizer, "llm.c's tokenizer file: texts and prompts are in GPT-2's BPE"},
+        {"--tokenizer", "", O::Path, &tokenizer,
+         "llm.c's tokenizer file: texts and prompts are in GPT-2's BPE"},
         {"--generate", "", O::Int, &generate, "write so many tokens with the model of -e, then exit; default: train",
-         "0..", "generating"},
+         "1..", "generating"},
         {"--samples", "", O::Int, &samples, "so many texts, with the seeds from --seed on", "1.."},
         {"--prompt", "", O::String, &prompt, "what samples and --generate continue, after <|endoftext|>"},
         {"--temperature", "", O::Float, &temperature, "0: always the likeliest token", "0.."},
-        {"--top-k", "", O::Int, &top_k, "choose among the k likeliest; default: all", "0.."},
+        {"--top-k", "", O::Int, &top_k, "choose among so many of the likeliest tokens, 0: all",
+         "0.."},
     };
 }
 
@@ -105,6 +119,67 @@ double Options::learning_rate(int step) const {
         factor = 1 - std::sqrt(at);
     return lr * (final_lr + (1 - final_lr) * factor);
 }
+
+// -------------------------------------------------------------------------------------------------
+// Modes
+
+namespace {
+
+enum Mode { kTrain = 1, kProfile = 2, kEvaluate = 4, kGenerate = 8 };
+
+// Which modes use an option. Whatever is in no row is for training, with or without --profile.
+// --memory is not a mode: it asks about the command that it is added to, and takes its options.
+constexpr struct {
+    int modes;
+    const char* options;
+} kUses[] = {
+    {kTrain | kProfile | kEvaluate | kGenerate,
+     "--init --precision --attention --device --no-tf32 --tokens --seed --tokenizer"},
+    {kTrain | kProfile | kEvaluate,
+     "--val-data --gpus --context-parallel --timeout --batch --val-batches --hellaswag"},
+    {kTrain | kProfile | kGenerate, "--prompt --temperature --top-k"},
+    {kTrain | kGenerate, "--memory"},
+    {kTrain, "--max-steps --output-dir --checkpoint-every --keep --keep-every --resume"},
+    {kProfile, "--profile"},
+    {kEvaluate, "--eval-only"},
+    {kGenerate, "--generate --samples"},
+};
+
+int modes_that_use(const std::string& option) {
+    for (const auto& row : kUses) {
+        const std::vector<std::string> options = split(row.options, " ");
+        if (std::find(options.begin(), options.end(), option) != options.end())
+            return row.modes;
+    }
+    return kTrain | kProfile;
+}
+
+}  // namespace
+
+void check_all_are_used(const Options& o, const std::vector<Option>& table) {
+    Mode mode = kTrain;
+    const char* does = "a run that trains";
+    if (o.eval_only) {
+        mode = kEvaluate;
+        does = "--eval-only validates the model of -e on -j, and";
+    } else if (o.generate > 0) {
+        mode = kGenerate;
+        does = "--generate writes texts on one device, and";
+    } else if (o.profile > 0) {
+        mode = kProfile;
+        does = "--profile writes nothing, and";
+    }
+
+    std::string unused;
+    for (const Option& option : table)
+        if (option.given && !(modes_that_use(option.name) & mode))
+            unused += (unused.empty() ? "" : ", ") + title(option);
+    if (!unused.empty())
+        throw UsageError(format("%s would ignore: %s; leave that out", does, unused.c_str()));
+}
+
+// -------------------------------------------------------------------------------------------------
+// Defaults that depend on the run
 
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks) {
     const int context = o.context_parallel, ranks = all_ranks / context;  // groups with sequences of their own

@@ -11,7 +11,7 @@
 #include "run/options.h"
 
 struct Options {
-    std::string train_data, val_data, init = "auto", output_dir, tokenizer;
+    std::string train_data, val_data, init, output_dir, tokenizer;
     int B = 0, T = 0, tokens_per_step = 0, max_steps = -1, seed = 1;
     float lr = -1, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
     int warmup = -1;
@@ -34,6 +34,10 @@ struct Options {
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
+
+// Throws UsageError if options were given that this mode (--eval-only, say) would ignore, and names
+// them all.
+void check_all_are_used(const Options& o, const std::vector<Option>& table);
 
 // The defaults that depend on device, model and ranks. resolve_steps has those that need the size of the data.
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
