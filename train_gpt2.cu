@@ -489,9 +489,8 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     });
 }
 
-// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a minute. It has
-// the vocabulary of its data, which is single bytes or GPT-2's. llm.c also writes "gpt2:d12".
-static bool find_config(const std::string& name, Config* config) {
+// tiny has the vocabulary of its data, which is single bytes or GPT-2's.
+bool find_config(const std::string& name, Config* config) {
     static const std::map<std::string, Config> presets = {
         {"tiny", {256, kByteVocab, 384, 4, 2, 128}}, {"d12", {1024, 50257, 50304, 12, 12, 768}},
         {"d24", {1024, 50257, 50304, 24, 16, 1024}}, {"d36", {1024, 50257, 50304, 36, 20, 1280}},
@@ -565,6 +564,7 @@ int main(int argc, char** argv) {
             return 0;
         }
         Options o;
+        o.program = argv[0];
         std::vector<Option> table = o.table();
         if (parse_options(argc, argv, table)) {
             const char* const about =

@@ -75,11 +75,15 @@ std::vector<std::string> documents(const std::string& text) {
 }
 
 std::string shell_quoted(const std::string& text) {
-    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+:,./-";
     if (!text.empty() && text.find_first_not_of(plain) == std::string::npos) return text;
     std::string quoted = "'";
     for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
     return quoted + "'";
+}
+
+std::string shell_quoted_path(const std::string& path) {
+    return shell_quoted(path.compare(0, 1, "-") == 0 ? "./" + path : path);
 }
 
 std::string glob_escaped(const std::string& path) {

@@ -17,4 +17,6 @@ std::vector<std::string> documents(const std::string& text);
 std::vector<std::string> split(const std::string& text, const std::string& separator);
 
 std::string shell_quoted(const std::string& text);  // one word of a shell's command line
+// The same of a path behind an option, where it must not look like an option itself.
+std::string shell_quoted_path(const std::string& path);
 std::string glob_escaped(const std::string& path);  // the pattern that only this path matches

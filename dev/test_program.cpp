@@ -98,7 +98,8 @@ TEST(arguments_and_their_errors) {
         {{"-i", "x", "--train-data="}, "--train-data (-i) is given twice"},
         {{"--no-shuffle=1", "-a", "0"}, "  --no-shuffle"},
         {{"-a", "-b", "7"}, "  --batch 7  --overfit"},                           // a flag takes 0 or 1, no option
-        {{"--train-data=runs/lr=1e-3.bin"}, "  --train-data runs/lr=1e-3.bin"},  // the first = ends the name
+        {{"--train-data=runs/lr=1e-3.bin"},
+         "  --train-data 'runs/lr=1e-3.bin'"},  // the first = ends the name
         {{"-q", "1", "--beta2=0.99999"}, "  --final-lr 1  --beta2 0.99999"},     // the ends of ranges
         {{"-q", "1.00000001"}, "--final-lr (-q): \"1.00000001\" is out of range 0..1"},  // 1 as a float
         {{"-q", "-1e-8"}, "--final-lr (-q): \"-1e-8\" is out of range 0..1"},
@@ -397,6 +398,36 @@ TEST(a_run_says_what_it_does_and_what_is_next) {
               "--lr 0.002  --warmup 1\n", " tok/s\nnothing was kept: -o DIR keeps");
     const std::string said = run(tiny() + "-x 1 -o " + dir() + "/says").out;
     CHECK_RUN(shell("eval '" + said.substr(said.rfind("next: ") + 6) + "'"), 0, "Once");
+}
+
+// Wherever the program is, and whatever its folder and the run's are called.
+TEST(the_next_command_works_where_it_was_printed) {
+    const std::string here = dir() + "/where it's $HOME";
+    const std::string folder = "lr=1 $x", program = folder + "/it's \\ the\nprogram";
+    std::filesystem::create_directories(here + "/" + folder);
+    std::filesystem::create_directory(here + "/bin");
+    const auto built = std::filesystem::absolute("train_gpt2cu");
+    for (const std::string& link : {program, std::string("bin/gpt2")})
+        std::filesystem::create_symlink(built, here + "/" + link);
+
+    const std::pair<std::string, std::string> cases[] = {
+        {"./" + program, "run"},  {program, "lr=1"},         {"gpt2", "found"}, {"gpt2", "-run"},
+        {"gpt2", "-x"},           {"gpt2", "--lr=1"},        {"gpt2", "tiny"},  {"gpt2", "two\nlines"},
+        {"gpt2", "$HOME `x` a b"}, {"gpt2", "\\n'it\"s;|&*"},
+    };
+    for (const auto& [called, out] : cases) {
+        const auto in_here = [&](const std::string& command) {
+            return shell("export OMP_NUM_THREADS=1; cd " + shell_quoted(here) + " && PATH=$PWD/bin:$PATH && " + command);
+        };
+        const std::string options = tiny() + "-x 1 --output-dir=" + shell_quoted(out);
+        const std::string said = in_here(shell_quoted(called) + " " + options).out;
+        const std::string sign = "\nnext: ", many = "--generate 500", few = "--generate 5";
+        std::string next = said.substr(std::min(said.find(sign) + sign.size(), said.size()));
+        CHECK(contains(next, many));
+        next.replace(std::min(next.find(many), next.size()), many.size(), few);  // takes less time
+        write_file(here + "/next.sh", next);
+        CHECK_RUN(in_here("sh next.sh"), 0, "Once", " tokens/s");
+    }
 }
 
 // On GPUs 10 steps and 10 resumed steps equal 20 straight ones in parameters, optimizer and position in the data.

@@ -11,6 +11,7 @@
 #include "run/options.h"
 
 struct Options {
+    std::string program = "./train_gpt2cu";  // as it was called
     std::string train_data, val_data, init, output_dir, tokenizer;
     int B = 0, T = 0, tokens_per_step = 0, max_steps = -1, seed = 1;
     float lr = -1, final_lr = 0.1f, weight_decay = 0.1f, max_norm = 1.f, beta2 = 0.95f;
@@ -34,6 +35,11 @@ struct Options {
     Attention kernel() const { return {attention}; }
     double learning_rate(int step) const;  // of the step that starts after `step` steps
 };
+
+// "d12", "d24", "d36" and "d48" are GPT-2 with that many layers. "tiny" is what a CPU trains in a
+// minute. llm.c also writes "gpt2:d12". False if a name is none of these (train_gpt2.cu).
+struct Config;
+bool find_config(const std::string& name, Config* config);
 
 // Throws UsageError if options were given that this mode (--eval-only, say) would ignore, and names
 // them all.

@@ -271,9 +271,24 @@ class Run {
         if (o.output_dir.empty()) return void(std::puts("nothing was kept: -o DIR keeps model and log"));
         std::string next = "the same command with -y, which goes on";
         if (!interrupted() && can_generate(model.config.V))
-            next = "./train_gpt2cu -e " + shell_quoted(o.output_dir) + " --generate 500 --prompt Once" +
-                   (o.tokenizer.empty() ? "" : " --tokenizer " + shell_quoted(o.tokenizer));
+            next = command_to_generate();
         std::printf("the model is %s\nnext: %s\n", model_path(o.output_dir, step).c_str(), next.c_str());
+    }
+
+    // For a shell in the directory where this program was called, on the same device.
+    std::string command_to_generate() const {
+        Config ignored;
+        const bool a_preset = find_config(o.output_dir, &ignored);  // a directory that is called "tiny"
+        std::string command = shell_quoted(o.program) + " -e ";
+        command += shell_quoted_path((a_preset ? "./" : "") + o.output_dir);
+        command += " --generate 500 --prompt Once";
+        if (!o.tokenizer.empty())
+            command += " --tokenizer " + shell_quoted_path(o.tokenizer);
+        if (o.device != "auto")
+            command += " --device " + o.device;
+        if (o.attention != Options().attention)
+            command += " --attention " + o.attention;
+        return command;
     }
 
     // -----------------------------------------------------------------------------------------------------------------
