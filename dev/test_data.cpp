@@ -406,6 +406,8 @@ TEST(choices) {
     file.poke(1030, '\4', "number of endings at offset 1032: expected 5..64, found 4");  // its label is the fifth
     file.poke(1024, '\xBF', "start of an example at offset 1024: expected 65535..65535, found 65471");
     file.poke(1032, '\x44', "number of endings at offset 1032: expected 2..64, found 68");
+    for (const char* more : {"x", "xx"})
+        file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
     write_choices(path, {});
     CHECK_ERROR(file.read(path), path + ": no examples");
 }

@@ -51,7 +51,10 @@ std::vector<Choice> read_choices(const std::string& path, int vocab, int max_T) 
         }
         choices.push_back(std::move(choice));
     }
-    if (at != stream.size()) fail("end of the file", format("%d examples", header[2]), (stream.size() - at) * 2);
+    const size_t expected = kHeaderBytes + at * sizeof(uint16_t);
+    if (file.size != expected)
+        refuse(path, "too long", format("%zu bytes for %d examples", expected, header[2]),
+               file.size, kAgain);
     if (choices.empty()) throw Error(format("%s: no examples", path.c_str()));
     return choices;
 }
