@@ -80,6 +80,17 @@ static void in_pieces(const std::string& path, const char* action, Once once, in
     for (std::future<void>& other : others) other.get();
 }
 
+bool InputFile::is_lfs_pointer() const {
+    constexpr char kFirstLine[] = "version https://git-lfs.github.com/spec/v1\n";
+    constexpr size_t kLength = sizeof kFirstLine - 1;
+    constexpr size_t kMost = 1024;  // by the specification
+    char found[kLength];
+    if (size < kLength || size > kMost)
+        return false;
+    const ssize_t n = uninterrupted([&] { return pread(fd, found, kLength, 0); });
+    return n == ssize_t{kLength} && std::memcmp(found, kFirstLine, kLength) == 0;
+}
+
 void InputFile::read(uint64_t offset, void* out, size_t bytes) const {
     in_pieces(path, "read", pread, fd, static_cast<char*>(out), bytes, offset);
 }

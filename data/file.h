@@ -80,6 +80,10 @@ struct InputFile {
             throw error;
         }
         size = static_cast<uint64_t>(info.st_size);
+        if (is_lfs_pointer()) {
+            close(fd);
+            throw Error(path + ": a Git LFS pointer, not the file itself; fetch it with git lfs pull");
+        }
     }
     ~InputFile() { close(fd); }
     InputFile(const InputFile&) = delete;
@@ -99,6 +103,10 @@ struct InputFile {
     const std::string path;
     uint64_t size;
     int fd;
+
+  private:
+    // Without git-lfs, git leaves a small text in the place of a large file.
+    bool is_lfs_pointer() const;
 };
 
 // What a file is called until it is whole.

@@ -694,6 +694,28 @@ TEST(loader_identity) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What no reader takes for its file
 
+// Whatever a pointer of Git LFS is called, it is no data and no text.
+TEST(git_lfs_pointers_are_named) {
+    const std::string pointer =
+        "version https://git-lfs.github.com/spec/v1\n"
+        "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+        "size 523130000\n";
+    for (const GoodFile& file :
+         {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {
+        for (const char* suffix : {"", ".txt", ".lfs"}) {
+            const std::string path = file.path + suffix;
+            write_file(path, pointer);
+            CHECK_ERROR(file.read(path), path + ": a Git LFS pointer");
+        }
+    }
+    const std::string path = folder() + "/long.txt";
+    write_file(path, pointer);
+    CHECK_ERROR(vocabulary_of(path, false), path + ": a Git LFS pointer");
+    // Git LFS makes none that is so long. It is a text that quotes one.
+    write_file(path, pointer + std::string(1024, 'x'));
+    TestLoader(path, 1, 4);
+}
+
 // `make sanitize` sees what else a reader does with them.
 TEST(other_paths_and_damaged_files) {
     for (const GoodFile& file : {good_model(), good_state(), good_tokenizer(), good_choices(), good_shard()}) {

@@ -279,6 +279,10 @@ TEST(other_errors_exit_with_1) {
         {0, tiny() + "-x 1 -o " + dir() + "/new/and/deep", "checkpoint"},
         {1, tiny() + "-x 1 -o " + logged, logged + ": has an earlier run"},
     });
+    const std::string pointer = dir() + "/pointer.txt";
+    write_file(pointer, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n");
+    for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
+        check_commands({{1, tiny() + "-x 1 " + option + pointer, pointer + ": a Git LFS pointer"}});
     const std::string pipe = dir() + "/pipe";  // which would never answer
     mkfifo(pipe.c_str(), 0600);
     for (const char* option : {"-i ", "-j ", "-e ", "--tokenizer ", "--hellaswag "})
@@ -417,7 +421,8 @@ TEST(the_next_command_works_where_it_was_printed) {
     };
     for (const auto& [called, out] : cases) {
         const auto in_here = [&](const std::string& command) {
-            return shell("export OMP_NUM_THREADS=1; cd " + shell_quoted(here) + " && PATH=$PWD/bin:$PATH && " + command);
+            return shell("export OMP_NUM_THREADS=1; cd " + shell_quoted(here) +
+                         " && PATH=$PWD/bin:$PATH && " + command);
         };
         const std::string options = tiny() + "-x 1 --output-dir=" + shell_quoted(out);
         const std::string said = in_here(shell_quoted(called) + " " + options).out;
