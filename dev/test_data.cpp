@@ -105,11 +105,81 @@ TEST(text_for_a_terminal) {
 // dev/test_faults has what a crash or a full disk does to a log.
 TEST(log_truncate) {
     const std::string path = folder() + "/log.jsonl";
-    const Row start = Row("start").add("note", "a string with \"step\": 99 in it"), first = Row("train").add("step", 1);
+    const Row start = Row("start").add("note", "a string with \"step\": 99 in it");
+    const Row first = Row("train").add("step", 1);
+    const Row second = Row("train").add("step", 2);
+    const auto lines = [](const std::vector<std::string>& rows) {
+        std::string text;
+        for (const std::string& row : rows)
+            text += row + "\n";
+        return text;
+    };
+    const std::string kept = lines({start.text(), first.text()});
     Log log(path);
-    for (const Row& row : {start, first, Row("train").add("step", 2), Row("val").add("step", 2)}) log.write(row);
+    for (const Row& row : {start, first, second, Row("val").add("step", 2)})
+        log.write(row);
     Log::truncate_after(path, 1);
-    CHECK(read_file(path) == start.text() + "\n" + first.text() + "\n");
+    CHECK(read_file(path) == kept);
+    log.write(second);  // into the same file, which only became shorter
+    CHECK(read_file(path) == kept + lines({second.text()}));
+
+    // What went on from a later step is dropped as a whole, but not what went on from this one.
+    const std::string resumed = Row("run").add("gpus", 1).text();
+    write_file(path, kept + lines({resumed, second.text(), resumed, "{\"step\": 3}"}));
+    Log::truncate_after(path, 1);
+    CHECK(read_file(path) == kept + lines({resumed}));
+
+    // A row without its line end is whole.
+    write_file(path, kept.substr(0, kept.size() - 1));
+    Log::truncate_after(path, 1);
+    CHECK(read_file(path) == kept);
+}
+
+// A crash leaves half a row, a power cut zeros, and a disk anything. A good row may have what this
+// program never writes.
+TEST(log_rows_that_are_no_json_are_dropped) {
+    const std::string path = folder() + "/log.jsonl", first = Row("train").add("step", 1).text();
+    const Strings good = {"{}",
+                          " {\"a\" : [1, -0.5e+3, 0, 1E-9 , {\"b\": []}] , \"c\":null}\r",
+                          "{\"kind\": \"é\\u00e9\\n\\\\\", \"x\": true, \"y\": false}"};
+    for (const std::string& row : good) {
+        write_file(path, row + "\n" + first + "\n");
+        Log::truncate_after(path, 1);
+        CHECK(read_file(path) == row + "\n" + first + "\n");
+    }
+    const Strings bad = {"",
+                         "{\"kind\": \"tr",
+                         "{\"kind\": \"tr{\"kind\": \"train\", \"step\": 1}",
+                         std::string(9, '\0'),
+                         "1",
+                         "[{}]",
+                         "{\"a\": 01}",
+                         "{\"a\": nan}",
+                         "{\"a\": 1.}",
+                         "{\"a\": 1,}",
+                         "{\"a\" 1}",
+                         "{a: 1}",
+                         "{\"a\": \"\\x\"}",
+                         "{\"a\": \"\\u12\"}",
+                         "{\"a\": \"\t\"}",
+                         "{\"a\": \"\xFF\"}",
+                         "{\"a\": 1}}",
+                         "{\"a\": [1}",
+                         "{\"a\": " + std::string(100000, '[')};
+    const std::string said = folder() + "/said";
+    const int screen = dup(STDERR_FILENO);
+    CHECK(std::freopen(said.c_str(), "w", stderr) != nullptr);
+    for (const std::string& row : bad) {
+        write_file(path, first + "\n" + row + "\n" + row + "\n" + first + "\n" + row);
+        Log::truncate_after(path, 1);
+        if (read_file(path) != first + "\n" + first + "\n")
+            test::report(__FILE__, __LINE__, "kept, or kept too little: " + row.substr(0, 40));
+    }
+    std::fflush(stderr);
+    dup2(screen, STDERR_FILENO);
+    close(screen);
+    const std::string warnings = read_file(said);
+    CHECK(contains(warnings, path) && contains(warnings, " 3 rows\n"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -205,6 +205,33 @@ TEST(signals_that_were_ignored_stay_so) {
     for (const int s : {SIGINT, SIGHUP}) signal(s, SIG_DFL);
 }
 
+// The log is elsewhere, and damaged in the middle. Two runs go on in the file that the link leads
+// to.
+TEST(resumes_a_log_that_is_a_link_and_damaged) {
+    const std::string out = dir() + "/linked", log = out + "/log.jsonl";
+    const std::string elsewhere = dir() + "/elsewhere.jsonl";
+    for (const int step : {5, 9})
+        copy_checkpoint(straight_run(), out, step);
+    std::filesystem::create_symlink(elsewhere, log);
+    std::string text = read_file(straight_run() + "/log.jsonl");
+    const std::string damage = std::string("{\"kind\": \"tr\n\0\0\n", 16);
+    text.insert(text.find("{\"kind\": \"train\", \"step\": 3,"), damage);
+    write_file(elsewhere, text);
+
+    const std::string command = asking_options() + "-n 1 -y 1 -o " + out;
+    CHECK_RUN(run(command), 0, "resumed at step 9\n", log + ": dropped what was no JSON: 2 rows");
+    check_same_run(straight_run(), out, 10);
+    for (int step = 6; step <= kSteps; step++)
+        for (const auto& path : {model_path, state_path})
+            std::filesystem::remove(path(out, step));
+    const Result r = run(command);
+    CHECK_RUN(r, 0, "resumed at step 5\n");
+    CHECK(!contains(r.out, "JSON"));
+    check_same_run(straight_run(), out, 6);
+    CHECK(std::filesystem::is_symlink(log) && read_file(log) == read_file(elsewhere));
+    CHECK(rows(out, "run").size() == 2);  // at steps 0 and 5: what followed step 9 is undone
+}
+
 // A run that was killed before its first checkpoint starts anew, with a new log.
 TEST(nothing_to_resume_is_a_fresh_run) {
     const std::string out = dir() + "/fresh";

@@ -3,9 +3,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdlib>
-#include <sstream>
+#include <cstring>
+#include <filesystem>
 
 #include "data/file.h"
 #include "data/tokenizer.h"
@@ -40,6 +43,126 @@ std::string quoted(const std::string& text) {
     });
     return out + "\"";
 }
+
+// Finds out whether a line is a JSON object (RFC 8259), without making anything of it.
+class JsonCheck {
+  public:
+    explicit JsonCheck(const std::string& text) : text_(text) {}
+    bool is_object() {
+        skip_space();
+        const bool is_one = next_is('{') && value(0);
+        skip_space();
+        return is_one && at_ == text_.size();
+    }
+
+  private:
+    bool value(int depth) {
+        constexpr int kMostDepth = 100;  // an honest row has a depth of one or two
+        skip_space();
+        if (depth > kMostDepth || at_ == text_.size())
+            return false;
+        switch (text_[at_]) {
+            case '{':
+                return members('}', [&] { return string() && take(':') && value(depth + 1); });
+            case '[':
+                return members(']', [&] { return value(depth + 1); });
+            case '"':
+                return string();
+            default:
+                return word("true") || word("false") || word("null") || number();
+        }
+    }
+
+    // What is between brackets, with commas in between.
+    template <class Member>
+    bool members(char end, Member member) {
+        at_++;
+        if (take(end))
+            return true;
+        while (member()) {
+            if (take(end))
+                return true;
+            if (!take(','))
+                return false;
+        }
+        return false;
+    }
+
+    bool string() {
+        if (!take('"'))
+            return false;
+        while (at_ < text_.size() && text_[at_] != '"') {
+            if (text_[at_] == '\\') {
+                if (!escape())
+                    return false;
+                continue;
+            }
+            const Character c = character(text_, at_);
+            if (c.bytes == 0 || c.code < 0x20)
+                return false;
+            at_ += c.bytes;
+        }
+        return skip('"');
+    }
+
+    bool escape() {
+        at_++;
+        if (at_ == text_.size() || !std::strchr("\"\\/bfnrtu", text_[at_]))
+            return false;
+        const size_t digits = text_[at_++] == 'u' ? 4 : 0;
+        for (size_t i = 0; i < digits; i++)
+            if (at_ == text_.size() || !std::isxdigit(text_[at_++] & 0xFF))
+                return false;
+        return true;
+    }
+
+    bool number() {
+        skip('-');
+        if (!skip('0') && !digits())
+            return false;
+        if (skip('.') && !digits())
+            return false;
+        if (!skip('e') && !skip('E'))
+            return true;
+        if (!skip('-'))
+            skip('+');
+        return digits();
+    }
+
+    bool digits() {
+        const size_t begin = at_;
+        while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9')
+            at_++;
+        return at_ > begin;
+    }
+
+    bool word(const char* word) {
+        const size_t length = std::strlen(word);
+        if (text_.compare(at_, length, word) != 0)
+            return false;
+        at_ += length;
+        return true;
+    }
+
+    bool next_is(char c) const { return at_ < text_.size() && text_[at_] == c; }
+    bool skip(char c) {
+        if (!next_is(c))
+            return false;
+        at_++;
+        return true;
+    }
+    bool take(char c) {
+        skip_space();
+        return skip(c);
+    }
+    void skip_space() {
+        while (next_is(' ') || next_is('\t') || next_is('\r'))
+            at_++;
+    }
+
+    const std::string& text_;
+    size_t at_ = 0;
+};
 
 }  // namespace
 
@@ -119,13 +242,46 @@ void Log::retry() {
 
 void Log::truncate_after(const std::string& path, long long step) {
     if (uninterrupted([&] { return access(path.c_str(), F_OK); })) return;  // no log yet
-    std::istringstream in(InputFile(path).rest());
+    const std::string text = InputFile(path).rest();
+    const std::string key = "\"step\": ";  // no string contains it, because quotes are escaped there
+
     std::string kept;
-    const std::string key = "\"step\": ";  // cannot be part of a string, because its quotes would be \" there
-    for (std::string line; std::getline(in, line) && !in.eof();) {  // at eof a crash has cut a last line without \n
-        const size_t at = line.find(key);
-        if (at != std::string::npos && std::strtoll(line.c_str() + at + key.size(), nullptr, 10) > step) continue;
-        kept += line + '\n';
+    bool is_later = false;  // a row without a step, such as "run", belongs to the rows before it
+    int damaged = 0;
+    for (size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
+        end = std::min(text.find('\n', begin), text.size());
+        const std::string row = text.substr(begin, end - begin);
+        if (!JsonCheck(row).is_object()) {
+            damaged++;
+            continue;
+        }
+
+        const size_t at = row.find(key);
+        if (at != std::string::npos)
+            is_later = std::strtoll(row.c_str() + at + key.size(), nullptr, 10) > step;
+        if (!is_later)
+            kept += row + '\n';
     }
-    write_whole_file(path, {{kept.data(), kept.size()}});
+
+    if (damaged > 0)
+        std::fprintf(stderr, "%s: dropped what was no JSON: %d %s\n", path.c_str(), damaged,
+                     damaged == 1 ? "row" : "rows");
+    if (kept == text)
+        return;
+    if (text.compare(0, kept.size(), kept) != 0) {
+        // Rows to keep follow rows to drop. The new file gets the place of the old one, even if the
+        // path is a link to it.
+        const std::string file = std::filesystem::canonical(path);
+        return write_whole_file(file, {{kept.data(), kept.size()}});
+    }
+
+    // All rows to drop are at the end, as after any run that was cut off.
+    const int fd = uninterrupted([&] { return open(path.c_str(), O_WRONLY | O_CLOEXEC); });
+    if (fd < 0)
+        throw file_error(path, "open", errno);
+    const off_t length = static_cast<off_t>(kept.size());
+    const int error = uninterrupted([&] { return ftruncate(fd, length); }) ? errno : 0;
+    close(fd);
+    if (error)
+        throw file_error(path, "truncate", error);
 }

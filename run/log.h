@@ -37,8 +37,10 @@ class Log {
     Log& operator=(const Log&) = delete;
     void write(const Row& row);
     void retry();  // what could not be written
-    // Drops rows with "step" greater than `step`, because a resumed run is about to write them again, and a last row that
-    // a crash has cut.
+    // Drops rows with "step" greater than `step`, because a resumed run is about to write them
+    // again, and with them the rows without a step that follow. Drops rows that are no JSON too,
+    // such as a last one that a crash has cut, and says on stderr how many. Rows to drop are at the
+    // end of what a run has written, so the file itself becomes shorter, whatever leads to it.
     static void truncate_after(const std::string& path, long long step);
 
   private:
