@@ -466,7 +466,8 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     const int micro_steps = o.tokens_per_step / (o.B * o.T * ranks.groups());
     GPT2<Dev, X> model(dev, config, o.kernel(), o.B, o.T / ranks.context, micro_steps, true, o.recompute, ranks);
     if (o.memory) return print_memory_table(model), 0;
-    if (!o.output_dir.empty() && ranks.rank == 0) prepare_output_dir(o);
+    std::unique_ptr<OutputDir> output;
+    if (!o.output_dir.empty() && ranks.rank == 0) output = prepare_output_dir(o);
     const Data data = find_data(o);
     if (!can_generate(config.V)) o.sample_every = 0;
     Run<GPT2<Dev, X>> run(o, model, data);
@@ -482,7 +483,7 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
             if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
         }
         run.agree();
-        run.open_log();
+        run.open_log(output.get());
         catch_signals();
         train(run);
         return run.interrupted() ? 128 + run.interrupted() : 0;

@@ -95,6 +95,30 @@ void InputFile::read(uint64_t offset, void* out, size_t bytes) const {
     in_pieces(path, "read", pread, fd, static_cast<char*>(out), bytes, offset);
 }
 
+HeldFile::HeldFile(const std::string& path, int flags, const char* otherwise)
+    : path(path),
+      fd(uninterrupted([&] { return open(path.c_str(), flags | O_CLOEXEC, 0666); })),
+      otherwise_(otherwise) {
+    if (fd < 0)
+        throw file_error(path, "open", errno);
+}
+
+void HeldFile::warn_if_replaced() {
+    struct stat ours;
+    struct stat named;
+    if (warned_ || uninterrupted([&] { return fstat(fd, &ours); }))
+        return;
+    const bool found = uninterrupted([&] { return stat(path.c_str(), &named); }) == 0;
+    if (found && named.st_dev == ours.st_dev && named.st_ino == ours.st_ino)
+        return;
+    // Another error than these says nothing about who has the name.
+    if (!found && errno != ENOENT && errno != ENOTDIR)
+        return;
+    warned_ = true;
+    print_error(format("%s: was %s during the run; %s", path.c_str(),
+                       found ? "replaced by another" : "removed", otherwise_));
+}
+
 void write_whole_file(const std::string& path, const std::vector<Block>& blocks) {
     check_regular(path);
     const std::string temporary = temporary_of(path);

@@ -109,6 +109,25 @@ struct InputFile {
     bool is_lfs_pointer() const;
 };
 
+// A file or directory that a run keeps open, while somebody may remove its name or give that name to
+// another.
+class HeldFile {
+  public:
+    // `otherwise` says in the warning what follows from it.
+    HeldFile(const std::string& path, int flags, const char* otherwise);
+    ~HeldFile() { close(fd); }
+    HeldFile(const HeldFile&) = delete;
+    HeldFile& operator=(const HeldFile&) = delete;
+    void warn_if_replaced();  // on stderr, once
+
+    const std::string path;
+    const int fd;
+
+  private:
+    const char* const otherwise_;
+    bool warned_ = false;
+};
+
 // What a file is called until it is whole.
 inline std::string temporary_of(const std::string& path) {
     return format("%s.tmp.%d", path.c_str(), static_cast<int>(getpid()));

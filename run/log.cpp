@@ -207,32 +207,46 @@ Row& Row::add(const char* key, double value) {
     return put(key, number);
 }
 
-Log::Log(const std::string& path, bool append) : path_(path) {
-    const int flags = O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | (append ? 0 : O_TRUNC);
-    fd_ = uninterrupted([&] { return open(path.c_str(), flags, 0666); });
-    if (fd_ < 0) throw file_error(path, "open", errno);
-}
-
-Log::~Log() {
-    if (fd_ >= 0) close(fd_);
+Log::Log(const std::string& path, bool append) {
+    const int flags = O_WRONLY | O_APPEND | O_CREAT | (append ? 0 : O_TRUNC);
+    file_ = std::make_unique<HeldFile>(path, flags, "rows still go into the old file");
 }
 
 void Log::write(const Row& row) {
-    if (path_.empty()) return;
+    if (!file_)
+        return;
     pending_ += row.text() + "\n";
     retry();
 }
 
 void Log::retry() {
+    write_pending();
+    if (const int error = sync_error_.exchange(0))
+        throw file_error(file_->path, "sync", error);
+}
+
+void Log::sync() {
+    if (file_ && uninterrupted([&] { return fsync(file_->fd); }) && errno != EINVAL)
+        sync_error_ = errno;  // EINVAL: the file system has nothing to sync
+}
+
+void Log::warn_if_replaced() {
+    if (file_)
+        file_->warn_if_replaced();
+}
+
+void Log::write_pending() {
     if (pending_.empty()) return;
+    const int fd = file_->fd;
     struct stat before;
-    const bool known = uninterrupted([&] { return fstat(fd_, &before); }) == 0 && S_ISREG(before.st_mode);
+    const bool known = uninterrupted([&] { return fstat(fd, &before); }) == 0 && S_ISREG(before.st_mode);
     for (size_t done = 0; done < pending_.size();) {
-        const ssize_t n = uninterrupted([&] { return ::write(fd_, pending_.data() + done, pending_.size() - done); });
+        const ssize_t n = uninterrupted(
+            [&] { return ::write(fd, pending_.data() + done, pending_.size() - done); });
         if (n < 0) {
             // A full disk may have taken part of the row, and the rows before it must stay readable.
-            const Error error = file_error(path_, "write", errno);
-            if (known) uninterrupted([&] { return ftruncate(fd_, before.st_size); });
+            const Error error = file_error(file_->path, "write", errno);
+            if (known) uninterrupted([&] { return ftruncate(fd, before.st_size); });
             throw error;
         }
         done += static_cast<size_t>(n);

@@ -1,6 +1,10 @@
 // log.jsonl: one JSON object a line, appended and flushed at once, so that written rows stay valid whatever comes next.
 #pragma once
+#include <atomic>
+#include <memory>
 #include <string>
+
+#include "data/file.h"
 
 // Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except newline and tab.
 std::string for_terminal(const std::string& text);
@@ -32,11 +36,16 @@ class Log {
   public:
     Log() = default;  // writes nowhere
     explicit Log(const std::string& path, bool append = true);
-    ~Log();
     Log(const Log&) = delete;
     Log& operator=(const Log&) = delete;
     void write(const Row& row);
     void retry();  // what could not be written
+
+    // Another thread may call these two. What goes wrong with sync() is thrown by the next call of
+    // write() or retry(), because it must not keep a checkpoint from being written.
+    void sync();
+    void warn_if_replaced();
+
     // Drops rows with "step" greater than `step`, because a resumed run is about to write them
     // again, and with them the rows without a step that follow. Drops rows that are no JSON too,
     // such as a last one that a crash has cut, and says on stderr how many. Rows to drop are at the
@@ -44,7 +53,9 @@ class Log {
     static void truncate_after(const std::string& path, long long step);
 
   private:
-    int fd_ = -1;
+    void write_pending();
+
+    std::unique_ptr<HeldFile> file_;
     std::string pending_;
-    std::string path_;
+    std::atomic<int> sync_error_ = 0;
 };

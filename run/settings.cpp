@@ -211,30 +211,31 @@ void resolve_steps(Options& o, bool on_cpu, uint64_t windows) {
     if (o.sample_every < 0) o.sample_every = std::max(20, o.max_steps / 5);
 }
 
-// Only one run writes to a directory. The lock lasts as long as the process. A file system without locks does without.
-static void lock_output_dir(const std::string& path) {
-    check_regular(path);
-    const int fd = uninterrupted([&] { return open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666); });
-    if (fd < 0) throw file_error(path, "create", errno);
-    if (uninterrupted([&] { return flock(fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
-        throw Error(path + ": another run writes to this directory; wait for its end, or give another -o");
+OutputDir::OutputDir(const std::string& path)
+    : directory(path, O_PATH | O_DIRECTORY, "checkpoints go where its path leads now"),
+      lock(path + "/run.lock", O_RDWR | O_CREAT, "another run could write to this directory too") {
+    if (uninterrupted([&] { return flock(lock.fd, LOCK_EX | LOCK_NB); }) && errno == EWOULDBLOCK)
+        throw Error(lock.path +
+                    ": another run writes to this directory; wait for its end, or give another -o");
 }
 
-void prepare_output_dir(const Options& o) {
+std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     std::error_code error;
     std::filesystem::create_directories(o.output_dir, error);
     if (error)
         throw Error(format("%s: cannot create the directory: %s", o.output_dir.c_str(), error.message().c_str()));
-    lock_output_dir(o.output_dir + "/run.lock");
+    check_regular(o.output_dir + "/run.lock");
+    auto output = std::make_unique<OutputDir>(o.output_dir);
     if (o.resume) {
         checkpoint_to_resume(o.output_dir);  // refuses at once what cannot be resumed
-        return;
+        return output;
     }
     struct stat log = {};
     const std::string log_path = o.output_dir + "/log.jsonl";
     if (stat(log_path.c_str(), &log) && errno != ENOENT) throw file_error(log_path, "find", errno);
     if (log.st_size > 0 || newest_model(o.output_dir) >= 0)
         throw Error(o.output_dir + ": has an earlier run: add -y to resume it, or give another -o");
+    return output;
 }
 
 bool needs_corpus(const Options& o) {

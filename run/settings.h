@@ -2,9 +2,11 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "data/file.h"
 #include "data/loader.h"
 #include "layers/comm/meet.h"
 #include "layers/gpu/types.h"
@@ -49,8 +51,22 @@ void check_all_are_used(const Options& o, const std::vector<Option>& table);
 void resolve_sizes(Options& o, int max_T, int C, bool on_cpu, int all_ranks);
 void resolve_steps(Options& o, bool on_cpu, uint64_t windows);  // of the training data
 
-// Creates the output directory and locks it. Refuses one in use, and an earlier run in it that is not to be resumed.
-void prepare_output_dir(const Options& o);
+// A run's output directory. No other run writes to it while this object is there. A file system
+// without locks does without.
+struct OutputDir {
+    explicit OutputDir(const std::string& path);
+    void warn_if_replaced() {
+        directory.warn_if_replaced();
+        lock.warn_if_replaced();
+    }
+
+    HeldFile directory;
+    HeldFile lock;
+};
+
+// Creates the output directory and locks it. Refuses one that is in use, and an earlier run in it
+// that is not to be resumed.
+std::unique_ptr<OutputDir> prepare_output_dir(const Options& o);
 
 // Where the data comes from, and the loss that no model can beat, if that is known.
 struct Data {

@@ -116,9 +116,11 @@ class Run {
         }
     }
 
-    // A fresh run starts a new log. A resumed run drops the rows that it will write again.
-    void open_log() {
-        if (o.output_dir.empty() || ranks.rank > 0) return;
+    // A fresh run starts a new log. A resumed run drops the rows that it will write again. `held` is
+    // the output directory, or null on a rank that writes no files.
+    void open_log(OutputDir* held) {
+        output = held;
+        if (!output) return;
         remove_leftovers(o.output_dir);
         prune_checkpoints(o.output_dir, o.keep, o.keep_every);
         const std::string path = o.output_dir + "/log.jsonl";
@@ -335,6 +337,7 @@ class Run {
     std::vector<Choice> choices;
     Identity identity;
     std::unique_ptr<Log> log = std::make_unique<Log>();
+    OutputDir* output = nullptr;  // null: this rank writes no files
     int first_step = 0;  // of this process
     int last_checkpoint = -1, signal = 0;
     const double begin = now(), peak = peak_tflops(model.dev.name, std::is_same_v<X, bf16>, model.dev.tf32);
