@@ -38,8 +38,12 @@ struct Counted {
 #define REAL(name) reinterpret_cast<decltype(&::name)>(dlsym(RTLD_NEXT, #name))
 
 // What a power cut takes back: what was written to a file and not synced, and a new name in a directory that was not.
+struct Unsynced {
+    int fd;
+    off_t synced_bytes;
+};
 std::mutex guard;
-std::map<ino_t, int> unsynced;               // by inode, a descriptor
+std::map<ino_t, Unsynced> unsynced;          // by inode
 std::map<std::string, std::string> renamed;  // to, from
 std::string path_of(int fd) {
     char path[PATH_MAX] = "";
@@ -52,7 +56,14 @@ ino_t inode_of(int fd) {
 }
 int written(int fd) {
     const std::lock_guard<std::mutex> lock(guard);
-    if (contains(path_of(fd), ".bin") && !unsynced.count(inode_of(fd))) unsynced[inode_of(fd)] = dup(fd);
+    const std::string path = path_of(fd);
+    const bool is_kept = contains(path, ".bin") || contains(path, "log.jsonl");
+    if (is_kept && !unsynced.count(inode_of(fd))) {
+        struct stat info;
+        if (fstat(fd, &info))
+            _exit(99);
+        unsynced[inode_of(fd)] = {dup(fd), info.st_size};
+    }
     return fd;
 }
 int synced(int fd) {
@@ -68,8 +79,9 @@ const char* named(const char* from, const char* to) {
 }
 void cut_power() {
     const std::lock_guard<std::mutex> lock(guard);
-    for (const auto& [inode, fd] : unsynced)
-        if (REAL(ftruncate)(fd, 0)) _exit(99);
+    for (const auto& [inode, file] : unsynced)
+        if (REAL(ftruncate)(file.fd, file.synced_bytes))
+            _exit(99);
     for (const auto& [to, from] : renamed) REAL(rename)(to.c_str(), from.c_str());
 }
 void die() {
@@ -207,12 +219,14 @@ TEST(faults_in_a_new_run) {
     check_faults(dir() + "/empty", "");
 }
 
-// It follows a run that died while it wrote a checkpoint and a row of its log.
+// It follows a run that died while it wrote a checkpoint and a row of its log, in which a row is damaged.
 TEST(faults_in_a_resumed_run) {
     const std::string left = dir() + "/left";
     CHECK_RUN(train(options(left) + "-nk 0"), 0, "checkpoint");
     std::filesystem::rename(model_path(left, 5), model_path(left, 5) + ".tmp.7");
-    write_file(left + "/log.jsonl", read_file(left + "/log.jsonl") + "{\"kind\": \"tr");
+    std::string log = read_file(left + "/log.jsonl");
+    log.insert(log.find('\n') + 1, "damaged\n");
+    write_file(left + "/log.jsonl", log + "{\"kind\": \"tr");
     check_faults(left, "-y 1");
 }
 

@@ -266,6 +266,32 @@ TEST(a_second_run_in_a_directory_is_refused) {
     check_same("log", log_of(out, true), expected_log(newest_model(out), 0, 0));
 }
 
+// Each warning comes once, although there is a checkpoint at every step.
+TEST(what_is_removed_or_replaced_during_a_run_is_named) {
+    const struct {
+        const char* act;  // in the output directory, $out
+        std::vector<std::string> named;
+    } cases[] = {
+        {"rm $out/run.lock", {"/run.lock: was removed"}},
+        {"rm $out/log.jsonl", {"/log.jsonl: was removed"}},
+        {"cp $out/log.jsonl $out/x; mv $out/x $out/log.jsonl", {"/log.jsonl: was replaced"}},
+        {"mv $out $out.old; mkdir $out",
+         {": was replaced", "/run.lock: was removed", "/log.jsonl: was removed"}},
+        {"ln -s $PWD $out/link; cp $out/log.jsonl $out/copy; touch $out/run.lock", {}},
+    };
+    int n = 0;
+    for (const auto& c : cases) {
+        const std::string out = dir() + format("/replaced_%d", n++);
+        const Result r = run_and_act(options(60) + "-v 0 -s 0 -n 1 -nk 2 -o " + out, "step 7/60 |",
+                                     "out=" + out + "; " + c.act);
+        CHECK_RUN(r, 0, "step 60/60");
+        CHECK(count_of(r.out, " during the run; ") == int(c.named.size()));
+        for (const std::string& named : c.named)
+            CHECK(contains(r.out, out + named));
+        CHECK(newest_model(out) == 60);
+    }
+}
+
 // What a killed run leaves goes at the start: temporaries, and states newer than every model. What another program
 // or the user put there stays: an older state without its model is named, and a model without a state is kept.
 TEST(what_killed_runs_left_goes_at_the_start) {

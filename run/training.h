@@ -422,6 +422,9 @@ class Run {
         if (access(path.c_str(), F_OK) == 0)
             throw Error(path + ": is not this run's, and is not overwritten; move it away");
         counters.model_checksum = checksum64(snapshot, model.params.bytes);
+        log->sync();  // no checkpoint is ahead of its log, whatever happens
+        log->warn_if_replaced();
+        output->warn_if_replaced();
         write_state(state, identity, counters,
                     {snapshot + model.params.bytes, model.adam.bytes * model.shards()});
         write_model(path, {dtype_of<X>(), model.config}, snapshot);
