@@ -368,6 +368,38 @@ TEST(a_text_without_end_ends_by_a_signal_in_a_container) {
     }
 }
 
+// A file or a pipe gets a text byte by byte. On a terminal it must not be a command to it.
+TEST(control_characters_reach_files_and_no_terminal) {
+    const std::string text = "a\r\f\x1b[2J\x07\x7f\xC2\x9B\xFF\tz", bad = "\xEF\xBF\xBD";
+    const std::string shown = "a" + bad + bad + bad + "[2J" + bad + bad + bad + bad + "\tz";
+    const std::string prompt = "--temperature 0 --prompt " + shell_quoted(text);
+    const std::string generate = "./train_gpt2cu --device cpu --generate 1 -e " + model();
+    const std::string train = "./train_gpt2cu " + given_once(tiny() + "-x 1 -s 1 -g 1");
+    for (const std::string& command : {generate + " " + prompt, train + " " + prompt}) {
+        CHECK(contains(shell(command).out, text));
+        const std::string file = dir() + "/printed";
+        CHECK_RUN(shell(command + " >" + file), 0, "");
+        CHECK(contains(read_file(file), text));
+
+        const int screen = posix_openpt(O_RDWR | O_NOCTTY);
+        if (screen < 0 || grantpt(screen) || unlockpt(screen))
+            SKIP("no terminal here");
+        const std::string terminal = ptsname(screen);
+        const int held = open(terminal.c_str(), O_RDWR | O_NOCTTY);  // until all has been read
+        CHECK_RUN(shell(command + " 2>/dev/null >" + terminal), 0, "");
+        std::string seen(1 << 16, '\0');
+        seen.resize(std::max<ssize_t>(0, ::read(screen, seen.data(), seen.size())));
+        close(held);
+        for (ssize_t n = 1; n > 0;) {
+            char more[4096];
+            n = ::read(screen, more, sizeof more);
+            seen.append(more, std::max<ssize_t>(0, n));
+        }
+        close(screen);
+        CHECK(contains(seen, shown) && !contains(seen, "\x1b") && !contains(seen, "\f"));
+    }
+}
+
 // The command that data/prepare.py prints runs on a CPU too, because the preset for it takes its data's vocabulary.
 TEST(a_tiny_model_has_the_vocabulary_of_its_data) {
     for (const auto& [token, vocabulary] :

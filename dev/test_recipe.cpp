@@ -359,10 +359,6 @@ TEST(samples_follow_the_model) {
         CHECK(last.size() == std::strlen(c.prompt) + 251 && (c.k == V ? place >= c.most : place == c.most));
     }
     CHECK(texts.size() == 6 && run(generate + "--seed 2 2>/dev/null").out == last);
-    // Prints nothing that a terminal takes for a command.
-    const Result orders = run(generate + "--prompt '\x1b[2J'");
-    CHECK_RUN(orders, 0, "[2J");
-    CHECK(!contains(orders.out, "\x1b"));
 }
 
 // --eval-only prints the loss over all windows, whatever B and the number of ranks, or over those of -m batches, and the

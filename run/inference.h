@@ -59,20 +59,20 @@ int run_generate(const typename Model::Dev& dev, const Options& o, const Config&
     const std::vector<int> context = start_of_text(tokenizer, o.prompt, config.V);
     allocate_or_explain(model);
     load(model, o.init);
-    std::string rest;         // bytes that do not make a character yet
+    TextPrinter printer;
     int tokens = -o.samples;  // the prompts are none
     const double start = now();
     const auto write = [&](const std::string& text) {
         tokens++;
-        std::fputs(take_for_terminal(rest += text).c_str(), stdout);
+        printer.print(text);
         if (std::fflush(stdout)) throw file_error("the text", "write", errno);
     };
     for (int i = 0; i < o.samples; i++) {
         if (i > 0) std::puts("---");
         write(o.prompt);
         generate(model, tokenizer, context, o.generate, {o.temperature, o.top_k}, uint64_t(o.seed) + i, write);
-        std::puts(for_terminal(rest).c_str());
-        rest.clear();
+        printer.end();
+        std::puts("");
     }
     const double seconds = now() - start;
     std::fprintf(stderr, "%d tokens in %.1f s: %.0f tokens/s\n", tokens, seconds, tokens / seconds);

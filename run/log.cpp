@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <utility>
 
 #include "data/file.h"
 #include "data/tokenizer.h"
@@ -182,6 +183,23 @@ std::string take_for_terminal(std::string& text) {
     const std::string whole = for_terminal(text.substr(0, begun ? end - 1 : text.size()));
     text.erase(0, begun ? end - 1 : text.size());
     return whole;
+}
+
+void TextPrinter::print(const std::string& piece) {
+    waiting_ += piece;
+    const std::string text = terminal_ ? take_for_terminal(waiting_) : std::exchange(waiting_, "");
+    std::fwrite(text.data(), 1, text.size(), stdout);  // which may have zeros
+}
+
+void TextPrinter::end() {
+    const std::string text = for_terminal(std::exchange(waiting_, ""));
+    std::fputs(text.c_str(), stdout);
+}
+
+void print_text(const std::string& text) {
+    TextPrinter printer;
+    printer.print(text);
+    printer.end();
 }
 
 std::string minutes(double seconds) {

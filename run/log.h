@@ -8,7 +8,23 @@
 
 // Text for a terminal. What is not UTF-8 becomes U+FFFD, and control characters do too except newline and tab.
 std::string for_terminal(const std::string& text);
-// The same of a text that comes in pieces. Leaves the first bytes of a character in `text` until the others are there.
+
+// Prints a model's text on stdout, piece by piece: into a file or a pipe as it is, on a terminal as
+// for_terminal() has it. There a character waits until all of its bytes have come.
+class TextPrinter {
+  public:
+    void print(const std::string& piece);
+    void end();  // prints what still waits
+
+  private:
+    const bool terminal_ = isatty(STDOUT_FILENO);
+    std::string waiting_;
+};
+
+void print_text(const std::string& text);  // the same of a whole text
+
+// Takes from the beginning of `text` what for_terminal() can tell, and leaves the first bytes of a
+// character until the others are there.
 std::string take_for_terminal(std::string& text);
 
 std::string minutes(double seconds);  // 83 → "1:23"

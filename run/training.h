@@ -89,7 +89,7 @@ class Run {
         if (ranks.size == 1) defaults.zero = o.zero, defaults.overlap = o.overlap;
         std::string attention = "plain loops";
         if constexpr (std::is_base_of_v<Cuda, Dev>) attention = attention_kernel<X>(dev, model.attention, c.HS()).name;
-        std::printf("%s", options_changed(settings.table(), defaults.table()).c_str());
+        print_text(options_changed(settings.table(), defaults.table()));  // it has the prompt
         std::printf("device             %s, %s%s, attention by %s\n", dev.name.c_str(), name_of(dtype_of<X>()),
                     tf32() ? " with TF32 matmuls" : "", attention.c_str());
         if (ranks.size > 1) std::printf("ranks              %d, %d on this machine\n", ranks.size, ranks.local_size);
@@ -227,7 +227,9 @@ class Run {
         const Sampling sampling = {o.temperature, o.top_k};
         const std::string text =
             o.prompt + generate(model, tokenizer, prompt, o.sample_length, sampling, mix(o.seed, step));
-        std::printf("step %d/%d | sample\n---\n%s\n---\n", step, o.max_steps, for_terminal(text).c_str());
+        std::printf("step %d/%d | sample\n---\n", step, o.max_steps);
+        print_text(text);
+        std::puts("\n---");
         keep_error_of([&] { log->write(Row("sample").add("step", step).add("text", text)); });
     }
 
