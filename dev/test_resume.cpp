@@ -163,6 +163,47 @@ static void check_resumes(const std::string& command, const std::string& straigh
 TEST(resumes_from_any_checkpoint) {
     for (const int step : {1, 5, 6, 15, 17}) check_resumes(asking_options() + "-n 1 ", straight_run(), step);
 }
+// Rank 0 gets the other ranks' shares of the optimizer through the memory of its activations, and
+// sends them back the same way. With one token a micro-batch that is smaller than a tensor's share,
+// which then moves in pieces. Without clipping ranks that divide the optimizer have the bits of
+// ranks that do not.
+TEST(shares_larger_than_the_activations_move_in_pieces) {
+    const std::string command = options(6) + "-v 0 -s 0 -b 1 -t 1 -d 8 --max-norm 0 ";
+    for (const int ranks : {2, 4}) {
+        std::istringstream total(run(command + format("--memory --gpus %d", ranks)).out);
+        double per_token = NAN;
+        for (std::string line; std::getline(total, line);) {
+            if (contains(line, "activations per token")) {
+                per_token = std::stod(line.substr(line.rfind(' ')));
+            }
+        }
+        const size_t largest_share = kTensors[WTE].size / ranks * sizeof(float);
+        CHECK(per_token < largest_share);
+
+        const std::string whole = dir() + format("/whole_%d", ranks);
+        const std::string divided = dir() + format("/divided_%d", ranks);
+        const std::string several = command + format("-n 2 --gpus %d ", ranks);
+        CHECK_RUN(run(several + "--zero 0 -o " + whole), 0, "step 6/6");
+        CHECK_RUN(run(several + "--zero 1 -o " + divided), 0, "--zero 1", "--overlap 0",
+                  "step 6/6");
+        const auto check_same_files = [&](const std::string& out, int step) {
+            for (const auto& path : {model_path, state_path}) {
+                check_same(path(out, step), read_file(path(out, step)),
+                           read_file(path(whole, step)));
+            }
+        };
+        for (const int step : {2, 4, 6}) {
+            check_same_files(divided, step);
+        }
+
+        const std::string resumed = dir() + format("/divided_again_%d", ranks);
+        copy_checkpoint(whole, resumed, 2);
+        CHECK_RUN(run(several + "--zero 1 -y -o " + resumed), 0, "resumed at step 2\n", "step 6/6");
+        check_same_files(resumed, 4);
+        check_same_files(resumed, 6);
+    }
+}
+
 // The data in order, one text, one batch again and again, and two ranks.
 TEST(resumes_with_other_data_and_ranks) {
     int run_number = 0;
