@@ -517,6 +517,29 @@ TEST(an_error_of_the_data_ends_with_a_checkpoint) {
     CHECK_RUN(run(options(12) + "-s 0 -v 0 -m -1 -y -o " + out), 0, "resumed at step 10", "step 12/12");
 }
 
+// A checkpoint that cannot be written ends the run as soon as that is known, and not at the next
+// checkpoint, which here would be the end. The directory is moved away, or files may not be as
+// large as a model. The log is smaller.
+TEST(a_checkpoint_that_fails_ends_the_run_soon) {
+    const int at = 250;
+    const int steps = 2 * at - 1;
+    const std::string gone = dir() + "/gone";
+    const std::string limited = dir() + "/limited";
+    const std::string command = "--device cpu -e " + model_file(kEndOften) + " -i " + text_file() +
+                                format(" -b 16 -t 24 -v 0 -s 0 -x %d -n %d -o ", steps, at);
+    const Result moved = run_and_act(command + gone, format("step 10/%d |", steps),
+                                     "mv " + gone + " " + gone + "_away");
+    const int kib = static_cast<int>(kParameters * sizeof(float) / 1024) - 1;
+    const Result too_large =
+        shell(format("bash -c 'ulimit -f %d; exec ./train_gpt2cu ", kib) + command + limited + "'");
+
+    for (const auto& [r, out] : {std::pair{moved, gone}, {too_large, limited}}) {
+        CHECK_RUN(r, 1, "train_gpt2cu: " + out + "/", format("\nstep %d/%d |", at, steps));
+        CHECK(contains(r.out, out + "/state_") || contains(r.out, out + "/model_"));
+        CHECK(!contains(r.out, format("\nstep %d/%d |", steps, steps)));
+    }
+}
+
 // As tee may at Ctrl-C. A run that nobody reads goes on, saves, and says so.
 TEST(a_reader_that_ends_takes_no_run_along) {
     const std::string out = dir() + "/head", program = given_once(options(40) + "-v 0 -s 0 -o " + out);
