@@ -761,6 +761,38 @@ TEST(loader_identity) {
     CHECK(sampled.size() == 6);
 }
 
+// Each shard's beginning, middle and end counts, however many shards there are. What changes has
+// the same size.
+TEST(loader_identity_of_many_shards) {
+    const size_t n = 3 * 4096;  // tokens, in seven blocks of 4 KiB
+    for (const int count : {80, 90, 130, 300}) {
+        const std::string pattern = write_shards(std::vector<Tokens>(count, Tokens(n, 'x')));
+        const auto identity = [&] { return TestLoader(pattern, 1, 64).identity(); };
+        std::set<uint64_t> seen = {identity()};
+        size_t expected = 1;
+        for (const int shard : {0, count / 2, count - 1}) {
+            const std::string path =
+                fs::path(pattern).parent_path().string() + format("/train_%04d.bin", shard);
+            for (const size_t at : {size_t(0), n / 2, n - 1}) {
+                Tokens changed(n, 'x');
+                changed[at] = 'y';
+                write_shard(path, changed);
+                seen.insert(identity());
+                expected++;
+            }
+            write_shard(path, Tokens(n - 1, 'x'));
+            seen.insert(identity());
+            expected++;
+            write_shard(path, Tokens(n, 'x'));
+        }
+        if (seen.size() != expected) {
+            test::report(__FILE__, __LINE__,
+                         format("%d shards: %zu of %zu changes are seen", count, seen.size() - 1,
+                                expected - 1));
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // What no reader takes for its file
 
