@@ -5,6 +5,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
 #include "../train_gpt2.cu"
 #include "dev/finite_difference.h"
+#include "dev/processes.h"
 #include "dev/program.h"
 #include "dev/train_threads.h"
 
@@ -343,6 +344,80 @@ TEST(mfu_by_hand) {
         const double tok_s = value(row, "tokens_per_s"), mfu = value(row, "mfu_percent");
         CHECK(tok_s > 0);
         CHECK_NEAR(mfu, 100 * tok_s * 5349888 / (ranks * 67e12), 1e-9 * mfu);
+    }
+}
+
+namespace {
+
+// Options of a run on the CPU of one step after another, whose model is small.
+Options small_run(const std::string& out, int steps) {
+    Options o;
+    o.output_dir = out;
+    o.init = "tiny";
+    o.train_data = text_file();
+    o.B = 1;
+    o.T = 16;
+    o.val_every = 0;
+    o.sample_every = 0;
+    o.max_steps = steps;
+    return o;
+}
+
+// A host that keeps a wrong number of what it downloads, `at` bytes into a block of `bytes`.
+struct Forgetful : Cpu {
+    size_t bytes = 0;
+    size_t at = 0;
+    Forgetful() : Cpu(1) {}
+    void download(void* host, const void* from, size_t n) const {
+        Cpu::download(host, from, n);
+        const float nan = NAN;
+        if (bytes > 0 && n == bytes) {
+            std::memcpy(static_cast<char*>(host) + at, &nan, sizeof nan);
+        }
+    }
+};
+
+// A device that is late with the batch of a step.
+struct Late : Cpu {
+    int step = 0;
+    double seconds = 0;
+    Late() : Cpu(1) {}
+    void upload(void* to, const void* host, size_t n) const {
+        Cpu::upload(to, host, n);
+        if (g_step == step) {
+            sleep_for(seconds);
+        }
+    }
+};
+
+}  // namespace
+
+// A checkpoint whose files are whole but whose parameters are not finite. Nothing is trained from
+// it.
+TEST(a_checkpoint_that_is_not_finite_is_not_resumed) {
+    const Config config = preset("tiny");
+    const Arena params("parameters", Parameters<float>::list(config), 1);
+    for (const size_t tensor : {size_t(0), size_t(7), params.tensors.size() - 1}) {
+        const std::string first = dir() + format("/not_finite_%zu", tensor);
+        const std::string out = first + "_resumed";
+        const std::string name = params.tensors[tensor].name;
+        Forgetful dev;
+        dev.bytes = params.bytes;
+        dev.at = params.offsets[tensor] + 8;
+        Options o = small_run(first, 1);
+        CHECK(quiet_error_of([&] { run_with<Forgetful, float>(dev, o, Team()); }) == "");
+
+        std::filesystem::copy(first, out);  // this process keeps the lock of the other
+        Options resumed = small_run(out, 2);
+        resumed.resume = true;
+        const Forgetful good;
+        const std::string error =
+            quiet_error_of([&] { run_with<Forgetful, float>(good, resumed, Team()); });
+        if (!contains(error, model_path(out, 1)) ||
+            !contains(error, "not finite: " + name + " (1 of ")) {
+            test::report(__FILE__, __LINE__, name + ": " + error);
+        }
+        CHECK(!exists(model_path(out, 2)));
     }
 }
 
