@@ -421,6 +421,43 @@ TEST(a_checkpoint_that_is_not_finite_is_not_resumed) {
     }
 }
 
+// --timeout is for ordinary steps. The first step of a run, also of one that resumes, makes plans
+// and connections, and may take longer.
+TEST(the_first_step_may_take_longer_than_the_timeout) {
+    const std::string from = dir() + "/in_time";
+    Options o = small_run(from, 2);
+    CHECK(quiet_error_of([&] { run_with<Cpu, float>(Cpu(1), o, Team()); }) == "");
+
+    const struct {
+        int late_step;
+        int code;
+        const char* says;
+        bool resumes;
+    } cases[] = {
+        {1, 0, "step 4/4", false}, {3, 0, "step 4/4", true}, {4, 1, "no progress for 2 s", true}};
+    Processes runs[3];
+    for (int i = 0; i < 3; i++) {
+        runs[i].start([&, i] {
+            const std::string out = from + format("_%d", i);
+            if (cases[i].resumes) {
+                std::filesystem::copy(from, out);
+            }
+            Options o = small_run(out, 4);
+            o.resume = cases[i].resumes;
+            o.timeout = 2;
+            Late dev;
+            dev.step = cases[i].late_step;
+            dev.seconds = 3.5;
+            Team team;
+            team.watchdog = std::make_unique<Watchdog>([] { return std::string("a rank"); });
+            return run_with<Late, float>(dev, o, team);
+        });
+    }
+    for (int i = 0; i < 3; i++) {
+        runs[i].check({cases[i].code}, {cases[i].says});
+    }
+}
+
 // What is computed again has the same bits as what would have been kept. dev/test_program has the bytes of each level.
 TEST(recompute_does_not_change_gradients) {
     const int B = 2, T = 20;

@@ -204,6 +204,66 @@ TEST(shares_larger_than_the_activations_move_in_pieces) {
     }
 }
 
+// The pace is that of the steps behind the first two of a process, which make plans and
+// connections. What is printed at the end follows from the rows of those steps, and a remaining
+// time lies between what they took and what the whole took.
+TEST(the_pace_counts_no_first_steps_also_after_a_resume) {
+    const std::string out = dir() + "/pace";
+    const auto check = [&](const std::string& more, int from, int to) {
+        const double start = now();
+        const Result r = run(options(to) + "-v 0 -s 0 -o " + out + more);
+        const double elapsed = now() - start;
+        CHECK_RUN(r, 0, format("step %d/%d |", to, to), "ETA 0:00\n");
+
+        const std::vector<double> all = values(out, "train", "step_ms");
+        CHECK(all.size() == size_t(to));
+        double seconds = 0;
+        int counted = 0;
+        for (int step = std::min(from + 2, to - 1); step < to; step++) {
+            seconds += all.at(step) / 1000;
+            counted++;
+        }
+        const std::string last = r.out.substr(r.out.rfind(" steps in "));
+        CHECK_NEAR(number_after(last.substr(0, last.find(" tok/s") + 1), " | "),
+                   64 * counted / seconds, 0.51);
+        CHECK(contains(r.out, format("\n%d steps in ", to - from)));
+        CHECK(seconds < elapsed);
+    };
+    check("", 0, 1);
+    check(" -y", 1, 2);
+    check(" -y", 2, 4);
+    check(" -y", 4, 9);
+    check(" -y", 9, 40);
+
+    // Nothing remains behind the last step of a run that takes a second or more.
+    const Result longer = run(options(150) + "-v 0 -s 0 -d 1024");
+    CHECK_RUN(longer, 0, "step 150/150 |");
+    CHECK(longer.out.compare(longer.out.rfind("ETA "), 9, "ETA 0:00\n") == 0);
+
+    // Of a run that is far from its end.
+    const std::string far = dir() + "/far";
+    const int steps = 10000000;
+    CHECK_RUN(run(options(5) + "-v 0 -s 0 -o " + far), 0, "checkpoint");
+    std::signal(SIGTERM, SIG_DFL);  // whoever started this test may ignore it
+    const double start = now();
+    const Result r = run_and_act(options(steps) + "-v 0 -s 0 -y -o " + far,
+                                 format("step 20/%d", steps), "kill $pid");
+    const double elapsed = now() - start;
+    CHECK_RUN(r, 143, "interrupted at step ");
+    const std::vector<double> all = values(far, "train", "step_ms");
+    double seconds = 0;
+    for (int step = 6; step <= 20; step++) {
+        const size_t line = r.out.find(format("\nstep %d/%d |", step, steps));
+        const size_t eta = r.out.find("ETA ", line) + 4;
+        const std::string text = r.out.substr(eta, r.out.find('\n', eta) - eta);
+        const double remaining = 60 * std::stod(text) + std::stod(text.substr(text.find(':') + 1));
+        seconds = step <= 8 ? all.at(step - 1) / 1000 : seconds + all.at(step - 1) / 1000;
+        const int counted = std::max(1, step - 7);
+        CHECK(remaining + 1 >= (steps - step) * (seconds - 1e-5) / counted);
+        CHECK(remaining <= (steps - step) * elapsed / counted);
+    }
+}
+
 // The data in order, one text, one batch again and again, and two ranks.
 TEST(resumes_with_other_data_and_ranks) {
     int run_number = 0;
