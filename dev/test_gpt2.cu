@@ -263,10 +263,17 @@ TEST(defaults) {
         bool on_cpu;
         uint64_t windows;  // of which a step takes 4
         int steps, warmup, val_every, sample_every;
-    } lengths[] = {{-1, "", false, 0, 6500, 325, 650, 1300}, {-1, "", true, 0, 2000, 100, 200, 400},
-                   {-1, "x", true, 1561, 391, 50, 39, 78},   {-1, "x", false, 3, 1, 0, 1, 20},
-                   {30, "x", false, 9999, 30, 10, 3, 20},    {150, "", false, 0, 150, 50, 15, 30},
-                   {1200, "", true, 0, 1200, 60, 120, 240}};
+    } lengths[] = {
+        {-1, "", false, 0, 6500, 325, 650, 1300},
+        {-1, "", true, 0, 2000, 100, 200, 400},
+        {-1, "x", true, 1561, 391, 50, 39, 78},
+        {-1, "x", false, 3, 1, 0, 1, 20},
+        {-1, "x", true, 1560, 390, 50, 39, 78},
+        {-1, "x", false, 4, 1, 0, 1, 20},
+        {-1, "x", true, 8ull * INT_MAX, INT_MAX, INT_MAX / 20, INT_MAX / 10, INT_MAX / 5},
+        {30, "x", false, 9999, 30, 10, 3, 20},
+        {150, "", false, 0, 150, 50, 15, 30},
+        {1200, "", true, 0, 1200, 60, 120, 240}};
     for (const auto& c : lengths) {
         Options o;
         o.max_steps = c.given, o.train_data = c.data, o.tokens_per_step = 256, o.T = 64;
