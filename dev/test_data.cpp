@@ -432,6 +432,7 @@ TEST(tokenizer_encodes_pairs) {
         {"a11a!!a a!", "|a|11|a|!!|a| a|!"},
         {"éa\u0301a", "|é|a|\xCC|\x81|a"},
         {"<|a|>", "|<||a||>"},
+        {"a\na\tb", "|a|\n|a|\t|b"},  // white space that is one character is a word
     };
     for (const Strings& c : cases) {
         std::string tokens;
@@ -451,6 +452,49 @@ TEST(tokenizer_encodes_pairs) {
     write_file(path, tokenizer_file(2, Strings(50258, "a")));
     CHECK_ERROR(Tokenizer(path).encode("a", 50257, ""),
                 path + ": 50258 tokens, but the model's vocabulary is 50257; give");
+}
+
+// GPT-2's pattern takes these seven endings from what follows them, whatever that is, and no
+// others. All are tokens here, as are whole words with them, so that a word that is cut elsewhere
+// has other tokens.
+TEST(tokenizer_cuts_contractions) {
+    const Strings endings = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
+    Strings merges;
+    for (const std::string ending :
+         {"s", "t", "re", "ve", "m", "ll", "d", "S", "T", "RE", "VE", "M", "LL", "D", "x"}) {
+        merges.push_back(ending);
+        merges.push_back(ending + "ab");
+        merges.push_back("'" + ending);
+        merges.push_back(" '" + ending);
+    }
+    const Tokenizer tokenizer(write_pairs(merges));
+    const auto check = [&](const std::string& text, const std::string& expected) {
+        std::string tokens;
+        for (const int token : tokenizer.encode(text, 50257, "")) {
+            tokens += "|" + tokenizer.decode(token);
+        }
+        if (tokens != expected) {
+            test::report(__FILE__, __LINE__, text + ": expected " + expected + ", found " + tokens);
+        }
+    };
+
+    for (const std::string& ending : endings) {
+        std::string upper = ending;
+        for (char& c : upper) {
+            c = static_cast<char>(std::toupper(c));
+        }
+        const std::string letters = ending.substr(1);
+
+        check("x" + ending, "|x|" + ending);                  // at the end
+        check(ending, "|" + ending);                          // alone
+        check(ending + "ab", "|" + ending + "|a|b");          // before letters
+        check(ending + ending, "|" + ending + "|" + ending);  // before another
+        check(ending + " x", "|" + ending + "| |x");
+        check("x" + upper + "ab", "|x|'|" + upper.substr(1) + "ab");  // upper case is none
+        check(" " + ending + "ab", "| |'|" + letters + "ab");    // a space takes the apostrophe
+        check("''" + letters + "ab", "|'|'|" + letters + "ab");  // and so does a second apostrophe
+    }
+    check("'xab", "|'|xab");
 }
 
 static const std::vector<Choice> kChoices = {{7, 1, {5, 6, 7}, {{1}, {2, 3}, {4, 4, 4}, {9}}},
