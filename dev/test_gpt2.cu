@@ -3,6 +3,8 @@
 // itself.
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
+#include <cfloat>
+
 #include "../train_gpt2.cu"
 #include "dev/finite_difference.h"
 #include "dev/processes.h"
@@ -280,6 +282,80 @@ TEST(defaults) {
         resolve_steps(o, c.on_cpu, c.windows);
         CHECK(o.max_steps == c.steps && o.warmup == c.warmup && o.val_every == c.val_every &&
               o.sample_every == c.sample_every && o.val_batches == 20);
+    }
+
+    // The optimizer is divided among all ranks, also among those that share a sequence.
+    Options three;
+    three.context_parallel = 3;
+    three.T = 96;
+    resolve_sizes(three, 1024, 128, true, 3);
+    CHECK(three.zero == 0);
+
+    // An evaluation on a CPU takes whole sequences, too.
+    Options evaluation;
+    evaluation.eval_only = true;
+    resolve_sizes(evaluation, 1024, 768, true, 1);
+    CHECK(evaluation.T == 1024);
+}
+
+// A number is taken up to both ends of its option's range and refused beyond them. The ends that a
+// run's numbers depend on are written here once more: a decay of 1 divides by zero, and a run of 0
+// samples or 0 seconds is none.
+TEST(numbers_end_where_their_ranges_do) {
+    const auto accepts = [](const Option& option, const std::string& value) {
+        try {
+            options_of({std::string(option.name) + "=" + value});
+        } catch (const UsageError& e) {
+            CHECK(contains(e.what(), option.name) && contains(e.what(), value));
+            return false;
+        }
+        return true;
+    };
+    const auto check = [&](const Option& option, double value, bool good) {
+        const std::string text = format(option.kind == Option::Int ? "%.0f" : "%.17g", value);
+        if (accepts(option, text) != good) {
+            test::report(
+                __FILE__, __LINE__,
+                format("%s=%s is %s", option.name, text.c_str(), good ? "refused" : "accepted"));
+        }
+    };
+
+    std::map<std::string, std::string> ranges;
+    for (const Option& option : Options().table()) {
+        if (option.kind != Option::Int && option.kind != Option::Float) {
+            continue;
+        }
+        const std::string range = ranges[option.name] = option.range;
+        const size_t dots = range.find("..");
+        const std::string low = range.substr(0, dots);
+        const std::string high = range.substr(dots + 2);
+        const bool whole = option.kind == Option::Int;
+        CHECK(dots != std::string::npos && !low.empty());
+
+        const double least = std::stod(low);
+        const double most = !high.empty() ? std::stod(high)
+                            : whole       ? double(INT_MAX)
+                                          : double(FLT_MAX);
+        const double step = whole ? 1 : 1e-6;
+        check(option, least, true);
+        check(option, least - step, false);
+        check(option, most, true);
+        check(option, whole ? most + 1 : most * 1.000001, false);
+    }
+
+    const std::pair<const char*, const char*> expected[] = {
+        {"--beta2", "0..0.99999"}, {"--final-lr", "0..1"},       {"--recompute", "0..2"},
+        {"--zero", "-1..1"},       {"--overlap", "-1..1"},       {"--context-parallel", "1..1024"},
+        {"--timeout", "1..86400"}, {"--samples", "1.."},         {"--sample-length", "1.."},
+        {"--lr", "-1.."},          {"--weight-decay", "0.."},    {"--max-norm", "0.."},
+        {"--temperature", "0.."},  {"--top-k", "0.."},           {"--seed", "0.."},
+        {"--batch", "0..65536"},   {"--tokens-per-step", "0.."}, {"--keep", "0.."},
+    };
+    for (const auto& [name, range] : expected) {
+        if (ranges[name] != range) {
+            test::report(__FILE__, __LINE__,
+                         format("%s has the range %s", name, ranges[name].c_str()));
+        }
     }
 }
 
