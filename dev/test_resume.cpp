@@ -3,6 +3,7 @@
 // dev/test_program has the GPUs.
 #include <csignal>
 #include <cstring>
+#include <map>
 #include <set>
 #include <tuple>
 
@@ -202,6 +203,50 @@ TEST(shares_larger_than_the_activations_move_in_pieces) {
         check_same_files(resumed, 4);
         check_same_files(resumed, 6);
     }
+}
+
+// The recipe may change on purpose. The run says so, and goes on with the new one.
+TEST(resumes_with_another_recipe) {
+    const std::string command = options(6) + "-v 0 -s 0 ";
+    const std::string before = dir() + "/one_recipe";
+    CHECK_RUN(run(command + "-o " + before), 0, "checkpoint");
+    const struct {
+        const char* option;
+        const char* from;
+        const char* to;
+    } cases[] = {{"-x", "6", "9"},           {"-l", "0.003", "0.0030001"}, {"-u", "4", "5"},
+                 {"-q", "0.1", "0.2"},       {"-k", "cosine", "linear"},   {"-c", "0.2", "0.3"},
+                 {"--beta2", "0.95", "0.9"}, {"--max-norm", "1", "0.5"}};
+    for (const auto& c : cases) {
+        const std::string out = before + c.option;
+        copy_checkpoint(before, out, 6);
+        const std::string change = std::string(c.option) + " " + c.to + " ";
+        const Result r = run(command + "-x 9 -y -o " + out + " " + change);
+        CHECK_RUN(r, 0, "resumed at step 6\n", "step 9/9",
+                  format("%s from %s to %s", c.option, c.from, c.to));
+        CHECK(rows(out, "train").size() == 3);
+
+        std::map<std::string, std::string> recipe = {
+            {"-x", "9"}, {"-l", "3e-3"}, {"-u", "4"}, {"-q", "0.1"}, {"-k", "cosine"}};
+        recipe[c.option] = c.to;
+        std::vector<std::string> arguments;
+        for (const auto& [option, value] : recipe) {
+            arguments.push_back(option);
+            arguments.push_back(value);
+        }
+        const Options o = options_of(arguments);
+        const std::vector<double> rates = values(out, "train", "lr");
+        for (size_t i = 0; i < rates.size(); i++) {
+            CHECK_NEAR(rates[i], o.learning_rate(6 + static_cast<int>(i)), 1e-9);
+        }
+    }
+
+    // Nothing has changed, and nothing is left to do.
+    const std::string same = run(command + "-y -o " + before).out;
+    for (const auto& c : cases) {
+        CHECK(!contains(same, std::string(c.option) + " from "));
+    }
+    CHECK(contains(same, "nothing left to do") && !contains(same, " tok/s"));
 }
 
 // The pace is that of the steps behind the first two of a process, which make plans and
