@@ -372,6 +372,13 @@ TEST(schedules_of_the_shortest_runs) {
             o.schedule = kind, o.warmup = c.warmup, o.max_steps = c.steps;
             CHECK_NEAR(o.learning_rate(c.step), c.rate, 1e-6);
         }
+
+    // The longest run: wsd is constant for four fifths of it.
+    o.schedule = "wsd";
+    o.warmup = 10;
+    o.max_steps = INT_MAX;
+    CHECK_NEAR(o.learning_rate(INT_MAX / 5 * 4 - 10), 1, 1e-6);
+    CHECK_NEAR(o.learning_rate(INT_MAX / 10 * 9), 0.1 + 0.9 * (1 - std::sqrt(0.5)), 1e-6);
 }
 
 // Evenly spaced random numbers choose each token exactly as often as it is likely.
@@ -399,6 +406,19 @@ TEST(sampling_follows_the_distribution) {
         for (int v = 0; v < 4; v++) CHECK_NEAR(counts[v], n * c.p[v], c.p[v] > 0 && c.p[v] < 1);
     }
     CHECK(sample_token({1.f, 3.f, 3.f}, {0.f, 0}, 0.5) == 1);  // the first of equals
+
+    // Of equals the first are among the k likeliest.
+    for (const double u : {0.0, 0.3, 0.7, 0.999999}) {
+        CHECK(sample_token({1.f, 3.f, 3.f, 3.f}, {1.f, 1}, u) == 1);
+        CHECK(sample_token({1.f, 3.f, 3.f, 3.f}, {1.f, 2}, u) == (u < 0.5 ? 1 : 2));
+    }
+
+    // A token without a probability is never drawn, not even by the ends of what random numbers
+    // there are.
+    for (const double u : {0.0, 1 - 0x1p-53}) {
+        CHECK(sample_token({-INFINITY, 1.f, -INFINITY}, {1.f, 0}, u) == 1);
+        CHECK(sample_token({1.f, 2.f, 1.f}, {1.f, 1}, u) == 1);
+    }
 }
 
 // N by hand is 124475904 = 50304·768 + 1024·768 + 12·(12·768² + 13·768) + 2·768. A token takes 6·N + 6·12·768·1024
@@ -671,7 +691,14 @@ TEST(an_arena_has_no_tensor_that_is_not_in_it) {
 }
 
 TEST(a_vocabulary_without_an_end_cannot_be_sampled) {
-    CHECK_ERROR(start_of_text(Tokenizer(), "", 250), "vocabulary of 250");
+    for (const int V : {250, kByteEndOfText, kByteVocab + 1, kEndOfText}) {
+        CHECK_ERROR(start_of_text(Tokenizer(), "", V), format("vocabulary of %d", V));
+        CHECK(!can_generate(V));
+    }
+    for (const int V : {kByteVocab, kEndOfText + 1, 50304}) {
+        CHECK(start_of_text(Tokenizer(), "", V).at(0) == (V == 257 ? 256 : 50256));
+        CHECK(can_generate(V));
+    }
 }
 
 // dev/test_recipe has what samples are. Their tokens are padded to 64, or to T, and beyond T the window moves. A model

@@ -5,6 +5,7 @@
 // double, which dev/test_gpt2 checks against finite differences. The order of data is the loader's (dev/test_data).
 #define TRAIN_GPT2_NO_MAIN
 #pragma GCC diagnostic ignored "-Wunused-function"  // parts of the program stay unused here
+#include <climits>
 #include <iterator>
 #include <numeric>
 #include <set>
@@ -359,6 +360,27 @@ TEST(samples_follow_the_model) {
         CHECK(last.size() == std::strlen(c.prompt) + 251 && (c.k == V ? place >= c.most : place == c.most));
     }
     CHECK(texts.size() == 6 && run(generate + "--seed 2 2>/dev/null").out == last);
+}
+
+// The second text after the largest seed has the seed after it, which is no int.
+TEST(seeds_of_samples_pass_the_largest_int) {
+    const Cpu one_thread(1);
+    GPT2<Cpu, float> model(one_thread, {kPositions, V, Vp, L, NH, C}, Attention::flash, 1,
+                           kPositions, 1, false, 0, {}, true);
+    model.allocate();
+    load(model, model_file(kNoEnd));
+    const Tokenizer bytes;
+    std::string expected;
+    for (const uint64_t seed : {uint64_t(INT_MAX), uint64_t(INT_MAX) + 1}) {
+        expected += expected.empty() ? "" : "---\n";
+        expected += generate(model, bytes, start_of_text(bytes, "", V), 60, {}, seed) + "\n";
+    }
+    const std::string command =
+        "--device cpu -e " + model_file(kNoEnd) + " --generate 60 --samples 2 ";
+    CHECK(run(command + format("--seed %d 2>/dev/null", INT_MAX)).out == expected);
+
+    // What is counted at the end are its tokens, without the prompts.
+    CHECK_RUN(run(command + "--prompt Once"), 0, "120 tokens in ");
 }
 
 // --eval-only prints the loss over all windows, whatever B and the number of ranks, or over those of -m batches, and the

@@ -309,6 +309,28 @@ TEST(the_pace_counts_no_first_steps_also_after_a_resume) {
     }
 }
 
+// Each sample of a run has random numbers of its own, which its seed and the step choose. The rate
+// is too small to change a weight.
+TEST(samples_of_a_run_differ) {
+    const auto texts = [](int seed) {
+        const std::string out = dir() + format("/samples_%d", seed);
+        CHECK_RUN(run(options(3) + format("-v 0 -s 1 -g 60 -u 0 -l 1e-30 --seed %d -e ", seed) +
+                      model_file(kNoEnd) + " -o " + out),
+                  0, "sample");
+        std::set<std::string> found;
+        for (const std::string& row : rows(out, "sample")) {
+            found.insert(row.substr(row.find("\"text\"")));
+        }
+        return found;
+    };
+    std::set<std::string> all = texts(1);
+    CHECK(all.size() == 3);
+    for (const std::string& text : texts(2147483647)) {
+        all.insert(text);
+    }
+    CHECK(all.size() == 6);
+}
+
 // The data in order, one text, one batch again and again, and two ranks.
 TEST(resumes_with_other_data_and_ranks) {
     int run_number = 0;
