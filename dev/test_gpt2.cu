@@ -450,6 +450,30 @@ TEST(mfu_by_hand) {
     }
 }
 
+// A rank has the GPU of its number on this machine, or the only one that its launcher shows it.
+TEST(each_rank_has_a_gpu) {
+    const char* const shown = std::getenv("CUDA_VISIBLE_DEVICES");
+    const std::string before = shown ? shown : "";
+    unsetenv("CUDA_VISIBLE_DEVICES");
+    Team team;
+    team.rank = 5;
+    team.size = 8;
+    for (const int local_rank : {0, 1, 3}) {
+        team.local_rank = local_rank;
+        CHECK(team.device(4) == local_rank);
+    }
+    CHECK_ERROR(team.device(3), "rank 5");
+    CHECK_ERROR(team.device(1), "rank 5");
+    setenv("CUDA_VISIBLE_DEVICES", "3", 1);
+    CHECK(team.device(1) == 0);
+    CHECK(team.device(4) == 3);
+    CHECK_ERROR(team.device(2), "rank 5");
+    unsetenv("CUDA_VISIBLE_DEVICES");
+    if (shown) {
+        setenv("CUDA_VISIBLE_DEVICES", before.c_str(), 1);
+    }
+}
+
 namespace {
 
 // Options of a run on the CPU of one step after another, whose model is small.

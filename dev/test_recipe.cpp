@@ -383,6 +383,28 @@ TEST(seeds_of_samples_pass_the_largest_int) {
     CHECK_RUN(run(command + "--prompt Once"), 0, "120 tokens in ");
 }
 
+// A new model has as many positions as its sequences need, and a trained one has those that it has.
+TEST(only_a_new_model_gets_more_positions) {
+    const std::string memory = "--device cpu --memory ";
+    const auto wpe = [&](const std::string& options) {
+        const Result r = run(memory + options);
+        CHECK_RUN(r, 0, "wpe");
+        std::istringstream columns(r.out.substr(std::min(r.out.find(" wpe "), r.out.size())));
+        std::string name;
+        std::string type;
+        int layers = 0;
+        int elements = 0;
+        columns >> name >> type >> layers >> elements;
+        return elements;
+    };
+    CHECK(wpe("-e tiny -t 64") == 256 * 128);
+    CHECK(wpe("-e tiny -t 256") == 256 * 128);
+    CHECK(wpe("-e tiny -t 300") == 300 * 128);
+    CHECK(wpe("-e " + model_file(kNoEnd) + format(" -t %d", kPositions)) == kPositions * C);
+    CHECK_RUN(run(memory + "-e " + model_file(kNoEnd) + format(" -t %d", kPositions + 1)), 1,
+              format("-t %d", kPositions));
+}
+
 // --eval-only prints the loss over all windows, whatever B and the number of ranks, or over those of -m batches, and the
 // loss of each ending.
 TEST(evaluation_says_what_the_model_loses) {

@@ -309,6 +309,36 @@ TEST(the_pace_counts_no_first_steps_also_after_a_resume) {
     }
 }
 
+// The first step's loss and the validation's are those of one rank to the last bit, however many
+// ranks there are.
+TEST(the_first_losses_do_not_depend_on_the_number_of_ranks) {
+    const auto losses = [](int ranks) {
+        const std::string out = dir() + format("/first_%d", ranks);
+        const std::string several = ranks > 1 ? format("--gpus %d ", ranks) : "";
+        CHECK_RUN(
+            run(options(1) + "-v 1 -m -1 -s 0 -b 1 -d 128 -l 1e-30 -o " + out + " " + several), 0,
+            "step 1/1");
+        std::vector<double> all = values(out, "train", "loss_nats");
+        for (const double loss : values(out, "val", "loss_nats")) {
+            all.push_back(loss);
+        }
+        CHECK(all.size() == 3);
+        return all;
+    };
+    const std::vector<double> one = losses(1);
+    for (const int ranks : {2, 4, 8}) {
+        CHECK(losses(ranks) == one);
+    }
+}
+
+// A batch takes as many windows as there are, and no more.
+TEST(an_epoch_has_at_least_a_batch) {
+    const std::string data = write_shard(dir() + "/two_windows.bin", make_tokens(2 * 16 + 1, 9));
+    const std::string command = options(3) + "-v 0 -s 0 -i " + data + " ";
+    CHECK_RUN(run(command + "-b 2 -d 32"), 0, "step 3/3");
+    CHECK_RUN(run(command + "-b 3 -d 48"), 1, data, "smaller -b");
+}
+
 // Each sample of a run has random numbers of its own, which its seed and the step choose. The rate
 // is too small to change a weight.
 TEST(samples_of_a_run_differ) {
