@@ -86,6 +86,14 @@ TEST(log_json) {
         CHECK(Row("k").add("s", value).text() == "{\"kind\": \"k\", \"s\": \"" + json + "\"}");
 }
 
+TEST(minutes_and_seconds_are_whole) {
+    const std::pair<double, const char*> cases[] = {
+        {0, "0:00"}, {59.96, "0:59"}, {60, "1:00"}, {119.5, "1:59"}, {3600 * 25 + 7.9, "1500:07"}};
+    for (const auto& [seconds, text] : cases) {
+        CHECK(minutes(seconds) == text);
+    }
+}
+
 // What a byte-level model may sample must not change a terminal's state, nor end a C string.
 TEST(text_for_a_terminal) {
     const std::string bad = "\xEF\xBF\xBD";
@@ -399,6 +407,14 @@ TEST(tokenizer_files) {
     for (const int count : {0, 10, -1}) file.poke(8, count, "number of tokens at offset 8: expected 1..9 (");
     file.poke(8, 4, "truncated in token 3 of 4 at offset 1033: expected 1 bytes, found 0");
     file.poke(12, 3, "id of <|endoftext|> at offset 12: expected less than 3, found 3");
+
+    // A token of a shard has 16 bits.
+    Strings many(65536, "piece");
+    write_file(path, tokenizer_file(2, many));
+    CHECK(Tokenizer(path).decode(65535) == "piece");
+    many.push_back("one too many");
+    write_file(path, tokenizer_file(2, many));
+    CHECK_ERROR(Tokenizer(path).decode(0), path + ": number of tokens at offset 8");
 }
 
 // All single bytes and then these tokens, as GPT-2 numbers them. A token's id is the rank of the merge that makes it.
@@ -524,6 +540,12 @@ TEST(choices) {
         file.check(file.bytes + more, format("too long: expected %zu bytes", file.bytes.size()));
     write_choices(path, {});
     CHECK_ERROR(file.read(path), path + ": no examples");
+
+    // Without a token there is nothing to predict, and nothing to predict it from.
+    write_choices(path, {{1, 0, {}, {{1}, {2}}}});
+    CHECK_ERROR(file.read(path), "length of a context at offset 1034");
+    write_choices(path, {{1, 0, {5}, {{1}, {}}}});
+    CHECK_ERROR(file.read(path), "length of an ending at offset 1042");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -689,6 +711,9 @@ TEST(loader_errors) {
             loader.batch(),
             path + format(": token at offset 1044: expected less than the vocabulary of %d, found %d", limit, token));
     }
+    // An empty shard has no window.
+    CHECK(TestLoader(write_shards({{}, counting(9), {}}), 1, 4).windows() == 2);
+
     TestLoader loader(path, 2, 4);
     fs::resize_file(path, 1030);  // the data changes while a loader runs
     CHECK_ERROR(loader.batch(), path + ": truncated: expected 10 bytes at offset 1024, found 6");
@@ -753,7 +778,7 @@ TEST(documents_of_a_text) {
         {"a\r\nb\r\n" + end + "\r\nc\r\n", {"a\r\nb", "c\r\n"}},
         {"a\n\n" + end + "\n\nb", {"a\n", "\nb"}},
         {end + "\n" + end + "a" + end + end + "b\r" + end + "\rc\n" + end + "\n", {"a", "b\r", "\rc"}},
-        {" \n\t" + end + "\xE2\x80\x83\x1F" + end + "x", {"x"}},
+        {" \n\t" + end + "\xE2\x80\x83\x1C\x1F" + end + "x", {"x"}},
         {"<|endoftext" + end + "|>", {"<|endoftext", "|>"}},
         {"", {}}};
     for (const auto& [text, expected] : cases) CHECK(documents(text) == expected);
@@ -769,6 +794,16 @@ TEST(documents_of_a_text) {
     for (const auto& [bytes, what] : {std::pair<std::string, const char*>{"\x93NUMPY and more", "NumPy"},
                                       {std::string("\x08\0\0\0\0\0\0\0{}", 10), "safetensors"},
                                       {"\x1F\x8B\x08", "gzip"},
+                                      {"BZh91AY&SY", "bzip2"},
+                                      {std::string("\xFD\x37zXZ\0\0", 7), "xz"},
+                                      {"\x28\xB5\x2F\xFD\x04", "zstd"},
+                                      {"PK\x03\x04\x14", "zip"},
+                                      {"PAR1\x15", "Parquet"},
+                                      {"%PDF-1.7\n", "PDF"},
+                                      {std::string("\xFF\xFEh\0", 4), "UTF-16"},
+                                      {std::string("\xFE\xFF\0h", 4), "UTF-16"},
+                                      {std::string("\xFF\xFE\0\0h\0\0\0", 8), "UTF-32"},
+                                      {std::string("\0\0\xFE\xFF\0\0\0h", 8), "UTF-32"},
                                       {std::string("h\0i\0", 4), "zero byte at offset 1"}}) {
         write_file(path, bytes);
         CHECK_ERROR(TestLoader(path, 1, 1), what);
@@ -779,6 +814,19 @@ TEST(documents_of_a_text) {
 TEST(names_in_commands) {
     for (const std::string name : {"run1", "", "-x;&|", "it's $HOME `x` \"q\" \\ *\n"})
         CHECK(shell("printf %s " + shell_quoted(name)).out == name);
+
+    // A pattern that was made of a path means this path and no other.
+    const std::string here = folder();
+    for (const std::string name : {"a*", "b?", "c[de]", "f\\g", "h]"}) {
+        write_shard(here + "/" + name + "1", counting(9));
+    }
+    for (const std::string name : {"ax1", "bx1", "cd1", "fg1", "f\\\\g1"}) {
+        write_shard(here + "/" + name, counting(8));
+    }
+    for (const std::string name : {"a*", "b?", "c[de]", "f\\g", "h]"}) {
+        CHECK(TestLoader(glob_escaped(here + "/" + name) + "*", 1, 4).description() ==
+              "1 shard, 9 tokens");
+    }
 }
 
 // dev/test_resume has what a run says of other data.
@@ -834,6 +882,27 @@ TEST(loader_identity_of_many_shards) {
                          format("%d shards: %zu of %zu changes are seen", count, seen.size() - 1,
                                 expected - 1));
         }
+    }
+}
+
+// A large shard is read to its end, in parts.
+TEST(vocabulary_of_a_large_shard) {
+    Tokens tokens(2'500'000, 'x');
+    const std::string path = write_shard(folder() + "/large.bin", tokens);
+    CHECK(vocabulary_of(path, false) == kByteVocab);
+    for (const size_t at : {size_t(0), size_t(1) << 20, tokens.size() - 1}) {
+        tokens[at] = 300;
+        write_shard(path, tokens);
+        CHECK(vocabulary_of(path, false) == 50257);
+        tokens[at] = 'x';
+    }
+
+    // In a shard <|endoftext|> is 50256. What follows the bytes is a token of GPT-2's.
+    for (const auto& [token, vocabulary] :
+         {std::pair{255, kByteVocab}, {256, 50257}, {50255, 50257}, {50256, kByteVocab}}) {
+        write_file(path, header_of({20240520, 1, 2}) +
+                             bytes_of(std::vector<uint16_t>{7, static_cast<uint16_t>(token)}));
+        CHECK(vocabulary_of(path, false) == vocabulary);
     }
 }
 
