@@ -167,6 +167,12 @@ TEST(launchers_variables) {
         {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n MASTER_PORT=65535 TORCHELASTIC_RUN_ID=x", "MASTER_PORT is \"65535\""},
         {"WORLD_SIZE=2", " RANK is \"\""},  // which is missing
         {"RANK=0", " WORLD_SIZE is \"\""},
+        {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE is \"0\""},
+        {"RANK=1x WORLD_SIZE=2", " RANK is \"1x\""},
+        {"RANK=-1 WORLD_SIZE=2", " RANK is \"-1\""},
+        {"SLURM_PROCID=2 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_STEP_NUM_TASKS=5 "
+         "MASTER_ADDR=n3 MASTER_PORT=5001",
+         "rank 2 of 5, 2 of 3 here"},
     };
     for (const auto& [environment, says] : cases) {
         const std::string got = place_with(environment);
@@ -329,6 +335,20 @@ TEST(differences_are_named_on_every_rank) {
          {"; --lr: rank 2 has \"0.1\", rank 0 has \"0.2\"", "; data: rank 1 has \"a?=c\", rank 0 has"})
         CHECK(count_of(ranks.text(), says) == 3);
     CHECK(count_of(ranks.text(), "d12") == 0 && count_of(ranks.text(), "\n") == 3);
+
+    // What a rank does not say differs, too.
+    const int other_port = free_port();
+    Processes two;
+    for (const int rank : {0, 1}) {
+        two.start([=] {
+            Fields fields = {{"--lr", "0.1"}};
+            if (rank == 0) {
+                fields.push_back({"data", "b"});
+            }
+            return meet_all(local_place(rank, 2, other_port), fields);
+        });
+    }
+    two.check({1, 1}, {"; data: rank 1 has \"\", rank 0 has \"b\""});
 }
 
 // All of these ranks, each (rank, size), end with an error.
