@@ -585,6 +585,36 @@ TEST(the_first_step_may_take_longer_than_the_timeout) {
     }
 }
 
+// A signal to one rank ends all at the same step, whichever rank it is. The ranks are threads of one
+// process, which get their signals together, so the test writes it where a rank says what it got.
+TEST(a_signal_to_any_rank_ends_all) {
+    constexpr int kRanks = 3;
+    constexpr int kStep = 2;
+    for (int signalled = 0; signalled < kRanks; signalled++) {
+        Options o = small_run("", 5);
+        o.zero = 0;
+        std::vector<int> codes(kRanks);
+        const auto train = [&](int rank, ThreadComm& comm) {
+            Options mine = o;
+            Threads dev(1);
+            dev.after_upload = [&](void* to, size_t bytes) {
+                if (rank == signalled && bytes == sizeof(int) && g_step == kStep) {
+                    *static_cast<int*>(to) = SIGTERM;
+                }
+            };
+            Team team;
+            team.rank = rank;
+            team.size = kRanks;
+            team.local_size = kRanks;
+            this_thread = &comm;
+            codes[rank] = run_with<Threads, float>(dev, mine, team);
+        };
+        CHECK(quiet_error_of([&] { on_threads(kRanks, train); }) == "");
+        CHECK(codes == std::vector<int>(kRanks, 128 + SIGTERM));
+        CHECK(g_step == kStep);
+    }
+}
+
 // What is computed again has the same bits as what would have been kept. dev/test_program has the bytes of each level.
 TEST(recompute_does_not_change_gradients) {
     const int B = 2, T = 20;

@@ -674,6 +674,19 @@ TEST(an_error_of_the_data_ends_with_a_checkpoint) {
     CHECK_RUN(run(options(12) + "-s 0 -v 0 -m -1 -y -o " + out), 0, "resumed at step 10", "step 12/12");
 }
 
+// Whichever rank it is that cannot read its windows of the second step.
+TEST(an_error_of_any_rank_ends_all) {
+    for (const int rank : {0, 1, 2}) {
+        std::vector<int> tokens = make_tokens(9 * 16 + 1, 1);
+        tokens[(3 + rank) * 16 + 5] = 9999;
+        const std::string data = write_shard(dir() + format("/bad_%d.bin", rank), tokens);
+        const std::string out = dir() + format("/bad_for_%d", rank);
+        const std::string command = options() + "-v 0 -s 0 --no-shuffle -b 1 -d 48 --gpus 3 ";
+        CHECK_RUN(run(command + "-i " + data + " -o " + out), 1, data + ": token at offset");
+        CHECK(newest_checkpoint(out) == 1 && rows(out, "train").size() == 1);
+    }
+}
+
 // A checkpoint that cannot be written ends the run as soon as that is known, and not at the next
 // checkpoint, which here would be the end. The directory is moved away, or files may not be as
 // large as a model. The log is smaller.

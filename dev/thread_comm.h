@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -114,6 +115,13 @@ using ThreadComm = ThreadCommOn<Cpu>;
 struct Threads : Cpu {
     using Comm = ThreadComm;
     using Cpu::Cpu;
+    std::function<void(void* to, size_t bytes)> after_upload;  // lets a test change what a rank has
+    void upload(void* to, const void* host, size_t bytes) const {
+        Cpu::upload(to, host, bytes);
+        if (after_upload) {
+            after_upload(to, bytes);
+        }
+    }
 };
 
 // Every rank's value, by rank.
