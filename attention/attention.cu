@@ -1,6 +1,7 @@
-// Which attention kernel runs, and the layer's two calls.
+// Which attention kernel runs, the check of a call, and the layer's two calls.
 //
 // A new kernel is one name in its table below. If it is to be what `flash` means, its name also goes into kFastest.
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -68,11 +69,11 @@ const AttentionKernel<X>& attention_kernel(const Cuda& dev, Attention kind, int 
 template <class X>
 void check_attention(const Cuda& dev, Attention kind, int HS, bool training, bool context_parallel) {
     const AttentionKernel<X>& kernel = attention_kernel<X>(dev, kind, HS);
-    if (training && !kernel.backward)
+    if (training && !kernel.has_backward())
         throw UsageError(
             format("--attention %s has no backward, so it can only generate and evaluate: train with --attention flash",
                    kernel.name));
-    if (context_parallel && !kernel.backward_fp32)
+    if (context_parallel && !kernel.takes_pieces())
         throw UsageError(
             format("--context-parallel needs --attention flash: %s takes whole sequences only", kernel.name));
 }
@@ -89,6 +90,104 @@ const char* attention_names() {
         return list;
     }();
     return names.c_str();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The check of a call
+
+void check_shape(const AttentionLimits& limits, const AttentionShape& s, size_t element,
+                 bool backward, bool rest) {
+    const char* name = limits.name;
+    if (s.B < 1 || s.NH < 1 || s.Tq < 1 || s.Tk < 1)
+        throw Error(format("%s: B %d, NH %d, Tq %d, Tk %d: each must be at least 1", name, s.B,
+                           s.NH, s.Tq, s.Tk));
+    if (s.causal && s.Tq > s.Tk)
+        throw Error(
+            format("%s: a causal mask needs Tq ≤ Tk, found Tq %d and Tk %d", name, s.Tq, s.Tk));
+    if (!(s.resolved_scale() > 0.f))
+        throw Error(format("%s: scale %g, expected > 0", name, s.resolved_scale()));
+
+    if (limits.flash && s.HS != 64 && s.HS != 128)
+        throw Error(
+            format("%s: head size %d, expected 64 or 128: use --attention naive", name, s.HS));
+    if (s.HS < 1 || s.HS * element % limits.alignment)
+        throw Error(format("%s: head size %d, expected a multiple of %zu", name, s.HS,
+                           limits.alignment / element));
+
+    if (backward && !limits.pieces && s.Tq != s.Tk)
+        throw Error(
+            format("%s: backward takes whole sequences only (Tq %d, Tk %d): use --attention flash",
+                   name, s.Tq, s.Tk));
+    if (rest && !limits.has_rest)
+        throw Error(format(
+            "%s: lse_rest is given, but only fp32 kernels that work on pieces of a sequence have "
+            "one: pass null, or use --attention flash in fp32",
+            name));
+}
+
+namespace {
+
+// How many bytes from the first to the last.
+size_t extent(const CallMemory& m) {
+    return (m.count[0] - 1) * m.stride[0] + (m.count[1] - 1) * m.stride[1] + m.row;
+}
+
+// Do the rows stand apart, with `inner` rows next to each other?
+bool rows_apart(const CallMemory& m, int inner) {
+    const int outer = 1 - inner;
+    const size_t group = (m.count[inner] - 1) * m.stride[inner] + m.row;
+    return (m.count[inner] == 1 || m.stride[inner] >= m.row) &&
+           (m.count[outer] == 1 || m.stride[outer] >= group);
+}
+
+// May they share a byte? Two views of a packed tensor reach over each other, but their rows take
+// turns. All rows start at multiples of `period` from the first, so rows that are apart in one
+// period are apart in all. One could invent views that share nothing although this says yes, but
+// those of a packed tensor are not among them.
+bool overlap(const CallMemory& a, const CallMemory& b) {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(a.ptr);
+    const uintptr_t second = reinterpret_cast<uintptr_t>(b.ptr);
+    if (first > second)
+        return overlap(b, a);
+    if (second - first >= extent(a))
+        return false;
+
+    size_t period = 0;
+    for (const CallMemory* m : {&a, &b})
+        for (int i : {0, 1})
+            if (m->count[i] > 1)
+                period = std::gcd(period, m->stride[i]);
+    if (period == 0)
+        return true;
+    const size_t ahead = (second - first) % period;
+    return ahead < a.row || ahead + b.row > period;
+}
+
+}  // namespace
+
+void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory) {
+    for (const CallMemory& m : memory) {
+        if (m.row == 0)
+            continue;
+        if (!m.ptr)
+            throw Error(format("%s: %s is null: it needs memory", limits.name, m.name));
+        if (reinterpret_cast<uintptr_t>(m.ptr) % m.alignment || m.stride[0] % m.alignment ||
+            m.stride[1] % m.alignment)
+            throw Error(
+                format("%s: rows of %s are not %zu-byte aligned (address %p, strides of %zu and "
+                       "%zu bytes)",
+                       limits.name, m.name, m.alignment, m.ptr, m.stride[0], m.stride[1]));
+        if (!rows_apart(m, 0) && !rows_apart(m, 1))
+            throw Error(format(
+                "%s: rows of %s overlap: %zu × %zu of %zu bytes, with strides of %zu and %zu bytes",
+                limits.name, m.name, m.count[0], m.count[1], m.row, m.stride[0], m.stride[1]));
+    }
+    for (auto a = memory.begin(); a != memory.end(); a++)
+        for (auto b = memory.begin(); b != a; b++)
+            if ((a->written || b->written) && a->row > 0 && b->row > 0 && overlap(*a, *b))
+                throw Error(
+                    format("%s: %s and %s overlap, and %s is written: give it memory of its own",
+                           limits.name, b->name, a->name, a->written ? a->name : b->name));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

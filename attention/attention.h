@@ -1,7 +1,7 @@
 // The attention contract. call.h says what a call is, this header which kernels there are.
 //
 // X is float or bf16. All accumulation is fp32. Any T ≥ 1. Results are bit-identical from run to run. Flash kernels
-// allocate nothing of size T². A launcher throws Error for unsupported shapes.
+// allocate nothing of size T². A call that a kernel does not take throws Error.
 #pragma once
 #include "attention/call.h"
 #include "layers/gpu/cuda.h"
@@ -44,15 +44,46 @@ struct AttentionKernel {
     size_t (*saved_bytes)(const AttentionShape&);
     size_t (*scratch_bytes)(const AttentionShape&);
 
-    void (*forward)(const Cuda&, const AttentionForward<X>&);
-    // Null in a kernel that has only forward. Such a kernel can generate and evaluate, and the trainer refuses to train
-    // with it.
-    void (*backward)(const Cuda&, const AttentionBackward<X>&) = nullptr;
+    // The launchers. They trust their call, so nobody but the functions below calls them.
+    struct {
+        void (*forward)(const Cuda&, const AttentionForward<X>&);
+        // Null in a kernel that has only forward. Such a kernel can generate and evaluate, and the
+        // trainer refuses to train with it.
+        void (*backward)(const Cuda&, const AttentionBackward<X>&) = nullptr;
 
-    // The same with results in fp32, for sequences in pieces. Null in a kernel whose backward takes only whole
-    // sequences, with Tq = Tk and all of their keys.
-    void (*forward_fp32)(const Cuda&, const AttentionForward<X, float>&) = nullptr;
-    void (*backward_fp32)(const Cuda&, const AttentionBackward<X, float>&) = nullptr;
+        // The same with results in fp32, for sequences in pieces. Null in a kernel whose backward
+        // takes only whole sequences, with Tq = Tk and all of their keys.
+        void (*forward_fp32)(const Cuda&, const AttentionForward<X, float>&) = nullptr;
+        void (*backward_fp32)(const Cuda&, const AttentionBackward<X, float>&) = nullptr;
+    } unchecked;
+    bool has_backward() const { return unchecked.backward != nullptr; }
+    bool takes_pieces() const { return unchecked.backward_fp32 != nullptr; }
+
+    AttentionLimits limits() const {
+        const bool has_rest = takes_pieces() && std::is_same_v<X, float>;
+        return {name, 16, flash, takes_pieces(), has_rest, saved_bytes, scratch_bytes};
+    }
+    // These throw Error unless the kernel takes the call (check_call).
+    void forward(const Cuda& dev, const AttentionForward<X>& c) const {
+        run(unchecked.forward, "forward", dev, c);
+    }
+    void backward(const Cuda& dev, const AttentionBackward<X>& c) const {
+        run(unchecked.backward, "backward", dev, c);
+    }
+    void forward_fp32(const Cuda& dev, const AttentionForward<X, float>& c) const {
+        run(unchecked.forward_fp32, "forward with fp32 results", dev, c);
+    }
+    void backward_fp32(const Cuda& dev, const AttentionBackward<X, float>& c) const {
+        run(unchecked.backward_fp32, "backward with fp32 results", dev, c);
+    }
+    template <class Call>
+    void run(void (*launcher)(const Cuda&, const Call&), const char* pass, const Cuda& dev,
+             const Call& c) const {
+        if (!launcher)
+            throw Error(format("attention: %s has no %s: use --attention flash", name, pass));
+        check_call(limits(), c);
+        launcher(dev, c);
+    }
 };
 
 // All kernels for X, slowest first.

@@ -10,6 +10,8 @@
 // writes exactly their share of dq, dk and dv, because P = exp(S − lse) and D are the whole row's. attention/ring makes
 // chunks and rings of such calls.
 #pragma once
+#include <initializer_list>
+
 #include "layers/gpu/types.h"
 
 // If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all keys, and each sees one.
@@ -31,7 +33,9 @@ struct Stats {
     size_t head = 0;  // from one head to the next
 };
 
-// Writes every element of out and lse. An fp32 kernel also writes what rounding took from lse, unless lse_rest is null.
+// Writes every element of out and lse, and what rounding took from lse to lse_rest, unless that is
+// null. Only the fp32 kernels that work on pieces of a sequence know it. The others refuse an
+// lse_rest.
 template <class X, class Y = X>
 struct AttentionForward {
     AttentionShape s;
@@ -43,8 +47,9 @@ struct AttentionForward {
 
 // Writes every element of dq, dk and dv. Clears what it accumulates into in scratch.
 //
-// lse_rest is what rounding took from lse, or null. Null promises a call with all of its rows' keys. Then an fp32 kernel
-// may find the rest itself, because a row's P must add up to 1.
+// lse_rest is what rounding took from lse, or null, and as in forward not all kernels take one.
+// Null promises a call with all of its rows' keys. Then an fp32 kernel may find the rest itself,
+// because a row's P must add up to 1.
 template <class X, class Y = X>
 struct AttentionBackward {
     AttentionShape s;
@@ -92,4 +97,99 @@ AttentionBackward<X> layer_backward(X* dqkv, const X* dout, const X* out, const 
     c.dk = packed(dqkv, s.Tk, s.NH, s.HS, 1);
     c.dv = packed(dqkv, s.Tk, s.NH, s.HS, 2);
     return c;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What is refused. No call reaches a kernel before check_call() has seen it: AttentionKernel
+// (attention.h) and the CPU's attention (layers/cpu) see to that. It is a little arithmetic on the
+// host.
+
+// What an implementation needs that leaves nothing in att, or uses no scratch.
+inline size_t no_bytes(const AttentionShape&) {
+    return 0;
+}
+
+// What an implementation takes of all that a call can say.
+struct AttentionLimits {
+    const char* name;  // every Error begins with it
+    size_t alignment;  // of the rows of a head, in bytes
+    bool flash;        // head sizes 64 and 128 alone
+    bool pieces;       // backward takes some of the queries or keys, not only whole sequences
+    bool has_rest;     // forward writes lse_rest, and backward reads it
+    size_t (*saved_bytes)(const AttentionShape&) = no_bytes;    // of att
+    size_t (*scratch_bytes)(const AttentionShape&) = no_bytes;  // of scratch
+};
+
+// Memory that a call names: rows of so many bytes, in two dimensions.
+struct CallMemory {
+    const char* name;
+    bool written;
+    const void* ptr;
+    size_t alignment;  // in bytes, as row and stride
+    size_t row;
+    size_t count[2];  // of rows
+    size_t stride[2];
+};
+template <class X>
+CallMemory memory_of(const char* name, const Heads<X>& x, const AttentionShape& s, int T,
+                     size_t alignment) {
+    const bool written = !std::is_const_v<X>;
+    const size_t row = size_t(s.NH) * s.HS * sizeof(X);
+    const size_t batch = x.batch * sizeof(X);
+    const size_t token = x.token * sizeof(X);
+    return {name, written, x.ptr, alignment, row, {size_t(s.B), size_t(T)}, {batch, token}};
+}
+template <class A>
+CallMemory memory_of(const char* name, const Stats<A>& x, const AttentionShape& s) {
+    const bool written = !std::is_const_v<A>;
+    const size_t row = s.Tq * sizeof(A);
+    const size_t heads = size_t(s.B) * s.NH;
+    return {name, written, x.ptr, sizeof(A), row, {1, heads}, {0, x.head * sizeof(A)}};
+}
+template <class V>
+CallMemory memory_of(const char* name, V* x, size_t bytes) {
+    return {name, !std::is_const_v<V>, x, 16, bytes, {1, 1}, {0, 0}};
+}
+inline CallMemory if_given(CallMemory m) {
+    if (!m.ptr)
+        m.row = 0;
+    return m;
+}
+
+// The two halves of check_call(), in attention.cu. Rows of no bytes are not part of the call.
+void check_shape(const AttentionLimits& limits, const AttentionShape& s, size_t element,
+                 bool backward, bool rest);
+void check_memory(const AttentionLimits& limits, std::initializer_list<CallMemory> memory);
+
+// Throws Error unless the call is as this file says and the implementation takes it. An output may
+// share no byte with an input or another output. Their rows may take turns, though, as those of dq,
+// dk and dv do in one packed tensor.
+template <class X, class Y>
+void check_call(const AttentionLimits& limits, const AttentionForward<X, Y>& c) {
+    const AttentionShape& s = c.s;
+    check_shape(limits, s, sizeof(X), false, c.lse_rest.ptr != nullptr);
+    check_memory(limits,
+                 {memory_of("q", c.q, s, s.Tq, limits.alignment),
+                  memory_of("k", c.k, s, s.Tk, limits.alignment),
+                  memory_of("v", c.v, s, s.Tk, limits.alignment),
+                  memory_of("out", c.out, s, s.Tq, limits.alignment), memory_of("lse", c.lse, s),
+                  if_given(memory_of("lse_rest", c.lse_rest, s)),
+                  memory_of("att", c.att, limits.saved_bytes(s))});
+}
+template <class X, class Y>
+void check_call(const AttentionLimits& limits, const AttentionBackward<X, Y>& c) {
+    const AttentionShape& s = c.s;
+    check_shape(limits, s, sizeof(X), true, c.lse_rest.ptr != nullptr);
+    check_memory(limits,
+                 {memory_of("q", c.q, s, s.Tq, limits.alignment),
+                  memory_of("k", c.k, s, s.Tk, limits.alignment),
+                  memory_of("v", c.v, s, s.Tk, limits.alignment),
+                  memory_of("dout", c.dout, s, s.Tq, limits.alignment),
+                  memory_of("out", c.out, s, s.Tq, limits.alignment), memory_of("lse", c.lse, s),
+                  if_given(memory_of("lse_rest", c.lse_rest, s)),
+                  memory_of("att", c.att, limits.saved_bytes(s)),
+                  memory_of("dq", c.dq, s, s.Tq, limits.alignment),
+                  memory_of("dk", c.dk, s, s.Tk, limits.alignment),
+                  memory_of("dv", c.dv, s, s.Tk, limits.alignment),
+                  memory_of("scratch", c.scratch, limits.scratch_bytes(s))});
 }

@@ -452,7 +452,6 @@ constexpr char kName[] = "flash_bf16";
 
 template <class Y>
 void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
-    check_flash(kName, c);
     const ForwardArgs<bf16, Y> args{problem(c.q, c.k, c.v, c.s), c.out, c.lse, {}};
     with_head_size(c.s.HS, [&](auto HS) {
         using Tiles = ForwardTiles<HS>;
@@ -461,7 +460,6 @@ void forward(const Cuda& dev, const AttentionForward<bf16, Y>& c) {
 }
 template <class Y>
 void backward(const Cuda& dev, const AttentionBackward<bf16, Y>& c) {
-    check_flash(kName, c);
     const BackwardArgs<Y> args{problem(c.q, c.k, c.v, c.s),     c.dout, c.out, c.lse,
                                static_cast<float2*>(c.scratch), c.dq,   c.dk,  c.dv};
     with_head_size(c.s.HS, [&](auto HS) {

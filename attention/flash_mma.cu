@@ -317,12 +317,9 @@ void launch(const Cuda& dev, void (*kernel)(Args<Call>), const Args<Call>& args)
 }
 
 void forward(const Cuda& dev, const AttentionForward<bf16>& c) {
-    check_flash(kName, c);
     launch(dev, c.s.HS == 64 ? forward_kernel<64> : forward_kernel<128>, ForwardArgs{c});
 }
 void backward(const Cuda& dev, const AttentionBackward<bf16>& c) {
-    check_flash(kName, c);
-    check_whole(kName, c);
     BackwardArgs args{c};
     args.D = {static_cast<float*>(c.scratch), static_cast<size_t>(c.s.Tq)};
     launch(dev, c.s.HS == 64 ? dq_kernel<64> : dq_kernel<128>, args);

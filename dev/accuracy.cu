@@ -110,7 +110,8 @@ void compare(Study& study, const std::vector<Subject<X>>& subjects, const Attent
     const std::list<Result<X>> results = results_on(dev, subjects, s, input);
     for (int i = 0; i < kTensors; i++)
         for (const Result<X>& r : results)
-            if (i < Dq || r.run.kernel.backward) report(study, r, results.front().errors, s, input, i);
+            if (i < Dq || r.run.kernel.has_backward())
+                report(study, r, results.front().errors, s, input, i);
     std::fflush(stdout);
 }
 

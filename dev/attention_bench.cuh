@@ -102,7 +102,8 @@ struct KernelRun {
         kernel.forward(dev, c);
     }
     void backward(const Cuda& dev, const X* qkv, const X* dout) const {
-        if (!kernel.backward) return;
+        if (!kernel.has_backward())
+            return;
         AttentionBackward<X> c = layer_backward<X>(dqkv, dout, out, lse, qkv, s);
         c.att = att;
         c.scratch = scratch;

@@ -48,7 +48,8 @@ double relative_error(const Cuda& dev, const Buffers<X>& buffers) {
     });
     errors.fetch();
     double worst = 0;
-    for (int tensor = 0; tensor < (run.kernel.backward ? kTensors : Dq); tensor++) keep_worst(worst, errors.l2(tensor));
+    for (int tensor = 0; tensor < (run.kernel.has_backward() ? kTensors : Dq); tensor++)
+        keep_worst(worst, errors.l2(tensor));
     return worst;
 }
 
@@ -101,14 +102,14 @@ bool bench(const Cuda& dev, const Subject<X>& subject, const AttentionShape& s, 
 
     Measured measured;
     measured[0] = measure_ms(dev, quick, [&](int i) { runs[i % sets]->forward(dev); });
-    if (kernel.backward)
+    if (kernel.has_backward())
         measured[1] = measure_ms(dev, quick, [&](int i) { runs[i % sets]->backward(dev); });
     else
         std::printf("%-17s %-5s has no backward\n", subject.name, dtype);
     if (subject.is_naive()) naive_ms[shape] = measured;
     const auto naive = naive_ms.find(shape);
     const double forward_flops = 4. * s.B * s.NH * s.Tq * s.Tk * s.HS * (s.causal ? 0.5 : 1.);
-    for (int pass = 0; pass < (kernel.backward ? 2 : 1); pass++) {
+    for (int pass = 0; pass < (kernel.has_backward() ? 2 : 1); pass++) {
         const Figures ms = measured[pass], rate = tflops(forward_flops * (pass ? 2.5 : 1.), ms);
         const Figures naive_pass = naive == naive_ms.end() ? Figures() : naive->second[pass];
         const char* pass_name = pass ? "bwd" : "fwd";

@@ -344,7 +344,8 @@ struct Run {
         if constexpr (kTwo) kernel.forward_fp32(gpu(), layout.forward<X, Y>(all, qkv, out_y, lse));
         auto call = layout.forward<X, X>(all, qkv, out, lse);
         call.att = att;
-        if (kHasRest && kernel.forward_fp32) call.lse_rest = layout.stats<float>(Rest, lse_rest, all);
+        if (kHasRest && kernel.takes_pieces())
+            call.lse_rest = layout.stats<float>(Rest, lse_rest, all);
         kernel.forward(gpu(), call);
     }
     // The gradients' shares that belong to a piece. lse and out are those of whole rows.
@@ -359,7 +360,9 @@ struct Run {
         else
             kernel.backward(gpu(), call);
     }
-    bool has_backward() const { return kernel.backward && (s.Tq == s.Tk || kernel.backward_fp32); }
+    bool has_backward() const {
+        return kernel.has_backward() && (s.Tq == s.Tk || kernel.takes_pieces());
+    }
     void whole() {
         forward();
         if (has_backward()) backward(all, scratch);
@@ -521,7 +524,8 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
         for (double& x : rounded) x = static_cast<X>(static_cast<float>(x));
         CHECK(rounded == narrow[Out]);
     } else {
-        CHECK(kernel.forward_fp32 == kernel.forward && kernel.backward_fp32 == kernel.backward);
+        const auto& of = kernel.unchecked;
+        CHECK(of.forward_fp32 == of.forward && of.backward_fp32 == of.backward);
         r.read(got, {Out}, r.out, r.all);
         const double log_l = std::log(c.shape.Tk);  // at most. Its rounding and that of m·ln 2 may be in the rest
         for (size_t i = 0; i < got[Rest].size(); i++)
@@ -557,7 +561,8 @@ void check_pieces(const AttentionKernel<X>& kernel, const Case& c, const std::ve
 // Long sequences come with few heads, because the reference's time grows with B·NH·T²·HS.
 template <class X>
 void accuracy(const AttentionKernel<X>& kernel) {
-    if (!kernel.backward) std::printf("  %s has no backward: out and lse only\n", kernel.name);
+    if (!kernel.has_backward())
+        std::printf("  %s has no backward: out and lse only\n", kernel.name);
     const bool flash_in_bf16 = kernel.flash && std::is_same_v<X, bf16>;
     std::vector<Case> all = {{whole(3, 65, 25, 64)},
                              {whole(3, 129, 25, 64), Input::shifted},
@@ -599,7 +604,8 @@ void logits(const AttentionKernel<X>& kernel) {
                     const int several = T < 1000 ? 2 : 1;
                     const Case c{whole(several, T, several, HS, causal, 8.f / static_cast<float>(HS)), input, logit};
                     check_call(kernel, c);
-                    if (kernel.backward_fp32) check_pieces(kernel, c, {T / 3}, {T / 4});
+                    if (kernel.takes_pieces())
+                        check_pieces(kernel, c, {T / 3}, {T / 4});
                 }
 }
 
@@ -678,7 +684,8 @@ void determinism(const AttentionKernel<X>& kernel) {
         {whole(2, 1000, 12, 64), 20}, {whole(1, 1000, 5, 128, false), 20}, {whole(3, 130, 5, 64), 1000}};
     for (const auto& [shape, count] : runs) {
         check_repeats<X, X>(kernel, shape, count);
-        if (kernel.backward_fp32) check_repeats<X, float>(kernel, shape, 3);
+        if (kernel.takes_pieces())
+            check_repeats<X, float>(kernel, shape, 3);
     }
 }
 
@@ -768,7 +775,8 @@ void few(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128}) {
         check_call(kernel, {whole(1, 100, NH, HS)}, true);
         check_call(kernel, {{1, 70, 200, NH, HS}}, true);
-        if (kernel.backward_fp32) check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, true);
+        if (kernel.takes_pieces())
+            check_pieces(kernel, {whole(1, 200, NH, HS)}, {130}, {71}, true);
     }
 }
 
@@ -783,29 +791,14 @@ void limits(const AttentionKernel<X>& kernel) {
         if (error.empty()) check_result(kernel, p, got);
         gpu().sync();  // an Error from a launcher leaves the device fit for work
     }
-    // What no kernel takes is named.
-    for (int HS : {64, 128}) {
-        const AttentionShape good = whole(1, 64, 1, HS);
-        const auto refused = [&](const char* why, auto change) {
-            AttentionForward<X> f{good};
-            AttentionBackward<X> b{good};
-            change(f);
-            change(b);
-            CHECK_ERROR(kernel.forward(gpu(), f), why);
-            if (kernel.backward) CHECK_ERROR(kernel.backward(gpu(), b), why);
-        };
-        refused("Tq 65", [](auto& c) { c.s.Tq = 65; });  // a causal mask needs Tq ≤ Tk
-        refused("NH 0", [](auto& c) { c.s.NH = 0; });
-        refused("head size 18", [](auto& c) { c.s.HS = 18; });
-        refused("rows of q", [](auto& c) { c.q.ptr = reinterpret_cast<const X*>(sizeof(X)); });
-        refused("rows of k", [](auto& c) { c.k.token = 1; });
-        refused("rows of v", [](auto& c) { c.v.batch = 1; });
-        refused("rows of out", [](auto& c) { c.out.token = 1; });
-        AttentionBackward<X> fewer{{1, 63, 64, 1, HS}}, unaligned{good};
-        unaligned.dk.token = 1;
-        if (kernel.backward) CHECK_ERROR(kernel.backward(gpu(), unaligned), "rows of dk");
-        if (kernel.backward && !kernel.backward_fp32) CHECK_ERROR(kernel.backward(gpu(), fewer), "Tq 63");
-    }
+    // A kernel that has no results in fp32 says so, and so does the dispatcher.
+    if (kernel.takes_pieces())
+        return;
+    const AttentionShape s = whole(1, 64, 1, 64);
+    CHECK_ERROR(attention_forward(gpu(), Attention{kernel.name}, AttentionForward<X, float>{s}),
+                kernel.name);
+    CHECK_ERROR(attention_backward(gpu(), Attention{kernel.name}, AttentionBackward<X, float>{s}),
+                kernel.name);
 }
 
 // Runs one sequence several times over, and looks at some of the copies.
@@ -867,8 +860,8 @@ TEST(names) {
                 return test::error_of([&] { check_attention<X>(dev, kind, 64, training, ring); }).empty();
             };
             CHECK(takes(false, false));
-            CHECK(takes(true, false) == (k->backward != nullptr));
-            CHECK(takes(false, true) == (k->backward_fp32 != nullptr));
+            CHECK(takes(true, false) == k->has_backward());
+            CHECK(takes(false, true) == k->takes_pieces());
         }
         check_attention<X>(dev, Attention::flash, 64, true, true);
         const AttentionKernel<X>& flash = attention_kernel<X>(dev, Attention::flash, 64);
@@ -880,6 +873,255 @@ TEST(names) {
     CHECK_ERROR(attention_kernel<float>(dev, Attention{"flash_bf16"}, 64), "--precision bf16");
     CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"flash_simple"}, 64), "--precision fp32");
     CHECK_ERROR(attention_kernel<bf16>(dev, Attention{"magic"}, 64), "no such kernel");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Calls that are refused. These tests need no GPU, because no refused call comes to one
+
+// A device that nobody may touch.
+static const Cuda& nobody() {
+    alignas(Cuda) static const char memory[sizeof(Cuda)] = {};
+    return *static_cast<const Cuda*>(static_cast<const void*>(memory));
+}
+
+// A call's tensors at addresses that are far apart. Nothing is there. `number` is a tensor's
+// enumerator.
+template <class A>
+static A* address(int number) {
+    return reinterpret_cast<A*>(uintptr_t(number + 1) << 40);
+}
+enum { Att = kPlaces, ScratchBytes };
+
+template <class X, class Y = X>
+struct Calls {
+    AttentionForward<X, Y> forward;
+    AttentionBackward<X, Y> backward;
+
+    // Of packed tensors, as the trainer's, or with a gap.
+    explicit Calls(const AttentionShape& s, int gap = 0) {
+        const Layout layout{s, std::max(s.Tq, s.Tk), gap};
+        const PieceCall piece{layout.T - s.Tq, s.Tq, 0, s.Tk, s.causal};
+        Acc<X>* const lse = address<Acc<X>>(Lse);
+        forward = layout.forward<X, Y>(piece, address<X>(Q), address<Y>(Out), lse);
+        forward.att = address<X>(Att);
+        backward = layout.backward<X, Y>(piece, address<X>(Q), address<X>(Dout), address<X>(Out),
+                                         lse, address<Y>(Dq));
+        backward.att = address<X>(Att);
+        backward.scratch = address<char>(ScratchBytes);
+    }
+};
+
+template <class X>
+struct Refusals {
+    const AttentionKernel<X>& kernel;
+    const AttentionLimits limits = kernel.limits();
+    using Forward = AttentionForward<X>;
+    using Backward = AttentionBackward<X>;
+
+    template <class Call>
+    void accept(const Call& call) const {
+        const std::string error = test::error_of([&] { check_call(limits, call); });
+        if (!error.empty())
+            test::report(kernel.name, call.s.Tq, "refused: " + error);
+    }
+    void refuse(const Forward& call, const char* why) const {
+        CHECK_ERROR(kernel.forward(nobody(), call), why);
+    }
+    void refuse(const Backward& call, const char* why) const {
+        if (kernel.has_backward())
+            CHECK_ERROR(kernel.backward(nobody(), call), why);
+    }
+    // A good call, or forward or backward alone, after `change`.
+    template <class Change>
+    void both(const char* why, Change change) const {
+        forward(why, change);
+        backward(why, change);
+    }
+    template <class Change>
+    void forward(const char* why, Change change) const {
+        Forward call = Calls<X>(good).forward;
+        change(call);
+        why ? refuse(call, why) : accept(call);
+    }
+    template <class Change>
+    void backward(const char* why, Change change) const {
+        Backward call = Calls<X>(good).backward;
+        change(call);
+        why ? refuse(call, why) : accept(call);
+    }
+
+    static constexpr int NH = 3, HS = 64, C = NH * HS, T = 48;
+    const AttentionShape good = whole(2, T, NH, HS);
+    static constexpr const char* kAccepted = nullptr;
+
+    void shapes() const {
+        both(kAccepted, [](auto&) {});
+        both("Tq 49", [](auto& c) { c.s.Tq = T + 1; });  // a causal mask needs Tq ≤ Tk
+        both("B 0", [](auto& c) { c.s.B = 0; });
+        both("NH 0", [](auto& c) { c.s.NH = 0; });
+        both("Tq 0", [](auto& c) { c.s.Tq = 0; });
+        both("Tk -1", [](auto& c) { c.s.Tk = -1; });
+        both("head size 18", [](auto& c) { c.s.HS = 18; });
+        both("head size 0", [](auto& c) { c.s.HS = 0; });
+        both(kernel.flash ? "head size 32" : kAccepted, [](auto& c) { c.s.HS = 32; });
+        both("scale -1", [](auto& c) { c.s.scale = -1; });
+
+        // Fewer queries than keys, more of them, and single rows, whose strides nobody follows.
+        for (const AttentionShape& s :
+             {good, AttentionShape{2, 40, 48, NH, HS}, {2, 48, 40, NH, HS, false}})
+            for (int gap : {0, kGap}) {
+                const Calls<X> calls(s, gap);
+                accept(calls.forward);
+                if (kernel.takes_pieces() || s.Tq == s.Tk)
+                    accept(calls.backward);
+                else
+                    refuse(calls.backward, "whole sequences");
+            }
+        both(kAccepted, [](auto& c) {
+            c.s.B = c.s.Tq = c.s.Tk = 1;
+            for (auto* x : {&c.q, &c.k, &c.v})
+                x->batch = x->token = 0;
+            c.out.batch = c.out.token = 0;
+        });
+    }
+
+    void views() const {
+        both("q is null", [](auto& c) { c.q.ptr = nullptr; });
+        both("k is null", [](auto& c) { c.k.ptr = nullptr; });
+        both("v is null", [](auto& c) { c.v.ptr = nullptr; });
+        both("out is null", [](auto& c) { c.out.ptr = nullptr; });
+        both("lse is null", [](auto& c) { c.lse.ptr = nullptr; });
+        backward("dout is null", [](auto& c) { c.dout.ptr = nullptr; });
+        backward("dq is null", [](auto& c) { c.dq.ptr = nullptr; });
+        backward("dk is null", [](auto& c) { c.dk.ptr = nullptr; });
+        backward("dv is null", [](auto& c) { c.dv.ptr = nullptr; });
+        if (kernel.has_backward() && kernel.scratch_bytes(good) > 0)
+            backward("scratch is null", [](auto& c) { c.scratch = nullptr; });
+        both(kernel.flash ? kAccepted : "att is null", [](auto& c) { c.att = nullptr; });
+
+        both("rows of q", [](auto& c) { c.q.ptr += 1; });  // these are not aligned
+        both("rows of k", [](auto& c) { c.k.token += 1; });
+        both("rows of v", [](auto& c) { c.v.batch += 1; });
+        both("rows of out", [](auto& c) { c.out.ptr += 1; });
+        backward("rows of dout", [](auto& c) { c.dout.token += 1; });
+        backward("rows of dq", [](auto& c) { c.dq.ptr += 1; });
+        backward("rows of dk", [](auto& c) { c.dk.token += 1; });
+        backward("rows of dv", [](auto& c) { c.dv.batch += 1; });
+        backward("scratch", [](auto& c) { c.scratch = static_cast<char*>(c.scratch) + 4; });
+
+        both("rows of q", [](auto& c) { c.q.token = C - 8; });  // these overlap each other
+        both("rows of k", [](auto& c) { c.k.token = 0; });
+        both("rows of v", [](auto& c) { c.v.batch = 0; });
+        both("rows of q", [](auto& c) { c.q.batch = 16 * c.q.token; });
+        both("rows of out", [](auto& c) { c.out.batch = (T - 1) * C; });
+        both("lse", [](auto& c) { c.lse.head = T - 1; });
+        both(kAccepted, [](auto& c) { c.lse.head = T; });
+    }
+
+    void overlaps() const {
+        forward("overlap", [](auto& c) { c.out.ptr = const_cast<X*>(c.q.ptr); });
+        forward("overlap",
+                [](auto& c) { c.out.ptr = const_cast<X*>(c.v.row(1, T - 1, NH - 1, HS)); });
+        // Right behind v.
+        forward(kAccepted, [](auto& c) { c.out.ptr = const_cast<X*>(c.v.row(1, T - 1, NH, HS)); });
+        forward("overlap",
+                [](auto& c) { c.lse.ptr = reinterpret_cast<float*>(c.out.row(1, T - 1, 0, HS)); });
+        forward(kernel.flash ? kAccepted : "overlap",
+                [](auto& c) { c.att = const_cast<X*>(c.k.ptr); });
+        backward("overlap", [](auto& c) { c.dq.ptr = const_cast<X*>(c.q.ptr); });
+        backward("overlap", [](auto& c) { c.dq.ptr = const_cast<X*>(c.k.ptr); });
+        backward("overlap", [](auto& c) { c.dk.ptr = c.dv.ptr; });
+        backward("overlap", [](auto& c) { c.dk.ptr += 8; });  // into dv's columns
+        backward("overlap", [](auto& c) { c.dv.ptr = const_cast<X*>(c.dout.ptr); });
+        backward("overlap", [](auto& c) { c.dv.ptr = const_cast<X*>(c.out.row(0, 3, 0, HS)); });
+        backward("overlap", [](auto& c) { c.scratch = c.dk.ptr; });
+        backward("overlap", [](auto& c) { c.scratch = const_cast<float*>(c.lse.ptr); });
+        backward("overlap",
+                 [](auto& c) { c.lse.ptr = reinterpret_cast<float*>(c.dv.row(1, 0, 0, HS)); });
+
+        // All of a forward in one tensor (B, T, q k v out, NH, HS), and out a little to the left or
+        // right.
+        const auto beside = [](auto& c, size_t column) {
+            X* const base = address<X>(Q);
+            const auto part = [=](size_t at) { return Heads<X>{base + at, T * 4 * C, 4 * C}; };
+            c.q = {base, T * 4 * C, 4 * C};
+            c.k = {base + C, T * 4 * C, 4 * C};
+            c.v = {base + 2 * C, T * 4 * C, 4 * C};
+            c.out = part(column);
+        };
+        forward(kAccepted, [=](auto& c) { beside(c, 3 * C); });
+        forward("overlap", [=](auto& c) { beside(c, 3 * C - 8); });
+        forward("overlap", [=](auto& c) { beside(c, 3 * C + 8); });  // reaches the next token's q
+        // dk and dv with sequences side by side in a token, as a ring's (T, B, K and V, NH, HS).
+        const auto token_major = [](auto& c, size_t column) {
+            c.dk = {address<X>(Dk), 2 * C, 4 * C};
+            c.dv = {address<X>(Dk) + column, 2 * C, 4 * C};
+        };
+        backward(kAccepted, [=](auto& c) { token_major(c, C); });
+        backward("overlap", [=](auto& c) { token_major(c, 2 * C); });  // dk of the next sequence
+    }
+
+    void rests() const {
+        const auto with_rest = [](auto& c) { c.lse_rest = {address<float>(Rest), size_t(T)}; };
+        both(limits.has_rest ? kAccepted : "lse_rest", with_rest);
+        if (!limits.has_rest)
+            return;
+        both("lse_rest", [](auto& c) { c.lse_rest = {address<float>(Rest), size_t(T - 1)}; });
+        forward("overlap", [](auto& c) { c.lse_rest = c.lse; });
+        backward(kAccepted, [](auto& c) { c.lse_rest = c.lse; });  // both are read
+    }
+
+    // Results in fp32.
+    void fp32() const {
+        const Calls<X, float> calls(good);
+        if (kernel.takes_pieces()) {
+            accept(calls.forward);
+            accept(calls.backward);
+            AttentionBackward<X, float> call = calls.backward;
+            call.dq.ptr = const_cast<float*>(call.lse.ptr);
+            CHECK_ERROR(kernel.backward_fp32(nobody(), call), "overlap");
+            return;
+        }
+        CHECK_ERROR(kernel.forward_fp32(nobody(), calls.forward), kernel.name);
+        CHECK_ERROR(kernel.backward_fp32(nobody(), calls.backward), kernel.name);
+        if (!kernel.has_backward())
+            CHECK_ERROR(kernel.backward(nobody(), Calls<X>(good).backward), "no backward");
+    }
+};
+template <class X>
+static void check_refusals(void (Refusals<X>::*of)() const) {
+    const AttentionKernels<X> kernels = attention_kernels<X>();
+    for (int i = 0; i < kernels.count; i++)
+        (Refusals<X>{kernels.begin[i]}.*of)();
+}
+TEST(refused_shapes) {
+    check_refusals(&Refusals<float>::shapes);
+    check_refusals(&Refusals<bf16>::shapes);
+}
+TEST(refused_views) {
+    check_refusals(&Refusals<float>::views);
+    check_refusals(&Refusals<bf16>::views);
+}
+TEST(refused_overlaps) {
+    check_refusals(&Refusals<float>::overlaps);
+    check_refusals(&Refusals<bf16>::overlaps);
+}
+TEST(refused_rests_of_lse) {
+    check_refusals(&Refusals<float>::rests);
+    check_refusals(&Refusals<bf16>::rests);
+}
+TEST(refused_on_the_cpu) {
+    const Calls<double> calls(whole(2, 48, 3, 64));
+    AttentionForward<double> forward = calls.forward;
+    forward.out.ptr = const_cast<double*>(forward.k.ptr);
+    CHECK_ERROR(attention_forward(Cpu(1), forward), "overlap");
+    AttentionBackward<double> backward = calls.backward;
+    backward.s.Tq = 49;
+    CHECK_ERROR(attention_backward(Cpu(1), backward), "Tq 49");
+}
+TEST(refused_fp32_results) {
+    check_refusals(&Refusals<float>::fp32);
+    check_refusals(&Refusals<bf16>::fp32);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -908,18 +1150,18 @@ struct Property {
 };
 template <class X>
 constexpr Property<X> kProperties[] = {
-    {"accuracy", accuracy<X>},               // out, lse, dq, dk, dv on the inputs and shapes that find bugs
-    {"logits", logits<X>},                   // of up to ±200, of one size, mixed and rising, whole and in pieces
-    {"extremes", extremes<X>},               // zeros
-    {"nan", one_nan<X>},                     // one NaN reaches what depends on it, and no other head or distant row
-    {"small tiles", small_tiles<X>},         // flash_fp32's, for GPUs with less shared memory
-    {"determinism", determinism<X>},         // the same bytes from every run, all on the device's stream
-    {"queries", queries<X>},                 // fewer than keys, in views
-    {"pieces", pieces<X>, true},             // shares of pieces add up to the whole
-    {"chunks", chunks<X>, true},             // pieces forward and backward, merged and added up
-    {"large", large<X>, true},               // more work than multiprocessors, in 20 runs
-    {"few", few<X>},                         // a little of queries and pieces, for compute-sanitizer
-    {"limits", limits<X>},                   // what is not supported gives an Error, never a wrong result
+    {"accuracy", accuracy<X>},  // out, lse, dq, dk, dv on the inputs and shapes that find bugs
+    {"logits", logits<X>},      // of up to ±200, of one size, mixed and rising, whole and in pieces
+    {"extremes", extremes<X>},  // zeros
+    {"nan", one_nan<X>},  // one NaN reaches what depends on it, and no other head or distant row
+    {"small tiles", small_tiles<X>},  // flash_fp32's, for GPUs with less shared memory
+    {"determinism", determinism<X>},  // the same bytes from every run, all on the device's stream
+    {"queries", queries<X>},          // fewer than keys, in views
+    {"pieces", pieces<X>, true},      // shares of pieces add up to the whole
+    {"chunks", chunks<X>, true},      // pieces forward and backward, merged and added up
+    {"large", large<X>, true},        // more work than multiprocessors, in 20 runs
+    {"few", few<X>},                  // a little of queries and pieces, for compute-sanitizer
+    {"limits", limits<X>},            // what is not supported gives an Error, never a wrong result
     {"big", many<X, 65, 64, kBig / 3 + 2>},  // more than 2³¹ elements of qkv and dqkv
     {"big out", many<X, 65, 64, kBig + 2>},  // also of out, dout and dq, if the GPU has the memory
     // The heads are so many and so long that flash_bf16_sm90 takes them in groups and uses a place in dQ's sum twice.
@@ -939,7 +1181,8 @@ void add_tests() {
             const Property<X>& property = kProperties<X>[which];
             const int sm = gpu().sm;
             if (!kernel.runs_on(gpu())) SKIP("%s needs sm_%d, this GPU is sm_%d", kernel.name, kernel.min_sm, sm);
-            if (property.needs_fp32 && !kernel.backward_fp32) SKIP("%s takes whole sequences only", kernel.name);
+            if (property.needs_fp32 && !kernel.takes_pieces())
+                SKIP("%s takes whole sequences only", kernel.name);
             property.check(kernel);
         };
         test::cases().push_back({name.c_str(), run});

@@ -322,8 +322,6 @@ static void with_head_size(int HS, F f) {
 // Calls f(b, h) for every head. Every query of a head adds to dk and dv, so one thread has the whole head.
 template <class F>
 static void for_each_head(const AttentionShape& s, F f) {
-    if (s.causal && s.Tq > s.Tk)
-        throw Error(format("attention: a causal mask needs Tq ≤ Tk, found Tq %d and Tk %d", s.Tq, s.Tk));
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < s.B; b++)
         for (int h = 0; h < s.NH; h++) f(b, h);
@@ -339,7 +337,12 @@ static X scale_of(const AttentionShape& s) {
 }
 
 template <class X>
+constexpr AttentionLimits kAttentionLimits = {"attention on the CPU", alignof(X), false, true,
+                                              true};
+
+template <class X>
 void attention_forward(const Cpu&, const AttentionForward<X>& c) {
+    check_call(kAttentionLimits<X>, c);
     const AttentionShape& s = c.s;
     const X scale = scale_of<X>(s);
     with_head_size(s.HS, [&](auto HS) {
@@ -365,6 +368,7 @@ void attention_forward(const Cpu&, const AttentionForward<X>& c) {
 
 template <class X>
 void attention_backward(const Cpu&, const AttentionBackward<X>& c) {
+    check_call(kAttentionLimits<X>, c);
     const AttentionShape& s = c.s;
     const X scale = scale_of<X>(s);
     with_head_size(s.HS, [&](auto HS) {
