@@ -716,6 +716,37 @@ void queries(const AttentionKernel<X>& kernel) {
     }
 }
 
+// A call with fp32 results where X is bf16. Its gradients are those of all keys.
+template <class X>
+void check_fp32_call(const AttentionKernel<X>& kernel, const Case& c) {
+    const Problem<X>& p = problem<X>(c);
+    Run<X, float> r(kernel, p, kGap);
+    r.whole();
+    Result got = r.result();
+    r.read(got, {Out}, r.out_y, r.all);
+    check_result(kernel, p, got);
+}
+
+// Tk − Tq around multiples of the tiles and of what a warp owns, so that the diagonal runs through
+// their corners. A kernel that takes a tile too many for unmasked, or one too few for visible, is
+// wrong there in a single element of the tile.
+template <class X>
+void shifts(const AttentionKernel<X>& kernel) {
+    int n = 0;
+    for (int HS : {64, 128})
+        for (int shift :
+             {14, 15, 16, 17, 30, 31, 32, 33, 62, 63, 64, 65, 94, 126, 127, 128, 129, 190, 254}) {
+            const int Tq = n++ % 2 ? 130 : 200;
+            const Case c{{2, Tq, Tq + shift, 3, HS}};
+            check_call(kernel, c);
+            if (std::is_same_v<X, bf16> && kernel.takes_pieces())
+                check_fp32_call(kernel, c);
+        }
+    for (int HS : {64, 128})
+        for (int Tk : {31, 32, 33, 63, 64, 65, 127, 128, 129})  // as in generation
+            check_call(kernel, {{4, 1, Tk, 25, HS}});
+}
+
 template <class X>
 void pieces(const AttentionKernel<X>& kernel) {
     const std::pair<std::vector<int>, std::vector<int>> cuts[] = {{{}, {}},
@@ -1157,6 +1188,7 @@ constexpr Property<X> kProperties[] = {
     {"small tiles", small_tiles<X>},  // flash_fp32's, for GPUs with less shared memory
     {"determinism", determinism<X>},  // the same bytes from every run, all on the device's stream
     {"queries", queries<X>},          // fewer than keys, in views
+    {"shifts", shifts<X>},            // the diagonal in every place of a tile
     {"pieces", pieces<X>, true},      // shares of pieces add up to the whole
     {"chunks", chunks<X>, true},      // pieces forward and backward, merged and added up
     {"large", large<X>, true},        // more work than multiprocessors, in 20 runs
