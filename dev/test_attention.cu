@@ -1156,6 +1156,182 @@ TEST(refused_fp32_results) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// What pieces are made of (attention/ring/pieces.h), in rows of any width
+
+// The same numbers in X on the device and in fp64 on the host.
+template <class X>
+struct Twin {
+    std::vector<double> host;
+    Buffer<X> device;
+
+    Twin(const char* name, const std::vector<double>& numbers)
+        : host(numbers), device(name, numbers.size()) {
+        std::vector<X> values;
+        for (double x : numbers)
+            values.push_back(static_cast<X>(static_cast<float>(x)));
+        gpu().upload(device, values.data(), values.size() * sizeof(X));
+        gpu().sync();
+    }
+    // Compares all of it, also what is between the rows. A tolerance is relative to numbers above
+    // 1.
+    void check(const std::string& what, double tolerance) const {
+        const std::vector<X> got = download<X>(device, 0, host.size());
+        for (size_t i = 0; i < host.size(); i++) {
+            const double x = static_cast<float>(got[i]);
+            const double allowed = tolerance * std::max(1., std::fabs(host[i]));
+            const bool right =
+                std::isnan(host[i]) ? std::isnan(x) : std::fabs(x - host[i]) <= allowed;
+            if (right)
+                continue;
+            test::report(__FILE__, __LINE__,
+                         format("%s %s[%zu] is %.9g, expected %.9g", what.c_str(), device.name, i,
+                                x, host[i]));
+            return;
+        }
+    }
+};
+static std::vector<double> poison(size_t n) {
+    return std::vector<double>(n, NAN);
+}
+
+// (B, T) rows of C with a gap behind each, or (T, B) rows.
+struct Rows {
+    int B;
+    int T;
+    size_t C;
+    size_t gap;
+    bool token_major = false;
+    size_t row() const { return C + gap; }
+    size_t size() const { return B * T * row(); }
+    template <class A>
+    Heads<A> of(A* x) const {
+        return token_major ? Heads<A>{x, row(), B * row()} : Heads<A>{x, T * row(), row()};
+    }
+};
+
+constexpr double kSums = 4e-6;  // a few fp32 roundings of numbers up to 5
+template <class Y>
+constexpr double kRounded = std::is_same_v<Y, bf16> ? 1. / 256 : kSums;
+
+template <class Y>
+static void check_merge(const AttentionShape& s, bool in_place) {
+    const size_t C = size_t(s.NH) * s.HS;
+    const Rows of_sum{s.B, s.Tq, C, 8};
+    const Rows of_piece{s.B, s.Tq, C, 16};
+    const Rows of_dst{s.B, s.Tq, C, 24};
+    const size_t head = s.Tq + 3;  // from one head's statistics to the next's
+    const size_t stats = s.B * s.NH * head;
+    Twin<float> sum("sum", normal<float>(of_sum.size(), 1));
+    Twin<float> piece("piece", normal<float>(of_piece.size(), 2));
+    Twin<float> lse("lse", normal<float>(stats, 3, 3));
+    Twin<float> piece_lse("piece's lse", normal<float>(stats, 4, 3));
+    Twin<float> rest("rest",
+                     normal<float>(stats, 5, 1e-5));  // larger than one can be, so that it counts
+    Twin<float> piece_rest("piece's rest", normal<float>(stats, 6, 1e-5));
+    Twin<Y> dst("dst", poison(of_dst.size()));
+
+    const auto merge_on = [&](const auto& dev, auto to, const auto& of, auto in) {
+        using A = decltype(in);
+        const Piece<A> a{of_sum.of<A>(of(sum)), {of(lse), head}, {of(rest), head}};
+        const Piece<A> b{of_piece.of<A>(of(piece)), {of(piece_lse), head}, {of(piece_rest), head}};
+        if constexpr (std::is_same_v<decltype(to), Heads<A>>)
+            merge(dev, s, in_place ? a.o : to, a, b);
+        else
+            merge(dev, s, to, a, b);
+    };
+    const auto on_host = [](auto& x) { return x.host.data(); };
+    const auto on_device = [](auto& x) { return static_cast<float*>(x.device); };
+    merge_on(Cpu(1), of_dst.of(dst.host.data()), on_host, double{});
+    merge_on(late(gpu()), of_dst.of<Y>(dst.device), on_device, float{});
+
+    const std::string what =
+        format("merge to %s, NH %d, HS %d:", name_of(dtype_of<Y>()), s.NH, s.HS);
+    sum.check(what, kSums);
+    dst.check(what, kRounded<Y>);
+    piece.check(what, 0);
+    piece_lse.check(what, 0);
+    piece_rest.check(what, 0);
+
+    // lse and its rest are one number in twice the digits. The CPU's lse has all of them.
+    const std::vector<float> high = download<float>(lse.device, 0, stats);
+    const std::vector<float> low = download<float>(rest.device, 0, stats);
+    for (size_t i = 0; i < stats; i++) {
+        const bool is_row = i % head < size_t(s.Tq);
+        const double unit = 0x1p-24 * std::max(1., std::fabs(double(high[i])));
+        if (is_row && !(std::fabs(low[i]) <= 2 * unit))
+            CHECK_NEAR(low[i], 0, 2 * unit);
+        CHECK_NEAR(double(high[i]) + low[i], lse.host[i] + rest.host[i], 4e-7);
+    }
+}
+// Widths below, at and above what a block covers at once, which is 1,024. A d12 has 768, and twice
+// that for dK and dV.
+constexpr std::pair<int, int> kWidths[] = {{1, 64},  {5, 64},   {3, 128}, {8, 64},
+                                           {9, 64},  {12, 64},  {16, 64}, {17, 64},
+                                           {24, 64}, {13, 128}, {40, 64}, {50, 64}};
+TEST(merge_of_wide_rows) {
+    for (const auto& [NH, HS] : kWidths)
+        for (const AttentionShape& s : {whole(2, 5, NH, HS), whole(1, 1, NH, HS)}) {
+            check_merge<float>(s, false);
+            check_merge<float>(s, true);
+            check_merge<bf16>(s, false);
+        }
+}
+
+// The sum of `addends` tensors of Z. In place dst is the first of them.
+template <class Y, class Z>
+static void check_add(const AttentionShape& s, int addends, bool token_major,
+                      bool in_place = false) {
+    using Value = std::remove_const_t<Z>;
+    const size_t C = size_t(s.NH) * s.HS;
+    const auto rows = [&](size_t gap) { return Rows{s.B, s.Tq, C, gap, token_major}; };
+    const Rows of_a = rows(8);
+    const Rows of_b = rows(16);
+    const Rows of_c = rows(24);
+    const Rows of_dst = rows(32);
+    Twin<Value> a("a", normal<Value>(of_a.size(), 1));
+    Twin<Value> b("b", normal<Value>(of_b.size(), 2));
+    Twin<Value> c("c", normal<Value>(of_c.size(), 3));
+    Twin<Y> dst("dst", poison(of_dst.size()));
+
+    const auto add_on = [&](const auto& dev, auto to, auto a, auto b, auto c) {
+        using Addend = decltype(a);
+        if (addends < 2)
+            b = Addend{};
+        if (addends < 3)
+            c = Addend{};
+        if constexpr (std::is_same_v<decltype(to), Addend>)
+            add(dev, s, in_place ? a : to, a, b, c);
+        else
+            add(dev, s, to, a, b, c);
+    };
+    add_on(Cpu(1), of_dst.of(dst.host.data()), of_a.of(a.host.data()), of_b.of(b.host.data()),
+           of_c.of(c.host.data()));
+    add_on(late(gpu()), of_dst.of<Y>(dst.device), of_a.of<Z>(a.device), of_b.of<Z>(b.device),
+           of_c.of<Z>(c.device));
+
+    const std::string what =
+        format("add of %d %s to %s, NH %d, HS %d%s:", addends, name_of(dtype_of<Value>()),
+               name_of(dtype_of<Y>()), s.NH, s.HS, token_major ? ", token-major" : "");
+    dst.check(what, kRounded<Y>);
+    a.check(what, kSums);
+    b.check(what, 0);
+    c.check(what, 0);
+}
+TEST(add_of_wide_rows) {
+    for (const auto& [NH, HS] : kWidths)
+        for (bool token_major : {false, true}) {
+            const AttentionShape s = whole(2, 5, NH, HS);
+            for (int addends : {1, 2, 3}) {
+                check_add<float, float>(s, addends, token_major);
+                check_add<float, float>(s, addends, token_major, true);
+                check_add<bf16, float>(s, addends, token_major);
+            }
+            check_add<float, const float>(s, 1, token_major);
+            check_add<bf16, const bf16>(s, 1, token_major);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Rings (attention/ring), with the kernel that --attention flash names on this GPU. dev/test_ring has the CPU's
 
 TEST(ring_of_threads) {
@@ -1164,6 +1340,11 @@ TEST(ring_of_threads) {
             check_local_rings<float>(gpu(), s, q_sigma, 0);
             check_local_rings<bf16>(gpu(), s, q_sigma, 0);
         }
+}
+// Wider than a block of merge's and add's threads covers at once, as rows of d36 and d48 are.
+TEST(wide_ring_of_threads) {
+    check_local_rings<float>(gpu(), whole(1, 48 * 8, 17, 64), 1, 0);
+    check_local_rings<bf16>(gpu(), whole(1, 48 * 8, 17, 64), 1, 0);
 }
 TEST(ring_errors_do_not_grow_on_a_gpu) {
     check_local_rings<float>(gpu(), whole(1, 2048, 4, 64), 1, 0, 5);
