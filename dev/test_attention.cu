@@ -63,7 +63,24 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
 //             its lse for the lse of rows beyond Tq.
 //   ramp      they rise along the keys, 16 at a time, in half of the rows, and fall in the others. So the maximum rises
 //             by hundreds whichever way a kernel walks.
-enum class Input { normal, large_q, shifted, early_keys, magnitudes, reversed, constant, mixed, ramp };
+// Before them comes
+//   tail      the last 128 keys have nearly all of the weight, and thousands of others the same
+//             tiny one each. What a tile of those adds to a row's sum of P is just below half a
+//             unit in the sum's last place. So a sum that starts with the last keys loses all
+//             others, 1e-5 of itself, unless it keeps what its additions lose. Their values are 0,
+//             because a sum of P V that starts with the last keys would lose them, too.
+enum class Input {
+    normal,
+    large_q,
+    shifted,
+    early_keys,
+    magnitudes,
+    reversed,
+    tail,
+    constant,
+    mixed,
+    ramp
+};
 
 static const struct {
     const char* text;
@@ -76,6 +93,7 @@ static const struct {
                {"first keys x60", {1, 1, 1, 1}, 0, 60},
                {"q 1e15 k 1e-15 v 1e-20 dout 1e10", {1e15f, 1e-15f, 1e-20f, 1e10f}},
                {"q 1e-15 k 1e15 v 1e15 dout 1e-30", {1e-15f, 1e15f, 1e15f, 1e-30f}},
+               {"a long tail of keys"},
                {"all logits the same"},
                {"mixed logits"},
                {"logits that rise or fall"}};
@@ -221,6 +239,25 @@ void make_large_logits(Problem<X>& p, std::mt19937_64& rng) {
     }
 }
 
+// In the tail S = −15.5 for every key. 128 logits of N(0,1) have Σ exp S ≈ 211, of which a lane of
+// flash_fp16x3 has a quarter. It adds 8 keys of a tile at a time: 8·exp(−15.5) ≈ 0.9·2⁻²⁵ · 211/4.
+template <class X>
+void make_tail(Problem<X>& p) {
+    const AttentionShape& s = p.c.shape;
+    const float q = 8;
+    const float k = -15.5f / (s.resolved_scale() * q);
+    for (int row = 0; row < s.B * s.Tk * s.NH; row++) {
+        const bool in_tail = row / s.NH % s.Tk < s.Tk - 128;
+        X* const key = &p.in[1][size_t(row) * s.HS];
+        if (in_tail) {
+            std::fill_n(key, s.HS, static_cast<X>(0.f));
+            std::fill_n(&p.in[2][size_t(row) * s.HS], s.HS, static_cast<X>(0.f));
+        }
+        key[0] = static_cast<X>(in_tail ? k : 0.f);
+        p.in[0][size_t(row) * s.HS] = static_cast<X>(q);
+    }
+}
+
 // The problem without its result. Tokens that are no queries have a dout of 0. So run as a whole sequence it has the same
 // results (see naive_errors).
 template <class X>
@@ -240,6 +277,8 @@ Problem<X> inputs_of(const Case& c) {
     }
     for (X& x : p.in[3]) x = static_cast<X>((normal(rng) + input.shift) * input.factors[3]);
     if (c.logit != 0) make_large_logits(p, rng);
+    if (c.input == Input::tail)
+        make_tail(p);
     for (size_t row = 0; row < s.B * T; row++)
         if (row % T < T - s.Tq) std::fill_n(&p.in[3][row * C], C, static_cast<X>(0.f));
     return p;
@@ -745,6 +784,24 @@ void shifts(const AttentionKernel<X>& kernel) {
     for (int HS : {64, 128})
         for (int Tk : {31, 32, 33, 63, 64, 65, 127, 128, 129})  // as in generation
             check_call(kernel, {{4, 1, Tk, 25, HS}});
+}
+
+// Forward alone, because backward makes a row's P add up to 1 whatever lse is.
+template <class X>
+void tail(const AttentionKernel<X>& kernel) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        SKIP("%s: bf16 has too few digits for the tail", kernel.name);
+    } else {
+        for (int HS : {64, 128}) {
+            const Problem<X>& p = problem<X>({{1, 64, 8192, 1, HS}, Input::tail});
+            Run<X> r(kernel, p, kGap);
+            r.forward();
+            Result got;
+            r.read(got, {Out}, r.out, r.all);
+            r.read(got, {Lse}, r.lse, r.all);
+            check_result(kernel, p, got);
+        }
+    }
 }
 
 template <class X>
@@ -1370,6 +1427,7 @@ constexpr Property<X> kProperties[] = {
     {"determinism", determinism<X>},  // the same bytes from every run, all on the device's stream
     {"queries", queries<X>},          // fewer than keys, in views
     {"shifts", shifts<X>},            // the diagonal in every place of a tile
+    {"tail", tail<X>},                // thousands of keys of tiny weight
     {"pieces", pieces<X>, true},      // shares of pieces add up to the whole
     {"chunks", chunks<X>, true},      // pieces forward and backward, merged and added up
     {"large", large<X>, true},        // more work than multiprocessors, in 20 runs
