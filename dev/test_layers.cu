@@ -288,6 +288,25 @@ TEST_OF_X(encoder) {
     for (int i = 0; i < 33 * 64; i++) pairs[i] = i % 64;  // 33 positions a token, the most partial rows there can be
     check_encoder<X>(16, 256, 64, 4096, different);
     check_encoder<X>(33, 64, 64, 64, pairs);
+
+    // The second pass has a block for each multiprocessor. With more tokens that have several
+    // chunks, its blocks go on to a second and a third one.
+    const int many = 2 * gpu().num_sms + 5;
+    const int each = kEncoderChunk + 3;
+    std::vector<int> crowded(many * each);
+    for (int i = 0; i < many * each; i++)
+        crowded[i] = i % many;
+    check_encoder<X>(each, many, 64, many, crowded);
+    check_encoder<X>(each, many, 33, many, crowded);
+
+    // The first pass has six blocks for each multiprocessor, if rows are wide. Here its blocks go
+    // on, too.
+    const int alone = 13 * gpu().num_sms;
+    std::vector<int> single(alone);
+    std::iota(single.rbegin(), single.rend(), 0);
+    check_encoder<X>(13, gpu().num_sms, 1030, alone, single);
+    check_encoder<X>(13, gpu().num_sms, 2048, alone, single);
+
     check_encoder<X>(3, 66, 64, 40, tokens_below(40, 198, 3), {33, 33, 7 * 33});  // a rank's two chunks of a sequence
     check_encoder<X>(2, 6, 65, 40, tokens_below(40, 12, 4), {3, 0, 5});
 }
