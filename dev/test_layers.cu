@@ -916,6 +916,31 @@ TEST(adamw_shares) {
     CHECK(same_bits(shared.values(), params.values()) && same_bits(fp32_shared.values(), fp32.values()));
 }
 
+// A step whose gradient norm is not finite changes nothing, whether gradients are clipped or not.
+// To clip them to 0 would not do, because m and v would decay and bf16 parameters be rounded anew.
+TEST(adamw_without_a_finite_norm) {
+    const auto unchanged = [](const AnyTensor& x) { return same_bits(x.values(), x.start); };
+    for (const double bad : {double(NAN), double(INFINITY)})
+        for (const float max_norm : {0.f, 1.f}) {
+            const AdamW step = hyper(3, max_norm);
+            const Tensor<float> g(randn<float>(kAdamSize));
+            const Tensor<float> norm({bad});
+            const Tensor<float> m(randn<float>(kAdamSize));
+            const Tensor<float> v(randn<float>(kAdamSize, 0.1, 1.0));
+
+            const Tensor<float> fp32(randn<float>(kAdamSize));
+            adamw_update<float>(Late(), fp32, nullptr, m, v, g, norm, kRanges, std::size(kRanges),
+                                step);
+            CHECK(unchanged(fp32) && unchanged(m) && unchanged(v));
+
+            const Tensor<float> master(randn<float>(kAdamSize));
+            const Tensor<bf16> params(randn<bf16>(kAdamSize));
+            adamw_update<bf16>(Late(), params, master, m, v, g, norm, kRanges, std::size(kRanges),
+                               step);
+            CHECK(unchanged(params) && unchanged(master) && unchanged(m) && unchanged(v));
+        }
+}
+
 // beta^t needs more than fp32. There a power is wrong by 2e-5 at step 2, a product of t factors by 5e-4 at step 100.
 // Each parameter starts at 0, so after the step it is the update.
 TEST(adamw_bias_correction) {
