@@ -683,7 +683,7 @@ TEST(an_error_of_any_rank_ends_all) {
         const std::string out = dir() + format("/bad_for_%d", rank);
         const std::string command = options() + "-v 0 -s 0 --no-shuffle -b 1 -d 48 --gpus 3 ";
         CHECK_RUN(run(command + "-i " + data + " -o " + out), 1, data + ": token at offset");
-        CHECK(newest_checkpoint(out) == 1 && rows(out, "train").size() == 1);
+        CHECK(newest_model(out) == 1 && rows(out, "train").size() == 1);
     }
 }
 
