@@ -4,6 +4,7 @@
 //
 //   ./dev/bench_train                                    GPT-2 124M in bf16 at several B
 //   ./dev/bench_train --model d12 --shapes 64x1024 --precision bf16 --attention flash --json
+//   ./dev/bench_train --generation                       a generated token, early and late in a text
 //
 // It validates first. Unless the loss starts at ln V and falls over 20 steps on one batch, it prints no time.
 #define TRAIN_GPT2_NO_MAIN
@@ -157,6 +158,7 @@ struct Bench : Output {
     std::string model = "d12", shapes, precision = "bf16", attention = "flash";
     int recompute = 1;
     bool breakdown = false;
+    bool generation = false;
 };
 
 // Random token ids with p ∝ 1/(id + 2.7), as text has them by rank. GPT-2's low ids are its bytes and then its merges,
@@ -289,6 +291,29 @@ void breakdown(const Timed& dev, const Bench& o, const Config& config, int B, in
     std::printf("%-40s %5s %8.3f %6.1f\n", "all of these", "", sum, 100 * sum / step_ms);
 }
 
+// Milliseconds that a generated token takes: the best of 20, at several positions of a text.
+template <class X>
+void generation(const Cuda& dev, const Bench& o, const Config& config) {
+    GPT2<Cuda, X> model(dev, config, Attention{o.attention}, 1, config.max_T, 1, false, 0, {}, true);
+    model.allocate();
+    init_random(model, 1);
+    std::printf("%s, one text\n%-5s %-5s %-6s %8s %12s\n", dev.name.c_str(), "model", "dtype", "att", "position",
+                "ms a token");
+    Log log = results_log(dev, "generation", o);
+    for (const int position : {10, 100, 500, 1000}) {
+        double best = INFINITY;
+        for (int i = 0; i < 20; i++) {
+            const double start = now();
+            logits_of_last(model, std::vector<int>(position + i, 7), i > 0);
+            if (i > 0) best = std::min(best, 1e3 * (now() - start));
+        }
+        std::printf("%-5s %-5s %-6s %8d %12.3f\n", o.model.c_str(), o.precision.c_str(), o.attention.c_str(), position,
+                    best);
+        Row row = row_of(dev, "generation", o, 1, config.max_T);
+        log.write(row.add("position", position).add("ms", best));
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -300,9 +325,10 @@ int main(int argc, char** argv) {
         {"--attention", "", Option::Choice, &o.attention, "which attention", attention_names()},
         {"--recompute", "-r", Option::Int, &o.recompute, "as the trainer's option", "0..2"},
         {"--breakdown", "", Option::Flag, &o.breakdown, "where the step's time goes, call by call"},
+        {"--generation", "", Option::Flag, &o.generation, "how long a generated token takes, early and late in a text"},
     };
     const char* const about = "Tokens per second and memory of the training step.";
-    return bench_main(argc, argv, "bench_train", about, "train.jsonl or breakdown.jsonl", o, table, [&] {
+    return bench_main(argc, argv, "bench_train", about, "train.jsonl, breakdown.jsonl or generation.jsonl", o, table, [&] {
         if (o.shapes.empty())
             o.shapes = o.breakdown ? "64x1024" : o.precision == "bf16" ? "4x1024,16x1024,64x1024" : "4x1024,16x1024";
         const auto shapes = parse_shapes(o.shapes);
@@ -312,10 +338,14 @@ int main(int argc, char** argv) {
         dev.x = o.precision == "bf16" ? sizeof(bf16) : sizeof(float);
         Config config;
         find_config(o.model, &config);
-        if (!o.breakdown)
+        if (!o.breakdown && !o.generation)
             std::printf("%s, sustained, whole step\n%-5s %-5s %-6s %5s %7s %10s %10s %7s %9s\n", dev.name.c_str(),
                         "model", "dtype", "att", "B", "T", "ms", "tok/s", "MFU %", "GiB");
         const bool is_bf16 = o.precision == "bf16";
+        if (o.generation) {
+            is_bf16 ? generation<bf16>(dev, o, config) : generation<float>(dev, o, config);
+            return 0;
+        }
         for (const auto& [B, T] : shapes) {
             Config c = config;
             c.max_T = std::max(c.max_T, T);

@@ -345,11 +345,11 @@ TEST(numbers_end_where_their_ranges_do) {
 
     const std::pair<const char*, const char*> expected[] = {
         {"--beta2", "0..0.99999"}, {"--final-lr", "0..1"},       {"--recompute", "0..2"},
-        {"--zero", "-1..1"},       {"--overlap", "-1..1"},       {"--context-parallel", "1..1024"},
+        {"--zero", "0..1"},        {"--overlap", "0..1"},        {"--context-parallel", "1..1024"},
         {"--timeout", "1..86400"}, {"--samples", "1.."},         {"--sample-length", "1.."},
-        {"--lr", "-1.."},          {"--weight-decay", "0.."},    {"--max-norm", "0.."},
+        {"--lr", "0.."},           {"--weight-decay", "0.."},    {"--max-norm", "0.."},
         {"--temperature", "0.."},  {"--top-k", "0.."},           {"--seed", "0.."},
-        {"--batch", "0..65536"},   {"--tokens-per-step", "0.."}, {"--keep", "0.."},
+        {"--batch", "1..65536"},   {"--tokens-per-step", "1.."}, {"--keep", "0.."},
     };
     for (const auto& [name, range] : expected) {
         if (ranges[name] != range) {
@@ -888,24 +888,6 @@ TEST(gpu_cached_logits_fp32) {
 }
 TEST(gpu_cached_logits_bf16) {
     for (Attention a : {Attention::flash, Attention::naive}) check_cached_logits<bf16>(gpu(), a);
-}
-
-TEST(gpu_a_late_token_takes_hardly_longer) {
-    GPT2<Cuda, bf16> model(gpu(), preset("d12"), Attention::flash, 1, 1024, 1, false, 0, {}, true);
-    model.allocate();
-    init_random(model, 3);
-    const auto best_ms = [&](int n) {
-        double best = INFINITY;
-        for (int i = 0; i < 20; i++) {
-            const double begin = now();
-            logits_of_last(model, std::vector<int>(n + i, 7), i > 0);
-            best = std::min(best, 1e3 * (now() - begin));
-        }
-        return best;
-    };
-    const double early = best_ms(10), late = best_ms(1000);
-    std::printf("  %.3f ms at position 10, %.3f ms at position 1000\n", early, late);
-    CHECK(late <= 1.5 * early);
 }
 
 TEST(gpu_out_of_memory_says_what_fits) {

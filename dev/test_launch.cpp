@@ -95,6 +95,7 @@ int child(const std::string& act) {
     std::fflush(stdout);
     for (int i = 0; i < 300 && !signals; i++) sleep_for(0.1);
     sleep_for(0.5);
+    if (!signals) std::puts("not ended");
     return signals == 1 ? 0 : 4;
 }
 // A process with the program's handlers, which ends by a signal or not at all.
@@ -197,12 +198,11 @@ TEST(gpus_starts_and_ends_ranks) {
                  {"sleep", SIGTERM, 143, {") was killed by signal 15 ("}, 1}};
     for (const auto& c : cases) {
         Processes parent;
-        const double start = now();
         launch(parent, c.act);
         if (c.signal) parent.wait_for("ready", 3);
         if (c.signal) kill(-parent.pids[0], c.signal);  // as a terminal does, to the group
         parent.check({c.code}, c.says);
-        CHECK(now() - start < 15);
+        CHECK(count_of(parent.text(), "not ended") == 0);
         CHECK(count_of(parent.text(), "train_gpt2cu: ") == c.lines);
     }
 }
@@ -365,11 +365,9 @@ TEST(missing_and_wrong_ranks_are_named) {
     for (const auto& c : cases) {
         Processes processes;
         const int port = free_port();
-        const double start = now();
         for (const auto& [rank, size] : c.ranks)
             processes.start([&, rank = rank, size = size] { return meet_all(local_place(rank, size, port), {}, 1); });
         processes.check(std::vector<int>(c.ranks.size(), 1), c.says);
-        CHECK(now() - start < 5);
     }
 }
 
@@ -445,12 +443,10 @@ TEST(strangers_at_the_port) {
         return send(fd, much.data(), much.size(), MSG_NOSIGNAL) == ssize_t(much.size());  // taken without end
     });
     flood.check({0});
-    const double start = now();
     CHECK_ERROR(meet(local_place(1, 2, port, "guess"), {}, "", 0.3), "is not rank 0 of this job");
     for (int rank : {-1, 2}) CHECK_ERROR(meet(local_place(rank, 2, port, "secret"), {}, ""), "is one too many");
     ranks.start([&] { return meet(local_place(1, 2, port, "secret"), {}, "") != kBlob; });
     ranks.check({0, 0});
-    CHECK(now() - start < 5);
     for (int fd : stay) {
         CHECK(recv(fd, &answer, 1, MSG_DONTWAIT) <= 0);
         close(fd);
@@ -458,22 +454,25 @@ TEST(strangers_at_the_port) {
     CHECK(connect_and_say(port, "", 0.1) == -1);  // nobody listens
 }
 
+// What a rank says on its way tells how far it came.
 TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
-    const auto check = [](int code, double least, double most, const std::string& says, auto body) {
+    const auto check = [](int code, const std::string& says, auto body) {
         Processes rank;
-        const double start = now();
         rank.start([&] {
             Watchdog dog([] { return std::string("rank 3 at step 12"); });
             body(dog);
             return 0;
         });
-        rank.check({code}, {says});
-        CHECK_NEAR(now() - start, (least + most) / 2, (most - least) / 2);
-        CHECK(count_of(rank.text(), "\n") == (code ? 1 : 0));
+        rank.check({code}, {});
+        CHECK(rank.text() == says);
     };
-    check(0, 0, 5, "", [](Watchdog& dog) {
+    const auto say = [](const char* what) {
+        std::puts(what);
+        std::fflush(stdout);
+    };
+    check(0, "", [](Watchdog& dog) {
         bool lives = true;
-        dog.allow(1);
+        dog.allow(60);
         dog.ask([&] { return std::string(lives ? "" : "asked too late"); });
         sleep_for(0.3);
         dog.ask(nullptr);
@@ -481,19 +480,24 @@ TEST(the_watchdog_ends_what_hangs_and_nothing_else) {
         sleep_for(0.3);
     });
     // It works for longer than it may hang, is allowed to stand still, and hangs.
-    check(1, 4.3, 10, "train_gpt2cu: rank 3 at step 12: no progress for 1 s; the job ends\n", [&](Watchdog& dog) {
-        dog.allow(1);
-        for (int i = 0; i < 20; i++, sleep_for(0.1)) progress++;
+    const std::string hangs = "worked\nstood still\ntrain_gpt2cu: rank 3 at step 12: no progress for 2 s; the job ends\n";
+    check(1, hangs, [&](Watchdog& dog) {
+        dog.allow(2);
+        for (int i = 0; i < 40; i++, sleep_for(0.1)) progress++;
+        say("worked");
         dog.allow(0);
-        sleep_for(1.5);
-        dog.allow(1);
-        sleep_for(20);
+        sleep_for(3);
+        say("stood still");
+        dog.allow(2);
+        sleep_for(60);
+        say("hung to the end");
     });
-    check(1, 0, 5, "rank 3 at step 12: NCCL is gone; the job ends\n", [](Watchdog& dog) {
+    check(1, "train_gpt2cu: rank 3 at step 12: NCCL is gone; the job ends\n", [&](Watchdog& dog) {
         dog.ask([] { return std::string(); });
         sleep_for(0.3);
         dog.ask([] { return std::string("NCCL is gone"); });
-        sleep_for(20);
+        sleep_for(60);
+        say("went on");
     });
 }
 
