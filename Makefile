@@ -89,7 +89,7 @@ override NVCC = $(error there is no $(MISSING) with a toolkit: \
 install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
-ROOMS     := attention attention/ring layers layers/gpu layers/sm90 layers/comm data run
+ROOMS     := common attention attention/ring layers layers/gpu layers/sm90 layers/comm data run
 SOURCES   := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))  # what takes long first
 KERNELS   := $(filter %.cu,$(SOURCES))
 OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))

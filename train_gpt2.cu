@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "data/corpus.h"
 #include "layers/cpu/reference.h"
 #include "layers/layers.h"
 #include "run/buffers.h"
@@ -585,9 +584,7 @@ int main(int argc, char** argv) {
         const Place place = place_from_environment();
         check_ranks(o, place, gpus, why);
         if (o.gpus > 1 && place.size == 1 && !o.memory) return launch_ranks(o.gpus, argv);
-        // The built-in corpus is made while the device starts.
-        std::future<void> corpus;
-        if (needs_corpus(o)) corpus = start_async([] { builtin_corpus(); });
+        const std::future<void> corpus = begin_corpus(o);  // while the device starts
         if (gpus == 0 && o.device == "auto" && place.rank == 0)
             std::fprintf(stderr, "no usable GPU (%s): using the CPU\n", why.c_str());
         try {

@@ -1,4 +1,4 @@
-#include "data/threads.h"
+#include "common/threads.h"
 
 #include <omp.h>
 

@@ -3,7 +3,7 @@
 
 #include "data/file.h"
 #include "data/grammar.h"
-#include "data/threads.h"
+#include "common/threads.h"
 #include "data/tokenizer.h"
 
 // The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early decides what happens

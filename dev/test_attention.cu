@@ -766,6 +766,17 @@ void check_fp32_call(const AttentionKernel<X>& kernel, const Case& c) {
     check_result(kernel, p, got);
 }
 
+template <class X>
+void check_forward(const AttentionKernel<X>& kernel, const Case& c) {
+    const Problem<X>& p = problem<X>(c);
+    Run<X> r(kernel, p, kGap);
+    r.forward();
+    Result got;
+    r.read(got, {Out}, r.out, r.all);
+    r.read(got, {Lse}, r.lse, r.all);
+    check_result(kernel, p, got);
+}
+
 // Tk − Tq around multiples of the tiles and of what a warp owns, so that the diagonal runs through
 // their corners. A kernel that takes a tile too many for unmasked, or one too few for visible, is
 // wrong there in a single element of the tile.
@@ -783,7 +794,7 @@ void shifts(const AttentionKernel<X>& kernel) {
         }
     for (int HS : {64, 128})
         for (int Tk : {31, 32, 33, 63, 64, 65, 127, 128, 129})  // as in generation
-            check_call(kernel, {{4, 1, Tk, 25, HS}});
+            check_forward(kernel, {{4, 1, Tk, 25, HS}});
 }
 
 // Forward alone, because backward makes a row's P add up to 1 whatever lse is.
@@ -792,15 +803,7 @@ void tail(const AttentionKernel<X>& kernel) {
     if constexpr (std::is_same_v<X, bf16>) {
         SKIP("%s: bf16 has too few digits for the tail", kernel.name);
     } else {
-        for (int HS : {64, 128}) {
-            const Problem<X>& p = problem<X>({{1, 64, 8192, 1, HS}, Input::tail});
-            Run<X> r(kernel, p, kGap);
-            r.forward();
-            Result got;
-            r.read(got, {Out}, r.out, r.all);
-            r.read(got, {Lse}, r.lse, r.all);
-            check_result(kernel, p, got);
-        }
+        for (int HS : {64, 128}) check_forward(kernel, {{1, 64, 8192, 1, HS}, Input::tail});
     }
 }
 

@@ -13,7 +13,7 @@
 #include "data/file.h"
 #include "data/loader.h"
 #include "data/text.h"
-#include "data/threads.h"
+#include "common/threads.h"
 #include "data/tokenizer.h"
 #include "dev/program.h"
 #include "run/checkpoint.h"

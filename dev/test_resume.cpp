@@ -464,7 +464,7 @@ TEST(a_second_run_in_a_directory_is_refused) {
     check_same("log", log_of(out, true), expected_log(newest_model(out), 0, 0));
 }
 
-// Each warning comes once, although there is a checkpoint at every step.
+// Each warning comes once, although there are three checkpoints.
 TEST(what_is_removed_or_replaced_during_a_run_is_named) {
     const struct {
         const char* act;  // in the output directory, $out
@@ -480,7 +480,7 @@ TEST(what_is_removed_or_replaced_during_a_run_is_named) {
     int n = 0;
     for (const auto& c : cases) {
         const std::string out = dir() + format("/replaced_%d", n++);
-        const Result r = run_and_act(options(60) + "-v 0 -s 0 -n 1 -nk 2 -o " + out, "step 7/60 |",
+        const Result r = run_and_act(options(60) + "-v 0 -s 0 -n 20 -o " + out, "step 7/60 |",
                                      "out=" + out + "; " + c.act);
         CHECK_RUN(r, 0, "step 60/60");
         CHECK(count_of(r.out, " during the run; ") == int(c.named.size()));

@@ -12,9 +12,9 @@ from pathlib import Path
 from harness import ROOT, main, run
 
 # Every room of the program, and the rooms that its files may include besides it. A room stands behind all of these.
-ROOMS = {"layers/gpu": "", "data": "layers/gpu", "layers/sm90": "layers/gpu", "layers": "layers/gpu layers/sm90 data",
-         "attention": "layers/gpu", "attention/ring": "layers/gpu attention",
-         "layers/cpu": "layers/gpu attention attention/ring", "layers/comm": "layers/gpu layers/cpu",
+ROOMS = {"common": "", "layers/gpu": "common", "data": "common layers/gpu", "layers/sm90": "layers/gpu",
+         "layers": "layers/gpu layers/sm90 data", "attention": "layers/gpu", "attention/ring": "layers/gpu attention",
+         "layers/cpu": "common layers/gpu data attention attention/ring", "layers/comm": "layers/gpu layers/cpu",
          "run": "layers/gpu data attention layers layers/comm",
          ".": "layers/comm layers/cpu layers attention attention/ring run"}
 FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

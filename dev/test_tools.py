@@ -503,7 +503,7 @@ def test_measuring_in_parts(tmp):
     """Each benchmark runs, with the same RUN. No table is written after one that fails."""
     script = executable(tmp / "scripts" / "measure.sh", (SCRIPTS / "measure.sh").read_text())
     benches = ["bench_attention", "accuracy", "study_accumulation", "study_ring", "bench_ring", "bench_train"]
-    others = [f"scripts/{name}.py" for name in ("default_run", "scaling", "plot_results", "pictures", "readme_tables")]
+    others = [f"scripts/{name}.py" for name in ("default_run", "start", "scaling", "plot_results", "pictures", "readme_tables")]
     for name in benches:
         executable(tmp / "dev" / name, f'exec python3 {name} "$@"')
     path = before_others(tmp, {"make": "", "nvidia-smi": "echo GPU 0; echo GPU 1", "python3": """[ "$1" = -c ] && exit 1

@@ -238,9 +238,10 @@ std::unique_ptr<OutputDir> prepare_output_dir(const Options& o) {
     return output;
 }
 
-bool needs_corpus(const Options& o) {
-    if (!o.train_data.empty() || o.memory || o.generate > 0) return false;
-    return !o.eval_only || (o.val_data.empty() && o.hellaswag.empty());
+std::future<void> begin_corpus(const Options& o) {
+    const bool other_data = !o.train_data.empty() || (o.eval_only && !(o.val_data.empty() && o.hellaswag.empty()));
+    if (other_data || o.memory || o.generate > 0) return {};
+    return start_async([] { builtin_corpus(); });
 }
 
 Data find_data(const Options& o) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -74,5 +75,5 @@ struct Data {
     double floor = NAN;  // nats per token of the validation data
 };
 Data find_data(const Options& o);
-// Whether a run with these options trains on the built-in corpus or evaluates on it.
-bool needs_corpus(const Options& o);
+// Begins to make the built-in corpus in a thread, if a run with these options needs it. find_data() waits for it.
+std::future<void> begin_corpus(const Options& o);

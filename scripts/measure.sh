@@ -7,10 +7,10 @@
 #   accuracy     attention's errors against fp64          default   ./train_gpt2cu as it comes
 #   study        what fp16 sums would buy                 torch     losses beside PyTorch's
 #   ring         the ring: errors by ranks, speed         train     tokens/s, memory, where the time goes
-#   scaling      tokens/s and losses of several GPUs
+#   scaling      tokens/s and losses of several GPUs      start     seconds to the end of step 1
 set -e
 cd "$(dirname "$0")/.."
-all="bf16 fp32 accuracy study ring train memory default torch scaling"
+all="bf16 fp32 accuracy study ring train memory default start torch scaling"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
 # Beside PyTorch's kernels and training step where PyTorch is installed.
 attention=./dev/bench_attention training=./dev/bench_train torch=
@@ -43,6 +43,7 @@ measure() {  # part
         ./dev/bench_train --json --precision fp32 --shapes 1x4096,1x8192,1x16384,1x32768
         ./dev/bench_train --json --precision bf16 --shapes 1x16384,1x32768,1x65536 ;;
     default) python3 scripts/default_run.py ;;
+    start) python3 scripts/start.py --models d12,d48 --resume --json ;;
     torch)
         [ "$torch" ] || { echo "no PyTorch"; return 0; }
         python3 scripts/compare_torch.py --json

@@ -8,7 +8,7 @@
 // The exception to plainness is add_product, the matrix product, which has to be fast.
 #include "layers/cpu/reference.h"
 
-#include "data/threads.h"
+#include "common/threads.h"
 
 #include <omp.h>
 #include <unistd.h>

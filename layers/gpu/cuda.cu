@@ -6,7 +6,7 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "data/threads.h"
+#include "common/threads.h"
 #include "layers/gpu/cublas.h"
 #include "layers/gpu/cuda.h"
 
