@@ -63,7 +63,6 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
 //             its lse for the lse of rows beyond Tq.
 //   ramp      they rise along the keys, 16 at a time, in half of the rows, and fall in the others. So the maximum rises
 //             by hundreds whichever way a kernel walks.
-// Before them comes
 //   tail      the last 128 keys have nearly all of the weight, and thousands of others the same
 //             tiny one each. What a tile of those adds to a row's sum of P is just below half a
 //             unit in the sum's last place. So a sum that starts with the last keys loses all
@@ -76,10 +75,10 @@ enum class Input {
     early_keys,
     magnitudes,
     reversed,
-    tail,
     constant,
     mixed,
-    ramp
+    ramp,
+    tail
 };
 
 static const struct {
@@ -93,10 +92,10 @@ static const struct {
                {"first keys x60", {1, 1, 1, 1}, 0, 60},
                {"q 1e15 k 1e-15 v 1e-20 dout 1e10", {1e15f, 1e-15f, 1e-20f, 1e10f}},
                {"q 1e-15 k 1e15 v 1e15 dout 1e-30", {1e-15f, 1e15f, 1e15f, 1e-30f}},
-               {"a long tail of keys"},
                {"all logits the same"},
                {"mixed logits"},
-               {"logits that rise or fall"}};
+               {"logits that rise or fall"},
+               {"a long tail of keys"}};
 
 static AttentionShape whole(int B, int T, int NH, int HS, bool causal = true, float scale = 0.f) {
     return {B, T, T, NH, HS, causal, scale};
