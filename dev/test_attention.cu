@@ -57,7 +57,7 @@ std::vector<A> download(const LateMemory& from, size_t first, size_t count) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Problems: a shape, its inputs, and the fp64 result
 
-// The last three have logits of up to ±Case::logit:
+// Three have logits of up to ±Case::logit:
 //   constant  every logit is Case::logit, exactly if scale·HS is 8
 //   mixed     a row's logits are of any size, and of one sign. The last row's are negative, because a kernel could take
 //             its lse for the lse of rows beyond Tq.
