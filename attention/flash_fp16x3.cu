@@ -19,7 +19,7 @@
 // Backward's D comes from the same MMAs as dP, as the diagonal of dO Oᵀ. So dP − D is exactly 0 where one key has all the
 // weight. In a call with all of a row's keys two sums show errors that these share. The row's dS should add up to
 // 0, and what they add up to is D's error. Its P should add up to 1, and what is missing is lse's error. dq_kernel
-// corrects dQ, and D and lse for dkdv_kernel. It walks rows of few keys twice. A call with some of the keys has lse_rest.
+// corrects dQ, and D and lse for dkdv_kernel. A call with some of the keys has lse_rest.
 //
 // Writes: forward out, lse and lse_rest, backward dq, dk and dv (every element).
 // Scratch: float2 {log2(e)·lse, D·factor} and float factor (B, NH, Tq), which dq_kernel writes for dkdv_kernel.
@@ -296,16 +296,12 @@ __device__ __forceinline__ uint32_t largest_of(const float (&c)[M][N][4]) {
 struct RowError {
     float dS, P;
 };
-// Finds it, gives D its part, and starts both sums again.
-__device__ __forceinline__ RowError settle(float& dS_sum, uint32_t& P_sum, float& D) {
-    float dS = dS_sum;
-    uint32_t P = P_sum;
+// Finds it from the sums of this lane's columns.
+__device__ __forceinline__ RowError error_of_row(float dS, uint32_t P) {
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
         dS += __shfl_xor_sync(~0u, dS, lanes);
         P += __shfl_xor_sync(~0u, P, lanes);
     }
-    dS_sum = 0.f, P_sum = 0;
-    D += dS;
     return {dS, static_cast<float>(static_cast<int>(P - (1u << 30))) * 0x1p-30f};
 }
 
@@ -376,12 +372,7 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
     k_sums[threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
     float dq[M][HS / 8][4] = {};
 
-    // Rows of few keys are walked twice, the first time for D and lse alone. Longer rows are corrected by the mean key,
-    // but the weights of few keys are too unlike for that.
-    const bool whole_row = !args.lse_rest.ptr;
-    auto few_keys = [&] { return whole_row && k_tiles <= Br / Bc; };
-    auto tile_of = [&](int n) { return n < 0 ? n + k_tiles : n; };
-    for (int n = few_keys() ? -k_tiles : 0; n < k_tiles; n++) {
+    for (int j = 0; j < k_tiles; j++) {
         const auto largest = kv.split_tiles(
             [&](const auto& k) {
                 float4 sum = k_sums[thread_again()];
@@ -389,16 +380,9 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
                 k_sums[thread_again()] = sum;
             },
             [](int) { return 1.f; });
-        if (n + 1 < k_tiles) copy_kv(tile_of(n + 1));
-        __syncthreads();  // tile n is there for all
-        if (n == 0 && few_keys())
-            for (int i = 0; i < M; i++)
-                for (int r = 0; r < 2; r++) {
-                    const RowError error = settle(dS_sum[i][r], P_sum[i][r], D[i][r]);
-                    lse_log2[i][r] = fmaf(error.P, kLog2e, lse_log2[i][r]);
-                    for (int c = 0; c < HS / 8; c++) dq[i][c][2 * r] = dq[i][c][2 * r + 1] = 0.f;
-                }
-        const int k0 = tile_of(n) * Bc;
+        if (j + 1 < k_tiles) copy_kv(j + 1);
+        __syncthreads();  // tile j is there for all
+        const int k0 = j * Bc;
         if (k0 > first_q() + Rows - 1 + p.shift) continue;
         const float k_unit = unit_for(largest.x), s_unit = p.scale_log2 * q_unit * k_unit;
         const float dp_unit = do_unit * unit_for(largest.y);
@@ -437,8 +421,10 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
 
     // dq has D's error times the weighted mean key Σ P K. The plain mean stands in for it, to save a product.
     float2 k_mean[HS / 8];
+    const bool whole_row = !args.lse_rest.ptr;
     if (whole_row) {
-        const float keys = static_cast<float>(max(1, min(k_tiles * Bc, p.Tk) * (few_keys() ? 2 : 1)));
+        // Counted again, because k_tiles would take a register from the loop.
+        const int keys = min(visible_tiles<Br, Bc>(p, w.tile) * Bc, p.Tk);
         for (int n = 0; n < HS / 8; n++) {
             const float2* column = reinterpret_cast<const float2*>(k_sums) + 4 * n + threadIdx.x % 32 % 4;
             k_mean[n] = {0.f, 0.f};
@@ -455,7 +441,8 @@ __global__ __launch_bounds__(kThreads, 2) void dq_kernel(const __grid_constant__
             const size_t at = static_cast<size_t>(w.bh) * p.Tq + row;
             float change;  // of log2(e)·lse
             if (whole_row) {
-                const RowError error = settle(dS_sum[i][r], P_sum[i][r], D[i][r]);
+                const RowError error = error_of_row(dS_sum[i][r], P_sum[i][r]);
+                D[i][r] += error.dS;
                 change = error.P * kLog2e;
                 for (int n = 0; n < HS / 8; n++)
                     dq[i][n][2 * r] -= error.dS * k_mean[n].x, dq[i][n][2 * r + 1] -= error.dS * k_mean[n].y;
