@@ -615,6 +615,28 @@ TEST(a_signal_to_any_rank_ends_all) {
     }
 }
 
+// Files come in order and whole, in pieces that a checksum can take, whatever their size.
+TEST(files_are_read_in_pieces) {
+    const std::string path = dir() + "/pieces.bin";
+    const Cpu cpu(1);
+    std::string bytes(70000, 'x');
+    for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<char>(mix64(i));
+    write_file(path, bytes);
+    const InputFile file(path);
+    for (const size_t n : {0, 1, 31, 32, 33, 4096, 69997})
+        for (const size_t most : {size_t(1), size_t(33), size_t(4096), ~size_t(0)}) {
+            std::string got;
+            Checksum64 checksum(n);
+            stream_in(cpu, file, 3, n, most, [&](const char* piece, size_t at, size_t size) {
+                CHECK(at == got.size() && (size % Checksum64::kStep == 0 || at + size == n));
+                checksum.add(piece, size);
+                got.append(piece, size);
+            });
+            CHECK(got == bytes.substr(3, n));
+            CHECK(checksum.value() == checksum64(&bytes[3], n));
+        }
+}
+
 // What is computed again has the same bits as what would have been kept. dev/test_program has the bytes of each level.
 TEST(recompute_does_not_change_gradients) {
     const int B = 2, T = 20;

@@ -16,14 +16,18 @@
 // piece meanwhile. Pieces are whole steps of a checksum, and have `most` bytes at most.
 template <class Dev, class F>
 void stream_in(const Dev& dev, const InputFile& file, size_t begin, size_t bytes, size_t most, F use) {
-    const size_t size = std::min<size_t>(32 << 20, most / Checksum64::kStep * Checksum64::kStep);
+    if (bytes == 0) return;
+    constexpr size_t kStep = Checksum64::kStep;
+    constexpr size_t kPiece = 32 << 20;
+    const size_t needed = (bytes + kStep - 1) / kStep * kStep;
+    const size_t size = std::min({kPiece, needed, std::max(most / kStep, size_t(1)) * kStep});
     const auto free = [&](char* p) { dev.free_host(p); };
     const std::unique_ptr<char, decltype(free)> memory(static_cast<char*>(dev.alloc_host(2 * size)), free);
     const auto half = [&](size_t at) { return memory.get() + at / size % 2 * size; };
     const auto read = [&](size_t at) { file.read(begin + at, half(at), std::min(size, bytes - at)); };
 
     std::future<void> reading;  // goes before the memory into which it reads
-    if (bytes > 0) read(0);
+    read(0);
     for (size_t at = 0; at < bytes; at += size) {
         if (reading.valid()) reading.get();
         dev.sync();  // the piece before this one is no longer needed
