@@ -230,6 +230,7 @@ def test_tokenizer_of_an_export():
             assert list(vocabulary.values()) == [*range(256), end_of_text], vocabulary
     new_export(V=258)
     refuses("a.bin: no tokenizer for a vocabulary of 258", *EXPORT, "--bytes")
+    assert "tokenizer" not in converts(*EXPORT)  # no advice that does not help
 
 
 def test_files_that_are_refused():

@@ -223,10 +223,10 @@ def export_model(path, out, want, of_bytes):
     files = byte_tokenizer(config, end) if is_of_bytes else {}
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors(config):
-        end = position + math.prod(shape) * ITEM_BYTES[want]
+        behind = position + math.prod(shape) * ITEM_BYTES[want]
         shape = shape[::-1] if is_conv1d(name) else shape
-        header["transformer." + name] = {"dtype": want, "shape": shape, "data_offsets": [position, end]}
-        position = end
+        header["transformer." + name] = {"dtype": want, "shape": shape, "data_offsets": [position, behind]}
+        position = behind
     header = json.dumps(header).encode()
     header += b" " * (-len(header) % 8)  # the data begins aligned
 
