@@ -132,7 +132,7 @@ size_t extent(const CallMemory& m) {
     return (m.count[0] - 1) * m.stride[0] + (m.count[1] - 1) * m.stride[1] + m.row;
 }
 
-// Do the rows stand apart, with `inner` rows next to each other?
+// True if no two rows overlap, with dimension `inner` varying fastest.
 bool rows_apart(const CallMemory& m, int inner) {
     const int outer = 1 - inner;
     const size_t group = (m.count[inner] - 1) * m.stride[inner] + m.row;
@@ -140,27 +140,39 @@ bool rows_apart(const CallMemory& m, int inner) {
            (m.count[outer] == 1 || m.stride[outer] >= group);
 }
 
-// May they share a byte? Two views of a packed tensor reach over each other, but their rows take
-// turns. All rows start at multiples of `period` from the first, so rows that are apart in one
-// period are apart in all. One could invent views that share nothing although this says yes, but
-// those of a packed tensor are not among them.
+// All of a view's rows, or all of its sequences, start at multiples of `period` from the first. So
+// two views whose first ones are apart within a period are apart everywhere.
+bool apart_in_a_period(size_t distance, size_t a_bytes, size_t b_bytes, size_t period) {
+    const size_t ahead = distance % period;
+    return ahead >= a_bytes && ahead + b_bytes <= period;
+}
+
+// Whether two views may share a byte. Views of one packed tensor have overlapping extents but
+// interleaved rows, (B, T, 3, NH, HS), or interleaved sequences, (B, 3, T, NH, HS). This is
+// conservative: it may report an overlap for unusual strides, but never misses one.
 bool overlap(const CallMemory& a, const CallMemory& b) {
     const uintptr_t first = reinterpret_cast<uintptr_t>(a.ptr);
     const uintptr_t second = reinterpret_cast<uintptr_t>(b.ptr);
     if (first > second)
         return overlap(b, a);
-    if (second - first >= extent(a))
+    const size_t distance = second - first;
+    if (distance >= extent(a))
         return false;
 
-    size_t period = 0;
-    for (const CallMemory* m : {&a, &b})
-        for (int i : {0, 1})
-            if (m->count[i] > 1)
-                period = std::gcd(period, m->stride[i]);
-    if (period == 0)
-        return true;
-    const size_t ahead = (second - first) % period;
-    return ahead < a.row || ahead + b.row > period;
+    size_t of_sequences = 0;
+    size_t of_rows = 0;
+    for (const CallMemory* m : {&a, &b}) {
+        if (m->count[0] > 1)
+            of_sequences = std::gcd(of_sequences, m->stride[0]);
+        if (m->count[1] > 1)
+            of_rows = std::gcd(of_rows, m->stride[1]);
+    }
+    of_rows = std::gcd(of_rows, of_sequences);
+
+    const auto sequence = [](const CallMemory& m) { return (m.count[1] - 1) * m.stride[1] + m.row; };
+    if (of_sequences > 0 && apart_in_a_period(distance, sequence(a), sequence(b), of_sequences))
+        return false;
+    return of_rows == 0 || !apart_in_a_period(distance, a.row, b.row, of_rows);
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ struct AttentionKernel {
     size_t (*saved_bytes)(const AttentionShape&);
     size_t (*scratch_bytes)(const AttentionShape&);
 
-    // The launchers. They trust their call, so nobody but the functions below calls them.
+    // The launchers. They trust their call, so only the functions below call them.
     struct {
         void (*forward)(const Cuda&, const AttentionForward<X>&);
         // Null in a kernel that has only forward. Such a kernel can generate and evaluate, and the

@@ -109,7 +109,7 @@ inline size_t no_bytes(const AttentionShape&) {
     return 0;
 }
 
-// What an implementation takes of all that a call can say.
+// Which calls an implementation supports.
 struct AttentionLimits {
     const char* name;  // every Error begins with it
     size_t alignment;  // of the rows of a head, in bytes

@@ -1149,6 +1149,14 @@ struct Refusals {
         };
         backward(kAccepted, [=](auto& c) { token_major(c, C); });
         backward("overlap", [=](auto& c) { token_major(c, 2 * C); });  // dk of the next sequence
+        // dk and dv of a sequence behind each other, (B, K and V, T, NH, HS).
+        const auto behind = [](auto& c, size_t elements) {
+            c.dk = {address<X>(Dk), 2 * T * C, C};
+            c.dv = {address<X>(Dk) + elements, 2 * T * C, C};
+        };
+        backward(kAccepted, [=](auto& c) { behind(c, T * C); });
+        backward("overlap", [=](auto& c) { behind(c, T * C - 8); });
+        backward("overlap", [=](auto& c) { behind(c, T * C + C); });  // dk of the next sequence
     }
 
     void rests() const {
