@@ -17,7 +17,8 @@ FOUND  = $(if $(shell command -v nvcc),nvcc,$(firstword $(wildcard $(TOOLKITS:%=
 GIVEN := $(NVCC)
 override NVCC := $(or $(NVCC),$(CUDA_HOME:%=%/bin/nvcc),$(FOUND))
 CXX   ?= g++
-CCBIN := $(if $(filter-out g++,$(lastword $(CXX))),-ccbin $(lastword $(CXX)))
+HOST  := $(lastword $(filter-out -%,$(CXX)))
+CCBIN := $(if $(filter-out g++,$(HOST)),-ccbin $(HOST))
 # nvcc, headers and libraries belong to one toolkit. We ask nvcc where they are, because its path
 # does not tell: NVCC may be a wrapper or have options, and conda, NVIDIA and Debian use different
 # folders.
@@ -85,7 +86,9 @@ endif
 
 ifeq ($(LIBRARIES),)
 MISSING := $(NVCC)
-override NVCC = $(error there is no $(MISSING) with a toolkit: \
+COMMA   := ,
+WHY     := $(if $(shell command -v $(lastword $(filter-out -%,$(NVCC)))),$(shell $(DRYRUN) | tail -n 1))
+override NVCC = $(error there is no $(MISSING) with a toolkit$(if $(WHY),$(COMMA) it says "$(WHY)"): \
 install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
