@@ -40,6 +40,7 @@ class Output:
     def __init__(self, stream):
         self.stream, self.error = stream, None
         if stream is None:  # as Python has it if the tool was started without
+            self.stream = open(os.devnull, "w")
             self.error = OSError(errno.EBADF, os.strerror(errno.EBADF))
         elif getattr(stream, "errors", "") == "strict":  # else "…" would be an error in ASCII
             stream.reconfigure(errors="backslashreplace")

@@ -281,6 +281,8 @@ RUNGS = {
     "flash_bf16_sm90": ("bf16", "roles; a deterministic backward"),
     "flash_fp16x3": ("fp32", "beside the ladder: an fp32 is two fp16, for tensor cores"),
 }
+
+
 def start(rows):
     """Seconds to the end of step 1, a column for each way to begin."""
     title = ("Seconds from the start of the process to the end of step 1 (124M -b 8, 1558M -b 16), the built-in corpus "

@@ -72,13 +72,11 @@ def json_rows(path):
     except Fail as e:
         fail(e)
     lines = path.read_bytes().split(b"\n")  # str.splitlines() would cut at a sample's U+2028 too
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[:-1], 1):  # behind the last newline there is no whole line
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as e:
-            if number < len(lines):
-                fail(f"{path}:{number}: not JSON in UTF-8: {e}, found {line[:60]!r}; delete it")
-            return
+            fail(f"{path}:{number}: not JSON in UTF-8: {e}, found {line[:60]!r}; delete it")
         yield number, row
 
 

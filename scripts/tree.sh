@@ -11,7 +11,7 @@ export GIT_CEILING_DIRECTORIES="$(dirname "$(pwd -P)")"
 state=clean
 if [ -e .git ]; then
     COMMIT=$(git rev-parse --verify --short=12 HEAD 2>/dev/null)
-    changed=$(git status --porcelain --untracked-files=normal -- . ':!*.md' ':!dev/results') &&
+    changed=$(git status --porcelain --untracked-files=normal -- . ':!*.md' ':!dev/results' 2>/dev/null) &&
         [ -z "$changed" ] || state=dirty
 fi
 if [ -z "$COMMIT" ]; then
