@@ -475,9 +475,9 @@ int run_train(const Dev& dev, Options& o, const Config& config, bool from_file, 
     run.describe();
     return as_rank(ranks, [&] {
         allocate_or_explain(model);
-        from_file ? load(model, o.init) : init_random(model, o.seed);
+        const bool found = o.resume && run.restore();
+        if (!found) from_file ? load(model, o.init) : init_random(model, o.seed);
         if (o.resume) {
-            const bool found = run.restore();
             std::printf(found ? "resumed at step %d\n" : "nothing to resume: starting at step %d\n", run.step);
             if (run.step >= o.max_steps) std::printf("nothing left to do: raise -x (now %d)\n", o.max_steps);
         }
@@ -509,9 +509,12 @@ int run_with(const Dev& dev, Options& o, const Team& team) {
         struct stat file;
         if (stat(o.init.c_str(), &file))
             throw UsageError(format("--init %s: neither d12, d24, d36, d48, tiny nor a file", o.init.c_str()));
-        const int newest = S_ISDIR(file.st_mode) ? newest_model(o.init) : 0;
-        if (newest < 0) throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
-        if (newest > 0) o.init = model_path(o.init, newest);
+        if (S_ISDIR(file.st_mode)) {
+            const int newest = newest_model(o.init);
+            if (newest < 0)
+                throw UsageError(format("--init %s: holds no run of ours; give a model file", o.init.c_str()));
+            o.init = model_path(o.init, newest);
+        }
         config = read_model_header(o.init).config;
         if (config.V > kEndOfText && o.tokenizer.empty() && team.speaks())
             std::fprintf(stderr, "%s: without --tokenizer it reads and writes text byte by byte\n", o.init.c_str());

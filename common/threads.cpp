@@ -56,7 +56,7 @@ static int startable_threads(int wanted) {
     return static_cast<int>(others.size()) + 1;
 }
 
-int possible_threads() {
+static int possible_threads() {
     static const int possible = startable_threads(omp_get_num_procs());  // the affinity's number
     return possible;
 }

@@ -16,6 +16,6 @@ struct Corpus {
     std::vector<uint16_t> train, val;  // byte tokens of GPT-2's vocabulary, each story after <|endoftext|>
     double val_nats;                   // entropy floor, nats per token, over the validation split
 };
-// The corpus, the same on every machine. The first call makes it, in about a second of ten cores, and a second call
-// meanwhile waits for the first. Train and validation stories have disjoint indices.
+// The corpus, the same on every machine. The first call makes it, in about a second of one core, and a second
+// call meanwhile waits for the first. Train and validation stories have disjoint indices.
 const Corpus& builtin_corpus();

@@ -8,11 +8,10 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <future>
 #include <string>
-#include <system_error>
 #include <vector>
 
+#include "common/threads.h"
 #include "layers/gpu/error.h"
 
 // llm.c's files begin with 256 int32, of which the first is a magic.
@@ -44,20 +43,6 @@ auto uninterrupted(F call) {
     auto result = call();
     while (result < 0 && errno == EINTR) result = call();
     return result;
-}
-
-// Calls f in a thread, or at once where the system has no more threads (ulimit -u, a container's
-// pids.max). The future has f's result or what it throws.
-template <class F>
-auto start_async(F f) {
-    try {
-        return std::async(std::launch::async, f);
-    } catch (const std::system_error&) {
-        std::packaged_task<decltype(f())()> task(f);
-        auto result = task.get_future();
-        task();
-        return result;
-    }
 }
 
 // Refuses what exists and is no file before it is opened. Opening a pipe may wait, and a device may have no end.

@@ -194,11 +194,15 @@ void check_faults(const std::string& begin, const std::string& command, int rank
             tried++;
             const Result first = again(at, Fault(kind));
             const bool said = first.code == 1 && contains(first.out, ranks > 1 ? "train_threads: " : "train_gpt2cu: ");
+            // A run that ended by itself leaves no state without its model: what is tried next may need the space.
+            bool left_over = false;
+            for (int step = newest_model(out) + 1; said && step <= kSteps; step++)
+                left_over |= exists(state_path(out, step)) && !exists(state_path(begin, step));
             const Result second = first.code ? train(options(out) + command + " -y 1", ranks) : first;
             // A checkpoint that was announced is never lost.
             const double announced = number_after(first.out, "checkpoint " + out + "/model_"),
                          resumed = number_after(second.out, "resumed at step ");
-            const bool same = content(out) == wanted && (kind != kInterrupted || first.code == 0) &&
+            const bool same = !left_over && content(out) == wanted && (kind != kInterrupted || first.code == 0) &&
                               (!first.code || std::isnan(announced) || resumed >= announced);
             if (same && second.code == 0 && (said || first.code == 0 || first.code == 128 + SIGKILL))
                 said ? refused++ : survived++;

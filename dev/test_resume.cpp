@@ -490,7 +490,7 @@ TEST(what_is_removed_or_replaced_during_a_run_is_named) {
     }
 }
 
-// What a killed run leaves goes at the start: temporaries, and states newer than every model. What another program
+// What a killed run leaves goes at the start: temporaries, and a state newer than every model. What another program
 // or the user put there stays: an older state without its model is named, and a model without a state is kept.
 TEST(what_killed_runs_left_goes_at_the_start) {
     const std::string out = dir() + "/left_over";
@@ -499,7 +499,7 @@ TEST(what_killed_runs_left_goes_at_the_start) {
                                   "model_00000001.bin2", "state_00000999.bin.bak", "xstate_00000999.bin",
                                   "model_00000001.bin",  "state_-0000001.bin",     "state_00000000.bin"};
     std::set<std::string> all = left;
-    all.insert({"state_00000005.bin", "state_00000009.bin", "model_00000005.bin.tmp.7", "log.jsonl.tmp.7"});
+    all.insert({"state_00000009.bin", "model_00000009.bin.tmp.7", "log.jsonl.tmp.7"});
     for (const std::string& name : all) write_file(out + "/" + name, "x");
     const Result r = run(options(4) + "-v 0 -s 0 -y 1 -nk 1 -o " + out);
     CHECK_RUN(r, 0, "nothing left to do", out + "/state_00000000.bin: has no model beside it");
@@ -542,6 +542,30 @@ TEST(a_model_without_a_state_is_never_lost) {
     const Result r = run_and_act(options(60) + "-v 0 -s 0 -n 8 -y 1 -o " + out, "step 7/", "echo mine >" + mine);
     CHECK_RUN(r, 1, mine + ": ");
     CHECK(read_file(mine) == "mine\n");
+}
+
+// Several states without a model are not what a kill leaves. Somebody has moved the models, and may bring them back.
+TEST(states_whose_models_were_moved_stay) {
+    const std::string out = dir() + "/models_moved";
+    for (const int step : {2, 3, 4}) copy_checkpoint(straight_run(), out, step);
+    const std::set<std::string> before = files_of(out);
+    for (const int step : {2, 3, 4}) std::filesystem::rename(model_path(out, step), model_path(out, step) + ".aside");
+    CHECK_RUN(run(options() + "-y 1 -o " + out), 1, out + ": has 3 states and no model");
+    std::filesystem::rename(model_path(out, 2) + ".aside", model_path(out, 2));
+    CHECK_RUN(run(options(2) + "-v 0 -s 0 -y 1 -o " + out), 0, "resumed at step 2\n", state_path(out, 4) + ": has no model");
+    for (const int step : {3, 4}) std::filesystem::rename(model_path(out, step) + ".aside", model_path(out, step));
+    std::set<std::string> after = files_of(out);
+    after.erase("log.jsonl");
+    CHECK(after == before);
+}
+
+// A checkpoint that is whole counts, whatever becomes of older ones.
+TEST(a_checkpoint_counts_although_an_older_one_cannot_be_removed) {
+    const std::string out = dir() + "/unpruned";
+    const Result r = run_and_act(options(kEndless) + "-v 0 -s 0 -n 3 -nk 1 -o " + out, "step 4/",
+                                 "mkdir -p " + model_path(out, 1));
+    CHECK_RUN(r, 1, model_path(out, 1) + ": ", "\ncheckpoint ");
+    CHECK(!contains(r.out, "is not this run's"));
 }
 
 // It ends as after an error of the log: with one more try, which may succeed.

@@ -239,6 +239,9 @@ struct RunFiles {
     std::vector<std::string> temporaries;  // paths, of runs that were killed
 
     int newest_model() const { return models.empty() ? -1 : *models.rbegin(); }
+    int states_without_any_later_model() const {
+        return static_cast<int>(std::distance(states.upper_bound(newest_model()), states.end()));
+    }
     bool has_state(int step) const { return states.count(step) > 0; }
     bool has_model(int step) const { return models.count(step) > 0; }
 };
@@ -287,19 +290,25 @@ int checkpoint_to_resume(const std::string& dir) {
         }
         without_state += (without_state.empty() ? "" : ", ") + model_path(dir, *step);
     }
-    if (without_state.empty()) return -1;
-    throw Error(format("%s: -y needs a model's state beside it (%s); bring it back, or move such models away, or start "
-                       "from one with -e and another -o",
-                       without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
+    if (!without_state.empty())
+        throw Error(format("%s: without the training state that -y needs (such as %s); bring it back, move these "
+                           "models elsewhere, or start from one with -e and another -o",
+                           without_state.c_str(), state_path("", files.newest_model()).c_str() + 1));
+    // A kill before the first model leaves one state. More are of models that somebody moved.
+    if (files.models.empty() && files.states.size() > 1)
+        throw Error(format("%s: has %zu states and no model; bring the models back, or give another -o", dir.c_str(),
+                           files.states.size()));
+    return -1;
 }
 
 void remove_leftovers(const std::string& dir) {
     const RunFiles files = list_run_files(dir);
     for (const std::string& path : files.temporaries) remove_file(path);
+    const bool of_a_kill = files.states_without_any_later_model() == 1;
     for (const int step : files.states) {
         if (files.has_model(step)) continue;
         const std::string path = state_path(dir, step);
-        if (step > files.newest_model())
+        if (of_a_kill && step > files.newest_model())
             remove_file(path);
         else
             std::fprintf(stderr, "%s: has no model beside it, and is left as it is\n", path.c_str());

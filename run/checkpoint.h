@@ -87,9 +87,9 @@ std::string state_path(const std::string& dir, int step);
 // The step of the newest model, with a state or without, or -1.
 int newest_model(const std::string& dir);
 // The step of the newest model that has its state, or -1 if there is no model. Throws Error if a model without a state
-// lies ahead of it, or if no model has one.
+// lies ahead of it, if no model has one, or if there are several states and no model.
 int checkpoint_to_resume(const std::string& dir);
-// Removes what a killed run leaves: temporaries, and states newer than every model. Names older states that have no
+// Removes what a killed run leaves: temporaries, and one state newer than every model. Names other states that have no
 // model on stderr, and leaves them.
 void remove_leftovers(const std::string& dir);
 // Removes checkpoints, except the newest `keep` of them (0 keeps all) and those at every `keep_every`-th step (0 exempts

@@ -108,7 +108,7 @@ class JsonCheck {
 
     bool escape() {
         at_++;
-        if (at_ == text_.size() || !std::strchr("\"\\/bfnrtu", text_[at_]))
+        if (at_ == text_.size() || std::string("\"\\/bfnrtu").find(text_[at_]) == std::string::npos)
             return false;
         const size_t digits = text_[at_++] == 'u' ? 4 : 0;
         for (size_t i = 0; i < digits; i++)
@@ -273,7 +273,11 @@ void Log::write_pending() {
 }
 
 void Log::truncate_after(const std::string& path, long long step) {
-    if (uninterrupted([&] { return access(path.c_str(), F_OK); })) return;  // no log yet
+    if (uninterrupted([&] { return access(path.c_str(), F_OK); })) {
+        if (errno == ENOENT)
+            return;  // no log yet
+        throw file_error(path, "find", errno);
+    }
     const std::string text = InputFile(path).rest();
     const std::string key = "\"step\": ";  // no string contains it, because quotes are escaped there
 
@@ -300,6 +304,12 @@ void Log::truncate_after(const std::string& path, long long step) {
                      damaged == 1 ? "row" : "rows");
     if (kept == text)
         return;
+    if (kept == text + '\n') {  // only the last row's end was cut
+        const HeldFile file(path, O_WRONLY | O_APPEND, "");
+        if (uninterrupted([&] { return ::write(file.fd, "\n", 1); }) != 1)
+            throw file_error(path, "write", errno);
+        return;
+    }
     if (text.compare(0, kept.size(), kept) != 0) {
         // Rows to keep follow rows to drop. The new file gets the place of the old one, even if the
         // path is a link to it.

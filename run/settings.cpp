@@ -10,7 +10,6 @@
 #include "attention/attention.h"
 #include "data/corpus.h"
 #include "data/text.h"
-#include "data/tokenizer.h"
 #include "run/checkpoint.h"
 #include "run/tensors.h"
 

@@ -10,6 +10,7 @@
 #include <future>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "data/loader.h"
@@ -199,7 +200,7 @@ class Run {
     bool goes_on() const { return step < o.max_steps && !interrupted() && !failed(); }
     bool due(int every) const { return every > 0 && (step % every == 0 || step == o.max_steps); }
     int interrupted() const { return ranks.size == 1 ? int(g_signal) : signal; }  // by which signal, to any rank
-    // An error of the data or the log, on any rank. The run ends with a checkpoint, and the rank that has it throws it.
+    // An error of the data, the log or a checkpoint, on any rank. The run ends with a checkpoint, and the rank that has it throws it.
     bool failed() const { return ranks.size == 1 ? late_error != nullptr : others_failed; }
     void rethrow() const {
         if (late_error) std::rethrow_exception(late_error);
@@ -267,7 +268,6 @@ class Run {
 
     // How it went, what is kept, what to do next.
     void conclude() {
-        await_checkpoint();
         if (step == first_step || o.profile) return;
         const std::string val = std::isnan(val_loss) ? "" : format(" | val loss %.4f", val_loss);
         std::printf("%d steps in %s | loss %.4f%s%s | %.0f tok/s\n", step - first_step, minutes(now() - begin).c_str(),
@@ -303,7 +303,10 @@ class Run {
     bool restore() {
         ranks.allow(0);  // a disk may take its time
         const int newest = ranks.gather(ranks.rank > 0 ? -1 : checkpoint_to_resume(o.output_dir))[0];
-        if (newest < 0) return false;
+        if (newest < 0) {
+            ranks.allow(long_timeout(o));
+            return false;
+        }
         const std::string path = model_path(o.output_dir, newest);
         identity.recipe = o.recipe();
         std::unique_ptr<StateFile> state;  // of rank 0
@@ -374,7 +377,7 @@ class Run {
     void keep_error_of(F body) {
         try {
             body();
-        } catch (const Error&) {
+        } catch (const std::exception&) {
             if (!late_error) late_error = std::current_exception();
         }
     }
@@ -393,11 +396,12 @@ class Run {
     // -----------------------------------------------------------------------------------------------------------------
     // Checkpoints
 
-    // The parameters and the optimizer's state, in pinned memory. A rank other than 0 has at most its share of the
-    // state.
+    // The parameters and the optimizer's state, in pinned memory, on rank 0 alone.
     char* snapshot = nullptr;
     std::future<void> written;  // the last checkpoint, by write_checkpoint()
     int writing = -1;           // its step
+    int tried = -1;             // the last step of which this process began to write a checkpoint
+    std::exception_ptr prune_error;
     // Waits for the checkpoint that is being written. All ranks call this together.
     void await_checkpoint() {
         ranks.allow(0);  // a disk may take its time
@@ -406,11 +410,13 @@ class Run {
         last_checkpoint = ranks.gather(last_checkpoint)[0];
         ranks.allow(o.timeout);
     }
-    // An error of writing ends the run, which then tries once more.
+    // An error of writing ends the run, which then tries again. A checkpoint counts when it is whole, even if older ones
+    // could not be removed.
     void end_of_writing() {
         keep_error_of([&] {
             written.get();
             last_checkpoint = writing;
+            if (prune_error) std::rethrow_exception(std::exchange(prune_error, nullptr));
         });
     }
 
@@ -421,18 +427,28 @@ class Run {
         const int step = static_cast<int>(counters.step);
         const std::string state = state_path(o.output_dir, step);
         const std::string path = model_path(o.output_dir, step);
-        if (access(path.c_str(), F_OK) == 0)
+        if (tried != step && access(path.c_str(), F_OK) == 0)
             throw Error(path + ": is not this run's, and is not overwritten; move it away");
+        tried = step;
         counters.model_checksum = checksum64(snapshot, model.params.bytes);
         log->sync();  // no checkpoint is ahead of its log, whatever happens
         log->warn_if_replaced();
         output->warn_if_replaced();
         write_state(state, identity, counters,
                     {snapshot + model.params.bytes, model.adam.bytes * model.shards()});
-        write_model(path, {dtype_of<X>(), model.config}, snapshot);
+        try {
+            write_model(path, {dtype_of<X>(), model.config}, snapshot);
+        } catch (...) {
+            if (access(path.c_str(), F_OK)) unlink(state.c_str());  // what is tried next may need its space
+            throw;
+        }
         std::printf("checkpoint %s (and state_%08d.bin): %.2f GB in %.2f s\n", path.c_str(), step,
                     snapshot_bytes(model) / 1e9, now() - start);
-        prune_checkpoints(o.output_dir, o.keep, o.keep_every);
+        try {
+            prune_checkpoints(o.output_dir, o.keep, o.keep_every);
+        } catch (const Error&) {
+            prune_error = std::current_exception();
+        }
     }
 
     std::unique_ptr<StateFile> open_checkpoint(int newest) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <future>
+#include <memory>
 #include <string>
 #include <vector>
 

@@ -6,7 +6,8 @@
 
 Every model starts with random weights, with as many threads as there are cores and with OMP_NUM_THREADS=1, as torchrun
 sets it. With --resume also from a model file and from a checkpoint, which lie in --folder. What only reading these
-files takes, with cat, is timed before each of the two.
+files takes, with cat, is timed before each of the two. The system has them in memory by then, because they have just
+been written.
 """
 import os
 import pathlib
@@ -50,6 +51,9 @@ def main():
     arg.add_argument("--folder", help="where these files go (default: a temporary folder)")
     a = arg.parse_args()
     results.need_trainer()
+    unknown = set(a.models.split(",")) - set(BATCH)
+    if unknown:
+        arg.error(f"--models: {', '.join(sorted(unknown))}: expected some of {', '.join(BATCH)}")
     gpu = results.output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0")
     if not gpu:
         results.fail("no GPU here")

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
+#include <future>
+#include <vector>
 
 #include "common/threads.h"
 #include "layers/gpu/cublas.h"
@@ -141,14 +143,21 @@ void* Cuda::alloc_host(size_t bytes) const {
     constexpr size_t kSmallPage = 4 << 10;
     constexpr size_t kPage = 2 << 20;
     const size_t size = (bytes + kPage - 1) / kPage * kPage;
-    const int threads = std::min(4, possible_threads());
     char* const p = static_cast<char*>(std::aligned_alloc(kPage, size));
     cudaError_t status = cudaErrorMemoryAllocation;
     if (p) {
         madvise(p, size, MADV_HUGEPAGE);  // a wish; ordinary pages do too
-#pragma omp parallel for num_threads(threads)
-        for (size_t at = 0; at < size; at += kSmallPage) {
-            p[at] = 0;
+        std::vector<std::future<void>> parts;
+        for (size_t part = 0; part < 4; part++) {
+            parts.push_back(start_async([=] {
+                const size_t end = size / kPage * (part + 1) / 4 * kPage;
+                for (size_t at = size / kPage * part / 4 * kPage; at < end; at += kSmallPage) {
+                    p[at] = 0;
+                }
+            }));
+        }
+        for (std::future<void>& part : parts) {
+            part.get();
         }
         status = cudaHostRegister(p, size, cudaHostRegisterDefault);
     }
@@ -160,12 +169,15 @@ void* Cuda::alloc_host(size_t bytes) const {
                    "checkpoints need most of it",
                    bytes / double(1 << 20)));
     }
+    if (status != cudaSuccess) std::free(p);
     CUDA_CHECK(status);
     return p;
 }
 
 void Cuda::free_host(void* p) const {
-    if (p) cudaHostUnregister(p);
+    if (!p) return;
+    cudaStreamSynchronize(stream);  // a copy may be on its way while an Error unwinds
+    cudaHostUnregister(p);
     std::free(p);
 }
 
