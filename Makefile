@@ -92,7 +92,7 @@ override NVCC = $(error there is no $(MISSING) with a toolkit$(if $(WHY),$(COMMA
 install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif
 
-ROOMS     := common attention attention/ring layers layers/gpu layers/sm90 layers/comm data run
+ROOMS     := common attention attention/ring layers cuda layers/sm90 parallel data run
 SOURCES   := $(wildcard attention/*.cu layers/cpu/*.cpp $(ROOMS:%=%/*.cu) $(ROOMS:%=%/*.cpp))  # what takes long first
 KERNELS   := $(filter %.cu,$(SOURCES))
 OBJECTS   := $(patsubst %,build/%.o,$(basename $(SOURCES)))
@@ -127,7 +127,7 @@ build/%.o: %.cpp build/cxx.flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(CXXSTRICT) -c -o $@ $<
 # No kernel in these: straight to the host compiler, in half the time.
-build/train_gpt2.o build/layers/comm/comm.o build/dev/test_gpt2.o: LANGUAGE := -x c++
+build/train_gpt2.o build/parallel/comm.o build/dev/test_gpt2.o: LANGUAGE := -x c++
 
 build/data/corpus.o: data/stories.txt  # copied into the object
 build/data/tokenizer.o: data/unicode_kinds.txt
@@ -137,8 +137,8 @@ build/dev/test_attention.o build/dev/test_comm.o: private NVCCFLAGS += -Xcompile
 
 # What objects were compiled with. Where that changes, as with another ARCH, all are made anew.
 build/nccl.flags: FLAGS = $(NCCLFLAGS)
-build/layers/comm/comm.o: build/nccl.flags
-build/layers/comm/comm.o build/archs/layers/comm/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
+build/parallel/comm.o: build/nccl.flags
+build/parallel/comm.o build/archs/parallel/comm.o: private NVCCFLAGS += $(NCCLFLAGS)
 build/nvcc.flags: FLAGS = $(NVCC) $(NVCCFLAGS) $(GENCODE)
 build/cxx.flags: FLAGS = $(CXX) $(CXXFLAGS)
 build/%.flags: FORCE

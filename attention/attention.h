@@ -4,7 +4,7 @@
 // allocate nothing of size T². A call that a kernel does not take throws Error.
 #pragma once
 #include "attention/call.h"
-#include "layers/gpu/cuda.h"
+#include "cuda/cuda.h"
 
 // The layer: softmax(scale·QKᵀ)V, causal, scale = 1/√HS. attention.cu chooses the kernel.
 

@@ -12,7 +12,7 @@
 #pragma once
 #include <initializer_list>
 
-#include "layers/gpu/types.h"
+#include "common/types.h"
 
 // If causal, query i sees key j where j ≤ i + Tk − Tq, and Tq ≤ Tk. So the last query sees all keys, and each sees one.
 struct AttentionShape {

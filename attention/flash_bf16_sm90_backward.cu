@@ -45,8 +45,8 @@
 
 #include "attention/flash_bf16_sm90.h"
 #include "attention/sm90_backward_work.cuh"
-#include "layers/gpu/ptx_sm90.cuh"
-#include "layers/gpu/tensor_map.h"
+#include "cuda/ptx_sm90.cuh"
+#include "cuda/tensor_map.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"

@@ -25,7 +25,7 @@
 
 #include "attention/launch.h"
 #include "attention/log.cuh"
-#include "layers/gpu/ptx_sm80.cuh"  // exp2_approx, kLog2e
+#include "cuda/ptx_sm80.cuh"  // exp2_approx, kLog2e
 
 namespace {
 

@@ -26,7 +26,7 @@
 // Limits: HS in {64, 128}, scale > 0, any Tq and Tk, in backward Tq = Tk.
 // Run: ./dev/bench_attention --kernel flash_mma
 #include "attention/launch.h"
-#include "layers/gpu/ptx_sm80.cuh"
+#include "cuda/ptx_sm80.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"

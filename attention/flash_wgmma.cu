@@ -26,8 +26,8 @@
 // Limits: HS in {64, 128}, any Tq and Tk, scale > 0, no backward, compute capability 9.0 alone.
 // Run: ./dev/bench_attention --kernel flash_wgmma
 #include "attention/launch.h"
-#include "layers/gpu/ptx_sm90.cuh"
-#include "layers/gpu/tensor_map.h"
+#include "cuda/ptx_sm90.cuh"
+#include "cuda/tensor_map.h"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #pragma nv_diag_suppress 177  // kernels have empty bodies there, and what only they use is "never referenced"

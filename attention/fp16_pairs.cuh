@@ -15,7 +15,7 @@
 #include <cuda_fp16.h>
 
 #include "attention/mma_tiles.cuh"
-#include "layers/gpu/ptx_sm80.cuh"
+#include "cuda/ptx_sm80.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Splitting

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "attention/launch.h"
-#include "layers/gpu/ptx_sm80.cuh"
+#include "cuda/ptx_sm80.cuh"
 
 // Tiles in shared memory are rows of HS elements whose 16-byte pieces are permuted, with piece c of row r at c ^ (r %
 // 8). Eight rows of one column then lie in eight different bank groups, so ldmatrix reads them without conflict.

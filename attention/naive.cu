@@ -19,8 +19,8 @@
 // Limits: any Tq ≤ Tk, in backward Tq = Tk. A row of HS elements is a multiple of 16 bytes.
 // Run: ./dev/bench_attention --kernel naive
 #include "attention/launch.h"
-#include "layers/gpu/cublas.h"
-#include "layers/gpu/vector.cuh"
+#include "cuda/cublas.h"
+#include "cuda/vector.cuh"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "common/threads.h"
-#include "layers/gpu/error.h"
+#include "common/error.h"
 
 // llm.c's files begin with 256 int32, of which the first is a magic.
 constexpr size_t kHeaderInts = 256, kHeaderBytes = kHeaderInts * sizeof(int32_t);

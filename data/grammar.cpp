@@ -6,8 +6,8 @@
 #include <cstring>
 #include <sstream>
 
-#include "data/random.h"
-#include "layers/gpu/error.h"
+#include "common/random.h"
+#include "common/error.h"
 
 namespace {
 

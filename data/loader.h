@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "data/file.h"
-#include "data/random.h"
+#include "common/random.h"
 #include "data/tokenizer.h"
 
 // Where the loader is. This is enough to go on bit-exactly.

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "data/tokenizer.h"
-#include "layers/gpu/error.h"
+#include "common/error.h"
 
 using namespace std::string_view_literals;
 

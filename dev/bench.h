@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "data/random.h"
-#include "layers/gpu/cublas.h"
-#include "layers/gpu/cuda.h"
+#include "common/random.h"
+#include "cuda/cublas.h"
+#include "cuda/cuda.h"
 #include "run/log.h"
 #include "run/options.h"
 

@@ -11,8 +11,8 @@
 // Run: ./dev/bench_ring --help
 #include "dev/bench.h"
 #include "dev/ring_check.h"
-#include "layers/comm/comm.h"
-#include "layers/comm/meet.h"
+#include "parallel/comm.h"
+#include "parallel/meet.h"
 
 struct Options : Output {
     int gpus = 0, tokens = 16384, heads = 12;

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "dev/test.h"
-#include "layers/gpu/cublas.h"
+#include "cuda/cublas.h"
 
 // A GPU whose stream is ordered with no other stream, not even the default one.
 struct OwnStream : Cuda {

@@ -12,8 +12,8 @@
 #include "attention/attention.h"
 #include "dev/bench.h"
 #include "dev/bounds.h"
-#include "layers/gpu/cublas.h"
-#include "layers/gpu/vector.cuh"
+#include "cuda/cublas.h"
+#include "cuda/vector.cuh"
 
 // Bytes of device memory that start as NaN.
 inline DeviceMemory poisoned(const Cuda& dev, size_t bytes) {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "dev/test.h"
-#include "layers/comm/meet.h"
+#include "parallel/meet.h"
 
 inline void sleep_for(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));

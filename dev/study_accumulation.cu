@@ -36,7 +36,7 @@
 #pragma nv_diag_suppress 177  // the kernel has an empty body there, and what only it uses is "never referenced"
 #endif
 
-__device__ inline float to_float(__half x) {  // the fp16 one beside those of layers/gpu/vector.cuh
+__device__ inline float to_float(__half x) {  // the fp16 one beside those of cuda/vector.cuh
     return __half2float(x);
 }
 

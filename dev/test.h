@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "layers/gpu/error.h"
+#include "common/error.h"
 
 namespace test {
 

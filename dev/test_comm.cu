@@ -9,8 +9,8 @@
 #include "dev/processes.h"
 #include "dev/program.h"
 #include "dev/ring_check.h"
-#include "layers/comm/comm.h"
-#include "layers/comm/meet.h"
+#include "parallel/comm.h"
+#include "parallel/meet.h"
 
 namespace {
 

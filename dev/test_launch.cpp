@@ -15,7 +15,7 @@
 #include <sstream>
 
 #include "dev/processes.h"
-#include "layers/comm/watchdog.h"
+#include "parallel/watchdog.h"
 #include "run/process.h"
 
 // While this is true the system has no more threads.

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "data/random.h"
+#include "common/random.h"
 #include "dev/late.h"
 #include "dev/test.h"
 #include "layers/cpu/reference.h"

@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "dev/test.h"
-#include "layers/gpu/peak.h"
+#include "cuda/peak.h"
 
 namespace {
 

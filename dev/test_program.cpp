@@ -12,7 +12,7 @@
 #include "dev/bounds.h"
 #include "dev/processes.h"
 #include "dev/program.h"
-#include "layers/gpu/cuda.h"
+#include "cuda/cuda.h"
 #include "run/checkpoint.h"
 #include "run/log.h"
 

@@ -1,4 +1,4 @@
-// Threads as ranks, for tests. ThreadComm has NcclComm's interface (layers/comm/comm.h). All ranks share one device,
+// Threads as ranks, for tests. ThreadComm has NcclComm's interface (parallel/comm.h). All ranks share one device,
 // the CPU or a GPU. What a rank sends is copied to the host and waits there until it is received. Sums are taken in the
 // order of ranks, so every rank and every run has the same bits.
 #pragma once

@@ -16,8 +16,8 @@
 // `skipped` is a multiple of 4, and so are the size and stride of several pieces.
 #include <cmath>
 
-#include "data/random.h"
-#include "layers/gpu/vector.cuh"
+#include "common/random.h"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 
 namespace {

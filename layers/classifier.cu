@@ -20,7 +20,7 @@
 // Writes: losses, and logits if dloss != 0, with zeros in the padding [V, Vp).  Limits: any 1 ≤ V ≤ Vp.
 #include <cfloat>
 
-#include "layers/gpu/vector.cuh"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 #include "layers/sm90/matmul_sm90.h"
 

@@ -23,7 +23,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "layers/gpu/vector.cuh"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 
 namespace {

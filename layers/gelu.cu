@@ -10,9 +10,9 @@
 // rows and, for a caller that did not keep it, gelu(inp).
 //
 // Writes every element of out and dinp, and adds into dinp_sum.  Limits: any size and alignment.
-#include "layers/gpu/gelu.cuh"
-#include "layers/gpu/partials.cuh"
-#include "layers/gpu/vector.cuh"
+#include "cuda/gelu.cuh"
+#include "cuda/partials.cuh"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 
 namespace {

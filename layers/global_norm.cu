@@ -7,8 +7,8 @@
 // memory, with one read of x.
 //
 // Writes: out[0].  Limits: any n and alignment.
-#include "data/random.h"
-#include "layers/gpu/vector.cuh"
+#include "common/random.h"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 
 namespace {

@@ -25,9 +25,9 @@
 // Limits: C ≤ 8192, any N. Rows that are no multiple of 16 bytes, or not aligned to them, take one element a load.
 #include <algorithm>
 
-#include "layers/gpu/partials.cuh"
-#include "layers/gpu/ptx_sm90.cuh"
-#include "layers/gpu/vector.cuh"
+#include "cuda/partials.cuh"
+#include "cuda/ptx_sm90.cuh"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 
 namespace {

@@ -21,9 +21,9 @@
 #include <map>
 #include <tuple>
 
-#include "layers/gpu/cublas.h"
-#include "layers/gpu/partials.cuh"
-#include "layers/gpu/vector.cuh"
+#include "cuda/cublas.h"
+#include "cuda/partials.cuh"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 #include "layers/matmul_race.h"
 #include "layers/sm90/matmul_sm90.h"

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <array>
 
-#include "data/random.h"
+#include "common/random.h"
 #include "layers/layers.h"
 #include "layers/matmul_race.h"
 

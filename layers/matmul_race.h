@@ -14,7 +14,7 @@
 #include <functional>
 #include <vector>
 
-#include "layers/gpu/cuda.h"
+#include "cuda/cuda.h"
 
 enum class Epilogue { none, bias, gelu };
 

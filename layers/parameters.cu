@@ -2,13 +2,13 @@
 //
 //   init_normal:  x[i] = mean + σ·z(seed, first + i),  z ~ N(0, 1)      convert:  out[i] = To(in[i])
 //
-// z is computed from its index alone (data/random.h), so that every rank can fill just its own part, and in double, so
+// z is computed from its index alone (common/random.h), so that every rank can fill just its own part, and in double, so
 // that the logarithm and the cosine of every machine round to the same float, up to one unit in the last place. One
 // thread takes one element; a model of 1.6 billion parameters is filled in a fraction of a second.
 //
 // Writes: every element.  Limits: any n and alignment.
-#include "data/random.h"
-#include "layers/gpu/vector.cuh"
+#include "common/random.h"
+#include "cuda/vector.cuh"
 #include "layers/layers.h"
 
 namespace {

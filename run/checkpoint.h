@@ -7,8 +7,8 @@
 
 #include "data/file.h"
 #include "data/loader.h"
-#include "layers/comm/meet.h"
-#include "layers/gpu/types.h"
+#include "parallel/meet.h"
+#include "common/types.h"
 
 // Throws an Error that names the file, what is wrong, what was expected and found, and what to do.
 template <class Expected, class Found>

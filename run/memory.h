@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <string>
 
-#include "layers/gpu/error.h"
+#include "common/error.h"
 #include "run/tensors.h"
 
 constexpr double kMiB = 1 << 20, kGiB = 1 << 30;

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "data/text.h"
-#include "layers/gpu/error.h"
+#include "common/error.h"
 
 namespace {
 

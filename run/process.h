@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <initializer_list>
 
-#include "layers/comm/meet.h"
+#include "parallel/meet.h"
 
 // Another program may have made a pipe or terminal non-blocking that is also our stdout or stderr.
 // While it is full it refuses what we write, and stdio would drop that. So wait until it takes more.

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "data/loader.h"
-#include "layers/comm/comm.h"
-#include "layers/comm/watchdog.h"
+#include "parallel/comm.h"
+#include "parallel/watchdog.h"
 #include "layers/layers.h"
 #include "run/buffers.h"
 #include "run/range.h"

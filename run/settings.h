@@ -9,8 +9,8 @@
 
 #include "data/file.h"
 #include "data/loader.h"
-#include "layers/comm/meet.h"
-#include "layers/gpu/types.h"
+#include "parallel/meet.h"
+#include "common/types.h"
 #include "run/options.h"
 
 struct Options {

@@ -5,9 +5,9 @@
 #include <sstream>
 #include <string>
 
-#include "layers/comm/comm.h"
-#include "layers/comm/meet.h"
-#include "layers/comm/watchdog.h"
+#include "parallel/comm.h"
+#include "parallel/meet.h"
+#include "parallel/watchdog.h"
 #include "run/ranks.h"
 #include "run/settings.h"
 

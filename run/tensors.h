@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "layers/gpu/types.h"
+#include "common/types.h"
 
 struct TensorSpec {
     const char* name;

@@ -15,7 +15,7 @@
 
 #include "data/loader.h"
 #include "data/text.h"
-#include "layers/gpu/peak.h"
+#include "cuda/peak.h"
 #include "run/checkpoint.h"
 #include "run/evaluate.h"
 #include "run/log.h"

@@ -10,7 +10,7 @@
 #   4 GPUs   9.9 hours, 23.4 GiB each: scripts/run_gpt2_350M.sh --gpus 4
 #   8 GPUs   4.9 hours, 22.8 GiB each, at 96 % of eight times what one does; neither is measured here
 #   torchrun LAUNCH="torchrun --no-python --nproc-per-node 8" scripts/run_gpt2_350M.sh, and with the options that
-#            layers/comm/README.md shows on several machines
+#            parallel/README.md shows on several machines
 #   disk     5.0 GB a checkpoint, two are kept; Ctrl-C writes one, the same command goes on
 cd "$(dirname "$0")/.." && make train_gpt2cu && exec $LAUNCH ./train_gpt2cu \
     -e d24 -i 'data/cache/fineweb100B/train_*.bin' -j 'data/cache/fineweb100B/val_*.bin' \

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "attention/ring/pieces.h"
-#include "layers/gpu/vector.cuh"
+#include "cuda/vector.cuh"
 
 namespace {
 

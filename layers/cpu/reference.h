@@ -16,8 +16,8 @@
 
 #include "attention/ring/pieces.h"
 #include "data/file.h"
-#include "data/random.h"
-#include "layers/gpu/error.h"
+#include "common/random.h"
+#include "common/error.h"
 
 struct Cpu {
     // A single rank's. The program has several only on GPUs, and tests as threads (dev/thread_comm.h).

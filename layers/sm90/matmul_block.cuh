@@ -51,9 +51,9 @@
 #pragma once
 #include <cuda_fp16.h>
 
-#include "layers/gpu/gelu.cuh"
-#include "layers/gpu/ptx_sm90.cuh"
-#include "layers/gpu/vector.cuh"
+#include "cuda/gelu.cuh"
+#include "cuda/ptx_sm90.cuh"
+#include "cuda/vector.cuh"
 #include "layers/sm90/matmul_sm90.h"
 
 #pragma nv_diag_suppress 177  // elsewhere the kernel is empty, and what only it uses counts as "never referenced"

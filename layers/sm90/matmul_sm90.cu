@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <map>
 
-#include "layers/gpu/partials.cuh"
-#include "layers/gpu/tensor_map.h"
+#include "cuda/partials.cuh"
+#include "cuda/tensor_map.h"
 #include "layers/sm90/matmul_block.cuh"
 
 namespace {

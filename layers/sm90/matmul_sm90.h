@@ -1,7 +1,7 @@
 // Our own matmuls for Hopper, with GELU or softmax in the same kernel (see matmul_block.cuh). Those with GELU need
 // matmul_sm90_takes() to be true, the other cc 9.0 (Cuda::sm90a), and all of them pointers aligned to 16 bytes.
 #pragma once
-#include "layers/gpu/cuda.h"
+#include "cuda/cuda.h"
 
 // K is the inner dimension, OC the columns of the result.
 bool matmul_sm90_takes(const Cuda& dev, int K, int OC);

@@ -1,6 +1,6 @@
 // GELU and its derivative for one value, for the kernels that have it in registers. The maths is in gelu.cu.
 #pragma once
-#include "layers/gpu/ptx_sm80.cuh"  // exp2_approx, kLog2e, reciprocal_approx
+#include "cuda/ptx_sm80.cuh"  // exp2_approx, kLog2e, reciprocal_approx
 
 // 2u = x·(a + b x²)
 constexpr float kGeluA = 1.5957691216057308f;  // 2·√(2/π)

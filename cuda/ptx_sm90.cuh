@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "layers/gpu/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
+#include "cuda/ptx_sm80.cuh"  // smem_address, pack_bf16, exp2_approx
 
 // ---------------------------------------------------------------------------------------------------------------------
 // An mbarrier counts arrivals and bytes. Its phase ends when `count` threads have arrived and all expected bytes have

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "layers/gpu/error.h"
+#include "common/error.h"
 
 // Who this process is, according to its launcher.
 struct Place {

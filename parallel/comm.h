@@ -8,7 +8,7 @@
 #include <functional>
 #include <string>
 
-#include "layers/gpu/cuda.h"
+#include "cuda/cuda.h"
 
 struct ncclComm;  // NCCL's, of which this header needs only the name
 

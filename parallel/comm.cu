@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "layers/comm/comm.h"
+#include "parallel/comm.h"
 
 #ifdef HAVE_NCCL
 #include <nccl.h>

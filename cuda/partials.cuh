@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "layers/gpu/cuda.h"
-#include "layers/gpu/vector.cuh"
+#include "cuda/cuda.h"
+#include "cuda/vector.cuh"
 
 constexpr int kColumnThreads = 256, kColumnWarps = kColumnThreads / kWarp;
 

@@ -9,7 +9,7 @@
 #include <system_error>
 #include <thread>
 
-#include "layers/gpu/error.h"
+#include "common/error.h"
 
 // Grows whenever the main thread begins or ends a part of its work.
 inline std::atomic<uint64_t> progress{0};

@@ -1,6 +1,6 @@
 // Rank 0 hears everybody who connects, and answers only who says the job's name. It never waits for one of them, so a
 // stranger that is silent holds up nobody.
-#include "layers/comm/meet.h"
+#include "parallel/meet.h"
 
 #include <netdb.h>
 #include <poll.h>

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "common/threads.h"
-#include "layers/gpu/cublas.h"
-#include "layers/gpu/cuda.h"
+#include "cuda/cublas.h"
+#include "cuda/cuda.h"
 
 void cuda_check(cudaError_t status, const char* file, int line, const char* what, const char* before) {
     if (status == cudaSuccess) return;

@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "layers/gpu/error.h"
-#include "layers/gpu/types.h"
+#include "common/error.h"
+#include "common/types.h"
 
 // Throws Error with file, line and the call itself.
 void cuda_check(cudaError_t status, const char* file, int line, const char* what, const char* before = "");
@@ -21,7 +21,7 @@ struct OutOfMemory : Error {
 struct cublasContext;  // what a cublasHandle_t points to. cublas.h has the rest
 struct cublasLtContext;
 class CudaGraph;
-class NcclComm;  // layers/comm/comm.h
+class NcclComm;  // parallel/comm.h
 
 struct Cuda {
     using Graph = CudaGraph;

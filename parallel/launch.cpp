@@ -15,7 +15,7 @@
 #include <map>
 #include <random>
 
-#include "layers/comm/meet.h"
+#include "parallel/meet.h"
 
 // A variable of the environment, or "".
 static std::string variable(const char* name) {

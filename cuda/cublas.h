@@ -3,7 +3,7 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
-#include "layers/gpu/cuda.h"
+#include "cuda/cuda.h"
 
 // Throws Error with file, line and the call itself.
 void cublas_check(cublasStatus_t status, const char* file, int line, const char* what);
