@@ -152,7 +152,7 @@ test:
 	@dev/run_tests.sh "$(MAKE) --no-print-directory archs" $(TESTS) $(PYTESTS)
 
 # The test itself is not optimised, because that compiles fastest.
-SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test_data $(basename $(wildcard data/*.cpp)) \
+SANITIZED := $(patsubst %,build/sanitized/%.o,dev/test_data $(basename $(wildcard common/*.cpp data/*.cpp)) \
              run/checkpoint run/choices run/log)
 sanitize: $(SANITIZED)
 	$(CXX) -fsanitize=address,undefined -fopenmp -o build/sanitized/test_data $^
