@@ -87,7 +87,7 @@ endif
 ifeq ($(LIBRARIES),)
 MISSING := $(NVCC)
 COMMA   := ,
-WHY     := $(if $(shell command -v $(lastword $(filter-out -%,$(NVCC)))),$(shell $(DRYRUN) | tail -n 1))
+WHY     := $(if $(shell command -v $(lastword $(filter-out -%,$(NVCC)))),$(shell $(DRYRUN) | sed -n '$$p'))
 override NVCC = $(error there is no $(MISSING) with a toolkit$(if $(WHY),$(COMMA) it says "$(WHY)"): \
 install the CUDA Toolkit 12 or 13, or name it with CUDA_HOME=… or NVCC=…)
 endif

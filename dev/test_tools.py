@@ -422,9 +422,11 @@ def test_one_toolkit_is_chosen(tmp):
     for name in "make sh g++ grep tr sort find nproc sed ls mkdir dirname env".split():
         (tmp / "tools" / name).symlink_to(shutil.which(name))
     executable(tmp / "silent" / "bin" / "nvcc", "")
+    executable(tmp / "failing" / "bin" / "nvcc", "echo 'nvcc fatal: no such g++'; exit 1")
     for found, home, says in ((None, "", "there is no nvcc"), ("local/cuda", "", ""), ("path", "", ""),
                               ("B", f"{tmp}/B", ""), (None, f"{tmp}/none", "no folder"),
-                              (None, f"{tmp}/silent", "silent"), (None, f"{tmp}/two words", "two words: ")):
+                              (None, f"{tmp}/silent", "silent"),
+                              (None, f"{tmp}/failing", 'it says "nvcc fatal: no such g++"'), (None, f"{tmp}/two words", "two words: ")):
         if found:
             executable(tmp / found / "bin" / "nvcc", NVCC)
         settings = {"PATH": f"{tmp}/tools:{tmp}/path/bin", "CUDA_HOME": home, "NVCC": ""}
