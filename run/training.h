@@ -15,11 +15,11 @@
 
 #include "data/loader.h"
 #include "data/text.h"
-#include "cuda/peak.h"
 #include "run/checkpoint.h"
 #include "run/evaluate.h"
 #include "run/log.h"
 #include "run/memory.h"
+#include "run/peak.h"
 #include "run/process.h"
 #include "run/ranks.h"
 #include "run/sample.h"
