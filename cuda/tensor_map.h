@@ -2,8 +2,8 @@
 #pragma once
 #include <cuda.h>
 
-#include "cuda/cuda.h"
 #include "common/types.h"
+#include "cuda/cuda.h"
 
 // cuTensorMapEncodeTiled is a driver function. We ask the runtime for it, so that nothing links libcuda.
 inline auto tensor_map_encoder() {

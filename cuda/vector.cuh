@@ -5,8 +5,8 @@
 #pragma once
 #include <cstring>
 
-#include "cuda/ptx_sm80.cuh"  // exp2_approx
 #include "common/types.h"
+#include "cuda/ptx_sm80.cuh"  // exp2_approx
 
 constexpr int kWarp = 32;
 constexpr unsigned kFullMask = 0xffffffffu;

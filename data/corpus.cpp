@@ -1,9 +1,9 @@
 // The built-in corpus, made in memory.
 #include "data/corpus.h"
 
+#include "common/threads.h"
 #include "data/file.h"
 #include "data/grammar.h"
-#include "common/threads.h"
 #include "data/tokenizer.h"
 
 // The grammar is data/stories.txt, in the notation of data/grammar.h. What a story says early decides what happens

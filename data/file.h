@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "common/threads.h"
 #include "common/error.h"
+#include "common/threads.h"
 
 // llm.c's files begin with 256 int32, of which the first is a magic.
 constexpr size_t kHeaderInts = 256, kHeaderBytes = kHeaderInts * sizeof(int32_t);

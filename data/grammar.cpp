@@ -6,8 +6,8 @@
 #include <cstring>
 #include <sstream>
 
-#include "common/random.h"
 #include "common/error.h"
+#include "common/random.h"
 
 namespace {
 

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string_view>
 
-#include "data/tokenizer.h"
 #include "common/error.h"
+#include "data/tokenizer.h"
 
 using namespace std::string_view_literals;
 

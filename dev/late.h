@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "dev/test.h"
 #include "cuda/cublas.h"
+#include "dev/test.h"
 
 // A GPU whose stream is ordered with no other stream, not even the default one.
 struct OwnStream : Cuda {

@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "attention/attention.h"
-#include "dev/bench.h"
-#include "dev/bounds.h"
 #include "cuda/cublas.h"
 #include "cuda/vector.cuh"
+#include "dev/bench.h"
+#include "dev/bounds.h"
 
 // Bytes of device memory that start as NaN.
 inline DeviceMemory poisoned(const Cuda& dev, size_t bytes) {

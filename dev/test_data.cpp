@@ -10,10 +10,10 @@
 #include <numeric>
 #include <set>
 
+#include "common/threads.h"
 #include "data/file.h"
 #include "data/loader.h"
 #include "data/text.h"
-#include "common/threads.h"
 #include "data/tokenizer.h"
 #include "dev/program.h"
 #include "run/checkpoint.h"

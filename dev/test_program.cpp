@@ -7,12 +7,12 @@
 #include <csignal>
 #include <set>
 
+#include "cuda/cuda.h"
 #include "data/loader.h"
 #include "data/text.h"
 #include "dev/bounds.h"
 #include "dev/processes.h"
 #include "dev/program.h"
-#include "cuda/cuda.h"
 #include "run/checkpoint.h"
 #include "run/log.h"
 

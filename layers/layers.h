@@ -7,8 +7,8 @@
 // fastest), NH heads, HS = C/NH head size. X is float or bf16. Statistics, losses and weight gradients are fp32.
 // Errors (a failed CUDA or cuBLAS call, an unsupported shape) throw Error with file, line and what was attempted.
 #pragma once
-#include "cuda/cuda.h"
 #include "common/types.h"
+#include "cuda/cuda.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Encoder (encoder.cu): out = wte[token] + wpe[position of t]

@@ -9,8 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "data/text.h"
 #include "common/error.h"
+#include "data/text.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <nvtx3/nvToolsExt.h>
 
-#include "parallel/watchdog.h"
 #include "common/error.h"
+#include "parallel/watchdog.h"
 
 // A named stretch of the timeline for Nsight Systems (make profile). It is also a sign of life for the watchdog.
 struct Range {

@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "data/loader.h"
+#include "layers/layers.h"
 #include "parallel/comm.h"
 #include "parallel/watchdog.h"
-#include "layers/layers.h"
 #include "run/buffers.h"
 #include "run/range.h"
 #include "run/settings.h"

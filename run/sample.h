@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "common/error.h"
 #include "common/random.h"
 #include "data/tokenizer.h"
-#include "common/error.h"
 #include "layers/layers.h"
 
 struct Sampling {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "common/types.h"
 #include "data/file.h"
 #include "data/loader.h"
 #include "parallel/meet.h"
-#include "common/types.h"
 #include "run/options.h"
 
 struct Options {

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "attention/ring/pieces.h"
-#include "data/file.h"
-#include "common/random.h"
 #include "common/error.h"
+#include "common/random.h"
+#include "data/file.h"
 
 struct Cpu {
     // A single rank's. The program has several only on GPUs, and tests as threads (dev/thread_comm.h).
