@@ -142,16 +142,19 @@ void* Cuda::alloc(size_t bytes) const {
 void* Cuda::alloc_host(size_t bytes) const {
     constexpr size_t kSmallPage = 4 << 10;
     constexpr size_t kPage = 2 << 20;
-    const size_t size = (bytes + kPage - 1) / kPage * kPage;
+    constexpr size_t kParts = 4;
+    const size_t pages = (bytes + kPage - 1) / kPage;
+    const size_t size = pages * kPage;
     char* const p = static_cast<char*>(std::aligned_alloc(kPage, size));
     cudaError_t status = cudaErrorMemoryAllocation;
     if (p) {
         madvise(p, size, MADV_HUGEPAGE);  // a wish; ordinary pages do too
         std::vector<std::future<void>> parts;
-        for (size_t part = 0; part < 4; part++) {
+        for (size_t part = 0; part < kParts; part++) {
+            const size_t begin = (pages * part / kParts) * kPage;
+            const size_t end = (pages * (part + 1) / kParts) * kPage;
             parts.push_back(start_async([=] {
-                const size_t end = size / kPage * (part + 1) / 4 * kPage;
-                for (size_t at = size / kPage * part / 4 * kPage; at < end; at += kSmallPage) {
+                for (size_t at = begin; at < end; at += kSmallPage) {
                     p[at] = 0;
                 }
             }));

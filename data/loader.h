@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "data/file.h"
 #include "common/random.h"
+#include "data/file.h"
 #include "data/tokenizer.h"
 
 // Where the loader is. This is enough to go on bit-exactly.
@@ -36,10 +36,10 @@ int vocabulary_of(const std::string& pattern, bool encoded);
 // windows make a batch. If they do not divide an epoch, its last batch takes windows of the next one. Nobody sees the
 // tail of a shard that is shorter than a window. description() says how much that is.
 //
-// `source`: a file or a glob of llm.c shards, or one plain text file, or tokens in memory. A shard is a header of 256 int32 (magic
-// 20240520, version 1, count) and then uint16 tokens. Any other file is text, whose documents() each follow an
-// <|endoftext|>. With a tokenizer file and GPT-2's vocabulary they are in BPE, else in byte ids. Text is kept in memory,
-// two bytes a token. Shards may be many and larger than 2 GiB, because they are read as needed, never whole.
+// `source`: a file or a glob of llm.c shards, or one plain text file, or tokens in memory. A shard is a header of 256
+// int32 (magic 20240520, version 1, count) and then uint16 tokens. Any other file is text, whose documents() each
+// follow an <|endoftext|>. With a tokenizer file and GPT-2's vocabulary they are in BPE, else in byte ids. Text is kept
+// in memory, two bytes a token. Shards may be many and larger than 2 GiB, because they are read as needed, never whole.
 // `vocab`: an id ≥ vocab is an error that names file and offset. With vocab == kByteVocab <|endoftext|> is mapped to
 // 256. Throws Error on no match, a wrong magic or version, truncation (expected and found bytes), and a token ≥ vocab.
 // Data that is neither shard nor text is an Error too, and so is data without a window.

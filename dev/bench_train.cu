@@ -328,7 +328,8 @@ int main(int argc, char** argv) {
         {"--generation", "", Option::Flag, &o.generation, "how long a generated token takes, early and late in a text"},
     };
     const char* const about = "Tokens per second and memory of the training step.";
-    return bench_main(argc, argv, "bench_train", about, "train.jsonl, breakdown.jsonl or generation.jsonl", o, table, [&] {
+    const char* const files = "train.jsonl, breakdown.jsonl or generation.jsonl";
+    return bench_main(argc, argv, "bench_train", about, files, o, table, [&] {
         if (o.shapes.empty())
             o.shapes = o.breakdown ? "64x1024" : o.precision == "bf16" ? "4x1024,16x1024,64x1024" : "4x1024,16x1024";
         const auto shapes = parse_shapes(o.shapes);

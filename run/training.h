@@ -31,11 +31,6 @@ inline double mfu_percent(size_t flops_per_token, double tok_s, int ranks, doubl
     return peak > 0 ? 100 * tok_s * flops_per_token / (ranks * peak * 1e12) : NAN;
 }
 
-template <class T>
-bool is_ready(const std::future<T>& result) {
-    return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-}
-
 template <class Model>
 class Run {
   public:
@@ -144,7 +139,8 @@ class Run {
     const int* batch() {
         began = now();
         if (step <= first_step + 2) timed_from = step, timed_since = began, step_seconds = 0;
-        if (written.valid() && is_ready(written)) end_of_writing();
+        if (written.valid() && written.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
+            end_of_writing();
         if (!prepared) prepare(now_at);
         prepared = true;
         g_step = step + 1;

@@ -285,15 +285,15 @@ RUNGS = {
 
 def start(rows):
     """Seconds to the end of step 1, a column for each way to begin."""
-    title = ("Seconds from the start of the process to the end of step 1 (124M -b 8, 1558M -b 16), the built-in corpus "
-             "made on the way: with random weights, the same with OMP_NUM_THREADS=1, from a model file, and resumed; "
+    title = ("Seconds from the start of the process to the end of step 1, the built-in corpus made on the way: with "
+             "random weights, the same with OMP_NUM_THREADS=1, from a model file, and resumed; "
              "in brackets what only reading the files takes")
     names = {"d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M"}
 
     def cell(row):
         return f"{row['seconds']:.1f}" + (f" ({row['read_seconds']:.1f})" if row["read_seconds"] else "")
     named = [{**row, "model": names[row["model"]]} for row in rows]
-    return crossed(title, named, ["model"], "what", ["random", "random, one thread", "model file", "resumed"], cell)
+    return crossed(title, named, ["model", "B"], "what", ["random", "random, one thread", "model file", "resumed"], cell)
 
 
 # What stands between the markers: the text made of a GPU's rows, their file, what read_rows() is asked for, and the

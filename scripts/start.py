@@ -5,9 +5,9 @@
     python3 scripts/start.py --models d12,d48 --resume --json         # 1558M too, from a file (-e) and resumed (-y)
 
 Every model starts with random weights, with as many threads as there are cores and with OMP_NUM_THREADS=1, as torchrun
-sets it. With --resume also from a model file and from a checkpoint, which lie in --folder. What only reading these
-files takes, with cat, is timed before each of the two. The system has them in memory by then, because they have just
-been written.
+sets it; the faster of two starts counts. With --resume also from a model file and from a checkpoint, which lie in
+--folder. What only reading these files takes, with cat, is timed before each of the two. The system has them in memory
+by then, because they have just been written.
 """
 import os
 import pathlib
