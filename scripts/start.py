@@ -66,6 +66,8 @@ def main():
         rows.append(results.row("start", gpu, model=model, B=BATCH[model], what=what, seconds=seconds,
                                 read_seconds=read_seconds))
 
+    if a.folder:
+        os.makedirs(a.folder, exist_ok=True)
     for model in a.models.split(","):
         common = ["-b", BATCH[model], "-t", 1024, "-r", 1, "-v", 0, "-s", 0]
         new = [*common, "-e", model]
